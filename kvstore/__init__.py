@@ -1,0 +1,23 @@
+"""Tiffin's store: KV cache blocks by prefix, over DRAM and NVMe, for the processes of a host."""
+
+from .aio import AsyncClient
+from .blocks import Block, Blocks, Missing
+from .client import Client
+from .errors import TiffinError
+from .keys import Prefix
+from .schema import KVSchema, LayerSpec
+from .verbs import Hit, PutResult
+
+__all__ = [
+    "AsyncClient",
+    "Block",
+    "Blocks",
+    "Client",
+    "Hit",
+    "KVSchema",
+    "LayerSpec",
+    "Missing",
+    "Prefix",
+    "PutResult",
+    "TiffinError",
+]

@@ -1,0 +1,461 @@
+"""The asyncio client: the same verbs, awaited.
+
+Calls of one client run side by side on one connection: replies find their callers by request id.
+Copies and checksums of payload bytes run in worker threads, so the loop is never held for longer
+than a small frame takes. `get` and `reserve` can be awaited, or entered directly:
+
+    async with client.get(prefix) as blocks: ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from itertools import count
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+
+import msgspec
+from tiffin.messenger.errors import FrameError
+from tiffin.messenger.wire import FrameDecoder, encode_frame
+
+from . import verbs
+from .client import ClientBase, LeasedBlocks, Slots
+from .errors import ClientClosed, DeadlineExceeded, NodeUnavailable
+from .link import GRACE_S, handshake, raise_refusal, undo
+from .node import messages
+from .node.node import Node
+from .node.records import Pin
+from .url import Daemon, parse_url
+from .verbs import DEFAULT_TIMEOUT_S, Call, Hit, Post, PutResult, Verb, Verify
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Generator, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from tiffin.messenger.region import Region
+
+    from .keys import Prefix
+    from .schema import HeadRange, LayerRange
+
+T = TypeVar("T")
+
+
+class AsyncLink(Protocol):
+    """What the asyncio client needs of a connection; compare `link.Link`."""
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The node's DRAM region, uint8."""
+
+    async def call(self, request: messages.Request, timeout_s: float) -> messages.AnyReply:
+        """One request, one reply."""
+
+    def post(self, request: messages.Request) -> None:
+        """Send without waiting."""
+
+    def close(self) -> None:
+        """Say goodbye and let go of the region."""
+
+
+async def drive(verb: Verb[T], link: AsyncLink) -> T:
+    """Carry out a verb's steps, awaiting each."""
+    outcome: Any = None
+    failure: BaseException | None = None
+    while True:
+        try:
+            step = verb.send(outcome) if failure is None else verb.throw(failure)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        outcome = failure = None
+        try:
+            if isinstance(step, Call):
+                outcome = await link.call(step.request, step.timeout_s)
+            elif isinstance(step, Post):
+                link.post(step.request)
+            else:
+                outcome = await _in_thread(step.action)
+        except BaseException as error:  # noqa: BLE001 - the verb cleans up, then raises it again
+            failure = error
+
+
+async def _in_thread(action: Callable[[], T]) -> T:
+    """Run `action` in a worker and, even if cancelled, return only when it has ended: until then it
+    touches memory whose lease the caller would give back."""
+    running = asyncio.ensure_future(asyncio.to_thread(action))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+class _Calls:
+    """Requests that wait for their replies, by id."""
+
+    def __init__(self) -> None:
+        self._ids = count(1)
+        self._waiting: dict[int, asyncio.Future[messages.AnyReply]] = {}
+
+    def number(self, request: messages.Request) -> None:
+        request.id = next(self._ids)
+
+    async def wait(self, request: messages.Request, timeout_s: float) -> messages.AnyReply:
+        """The reply to `request`, which was numbered and is being sent."""
+        future = self._waiting[request.id]
+        try:
+            async with asyncio.timeout(timeout_s + GRACE_S):
+                return raise_refusal(await future)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no answer within {timeout_s} s") from error
+        finally:
+            self._waiting.pop(request.id, None)
+
+    def expect(self, request: messages.Request) -> None:
+        """A reply to `request` will be waited for."""
+        self._waiting[request.id] = asyncio.get_running_loop().create_future()
+
+    def arrived(self, reply: messages.AnyReply) -> messages.Request | None:
+        """Hand a reply over; if its caller has gone, return the request that undoes it."""
+        future = self._waiting.get(reply.id)
+        if future is None or future.done():
+            return undo(reply)
+        future.set_result(reply)
+        return None
+
+    def fail(self, error: Exception) -> None:
+        """The connection broke: every caller learns it."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+class AsyncLocalLink:
+    """An asyncio client in the node's own process."""
+
+    def __init__(self, node: Node, name: str, *, owns_node: bool) -> None:
+        self._node = node
+        self._owns_node = owns_node
+        self._loop = asyncio.get_running_loop()
+        self._session = node.connect(name, os.getpid())
+        self._calls = _Calls()
+        self._memory: NDArray[np.uint8] | None = node.dram.region.array
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The node's DRAM region, uint8."""
+        if self._memory is None:
+            raise ClientClosed("this client is closed")
+        return self._memory
+
+    async def call(self, request: messages.Request, timeout_s: float) -> messages.AnyReply:
+        """See `Link.call`."""
+        if self._memory is None:
+            raise ClientClosed("this client is closed")
+        self._calls.number(request)
+        self._calls.expect(request)
+        self._node.submit(self._session, request, self._reply)
+        return await self._calls.wait(request, timeout_s)
+
+    def post(self, request: messages.Request) -> None:
+        """See `Link.post`."""
+        if self._memory is not None:
+            self._calls.number(request)
+            self._node.submit(self._session, request, self._reply)
+
+    def _reply(self, reply: messages.AnyReply) -> None:
+        # Called by whichever thread ended the wait; always handed over by way of the loop, because
+        # undoing a late grant must not happen inside the node's own call.
+        self._loop.call_soon_threadsafe(self._arrived, reply)
+
+    def _arrived(self, reply: messages.AnyReply) -> None:
+        correction = self._calls.arrived(reply)
+        if correction is not None:
+            self.post(correction)
+
+    def close(self) -> None:
+        """End the session; close the node if this link opened it."""
+        if self._memory is None:
+            return
+        self._memory = None
+        self._node.disconnect(self._session, fenced=True)
+        if self._owns_node:
+            self._node.close()
+
+
+class AsyncSocketLink(asyncio.BufferedProtocol):
+    """An asyncio client of a node daemon on this host."""
+
+    def __init__(self) -> None:
+        self._calls = _Calls()
+        self._decoder = FrameDecoder()
+        self._transport: asyncio.WriteTransport | None = None
+        self._memory: NDArray[np.uint8] | None = None
+        self._region: Region | None = None
+        self._why = "this client is closed"
+
+    @classmethod
+    async def connect(cls, path: Path, name: str) -> AsyncSocketLink:
+        """Shake hands in a worker thread, then let the loop have the socket."""
+        sock, _, region = await asyncio.to_thread(handshake, path, name)
+        loop = asyncio.get_running_loop()
+        _, link = await loop.create_unix_connection(cls, sock=sock)
+        link._memory, link._region = region.array, region
+        return link
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The node's DRAM region as mapped here, uint8."""
+        if self._memory is None:
+            raise ClientClosed("this client is closed")
+        return self._memory
+
+    async def call(self, request: messages.Request, timeout_s: float) -> messages.AnyReply:
+        """See `Link.call`."""
+        transport = self._live()
+        self._calls.number(request)
+        self._calls.expect(request)
+        transport.write(encode_frame(messages.encoder.encode(request)))
+        return await self._calls.wait(request, timeout_s)
+
+    def post(self, request: messages.Request) -> None:
+        """See `Link.post`."""
+        if self._transport is not None:
+            self._calls.number(request)
+            self._transport.write(encode_frame(messages.encoder.encode(request)))
+
+    def close(self) -> None:
+        """Say goodbye and unmap."""
+        if self._memory is None:
+            return
+        self.post(messages.Goodbye(0))
+        transport, self._transport, self._memory = self._transport, None, None
+        if transport is not None:
+            transport.close()
+        if self._region is not None:
+            self._region.close()
+        self._calls.fail(ClientClosed("this client was closed"))
+
+    def _live(self) -> asyncio.WriteTransport:
+        if self._transport is None:
+            if self._memory is None:
+                raise ClientClosed(self._why)
+            raise NodeUnavailable(self._why)
+        return self._transport
+
+    # -- asyncio.BufferedProtocol ------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The loop has the socket."""
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the loop should put what it receives."""
+        return self._decoder.get_buffer(sizehint)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Hand complete replies to their callers."""
+        try:
+            self._decoder.buffer_updated(nbytes)
+            replies = [messages.reply_decoder.decode(body) for body in self._decoder.take()]
+        except (FrameError, msgspec.DecodeError) as error:
+            self.connection_lost(error)
+            return
+        for reply in replies:
+            correction = self._calls.arrived(reply)
+            if correction is not None:
+                self.post(correction)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The node went away, or sent garbage."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            self._why = f"lost the node: {error or 'it closed the connection'}; open another client"
+            transport.close()
+        self._calls.fail(NodeUnavailable(self._why))
+
+
+class _Opening(Generic[T]):
+    """What `get`, `reserve` and `open` return: await it, or enter it with `async with`."""
+
+    def __init__(self, awaitable: Awaitable[T]) -> None:
+        self._awaitable = awaitable
+        self._entered: Any = None
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._awaitable.__await__()
+
+    async def __aenter__(self) -> T:
+        self._entered = await self._awaitable
+        return await self._entered.__aenter__()  # type: ignore[no-any-return]
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._entered.__aexit__(kind, error, traceback)
+
+
+class AsyncBlocks(LeasedBlocks):
+    """`LeasedBlocks` for `async with`."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self._released:
+            self.release()
+
+
+class AsyncSlots(Slots):
+    """`Slots` for `async with`; `commit` is a coroutine."""
+
+    _link: AsyncLink  # type: ignore[assignment]
+
+    async def commit(self) -> None:  # type: ignore[override]
+        """Checksum and publish what was written. Raises StaleLease if the reservation expired."""
+        self._end()
+        try:
+            self._settle(
+                await drive(verbs.commit(self.prefix, self._slots, self._lease), self._link)
+            )
+        finally:
+            for slot in self._slots:
+                slot.let_go()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._ended:
+            return
+        if kind is None:
+            await self.commit()
+        else:
+            self.abort()
+
+
+class AsyncClient(ClientBase):
+    """Asyncio client; `async with AsyncClient.open(url) as client`. Verbs as in `Client`."""
+
+    _link: AsyncLink
+
+    @classmethod
+    def open(cls, url: str, *, verify: Verify = "always", name: str = "") -> _Opening[AsyncClient]:
+        """Open the node that `url` names; await it, or enter it. Errors as in `Client.open`."""
+        verbs.check_verify(verify)
+        return _Opening(cls._open(url, verify, name))
+
+    @classmethod
+    async def _open(cls, url: str, verify: Verify, name: str) -> AsyncClient:
+        target = parse_url(url)
+        if isinstance(target, Daemon):
+            return cls(await AsyncSocketLink.connect(target.path, name), verify)
+        node = await asyncio.to_thread(Node, target.options, name=name or "embedded")
+        return cls(AsyncLocalLink(node, name, owns_node=True), verify)
+
+    @classmethod
+    async def attach(cls, node: Node, *, verify: Verify = "always", name: str = "") -> AsyncClient:
+        """A client of a node that runs in this process and stays open after the client."""
+        return cls(AsyncLocalLink(node, name, owns_node=False), verify)
+
+    async def match(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hit:
+        """See `Client.match`."""
+        self._reach()
+        return await drive(verbs.match(prefix, timeout_s), self._link)
+
+    async def exists(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
+        """See `Client.exists`."""
+        self._reach()
+        return await drive(verbs.exists(prefix, timeout_s), self._link)
+
+    def get(
+        self,
+        prefix: Prefix,
+        *,
+        into: Any = None,
+        layers: LayerRange | None = None,
+        heads: HeadRange | None = None,
+        verify: Verify | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> _Opening[AsyncBlocks]:
+        """See `Client.get`; await it, or enter it with `async with`."""
+
+        async def run() -> AsyncBlocks:
+            access = self._reach(verify)
+            if into is None:
+                blocks, lease = await drive(
+                    verbs.get(prefix, access, layers, heads, timeout_s), self._link
+                )
+                return AsyncBlocks(blocks, lease, self._link)  # type: ignore[arg-type]
+            copied = await drive(
+                verbs.get_into(prefix, access, into, layers, heads, timeout_s), self._link
+            )
+            return AsyncBlocks(copied, 0, None)
+
+        return _Opening(run())
+
+    async def put(
+        self, prefix: Prefix, payloads: Sequence[Any], *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> PutResult:
+        """See `Client.put`."""
+        return await drive(verbs.put(prefix, payloads, self._reach(), timeout_s), self._link)
+
+    def reserve(
+        self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> _Opening[AsyncSlots]:
+        """See `Client.reserve`; await it, or enter it with `async with`."""
+
+        async def run() -> AsyncSlots:
+            slots, lease, reason = await drive(
+                verbs.reserve(prefix, self._reach(), timeout_s), self._link
+            )
+            return AsyncSlots(prefix, slots, lease, reason, self._link)  # type: ignore[arg-type]
+
+        return _Opening(run())
+
+    async def pin(
+        self,
+        prefix: Prefix,
+        *,
+        ttl_s: float | None = None,
+        hard: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> int:
+        """See `Client.pin`."""
+        self._reach()
+        level = Pin.HARD if hard else Pin.SOFT
+        return await drive(verbs.pin(prefix, level, ttl_s, timeout_s), self._link)
+
+    async def unpin(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """See `Client.unpin`."""
+        self._reach()
+        return await drive(verbs.pin(prefix, Pin.NONE, None, timeout_s), self._link)
+
+    async def remove(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """See `Client.remove`."""
+        self._reach()
+        return await drive(verbs.remove(prefix, timeout_s), self._link)
+
+    async def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+        """See `Client.statistics`."""
+        self._reach()
+        return await drive(verbs.statistics(timeout_s), self._link)
+
+    async def close(self) -> None:
+        """See `Client.close`."""
+        self._access = None
+        await asyncio.to_thread(self._link.close) if isinstance(
+            self._link, AsyncLocalLink
+        ) else self._link.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

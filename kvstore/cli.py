@@ -1,0 +1,309 @@
+"""The `tiffin` program: its entry point, and the commands that belong to the store.
+
+Every installed package of ours adds commands through the entry point group `tiffin.commands`, so
+that this module knows none of them and nothing below imports what stands above it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import time
+from dataclasses import asdict
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import uvloop
+from rich.console import Console, Group
+from rich.live import Live
+from rich.logging import RichHandler
+from rich.table import Table
+
+from .client import Client
+from .errors import TiffinError
+from .eviction import POLICIES
+from .node.core import CoreOptions
+from .node.node import Node, NodeOptions
+from .node.server import Server
+from .sizes import format_bytes, parse_bytes
+from .tiers.slab import inspect_slab
+from .url import default_socket, parse_nvme
+
+console = Console()
+errors_console = Console(stderr=True)
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+SocketOption = Annotated[
+    Path | None,
+    typer.Option("--socket", help="Unix socket of the node.", show_default="a private default"),
+]
+
+
+def main() -> None:
+    """Run the `tiffin` program."""
+    app = typer.Typer(
+        name="tiffin",
+        help="Tiffin keeps the KV caches of large language models in one pool.",
+        no_args_is_help=True,
+        rich_markup_mode="markdown",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(invoke_without_command=True)(_program)
+    for entry in sorted(entry_points(group="tiffin.commands"), key=lambda entry: entry.name):
+        entry.load()(app)
+    try:
+        app()
+    except TiffinError as error:
+        errors_console.print(f"[bold red]{type(error).__name__}:[/] {error}")
+        raise SystemExit(2) from error
+
+
+def _program(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if show_version:
+        typer.echo(f"tiffin {version('tiffin')}")
+        raise typer.Exit
+
+
+def commands(app: typer.Typer) -> None:
+    """Add the store's commands."""
+    app.command("node")(node)
+    app.command("status")(status)
+    app.command("inspect")(inspect)
+
+
+# -- tiffin node -----------------------------------------------------------------------------------
+
+
+def node(
+    socket: SocketOption = None,
+    dram: Annotated[str, typer.Option(help="Size of the DRAM tier.")] = "1GiB",
+    nvme: Annotated[
+        str | None, typer.Option(help="NVMe tier as DIRECTORY:SIZE.", metavar="DIR:SIZE")
+    ] = None,
+    policy: Annotated[str, typer.Option(help=f"Eviction: {', '.join(POLICIES)}.")] = "lru",
+    hugepages: Annotated[bool, typer.Option(help="Back DRAM with 2 MiB pages.")] = False,
+    prefault: Annotated[
+        bool, typer.Option(help="Touch all of DRAM at start; without, first writes are slow.")
+    ] = True,
+    high_watermark: Annotated[
+        float, typer.Option(help="Share of DRAM above which demotion to NVMe starts.")
+    ] = 0.90,
+    low_watermark: Annotated[float, typer.Option(help="Share of DRAM at which it stops.")] = 0.80,
+    write_lease_s: Annotated[
+        float, typer.Option(help="Seconds after which a silent writer's reservation ends.")
+    ] = 60.0,
+    demote_on_second_use: Annotated[
+        bool, typer.Option(help="Write a block to NVMe only if it was read twice.")
+    ] = False,
+    name: Annotated[str, typer.Option(help="Shown in `tiffin status`.")] = "",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Run a node: the daemon whose memory the processes of this host share.
+
+    It stops on Ctrl-C or SIGTERM. What is in NVMe is there again at the next start.
+
+    **Examples**
+
+    `tiffin node --dram 8GiB`
+
+    `tiffin node --dram 64GiB --nvme /var/lib/tiffin:500GiB --socket /run/tiffin/node.sock`
+    """
+    _set_up_logging(log_level)
+    nvme_path, nvme_bytes = parse_nvme(nvme) if nvme else (None, 0)
+    options = NodeOptions(
+        dram_bytes=parse_bytes(dram),
+        nvme_path=nvme_path,
+        nvme_bytes=nvme_bytes,
+        policy=policy,
+        hugepages=hugepages,
+        prefault=prefault,
+        core=CoreOptions(high_watermark, low_watermark, write_lease_s, demote_on_second_use),
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        uvloop.run(_serve(options, name or f"node-{os.getpid()}", socket or default_socket()))
+
+
+async def _serve(options: NodeOptions, name: str, path: Path) -> None:
+    log = logging.getLogger("tiffin.node")
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    running = Node(options, name=name)
+    try:
+        async with Server(running, path):
+            adopted = len(running.core.index)
+            found = f", {adopted} blocks found in NVMe" if options.nvme_path else ""
+            log.info("%s serves %s at unix:%s%s", name, _tiers_in_words(options), path, found)
+            await stop.wait()
+            log.info("stopping")
+    finally:
+        running.close()
+
+
+def _tiers_in_words(options: NodeOptions) -> str:
+    words = f"{format_bytes(options.dram_bytes)} DRAM"
+    if options.nvme_path is not None:
+        words += f" and {format_bytes(options.nvme_bytes)} NVMe in {options.nvme_path}"
+    return words
+
+
+def _set_up_logging(level: str) -> None:
+    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise typer.BadParameter(f"--log-level {level}: debug, info, warning or error")
+    handler = RichHandler(console=errors_console, show_path=False)
+    logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[handler])
+
+
+# -- tiffin status ---------------------------------------------------------------------------------
+
+
+def status(
+    socket: SocketOption = None,
+    as_json: JsonFlag = False,
+    watch: Annotated[
+        float | None, typer.Option("--watch", "-w", help="Redraw every so many seconds.")
+    ] = None,
+) -> None:
+    """Show a node's tiers, hit rates, leases and clients.
+
+    **Examples**
+
+    `tiffin status`, `tiffin status --watch 1`, `tiffin status --json | jq .counters`
+    """
+    url = f"unix:{socket}" if socket else "unix:"
+    with Client.open(url, name="tiffin status") as client:
+        if as_json:
+            typer.echo(json.dumps(client.statistics(), indent=2))
+        elif watch is None:
+            console.print(status_table(client.statistics()))
+        else:
+            with (
+                contextlib.suppress(KeyboardInterrupt),
+                Live(status_table(client.statistics()), console=console) as live,
+            ):
+                while True:
+                    time.sleep(watch)
+                    live.update(status_table(client.statistics()))
+
+
+def status_table(numbers: dict[str, Any]) -> Group:
+    """`Client.statistics()` as tables for people."""
+    return Group(_tiers_table(numbers), _counters_table(numbers), _clients_table(numbers))
+
+
+def _tiers_table(numbers: dict[str, Any]) -> Table:
+    title = f"{numbers['node']}: {numbers['blocks']} blocks, up {numbers['uptime_s']:.0f} s"
+    table = Table(title=title, title_justify="left")
+    columns = ("capacity", "committed", "reserved", "quarantined", "free", "largest free")
+    table.add_column("tier")
+    for column in columns:
+        table.add_column(column, justify="right")
+    table.add_column("blocks", justify="right")
+    table.add_column("state")
+    for name, tier in numbers["tiers"].items():
+        sizes = [format_bytes(tier[column.replace(" ", "_") + "_bytes"]) for column in columns]
+        state = "ok" if tier["healthy"] and tier["writable"] else "[red]takes no more blocks[/]"
+        if name == "nvme" and not tier["direct_io"]:
+            state += " (buffered)"
+        table.add_row(name, *sizes, str(tier["blocks"]), state)
+    return table
+
+
+def _counters_table(numbers: dict[str, Any]) -> Table:
+    counters = numbers["counters"]
+    hits = counters["dram_hits"] + counters["nvme_hits"]
+    asked = hits + counters["misses"]
+    rate = f"{hits / asked:.1%}" if asked else "none asked yet"
+    table = Table(show_header=False)
+    pairs = {
+        "blocks asked for": asked,
+        "hit rate": rate,
+        "from DRAM": f"{counters['dram_hits']} ({format_bytes(counters['dram_hit_bytes'])})",
+        "from NVMe": f"{counters['nvme_hits']} ({format_bytes(counters['nvme_hit_bytes'])})",
+        "stored": f"{counters['commits']} ({format_bytes(counters['commit_bytes'])})",
+        "evicted / demoted / promoted": "{evictions} / {demotions} / {promotions}".format(
+            **counters
+        ),
+        "corrupt / medium errors": "{corrupt} / {medium_errors}".format(**counters),
+        "writes aborted / expired": "{aborts} / {expired}".format(**counters),
+        "waiting requests / queued moves": f"{numbers['waiting_requests']} / "
+        f"{numbers['queued_moves']}",
+    }
+    for name, value in pairs.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def _clients_table(numbers: dict[str, Any]) -> Table:
+    table = Table(title="clients", title_justify="left")
+    for column in ("name", "pid", "read leases", "write leases", "held", "state"):
+        table.add_column(column, justify="left" if column in ("name", "state") else "right")
+    for session in numbers["sessions"]:
+        state = "gone, waiting for its process to end" if session["gone"] else "connected"
+        if session["zombie_leases"]:
+            state += f", {session['zombie_leases']} expired reservations"
+        table.add_row(
+            session["name"] or "-",
+            str(session["pid"]),
+            str(session["read_leases"]),
+            str(session["write_leases"]),
+            format_bytes(session["held_bytes"]),
+            state,
+        )
+    return table
+
+
+# -- tiffin inspect --------------------------------------------------------------------------------
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="An NVMe tier's directory, or its slab file.")],
+    as_json: JsonFlag = False,
+    verify: Annotated[bool, typer.Option(help="Also check every payload's checksums.")] = True,
+    scan_all: Annotated[
+        bool, typer.Option("--scan-all", help="Ignore the extent map; look at every 4 KiB page.")
+    ] = False,
+) -> None:
+    """Read an NVMe slab offline: its blocks, and what is damaged. Exits with 1 if anything is.
+
+    **Examples**
+
+    `tiffin inspect /var/lib/tiffin`, `tiffin inspect /var/lib/tiffin --json --no-verify`
+    """
+    report = inspect_slab(path, verify_payload=verify, scan_all=scan_all)
+    if as_json:
+        typer.echo(json.dumps(asdict(report), indent=2, default=str))
+    else:
+        console.print(_slab_table(report))
+    raise typer.Exit(1 if report.damaged_blocks else 0)
+
+
+def _slab_table(report: Any) -> Table:
+    damaged = report.damaged_blocks
+    checked = "payloads verified" if report.payload_verified else "payloads not verified"
+    table = Table(
+        title=f"{report.path}: {format_bytes(report.capacity_bytes)}, {len(report.blocks)} blocks, "
+        f"{damaged} damaged ({checked})",
+        title_justify="left",
+    )
+    for column in ("offset", "extent", "payload", "tokens", "generation", "key", "state"):
+        table.add_column(column, justify="left" if column in ("key", "state") else "right")
+    for block in report.blocks:
+        table.add_row(
+            str(block.offset),
+            format_bytes(block.extent_bytes),
+            format_bytes(block.payload_bytes),
+            str(block.token_count),
+            str(block.generation),
+            block.key or "-",
+            f"[red]{block.damage}[/]" if block.damage else "ok",
+        )
+    return table

@@ -1,0 +1,294 @@
+"""The client that engines and scripts use: a pool's blocks by prefix.
+
+Every verb takes a `Prefix` (from `KVSchema.prefix`) and `timeout_s`. A miss is a result; see
+`errors.py` for what is raised. One client may be used from several threads; its calls take turns.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+
+from . import verbs
+from .blocks import Blocks, Slot
+from .errors import ClientClosed, StaleLease
+from .link import Link, LocalLink, SocketLink
+from .node import messages
+from .node.node import Node
+from .node.records import Pin
+from .url import Daemon, parse_url
+from .verbs import DEFAULT_TIMEOUT_S, Access, Call, Hit, Post, PutResult, Verb, Verify
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from .keys import Prefix
+    from .schema import HeadRange, LayerRange
+
+T = TypeVar("T")
+
+
+def drive(verb: Verb[T], link: Link) -> T:
+    """Carry out a verb's steps one after the other."""
+    outcome: Any = None
+    failure: BaseException | None = None
+    while True:
+        try:
+            step = verb.send(outcome) if failure is None else verb.throw(failure)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        outcome = failure = None
+        try:
+            if isinstance(step, Call):
+                outcome = link.call(step.request, step.timeout_s)
+            elif isinstance(step, Post):
+                link.post(step.request)
+            else:
+                outcome = step.action()
+        except BaseException as error:  # noqa: BLE001 - the verb cleans up, then raises it again
+            failure = error
+
+
+def open_link(url: str, name: str) -> Link:
+    """A link to the node that `url` names; starts the node if it is an embedded one."""
+    target = parse_url(url)
+    if isinstance(target, Daemon):
+        return SocketLink(target.path, name)
+    return LocalLink(Node(target.options, name=name or "embedded"), name, owns_node=True)
+
+
+class LeasedBlocks(Blocks):
+    """`Blocks` that lie in the pool: leased until `release()` or the end of the `with` block."""
+
+    def __init__(self, blocks: Blocks, lease: int, link: Link | None) -> None:
+        super().__init__(blocks.prefix, list(blocks), blocks.reason)
+        self._lease = lease
+        self._link = link
+        self._released = False
+
+    def release(self) -> None:
+        """End the lease; the views must not be used any more. Raises StaleLease the second time."""
+        if self._released:
+            raise StaleLease("these blocks were released before")
+        self._released = True
+        for block in self._blocks:
+            block.let_go()
+        if self._lease and self._link is not None:
+            self._link.post(messages.Release(0, self._lease))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._released:
+            self.release()
+
+
+class Slots(Sequence[Slot]):
+    """Reserved blocks to write in place; a context manager that commits them when it ends well.
+
+    Holds only blocks that were not resident: `slots[i].index` is a position in the prefix. After
+    the `with` block, `stored` says which positions are in the pool. An exception inside aborts all.
+    """
+
+    def __init__(
+        self, prefix: Prefix, slots: list[Slot], lease: int, reason: str, link: Link
+    ) -> None:
+        self.prefix = prefix
+        self.reason = reason
+        self.stored: tuple[int, ...] = ()
+        self._slots = slots
+        self._lease = lease
+        self._link = link
+        self._ended = False
+
+    @overload
+    def __getitem__(self, index: int) -> Slot: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Slot]: ...
+    def __getitem__(self, index: int | slice) -> Slot | Sequence[Slot]:
+        return self._slots[index]
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def _end(self) -> None:
+        if self._ended:
+            raise StaleLease("this reservation was committed or aborted before")
+        self._ended = True
+
+    def _settle(self, flags: list[bool]) -> None:
+        self.stored = tuple(s.index for s, ok in zip(self._slots, flags, strict=True) if ok)
+        for slot in self._slots:
+            slot.let_go()
+
+    def commit(self) -> None:
+        """Checksum and publish what was written. Raises StaleLease if the reservation expired."""
+        self._end()
+        try:
+            self._settle(drive(verbs.commit(self.prefix, self._slots, self._lease), self._link))
+        finally:
+            for slot in self._slots:
+                slot.let_go()
+
+    def abort(self) -> None:
+        """Give the slots back unwritten."""
+        self._end()
+        for slot in self._slots:
+            slot.let_go()
+        if self._slots:
+            self._link.post(messages.Abort(0, self._lease))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._ended:
+            return
+        if kind is None:
+            self.commit()
+        else:
+            self.abort()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Slots {len(self)} of {len(self.prefix)} blocks{self.reason and ', '}{self.reason}>"
+        )
+
+
+class ClientBase:
+    """What both clients keep: the link's memory and the verification policy."""
+
+    def __init__(self, link: Any, verify: str) -> None:
+        self._link = link
+        self._access: Access | None = Access(
+            link.memory, verbs.check_verify(verify), random.Random()
+        )
+
+    def _reach(self, verify: str | None = None) -> Access:
+        """How to read now, perhaps with another policy; raises ClientClosed."""
+        if self._access is None:
+            raise ClientClosed("this client is closed; open another")
+        if verify is None:
+            return self._access
+        return Access(self._access.memory, verbs.check_verify(verify), self._access.dice)
+
+
+class Client(ClientBase):
+    """Synchronous client. Open it with `Client.open(url)`; it is a context manager."""
+
+    _link: Link
+
+    @classmethod
+    def open(cls, url: str, *, verify: Verify = "always", name: str = "") -> Client:
+        """Open the node that `url` names (docs/client.md lists the forms).
+
+        `verify`: "always" (the default), "sampled" or "off"; each get may choose another.
+        Raises InvalidInput, NodeUnavailable, VersionMismatch, TierUnavailable.
+        """
+        verbs.check_verify(verify)
+        return cls(open_link(url, name), verify)
+
+    @classmethod
+    def attach(cls, node: Node, *, verify: Verify = "always", name: str = "") -> Client:
+        """A client of a node that runs in this process and stays open after the client."""
+        return cls(LocalLink(node, name, owns_node=False), verify)
+
+    def match(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hit:
+        """How many leading blocks are resident. Stops at the first that is missing."""
+        self._reach()
+        return drive(verbs.match(prefix, timeout_s), self._link)
+
+    def exists(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
+        """Which blocks are resident, each on its own."""
+        self._reach()
+        return drive(verbs.exists(prefix, timeout_s), self._link)
+
+    def get(
+        self,
+        prefix: Prefix,
+        *,
+        into: Any = None,
+        layers: LayerRange | None = None,
+        heads: HeadRange | None = None,
+        verify: Verify | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> LeasedBlocks:
+        """The leading blocks of `prefix`: leased views into the pool, or copies.
+
+        `into`: one writable buffer per block, or one for all. `layers`, `heads`: only these
+        (half-open); buffers then hold just that range, packed. Never takes longer than `timeout_s`:
+        what could not be served by then is in `missing`, with the reason.
+        """
+        access = self._reach(verify)
+        if into is None:
+            blocks, lease = drive(verbs.get(prefix, access, layers, heads, timeout_s), self._link)
+            return LeasedBlocks(blocks, lease, self._link)
+        copied = drive(verbs.get_into(prefix, access, into, layers, heads, timeout_s), self._link)
+        return LeasedBlocks(copied, 0, None)
+
+    def put(
+        self, prefix: Prefix, payloads: Sequence[Any], *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> PutResult:
+        """Copy one payload per block into the pool; blocks that are resident are skipped.
+
+        Returns what became of each block: no room within `timeout_s` is a result, not an error.
+        """
+        return drive(verbs.put(prefix, payloads, self._reach(), timeout_s), self._link)
+
+    def reserve(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Slots:
+        """Slots for the blocks that are not resident, to be written in place.
+
+        Raises NoRoom when not even the first could be had within `timeout_s`.
+        """
+        slots, lease, reason = drive(verbs.reserve(prefix, self._reach(), timeout_s), self._link)
+        return Slots(prefix, slots, lease, reason, self._link)
+
+    def pin(
+        self,
+        prefix: Prefix,
+        *,
+        ttl_s: float | None = None,
+        hard: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> int:
+        """Keep the resident blocks: evicted last, or with `hard` never, until `ttl_s` is over.
+
+        Returns how many were resident.
+        """
+        self._reach()
+        level = Pin.HARD if hard else Pin.SOFT
+        return drive(verbs.pin(prefix, level, ttl_s, timeout_s), self._link)
+
+    def unpin(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Take pins back; returns how many blocks were resident."""
+        self._reach()
+        return drive(verbs.pin(prefix, Pin.NONE, None, timeout_s), self._link)
+
+    def remove(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Forget the resident blocks, pinned or not; returns how many there were. Readers that hold
+        a lease keep their bytes."""
+        self._reach()
+        return drive(verbs.remove(prefix, timeout_s), self._link)
+
+    def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+        """The node's tiers, counters and sessions."""
+        self._reach()
+        return drive(verbs.statistics(timeout_s), self._link)
+
+    def close(self) -> None:
+        """Release everything this client holds. Views it handed out must not be used after."""
+        self._access = None
+        self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

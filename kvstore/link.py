@@ -1,0 +1,319 @@
+"""How a client reaches its node: a call in the same process, or frames over a unix socket.
+
+A link assigns request ids, carries one request and its reply, and knows the region in which the
+node's blocks lie. It decides nothing. When a call ran out of time its reply may still come: if that
+late reply grants a lease, the link gives the lease back, so that nothing stays held for nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from itertools import count
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+from tiffin.messenger.errors import FrameError, RegionError
+from tiffin.messenger.region import Region
+from tiffin.messenger.wire import FrameDecoder, encode_frame
+
+from . import errors
+from .errors import (
+    ClientClosed,
+    DeadlineExceeded,
+    NodeUnavailable,
+    ProtocolError,
+    TiffinError,
+    VersionMismatch,
+)
+from .node import messages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from .node.node import Node
+
+log = logging.getLogger(__name__)
+
+# A node answers parked requests at their deadline; this much later the node itself is late.
+GRACE_S = 0.25
+HANDSHAKE_S = 10.0
+
+
+class Link(Protocol):
+    """What the verbs need of a connection."""
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The node's DRAM region, uint8."""
+
+    def call(self, request: messages.Request, timeout_s: float) -> messages.AnyReply:
+        """One request, one reply. Raises what the node refused with, DeadlineExceeded,
+        NodeUnavailable, ClientClosed."""
+
+    def post(self, request: messages.Request) -> None:
+        """Send without waiting for the reply, which is dropped."""
+
+    def close(self) -> None:
+        """Say goodbye and let go of the region."""
+
+
+def raise_refusal(reply: messages.AnyReply) -> messages.AnyReply:
+    """The reply, unless it is a refusal: then the error it names is raised."""
+    if isinstance(reply, messages.Refused):
+        kind = getattr(errors, reply.error, None)
+        if not (isinstance(kind, type) and issubclass(kind, TiffinError)):
+            kind = ProtocolError
+        raise kind(reply.message)
+    return reply
+
+
+def undo(reply: messages.AnyReply) -> messages.Request | None:
+    """The request that gives back what a late reply granted, if it granted anything."""
+    if isinstance(reply, messages.Leased) and reply.lease:
+        return messages.Release(0, reply.lease)
+    if isinstance(reply, messages.Reserved) and reply.lease:
+        return messages.Abort(0, reply.lease)
+    return None
+
+
+class _Answer:
+    """Where the reply of one embedded call arrives, perhaps from another thread."""
+
+    __slots__ = ("_arrived", "_lock", "late", "reply")
+
+    def __init__(self) -> None:
+        self.reply: messages.AnyReply | None = None
+        self.late = False
+        self._lock = threading.Lock()
+        self._arrived = threading.Lock()
+        self._arrived.acquire()
+
+    def put(self, reply: messages.AnyReply) -> None:
+        with self._lock:
+            self.reply = reply
+        self._arrived.release()
+
+    def wait(self, timeout_s: float) -> messages.AnyReply | None:
+        if self.reply is None:
+            self._arrived.acquire(timeout=timeout_s)
+        with self._lock:
+            self.late = self.reply is None
+            return self.reply
+
+
+class LocalLink:
+    """A client in the node's own process."""
+
+    def __init__(self, node: Node, name: str, *, owns_node: bool) -> None:
+        self._node = node
+        self._owns_node = owns_node
+        self._session = node.connect(name, os.getpid())
+        self._ids = count(1)
+        self._closed = False
+        self._memory: NDArray[np.uint8] | None = node.dram.region.array
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The node's DRAM region, uint8."""
+        if self._memory is None:
+            raise ClientClosed("this client is closed")
+        return self._memory
+
+    def call(self, request: messages.Request, timeout_s: float) -> messages.AnyReply:
+        """See `Link.call`."""
+        if self._closed:
+            raise ClientClosed("this client is closed")
+        request.id = next(self._ids)
+        answer = _Answer()
+        self._node.submit(self._session, request, answer.put)
+        reply = answer.wait(timeout_s + GRACE_S)
+        if reply is None:
+            raise DeadlineExceeded(f"no answer within {timeout_s} s")
+        return raise_refusal(reply)
+
+    def post(self, request: messages.Request) -> None:
+        """See `Link.post`."""
+        if not self._closed:
+            request.id = next(self._ids)
+            self._node.submit(self._session, request, _drop)
+
+    def close(self) -> None:
+        """End the session; close the node if this link opened it."""
+        if self._closed:
+            return
+        self._closed = True
+        self._memory = None
+        self._node.disconnect(self._session, fenced=True)
+        if self._owns_node:
+            self._node.close()
+
+
+def _drop(reply: messages.AnyReply) -> None:
+    if isinstance(reply, messages.Refused):
+        log.debug("unawaited request refused: %s: %s", reply.error, reply.message)
+
+
+class SocketLink:
+    """A client of a node daemon on this host, over its unix socket. Calls from several threads take
+    turns; open one client per thread to let them wait side by side."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path = path
+        self._ids = count(1)
+        self._lock = threading.Lock()
+        self._decoder = FrameDecoder()
+        self._ready: list[messages.AnyReply] = []
+        self._socket: socket.socket | None = None
+        sock, self.welcome, self._region = handshake(path, name)
+        self._socket = sock
+        self._memory: NDArray[np.uint8] | None = self._region.array
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The node's DRAM region as mapped here, uint8."""
+        if self._memory is None:
+            raise ClientClosed("this client is closed")
+        return self._memory
+
+    def call(self, request: messages.Request, timeout_s: float) -> messages.AnyReply:
+        """See `Link.call`."""
+        deadline = time.monotonic() + timeout_s + GRACE_S
+        with self._lock:
+            return raise_refusal(self._receive(self._send(request, deadline), deadline))
+
+    def post(self, request: messages.Request) -> None:
+        """See `Link.post`. A connection that broke has released everything already; the reply is
+        skipped by the next call that reads."""
+        with self._lock:
+            try:
+                self._send(request, time.monotonic() + HANDSHAKE_S)
+            except (NodeUnavailable, ClientClosed, DeadlineExceeded) as error:
+                log.debug("not sent: %s", error)
+
+    def close(self) -> None:
+        """Say goodbye and unmap."""
+        with self._lock:
+            sock, self._socket = self._socket, None
+            if sock is None:
+                return
+            with sock:
+                try:
+                    sock.settimeout(1.0)
+                    goodbye = messages.Goodbye(next(self._ids))
+                    sock.sendall(encode_frame(messages.encoder.encode(goodbye)))
+                except OSError as error:
+                    log.debug("no goodbye: %s", error)
+            self._memory = None
+            self._region.close()
+
+    def _send(self, request: messages.Request, deadline: float) -> int:
+        request.id = next(self._ids)
+        sock = self._live()
+        try:
+            sock.settimeout(_remaining_s(deadline))
+            sock.sendall(encode_frame(messages.encoder.encode(request)))
+        except OSError as error:
+            raise self._broken(error) from error
+        return request.id
+
+    def _receive(self, wanted: int, deadline: float) -> messages.AnyReply:
+        while True:
+            while self._ready:
+                reply = self._ready.pop(0)
+                if reply.id == wanted:
+                    return reply
+                self._discard(reply)
+            self._fill(deadline)
+
+    def _discard(self, reply: messages.AnyReply) -> None:
+        """A reply that nobody waits for any more."""
+        correction = undo(reply)
+        if correction is not None:
+            self._send(correction, time.monotonic() + HANDSHAKE_S)
+
+    def _fill(self, deadline: float) -> None:
+        sock = self._live()
+        try:
+            sock.settimeout(_remaining_s(deadline))
+            received = sock.recv_into(self._decoder.get_buffer())
+        except TimeoutError as error:
+            raise DeadlineExceeded("the node did not answer within the deadline") from error
+        except OSError as error:
+            raise self._broken(error) from error
+        if received == 0:
+            raise self._broken("it closed the connection")
+        try:
+            self._decoder.buffer_updated(received)
+            self._ready.extend(messages.reply_decoder.decode(b) for b in self._decoder.take())
+        except (FrameError, msgspec.DecodeError) as error:
+            self._broken(error)
+            raise ProtocolError(f"the node at {self._path} sent garbage: {error}") from error
+
+    def _live(self) -> socket.socket:
+        if self._socket is None:
+            raise ClientClosed("this client is closed, or its node went away; open another")
+        return self._socket
+
+    def _broken(self, why: object) -> NodeUnavailable:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        return NodeUnavailable(f"lost the node at {self._path}: {why}")
+
+
+def handshake(path: Path, name: str) -> tuple[socket.socket, messages.Welcome, Region]:
+    """Connect, say hello, and map the region whose descriptor comes back.
+
+    Raises NodeUnavailable, VersionMismatch, ProtocolError.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(HANDSHAKE_S)
+        sock.connect(str(path))
+        hello = messages.Hello(0, messages.PROTOCOL_VERSION, name, os.getpid())
+        sock.sendall(encode_frame(messages.encoder.encode(hello)))
+        data, descriptors, _, _ = socket.recv_fds(sock, 65536, 1)
+        return sock, *_welcome(path, data, descriptors)
+    except OSError as error:
+        sock.close()
+        raise NodeUnavailable(
+            f"no node answers at {path}: {error}. Start one with: tiffin node --socket {path}"
+        ) from error
+    except TiffinError:
+        sock.close()
+        raise
+
+
+def _welcome(path: Path, data: bytes, descriptors: list[int]) -> tuple[messages.Welcome, Region]:
+    try:
+        bodies = FrameDecoder().feed(data)
+        reply = messages.reply_decoder.decode(bodies[0]) if bodies else None
+    except (FrameError, msgspec.DecodeError) as error:
+        raise ProtocolError(f"{path} is not a Tiffin node: {error}") from error
+    if reply is None:
+        raise NodeUnavailable(f"the node at {path} closed the connection instead of a welcome")
+    raise_refusal(reply)
+    if not isinstance(reply, messages.Welcome) or len(descriptors) != 1:
+        raise ProtocolError(f"{path} did not answer with a welcome and a region")
+    if reply.version != messages.PROTOCOL_VERSION:
+        os.close(descriptors[0])
+        raise VersionMismatch(
+            f"the node at {path} speaks protocol {reply.version}, this client "
+            f"{messages.PROTOCOL_VERSION}; run the same version of tiffin on both sides"
+        )
+    try:
+        return reply, Region.attach(descriptors[0], reply.region_bytes)
+    except RegionError as error:
+        raise ProtocolError(f"the region of {path} can't be mapped: {error}") from error
+
+
+def _remaining_s(deadline: float) -> float:
+    # Zero would mean "do not block at all": let an overdue call look at least once.
+    return max(0.001, deadline - time.monotonic())

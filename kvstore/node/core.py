@@ -1,0 +1,425 @@
+"""The node's decisions: who may read, write, pin and remove what, and for how long.
+
+Pure: no I/O, no clock, no threads. Every verb takes `now` where time matters, answers at once, and
+leaves what the shell must do in `actions`. A verb that could succeed later answers with what it has
+(`Reason.NO_ROOM`) and `worth_waiting` tells whether time can help; parking and retrying is the
+shell's business.
+
+A lease covers a whole call: one id for all the blocks of a prompt. Read leases hold their extents
+until release or until the session's process is known to be dead. Write leases also end at
+`expires_at`, so that a stopped writer does not lock its keys for ever; its extents then wait,
+QUARANTINED, for its acknowledgement or its death, because nothing else can stop a process from
+writing into memory that it has mapped.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from ..block import BlockState
+from ..errors import InvalidInput, StaleLease
+from .records import Block, Lease, MoveOutcome, Pin, Reason, Replica, Session, Ticket
+from .residency import Residency
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .records import Move
+    from .space import TierSpace
+
+KEY_BYTES = 16
+
+
+class Status:
+    """One byte per key in the answer to a reservation."""
+
+    GRANTED = 1
+    RESIDENT = 2
+    BUSY = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CoreOptions:
+    """What an operator may choose about a node's decisions.
+
+    Watermarks are shares of the DRAM tier. `write_lease_s` bounds how long a stopped writer locks
+    its keys: 60 s is ten times the longest prefill of 131,072 tokens that we know of on one GPU.
+    """
+
+    high_watermark: float = 0.90
+    low_watermark: float = 0.80
+    write_lease_s: float = 60.0
+    demote_on_second_use: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.low_watermark <= self.high_watermark <= 1.0:
+            raise InvalidInput(
+                "watermarks must satisfy 0 < low <= high <= 1, not "
+                f"low={self.low_watermark}, high={self.high_watermark}"
+            )
+        if not self.write_lease_s > 0:
+            raise InvalidInput(f"write_lease_s must be positive, not {self.write_lease_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """`statuses` covers the keys that were decided on; a shorter one ended for `reason`."""
+
+    statuses: bytes
+    lease: Lease | None
+    reason: Reason
+
+
+@lru_cache(maxsize=1024)
+def _splitter(keys: int) -> struct.Struct:
+    return struct.Struct(f"{KEY_BYTES}s" * keys)
+
+
+def split_keys(joined: bytes) -> tuple[bytes, ...]:
+    """`joined` 16-byte keys -> a tuple of them. Raises `InvalidInput` for a broken length."""
+    if len(joined) % KEY_BYTES:
+        raise InvalidInput(f"{len(joined)} bytes are not a whole number of {KEY_BYTES}-byte keys")
+    return _splitter(len(joined) // KEY_BYTES).unpack(joined)
+
+
+class NodeCore:
+    """The truth about what is in a node's tiers."""
+
+    def __init__(
+        self,
+        dram: TierSpace,
+        nvme: TierSpace | None,
+        options: CoreOptions,
+        *,
+        first_generation: int = 1,
+    ) -> None:
+        self.options = options
+        self.residency = Residency(dram, nvme, demote_on_second_use=options.demote_on_second_use)
+        self.index = self.residency.index
+        self.sessions: dict[int, Session] = {}
+        self._ids = count(1)
+        self._generations = count(first_generation)
+        self._write_leases: dict[int, Lease] = {}
+
+    # -- sessions --------------------------------------------------------------------------------
+
+    def connect(self, name: str, pid: int) -> Session:
+        """A client has connected."""
+        session = Session(next(self._ids), name, pid)
+        self.sessions[session.id] = session
+        return session
+
+    def disconnect(self, session: Session, *, fenced: bool) -> None:
+        """Its connection ended. `fenced`: it said goodbye, or its process is dead.
+
+        Otherwise its reservations are cancelled and all its extents wait for `fence`.
+        """
+        session.gone = True
+        for lease in [lease for lease in session.leases.values() if lease.writes]:
+            self._cancel(lease)
+        if fenced:
+            self.fence(session)
+
+    def fence(self, session: Session) -> None:
+        """The session's process can't touch memory any more: all that it held is free."""
+        for lease in [*session.leases.values(), *session.zombies.values()]:
+            self._end(lease)
+        session.leases.clear()
+        session.zombies.clear()
+        self.sessions.pop(session.id, None)
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def match(self, keys: bytes) -> bytes:
+        """One byte per leading resident block: the tiers that have it (IN_DRAM | IN_NVME).
+
+        The fast path of the whole node: a prompt of 131,072 tokens asks for 256 keys, so this runs
+        at C speed per key (about 0.1 us).
+        """
+        found = list(map(self.index.get, split_keys(keys)))
+        if None in found:
+            del found[found.index(None) :]
+        return bytes(map(_WHERE, found))
+
+    def exists(self, keys: bytes) -> bytes:
+        """One byte per key, 1 if it is resident, whatever its ancestors are."""
+        index = self.index
+        return bytes(key in index for key in split_keys(keys))
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        session: Session,
+        keys: Sequence[bytes],
+        parent_key: bytes,
+        depth: int,
+        length: int,
+        now: float,
+    ) -> Reservation:
+        """Extents of `length` bytes for those of `keys` that are not here yet, in order.
+
+        Stops at the first key for which no room could be made. Two writers of one key: the second
+        is told BUSY and skips it; what it computed is the same by construction of the key.
+        """
+        residency = self.residency
+        statuses, granted, resident = bytearray(), [], []
+        parent = self._block(parent_key)
+        reason = Reason.NONE
+        for position, key in enumerate(keys):
+            block = self._block(key)
+            if block is None:
+                generation = next(self._generations)
+                replica = residency.begin_write(key, parent, depth + position, length, generation)
+                if replica is None:
+                    reason = Reason.NO_ROOM
+                    break
+                granted.append(replica)
+                parent = replica.block
+                statuses.append(Status.GRANTED)
+                continue
+            parent = block
+            statuses.append(Status.RESIDENT if block.where else Status.BUSY)
+            resident.append(block)
+        for block in reversed(resident):
+            residency.touch(block)
+        lease = self._grant(session, granted, writes=True) if granted else None
+        if lease is not None:
+            lease.expires_at = now + self.options.write_lease_s
+            self._write_leases[lease.id] = lease
+        return Reservation(bytes(statuses), lease, reason)
+
+    def _block(self, key: bytes) -> Block | None:
+        block = self.index.get(key)
+        if block is None and key in self.residency.writing:
+            return self.residency.writing[key].block
+        return block
+
+    def write_lease(self, session: Session, lease_id: int) -> Lease:
+        """The session's live write lease; raises `StaleLease` (and frees an expired one's extents:
+        asking for its commit is the acknowledgement that the writer has stopped)."""
+        lease = session.leases.get(lease_id)
+        if lease is not None and lease.writes:
+            return lease
+        zombie = session.zombies.pop(lease_id, None)
+        if zombie is not None:
+            self._end(zombie)
+            raise StaleLease(
+                f"reservation {lease_id} expired after {self.options.write_lease_s} s; "
+                "its blocks were not stored"
+            )
+        raise StaleLease(f"reservation {lease_id} is not one that this client holds")
+
+    def commit(self, lease: Lease, good: Sequence[bool]) -> None:
+        """End a write lease: `good[i]` tells whether replica i passed its checks and is published.
+
+        The others are freed: the commit is also the writer's word that it has stopped writing.
+        """
+        assert len(good) == len(lease.replicas)
+        self._forget(lease)
+        for replica, is_good in zip(lease.replicas, good, strict=True):
+            if is_good:
+                self.residency.commit_write(replica)
+            else:
+                self.residency.cancel_write(replica, fenced=True)
+
+    def abort(self, session: Session, lease_id: int) -> None:
+        """The writer gave up and has stopped writing."""
+        lease = self.write_lease(session, lease_id)
+        self.commit(lease, [False] * len(lease.replicas))
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def lease(self, session: Session, keys: Sequence[bytes]) -> Ticket:
+        """Hold the leading resident blocks of `keys`, promoting those that are only in NVMe.
+
+        The ticket is `ready` at once if nothing had to move; else when its moves have ended
+        (`moved`), and `settle` makes a lease of it at any time.
+        """
+        residency, ticket = self.residency, Ticket(session)
+        for key in keys:
+            block = self.index.get(key)
+            if block is None:
+                ticket.reason = Reason.BUSY if key in residency.writing else Reason.MISS
+                break
+            replica = block.dram
+            if replica is None:
+                move = residency.promote(block)
+                if move is None:
+                    ticket.reason = Reason.NO_ROOM
+                    break
+                replica = move.target
+                replica.holds += 1
+                move.tickets.append(ticket)
+                ticket.pending += 1
+                residency.counters.nvme_hits += 1
+                residency.counters.nvme_hit_bytes += replica.length
+            else:
+                residency.hold(replica)
+                residency.counters.dram_hits += 1
+                residency.counters.dram_hit_bytes += replica.length
+            block.uses += 1
+            ticket.replicas.append(replica)
+        residency.counters.misses += len(keys) - len(ticket.replicas)
+        return ticket
+
+    def settle(
+        self, ticket: Ticket, reason: Reason = Reason.DEADLINE
+    ) -> tuple[Lease | None, Reason]:
+        """Make a lease of the ticket's leading blocks that are there now; let go of the rest.
+
+        `reason` explains blocks that are still on their way.
+        """
+        ticket.abandoned = True
+        ready = 0
+        for replica in ticket.replicas:
+            if replica.state not in (BlockState.COMMITTED, BlockState.EVICTING):
+                break
+            ready += 1
+        rest = ticket.replicas[ready:]
+        if rest:
+            if rest[0].state is BlockState.RESERVED:
+                ticket.reason = reason
+            self._let_go(rest)
+        if ticket.session.gone:
+            self._let_go(ticket.replicas[:ready])
+            ready = 0
+        if ready == 0:
+            return None, ticket.reason
+        return self._grant(ticket.session, ticket.replicas[:ready], writes=False), ticket.reason
+
+    def release(self, session: Session, lease_id: int) -> None:
+        """End a read lease. Raises `StaleLease` if the session holds no such lease."""
+        lease = session.leases.get(lease_id)
+        if lease is None or lease.writes:
+            raise StaleLease(f"lease {lease_id} is not held (released before, or never granted)")
+        del session.leases[lease_id]
+        self._let_go(lease.replicas)
+
+    def _let_go(self, replicas: list[Replica]) -> None:
+        # From the tail: the policies see the head of a chain as the most recently used.
+        for replica in reversed(replicas):
+            self.residency.unhold(replica)
+
+    # -- wishes ----------------------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[bytes], pin: Pin, until: float) -> int:
+        """Pin the resident ones of `keys` until the time `until`; returns how many there are."""
+        pinned = 0
+        for key in reversed(keys):
+            block = self.index.get(key)
+            if block is None:
+                continue
+            self._set_pin(block, pin)
+            if pin is Pin.NONE:
+                self.residency.pins.pop(key, None)
+            else:
+                self.residency.pins[key] = until
+            pinned += 1
+        return pinned
+
+    def _set_pin(self, block: Block, pin: Pin) -> None:
+        block.pin = pin
+        for replica in block.replicas():
+            if replica.holds == 0:
+                space = self.residency.space(replica.tier)
+                space.withdraw(replica)
+                space.offer(replica)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Forget the resident ones of `keys`, pinned or not; returns how many there were.
+
+        Readers that hold a lease keep their bytes; nobody finds the blocks any more.
+        """
+        removed = 0
+        for key in keys:
+            block = self.index.get(key)
+            if block is not None:
+                self.residency.drop(block)
+                removed += 1
+        self.residency.counters.removals += removed
+        return removed
+
+    def condemn(self, key: bytes, generation: int) -> None:
+        """This generation of the block failed its checks: forget it (a newer one is untouched)."""
+        block = self.index.get(key)
+        if block is not None and any(r.generation == generation for r in block.replicas()):
+            self.residency.drop(block)
+            self.residency.counters.corrupt += 1
+
+    # -- time and moves --------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Expire reservations and pins; start demotions above the high watermark."""
+        for lease in [x for x in self._write_leases.values() if x.expires_at <= now]:
+            self._cancel(lease)
+            self.residency.counters.expired += 1
+        pins = self.residency.pins
+        for key in [key for key, until in pins.items() if until <= now]:
+            del pins[key]
+            self._set_pin(self.index[key], Pin.NONE)
+        self.residency.trim(self.options.high_watermark, self.options.low_watermark)
+
+    def moved(self, move: Move, outcome: MoveOutcome) -> list[Ticket]:
+        """A move has ended; returns the tickets that became ready by it."""
+        self.residency.moved(move, outcome)
+        ready = []
+        for ticket in move.tickets:
+            ticket.pending -= 1
+            if move.target.state is BlockState.QUARANTINED and not ticket.abandoned:
+                ticket.reason = _WHY.get(outcome, Reason.MEDIUM)
+            if ticket.ready and not ticket.abandoned:
+                ready.append(ticket)
+        return ready
+
+    def worth_waiting(self) -> bool:
+        """Whether room can appear without anybody's new wish: by a lease's or a move's end."""
+        return bool(
+            self.residency.moves
+            or self.residency.pins
+            or any(session.leases or session.zombies for session in self.sessions.values())
+        )
+
+    # -- leases ----------------------------------------------------------------------------------
+
+    def _grant(self, session: Session, replicas: list[Replica], *, writes: bool) -> Lease:
+        lease = Lease(next(self._ids), session, replicas, writes=writes)
+        session.leases[lease.id] = lease
+        return lease
+
+    def _forget(self, lease: Lease) -> None:
+        lease.session.leases.pop(lease.id, None)
+        self._write_leases.pop(lease.id, None)
+
+    def _cancel(self, lease: Lease) -> None:
+        """A write lease ends without its writer's word: others may write these keys, elsewhere."""
+        self._forget(lease)
+        lease.session.zombies[lease.id] = lease
+        for replica in lease.replicas:
+            self.residency.cancel_write(replica, fenced=False)
+
+    def _end(self, lease: Lease) -> None:
+        """Its holder is fenced: let go of every extent."""
+        self._write_leases.pop(lease.id, None)
+        if lease.writes and lease.id in lease.session.leases:
+            for replica in lease.replicas:
+                self.residency.cancel_write(replica, fenced=True)
+        else:
+            self._let_go(lease.replicas)
+
+    def check(self) -> None:
+        """Assert every invariant; O(blocks). For tests, at every quiet moment."""
+        self.residency.check()
+        for session in self.sessions.values():
+            for lease in [*session.leases.values(), *session.zombies.values()]:
+                assert all(replica.holds > 0 for replica in lease.replicas), lease
+
+
+_WHERE = attrgetter("where")
+# Why a reader did not get a block whose promotion ended so. DONE: removed while it was on its way.
+_WHY = {MoveOutcome.CORRUPT: Reason.CORRUPT, MoveOutcome.DONE: Reason.MISS}

@@ -1,0 +1,155 @@
+"""Carries out the moves between DRAM and NVMe that the core ordered, best priority first.
+
+Every move verifies what it carries, segment by segment: damage stops at the tier it happened in.
+A move copies whole extents. The header travels with its payload and is rewritten for the place it
+goes to, in a buffer of its own, because readers may be looking at the original.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import mmap
+import threading
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tiffin.messenger.local import hash_bytes
+
+from ..arena import Extent
+from ..block import MAX_HEADER_BYTES, Header, read_header, relocate_header
+from ..errors import CorruptBlock, TierUnavailable, VersionMismatch
+from ..tiers.base import TierName
+from .records import Move, MoveOutcome, Replica
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from ..tiers.dram import DramTier
+    from ..tiers.nvme import NvmeTier
+
+log = logging.getLogger(__name__)
+
+
+def extent_of(replica: Replica) -> Extent:
+    """Where the replica lies in its tier."""
+    return Extent(replica.offset, replica.length)
+
+
+def verify_block(view: NDArray[np.uint8], replica: Replica) -> Header:
+    """Check header, identity and every segment of a block in memory; `view` is its whole extent.
+
+    Raises CorruptBlock or VersionMismatch. Costs one pass over the payload at hashing speed.
+    """
+    header = read_header(view, offset_expected=replica.offset)
+    if header.key != replica.key or header.generation != replica.generation:
+        raise CorruptBlock(f"{replica}: header of another block, {header.key.hex()}")
+    begin = header.header_bytes
+    for length, checksum in zip(
+        header.segment_bytes.tolist(), header.checksums.tolist(), strict=True
+    ):
+        if hash_bytes(view[begin : begin + length]) != checksum:
+            raise CorruptBlock(f"{replica}: checksum of the segment at {begin} differs")
+        begin += length
+    return header
+
+
+class Mover:
+    """Worker threads over one priority queue.
+
+    `finished(move, outcome)` is called from a worker thread, once per submitted move, unless the
+    mover is closed first.
+    """
+
+    def __init__(
+        self,
+        dram: DramTier,
+        nvme: NvmeTier,
+        finished: Callable[[Move, MoveOutcome], None],
+        *,
+        workers: int = 2,
+    ) -> None:
+        self._dram = dram
+        self._nvme = nvme
+        self._finished = finished
+        self._queue: list[tuple[int, int, Move]] = []
+        self._order = count()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"tiffin-mover-{i}", daemon=True)
+            for i in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, move: Move) -> None:
+        """Queue a move; among equal priorities, first come first served."""
+        with self._wake:
+            heapq.heappush(self._queue, (move.priority, next(self._order), move))
+            self._wake.notify()
+
+    @property
+    def queued(self) -> int:
+        """Moves that no worker has taken yet."""
+        return len(self._queue)
+
+    def close(self) -> None:
+        """Let running moves end; forget the queued ones."""
+        with self._wake:
+            self._closed = True
+            self._queue.clear()
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        # Headers have to be rewritten at page-aligned addresses for O_DIRECT.
+        scratch = np.frombuffer(mmap.mmap(-1, MAX_HEADER_BYTES), dtype=np.uint8)
+        while (move := self._next()) is not None:
+            self._finished(move, self._carry_out(move, scratch))
+
+    def _next(self) -> Move | None:
+        with self._wake:
+            self._wake.wait_for(lambda: self._queue or self._closed)
+            return None if self._closed else heapq.heappop(self._queue)[2]
+
+    def _carry_out(self, move: Move, scratch: NDArray[np.uint8]) -> MoveOutcome:
+        if move.cancelled:
+            return MoveOutcome.DONE
+        try:
+            if move.target.tier is TierName.DRAM:
+                return self._promote(move)
+            return self._demote(move, scratch)
+        except (CorruptBlock, VersionMismatch) as error:
+            log.warning("block refused while moving it to %s: %s", move.target.tier, error)
+            return MoveOutcome.CORRUPT
+
+    def _promote(self, move: Move) -> MoveOutcome:
+        target = self._dram.view(extent_of(move.target))
+        try:
+            self._nvme.read(extent_of(move.source), 0, target)
+        except TierUnavailable as error:
+            log.warning("NVMe read failed: %s", error)
+            return MoveOutcome.READ_FAILED
+        verify_block(target, move.source)
+        relocate_header(target, extent_offset=move.target.offset)
+        return MoveOutcome.DONE
+
+    def _demote(self, move: Move, scratch: NDArray[np.uint8]) -> MoveOutcome:
+        source = self._dram.view(extent_of(move.source))
+        header = verify_block(source, move.source)
+        pages = scratch[: header.header_bytes]
+        pages[:] = source[: header.header_bytes]
+        relocate_header(pages, extent_offset=move.target.offset)
+        extent = extent_of(move.target)
+        try:
+            self._nvme.write(extent, header.header_bytes, source[header.header_bytes :])
+            self._nvme.commit(extent, pages)
+        except TierUnavailable as error:
+            log.warning("NVMe write failed, the tier takes no more blocks: %s", error)
+            return MoveOutcome.WRITE_FAILED
+        return MoveOutcome.DONE

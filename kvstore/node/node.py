@@ -1,0 +1,465 @@
+"""One node: the core, its tiers, and the threads that move bytes between them.
+
+`submit(session, request, reply)` is the only door, used by an embedded client directly and by the
+socket server for each frame. It answers at once, or parks the request and answers when a lease or
+a move ends, or the deadline passes.
+
+Ownership:
+  constant after construction   options, dram, nvme, core (the reference)
+  protected by `_lock`          everything inside the core, `_parked`, `_tickets`
+Replies are called with the lock held; they must only hand the answer over.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .. import errors
+from ..arena import Extent
+from ..block import read_header
+from ..errors import CorruptBlock, InvalidInput, TiffinError, VersionMismatch
+from ..eviction import make_policy
+from ..tiers.base import TierName
+from ..tiers.dram import DramTier
+from ..tiers.nvme import NvmeTier
+from . import messages
+from .core import CoreOptions, NodeCore, split_keys
+from .mover import Mover, extent_of, verify_block
+from .records import Move, MoveOutcome, Pin, Reason, Replica, Session, Ticket
+from .residency import Erase
+from .space import TierSpace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ..tiers.base import Tier
+
+    ReplyTo = Callable[[messages.AnyReply], None]
+
+log = logging.getLogger(__name__)
+
+# How often reservations, pins and watermarks are looked at when nothing else happens. Deadlines of
+# parked requests wake the ticker exactly.
+TICK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """What an operator chooses when starting a node."""
+
+    dram_bytes: int
+    nvme_path: Path | None = None
+    nvme_bytes: int = 0
+    policy: str = "lru"
+    hugepages: bool = False
+    prefault: bool = True
+    nvme_queue_depth: int = 4
+    core: CoreOptions = field(default_factory=CoreOptions)
+
+
+@dataclass(slots=True, eq=False)
+class _Parked:
+    """A request that waits for room. `attempt(final)` answers it and returns True, or returns False
+    to wait on; with `final` it always answers."""
+
+    session: Session
+    deadline: float
+    attempt: Callable[[bool], bool]
+
+
+class Node:
+    """A running node. Raises InvalidInput for options that cannot work, TierUnavailable when a
+    tier's memory or disk is not to be had."""
+
+    def __init__(self, options: NodeOptions, *, name: str = "node") -> None:
+        self.options = options
+        self.name = name
+        self.started_at = time.time()
+        policy = make_policy(options.policy)
+        self.dram = DramTier(
+            options.dram_bytes, hugepages=options.hugepages, prefault=options.prefault
+        )
+        self.nvme: NvmeTier | None = None
+        nvme_space = None
+        if options.nvme_path is not None:
+            self.nvme = NvmeTier(
+                options.nvme_path, options.nvme_bytes, queue_depth=options.nvme_queue_depth
+            )
+            nvme_space = TierSpace(TierName.NVME, self.nvme.arena, make_policy(options.policy))
+        self.core = NodeCore(
+            TierSpace(TierName.DRAM, self.dram.arena, policy),
+            nvme_space,
+            options.core,
+            # Grows across restarts without having been written down anywhere.
+            first_generation=time.time_ns(),
+        )
+        self._handlers: dict[type, Callable[[Session, Any, ReplyTo], None]] = {
+            messages.Match: self._match,
+            messages.Exists: self._exists,
+            messages.Reserve: self._reserve,
+            messages.Commit: self._commit,
+            messages.Abort: self._abort,
+            messages.Lease: self._lease,
+            messages.Release: self._release,
+            messages.Report: self._report,
+            messages.Pin: self._pin,
+            messages.Remove: self._remove,
+            messages.Statistics: self._statistics,
+        }
+        self._lock = threading.RLock()
+        self._parked: deque[_Parked] = deque()
+        self._tickets: dict[Ticket, tuple[float, int, ReplyTo]] = {}
+        self._mover: Mover | None = None
+        self._adopt()
+        if self.nvme is not None:
+            self._mover = Mover(self.dram, self.nvme, self._moved)
+        self._closed = threading.Event()
+        self._hurry = threading.Event()
+        self._ticker = threading.Thread(target=self._tick_forever, name="tiffin-tick", daemon=True)
+        self._ticker.start()
+
+    def _adopt(self) -> None:
+        """Take over what the NVMe tier still holds from before."""
+        if self.nvme is None:
+            return
+        residency = self.core.residency
+        parents = {}
+        newest: dict[bytes, tuple[int, Extent]] = {}
+        for extent, header in self.nvme.scan():
+            known = newest.get(header.key)
+            if known is not None and known[0] >= header.generation:
+                self.nvme.erase(extent)
+                continue
+            if known is not None:
+                self.nvme.erase(known[1])
+            newest[header.key] = header.generation, extent
+            parents[header.key] = header.parent
+        for key, (generation, extent) in newest.items():
+            residency.adopt(key, extent.offset, extent.length, generation)
+        residency.link(parents)
+
+    # -- the door --------------------------------------------------------------------------------
+
+    def connect(self, name: str, pid: int) -> Session:
+        """Open a session for a client."""
+        with self._lock:
+            return self.core.connect(name, pid)
+
+    def submit(self, session: Session, request: messages.Request, reply: ReplyTo) -> None:
+        """Carry out one request of a session; thread-safe. Exactly one reply per request."""
+        with self._lock:
+            try:
+                handler = self._handlers.get(type(request))
+                if handler is None:
+                    raise InvalidInput(f"{type(request).__name__} is not a request for a node")
+                handler(session, request, reply)
+            except TiffinError as error:
+                reply(_refusal(request.id, error))
+            self._after()
+
+    def disconnect(self, session: Session, *, fenced: bool) -> None:
+        """The session's connection ended; `fenced` if it touches the region no more."""
+        with self._lock:
+            self._parked = deque(p for p in self._parked if p.session is not session)
+            for ticket in [t for t in self._tickets if t.session is session]:
+                del self._tickets[ticket]
+                self.core.settle(ticket)
+            self.core.disconnect(session, fenced=fenced)
+            self._after()
+
+    def fence(self, session: Session) -> None:
+        """The process behind a broken connection is dead."""
+        with self._lock:
+            self.core.fence(session)
+            self._after()
+
+    def close(self) -> None:
+        """Stop the threads and close the tiers. Parked requests are not answered."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._hurry.set()
+        self._ticker.join()
+        if self._mover is not None:
+            self._mover.close()
+        if self.nvme is not None:
+            self.nvme.close()
+        self.dram.close()
+
+    def check(self) -> None:
+        """Assert every invariant of the core; for tests."""
+        with self._lock:
+            self.core.check()
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def _match(self, session: Session, request: messages.Match, reply: ReplyTo) -> None:
+        reply(messages.Flags(request.id, self.core.match(request.keys)))
+
+    def _exists(self, session: Session, request: messages.Exists, reply: ReplyTo) -> None:
+        reply(messages.Flags(request.id, self.core.exists(request.keys)))
+
+    def _reserve(self, session: Session, request: messages.Reserve, reply: ReplyTo) -> None:
+        capacity = self.dram.arena.capacity_bytes
+        if not 0 < request.extent_bytes <= capacity:
+            raise InvalidInput(
+                f"a block of {request.extent_bytes} bytes with its header does not fit a DRAM "
+                f"tier of {capacity} bytes"
+            )
+        keys = split_keys(request.keys)
+
+        def attempt(final: bool) -> bool:
+            made = self.core.reserve(
+                session, keys, request.parent, request.depth, request.extent_bytes, _now()
+            )
+            if made.reason is Reason.NO_ROOM and not made.statuses and not final:
+                return False
+            replicas = made.lease.replicas if made.lease else []
+            reply(
+                messages.Reserved(
+                    request.id,
+                    made.statuses,
+                    int(made.reason),
+                    made.lease.id if made.lease else 0,
+                    [replica.offset for replica in replicas],
+                    [replica.generation for replica in replicas],
+                )
+            )
+            return True
+
+        self._attempt(session, request.timeout_s, attempt)
+
+    def _commit(self, session: Session, request: messages.Commit, reply: ReplyTo) -> None:
+        lease = self.core.write_lease(session, request.lease)
+        skip = set(request.skip)
+        good = [
+            position not in skip and self._intact(replica)
+            for position, replica in enumerate(lease.replicas)
+        ]
+        self.core.commit(lease, good)
+        self.core.residency.trim(self.options.core.high_watermark, self.options.core.low_watermark)
+        reply(messages.Flags(request.id, bytes(good)))
+
+    def _intact(self, replica: Replica) -> bool:
+        """Whether the writer left a header that belongs here. Its payload is the writer's word,
+        backed by the checksums in this header, which every reader verifies."""
+        view = self.dram.view(extent_of(replica))
+        try:
+            header = read_header(view, offset_expected=replica.offset)
+        except (CorruptBlock, VersionMismatch) as error:
+            log.warning("commit refused: %s", error)
+            return False
+        return (
+            header.key == replica.key
+            and header.generation == replica.generation
+            and header.extent_bytes == replica.length
+        )
+
+    def _abort(self, session: Session, request: messages.Abort, reply: ReplyTo) -> None:
+        self.core.abort(session, request.lease)
+        reply(messages.Done(request.id))
+
+    def _lease(self, session: Session, request: messages.Lease, reply: ReplyTo) -> None:
+        keys = split_keys(request.keys)
+
+        def attempt(final: bool) -> bool:
+            ticket = self.core.lease(session, keys)
+            if ticket.reason is Reason.NO_ROOM and not ticket.replicas and not final:
+                return False
+            if ticket.ready:
+                self._settle(ticket, request.id, reply)
+            else:
+                self._tickets[ticket] = _now() + request.timeout_s, request.id, reply
+                self._hurry.set()
+            return True
+
+        self._attempt(session, request.timeout_s, attempt)
+
+    def _settle(self, ticket: Ticket, request_id: int, reply: ReplyTo) -> None:
+        lease, reason = self.core.settle(ticket)
+        replicas = lease.replicas if lease else []
+        reply(
+            messages.Leased(
+                request_id,
+                int(reason),
+                lease.id if lease else 0,
+                [replica.offset for replica in replicas],
+                [replica.generation for replica in replicas],
+            )
+        )
+
+    def _release(self, session: Session, request: messages.Release, reply: ReplyTo) -> None:
+        self.core.release(session, request.lease)
+        reply(messages.Done(request.id, 1))
+
+    def _report(self, session: Session, request: messages.Report, reply: ReplyTo) -> None:
+        """A reader says that a block is damaged: look, rather than believe it."""
+        block = self.core.index.get(request.key)
+        replica = block.dram if block is not None else None
+        damaged = 0
+        if replica is not None and replica.generation == request.generation:
+            try:
+                verify_block(self.dram.view(extent_of(replica)), replica)
+            except (CorruptBlock, VersionMismatch) as error:
+                log.warning("dropping a block that a reader found damaged: %s", error)
+                self.core.condemn(request.key, request.generation)
+                damaged = 1
+        reply(messages.Done(request.id, damaged))
+
+    def _pin(self, session: Session, request: messages.Pin, reply: ReplyTo) -> None:
+        until = _now() + request.ttl_s
+        count = self.core.pin(split_keys(request.keys), Pin(request.level), until)
+        reply(messages.Done(request.id, count))
+
+    def _remove(self, session: Session, request: messages.Remove, reply: ReplyTo) -> None:
+        reply(messages.Done(request.id, self.core.remove(split_keys(request.keys))))
+
+    def _statistics(self, session: Session, request: messages.Statistics, reply: ReplyTo) -> None:
+        reply(messages.Numbers(request.id, self.statistics()))
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    def _attempt(self, session: Session, timeout_s: float, attempt: Callable[[bool], bool]) -> None:
+        """Try now; park if time could help. Behind others that wait, wait in line.
+
+        Whether time could help is asked after the try: a failed one may itself have begun the
+        demotions that are worth waiting for.
+        """
+        if timeout_s <= 0:
+            attempt(True)
+        elif self._parked or not attempt(False):
+            if self._parked or self.core.worth_waiting():
+                self._park(session, timeout_s, attempt)
+            else:
+                attempt(True)
+
+    def _park(self, session: Session, timeout_s: float, attempt: Callable[[bool], bool]) -> None:
+        self._parked.append(_Parked(session, _now() + timeout_s, attempt))
+        self._hurry.set()
+
+    def _after(self) -> None:
+        """Do what the core ordered, then let waiting requests try again."""
+        self._act()
+        while self._parked:
+            if not self._parked[0].attempt(not self.core.worth_waiting()):
+                break
+            self._parked.popleft()
+            self._act()
+        self._act()
+
+    def _act(self) -> None:
+        ordered = self.core.residency.actions
+        batch = ordered.copy()
+        ordered.clear()
+        for action in batch:
+            if isinstance(action, Erase):
+                self._erase(action)
+            else:
+                assert self._mover is not None
+                self._mover.submit(action)
+
+    def _erase(self, action: Erase) -> None:
+        assert self.nvme is not None
+        try:
+            self.nvme.erase(Extent(action.offset, action.length))
+        except errors.TierUnavailable as error:
+            # Harmless: a restart may find the block again, and its bytes are still right.
+            log.warning("could not mark an NVMe extent as free: %s", error)
+
+    def _moved(self, move: Move, outcome: MoveOutcome) -> None:
+        with self._lock:
+            for ticket in self.core.moved(move, outcome):
+                _, request_id, reply = self._tickets.pop(ticket)
+                self._settle(ticket, request_id, reply)
+            self._after()
+
+    def _tick_forever(self) -> None:
+        while not self._closed.is_set():
+            with self._lock:
+                timeout_s = self._tick(_now())
+            self._hurry.wait(timeout_s)
+            self._hurry.clear()
+
+    def _tick(self, now: float) -> float:
+        """Expire what is due; returns seconds until the next deadline, at most TICK_S."""
+        self.core.tick(now)
+        for parked in [p for p in self._parked if p.deadline <= now]:
+            self._parked.remove(parked)
+            parked.attempt(True)
+        for ticket, (deadline, request_id, reply) in list(self._tickets.items()):
+            if deadline <= now:
+                del self._tickets[ticket]
+                self._settle(ticket, request_id, reply)
+        self._after()
+        deadlines = [p.deadline for p in self._parked] + [t[0] for t in self._tickets.values()]
+        return max(0.0, min(TICK_S, min(deadlines, default=math.inf) - now))
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain nested numbers: tiers, counters, sessions. The shape of `tiffin status --json`."""
+        with self._lock:
+            sessions = [
+                {
+                    "name": session.name,
+                    "pid": session.pid,
+                    "gone": session.gone,
+                    "read_leases": sum(not x.writes for x in session.leases.values()),
+                    "write_leases": sum(x.writes for x in session.leases.values()),
+                    "zombie_leases": len(session.zombies),
+                    "held_bytes": sum(
+                        r.length
+                        for x in [*session.leases.values(), *session.zombies.values()]
+                        for r in x.replicas
+                    ),
+                }
+                for session in self.core.sessions.values()
+            ]
+            return {
+                "node": self.name,
+                "pid": os.getpid(),
+                "uptime_s": time.time() - self.started_at,
+                "policy": self.options.policy,
+                "blocks": len(self.core.index),
+                "pinned_blocks": len(self.core.residency.pins),
+                "waiting_requests": len(self._parked) + len(self._tickets),
+                "queued_moves": self._mover.queued if self._mover else 0,
+                "tiers": self._tier_numbers(),
+                "counters": asdict(self.core.residency.counters),
+                "sessions": sessions,
+            }
+
+    def _tier_numbers(self) -> dict[str, dict[str, Any]]:
+        tiers: list[tuple[Tier, TierSpace | None]] = [(self.dram, self.core.residency.dram)]
+        if self.nvme is not None:
+            tiers.append((self.nvme, self.core.residency.nvme))
+        numbers = {}
+        for tier, space in tiers:
+            assert space is not None
+            medium = asdict(tier.statistics())
+            numbers[str(medium["name"])] = {
+                **medium,
+                **asdict(space.statistics()),
+                "name": str(medium["name"]),
+                "writable": space.writable,
+            }
+        return numbers
+
+
+def _now() -> float:
+    return time.monotonic()
+
+
+def _refusal(request_id: int, error: TiffinError) -> messages.Refused:
+    return messages.Refused(request_id, type(error).__name__, str(error))
+
+
+__all__ = ["Node", "NodeOptions"]

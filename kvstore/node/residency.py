@@ -1,0 +1,463 @@
+"""Which blocks this node has, where, and how they come and go. Pure: decides, never moves a byte.
+
+What must be done by the shell is appended to `actions`, in order: an `Erase` before the `Move` that
+may write over the same extent. The shell reports each move's end through `moved`.
+
+How a replica leaves its tier (`evict`), in this order of preference:
+
+1. it has a copy in the other tier: drop this one, at once;
+2. it is in DRAM and NVMe takes it: demote, and the bytes are free when the write has ended;
+3. no resident block descends from it: drop the block;
+4. otherwise it stays: its descendants must leave first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..block import BlockState
+from ..tiers.base import TierName
+from .records import IN_DRAM, IN_NVME, Block, Move, MoveOutcome, Pin, Priority, Replica
+
+if TYPE_CHECKING:
+    from .space import TierSpace
+
+
+class Erase(NamedTuple):
+    """Make the NVMe extent at `offset` unfindable for a restart; it was freed."""
+
+    offset: int
+    length: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the node started, in blocks unless the name says otherwise."""
+
+    dram_hits: int = 0
+    nvme_hits: int = 0
+    misses: int = 0
+    dram_hit_bytes: int = 0
+    nvme_hit_bytes: int = 0
+    commits: int = 0
+    commit_bytes: int = 0
+    aborts: int = 0
+    expired: int = 0
+    evictions: int = 0
+    demotions: int = 0
+    promotions: int = 0
+    removals: int = 0
+    corrupt: int = 0
+    medium_errors: int = 0
+    window_evictions: int = 0
+
+
+class Residency:
+    """The index of resident blocks over one DRAM tier and, optionally, one NVMe tier."""
+
+    def __init__(
+        self, dram: TierSpace, nvme: TierSpace | None, *, demote_on_second_use: bool = False
+    ) -> None:
+        self.dram = dram
+        self.nvme = nvme
+        self.demote_on_second_use = demote_on_second_use
+        self.index: dict[bytes, Block] = {}
+        self.writing: dict[bytes, Replica] = {}
+        self.actions: list[Erase | Move] = []
+        self.moves: set[Move] = set()
+        self.pins: dict[bytes, float] = {}  # until when; an entry leaves with its block
+        self.counters = Counters()
+
+    def space(self, tier: TierName) -> TierSpace:
+        """The tier's bytes."""
+        if tier is TierName.DRAM:
+            return self.dram
+        assert self.nvme is not None
+        return self.nvme
+
+    # -- holding ---------------------------------------------------------------------------------
+
+    def hold(self, replica: Replica) -> None:
+        """One more user of the extent: it can't be evicted, nor its bytes be used again."""
+        if replica.holds == 0:
+            self.space(replica.tier).withdraw(replica)
+        replica.holds += 1
+
+    def unhold(self, replica: Replica) -> None:
+        """One user less; the last one out of an unwanted extent frees it."""
+        assert replica.holds > 0, replica
+        replica.holds -= 1
+        if replica.holds:
+            return
+        if replica.state is BlockState.QUARANTINED:
+            self._free(replica)
+        elif replica.state is BlockState.COMMITTED:
+            self.space(replica.tier).offer(replica)
+
+    def touch(self, block: Block) -> None:
+        """The block was wanted again, without a lease."""
+        for replica in block.replicas():
+            if replica.holds == 0 and block.pin is Pin.NONE:
+                self.space(replica.tier).policy.touch(replica)
+
+    # -- coming ----------------------------------------------------------------------------------
+
+    def begin_write(
+        self, key: bytes, parent: Block | None, depth: int, length: int, generation: int
+    ) -> Replica | None:
+        """Reserve a DRAM extent for a new block, or None when no room could be made now.
+
+        The writer holds the replica; the parent counts the block as its child from here on, so that
+        making room for a block never drops the block's own ancestors.
+        """
+        if parent is not None:
+            parent.children += 1
+        block = Block(key, parent, depth)
+        replica = None
+        if self.make_room(self.dram, length):
+            replica = self.dram.allocate(block, length, generation)
+        if replica is None:
+            if parent is not None:
+                parent.children -= 1
+            return None
+        replica.holds = 1
+        self.writing[key] = replica
+        return replica
+
+    def commit_write(self, replica: Replica) -> None:
+        """The writer is done and its header was checked: the block becomes visible."""
+        block = replica.block
+        del self.writing[block.key]
+        self.dram.set_state(replica, BlockState.COMMITTED)
+        self._attach(replica)
+        self.index[block.key] = block
+        self.counters.commits += 1
+        self.counters.commit_bytes += replica.length
+        self.unhold(replica)
+
+    def cancel_write(self, replica: Replica, *, fenced: bool) -> None:
+        """The write will not be committed. Unless the writer is `fenced` (it acknowledged, or its
+        process is dead) it may still write, so the extent stays QUARANTINED under its hold."""
+        block = replica.block
+        del self.writing[block.key]
+        if block.parent is not None:
+            block.parent.children -= 1
+        self.dram.set_state(replica, BlockState.QUARANTINED)
+        self.counters.aborts += 1
+        if fenced:
+            self.unhold(replica)
+
+    def adopt(self, key: bytes, offset: int, length: int, generation: int) -> None:
+        """A block that an NVMe restart found; `link` sets the parents afterwards."""
+        assert self.nvme is not None
+        block = Block(key, None, 0)
+        replica = Replica(block, TierName.NVME, offset, length, generation)
+        self.nvme.adopt(replica)
+        self.nvme.set_state(replica, BlockState.COMMITTED)
+        self._attach(replica)
+        self.index[key] = block
+
+    def link(self, parents: dict[bytes, bytes]) -> None:
+        """Restore the chains after `adopt`: `parents` maps each adopted key to its parent's key.
+
+        Deeper blocks are offered to eviction first, as if a reader had touched each chain from its
+        tail to its head.
+        """
+        assert self.nvme is not None
+        for key, parent_key in parents.items():
+            parent = self.index.get(parent_key)
+            if parent is not None and parent_key != key:
+                self.index[key].parent = parent
+                parent.children += 1
+        self._number()
+        for block in sorted(self.index.values(), key=lambda b: -b.depth):
+            if block.nvme is not None:
+                self.nvme.offer(block.nvme)
+
+    def _number(self) -> None:
+        """Set every block's depth, each chain walked once."""
+        depths: dict[Block, int] = {}
+        for block in self.index.values():
+            path: list[Block] = []
+            seen: Block | None = block
+            # The second bound ends a cycle of parents, which only a forged slab could hold.
+            while seen is not None and seen not in depths and len(path) <= len(self.index):
+                path.append(seen)
+                seen = seen.parent
+            depth = depths[seen] + 1 if seen is not None and seen in depths else 0
+            for member in reversed(path):
+                member.depth = depths[member] = depth
+                depth += 1
+
+    def _attach(self, replica: Replica) -> None:
+        block = replica.block
+        if replica.tier is TierName.DRAM:
+            block.dram = replica
+            block.where |= IN_DRAM
+        else:
+            block.nvme = replica
+            block.where |= IN_NVME
+
+    # -- going -----------------------------------------------------------------------------------
+
+    def drop(self, block: Block) -> None:
+        """The block leaves the node: out of the index at once, its bytes when nobody holds them."""
+        if block.move is not None:
+            block.move.cancelled = True
+        for replica in block.replicas():
+            self._detach(replica)
+        self._forget(block)
+
+    def retire(self, replica: Replica) -> None:
+        """This replica leaves its tier; the block leaves the node if it was the last one."""
+        self._detach(replica)
+        block = replica.block
+        if not block.where and block.move is None:
+            self._forget(block)
+
+    def _detach(self, replica: Replica) -> None:
+        block = replica.block
+        if replica.tier is TierName.DRAM:
+            block.dram = None
+            block.where &= ~IN_DRAM
+        else:
+            block.nvme = None
+            block.where &= ~IN_NVME
+        space = self.space(replica.tier)
+        space.withdraw(replica)
+        space.set_state(replica, BlockState.QUARANTINED)
+        if replica.holds == 0:
+            self._free(replica)
+
+    def _forget(self, block: Block) -> None:
+        self.index.pop(block.key, None)
+        self.pins.pop(block.key, None)
+        if block.parent is not None:
+            block.parent.children -= 1
+            block.parent = None
+
+    def _free(self, replica: Replica) -> None:
+        self.space(replica.tier).free(replica)
+        if replica.tier is TierName.NVME:
+            self.actions.append(Erase(replica.offset, replica.length))
+
+    # -- making room -----------------------------------------------------------------------------
+
+    def make_room(
+        self, space: TierSpace, length: int, priority: Priority = Priority.DEMOTE_NOW
+    ) -> bool:
+        """True when `length` bytes can be allocated in `space` right now.
+
+        False does not mean never: `space.evicting_bytes` may be on their way to NVMe.
+        """
+        length = space.arena.round_up(length)
+        if space.arena.fits(length):
+            return True
+        if length > space.arena.capacity_bytes:
+            return False
+        while self._evict_until(space, length, priority):
+            if space.arena.fits(length):
+                return True
+            if space.evicting_bytes >= length:
+                return False
+        return space.arena.fits(length)
+
+    def _evict_until(self, space: TierSpace, length: int, priority: Priority) -> bool:
+        """One pass over the candidates; True if any of them left, or began to."""
+        spared: list[Replica] = []
+        free_bytes_before = space.arena.free_bytes
+        evicted = 0
+        for victim in space.victims():
+            if not self.evict(victim, priority):
+                spared.append(victim)
+                continue
+            evicted += 1
+            if space.arena.fits(length) or space.evicting_bytes >= length:
+                break
+            # Plenty was freed, yet no run is long enough: stop guessing and open a window.
+            if space.arena.free_bytes - free_bytes_before >= 2 * length:
+                self._open_window(space, length, priority)
+                break
+        space.spare(spared)
+        return evicted > 0
+
+    def _open_window(self, space: TierSpace, length: int, priority: Priority) -> None:
+        candidates = [
+            replica
+            for block in self.index.values()
+            for replica in block.replicas()
+            if replica.tier is space.tier and self._may_leave(replica)
+        ]
+        self.counters.window_evictions += 1
+        for replica in space.window(candidates, length):
+            space.withdraw(replica)
+            if not self.evict(replica, priority):
+                space.offer(replica)
+
+    def trim(self, high_watermark: float, low_watermark: float) -> None:
+        """Start demotions when DRAM is fuller than `high_watermark`, enough to reach the low one.
+
+        Only with an NVMe tier that takes them: dropping blocks before someone needs the room would
+        only lose hits.
+        """
+        space, capacity = self.dram, self.dram.arena.capacity_bytes
+        leaving = space.used_bytes - space.evicting_bytes
+        if self.nvme is None or not self.nvme.writable or leaving <= high_watermark * capacity:
+            return
+        spared = []
+        for victim in space.victims():
+            if not self.evict(victim, Priority.DEMOTE_AHEAD):
+                spared.append(victim)
+            if space.used_bytes - space.evicting_bytes <= low_watermark * capacity:
+                break
+        space.spare(spared)
+
+    def evict(self, replica: Replica, priority: Priority) -> bool:
+        """Make this unheld replica leave (the cases are on top of this file); False if it stays."""
+        block = replica.block
+        in_dram = replica.tier is TierName.DRAM
+        if (block.nvme if in_dram else block.dram) is not None:
+            self.retire(replica)
+        elif in_dram and self._demotable(block):
+            if not self._demote(replica, priority):
+                return self._drop_leaf(block)
+            return True
+        else:
+            return self._drop_leaf(block)
+        self.counters.evictions += 1
+        return True
+
+    def _drop_leaf(self, block: Block) -> bool:
+        if block.children:
+            return False
+        self.drop(block)
+        self.counters.evictions += 1
+        return True
+
+    def _may_leave(self, replica: Replica) -> bool:
+        block = replica.block
+        if replica.holds or block.pin is Pin.HARD:
+            return False
+        if replica.tier is TierName.DRAM:
+            return block.nvme is not None or self._demotable(block) or not block.children
+        return block.dram is not None or not block.children
+
+    def _demotable(self, block: Block) -> bool:
+        if self.nvme is None or not self.nvme.writable:
+            return False
+        # A block whose descendants are resident goes along whatever the admission rule says:
+        # without it they could never be matched.
+        return not self.demote_on_second_use or block.uses > 1 or block.children > 0
+
+    def _demote(self, source: Replica, priority: Priority) -> bool:
+        assert self.nvme is not None
+        block = source.block
+        # The block's own NVMe-resident descendants must not push out each other for it; they are
+        # protected like any others, by their holds and children.
+        if not self.make_room(self.nvme, source.length):
+            return False
+        target = self.nvme.allocate(block, source.length, source.generation)
+        if target is None:
+            return False
+        self.dram.set_state(source, BlockState.EVICTING)
+        source.holds += 1
+        self._start(Move(block, source, target, priority))
+        return True
+
+    # -- moving ----------------------------------------------------------------------------------
+
+    def promote(self, block: Block) -> Move | None:
+        """Begin to bring an NVMe block into DRAM, or join the move that already does."""
+        if block.move is not None:
+            return block.move
+        source = block.nvme
+        assert source is not None
+        self.hold(source)
+        target = None
+        if self.make_room(self.dram, source.length):
+            target = self.dram.allocate(block, source.length, source.generation)
+        if target is None:
+            self.unhold(source)
+            return None
+        move = Move(block, source, target, Priority.PROMOTE)
+        self._start(move)
+        return move
+
+    def _start(self, move: Move) -> None:
+        move.target.holds += 1
+        move.block.move = move
+        self.moves.add(move)
+        self.actions.append(move)
+
+    def moved(self, move: Move, outcome: MoveOutcome) -> None:
+        """A move has ended; the caller then settles `move.tickets`."""
+        self.moves.discard(move)
+        block, source, target = move.block, move.source, move.target
+        block.move = None
+        if outcome is not MoveOutcome.DONE or move.cancelled:
+            self._undo(move, outcome)
+            return
+        self.space(target.tier).set_state(target, BlockState.COMMITTED)
+        self._attach(target)
+        self.unhold(target)
+        if move.priority is Priority.PROMOTE:
+            self.counters.promotions += 1
+            self.unhold(source)
+            return
+        self.counters.demotions += 1
+        self._settle_source(source)
+
+    def _settle_source(self, source: Replica) -> None:
+        """A demotion was written: its DRAM replica leaves, unless a reader came in the meantime."""
+        self.dram.set_state(source, BlockState.COMMITTED)
+        if source.holds == 1 and source.block.pin is not Pin.HARD:
+            source.holds = 0
+            self.retire(source)
+            self.counters.evictions += 1
+        else:
+            self.unhold(source)
+
+    def _undo(self, move: Move, outcome: MoveOutcome) -> None:
+        block, source, target = move.block, move.source, move.target
+        self.space(target.tier).set_state(target, BlockState.QUARANTINED)
+        self.unhold(target)
+        if outcome is MoveOutcome.WRITE_FAILED and target.tier is TierName.NVME:
+            self.space(target.tier).writable = False
+        if outcome is MoveOutcome.CORRUPT:
+            self.counters.corrupt += 1
+        elif outcome is not MoveOutcome.DONE:
+            self.counters.medium_errors += 1
+        if source.state is BlockState.EVICTING:
+            self.dram.set_state(source, BlockState.COMMITTED)
+        bad_source = outcome in (MoveOutcome.CORRUPT, MoveOutcome.READ_FAILED)
+        if bad_source and source in block.replicas():
+            self.retire(source)
+        self.unhold(source)
+
+    # -- checking --------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert every invariant of the index, the chains and both ledgers. O(blocks)."""
+        spaces = [self.dram] + ([self.nvme] if self.nvme is not None else [])
+        for space in spaces:
+            space.check()
+        children: dict[int, int] = {}
+        for block in [*self.index.values(), *(r.block for r in self.writing.values())]:
+            if block.parent is not None:
+                children[id(block.parent)] = children.get(id(block.parent), 0) + 1
+        for key, block in self.index.items():
+            assert block.key == key
+            assert block.where, block
+            assert bool(block.where & IN_DRAM) == (block.dram is not None)
+            assert bool(block.where & IN_NVME) == (block.nvme is not None)
+            assert block.children == children.get(id(block), 0), block
+            for replica in block.replicas():
+                self._check_replica(replica)
+
+    def _check_replica(self, replica: Replica) -> None:
+        space = self.space(replica.tier)
+        candidate = replica in space.policy or replica in space.soft
+        free_to_go = replica.holds == 0 and replica.block.pin is not Pin.HARD
+        assert candidate == free_to_go, replica
+        assert replica.state in (BlockState.COMMITTED, BlockState.EVICTING), replica

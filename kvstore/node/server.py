@@ -1,0 +1,295 @@
+"""The node as a daemon: a unix socket in front of `Node.submit`.
+
+One event loop thread speaks the protocol. A connection begins with `Hello`; its answer carries the
+DRAM region's descriptor, and from then on bulk bytes never pass here. What goes wrong on a
+connection ends that connection: a malformed frame is answered with a refusal and a close, a frame
+that does not become complete in time with a close.
+
+Who may connect: the socket is 0600 in a 0700 directory, and the kernel's word on the peer's user id
+is checked as well. When a connection breaks, the kernel also tells (through a pidfd) when the
+process behind it is dead; until then what it could still write to stays quarantined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+from tiffin.messenger.errors import FrameError
+from tiffin.messenger.wire import FrameDecoder, encode_frame
+
+from ..errors import InvalidInput, NodeUnavailable, ProtocolError, TiffinError, VersionMismatch
+from . import messages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .node import Node
+    from .records import Session
+
+log = logging.getLogger(__name__)
+
+# One process per GPU and a few tools make some dozens; the default limit of descriptors is 1,024,
+# and each connection needs two.
+CONNECTIONS_MAX = 400
+# A frame of 1 MiB takes a millisecond on a unix socket; who needs this long is broken or hostile.
+FRAME_TIMEOUT_S = 10.0
+_SWEEP_S = 2.0
+_SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One client's connection."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._node = server.node
+        self._decoder = FrameDecoder()
+        self._transport: asyncio.Transport | None = None
+        self._session: Session | None = None
+        self._pidfd: int | None = None
+        self._loop_thread = threading.get_ident()
+        self._polite = False
+        # When the bytes that wait for the rest of their frame began to wait, or the connection to
+        # wait for its hello.
+        self.waiting_since: float | None = time.monotonic()
+
+    # -- asyncio.BufferedProtocol ------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Accept if there is room and the peer is the same user (or root)."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        sock = transport.get_extra_info("socket")
+        pid, uid = _peer(sock)
+        if len(self._server.connections) >= CONNECTIONS_MAX:
+            self._refuse(0, NodeUnavailable(f"this node has {CONNECTIONS_MAX} clients already"))
+        elif uid not in (0, os.getuid()):
+            self._refuse(0, InvalidInput(f"user {uid} may not use a node of user {os.getuid()}"))
+        else:
+            self._pidfd = _pidfd(sock, pid)
+            self._server.connections.add(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the loop should put what it receives."""
+        return self._decoder.get_buffer(sizehint)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Carry out every complete request."""
+        try:
+            self._decoder.buffer_updated(nbytes)
+            for body in self._decoder.take():
+                self._request(messages.request_decoder.decode(body))
+        except (FrameError, msgspec.DecodeError) as error:
+            self._refuse(0, ProtocolError(f"not a request: {error}"))
+            return
+        if self._session is not None:
+            self.waiting_since = time.monotonic() if self._decoder.pending_bytes else None
+
+    def pause_writing(self) -> None:
+        """The client does not read its replies: stop reading its requests."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """It reads again."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End the session, now or when its process is dead."""
+        self._server.connections.discard(self)
+        self._transport = None
+        session, self._session = self._session, None
+        pidfd, self._pidfd = self._pidfd, None
+        if session is None:
+            _close(pidfd)
+        elif self._polite or pidfd is None or _exited(pidfd):
+            _close(pidfd)
+            self._node.disconnect(session, fenced=True)
+        else:
+            self._node.disconnect(session, fenced=False)
+            self._server.fence_at_exit(pidfd, session)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def _request(self, request: messages.Request) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._session is not None and not isinstance(request, messages.Hello):
+            if isinstance(request, messages.Goodbye):
+                self._polite = True
+                self._transport.close()
+            else:
+                self._node.submit(self._session, request, self.reply)
+        elif self._session is None and isinstance(request, messages.Hello):
+            self._hello(request)
+        else:
+            self._refuse(request.id, ProtocolError("a connection begins with one hello"))
+
+    def _hello(self, hello: messages.Hello) -> None:
+        if hello.version != messages.PROTOCOL_VERSION:
+            text = f"this node speaks protocol {messages.PROTOCOL_VERSION}, not {hello.version}"
+            self._refuse(hello.id, VersionMismatch(text))
+            return
+        self._session = self._node.connect(hello.name, hello.pid)
+        region = self._node.dram.region
+        welcome = messages.Welcome(
+            hello.id, messages.PROTOCOL_VERSION, self._node.name, region.nbytes
+        )
+        assert self._transport is not None
+        # Nothing was written yet, so the transport's buffer is empty and the descriptor can go
+        # straight through the socket with the frame.
+        descriptor = os.dup(self._transport.get_extra_info("socket").fileno())
+        try:
+            with socket.socket(fileno=descriptor) as sock:
+                frame = encode_frame(messages.encoder.encode(welcome))
+                socket.send_fds(sock, [frame], [region.fd])
+        except OSError as error:
+            log.warning("a client left during its hello: %s", error)
+            self._transport.abort()
+
+    def reply(self, reply: messages.AnyReply) -> None:
+        """Send a reply; from any thread."""
+        if threading.get_ident() == self._loop_thread:
+            self._write(reply)
+        else:
+            self._server.loop.call_soon_threadsafe(self._write, reply)
+
+    def _write(self, reply: messages.AnyReply) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode_frame(messages.encoder.encode(reply)))
+
+    def _refuse(self, request_id: int, error: TiffinError) -> None:
+        """Say why, and hang up."""
+        log.warning("refusing a connection: %s", error)
+        self._write(messages.Refused(request_id, type(error).__name__, str(error)))
+        if self._transport is not None:
+            self._transport.close()
+
+    def hang_up(self) -> None:
+        """It was too slow."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class Server:
+    """Listens on `path` for one node. `async with` it; raises NodeUnavailable if the path can't be
+    had (another node listens there, or the directory is not writable)."""
+
+    def __init__(self, node: Node, path: Path) -> None:
+        self.node = node
+        self.path = path
+        self.connections: set[Connection] = set()
+        self.loop = asyncio.get_running_loop()
+        self._listener: asyncio.AbstractServer | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._awaited: dict[int, Session] = {}
+
+    async def __aenter__(self) -> Server:
+        sock = _listen(self.path)
+        self._listener = await self.loop.create_unix_server(lambda: Connection(self), sock=sock)
+        self._sweep()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self.connections):
+            connection.hang_up()
+        await asyncio.sleep(0)
+        for pidfd in list(self._awaited):
+            self._exited(pidfd)
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    def fence_at_exit(self, pidfd: int, session: Session) -> None:
+        """Free what a broken session still holds once its process is dead."""
+        self._awaited[pidfd] = session
+        self.loop.add_reader(pidfd, self._exited, pidfd)
+
+    def _exited(self, pidfd: int) -> None:
+        session = self._awaited.pop(pidfd)
+        self.loop.remove_reader(pidfd)
+        os.close(pidfd)
+        self.node.fence(session)
+
+    def _sweep(self) -> None:
+        oldest = time.monotonic() - FRAME_TIMEOUT_S
+        for connection in list(self.connections):
+            if connection.waiting_since is not None and connection.waiting_since < oldest:
+                log.warning("hanging up on a client that took too long over one frame")
+                connection.hang_up()
+        self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
+
+
+def _listen(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.exists():
+            _remove_stale(path)
+        old_mask = os.umask(0o177)
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(old_mask)
+        sock.listen(128)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise NodeUnavailable(f"can't listen on {path}: {error}") from error
+    except NodeUnavailable:
+        sock.close()
+        raise
+    return sock
+
+
+def _remove_stale(path: Path) -> None:
+    """Unlink the socket of a node that was killed; refuse if one is alive behind it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+    raise NodeUnavailable(f"another node listens on {path}; choose another --socket")
+
+
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    """The connecting process's id and its user's, as the kernel knows them."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def _pidfd(sock: socket.socket, pid: int) -> int | None:
+    """A descriptor that becomes readable when the peer's process ends; None where there is none."""
+    with contextlib.suppress(OSError):
+        return int(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+    with contextlib.suppress(OSError):
+        return os.pidfd_open(pid)
+    log.warning("no pidfd for process %d: what it holds is freed when its connection ends", pid)
+    return None
+
+
+def _exited(pidfd: int) -> bool:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def _close(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)

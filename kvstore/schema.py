@@ -1,0 +1,469 @@
+"""What a block holds, byte for byte.
+
+A schema is a tuple of layer specs. From it follow a block's size, each layer's segment, and the
+byte range of any (layer, part, head range). The order is
+
+    layer → part (K, V) → head → token → dim          contiguous, without padding
+
+so that one layer is one range, and so are one tensor-parallel rank's heads of one part: ranks of
+any degree read the same block, each its own slices. Engines keep `[page, token, head, dim]`;
+kernels translate on the way in and out.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from hashlib import blake2b
+from math import prod
+from typing import Any, Final, Self, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from .block import MAX_BLOCK_TOKENS, MAX_SEGMENTS, PAGE_BYTES, header_bytes
+from .errors import SchemaError
+from .keys import Prefix, TokenIds
+
+SCHEMA_FORMAT: Final = "tiffin-schema-1"
+HASHES: Final = ("xxh3_128", "sha256", "blake2b")
+MAX_LAYERS: Final = MAX_SEGMENTS
+MAX_NAME_BYTES: Final = 1024
+MAX_BLOCK_BYTES: Final = 16 << 30  # a hundred times Llama-3-70B's 160 MiB: a mistyped number
+MAX_WINDOW_TOKENS: Final = 2**32 - 1
+
+DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+    "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),  # GPUs' and torch's variant, no inf
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "int8": np.dtype(np.int8),
+    "uint8": np.dtype(np.uint8),
+}
+
+_Range: TypeAlias = range  # KVSchema has a method of that name
+HeadRange: TypeAlias = tuple[int, int] | slice | range
+LayerRange: TypeAlias = int | tuple[int, int] | slice | range
+
+
+class LayerKind(StrEnum):
+    """How a layer's cache grows with tokens."""
+
+    GQA = "gqa"  # K and V for every token
+    MLA = "mla"  # one latent vector for every token; K and V are computed from it
+    WINDOW = "window"  # K and V for the last w tokens only
+    COMPRESSED = "compressed"  # K and V once per m tokens
+    STATE = "state"  # constant size, whatever the number of tokens
+    OPAQUE = "opaque"  # so many bytes in an engine's own packing
+
+
+_KV: Final = ("k", "v")
+_PART_NAMES: Final = {
+    LayerKind.GQA: _KV,
+    LayerKind.MLA: ("latent",),
+    LayerKind.WINDOW: _KV,
+    LayerKind.COMPRESSED: _KV,
+    LayerKind.STATE: ("state",),
+    LayerKind.OPAQUE: ("data",),
+}
+# Kinds whose parts have a head axis. The others are the same on every tensor-parallel rank.
+_SLICED: Final = frozenset({LayerKind.GQA, LayerKind.WINDOW, LayerKind.COMPRESSED})
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """`length` bytes from `offset` on, counted from the start of a payload."""
+
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One array of a layer: [heads, entries, dim]. Raises SchemaError for sizes that cannot be."""
+
+    name: str
+    heads: int
+    dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        _check_int("heads", self.heads, 1, 65536)
+        _check_int("dim", self.dim, 1, MAX_BLOCK_BYTES)
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
+            raise SchemaError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return DTYPES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one entry of one head."""
+        return self.dim * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one layer keeps. Use the constructors named after the kinds.
+
+    Fields that a kind does not use have their defaults, so equal layers have equal specs.
+    """
+
+    kind: LayerKind
+    parts: tuple[Part, ...]
+    window_tokens: int = 0
+    tokens_per_entry: int = 1
+    shape: tuple[int, ...] = ()
+    format: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, LayerKind):
+            raise SchemaError(f"unknown layer kind {self.kind!r}")
+        if not isinstance(self.parts, tuple) or not isinstance(self.shape, tuple):
+            raise SchemaError("parts and shape are tuples")
+        names, expected = tuple(part.name for part in self.parts), _PART_NAMES[self.kind]
+        if names != expected:
+            raise SchemaError(f"a {self.kind} layer has parts {expected}, not {names}")
+        if self.kind not in _SLICED and self.parts[0].heads != 1:
+            raise SchemaError(f"a {self.kind} layer has no head axis: heads must be 1")
+        lowest, highest = (1, MAX_WINDOW_TOKENS) if self.kind is LayerKind.WINDOW else (0, 0)
+        _check_int("window_tokens", self.window_tokens, lowest, highest)
+        most = MAX_BLOCK_TOKENS if self.kind is LayerKind.COMPRESSED else 1
+        _check_int("tokens_per_entry", self.tokens_per_entry, 1, most)
+        self._check_shape_and_format()
+
+    def _check_shape_and_format(self) -> None:
+        if self.kind is not LayerKind.STATE and self.shape:
+            raise SchemaError(f"a {self.kind} layer has no shape")
+        if self.kind is LayerKind.STATE and prod(self.shape) != self.parts[0].dim:
+            raise SchemaError(f"shape {self.shape} does not have {self.parts[0].dim} elements")
+        if self.kind is LayerKind.OPAQUE:
+            _check_name("format", self.format)
+        elif self.format:
+            raise SchemaError(f"a {self.kind} layer has no format")
+
+    @classmethod
+    def gqa(
+        cls,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        dtype: str,
+        v_head_dim: int | None = None,
+        v_dtype: str | None = None,
+    ) -> Self:
+        """K and V per token: multi-head, grouped-query and multi-query attention."""
+        k = Part("k", kv_heads, head_dim, dtype)
+        v_dim = head_dim if v_head_dim is None else v_head_dim
+        v = Part("v", kv_heads, v_dim, dtype if v_dtype is None else v_dtype)
+        return cls(LayerKind.GQA, (k, v))
+
+    @classmethod
+    def mla(cls, *, latent_dim: int, rope_dim: int = 0, dtype: str) -> Self:
+        """One vector of latent_dim + rope_dim per token, which K and V share."""
+        _check_int("latent_dim", latent_dim, 1, MAX_BLOCK_BYTES)
+        _check_int("rope_dim", rope_dim, 0, MAX_BLOCK_BYTES)
+        return cls(LayerKind.MLA, (Part("latent", 1, latent_dim + rope_dim, dtype),))
+
+    @classmethod
+    def window(cls, *, kv_heads: int, head_dim: int, dtype: str, window_tokens: int) -> Self:
+        """K and V of a block's last `window_tokens` tokens; of all of them if it has fewer."""
+        parts = tuple(Part(name, kv_heads, head_dim, dtype) for name in _KV)
+        return cls(LayerKind.WINDOW, parts, window_tokens=window_tokens)
+
+    @classmethod
+    def compressed(cls, *, kv_heads: int, head_dim: int, dtype: str, tokens_per_entry: int) -> Self:
+        """One K and V entry per `tokens_per_entry` tokens, which must divide block_tokens."""
+        parts = tuple(Part(name, kv_heads, head_dim, dtype) for name in _KV)
+        return cls(LayerKind.COMPRESSED, parts, tokens_per_entry=tokens_per_entry)
+
+    @classmethod
+    def state(
+        cls,
+        *,
+        shape: Iterable[int] | None = None,
+        dtype: str = "uint8",
+        nbytes: int | None = None,
+    ) -> Self:
+        """The state after a block's last token: an array of `shape`, or just `nbytes` bytes."""
+        if (shape is None) == (nbytes is None):
+            raise SchemaError("a state layer has either a shape or nbytes")
+        if nbytes is not None and dtype != "uint8":
+            raise SchemaError("nbytes counts bytes; give a shape with the dtype instead")
+        sizes = tuple(shape) if shape is not None else (nbytes,)
+        checked = tuple(_check_int("shape", size, 1, MAX_BLOCK_BYTES) for size in sizes)
+        return cls(LayerKind.STATE, (Part("state", 1, prod(checked), dtype),), shape=checked)
+
+    @classmethod
+    def opaque(cls, *, nbytes: int, format: str) -> Self:
+        """`nbytes` per block that only the engine understands; `format` names the packing."""
+        return cls(LayerKind.OPAQUE, (Part("data", 1, nbytes, "uint8"),), format=format)
+
+    def entries(self, block_tokens: int) -> int:
+        """Rows along the token axis, per head, in a block of so many tokens."""
+        if self.kind in (LayerKind.STATE, LayerKind.OPAQUE):
+            return 1
+        if self.kind is LayerKind.WINDOW:
+            return min(self.window_tokens, block_tokens)
+        return block_tokens // self.tokens_per_entry
+
+    def part_bytes(self, part: Part, block_tokens: int) -> int:
+        return part.heads * self.entries(block_tokens) * part.row_bytes
+
+    def segment_bytes(self, block_tokens: int) -> int:
+        """Bytes of this layer in one block."""
+        return sum(self.part_bytes(part, block_tokens) for part in self.parts)
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether a head range selects a part of this layer, and not the whole of it."""
+        return self.kind in _SLICED
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class KVSchema:
+    """The bytes of every block of one model in one layout. Equal schemas have equal fingerprints.
+
+    Raises SchemaError at once for anything that describes no valid block: nothing is checked later.
+    """
+
+    model: str
+    layers: tuple[LayerSpec, ...]
+    block_tokens: int = 512
+    hash: str = "xxh3_128"
+    block_bytes: int = field(init=False, compare=False)  # payload, without the header
+    header_bytes: int = field(init=False, compare=False)
+    extent_bytes: int = field(init=False, compare=False)  # header and payload, in whole pages
+    segments: tuple[ByteRange, ...] = field(init=False, compare=False)  # one per layer
+    fingerprint: bytes = field(init=False, compare=False)  # 16 bytes
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", _as_layers(self.layers))
+        _check_name("model", self.model)
+        _check_int("block_tokens", self.block_tokens, 1, MAX_BLOCK_TOKENS)
+        if self.hash not in HASHES:
+            raise SchemaError(f"unknown hash {self.hash!r}; known: {', '.join(HASHES)}")
+        for index, layer in enumerate(self.layers):
+            if self.block_tokens % layer.tokens_per_entry:
+                raise SchemaError(
+                    f"layer {index}: one entry per {layer.tokens_per_entry} tokens"
+                    f" does not divide {self.block_tokens} tokens"
+                )
+        segments = _tile(layer.segment_bytes(self.block_tokens) for layer in self.layers)
+        block_bytes = segments[-1].end
+        if block_bytes > MAX_BLOCK_BYTES:
+            raise SchemaError(f"a block would have {block_bytes} bytes; at most {MAX_BLOCK_BYTES}")
+        head_bytes = header_bytes(len(segments), self.block_tokens)
+        extent_bytes = -(-(head_bytes + block_bytes) // PAGE_BYTES) * PAGE_BYTES
+        object.__setattr__(self, "segments", segments)
+        object.__setattr__(self, "block_bytes", block_bytes)
+        object.__setattr__(self, "header_bytes", head_bytes)
+        object.__setattr__(self, "extent_bytes", extent_bytes)
+        digest = blake2b(self.canonical_bytes(), digest_size=16).digest()
+        object.__setattr__(self, "fingerprint", digest)
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        specs: Iterable[LayerSpec],
+        *,
+        block_tokens: int = 512,
+        hash: str = "xxh3_128",
+    ) -> Self:
+        """A schema with one spec per layer, for models that mix kinds."""
+        return cls(model=model, layers=tuple(specs), block_tokens=block_tokens, hash=hash)
+
+    @classmethod
+    def gqa(
+        cls,
+        *,
+        model: str,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: str,
+        v_head_dim: int | None = None,
+        v_dtype: str | None = None,
+        block_tokens: int = 512,
+        hash: str = "xxh3_128",
+    ) -> Self:
+        """A model whose layers all keep K and V for every token: Llama, Qwen, Mistral."""
+        spec = LayerSpec.gqa(
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            v_head_dim=v_head_dim,
+            v_dtype=v_dtype,
+        )
+        specs = _repeat(spec, layers)
+        return cls(model=model, layers=specs, block_tokens=block_tokens, hash=hash)
+
+    @classmethod
+    def mla(
+        cls,
+        *,
+        model: str,
+        layers: int,
+        latent_dim: int,
+        rope_dim: int = 0,
+        dtype: str,
+        block_tokens: int = 512,
+        hash: str = "xxh3_128",
+    ) -> Self:
+        """A model whose layers all keep one latent vector per token: DeepSeek."""
+        spec = LayerSpec.mla(latent_dim=latent_dim, rope_dim=rope_dim, dtype=dtype)
+        specs = _repeat(spec, layers)
+        return cls(model=model, layers=specs, block_tokens=block_tokens, hash=hash)
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        kinds = [str(layer.kind) for layer in self.layers]
+        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+        size_mib = self.block_bytes / (1 << 20)
+        return (
+            f"<KVSchema {self.model!r} layers: {counts};"
+            f" {self.block_tokens} tokens = {size_mib:.1f} MiB; {self.fingerprint.hex()}>"
+        )
+
+    def canonical_bytes(self) -> bytes:
+        """Every field that can change a block's bytes, as compact ASCII JSON (docs/schema.md)."""
+        layers = [
+            [
+                str(layer.kind),
+                [[part.name, part.heads, part.dim, part.dtype] for part in layer.parts],
+                layer.window_tokens,
+                layer.tokens_per_entry,
+                list(layer.shape),
+                layer.format,
+            ]
+            for layer in self.layers
+        ]
+        content = [SCHEMA_FORMAT, self.model, self.hash, self.block_tokens, layers]
+        return json.dumps(content, ensure_ascii=True, separators=(",", ":")).encode("ascii")
+
+    def range(self, layer: int, part: str, heads: HeadRange | None = None) -> ByteRange:
+        """Where one part of one layer, or a half-open range of its heads, lies in the payload.
+
+        `heads` takes `(first, end)`, a slice or a range. Parts without a head axis (latent, state,
+        data) are the same on every tensor-parallel rank and are given whole. Raises SchemaError.
+        """
+        _check_int("layer", layer, 0, len(self.layers) - 1)
+        for name, span in self._parts(layer, heads):
+            if name == part:
+                return span
+        names = _PART_NAMES[self.layers[layer].kind]
+        raise SchemaError(f"layer {layer} has parts {names}, not {part!r}")
+
+    def ranges(
+        self, layers: LayerRange | None = None, heads: HeadRange | None = None
+    ) -> tuple[ByteRange, ...]:
+        """The fewest ranges that hold these layers and heads, in payload order.
+
+        `layers` is one index, `(first, end)`, a slice or a range, half-open and ascending; None is
+        all of them. `heads` as in `range`. Raises SchemaError for selections that are empty or do
+        not exist.
+        """
+        spans: list[ByteRange] = []
+        for layer in _select("layers", layers, len(self.layers)):
+            for span in self._spans(layer, heads):
+                if spans and spans[-1].end == span.offset:
+                    spans[-1] = ByteRange(spans[-1].offset, spans[-1].length + span.length)
+                else:
+                    spans.append(span)
+        return tuple(spans)
+
+    def prefix(self, token_ids: TokenIds, namespace: str = "", secret: bytes = b"") -> Prefix:
+        """The blocks of a prompt and their keys. Raises TokenError and InvalidInput."""
+        return Prefix(self, token_ids, namespace=namespace, secret=secret)
+
+    def _spans(self, layer: int, heads: HeadRange | None) -> Iterable[ByteRange]:
+        if heads is None or not self.layers[layer].has_heads:
+            return (self.segments[layer],)
+        return (span for _, span in self._parts(layer, heads))
+
+    def _parts(self, layer: int, heads: HeadRange | None) -> Iterator[tuple[str, ByteRange]]:
+        spec = self.layers[layer]
+        offset = self.segments[layer].offset
+        for part in spec.parts:
+            part_bytes = spec.part_bytes(part, self.block_tokens)
+            if heads is None or not spec.has_heads:
+                yield part.name, ByteRange(offset, part_bytes)
+            else:
+                chosen = _select("heads", heads, part.heads)
+                head_bytes = part_bytes // part.heads
+                first_offset = offset + chosen.start * head_bytes
+                yield part.name, ByteRange(first_offset, len(chosen) * head_bytes)
+            offset += part_bytes
+
+
+def _select(what: str, chosen: LayerRange | None, count: int) -> _Range:
+    """A selection as a non-empty ascending range with step 1 inside [0, count)."""
+    if chosen is None:
+        return range(count)
+    if isinstance(chosen, slice):
+        span = range(*chosen.indices(count))
+        # an open end is clipped as slices are; an end that names more than there is, is a mistake
+        if isinstance(chosen.stop, int) and chosen.stop > count:
+            raise SchemaError(f"{what} {chosen} goes beyond the {count} there are")
+    elif isinstance(chosen, range):
+        span = chosen
+    elif isinstance(chosen, tuple) and len(chosen) == 2:
+        first = _check_int(what, chosen[0], 0, count)
+        span = range(first, _check_int(what, chosen[1], 0, count))
+    else:
+        first = _check_int(what, chosen, 0, count - 1)
+        span = range(first, first + 1)
+    if not span or span.step != 1 or span.start < 0 or span.stop > count:
+        raise SchemaError(f"{what} {chosen} selects no consecutive range of the {count} there are")
+    return span
+
+
+def _tile(sizes: Iterable[int]) -> tuple[ByteRange, ...]:
+    spans = []
+    offset = 0
+    for size_bytes in sizes:
+        spans.append(ByteRange(offset, size_bytes))
+        offset += size_bytes
+    return tuple(spans)
+
+
+def _as_layers(layers: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
+    if not isinstance(layers, list | tuple):
+        raise SchemaError("layers is a sequence of LayerSpec; KVSchema.gqa and .mla take a count")
+    _check_int("the number of layers", len(layers), 1, MAX_LAYERS)
+    if not all(isinstance(layer, LayerSpec) for layer in layers):
+        raise SchemaError("every layer is a LayerSpec")
+    return tuple(layers)
+
+
+def _repeat(spec: LayerSpec, layers: int) -> tuple[LayerSpec, ...]:
+    return (spec,) * _check_int("layers", layers, 1, MAX_LAYERS)
+
+
+def _check_int(what: str, value: object, lowest: int, highest: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SchemaError(f"{what} is an int, not {value!r}")
+    if not lowest <= value <= highest:
+        raise SchemaError(f"{what} is {value}; it must be in [{lowest}, {highest}]")
+    return value
+
+
+def _check_name(what: str, value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise SchemaError(f"{what} is a non-empty str, not {value!r}")
+    try:
+        size_bytes = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise SchemaError(f"{what} must encode as UTF-8: {error.reason}") from error
+    if size_bytes > MAX_NAME_BYTES:
+        raise SchemaError(f"{what} has {size_bytes} bytes of UTF-8; at most {MAX_NAME_BYTES}")

@@ -1,0 +1,73 @@
+"""The DRAM tier: one region of shared memory, which clients on this host map and read in place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tiffin.messenger.errors import RegionError
+from tiffin.messenger.region import Region
+
+from ..errors import TierUnavailable
+from .base import Tier, TierName, whole_granules
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tiffin.messenger.local import ByteArray
+
+    from ..arena import Extent
+
+
+class DramTier(Tier):
+    """`nbytes` of host memory, rounded down to whole pages.
+
+    `region` is what a client attaches to; an extent's offset is its offset in the region. With
+    `prefault` the constructor takes about 0.5 s per GiB (`progress(done_bytes, nbytes)` tells), and
+    without it the first write to every page pays instead.
+
+    Raises TierUnavailable when this machine has not so much memory.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        hugepages: bool = False,
+        prefault: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        super().__init__(TierName.DRAM, nbytes)
+        try:
+            self.region = Region.create(whole_granules(nbytes), hugepages=hugepages)
+            if prefault:
+                self._prefault(progress)
+        except RegionError as error:
+            raise TierUnavailable(f"no DRAM tier: {error}") from error
+
+    def _prefault(self, progress: Callable[[int, int], None] | None) -> None:
+        try:
+            self.region.prefault(progress)
+        except RegionError:
+            self.region.close()
+            raise
+
+    def view(self, extent: Extent) -> ByteArray:
+        """The extent's bytes where they lie; valid until the extent is released."""
+        self._locate(extent, 0, extent.length)
+        return self._array()[extent.offset : extent.offset + extent.length]
+
+    def close(self) -> None:
+        self.region.close()
+
+    def _write(self, start: int, data: ByteArray) -> None:
+        np.copyto(self._array()[start : start + len(data)], data)
+
+    def _read(self, start: int, data: ByteArray) -> None:
+        np.copyto(data, self._array()[start : start + len(data)])
+
+    def _array(self) -> ByteArray:
+        try:
+            return self.region.array
+        except RegionError as error:
+            raise TierUnavailable(f"the DRAM tier is not usable: {error}") from error

@@ -1,0 +1,104 @@
+"""The HBM tier: one byte tensor per device. On device `cpu` the same class runs anywhere.
+
+Copies run on a stream of the tier's own, so that they neither wait for an engine's kernels nor hold
+them up, and are waited for before a verb returns. Memory that CUDA has registered (`pin_memory`)
+moves at the link's speed; other memory goes through the driver's staging buffer at about half.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import InvalidInput, TierUnavailable
+from .base import Tier, TierName
+
+if TYPE_CHECKING:
+    from tiffin.messenger.local import ByteArray
+
+    from ..arena import Extent
+
+
+class HbmTier(Tier):
+    """`nbytes` of memory, rounded down to whole pages, of a torch device such as `cuda:0` or `cpu`.
+
+    Raises InvalidInput when torch is missing or does not know the device, TierUnavailable when the
+    device has not so much memory.
+    """
+
+    def __init__(self, nbytes: int, device: str = "cuda:0") -> None:
+        super().__init__(TierName.HBM, nbytes)
+        self._torch = _import_torch()
+        try:
+            self.device = self._torch.device(device)
+        except RuntimeError as error:
+            raise InvalidInput(f"torch knows no device {device!r}: {error}") from error
+        try:
+            self._tensor = self._torch.empty(
+                self.capacity_bytes, dtype=self._torch.uint8, device=self.device
+            )
+        except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
+            raise TierUnavailable(f"no HBM tier on {device}: {error}") from error
+        on_gpu = self.device.type == "cuda"
+        self._stream = self._torch.cuda.Stream(self.device) if on_gpu else None
+
+    @property
+    def tensor(self) -> Any:
+        """The whole tier, uint8 [capacity_bytes]; None after `close()`."""
+        return self._tensor
+
+    def view(self, extent: Extent) -> Any:
+        """The extent's bytes on the device, uint8 [length], not copied.
+
+        Whoever uses it orders its own streams: nothing here waits for work queued on this view.
+        """
+        self._locate(extent, 0, extent.length)
+        return self._slice(extent.offset, extent.length)
+
+    def close(self) -> None:
+        self._tensor = None
+
+    def _write(self, start: int, data: ByteArray) -> None:
+        self._copy(self._slice(start, len(data)), self._host_tensor(data))
+
+    def _read(self, start: int, data: ByteArray) -> None:
+        self._copy(self._host_tensor(data), self._slice(start, len(data)))
+
+    def _slice(self, start: int, nbytes: int) -> Any:
+        if self._tensor is None:
+            raise TierUnavailable("the HBM tier is not usable: it is closed")
+        return self._tensor[start : start + nbytes]
+
+    def _copy(self, target: Any, source: Any) -> None:
+        stream = self._stream
+        context = contextlib.nullcontext() if stream is None else self._torch.cuda.stream(stream)
+        try:
+            with context:
+                target.copy_(source, non_blocking=stream is not None)
+            if stream is not None:
+                stream.synchronize()
+        except RuntimeError as error:
+            self._fail()
+            raise TierUnavailable(f"a copy on {self.device} failed: {error}") from error
+
+    def _host_tensor(self, data: ByteArray) -> Any:
+        """A tensor over the same memory, valid while `data` is.
+
+        torch warns about read-only arrays, as it cannot promise not to write to them. A source is
+        only read, so the tensor is made over the address instead.
+        """
+        if not data.flags.writeable:
+            alias = (ctypes.c_uint8 * len(data)).from_address(data.ctypes.data)
+            data = np.frombuffer(memoryview(alias), np.uint8)
+        return self._torch.from_numpy(data)
+
+
+def _import_torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise InvalidInput("an HBM tier needs torch: pip install 'tiffin[torch]'") from error
+    return torch

@@ -1,0 +1,307 @@
+"""The NVMe tier: one preallocated slab file, direct I/O, no journal.
+
+Order is what makes a crash harmless. A block's payload is written, then its header, then its map
+entry; erasing clears the map entry first and touches nothing else. Whatever moment the process dies
+at, an entry leads to a finished block or there is no entry. A power cut can reorder what had not
+reached the disk, and then the checks that every header and segment carry tell damage from data.
+
+Nothing is flushed until `close`: a cache that loses its last seconds loses blocks that can be
+computed again, and a flush per block costs about 1 ms that every queue waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import uuid
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..arena import Extent
+from ..errors import CorruptBlock, InvalidInput, TierUnavailable, VersionMismatch
+from .base import Tier, TierName, TierWarning
+from .directio import PIECE_BYTES, QUEUE_DEPTH, DirectFile
+from .slab import (
+    GRANULE_BYTES,
+    MAP_ENTRY,
+    SLAB_NAME,
+    SlabLayout,
+    map_entries,
+    map_entry_offset,
+    probe_extent,
+    resolve_overlaps,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tiffin.messenger.local import ByteArray
+
+    from ..block import Header
+
+_log = logging.getLogger(__name__)
+
+# Headers that one task of a scan reads: 32 × 0.1 ms hide what handing a task to a thread costs.
+_SCAN_BATCH = 32
+
+# More would mean that something keeps damaging slabs, and each may be as large as the disk.
+_DAMAGED_SLABS_MAX = 8
+
+
+class NvmeTier(Tier):
+    """`capacity_bytes` (rounded down to whole pages) in a slab file inside `directory`.
+
+    The first start creates the directory and the file (another 1/1024 for the map) and takes all
+    its space, so that a full disk shows now and not under load. Later starts open it, and
+    `scan` says what is in it. One process at a time: the directory is locked.
+
+    Raises TierUnavailable when the disk is too small, refuses, or another process holds the lock;
+    InvalidInput when a slab of another capacity is there. Emits a TierWarning when the filesystem
+    refuses direct I/O, and when a slab was damaged and had to be set aside or extended.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        capacity_bytes: int,
+        *,
+        queue_depth: int = QUEUE_DEPTH,
+        piece_bytes: int = PIECE_BYTES,
+        direct_io: bool = True,
+    ) -> None:
+        super().__init__(TierName.NVME, capacity_bytes)
+        if not 1 <= queue_depth <= 64:
+            raise InvalidInput(f"queue_depth {queue_depth}; it is 1 to 64")
+        self.directory = Path(directory)
+        self.path = self.directory / SLAB_NAME
+        with contextlib.ExitStack() as stack, _translated(f"no NVMe tier in {self.directory}"):
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            stack.callback(os.close, _lock(self.directory))
+            # Buffered, for the superblock and the map. Their pages are never touched directly.
+            self._map_fd, self.layout, self._intact_bytes = self._open_slab()
+            stack.callback(os.close, self._map_fd)
+            self._file = DirectFile(
+                self.path, queue_depth=queue_depth, piece_bytes=piece_bytes, direct_io=direct_io
+            )
+            stack.callback(self._file.close)
+            if direct_io and not self._file.direct_io:
+                _warn(
+                    f"{self.directory} is on a filesystem without direct I/O: the page cache will "
+                    f"hold a second copy of blocks, and this tier is only as fast as it"
+                )
+            self._closing = stack.pop_all()
+
+    def scan(self) -> Iterator[tuple[Extent, Header]]:
+        """What survived. Call before the first reservation; what fails a check is erased.
+
+        Reads the map and one page per block, several at a time: 2,000 blocks in 0.1 s.
+        """
+        with self._medium("the scan"):
+            found, refused = self._read_headers()
+            kept, lost = resolve_overlaps(found, self.capacity_bytes)
+            refused += [extent.offset for extent, _ in lost]
+            for offset in refused:
+                self._set_map_entry(offset, 0)
+        self._count(damaged=len(refused))
+        if refused:
+            _log.warning("%s: %d damaged extents were erased", self.path, len(refused))
+        return iter(kept)
+
+    def close(self) -> None:
+        """Flush and unlock. Call when no verb is running; a second call does nothing."""
+        if self._map_fd < 0:
+            return
+        map_fd, self._map_fd = self._map_fd, -1
+        try:
+            os.fsync(map_fd)
+        except OSError as error:
+            _log.warning("%s: not flushed: %s", self.path, _text(error))
+        self._closing.close()
+
+    def _write(self, start: int, data: ByteArray) -> None:
+        with self._medium("a write"):
+            self._file.write(self.layout.data_offset + start, data)
+
+    def _read(self, start: int, data: ByteArray) -> None:
+        with self._medium("a read"):
+            self._file.read(self.layout.data_offset + start, data)
+
+    def _mark(self, extent: Extent) -> None:
+        with self._medium("a commit"):
+            self._set_map_entry(extent.offset, extent.length // GRANULE_BYTES)
+
+    def _unmark(self, extent: Extent) -> None:
+        with self._medium("an erase"):
+            self._set_map_entry(extent.offset, 0)
+
+    def _direct_io(self) -> bool:
+        return self._file.direct_io
+
+    def _set_map_entry(self, offset: int, granules: int) -> None:
+        os.pwrite(self._map_fd, MAP_ENTRY.pack(granules), map_entry_offset(self.layout, offset))
+
+    @contextlib.contextmanager
+    def _medium(self, what: str) -> Iterator[None]:
+        """Whatever the disk refuses is counted, and ends this tier's health but not the node."""
+        if self._map_fd < 0:
+            raise TierUnavailable(f"{what} on {self.path} after it was closed")
+        try:
+            yield
+        except OSError as error:
+            self._fail()
+            raise TierUnavailable(f"{what} on {self.path} failed: {_text(error)}") from error
+
+    def _read_headers(self) -> tuple[list[tuple[Extent, Header]], list[int]]:
+        """(intact extents, offsets of refused ones), each from a nonzero map entry."""
+        entries = list(map_entries(self._map_fd, self.layout))
+        batches = [entries[i : i + _SCAN_BATCH] for i in range(0, len(entries), _SCAN_BATCH)]
+        found: list[tuple[Extent, Header]] = []
+        refused: list[int] = []
+        for some_found, some_refused in self._file.each(self._probe, batches):
+            found += some_found
+            refused += some_refused
+        return found, refused
+
+    def _probe(
+        self, entries: Sequence[tuple[int, int]]
+    ) -> tuple[list[tuple[Extent, Header]], list[int]]:
+        found: list[tuple[Extent, Header]] = []
+        refused: list[int] = []
+        for offset, length in entries:
+            try:
+                header = probe_extent(self._read_at, offset, length, self._intact_bytes)
+            except (CorruptBlock, VersionMismatch) as error:
+                _log.warning("%s: extent at %d refused: %s", self.path, offset, error)
+                refused.append(offset)
+            else:
+                found.append((Extent(offset, length), header))
+        return found, refused
+
+    def _read_at(self, offset: int, nbytes: int) -> bytes:
+        return self._file.read_bytes(self.layout.data_offset + offset, nbytes)
+
+    def _open_slab(self) -> tuple[int, SlabLayout, int]:
+        """(descriptor, layout, bytes of the data area that were there before)."""
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return self._create_slab()
+        try:
+            layout = SlabLayout.unpack(os.pread(fd, GRANULE_BYTES, 0))
+            self._check_capacity(layout)
+            return fd, layout, self._extend_slab(fd, layout)
+        except CorruptBlock as error:
+            os.close(fd)
+            self._set_aside(error)
+            return self._create_slab()
+        except VersionMismatch as error:
+            os.close(fd)
+            raise TierUnavailable(f"{self.path}: {error}. Move it away to start empty") from error
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _create_slab(self) -> tuple[int, SlabLayout, int]:
+        """Under another name until it is complete: a start that was interrupted leaves no slab."""
+        layout = SlabLayout.plan(self.capacity_bytes, uuid.uuid4().bytes)
+        unfinished = self.path.with_suffix(".new")
+        unfinished.unlink(missing_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(unfinished, flags, 0o600)
+        try:
+            _preallocate(fd, layout.file_bytes, self.directory)
+            os.pwrite(fd, layout.pack(), 0)
+            os.fsync(fd)
+            unfinished.rename(self.path)
+        except BaseException:
+            os.close(fd)
+            unfinished.unlink(missing_ok=True)
+            raise
+        return fd, layout, layout.capacity_bytes
+
+    def _check_capacity(self, layout: SlabLayout) -> None:
+        if layout.capacity_bytes != self.capacity_bytes:
+            raise InvalidInput(
+                f"{self.path} was created with {layout.capacity_bytes} bytes and "
+                f"{self.capacity_bytes} are asked for: ask for {layout.capacity_bytes}, or delete "
+                f"the file and lose its blocks"
+            )
+
+    def _extend_slab(self, fd: int, layout: SlabLayout) -> int:
+        """Give a truncated file its length back; what was cut off is lost, and `scan` knows."""
+        file_bytes = os.fstat(fd).st_size
+        missing_bytes = layout.file_bytes - file_bytes
+        if missing_bytes <= 0:
+            return layout.capacity_bytes
+        _preallocate(fd, layout.file_bytes, self.directory)
+        _warn(f"{self.path} was {missing_bytes} bytes short; the blocks in them are lost")
+        return max(0, file_bytes - layout.data_offset)
+
+    def _set_aside(self, reason: CorruptBlock) -> None:
+        for number in range(1, _DAMAGED_SLABS_MAX + 1):
+            aside = self.path.with_name(f"{SLAB_NAME}.damaged-{number}")
+            if not aside.exists():
+                self.path.rename(aside)
+                _warn(f"{self.path} is no slab ({reason}); it is now {aside}, delete it for room")
+                return
+        raise TierUnavailable(
+            f"{self.path} is no slab ({reason}); {_DAMAGED_SLABS_MAX} damaged ones are beside it"
+        )
+
+
+def _lock(directory: Path) -> int:
+    """A descriptor that holds the directory. The lock ends with the process, however it ends."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise TierUnavailable(
+            f"{directory} is in use by another node; every node needs a directory of its own"
+        ) from error
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _preallocate(fd: int, nbytes: int, directory: Path) -> None:
+    """Take the space now. Where the filesystem cannot, only the length is set."""
+    room = os.statvfs(directory)
+    free_bytes = room.f_bavail * room.f_frsize + os.fstat(fd).st_blocks * 512
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            os.ftruncate(fd, nbytes)
+            return
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        missing_bytes = nbytes - free_bytes
+        short = f", {missing_bytes} too little" if missing_bytes > 0 else ""
+        raise TierUnavailable(
+            f"a slab of {nbytes} bytes does not fit in {directory}: {_text(error)}; "
+            f"{free_bytes} bytes are free{short}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _translated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TierUnavailable(f"{what}: {_text(error)}") from error
+
+
+def _text(error: OSError) -> str:
+    name = errno.errorcode.get(error.errno or 0, "unknown")
+    return f"{error.strerror or error} ({name})"
+
+
+def _warn(message: str) -> None:
+    _log.warning("%s", message)
+    warnings.warn(message, TierWarning, stacklevel=2)

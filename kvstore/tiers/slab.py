@@ -1,0 +1,379 @@
+"""The format of a slab file, and a way to look into one without a node.
+
+A slab is one preallocated file: a superblock, a map, and extents. `docs/slab-format.md` draws it.
+
+The map holds one u32 per 4 KiB granule of the data area: how many granules the extent has that
+begins there, or 0. It exists because headers are the index: a restart that had to look for them
+would read one page of every granule, 25 million for 100 GiB, where the map takes it to the few
+thousand that matter. The map is a hint and is treated as one. It is written without a journal or a
+flush; an entry leads only to a header, and the header proves itself (its checksum, and the offset
+it names). A missing entry is a lost block. A stale one leads to a page that is no header, or to a
+header whose payload was overwritten since, which its segment checksums give away.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from ..arena import Extent
+from ..block import MAGIC as BLOCK_MAGIC
+from ..block import MAX_HEADER_BYTES, PAGE_BYTES, Header, read_header
+from ..errors import CorruptBlock, InvalidInput, TierUnavailable, VersionMismatch
+
+SLAB_NAME = "slab.tiffin"
+MAGIC = b"TIFFINS1"
+FORMAT_VERSION = 1
+GRANULE_BYTES = PAGE_BYTES
+MAP_ENTRY = struct.Struct("<I")
+
+# magic, checksum | version, granule | capacity, map offset, map bytes, data offset | uuid
+_SUPERBLOCK = struct.Struct("<8sQIIQQQQ16s")
+_SUMMED_FROM = 16  # the checksum covers [16, PAGE_BYTES)
+_HEADER_BYTES = struct.Struct("<I")
+_HEADER_BYTES_OFFSET = 112  # in a block header
+
+# The map is read in pieces of this size: 16 GiB of slab each.
+_MAP_READ_BYTES = 16 << 20
+
+SegmentsOf = Callable[[Header], Sequence[tuple[int, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class SlabLayout:
+    """Where things are in one slab file. All offsets and sizes are bytes, multiples of 4096."""
+
+    capacity_bytes: int  # of the data area
+    map_offset: int
+    map_bytes: int
+    data_offset: int
+    uuid: bytes  # 16 bytes, new with every slab
+
+    @property
+    def file_bytes(self) -> int:
+        return self.data_offset + self.capacity_bytes
+
+    @classmethod
+    def plan(cls, capacity_bytes: int, uuid: bytes) -> SlabLayout:
+        """The layout of a new slab: superblock, map, data."""
+        assert capacity_bytes > 0
+        assert capacity_bytes % GRANULE_BYTES == 0
+        map_bytes = _round_up(capacity_bytes // GRANULE_BYTES * MAP_ENTRY.size, PAGE_BYTES)
+        return cls(capacity_bytes, PAGE_BYTES, map_bytes, PAGE_BYTES + map_bytes, uuid)
+
+    def pack(self) -> bytes:
+        """The superblock, one page."""
+        page = bytearray(PAGE_BYTES)
+        _SUPERBLOCK.pack_into(
+            page, 0, MAGIC, 0, FORMAT_VERSION, GRANULE_BYTES, self.capacity_bytes,
+            self.map_offset, self.map_bytes, self.data_offset, self.uuid,
+        )  # fmt: skip
+        page[8:16] = xxh3_64_intdigest(page[_SUMMED_FROM:]).to_bytes(8, "little")
+        return bytes(page)
+
+    @classmethod
+    def unpack(cls, page: bytes) -> SlabLayout:
+        """Raises CorruptBlock for a page that is no superblock, VersionMismatch for another's."""
+        if len(page) < PAGE_BYTES:
+            raise CorruptBlock(f"a superblock of {len(page)} bytes; it has {PAGE_BYTES}")
+        fields = _SUPERBLOCK.unpack_from(page)
+        magic, checksum, version, granule_bytes = fields[:4]
+        if magic != MAGIC:
+            raise CorruptBlock("wrong magic: not a slab")
+        if checksum != xxh3_64_intdigest(page[_SUMMED_FROM:PAGE_BYTES]):
+            raise CorruptBlock("superblock checksum differs")
+        if version != FORMAT_VERSION or granule_bytes != GRANULE_BYTES:
+            raise VersionMismatch(
+                f"slab format {version} with granules of {granule_bytes} bytes; "
+                f"this program reads format {FORMAT_VERSION} with {GRANULE_BYTES}"
+            )
+        layout = cls(*fields[4:])
+        if layout.capacity_bytes < GRANULE_BYTES or layout != cls.plan(
+            layout.capacity_bytes // GRANULE_BYTES * GRANULE_BYTES, layout.uuid
+        ):
+            raise CorruptBlock(f"impossible layout: {layout}")
+        return layout
+
+
+def map_entries(fd: int, layout: SlabLayout) -> Iterator[tuple[int, int]]:
+    """(offset in the data area, extent length) of every nonzero map entry, ascending, unchecked.
+
+    Reads what was ever written of the map, which is 1/1024 of the slab, 16 MiB at a time. Raises
+    OSError.
+    """
+    start, map_end = layout.map_offset, layout.map_offset + layout.map_bytes
+    while (start := _next_data(fd, start, map_end)) < map_end:
+        raw = _pread(fd, start, min(_MAP_READ_BYTES, map_end - start))
+        entries = np.frombuffer(raw, "<u4", len(raw) // MAP_ENTRY.size)
+        first = (start - layout.map_offset) // MAP_ENTRY.size
+        for index in np.flatnonzero(entries).tolist():
+            yield (first + index) * GRANULE_BYTES, int(entries[index]) * GRANULE_BYTES
+        start += _MAP_READ_BYTES
+
+
+def map_entry_offset(layout: SlabLayout, offset: int) -> int:
+    """Where in the file the map entry of the extent at `offset` of the data area is."""
+    return layout.map_offset + offset // GRANULE_BYTES * MAP_ENTRY.size
+
+
+def probe_extent(
+    read: Callable[[int, int], bytes], offset: int, length: int, intact_bytes: int
+) -> Header:
+    """The proven header of the extent that the map says is [offset, offset + length).
+
+    `read(offset, nbytes)` reads the data area, of which `intact_bytes` were there when the slab was
+    opened. Raises CorruptBlock or VersionMismatch when there is no such extent, and what `read`
+    raises.
+    """
+    if offset + length > intact_bytes:
+        raise CorruptBlock(f"extent ends at {offset + length}, the data at {intact_bytes}")
+    header = _header_at(read, offset, length)
+    if header.extent_bytes != length:
+        raise CorruptBlock(f"map says {length} bytes, the header {header.extent_bytes}")
+    return header
+
+
+def resolve_overlaps(
+    found: Iterable[tuple[Extent, Header]], capacity_bytes: int
+) -> tuple[list[tuple[Extent, Header]], list[tuple[Extent, Header]]]:
+    """(kept, lost): of extents that overlap, the one with the higher generation is the newer.
+
+    Costs one byte of memory per granule, 25 MB for 100 GiB, for the duration.
+    """
+    newest_first = sorted(found, key=lambda pair: (-pair[1].generation, pair[0].offset))
+    taken = np.zeros(capacity_bytes // GRANULE_BYTES, np.bool_)
+    kept, lost = [], []
+    for extent, header in newest_first:
+        first = extent.offset // GRANULE_BYTES
+        granules = taken[first : first + extent.length // GRANULE_BYTES]
+        if granules.any():
+            lost.append((extent, header))
+        else:
+            granules[:] = True
+            kept.append((extent, header))
+    kept.sort(key=lambda pair: pair[0].offset)
+    return kept, lost
+
+
+@dataclass(frozen=True, slots=True)
+class SlabBlock:
+    """One extent of a slab as inspection found it. `offset` counts from the data area's start."""
+
+    key: str  # hex, empty when there is no header to read it from
+    offset: int
+    extent_bytes: int
+    payload_bytes: int
+    generation: int
+    token_count: int
+    damage: str  # what is wrong with it, or empty
+
+    @property
+    def status(self) -> str:
+        return "damaged" if self.damage else "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class SlabReport:
+    """What is in a slab file."""
+
+    path: Path
+    uuid: str  # hex
+    capacity_bytes: int
+    missing_bytes: int  # by which the file is shorter than its superblock says
+    blocks: tuple[SlabBlock, ...]  # by offset
+    payload_verified: bool
+
+    @property
+    def damaged_count(self) -> int:
+        return sum(1 for block in self.blocks if block.damage)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of intact extents."""
+        return sum(block.extent_bytes for block in self.blocks if not block.damage)
+
+
+def inspect_slab(
+    path: str | os.PathLike[str],
+    *,
+    verify_payload: bool = False,
+    scan_all: bool = False,
+    segments_of: SegmentsOf | None = None,
+) -> SlabReport:
+    """List the blocks of a slab (the file, or the directory it is in). Reads only.
+
+    A node may be running on it; what it changes meanwhile can then show as damage. `scan_all`
+    ignores the map and tries every granule, which also finds blocks that were erased and not yet
+    overwritten; it reads the whole slab, and does without a superblock by trusting the file's size.
+
+    `verify_payload` reads every payload and checks it. A header has one checksum per segment and
+    not the segments' sizes: `segments_of(header)` returns (offset, length) pairs within the
+    payload, and without it they are taken to be of equal size.
+
+    Raises InvalidInput when there is no such file, CorruptBlock when it is no slab, VersionMismatch
+    for another version, TierUnavailable when it cannot be read.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file /= SLAB_NAME
+    try:
+        with open(file, "rb", buffering=0) as raw:
+            return _Inspection(file, raw.fileno(), scan_all).report(
+                verify_payload, segments_of or equal_segments
+            )
+    except FileNotFoundError as error:
+        raise InvalidInput(f"no slab at {file}") from error
+    except OSError as error:
+        raise TierUnavailable(f"cannot read {file}: {error.strerror}") from error
+
+
+def equal_segments(header: Header) -> Sequence[tuple[int, int]]:
+    """Ranges of equal size over the payload, one per checksum; the last takes what is left."""
+    count = len(header.checksums)
+    if not count:
+        return ()
+    length = -(-header.payload_bytes // count)
+    starts = (min(i * length, header.payload_bytes) for i in range(count))
+    return [(start, min(length, header.payload_bytes - start)) for start in starts]
+
+
+class _Inspection:
+    def __init__(self, file: Path, fd: int, scan_all: bool) -> None:
+        self._file = file
+        self._fd = fd
+        self._scan_all = scan_all
+        self._file_bytes = os.fstat(fd).st_size
+        self._layout = self._read_layout()
+        missing_bytes = max(0, self._layout.file_bytes - self._file_bytes)
+        self._missing_bytes = missing_bytes
+        self._intact_bytes = max(0, self._layout.capacity_bytes - missing_bytes)
+
+    def report(self, verify_payload: bool, segments_of: SegmentsOf) -> SlabReport:
+        found: list[tuple[Extent, Header]] = []
+        damaged: list[SlabBlock] = []
+        for offset, length, probe in self._candidates():
+            try:
+                header = probe(offset, length)
+            except (CorruptBlock, VersionMismatch) as error:
+                if not self._scan_all:
+                    damaged.append(SlabBlock("", offset, length, 0, 0, 0, str(error)))
+                continue
+            found.append((Extent(offset, header.extent_bytes), header))
+        kept, lost = resolve_overlaps(found, self._layout.capacity_bytes)
+        damaged += [_describe(pair, "overlapped by a newer extent") for pair in lost]
+        for extent, header in kept:
+            damage = self._payload_damage(extent, header, segments_of) if verify_payload else ""
+            damaged.append(_describe((extent, header), damage))
+        return SlabReport(
+            path=self._file,
+            uuid=self._layout.uuid.hex(),
+            capacity_bytes=self._layout.capacity_bytes,
+            missing_bytes=self._missing_bytes,
+            blocks=tuple(sorted(damaged, key=lambda block: block.offset)),
+            payload_verified=verify_payload,
+        )
+
+    def _read_layout(self) -> SlabLayout:
+        try:
+            return SlabLayout.unpack(_pread(self._fd, 0, PAGE_BYTES))
+        except CorruptBlock:
+            pages = self._file_bytes // PAGE_BYTES
+            if not self._scan_all or pages < 3:
+                raise
+            # Of n pages one is the superblock, and of the others 1 in 1025 is map.
+            granules = pages - 1 - -(-(pages - 1) // 1025)
+            return SlabLayout.plan(granules * GRANULE_BYTES, bytes(16))
+
+    def _candidates(self) -> Iterator[tuple[int, int, Callable[[int, int], Header]]]:
+        if not self._scan_all:
+            for offset, length in map_entries(self._fd, self._layout):
+                yield offset, length, self._probe_mapped
+            return
+        for start in range(0, self._intact_bytes, _MAP_READ_BYTES):
+            data = self._read(start, min(_MAP_READ_BYTES, self._intact_bytes - start))
+            for at in range(0, len(data), GRANULE_BYTES):
+                if data.startswith(BLOCK_MAGIC, at):
+                    yield start + at, self._intact_bytes - start - at, self._probe_any
+
+    def _probe_mapped(self, offset: int, length: int) -> Header:
+        return probe_extent(self._read, offset, length, self._intact_bytes)
+
+    def _probe_any(self, offset: int, length: int) -> Header:
+        header = _header_at(self._read, offset, length)
+        if header.extent_bytes > length or header.extent_bytes % GRANULE_BYTES:
+            raise CorruptBlock(f"extent of {header.extent_bytes} bytes does not fit")
+        return header
+
+    def _payload_damage(self, extent: Extent, header: Header, segments_of: SegmentsOf) -> str:
+        segments = segments_of(header)
+        if len(segments) != len(header.checksums):
+            return f"{len(header.checksums)} checksums for {len(segments)} segments"
+        begin = extent.offset + header.header_bytes
+        bad = [
+            index
+            for index, (start, length) in enumerate(segments)
+            if xxh3_64_intdigest(self._read(begin + start, length)) != int(header.checksums[index])
+        ]
+        return f"payload differs from its checksum in segments {bad}" if bad else ""
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        return _pread(self._fd, self._layout.data_offset + offset, nbytes)
+
+
+def _header_at(read: Callable[[int, int], bytes], offset: int, length: int) -> Header:
+    page = read(offset, PAGE_BYTES)
+    if len(page) == PAGE_BYTES:
+        (header_bytes,) = _HEADER_BYTES.unpack_from(page, _HEADER_BYTES_OFFSET)
+        if PAGE_BYTES < header_bytes <= min(length, MAX_HEADER_BYTES):
+            page = read(offset, header_bytes)
+    return read_header(page, offset_expected=offset)
+
+
+def _describe(pair: tuple[Extent, Header], damage: str) -> SlabBlock:
+    extent, header = pair
+    return SlabBlock(
+        key=header.key.hex(),
+        offset=extent.offset,
+        extent_bytes=extent.length,
+        payload_bytes=header.payload_bytes,
+        generation=header.generation,
+        token_count=header.token_count,
+        damage=damage,
+    )
+
+
+def _pread(fd: int, offset: int, nbytes: int) -> bytes:
+    """`nbytes` at `offset`, fewer only at the end of the file."""
+    data = os.pread(fd, nbytes, offset)
+    while 0 < len(data) < nbytes:
+        rest = os.pread(fd, nbytes - len(data), offset + len(data))
+        if not rest:
+            break
+        data += rest
+    return data
+
+
+def _next_data(fd: int, offset: int, end: int) -> int:
+    """The first page from `offset` on that may hold something; a new map is one long hole."""
+    if offset >= end:
+        return end
+    try:
+        data_offset = os.lseek(fd, offset, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # nothing but a hole up to the end of the file
+            return end
+        if error.errno == errno.EINVAL:  # a filesystem that cannot tell
+            return offset
+        raise
+    return min(end, max(offset, data_offset // PAGE_BYTES * PAGE_BYTES))
+
+
+def _round_up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple

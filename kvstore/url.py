@@ -1,0 +1,117 @@
+"""Where a client's node is: `embedded:?dram=8GiB&nvme=/path:100GiB`, or `unix:/run/tiffin.sock`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from .errors import InvalidInput
+from .node.core import CoreOptions
+from .node.node import NodeOptions
+from .sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EMBEDDED_DRAM_BYTES = 1 << 30
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """A node of the client's own."""
+
+    options: NodeOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """A node daemon on this host."""
+
+    path: Path
+
+
+def default_socket() -> Path:
+    """Where `tiffin node` listens unless told otherwise: private to the user."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and Path(runtime).is_dir():
+        return Path(runtime) / "tiffin" / "node.sock"
+    return Path(tempfile.gettempdir()) / f"tiffin-{os.getuid()}" / "node.sock"
+
+
+def parse_url(url: str) -> Embedded | Daemon:
+    """What `Client.open` should open. Raises InvalidInput, which says what would work."""
+    parts = urlsplit(url)
+    if parts.scheme == "embedded":
+        return Embedded(_node_options(parts.query))
+    if parts.scheme == "unix":
+        if parts.netloc or parts.query:
+            raise InvalidInput(f"{url!r}: write unix:/path/to/socket, with three slashes or one")
+        path = Path(unquote(parts.path))
+        return Daemon(path if parts.path else default_socket())
+    if parts.scheme in ("tiffin", "redis"):
+        raise InvalidInput(
+            f"{url!r}: nodes of other machines are not part of this version; "
+            "use unix:/path/to/socket for a daemon on this host, or embedded:?dram=8GiB"
+        )
+    raise InvalidInput(
+        f"{url!r} is not a Tiffin URL; write embedded:?dram=8GiB&nvme=/path:100GiB, "
+        "unix:/path/to/socket, or unix: for the default socket"
+    )
+
+
+def parse_nvme(text: str) -> tuple[Path, int]:
+    """`/path:100GiB` -> the directory and its bytes."""
+    path, colon, size = text.rpartition(":")
+    if not colon or not path:
+        raise InvalidInput(f"nvme={text!r}: write a directory and a size, /path:100GiB")
+    return Path(path), parse_bytes(size)
+
+
+def _flag(text: str) -> bool:
+    if text.lower() in _TRUE + _FALSE:
+        return text.lower() in _TRUE
+    raise InvalidInput(f"{text!r} is neither true nor false")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise InvalidInput(f"{text!r} is not a number") from error
+
+
+_NODE: dict[str, tuple[str, Callable[[str], object]]] = {
+    "dram": ("dram_bytes", parse_bytes),
+    "policy": ("policy", str),
+    "hugepages": ("hugepages", _flag),
+    "prefault": ("prefault", _flag),
+    "nvme_queue_depth": ("nvme_queue_depth", lambda text: int(_number(text))),
+}
+_CORE: dict[str, tuple[str, Callable[[str], object]]] = {
+    "high_watermark": ("high_watermark", _number),
+    "low_watermark": ("low_watermark", _number),
+    "write_lease_s": ("write_lease_s", _number),
+    "demote_on_second_use": ("demote_on_second_use", _flag),
+}
+
+
+def _node_options(query: str) -> NodeOptions:
+    node: dict[str, object] = {"dram_bytes": EMBEDDED_DRAM_BYTES}
+    core: dict[str, object] = {}
+    for name, text in parse_qsl(query, keep_blank_values=True):
+        if name == "nvme":
+            node["nvme_path"], node["nvme_bytes"] = parse_nvme(text)
+        elif name in _NODE:
+            node[_NODE[name][0]] = _NODE[name][1](text)
+        elif name in _CORE:
+            core[_CORE[name][0]] = _CORE[name][1](text)
+        else:
+            known = ", ".join(sorted(["nvme", *_NODE, *_CORE]))
+            raise InvalidInput(f"unknown parameter {name!r} in the URL; known: {known}")
+    return NodeOptions(core=CoreOptions(**core), **node)  # type: ignore[arg-type]

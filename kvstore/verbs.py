@@ -1,0 +1,469 @@
+"""The client's verbs, written once for both clients.
+
+A verb is a generator. It yields what has to be done (`Call` a node and wait, `Post` a message, do
+some `Work` on bytes), gets the outcome back, and returns its result. `Client` carries the steps out
+one after the other; `AsyncClient` awaits them. No verb knows which of the two drives it, so there
+is no second copy of any of this.
+
+Verification. Whatever the policy, each block's header is checked before its bytes are handed out:
+header checksum, key, parent, schema, namespace, generation, and the token ids, which the prefix
+knows. That costs a few microseconds a block. `verify` decides about the payload: "always" compares
+every touched segment's checksum, "sampled" those of one block in SAMPLE_BLOCKS, "off" none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+from tiffin.messenger import local
+
+from .block import pack_header, verify_identity
+from .blocks import Block, Blocks, Selection, Slot, select
+from .errors import CorruptBlock, InvalidInput, NoRoom, VersionMismatch
+from .node import messages
+from .node.core import Status
+from .node.records import IN_DRAM, Reason
+from .payloads import payload_views, target_views
+from .tiers.base import TierName
+
+if TYPE_CHECKING:
+    import random
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from .keys import Prefix
+    from .schema import HeadRange, LayerRange
+
+    Bytes = NDArray[np.uint8]
+
+Verify = Literal["always", "sampled", "off"]
+VERIFY: tuple[Verify, ...] = ("always", "sampled", "off")
+SAMPLE_BLOCKS = 16
+DEFAULT_TIMEOUT_S = 5.0
+BLOCKS_MAX = messages.KEYS_BYTES_MAX // 16
+FOREVER_S = 1e9
+
+# A put reserves at most this share of the node's DRAM at a time, so that one long prompt does not
+# take the room of everybody else's while it is being written.
+PUT_SHARE = 4
+
+
+@dataclass(slots=True)
+class Call:
+    """Send `request`, wait up to `timeout_s` for its reply."""
+
+    request: messages.Request
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class Post:
+    """Send `request`; nobody waits."""
+
+    request: messages.Request
+
+
+@dataclass(slots=True)
+class Work:
+    """Run `action`: it copies or hashes payload bytes, so it may take milliseconds."""
+
+    action: Callable[[], Any]
+
+
+Step = Call | Post | Work
+T = TypeVar("T")
+Verb = Generator[Step, Any, T]
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """How much of a prefix is resident: leading `blocks`, their `tokens`, and where each is."""
+
+    blocks: int
+    tokens: int
+    tiers: tuple[TierName, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What became of each block of a put, as positions in the prefix.
+
+    `stored`: written now. `resident`: was there already. `busy`: another writer is at it.
+    `refused`: the node did not accept it. The rest found no room, `reason` says why.
+    """
+
+    stored: tuple[int, ...]
+    resident: tuple[int, ...]
+    busy: tuple[int, ...]
+    refused: tuple[int, ...]
+    reason: str | None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block of the prefix is in the pool now."""
+        return self.reason is None and not self.busy and not self.refused
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a client reads: its region, and how much it distrusts it."""
+
+    memory: Bytes
+    verify: Verify
+    dice: random.Random
+
+    def checks_payload(self) -> bool:
+        """Whether to verify the payload of the next block."""
+        if self.verify == "sampled":
+            return self.dice.randrange(SAMPLE_BLOCKS) == 0
+        return self.verify == "always"
+
+
+def check_verify(verify: str) -> Verify:
+    """`verify` if it is a policy; raises InvalidInput."""
+    if verify not in VERIFY:
+        raise InvalidInput(f"verify={verify!r}; choose one of {', '.join(VERIFY)}")
+    return cast("Verify", verify)
+
+
+# -- looking ---------------------------------------------------------------------------------------
+
+
+def match(prefix: Prefix, timeout_s: float) -> Verb[Hit]:
+    """How many leading blocks are resident."""
+    if not len(prefix):
+        return Hit(0, 0, ())
+    reply = yield Call(messages.Match(0, _keys(prefix)), timeout_s)
+    where = reply.flags
+    return Hit(len(where), len(where) * prefix.schema.block_tokens, tuple(map(_tier_of, where)))
+
+
+def _tier_of(where: int) -> TierName:
+    return TierName.DRAM if where & IN_DRAM else TierName.NVME
+
+
+def exists(prefix: Prefix, timeout_s: float) -> Verb[list[bool]]:
+    """Which blocks are resident, each on its own."""
+    if not len(prefix):
+        return []
+    reply = yield Call(messages.Exists(0, _keys(prefix)), timeout_s)
+    return [bool(flag) for flag in reply.flags]
+
+
+def pin(prefix: Prefix, level: int, ttl_s: float | None, timeout_s: float) -> Verb[int]:
+    """Pin or unpin the resident blocks."""
+    if ttl_s is not None and not ttl_s > 0:
+        raise InvalidInput(f"ttl_s must be positive, not {ttl_s}")
+    if not len(prefix):
+        return 0
+    request = messages.Pin(0, _keys(prefix), level, ttl_s or FOREVER_S)
+    reply = yield Call(request, timeout_s)
+    return int(reply.count)
+
+
+def remove(prefix: Prefix, timeout_s: float) -> Verb[int]:
+    """Forget the resident blocks."""
+    if not len(prefix):
+        return 0
+    reply = yield Call(messages.Remove(0, _keys(prefix)), timeout_s)
+    return int(reply.count)
+
+
+def statistics(timeout_s: float) -> Verb[dict[str, Any]]:
+    """The node's numbers."""
+    reply = yield Call(messages.Statistics(0), timeout_s)
+    return cast("dict[str, Any]", reply.numbers)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def get(
+    prefix: Prefix,
+    access: Access,
+    layers: LayerRange | None,
+    heads: HeadRange | None,
+    timeout_s: float,
+) -> Verb[tuple[Blocks, int]]:
+    """Hold the leading blocks and view them where they are. Returns them and the lease's id."""
+    selection = select(prefix.schema, layers, heads)
+    if not len(prefix):
+        return Blocks(prefix, [], None), 0
+    reply = yield Call(messages.Lease(0, _keys(prefix), timeout_s), timeout_s)
+    try:
+        blocks, reason = yield from _checked(prefix, access, selection, reply)
+    except BaseException:
+        yield Post(messages.Release(0, reply.lease))
+        raise
+    return Blocks(prefix, blocks, reason), reply.lease
+
+
+def get_into(
+    prefix: Prefix,
+    access: Access,
+    into: Any,
+    layers: LayerRange | None,
+    heads: HeadRange | None,
+    timeout_s: float,
+) -> Verb[Blocks]:
+    """Copy the leading blocks into caller memory, as many at a time as fit the node's DRAM."""
+    selection = select(prefix.schema, layers, heads)
+    targets = target_views(into, len(prefix), selection.nbytes)
+    deadline = time.monotonic() + timeout_s
+    blocks: list[Block] = []
+    reason: str | None = None
+    while len(blocks) < len(prefix):
+        rest = prefix[len(blocks) :]
+        left_s = max(0.0, deadline - time.monotonic())
+        reply = yield Call(messages.Lease(0, _keys(rest), left_s), left_s)
+        try:
+            copied, reason = yield from _copied(
+                rest, access, selection, reply, targets[len(blocks) :]
+            )
+        finally:
+            if reply.lease:
+                yield Post(messages.Release(0, reply.lease))
+        blocks += copied
+        if not copied or reason not in (None, "no_room"):
+            break
+    return Blocks(prefix, blocks, None if len(blocks) == len(prefix) else reason)
+
+
+def _checked(
+    prefix: Prefix, access: Access, selection: Selection, reply: messages.Leased
+) -> Verb[tuple[list[Block], str | None]]:
+    """The leased blocks that pass their checks, in place."""
+    schema = prefix.schema
+    blocks: list[Block] = []
+    for index, offset in enumerate(reply.offsets):
+        extent = access.memory[offset : offset + schema.extent_bytes]
+        generation = reply.generations[index]
+        try:
+            checksums = _identify(prefix, index, extent, offset, generation)
+            payload = extent[schema.header_bytes : schema.header_bytes + schema.block_bytes]
+            payload.flags.writeable = False
+            if access.checks_payload():
+                yield Work(partial(_verify, payload, selection, checksums))
+        except (CorruptBlock, VersionMismatch):
+            yield Post(messages.Report(0, prefix.keys[index], generation))
+            return blocks, "corrupt"
+        blocks.append(Block(payload, selection, prefix.keys[index], generation, packed=False))
+    return blocks, _why(reply.reason)
+
+
+def _copied(
+    prefix: Prefix,
+    access: Access,
+    selection: Selection,
+    reply: messages.Leased,
+    targets: Sequence[Bytes],
+) -> Verb[tuple[list[Block], str | None]]:
+    """The leased blocks that pass their checks, copied."""
+    schema = prefix.schema
+    blocks: list[Block] = []
+    for index, offset in enumerate(reply.offsets):
+        extent = access.memory[offset : offset + schema.extent_bytes]
+        generation, target = reply.generations[index], targets[index]
+        verified = access.checks_payload()
+        try:
+            checksums = _identify(prefix, index, extent, offset, generation)
+            payload = extent[schema.header_bytes : schema.header_bytes + schema.block_bytes]
+            wanted = checksums if verified else None
+            yield Work(partial(_copy, target, payload, selection, wanted))
+        except (CorruptBlock, VersionMismatch):
+            yield Post(messages.Report(0, prefix.keys[index], generation))
+            return blocks, "corrupt"
+        blocks.append(Block(target, selection, prefix.keys[index], generation, packed=True))
+    return blocks, _why(reply.reason)
+
+
+def _identify(
+    prefix: Prefix, index: int, extent: Bytes, offset: int, generation: int
+) -> NDArray[np.uint64]:
+    return verify_identity(
+        extent,
+        prefix.keys[index],
+        prefix.keys[index - 1] if index else prefix.parent,
+        prefix.schema_fingerprint,
+        prefix.namespace_fingerprint,
+        generation,
+        prefix.token_bytes(index),
+        offset_expected=offset,
+    )
+
+
+def _verify(payload: Bytes, selection: Selection, checksums: NDArray[np.uint64]) -> None:
+    segments = selection.schema.segments
+    for layer in selection.layers:
+        segment = segments[layer]
+        if local.hash_bytes(payload[segment.offset : segment.end]) != checksums[layer]:
+            raise CorruptBlock(f"checksum of layer {layer} differs")
+
+
+def _copy(
+    target: Bytes, payload: Bytes, selection: Selection, checksums: NDArray[np.uint64] | None
+) -> None:
+    """Copy the selection; with `checksums`, verify what arrived. A checksum covers a whole layer,
+    so a head range is verified at its source, by hashing the layers that it is cut from."""
+    if checksums is not None and selection.heads is not None:
+        _verify(payload, selection, checksums)
+        checksums = None
+    if checksums is not None:
+        segments = [selection.schema.segments[layer] for layer in selection.layers]
+        begin = segments[0].offset
+        spans = [(s.offset - begin, s.length) for s in segments]
+        source = payload[begin : segments[-1].end]
+        found = local.copy_segments_hashed(target, source, spans)
+        if (found != checksums[list(selection.layers)]).any():
+            raise CorruptBlock("checksum of a layer differs after the copy")
+        return
+    at = 0
+    for span in selection.ranges:
+        local.copy(target[at : at + span.length], payload[span.offset : span.end])
+        at += span.length
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def put(
+    prefix: Prefix, payloads: Sequence[Any], access: Access, timeout_s: float
+) -> Verb[PutResult]:
+    """Copy payloads in, checksums computed on the way; resident blocks are skipped."""
+    schema = prefix.schema
+    views = payload_views(schema, payloads, len(prefix))
+    deadline = time.monotonic() + timeout_s
+    at_once = max(1, access.memory.nbytes // PUT_SHARE // schema.extent_bytes)
+    outcome: dict[str, list[int]] = {"stored": [], "resident": [], "busy": [], "refused": []}
+    position, reason = 0, None
+    while position < len(prefix):
+        part = prefix[position : position + at_once]
+        reply = yield from _reserve(part, deadline)
+        slots = _slots(part, access, reply)
+        sources = [views[position + slot.index] for slot in slots]
+        stored = yield from _filled(part, reply.lease, slots, sources)
+        _note(outcome, position, reply.statuses, stored)
+        position += len(reply.statuses)
+        if not reply.statuses:
+            reason = _why(reply.reason)
+            break
+    return PutResult(**{k: tuple(v) for k, v in outcome.items()}, reason=reason)
+
+
+def _filled(part: Prefix, lease: int, slots: list[Slot], sources: list[Bytes]) -> Verb[list[bool]]:
+    """Fill and commit reserved slots; whatever goes wrong, the reservation ends."""
+    if not slots:
+        return []
+    try:
+        for slot, source in zip(slots, sources, strict=True):
+            yield Work(partial(_fill, part, slot, source))
+    except BaseException:
+        yield Post(messages.Abort(0, lease))
+        raise
+    reply = yield Call(messages.Commit(0, lease), DEFAULT_TIMEOUT_S)
+    return [bool(flag) for flag in reply.flags]
+
+
+def _fill(prefix: Prefix, slot: Slot, source: Bytes) -> None:
+    spans = [(s.offset, s.length) for s in prefix.schema.segments]
+    _seal(prefix, slot, local.copy_segments_hashed(slot.view, source, spans))
+
+
+def _note(
+    outcome: dict[str, list[int]], position: int, statuses: bytes, stored: list[bool]
+) -> None:
+    flags = iter(stored)
+    for index, status in enumerate(statuses, start=position):
+        if status == Status.GRANTED:
+            outcome["stored" if next(flags) else "refused"].append(index)
+        else:
+            outcome["resident" if status == Status.RESIDENT else "busy"].append(index)
+
+
+def reserve(prefix: Prefix, access: Access, timeout_s: float) -> Verb[tuple[list[Slot], int, str]]:
+    """Slots for the blocks that are not resident, their lease, and why there are not more ("")."""
+    if not len(prefix):
+        return [], 0, ""
+    reply = yield from _reserve(prefix, time.monotonic() + timeout_s)
+    if not reply.statuses:
+        raise NoRoom(
+            f"no room for a block of {prefix.schema.extent_bytes} bytes within {timeout_s} s: "
+            "everything else is leased, pinned, being written, or an ancestor of this block"
+        )
+    return _slots(prefix, access, reply), reply.lease, _why(reply.reason) or ""
+
+
+def commit(prefix: Prefix, slots: Sequence[Slot], lease: int) -> Verb[list[bool]]:
+    """Checksum what was written in place and make it visible. True per slot that was stored."""
+    if not slots:
+        return []
+    try:
+        for slot in slots:
+            if not slot.skipped:
+                yield Work(partial(_seal_in_place, prefix, slot))
+    except BaseException:
+        yield Post(messages.Abort(0, lease))
+        raise
+    skip = [i for i, slot in enumerate(slots) if slot.skipped]
+    reply = yield Call(messages.Commit(0, lease, skip), DEFAULT_TIMEOUT_S)
+    return [bool(flag) for flag in reply.flags]
+
+
+def _reserve(prefix: Prefix, deadline: float) -> Verb[messages.Reserved]:
+    left_s = max(0.0, deadline - time.monotonic())
+    request = messages.Reserve(
+        0, _keys(prefix), prefix.parent, prefix.start, prefix.schema.extent_bytes, left_s
+    )
+    return (yield Call(request, left_s))
+
+
+def _slots(prefix: Prefix, access: Access, reply: messages.Reserved) -> list[Slot]:
+    selection = select(prefix.schema)
+    granted = [i for i, status in enumerate(reply.statuses) if status == Status.GRANTED]
+    size = prefix.schema.extent_bytes
+    return [
+        Slot(access.memory[offset : offset + size], selection, index, offset, generation)
+        for index, offset, generation in zip(granted, reply.offsets, reply.generations, strict=True)
+    ]
+
+
+def _seal_in_place(prefix: Prefix, slot: Slot) -> None:
+    spans = [(s.offset, s.length) for s in prefix.schema.segments]
+    _seal(prefix, slot, local.hash_segments(slot.view, spans))
+
+
+def _seal(prefix: Prefix, slot: Slot, checksums: NDArray[np.uint64]) -> None:
+    """Write the header: from here on the block proves itself."""
+    schema, index = prefix.schema, slot.index
+    pack_header(
+        slot.extent,
+        key=prefix.keys[index],
+        parent=prefix.keys[index - 1] if index else prefix.parent,
+        schema_fingerprint=prefix.schema_fingerprint,
+        namespace_fingerprint=prefix.namespace_fingerprint,
+        generation=slot.generation,
+        payload_bytes=schema.block_bytes,
+        extent_offset=slot.offset,
+        extent_bytes=schema.extent_bytes,
+        tokens=prefix.token_bytes(index),
+        segment_bytes=[segment.length for segment in schema.segments],
+        checksums=checksums,
+    )
+
+
+# -- small -----------------------------------------------------------------------------------------
+
+
+def _keys(prefix: Prefix) -> bytes:
+    if len(prefix) > BLOCKS_MAX:
+        raise InvalidInput(f"{len(prefix)} blocks in one call; the limit is {BLOCKS_MAX}")
+    return prefix.key_bytes
+
+
+def _why(reason: int) -> str | None:
+    return None if reason == Reason.NONE else Reason(reason).name.lower()

@@ -1,0 +1,112 @@
+"""Copies: whole or not at all, and hashes that are the plain XXH3-64 however they were cut."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import xxhash
+from tiffin.messenger.errors import RangeError
+from tiffin.messenger.local import (
+    PIECE_BYTES,
+    byte_view,
+    copy,
+    copy_hashed,
+    copy_segments_hashed,
+    hash_bytes,
+    hash_segments,
+)
+
+
+def _random(nbytes: int, seed: int = 1) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES - 7])
+@pytest.mark.parametrize("piece_bytes", [1000, PIECE_BYTES])
+def test_copy_hashed_is_copy_and_hash(nbytes: int, piece_bytes: int) -> None:
+    source, target = _random(nbytes), np.zeros(nbytes, np.uint8)
+    checksum = copy_hashed(target, source, piece_bytes=piece_bytes)
+    assert np.array_equal(target, source)
+    assert checksum == hash_bytes(source) == xxhash.xxh3_64_intdigest(source.tobytes())
+
+
+def test_segments() -> None:
+    source, target = _random(3 * PIECE_BYTES), np.zeros(3 * PIECE_BYTES, np.uint8)
+    segments = [(0, 10), (10, 2 * PIECE_BYTES), (2 * PIECE_BYTES + 20, 100), (7, 0)]
+    checksums = copy_segments_hashed(target, source, segments)
+    assert checksums.dtype == np.uint64
+    expected = [xxhash.xxh3_64_intdigest(source[o : o + n].tobytes()) for o, n in segments]
+    assert checksums.tolist() == expected == hash_segments(target, segments).tolist()
+    gap = slice(2 * PIECE_BYTES + 10, 2 * PIECE_BYTES + 20)
+    assert not target[gap].any()
+    assert copy_segments_hashed(target, source, []).tolist() == []
+
+
+@pytest.mark.parametrize("segment", [(-1, 5), (96, 5), (0, 101), (50, -1)])
+def test_segments_outside_copy_nothing(segment: tuple[int, int]) -> None:
+    target = np.zeros(100, np.uint8)
+    with pytest.raises(RangeError):
+        copy_segments_hashed(target, _random(100), [(0, 50), segment])
+    assert not target.any()
+    with pytest.raises(RangeError):
+        hash_segments(target, [segment])
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 99, 101])
+def test_lengths_must_agree(nbytes: int) -> None:
+    """One byte would broadcast over the target if NumPy were asked."""
+    target, source = np.zeros(100, np.uint8), _random(nbytes)
+    for verb in (copy, copy_hashed):
+        with pytest.raises(RangeError):
+            verb(target, source)
+    with pytest.raises(RangeError):
+        copy_segments_hashed(target, source, [])
+    assert not target.any()
+
+
+def test_byte_view_of_everything() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    array = np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3)
+    view = byte_view(array)
+    assert view.shape == (12,)
+    view[:] = 0
+    assert (array == 0).all()
+    assert byte_view(b"abc").tolist() == [97, 98, 99]
+    assert not byte_view(b"abc").flags.writeable
+    assert byte_view(bytearray(3)).flags.writeable
+    assert byte_view(array.view(np.uint16).data).shape == (12,)
+    assert byte_view(b"").shape == byte_view(memoryview(b"")).shape == (0,)
+    with pytest.raises(RangeError):
+        byte_view(array[:, ::2])
+    with pytest.raises(RangeError):
+        byte_view(memoryview(b"abcd")[::2])
+
+
+def test_other_threads_run_meanwhile() -> None:
+    """The GIL is released: a thread that only counts keeps counting during 64 MiB."""
+    source, target = np.zeros(64 << 20, np.uint8), np.ones(64 << 20, np.uint8)
+    longest_s, stopping = 0.0, False
+
+    def count() -> None:
+        nonlocal longest_s
+        last = time.perf_counter()
+        while not stopping:
+            now = time.perf_counter()
+            longest_s, last = max(longest_s, now - last), now
+            time.sleep(0)
+
+    held_s = []
+    thread = threading.Thread(target=count)
+    thread.start()
+    for _ in range(5):
+        start = time.perf_counter()
+        hash_bytes(source)
+        copy(target, source)
+        held_s.append(time.perf_counter() - start)
+    stopping = True
+    thread.join()
+    # Were it held, every call would stop the counter for as long as it takes.
+    assert longest_s < max(sum(held_s) / 2, 0.2)
