@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 from itertools import count
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
 
 import msgspec
 from tiffin.messenger.errors import FrameError
@@ -249,8 +249,7 @@ class AsyncSocketLink(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The loop has the socket."""
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = cast("asyncio.WriteTransport", transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the loop should put what it receives."""

@@ -17,6 +17,8 @@ import numpy as np
 from .errors import ClientClosed, InvalidInput, SchemaError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from .keys import Prefix
@@ -200,46 +202,59 @@ class Blocks(Sequence[Block]):
 
     `tokens` counts the tokens they cover. `missing` says what is not here and why; `complete` is
     True when nothing is missing. Views are valid until `release()` or the end of the `with` block.
+
+    Blocks are made when they are looked at, by `make(index)`: whoever gets 16 blocks to know that
+    they are there, or to hand their addresses to a kernel, does not pay for 16 objects.
     """
 
-    def __init__(self, prefix: Prefix, blocks: list[Block], reason: str | None) -> None:
+    def __init__(
+        self, prefix: Prefix, count: int, reason: str | None, make: Callable[[int], Block]
+    ) -> None:
         self.prefix = prefix
         self.reason = reason
-        self._blocks = blocks
-        self._release: Any = None
+        self._count = count
+        self._make = make
+        self._made: dict[int, Block] = {}
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return self._count
 
     @overload
     def __getitem__(self, index: int) -> Block: ...
     @overload
     def __getitem__(self, index: slice) -> list[Block]: ...
     def __getitem__(self, index: int | slice) -> Block | list[Block]:
-        return self._blocks[index]
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        position = index + self._count if index < 0 else index
+        if not 0 <= position < self._count:
+            raise IndexError(f"block {index} of {self._count}")
+        block = self._made.get(position)
+        if block is None:
+            block = self._made[position] = self._make(position)
+        return block
 
     @property
     def tokens(self) -> int:
         """Tokens covered by the blocks that are here."""
-        return len(self._blocks) * self.prefix.schema.block_tokens
+        return self._count * self.prefix.schema.block_tokens
 
     @property
     def complete(self) -> bool:
         """Whether every block that was asked for is here."""
-        return len(self._blocks) == len(self.prefix)
+        return self._count == len(self.prefix)
 
     @property
     def missing(self) -> tuple[Missing, ...]:
         """The blocks that are not here."""
-        first = len(self._blocks)
         return tuple(
-            Missing(i, (self.reason or "miss") if i == first else "behind")
-            for i in range(first, len(self.prefix))
+            Missing(i, (self.reason or "miss") if i == self._count else "behind")
+            for i in range(self._count, len(self.prefix))
         )
 
     def __repr__(self) -> str:
         why = "" if self.complete else f", then {self.reason}"
-        return f"<Blocks {len(self)} of {len(self.prefix)}, {self.tokens} tokens{why}>"
+        return f"<Blocks {self._count} of {len(self.prefix)}, {self.tokens} tokens{why}>"
 
 
 class Slot(Payload):

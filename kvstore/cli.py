@@ -51,6 +51,7 @@ def main() -> None:
         name="tiffin",
         help="Tiffin keeps the KV caches of large language models in one pool.",
         no_args_is_help=True,
+        pretty_exceptions_enable=False,
         rich_markup_mode="markdown",
         context_settings={"help_option_names": ["-h", "--help"]},
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from . import verbs
-from .blocks import Blocks, Slot
+from .blocks import Block, Blocks, Slot
 from .errors import ClientClosed, StaleLease
 from .link import Link, LocalLink, SocketLink
 from .node import messages
@@ -62,17 +62,26 @@ class LeasedBlocks(Blocks):
     """`Blocks` that lie in the pool: leased until `release()` or the end of the `with` block."""
 
     def __init__(self, blocks: Blocks, lease: int, link: Link | None) -> None:
-        super().__init__(blocks.prefix, list(blocks), blocks.reason)
+        super().__init__(blocks.prefix, len(blocks), blocks.reason, blocks._make)
         self._lease = lease
         self._link = link
         self._released = False
+
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Block]: ...
+    def __getitem__(self, index: int | slice) -> Block | list[Block]:
+        if self._released:
+            raise ClientClosed("these blocks were released; use them inside the `with` block")
+        return super().__getitem__(index)
 
     def release(self) -> None:
         """End the lease; the views must not be used any more. Raises StaleLease the second time."""
         if self._released:
             raise StaleLease("these blocks were released before")
         self._released = True
-        for block in self._blocks:
+        for block in self._made.values():
             block.let_go()
         if self._lease and self._link is not None:
             self._link.post(messages.Release(0, self._lease))

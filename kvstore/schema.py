@@ -21,7 +21,7 @@ from typing import Any, Final, Self, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from .block import MAX_BLOCK_TOKENS, MAX_SEGMENTS, PAGE_BYTES, header_bytes
+from .block import MAX_BLOCK_TOKENS, MAX_SEGMENTS, PAGE_BYTES, HeaderShape, header_bytes
 from .errors import SchemaError
 from .keys import Prefix, TokenIds
 
@@ -242,6 +242,7 @@ class KVSchema:
     header_bytes: int = field(init=False, compare=False)
     extent_bytes: int = field(init=False, compare=False)  # header and payload, in whole pages
     segments: tuple[ByteRange, ...] = field(init=False, compare=False)  # one per layer
+    header: HeaderShape = field(init=False, compare=False)  # how readers recognise its blocks
     fingerprint: bytes = field(init=False, compare=False)  # 16 bytes
 
     def __post_init__(self) -> None:
@@ -262,7 +263,14 @@ class KVSchema:
             raise SchemaError(f"a block would have {block_bytes} bytes; at most {MAX_BLOCK_BYTES}")
         head_bytes = header_bytes(len(segments), self.block_tokens)
         extent_bytes = -(-(head_bytes + block_bytes) // PAGE_BYTES) * PAGE_BYTES
+        header = HeaderShape(
+            segment_count=len(segments),
+            token_count=self.block_tokens,
+            payload_bytes=block_bytes,
+            extent_bytes=extent_bytes,
+        )
         object.__setattr__(self, "segments", segments)
+        object.__setattr__(self, "header", header)
         object.__setattr__(self, "block_bytes", block_bytes)
         object.__setattr__(self, "header_bytes", head_bytes)
         object.__setattr__(self, "extent_bytes", extent_bytes)

@@ -75,6 +75,7 @@ def block_header(
         extent_bytes=extent.length,
         tokens=tokens,
         checksums=[segment_checksum(payload.data)],
+        segment_bytes=[len(payload)],
     )
     return bytes(page)
 

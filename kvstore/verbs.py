@@ -183,6 +183,51 @@ def statistics(timeout_s: float) -> Verb[dict[str, Any]]:
 # -- reading ---------------------------------------------------------------------------------------
 
 
+class Leased:
+    """Blocks of `prefix` that lie at `offsets` of the region, under one lease."""
+
+    __slots__ = ("_common", "_keys", "generations", "memory", "offsets", "prefix", "schema")
+
+    def __init__(self, prefix: Prefix, memory: Bytes, reply: messages.Leased) -> None:
+        self.prefix = prefix
+        self.schema = prefix.schema
+        self.memory = memory
+        self.offsets = reply.offsets
+        self.generations = reply.generations
+        self._keys = prefix.keys
+        self._common = prefix.schema_fingerprint + prefix.namespace_fingerprint
+
+    def identify(self, index: int) -> bytes:
+        """A copy of the header of block `index`, checked against all that the prefix knows.
+
+        Raises CorruptBlock or VersionMismatch, which name what differs.
+        """
+        offset, shape = self.offsets[index], self.schema.header
+        raw = self.memory[offset : offset + shape.header_bytes].tobytes()
+        key = self._keys[index]
+        parent = self._keys[index - 1] if index else self.prefix.parent
+        generation, tokens = self.generations[index], self.prefix.token_bytes(index)
+        if not shape.matches(raw, key + parent + self._common, generation, offset, tokens):
+            fingerprints = self.prefix.schema_fingerprint, self.prefix.namespace_fingerprint
+            verify_identity(
+                raw, key, parent, *fingerprints, generation, tokens, offset_expected=offset
+            )
+            raise CorruptBlock("another block's header: its sizes differ")
+        return raw
+
+    def payload(self, index: int) -> Bytes:
+        """The payload of block `index`, read-only."""
+        begin = self.offsets[index] + self.schema.header_bytes
+        payload = self.memory[begin : begin + self.schema.block_bytes]
+        payload.flags.writeable = False
+        return payload
+
+    def block(self, selection: Selection, index: int) -> Block:
+        """A view of block `index` where it lies."""
+        key, generation = self._keys[index], self.generations[index]
+        return Block(self.payload(index), selection, key, generation, packed=False)
+
+
 def get(
     prefix: Prefix,
     access: Access,
@@ -193,14 +238,20 @@ def get(
     """Hold the leading blocks and view them where they are. Returns them and the lease's id."""
     selection = select(prefix.schema, layers, heads)
     if not len(prefix):
-        return Blocks(prefix, [], None), 0
+        return Blocks(prefix, 0, None, _no_block), 0
     reply = yield Call(messages.Lease(0, _keys(prefix), timeout_s), timeout_s)
+    leased = Leased(prefix, access.memory, reply)
     try:
-        blocks, reason = yield from _checked(prefix, access, selection, reply)
+        good = yield from _checked(leased, access, selection, [])
     except BaseException:
         yield Post(messages.Release(0, reply.lease))
         raise
-    return Blocks(prefix, blocks, reason), reply.lease
+    reason = _why(reply.reason) if good == len(reply.offsets) else "corrupt"
+    return Blocks(prefix, good, reason, partial(leased.block, selection)), reply.lease
+
+
+def _no_block(index: int) -> Block:
+    raise IndexError(index)
 
 
 def get_into(
@@ -215,86 +266,51 @@ def get_into(
     selection = select(prefix.schema, layers, heads)
     targets = target_views(into, len(prefix), selection.nbytes)
     deadline = time.monotonic() + timeout_s
-    blocks: list[Block] = []
+    generations: list[int] = []
     reason: str | None = None
-    while len(blocks) < len(prefix):
-        rest = prefix[len(blocks) :]
+    while len(generations) < len(prefix):
+        done = len(generations)
+        rest = prefix[done:]
         left_s = max(0.0, deadline - time.monotonic())
         reply = yield Call(messages.Lease(0, _keys(rest), left_s), left_s)
+        leased = Leased(rest, access.memory, reply)
         try:
-            copied, reason = yield from _copied(
-                rest, access, selection, reply, targets[len(blocks) :]
-            )
+            good = yield from _checked(leased, access, selection, targets[done:])
         finally:
             if reply.lease:
                 yield Post(messages.Release(0, reply.lease))
-        blocks += copied
-        if not copied or reason not in (None, "no_room"):
+        generations += reply.generations[:good]
+        reason = _why(reply.reason) if good == len(reply.offsets) else "corrupt"
+        if not good or reason not in (None, "no_room"):
             break
-    return Blocks(prefix, blocks, None if len(blocks) == len(prefix) else reason)
+    count = len(generations)
+
+    def make(index: int) -> Block:
+        target, key = targets[index], prefix.keys[index]
+        return Block(target, selection, key, generations[index], packed=True)
+
+    return Blocks(prefix, count, None if count == len(prefix) else reason, make)
 
 
 def _checked(
-    prefix: Prefix, access: Access, selection: Selection, reply: messages.Leased
-) -> Verb[tuple[list[Block], str | None]]:
-    """The leased blocks that pass their checks, in place."""
-    schema = prefix.schema
-    blocks: list[Block] = []
-    for index, offset in enumerate(reply.offsets):
-        extent = access.memory[offset : offset + schema.extent_bytes]
-        generation = reply.generations[index]
+    leased: Leased, access: Access, selection: Selection, targets: Sequence[Bytes]
+) -> Verb[int]:
+    """Check the leased blocks, and copy them if there are `targets`; how many were good."""
+    schema = leased.schema
+    for index in range(len(leased.offsets)):
         try:
-            checksums = _identify(prefix, index, extent, offset, generation)
-            payload = extent[schema.header_bytes : schema.header_bytes + schema.block_bytes]
-            payload.flags.writeable = False
-            if access.checks_payload():
-                yield Work(partial(_verify, payload, selection, checksums))
+            raw = leased.identify(index)
+            wanted = schema.header.checksums(raw) if access.checks_payload() else None
+            if targets:
+                copy = partial(_copy, targets[index], leased.payload(index), selection, wanted)
+                yield Work(copy)
+            elif wanted is not None:
+                yield Work(partial(_verify, leased.payload(index), selection, wanted))
         except (CorruptBlock, VersionMismatch):
-            yield Post(messages.Report(0, prefix.keys[index], generation))
-            return blocks, "corrupt"
-        blocks.append(Block(payload, selection, prefix.keys[index], generation, packed=False))
-    return blocks, _why(reply.reason)
-
-
-def _copied(
-    prefix: Prefix,
-    access: Access,
-    selection: Selection,
-    reply: messages.Leased,
-    targets: Sequence[Bytes],
-) -> Verb[tuple[list[Block], str | None]]:
-    """The leased blocks that pass their checks, copied."""
-    schema = prefix.schema
-    blocks: list[Block] = []
-    for index, offset in enumerate(reply.offsets):
-        extent = access.memory[offset : offset + schema.extent_bytes]
-        generation, target = reply.generations[index], targets[index]
-        verified = access.checks_payload()
-        try:
-            checksums = _identify(prefix, index, extent, offset, generation)
-            payload = extent[schema.header_bytes : schema.header_bytes + schema.block_bytes]
-            wanted = checksums if verified else None
-            yield Work(partial(_copy, target, payload, selection, wanted))
-        except (CorruptBlock, VersionMismatch):
-            yield Post(messages.Report(0, prefix.keys[index], generation))
-            return blocks, "corrupt"
-        blocks.append(Block(target, selection, prefix.keys[index], generation, packed=True))
-    return blocks, _why(reply.reason)
-
-
-def _identify(
-    prefix: Prefix, index: int, extent: Bytes, offset: int, generation: int
-) -> NDArray[np.uint64]:
-    return verify_identity(
-        extent,
-        prefix.keys[index],
-        prefix.keys[index - 1] if index else prefix.parent,
-        prefix.schema_fingerprint,
-        prefix.namespace_fingerprint,
-        generation,
-        prefix.token_bytes(index),
-        offset_expected=offset,
-    )
+            key, generation = leased.prefix.keys[index], leased.generations[index]
+            yield Post(messages.Report(0, key, generation))
+            return index
+    return len(leased.offsets)
 
 
 def _verify(payload: Bytes, selection: Selection, checksums: NDArray[np.uint64]) -> None:

@@ -21,10 +21,15 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .. import errors
 from ..arena import Extent
 from ..block import read_header
-from ..errors import CorruptBlock, InvalidInput, TiffinError, VersionMismatch
+from ..errors import (
+    CorruptBlock,
+    InvalidInput,
+    TierUnavailable,
+    TiffinError,
+    VersionMismatch,
+)
 from ..eviction import make_policy
 from ..tiers.base import TierName
 from ..tiers.dram import DramTier
@@ -37,9 +42,10 @@ from .residency import Erase
 from .space import TierSpace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from ..block import Header
     from ..tiers.base import Tier
 
     ReplyTo = Callable[[messages.AnyReply], None]
@@ -133,7 +139,7 @@ class Node:
         residency = self.core.residency
         parents = {}
         newest: dict[bytes, tuple[int, Extent]] = {}
-        for extent, header in self.nvme.scan():
+        for extent, header in self._scan(self.nvme):
             known = newest.get(header.key)
             if known is not None and known[0] >= header.generation:
                 self.nvme.erase(extent)
@@ -145,6 +151,14 @@ class Node:
         for key, (generation, extent) in newest.items():
             residency.adopt(key, extent.offset, extent.length, generation)
         residency.link(parents)
+
+    def _scan(self, nvme: NvmeTier) -> Iterator[tuple[Extent, Header]]:
+        """What the tier finds; a disk that fails under the scan costs the rest, not the node."""
+        try:
+            yield from nvme.scan()
+        except TierUnavailable as error:
+            log.warning("NVMe scan failed, the tier takes no more blocks: %s", error)
+            self.core.residency.space(TierName.NVME).writable = False
 
     # -- the door --------------------------------------------------------------------------------
 
@@ -370,7 +384,7 @@ class Node:
         assert self.nvme is not None
         try:
             self.nvme.erase(Extent(action.offset, action.length))
-        except errors.TierUnavailable as error:
+        except TierUnavailable as error:
             # Harmless: a restart may find the block again, and its bytes are still right.
             log.warning("could not mark an NVMe extent as free: %s", error)
 

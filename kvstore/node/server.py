@@ -21,7 +21,7 @@ import socket
 import struct
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 from tiffin.messenger.errors import FrameError
@@ -67,8 +67,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Accept if there is room and the peer is the same user (or root)."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports do everything that asyncio.Transport does, but do not derive from it.
+        self._transport = cast("asyncio.Transport", transport)
         sock = transport.get_extra_info("socket")
         pid, uid = _peer(sock)
         if len(self._server.connections) >= CONNECTIONS_MAX:

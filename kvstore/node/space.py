@@ -51,7 +51,7 @@ class SpaceStatistics:
 class TierSpace:
     """The arena, the ledger and the eviction order of one tier."""
 
-    def __init__(self, tier: TierName, arena: Arena, policy: EvictionPolicy) -> None:
+    def __init__(self, tier: TierName, arena: Arena, policy: EvictionPolicy[Replica]) -> None:
         self.tier = tier
         self.arena = arena
         self.policy = policy
@@ -146,11 +146,10 @@ class TierSpace:
         Called only when eviction in policy order freed enough bytes but no run was long enough:
         O(n log n) in the candidates.
         """
-        order = sorted(candidates, key=lambda replica: replica.offset)
         chosen = cheapest_window(
-            list(self.arena.free_runs), [(r.offset, r.length) for r in order], need_bytes
+            list(self.arena.free_runs), [(r.offset, r.length) for r in candidates], need_bytes
         )
-        return [order[i] for i in chosen]
+        return [candidates[i] for i in chosen]
 
     # -- looking ---------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -27,6 +27,9 @@ from ..arena import Extent
 from ..block import MAGIC as BLOCK_MAGIC
 from ..block import MAX_HEADER_BYTES, PAGE_BYTES, Header, read_header
 from ..errors import CorruptBlock, InvalidInput, TierUnavailable, VersionMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
 
 SLAB_NAME = "slab.tiffin"
 MAGIC = b"TIFFINS1"
@@ -42,8 +45,6 @@ _HEADER_BYTES_OFFSET = 112  # in a block header
 
 # The map is read in pieces of this size: 16 GiB of slab each.
 _MAP_READ_BYTES = 16 << 20
-
-SegmentsOf = Callable[[Header], Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ class SlabReport:
     payload_verified: bool
 
     @property
-    def damaged_count(self) -> int:
+    def damaged_blocks(self) -> int:
         return sum(1 for block in self.blocks if block.damage)
 
     @property
@@ -205,7 +206,6 @@ def inspect_slab(
     *,
     verify_payload: bool = False,
     scan_all: bool = False,
-    segments_of: SegmentsOf | None = None,
 ) -> SlabReport:
     """List the blocks of a slab (the file, or the directory it is in). Reads only.
 
@@ -213,9 +213,7 @@ def inspect_slab(
     ignores the map and tries every granule, which also finds blocks that were erased and not yet
     overwritten; it reads the whole slab, and does without a superblock by trusting the file's size.
 
-    `verify_payload` reads every payload and checks it. A header has one checksum per segment and
-    not the segments' sizes: `segments_of(header)` returns (offset, length) pairs within the
-    payload, and without it they are taken to be of equal size.
+    `verify_payload` reads every payload and checks it, segment by segment.
 
     Raises InvalidInput when there is no such file, CorruptBlock when it is no slab, VersionMismatch
     for another version, TierUnavailable when it cannot be read.
@@ -225,23 +223,11 @@ def inspect_slab(
         file /= SLAB_NAME
     try:
         with open(file, "rb", buffering=0) as raw:
-            return _Inspection(file, raw.fileno(), scan_all).report(
-                verify_payload, segments_of or equal_segments
-            )
+            return _Inspection(file, raw.fileno(), scan_all).report(verify_payload)
     except FileNotFoundError as error:
         raise InvalidInput(f"no slab at {file}") from error
     except OSError as error:
         raise TierUnavailable(f"cannot read {file}: {error.strerror}") from error
-
-
-def equal_segments(header: Header) -> Sequence[tuple[int, int]]:
-    """Ranges of equal size over the payload, one per checksum; the last takes what is left."""
-    count = len(header.checksums)
-    if not count:
-        return ()
-    length = -(-header.payload_bytes // count)
-    starts = (min(i * length, header.payload_bytes) for i in range(count))
-    return [(start, min(length, header.payload_bytes - start)) for start in starts]
 
 
 class _Inspection:
@@ -255,7 +241,7 @@ class _Inspection:
         self._missing_bytes = missing_bytes
         self._intact_bytes = max(0, self._layout.capacity_bytes - missing_bytes)
 
-    def report(self, verify_payload: bool, segments_of: SegmentsOf) -> SlabReport:
+    def report(self, verify_payload: bool) -> SlabReport:
         found: list[tuple[Extent, Header]] = []
         damaged: list[SlabBlock] = []
         for offset, length, probe in self._candidates():
@@ -269,7 +255,7 @@ class _Inspection:
         kept, lost = resolve_overlaps(found, self._layout.capacity_bytes)
         damaged += [_describe(pair, "overlapped by a newer extent") for pair in lost]
         for extent, header in kept:
-            damage = self._payload_damage(extent, header, segments_of) if verify_payload else ""
+            damage = self._payload_damage(extent, header) if verify_payload else ""
             damaged.append(_describe((extent, header), damage))
         return SlabReport(
             path=self._file,
@@ -311,16 +297,13 @@ class _Inspection:
             raise CorruptBlock(f"extent of {header.extent_bytes} bytes does not fit")
         return header
 
-    def _payload_damage(self, extent: Extent, header: Header, segments_of: SegmentsOf) -> str:
-        segments = segments_of(header)
-        if len(segments) != len(header.checksums):
-            return f"{len(header.checksums)} checksums for {len(segments)} segments"
-        begin = extent.offset + header.header_bytes
-        bad = [
-            index
-            for index, (start, length) in enumerate(segments)
-            if xxh3_64_intdigest(self._read(begin + start, length)) != int(header.checksums[index])
-        ]
+    def _payload_damage(self, extent: Extent, header: Header) -> str:
+        start, bad = extent.offset + header.header_bytes, []
+        segments = zip(header.segment_bytes.tolist(), header.checksums.tolist(), strict=True)
+        for index, (length, checksum) in enumerate(segments):
+            if xxh3_64_intdigest(self._read(start, length)) != checksum:
+                bad.append(index)
+            start += length
         return f"payload differs from its checksum in segments {bad}" if bad else ""
 
     def _read(self, offset: int, nbytes: int) -> bytes:

@@ -178,7 +178,7 @@ def test_a_lost_map_is_a_lost_cache_and_scan_all_finds_it(tmp_path: Path) -> Non
     assert inspect_slab(tmp_path).blocks == ()
     report = inspect_slab(tmp_path, scan_all=True, verify_payload=True)
     assert [block.key for block in report.blocks] == [_key(i).hex() for i in range(3)]
-    assert report.damaged_count == 0
+    assert report.damaged_blocks == 0
     _patch(tmp_path, 0, clear, PAGE_BYTES)
     with pytest.raises(CorruptBlock, match="not a slab"):
         inspect_slab(tmp_path)
@@ -396,8 +396,8 @@ def test_short_transfers_are_completed(tmp_path: Path, monkeypatch: pytest.Monke
     def short(verb: Callable[..., int]) -> Callable[..., int]:
         def transfer(fd: int, buffers: list[memoryview], offset: int) -> int:
             (buffer,) = buffers
-            moved = verb(fd, [buffer[: max(PAGE_BYTES, len(buffer) // 8192 * 4096)]], offset)
-            return moved if moved == PAGE_BYTES else moved - 100  # also cut inside a page
+            moved = verb(fd, [buffer[: 2 * PAGE_BYTES]], offset)
+            return moved if moved < 2 * PAGE_BYTES else moved - 100  # cut inside a page
 
         return transfer
 
@@ -451,14 +451,12 @@ def test_inspection_verifies_payloads(tmp_path: Path) -> None:
     layout, extents = _filled(tmp_path, 3)
     at = layout.data_offset + extents[1].offset + PAGE_BYTES + PAYLOAD_BYTES - 1
     _patch(tmp_path, at, lambda data: data.__setitem__(0, data[0] ^ 0x10), 1)
-    assert inspect_slab(tmp_path / SLAB_NAME).damaged_count == 0
+    assert inspect_slab(tmp_path / SLAB_NAME).damaged_blocks == 0
     report = inspect_slab(tmp_path, verify_payload=True)
     assert [block.status for block in report.blocks] == ["ok", "damaged", "ok"]
     assert report.blocks[1].damage == "payload differs from its checksum in segments [0]"
     assert (report.blocks[0].token_count, report.blocks[0].generation) == (16, 1)
     assert report.used_bytes == extents[0].length + extents[2].length
-    wrong = inspect_slab(tmp_path, verify_payload=True, segments_of=lambda header: [(0, 1), (1, 2)])
-    assert wrong.damaged_count == 3
 
 
 def test_inspection_of_nothing(tmp_path: Path) -> None:
