@@ -1,0 +1,61 @@
+# Each target sets up what it needs in .venv, so that every one of them works on a fresh clone.
+#
+#   make demo     the main job: two workers, one pool, a real transformer
+#   make test     the tests that fit in ten minutes on two cores
+#   make test-slow  the kill -9 and corruption campaigns
+#   make lint     ruff and mypy
+#   make bench    the store's performance table, each row against a limit measured in the same run
+#
+# TORCH names the torch requirement. The default is the release that this project is tested with;
+# on a machine without a GPU, choose a CPU build, for example: make demo TORCH=torch==2.13.0+cpu
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+PACKAGES := kvstore messenger bench
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-slow lint format bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+venv: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[engines,bench,dev]"
+	touch $@
+
+# Type checkers do not follow editable installs: they read this folder of links instead.
+build/links/tiffin: Makefile
+	mkdir -p $@
+	for package in $(PACKAGES); do ln -sfn ../../../$$package $@/$$package; done
+	touch $@
+
+demo: venv
+	$(BIN)/tiffin demo
+
+test: venv
+	$(BIN)/pytest --cov --cov-report=term-missing:skip-covered
+
+test-slow: venv
+	$(BIN)/pytest -m slow
+
+lint: venv build/links/tiffin
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(addprefix build/links/tiffin/,$(PACKAGES))
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: venv
+	$(BIN)/tiffin bench store
+
+clean:
+	rm -rf $(VENV) build out
