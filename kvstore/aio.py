@@ -15,6 +15,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
 
 import msgspec
+
 from tiffin.messenger.errors import FrameError
 from tiffin.messenger.wire import FrameDecoder, encode_frame
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+
     from tiffin.messenger.region import Region
 
     from .keys import Prefix

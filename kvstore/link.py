@@ -16,6 +16,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+
 from tiffin.messenger.errors import FrameError, RegionError
 from tiffin.messenger.region import Region
 from tiffin.messenger.wire import FrameDecoder, encode_frame

@@ -188,6 +188,8 @@ class NodeCore:
             resident.append(block)
         for block in reversed(resident):
             residency.touch(block)
+        if resident:
+            residency.touch_ancestors(resident[0])
         lease = self._grant(session, granted, writes=True) if granted else None
         if lease is not None:
             lease.expires_at = now + self.options.write_lease_s
@@ -222,11 +224,13 @@ class NodeCore:
         """
         assert len(good) == len(lease.replicas)
         self._forget(lease)
-        for replica, is_good in zip(lease.replicas, good, strict=True):
+        # From the tail, here and in `_let_go`: the policies see a chain's head as used last.
+        for replica, is_good in zip(reversed(lease.replicas), reversed(good), strict=True):
             if is_good:
                 self.residency.commit_write(replica)
             else:
                 self.residency.cancel_write(replica, fenced=True)
+        self.residency.touch_ancestors(lease.replicas[0].block)
 
     def abort(self, session: Session, lease_id: int) -> None:
         """The writer gave up and has stopped writing."""
@@ -302,9 +306,10 @@ class NodeCore:
         self._let_go(lease.replicas)
 
     def _let_go(self, replicas: list[Replica]) -> None:
-        # From the tail: the policies see the head of a chain as the most recently used.
         for replica in reversed(replicas):
             self.residency.unhold(replica)
+        if replicas:
+            self.residency.touch_ancestors(replicas[0].block)
 
     # -- wishes ----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from tiffin.messenger.local import hash_bytes
 
 from ..arena import Extent

@@ -106,6 +106,16 @@ class Residency:
             if replica.holds == 0 and block.pin is Pin.NONE:
                 self.space(replica.tier).policy.touch(replica)
 
+    def touch_ancestors(self, block: Block) -> None:
+        """Whoever uses a block has used what comes before it: none of it may look older.
+
+        Nothing to do for a call that began at its prompt's first block, which is nearly every one.
+        """
+        ancestor = block.parent
+        while ancestor is not None:
+            self.touch(ancestor)
+            ancestor = ancestor.parent
+
     # -- coming ----------------------------------------------------------------------------------
 
     def begin_write(
@@ -194,6 +204,11 @@ class Residency:
             for member in reversed(path):
                 member.depth = depths[member] = depth
                 depth += 1
+        for block in self.index.values():
+            # Only a cycle has a parent that is not above its child: break it there.
+            if block.parent is not None and block.parent.depth >= block.depth:
+                block.parent.children -= 1
+                block.parent = None
 
     def _attach(self, replica: Replica) -> None:
         block = replica.block
@@ -259,7 +274,8 @@ class Residency:
         length = space.arena.round_up(length)
         if space.arena.fits(length):
             return True
-        if length > space.arena.capacity_bytes:
+        # What is on its way out already is not ordered twice by everyone who waits for it.
+        if length > space.arena.capacity_bytes or space.evicting_bytes >= length:
             return False
         while self._evict_until(space, length, priority):
             if space.arena.fits(length):

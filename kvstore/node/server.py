@@ -24,6 +24,7 @@ import time
 from typing import TYPE_CHECKING, cast
 
 import msgspec
+
 from tiffin.messenger.errors import FrameError
 from tiffin.messenger.wire import FrameDecoder, encode_frame
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from tiffin.messenger.errors import RegionError
 from tiffin.messenger.region import Region
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from tiffin.bench import fragmentation
 from tiffin.kvstore.arena import Arena, Extent, ExtentConflict, cheapest_window
 from tiffin.kvstore.errors import InvalidInput

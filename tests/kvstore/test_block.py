@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
 from tiffin.kvstore.block import (
     MAGIC,
     MAX_BLOCK_TOKENS,
@@ -24,7 +26,6 @@ from tiffin.kvstore.block import (
 )
 from tiffin.kvstore.errors import CorruptBlock, InvalidInput, VersionMismatch
 from tiffin.kvstore.schema import KVSchema
-from xxhash import xxh3_64_intdigest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

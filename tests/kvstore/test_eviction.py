@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+
 from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.eviction import (
     LFU,

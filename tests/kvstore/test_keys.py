@@ -12,6 +12,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tiffin.kvstore.errors import InvalidInput, SchemaError, TokenError
 from tiffin.kvstore.keys import Prefix, namespace_fingerprint, root_key, validate_tokens
 from tiffin.kvstore.schema import KVSchema

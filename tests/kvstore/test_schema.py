@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tiffin.kvstore.block import PAGE_BYTES
 from tiffin.kvstore.errors import SchemaError
 from tiffin.kvstore.schema import DTYPES, ByteRange, KVSchema, LayerKind, LayerSpec, Part

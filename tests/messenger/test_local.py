@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import xxhash
+
 from tiffin.messenger.errors import RangeError
 from tiffin.messenger.local import (
     PIECE_BYTES,

@@ -11,6 +11,7 @@ import tempfile
 
 import numpy as np
 import pytest
+
 from tiffin.messenger import region as region_module
 from tiffin.messenger.errors import RangeError, RegionError
 from tiffin.messenger.region import Region

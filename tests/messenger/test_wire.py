@@ -10,6 +10,7 @@ import tracemalloc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tiffin.messenger.errors import FrameError
 from tiffin.messenger.wire import FRAME_BYTES_MAX, FrameDecoder, encode_frame
 

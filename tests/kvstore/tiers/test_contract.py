@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+
 from tiffin.kvstore.testing import TIER_BYTES, TierContract, checked
 from tiffin.kvstore.tiers.dram import DramTier
 from tiffin.kvstore.tiers.nvme import NvmeTier

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+
 from tiffin.kvstore.arena import Extent
 from tiffin.kvstore.block import PAGE_BYTES
 from tiffin.kvstore.errors import CorruptBlock, InvalidInput, TierUnavailable

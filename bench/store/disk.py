@@ -1,0 +1,257 @@
+"""Rows about the disk: the NVMe tier's bandwidth against fio, and how long a restart takes."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tiffin.kvstore.block import pack_header
+from tiffin.kvstore.client import Client
+from tiffin.kvstore.node.node import Node, NodeOptions
+from tiffin.kvstore.tiers.base import TierWarning
+from tiffin.kvstore.tiers.directio import PIECE_BYTES, QUEUE_DEPTH
+from tiffin.kvstore.tiers.nvme import NvmeTier
+from xxhash import xxh3_64_intdigest
+
+from ..limits import DiskJob, aligned, best_disk, read_pages, touched
+from .rows import MILLISECONDS, Row, Spread, Target, rates, times
+from .setting import MIB, prefix_of, schema_of, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tiffin.kvstore.arena import Extent
+    from tiffin.kvstore.keys import Prefix
+
+    from ..limits import Bytes, Direction, Disk
+    from .setting import Setting
+
+_RESTART_CHAIN = 100  # blocks per prompt; 2,000 blocks are 20 prompts
+
+
+@contextlib.contextmanager
+def _folder(setting: Setting) -> Iterator[Path]:
+    """A new directory on the disk to be measured, removed afterwards."""
+    setting.nvme_dir.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="tiffin-bench-", dir=setting.nvme_dir))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _tier(folder: Path, nbytes: int) -> Iterator[NvmeTier]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TierWarning)  # the row says whether I/O was direct
+        tier = NvmeTier(folder, nbytes)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+# -- bandwidth -------------------------------------------------------------------------------------
+
+
+def nvme(setting: Setting) -> list[Row]:
+    """Whole blocks written and committed, then read back, extent after extent."""
+    return [row for size in setting.sizes.disk_block_bytes for row in _nvme(setting, size)]
+
+
+class _Blocks:
+    """Blocks of one size that fill a tier, with a page-aligned extent in memory to move."""
+
+    def __init__(self, tier: NvmeTier, block_bytes: int, count: int) -> None:
+        self.tier = tier
+        self.schema = schema_of(block_bytes)
+        self.prefix = prefix_of(self.schema, count)
+        self.extents = [tier.reserve(self.schema.extent_bytes) for _ in range(count)]
+        self.memory = touched(self.schema.extent_bytes)
+        payload = self.memory[self.schema.header_bytes :]
+        self._checksums = [
+            xxh3_64_intdigest(payload[segment.offset : segment.end].data)
+            for segment in self.schema.segments
+        ]
+        self._headers = [aligned(self.schema.header_bytes) for _ in range(count)]
+        for index, extent in enumerate(self.extents):
+            _header(self._headers[index], self.prefix, index, extent, self._checksums)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all extents."""
+        return len(self.extents) * self.schema.extent_bytes
+
+    def write(self) -> float:
+        """Seconds to write and commit every block."""
+        payload = self.memory[self.schema.header_bytes :]
+        start_s = time.perf_counter()
+        for extent, header in zip(self.extents, self._headers, strict=True):
+            self.tier.write(extent, self.schema.header_bytes, payload)
+            self.tier.commit(extent, header)
+        return time.perf_counter() - start_s
+
+    def read(self) -> float:
+        """Seconds to read every extent."""
+        start_s = time.perf_counter()
+        for extent in self.extents:
+            self.tier.read(extent, 0, self.memory)
+        return time.perf_counter() - start_s
+
+
+def _header(
+    target: Bytes, prefix: Prefix, index: int, extent: Extent, checksums: list[int]
+) -> None:
+    schema = prefix.schema
+    pack_header(
+        target,
+        key=prefix.keys[index],
+        parent=prefix.keys[index - 1] if index else prefix.parent,
+        schema_fingerprint=prefix.schema_fingerprint,
+        namespace_fingerprint=prefix.namespace_fingerprint,
+        generation=1,
+        payload_bytes=schema.block_bytes,
+        extent_offset=extent.offset,
+        extent_bytes=extent.length,
+        tokens=prefix.token_bytes(index),
+        segment_bytes=[segment.length for segment in schema.segments],
+        checksums=checksums,
+    )
+
+
+def _nvme(setting: Setting, block_bytes: int) -> list[Row]:
+    disk = best_disk()
+    extent_bytes = schema_of(block_bytes).extent_bytes
+    count = max(2, setting.sizes.disk_bytes // block_bytes)
+    seconds: dict[str, list[float]] = {}
+    with _folder(setting) as folder, _tier(folder, count * extent_bytes) as tier:
+        blocks = _Blocks(tier, block_bytes, count)
+        piece_bytes = min(PIECE_BYTES, block_bytes)
+        job_bytes = count * block_bytes // piece_bytes * piece_bytes
+        job = DiskJob(folder / "limit", job_bytes, piece_bytes, QUEUE_DEPTH)
+        for number in range(-1, setting.sizes.disk_rounds):  # the first writes allocate
+            setting.tell(f"blocks of {size_text(block_bytes)}, round {number + 1}")
+            for name, taken_s in _disk_round(blocks, disk, job).items():
+                if number >= 0:
+                    seconds.setdefault(name, []).append(taken_s)
+        direct = tier.statistics().direct_io
+    note = "" if direct else "this filesystem has no direct I/O: buffered"
+    return [_nvme_row(direction, seconds, blocks, job, note) for direction in ("write", "read")]
+
+
+def _disk_round(blocks: _Blocks, disk: Disk, job: DiskJob) -> dict[str, float]:
+    return {
+        "tier write": blocks.write(),
+        "limit write": disk.run(job, "write"),
+        "tier read": blocks.read(),
+        "limit read": disk.run(job, "read"),
+    }
+
+
+def _nvme_row(
+    direction: Direction,
+    seconds: dict[str, list[float]],
+    blocks: _Blocks,
+    job: DiskJob,
+    note: str,
+) -> Row:
+    size, count = size_text(blocks.schema.block_bytes), len(blocks.extents)
+    verb = "write and commit" if direction == "write" else "read"
+    return Row(
+        name=f"nvme-{direction}-{size}",
+        what=f"NVMe tier: {verb} {count} blocks of {size}, one after the other",
+        unit="GB/s",
+        value=rates(seconds[f"tier {direction}"], blocks.nbytes),
+        limit_what=f"{best_disk().what}, direct, sequential over one file, bs="
+        f"{size_text(job.piece_bytes)} iodepth={job.depth} as the tier's pieces and threads",
+        limit=rates(seconds[f"limit {direction}"], job.nbytes),
+        targets=(Target("ratio", ">=", 0.85),),
+        note=note,
+    )
+
+
+# -- restart ---------------------------------------------------------------------------------------
+
+
+def restart(setting: Setting) -> list[Row]:
+    """A node over an NVMe tier full of blocks: from its constructor to serving."""
+    schema = schema_of(setting.sizes.small_block_bytes)
+    with _folder(setting) as folder:
+        nbytes = setting.sizes.restart_blocks * schema.extent_bytes
+        setting.tell(f"writing {setting.sizes.restart_blocks} blocks")
+        prefixes, offsets = _fill(folder, nbytes, setting.sizes.restart_blocks, setting)
+        options = NodeOptions(
+            dram_bytes=16 * MIB, nvme_path=folder, nvme_bytes=nbytes, prefault=False
+        )
+        slab = folder / "slab.tiffin"
+        opened: list[float] = []
+        limit: list[float] = []
+        for number in range(-1, setting.sizes.restart_rounds):
+            setting.tell(f"restart {number + 1}")
+            start_s = time.perf_counter()
+            read_pages(slab, offsets, QUEUE_DEPTH)
+            limit_s = time.perf_counter() - start_s
+            opened_s, found = _restart(options, prefixes)
+            assert found == setting.sizes.restart_blocks, found
+            if number >= 0:
+                opened.append(opened_s)
+                limit.append(limit_s)
+    return [_restart_row(setting, times(opened, MILLISECONDS), times(limit, MILLISECONDS))]
+
+
+def _fill(
+    folder: Path, nbytes: int, count: int, setting: Setting
+) -> tuple[list[Prefix], list[int]]:
+    """Committed blocks in chains; their prefixes, and where in the file their headers are."""
+    schema = schema_of(setting.sizes.small_block_bytes)
+    chain = min(_RESTART_CHAIN, count)
+    prefixes = [prefix_of(schema, chain, seed) for seed in range(count // chain)]
+    assert len(prefixes) * chain == count
+    memory = touched(schema.extent_bytes)
+    payload = memory[schema.header_bytes :]
+    checksums = [xxh3_64_intdigest(payload[s.offset : s.end].data) for s in schema.segments]
+    header = memory[: schema.header_bytes]
+    offsets = []
+    with _tier(folder, nbytes) as tier:
+        for prefix in prefixes:
+            for index in range(chain):
+                extent = tier.reserve(schema.extent_bytes)
+                _header(header, prefix, index, extent, checksums)
+                tier.write(extent, schema.header_bytes, payload)
+                tier.commit(extent, header)
+                offsets.append(tier.layout.data_offset + extent.offset)
+    return prefixes, offsets
+
+
+def _restart(options: NodeOptions, prefixes: list[Prefix]) -> tuple[float, int]:
+    """Seconds to construct the node, and how many blocks it then knows."""
+    start_s = time.perf_counter()
+    node = Node(options)
+    taken_s = time.perf_counter() - start_s
+    try:
+        client = Client.attach(node)
+        found = sum(client.match(prefix).blocks for prefix in prefixes)
+        client.close()
+    finally:
+        node.close()
+    return taken_s, found
+
+
+def _restart_row(setting: Setting, opened: Spread, limit: Spread) -> Row:
+    count = setting.sizes.restart_blocks
+    return Row(
+        name="restart",
+        what=f"start of a node over {count} blocks in NVMe, until all of them match",
+        unit="ms",
+        value=opened,
+        limit_what=f"{count} direct reads of 4 KiB by {QUEUE_DEPTH} threads: the headers' pages",
+        limit=limit,
+        targets=(Target("p50", "<=", 1000),),
+        note="open, scan and adopt; DRAM is small and not prefaulted",
+    )

@@ -1,0 +1,1 @@
+"""How inference engines save and load their KV caches. Each module imports its own engine."""

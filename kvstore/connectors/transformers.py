@@ -1,0 +1,301 @@
+"""Keep the KV caches of a Hugging Face causal language model in a pool, by prefix.
+
+    schema = schema_of(model)
+    with Client.open("unix:/run/tiffin/node.sock") as client:
+        cached = PrefixCache(client, model, namespace="acme")
+        output_ids = cached.generate(input_ids, max_new_tokens=100)
+        cached.last.hit_tokens                     # how much of the prompt was not computed
+
+What is kept: layers that hold K and V of every token, in float32, bfloat16 or float16, one prompt
+at a time. Everything else (sliding windows, linear attention, states, keys that depend on the
+length of the prompt) is refused when the schema is made, never stored half. docs/transformers.md
+has the costs and the limits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache, GenerationConfig
+
+from ..errors import InvalidInput, NoRoom, TiffinError
+from .transformers_schema import check_layer, identity, schema_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+
+    from ..blocks import Block
+    from ..client import Client
+    from ..keys import Prefix
+
+__all__ = ["LastCall", "PrefixCache", "SaveResult", "identity", "schema_of"]
+
+log = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT_S = 1.0  # what a request may lose to a pool that does not answer, at each end
+RETRY_S = 5.0  # for so long a pool that failed is left alone; else it would slow every request
+SAVE_BYTES_AT_ONCE = 256 << 20  # reserved at a time: a long prompt must not take everybody's room
+
+# `generate` arguments that change neither which tokens the cache holds nor how they are computed.
+# Names of GenerationConfig are fine too, except with other values than these.
+_GENERATE_ARGUMENTS = {
+    "attention_mask",
+    "generation_config",
+    "logits_processor",
+    "prefix_allowed_tokens_fn",
+    "stopping_criteria",
+    "streamer",
+}
+_GENERATE_VALUES: Mapping[str, tuple[object, ...]] = {
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "use_cache": (None, True),
+    "cache_implementation": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "token_healing": (None, False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """What became of the full blocks of a save: positions `stored` now; the rest was resident, is
+    being written by another, or found no room or no pool, and then `reason` says why."""
+
+    blocks: int
+    stored: tuple[int, ...]
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LastCall:
+    """What the pool did for the last load, save or generate. `load_reason` says why not more was
+    loaded (see `Missing`), `save_reason` why not everything was saved, None if nothing is amiss."""
+
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    stored_blocks: int = 0
+    load_s: float = 0.0
+    save_s: float = 0.0
+    load_reason: str | None = None
+    save_reason: str | None = None
+
+
+class PrefixCache:
+    """A model's KV caches in a pool: load the longest stored prefix, save what was computed.
+
+    The weights are fingerprinted once, here: make another PrefixCache after changing them or
+    switching adapters. Inference never fails because of the pool. When it does not answer, or is
+    full, `load` gives an empty cache and `save` stores nothing; one warning is logged per outage,
+    `failures` counts them, and the pool is asked again after RETRY_S. `client` may be replaced.
+
+    Not thread-safe, as models are not. Raises InvalidInput as `schema_of` does.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        model: Any,
+        *,
+        namespace: str = "",
+        secret: bytes = b"",
+        block_tokens: int = 512,
+        hash: str = "xxh3_128",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self.client = client
+        self.model = model
+        self.schema = schema_of(model, block_tokens=block_tokens, hash=hash)
+        self.namespace = namespace
+        self.timeout_s = timeout_s
+        self.last = LastCall()
+        self.failures = 0
+        self._secret = secret
+        self._down = False
+        self._retry_at_s = 0.0
+        spec = self.schema.layers[0].parts[0]
+        self._block_shape = (len(self.schema.layers), 2, spec.heads, block_tokens, spec.dim)
+
+    def load(self, input_ids: Any) -> tuple[Any, int]:
+        """A DynamicCache with the longest stored prefix of `input_ids` [1, n], and its tokens.
+
+        At least one token is left to compute: a model needs it to say what comes next. The cache is
+        the caller's own copy. Raises InvalidInput for a batch and TokenError for bad ids.
+        """
+        started = time.perf_counter()
+        tokens = _check_ids(input_ids)
+        usable = max(0, tokens - 1) // self.schema.block_tokens
+        prefix = self._prefix(input_ids)[:usable]
+        cache = DynamicCache(config=self.model.config)
+        reason = self._guard(lambda: self._load_into(cache, prefix)) if usable else None
+        hit = cache.get_seq_length()
+        load_s = time.perf_counter() - started
+        self.last = LastCall(tokens, hit, load_s=load_s, load_reason=reason)
+        return cache, hit
+
+    def save(self, cache: Any, input_ids: Any) -> SaveResult:
+        """Write the full blocks of `cache` that the pool lacks. `input_ids` [1, n] are the tokens
+        that the cache holds, from the first on; more of them than it holds do no harm.
+
+        Raises InvalidInput for a batch, for a cache that is not of this model's shape, and while
+        the model is in training mode, whose dropout would be stored.
+        """
+        started = time.perf_counter()
+        held = min(_check_ids(input_ids), cache.get_seq_length())
+        if held:
+            self._check_cache(cache)
+        prefix = self._prefix(input_ids[:, :held])
+        stored: list[int] = []
+        reason = self._guard(lambda: self._store(cache, prefix, stored)) if len(prefix) else None
+        save_s = time.perf_counter() - started
+        self.last = replace(self.last, stored_blocks=len(stored), save_s=save_s, save_reason=reason)
+        return SaveResult(len(prefix), tuple(stored), reason)
+
+    def generate(self, input_ids: Any, **kwargs: Any) -> Any:
+        """What `model.generate(input_ids, **kwargs)` returns, with the pool in front of it.
+
+        The cache afterwards is saved, generated tokens included. `attention_mask` may be given and
+        must be all ones. Raises InvalidInput for batches, beams and any argument that could change
+        the cache without being in its keys (images, embeddings, position ids).
+        """
+        tokens = _check_ids(input_ids)
+        kwargs["attention_mask"] = _check_mask(kwargs.get("attention_mask"), input_ids, tokens)
+        self._check_arguments(kwargs)
+        cache, _ = self.load(input_ids)
+        output = self.model.generate(input_ids, past_key_values=cache, **kwargs)
+        self.save(cache, getattr(output, "sequences", output))
+        return output
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def _load_into(self, cache: Any, prefix: Prefix) -> str | None:
+        with self.client.get(prefix, timeout_s=self.timeout_s) as blocks:
+            reason = blocks.reason
+            loaded = self._copies(list(blocks)) if len(blocks) else []
+        # Outside the lease, and layer by layer: the cache concatenates, which copies once more.
+        for index, kv in enumerate(loaded):
+            cache.update(kv[0], kv[1], index)
+        return None if reason == "miss" else reason
+
+    def _copies(self, blocks: list[Block]) -> list[Any]:
+        """Per layer a tensor [K and V, 1, heads, tokens, dim] on the model's device."""
+        layers, parts, heads, step, dim = self._block_shape
+        # The pool's memory is read-only here, which torch has no word for: numpy copies, as
+        # integers of the same width because it has no bfloat16.
+        word = np.dtype(f"u{self.model.dtype.itemsize}")
+        sources = [block.memory.view(word).reshape(self._block_shape) for block in blocks]
+        copies = []
+        for layer in range(layers):
+            shape = (parts, 1, heads, step * len(blocks), dim)
+            copied = torch.empty(shape, dtype=self.model.dtype)
+            target = copied.view(torch.uint8).numpy().view(word)
+            for index, source in enumerate(sources):
+                target[:, 0, :, index * step : (index + 1) * step] = source[layer]
+            copies.append(copied.to(self.model.device))
+        return copies
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def _store(self, cache: Any, prefix: Prefix, stored: list[int]) -> str | None:
+        """Fill what the pool lacks, a part at a time. Returns why there is not more."""
+        at_once = max(1, SAVE_BYTES_AT_ONCE // self.schema.extent_bytes)
+        position, deadline = 0, time.monotonic() + self.timeout_s
+        while position < len(prefix):
+            part = prefix[position : position + at_once]
+            try:
+                slots = self.client.reserve(part, timeout_s=max(0.0, deadline - time.monotonic()))
+            except NoRoom:
+                return "no_room"
+            with slots:
+                for slot in slots:
+                    self._fill(slot.view, cache, (position + slot.index) * self.schema.block_tokens)
+                last = slots[-1].index if len(slots) else -1
+            stored += [position + index for index in slots.stored]
+            if slots.reason and last < 0:
+                return slots.reason
+            position += last + 1 if slots.reason else len(part)
+        return None
+
+    def _fill(self, view: NDArray[np.uint8], cache: Any, start: int) -> None:
+        """One block straight from the model's tensors into the pool's memory."""
+        target = torch.from_numpy(view).view(self.model.dtype).view(self._block_shape)
+        stop = start + self.schema.block_tokens
+        for index, layer in enumerate(cache.layers):
+            target[index, 0].copy_(layer.keys[0, :, start:stop])
+            target[index, 1].copy_(layer.values[0, :, start:stop])
+
+    # -- checks ----------------------------------------------------------------------------------
+
+    def _prefix(self, input_ids: Any) -> Prefix:
+        return self.schema.prefix(input_ids, namespace=self.namespace, secret=self._secret)
+
+    def _check_cache(self, cache: Any) -> None:
+        if self.model.training:
+            raise InvalidInput("the model is in training mode; call model.eval() first")
+        layers, _, heads, _, dim = self._block_shape
+        if len(cache.layers) != layers:
+            raise InvalidInput(f"the cache has {len(cache.layers)} layers; the model has {layers}")
+        for index, layer in enumerate(cache.layers):
+            check_layer(index, layer)
+            for tensor in (layer.keys, layer.values):
+                shape = (tensor.shape[0], tensor.shape[1], tensor.shape[3], tensor.dtype)
+                if shape != (1, heads, dim, self.model.dtype):
+                    raise InvalidInput(
+                        f"layer {index} of the cache has batch, heads, dim and dtype {shape}; "
+                        f"its configuration says {(1, heads, dim, self.model.dtype)}"
+                    )
+
+    def _check_arguments(self, kwargs: Mapping[str, Any]) -> None:
+        known = vars(GenerationConfig())
+        for name in kwargs:
+            if name not in known and name not in _GENERATE_ARGUMENTS:
+                raise InvalidInput(f"{name} could change the KV cache, and is not in its keys")
+        config = kwargs.get("generation_config") or self.model.generation_config
+        for name, allowed in _GENERATE_VALUES.items():
+            value = kwargs.get(name, getattr(config, name, None))
+            if value not in allowed:
+                raise InvalidInput(f"{name}={value!r}: the prefix cache serves one plain sequence")
+
+    # -- a pool that fails -----------------------------------------------------------------------
+
+    def _guard(self, action: Callable[[], str | None]) -> str | None:
+        """Run something that needs the pool, and go on without it. Returns why, if it failed."""
+        if time.monotonic() < self._retry_at_s:
+            return "unavailable"
+        try:
+            reason = action()
+        except TiffinError as error:
+            self.failures += 1
+            self._retry_at_s = time.monotonic() + RETRY_S
+            if not self._down:
+                log.warning("going on without the KV pool: %s: %s", type(error).__name__, error)
+            self._down = True
+            return "unavailable"
+        if self._down:
+            log.info("the KV pool answers again")
+        self._down = False
+        return reason
+
+
+def _check_ids(input_ids: Any) -> int:
+    """The number of tokens in `input_ids` [1, n]."""
+    if input_ids.ndim != 2 or input_ids.shape[0] != 1:
+        raise InvalidInput(
+            f"input_ids has shape {tuple(input_ids.shape)}; pass one prompt, [1, n]: padding and "
+            "batches are not kept"
+        )
+    return int(input_ids.shape[1])
+
+
+def _check_mask(mask: Any, input_ids: Any, tokens: int) -> Any:
+    if mask is None:
+        return torch.ones_like(input_ids)
+    if tuple(mask.shape) != (1, tokens) or not bool((mask == 1).all()):
+        raise InvalidInput("attention_mask must be all ones: the cache has no padding")
+    return mask

@@ -1,0 +1,146 @@
+"""Which KV cache a Hugging Face model has, and which model it is.
+
+Two models may share blocks only if they compute the same numbers, and names do not say that: a
+checkpoint is retrained under its old name, and the same one lies at two paths. So a model is named
+by what is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from ..errors import InvalidInput
+from ..schema import KVSchema
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+DTYPES = ("float32", "bfloat16", "float16")
+SAMPLES = 1024  # elements of each tensor that a fingerprint reads
+
+# Change with the machine or the release, and never the numbers that a model computes. The dtype is
+# in the schema.
+_NOT_IDENTITY = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "id2label",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+# Rotary embeddings that turn the same token differently in a longer prompt.
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope", "su"}
+
+
+def schema_of(model: Any, *, block_tokens: int = 512, hash: str = "xxh3_128") -> KVSchema:
+    """The schema of `model`'s KV cache. Its model name is `identity(model)`.
+
+    Raises InvalidInput, naming the layer and the reason, for a model whose cache can't be kept.
+    """
+    config = _keepable_config(model)
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise InvalidInput(f"the model computes in {dtype}; this connector keeps {DTYPES}")
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return KVSchema.gqa(
+        model=identity(model),
+        layers=_layers(config),
+        kv_heads=heads,
+        head_dim=dim,
+        dtype=dtype,
+        block_tokens=block_tokens,
+        hash=hash,
+    )
+
+
+def identity(model: Any) -> str:
+    """`<model type>:<fingerprint>` of the configuration and the weights, in memory as they are now.
+
+    The fingerprint covers the configuration (without names of paths and releases) and, of every
+    parameter and buffer, its name, shape, dtype and SAMPLES elements at even distances, the first
+    and the last included. So it costs about 0.1 ms per tensor, whatever their sizes, plus page
+    faults for weights that were not touched yet. Training changes almost every element and is
+    seen. An edit of a few elements between the samples is not, nor is code that computes
+    otherwise with the same weights, nor a change after this call: put such things into the
+    namespace. Raises InvalidInput for weights that are not in memory.
+    """
+    digest = blake2b(digest_size=16)
+    config = model.config.to_dict()
+    kept = {name: value for name, value in config.items() if name not in _NOT_IDENTITY}
+    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+    for name, tensor in _tensors(model):
+        digest.update(f"\n{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(_sample(tensor).tobytes())
+    return f"{model.config.model_type}:{digest.hexdigest()}"
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise InvalidInput(f"{name} is on the meta device; load the weights first")
+        yield name, tensor.detach()
+
+
+def _sample(tensor: Any) -> NDArray[np.uint8]:
+    count = tensor.numel()
+    # reshape copies what is not contiguous; weights are, but for rare transposed views
+    flat = tensor.reshape(-1)
+    if count > SAMPLES:
+        steps = torch.arange(SAMPLES, device=tensor.device)
+        flat = flat[steps * (count - 1) // (SAMPLES - 1)]
+    array: NDArray[np.uint8] = flat.cpu().contiguous().view(torch.uint8).numpy()
+    return array
+
+
+def _keepable_config(model: Any) -> Any:
+    """The decoder's configuration. Raises InvalidInput if a prefix does not decide its cache."""
+    if model.config.is_encoder_decoder:
+        raise InvalidInput("this connector keeps decoder-only models, not an encoder's output")
+    config = model.config.get_text_config(decoder=True)
+    for index, layer in enumerate(DynamicCache(config=config).layers):
+        check_layer(index, layer)
+    if getattr(config, "use_bidirectional_attention", None):
+        raise InvalidInput("tokens attend to later ones, so a prefix does not decide their K and V")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for kind in _rope_types(rope):
+        if kind in _LENGTH_DEPENDENT_ROPE:
+            raise InvalidInput(f"rope type {kind!r} makes keys depend on the prompt's length")
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise InvalidInput(f"the model is spread over {sorted(devices)}; it must be on one device")
+    return config
+
+
+def _layers(config: Any) -> int:
+    return len(DynamicCache(config=config).layers) or int(config.num_hidden_layers)
+
+
+def _rope_types(rope: Mapping[str, Any]) -> Iterator[str]:
+    """Every type in a configuration that may be one for all layers or one for each kind."""
+    for value in (rope, *rope.values()):
+        if isinstance(value, dict):
+            yield str(value.get("rope_type", value.get("type", "default")))
+
+
+def check_layer(index: int, layer: Any) -> None:
+    """Raises InvalidInput unless `layer` holds K and V of every token."""
+    if type(layer) is not DynamicLayer:
+        raise InvalidInput(
+            f"layer {index} of the cache is a {type(layer).__name__}; this connector keeps only "
+            "layers with K and V of every token (no sliding window, no linear attention, no state)"
+        )

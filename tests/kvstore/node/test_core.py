@@ -1,0 +1,576 @@
+"""What the node's core decides, one decision per test, without a byte, a thread or a clock."""
+
+import pytest
+
+from tiffin.kvstore.arena import Arena
+from tiffin.kvstore.block import BlockState
+from tiffin.kvstore.errors import InvalidInput, StaleLease
+from tiffin.kvstore.eviction import make_policy
+from tiffin.kvstore.node.core import CoreOptions, NodeCore, Status, split_keys
+from tiffin.kvstore.node.records import Move, MoveOutcome, Pin, Priority, Reason
+from tiffin.kvstore.node.residency import Erase
+from tiffin.kvstore.node.space import TierSpace
+from tiffin.kvstore.tiers.base import TierName
+
+BLOCK = 4096
+ROOT = bytes(16)
+
+
+def key(chain: str, index: int) -> bytes:
+    return f"{chain}{index}".encode().ljust(16, b".")
+
+
+def chain(name: str, length: int) -> list[bytes]:
+    return [key(name, i) for i in range(length)]
+
+
+class Rig:
+    """A core with `dram` and `nvme` blocks of room, and the shell's part in plain sight."""
+
+    def __init__(self, dram: int = 8, nvme: int = 0, **options: object) -> None:
+        spaces = [
+            TierSpace(tier, Arena(count * BLOCK), make_policy("lru"))
+            for tier, count in ((TierName.DRAM, dram), (TierName.NVME, nvme))
+            if count
+        ]
+        self.core = NodeCore(spaces[0], spaces[1] if nvme else None, CoreOptions(**options))
+        self.session = self.core.connect("test", 1)
+
+    def reserve(self, keys, parent=ROOT, depth=0, session=None, now=0.0, length=BLOCK):
+        return self.core.reserve(session or self.session, keys, parent, depth, length, now)
+
+    def put(self, keys, parent=ROOT, depth=0, length=BLOCK):
+        made = self.reserve(keys, parent, depth, length=length)
+        if made.lease is not None:
+            self.core.commit(made.lease, [True] * len(made.lease.replicas))
+        self.core.check()
+        return made
+
+    def lease(self, keys):
+        return self.core.settle(self.core.lease(self.session, keys))
+
+    def moves(self) -> list[Move]:
+        actions = self.core.residency.actions
+        moves = [action for action in actions if isinstance(action, Move)]
+        actions.clear()
+        return moves
+
+    def finish(self, outcome: MoveOutcome = MoveOutcome.DONE) -> int:
+        """End every ordered move, and those that this ends in; how many there were."""
+        count = 0
+        while moves := self.moves():
+            for move in moves:
+                self.core.moved(move, outcome)
+                self.core.check()
+                count += 1
+        return count
+
+    def resident(self, keys) -> int:
+        return len(self.core.match(b"".join(keys)))
+
+
+def test_a_committed_chain_is_matched_and_a_gap_ends_the_match():
+    rig = Rig()
+    keys = chain("a", 4)
+    rig.put(keys)
+    assert rig.resident(keys) == 4
+    rig.core.remove([keys[2]])
+    assert rig.resident(keys) == 2
+    assert rig.core.exists(b"".join(keys)) == bytes([1, 1, 0, 1])
+
+
+def test_nothing_is_visible_before_its_commit():
+    rig = Rig()
+    made = rig.reserve(chain("a", 2))
+    assert made.statuses == bytes([Status.GRANTED] * 2)
+    assert rig.resident(chain("a", 2)) == 0
+    assert rig.lease(chain("a", 2)) == (None, Reason.BUSY)
+
+
+def test_a_second_writer_of_the_same_key_is_told_busy_and_the_third_finds_it_resident():
+    rig = Rig()
+    first = rig.reserve(chain("a", 1))
+    assert rig.reserve(chain("a", 2)).statuses == bytes([Status.BUSY, Status.GRANTED])
+    rig.core.commit(first.lease, [True])
+    assert rig.reserve(chain("a", 2)).statuses == bytes([Status.RESIDENT, Status.BUSY])
+
+
+def test_a_slot_that_fails_its_checks_is_freed_and_its_neighbour_is_kept():
+    rig = Rig()
+    made = rig.reserve(chain("a", 2))
+    rig.core.commit(made.lease, [True, False])
+    rig.core.check()
+    assert rig.resident(chain("a", 2)) == 1
+    assert rig.core.residency.dram.arena.used_bytes == BLOCK
+
+
+def test_chains_leave_from_the_tail():
+    rig = Rig(dram=4)
+    rig.put(chain("a", 4))
+    rig.put(chain("b", 2))
+    assert rig.resident(chain("a", 4)) == 2
+    assert rig.resident(chain("b", 2)) == 2
+
+
+def test_a_prefix_longer_than_the_pool_never_evicts_its_own_ancestors():
+    rig = Rig(dram=4)
+    keys = chain("a", 6)
+    first = rig.put(keys[:4])
+    assert first.reason is Reason.NONE
+    second = rig.put(keys[4:], parent=keys[3], depth=4)
+    assert second.statuses == b""
+    assert second.reason is Reason.NO_ROOM
+    assert rig.resident(keys) == 4
+    assert not rig.core.worth_waiting()
+
+
+def test_a_leased_block_stays_and_a_released_one_may_leave():
+    rig = Rig(dram=2)
+    rig.put(chain("a", 2))
+    lease, reason = rig.lease(chain("a", 2))
+    assert reason is Reason.NONE
+    assert rig.put(chain("b", 1)).reason is Reason.NO_ROOM
+    assert rig.core.worth_waiting()
+    rig.core.release(rig.session, lease.id)
+    assert rig.put(chain("b", 1)).reason is Reason.NONE
+
+
+def test_removed_while_leased_is_quarantined_until_the_release():
+    rig = Rig(dram=2)
+    rig.put(chain("a", 1))
+    lease, _ = rig.lease(chain("a", 1))
+    assert rig.core.remove(chain("a", 1)) == 1
+    rig.core.check()
+    assert rig.resident(chain("a", 1)) == 0
+    assert rig.core.residency.dram.statistics().quarantined_bytes == BLOCK
+    rig.put(chain("a", 1))  # the same key again: another extent, another generation
+    assert rig.core.residency.dram.arena.used_bytes == 2 * BLOCK
+    rig.core.release(rig.session, lease.id)
+    rig.core.check()
+    assert rig.core.residency.dram.arena.used_bytes == BLOCK
+
+
+def test_a_lease_is_released_once_and_only_by_its_session():
+    rig = Rig()
+    rig.put(chain("a", 1))
+    lease, _ = rig.lease(chain("a", 1))
+    with pytest.raises(StaleLease):
+        rig.core.release(rig.core.connect("other", 2), lease.id)
+    rig.core.release(rig.session, lease.id)
+    with pytest.raises(StaleLease):
+        rig.core.release(rig.session, lease.id)
+
+
+def test_read_and_write_leases_are_not_mistaken_for_each_other():
+    rig = Rig()
+    made = rig.put(chain("a", 1))
+    lease, _ = rig.lease(chain("a", 1))
+    with pytest.raises(StaleLease):
+        rig.core.write_lease(rig.session, lease.id)
+    made = rig.reserve(chain("b", 1))
+    with pytest.raises(StaleLease):
+        rig.core.release(rig.session, made.lease.id)
+
+
+def test_an_expired_reservation_frees_its_keys_at_once_and_its_bytes_after_the_writers_word():
+    rig = Rig(write_lease_s=10.0)
+    made = rig.reserve(chain("a", 1), now=0.0)
+    rig.core.tick(9.9)
+    assert rig.reserve(chain("a", 1)).statuses == bytes([Status.BUSY])
+    rig.core.tick(10.0)
+    rig.core.check()
+    assert rig.core.residency.dram.statistics().quarantined_bytes == BLOCK
+    other = rig.core.connect("other", 2)
+    again = rig.reserve(chain("a", 1), session=other)
+    assert again.statuses == bytes([Status.GRANTED])
+    assert again.lease.replicas[0].offset != made.lease.replicas[0].offset
+    with pytest.raises(StaleLease, match="expired"):
+        rig.core.write_lease(rig.session, made.lease.id)
+    assert rig.core.residency.dram.statistics().quarantined_bytes == 0
+    rig.core.check()
+
+
+def test_a_broken_connection_quarantines_and_the_processs_death_frees():
+    rig = Rig()
+    rig.put(chain("b", 1))
+    rig.reserve(chain("a", 2))
+    rig.lease(chain("b", 1))
+    rig.core.disconnect(rig.session, fenced=False)
+    rig.core.check()
+    numbers = rig.core.residency.dram.statistics()
+    assert (numbers.reserved_bytes, numbers.quarantined_bytes) == (0, 2 * BLOCK)
+    assert rig.session.gone
+    rig.core.fence(rig.session)
+    rig.core.check()
+    assert rig.core.residency.dram.statistics().quarantined_bytes == 0
+    assert rig.core.sessions == {}
+
+
+def test_a_goodbye_frees_everything_at_once():
+    rig = Rig()
+    rig.put(chain("b", 1))
+    rig.reserve(chain("a", 2))
+    rig.lease(chain("b", 1))
+    rig.core.disconnect(rig.session, fenced=True)
+    rig.core.check()
+    assert rig.core.residency.dram.arena.used_bytes == BLOCK
+    assert not rig.core.worth_waiting()
+
+
+def test_abort_frees_and_ends_the_reservation():
+    rig = Rig()
+    made = rig.reserve(chain("a", 2))
+    rig.core.abort(rig.session, made.lease.id)
+    rig.core.check()
+    assert rig.core.residency.dram.arena.used_bytes == 0
+    with pytest.raises(StaleLease):
+        rig.core.abort(rig.session, made.lease.id)
+
+
+def test_soft_pins_leave_last_and_hard_pins_never():
+    rig = Rig(dram=3)
+    for name in "abc":
+        rig.put(chain(name, 1))
+    rig.core.pin(chain("a", 1), Pin.SOFT, until=100.0)
+    rig.core.pin(chain("b", 1), Pin.HARD, until=100.0)
+    rig.put(chain("d", 1))
+    assert [rig.resident(chain(name, 1)) for name in "abcd"] == [1, 1, 0, 1]
+    rig.core.pin(chain("d", 1), Pin.HARD, until=100.0)
+    rig.put(chain("e", 1))
+    assert [rig.resident(chain(name, 1)) for name in "abde"] == [0, 1, 1, 1]
+    rig.core.pin(chain("e", 1), Pin.HARD, until=50.0)
+    assert rig.put(chain("f", 1)).reason is Reason.NO_ROOM
+    assert rig.core.worth_waiting()  # pins end
+    rig.core.tick(50.0)
+    assert rig.put(chain("f", 1)).reason is Reason.NONE
+    assert rig.resident(chain("e", 1)) == 0
+
+
+def test_unpinning_makes_a_candidate_again_and_pinning_nothing_counts_nothing():
+    rig = Rig(dram=1)
+    rig.put(chain("a", 1))
+    assert rig.core.pin(chain("a", 2), Pin.HARD, until=9.0) == 1
+    assert rig.put(chain("b", 1)).reason is Reason.NO_ROOM
+    assert rig.core.pin(chain("a", 1), Pin.NONE, until=0.0) == 1
+    rig.core.check()
+    assert rig.put(chain("b", 1)).reason is Reason.NONE
+
+
+def test_a_pin_leaves_with_its_block():
+    rig = Rig()
+    rig.put(chain("a", 1))
+    rig.core.pin(chain("a", 1), Pin.HARD, until=9.0)
+    rig.core.remove(chain("a", 1))
+    assert rig.core.residency.pins == {}
+    rig.core.tick(10.0)
+
+
+def test_soft_pins_survive_being_spared_and_released():
+    rig = Rig(dram=2)
+    rig.put(chain("a", 2))
+    rig.core.pin(chain("a", 2), Pin.SOFT, until=100.0)
+    lease, _ = rig.lease(chain("a", 2))
+    rig.core.release(rig.session, lease.id)
+    rig.core.check()
+    rig.put(chain("b", 1))
+    assert rig.resident(chain("a", 2)) == 1
+
+
+# -- two tiers -------------------------------------------------------------------------------------
+
+
+def test_a_full_dram_demotes_and_grants_when_the_write_has_ended():
+    rig = Rig(dram=2, nvme=4)
+    rig.put(chain("a", 2))
+    assert rig.put(chain("b", 1)).reason is Reason.NO_ROOM
+    assert rig.core.worth_waiting()
+    assert rig.core.residency.dram.statistics().evicting_bytes == BLOCK
+    assert rig.finish() == 1
+    assert rig.put(chain("b", 1)).reason is Reason.NONE
+    assert rig.resident(chain("a", 2)) == 2
+    assert rig.core.match(key("a", 1)) == bytes([2])  # NVMe only: the tail went first
+
+
+def test_waiting_writers_do_not_order_more_demotions_than_they_need():
+    rig = Rig(dram=4, nvme=8)
+    rig.put(chain("a", 4))
+    rig.reserve(chain("b", 1))
+    rig.reserve(chain("b", 1))
+    assert len(rig.moves()) == 1
+
+
+def test_a_hit_in_nvme_is_promoted_and_readers_share_the_move():
+    rig = Rig(dram=2, nvme=4)
+    rig.put(chain("a", 2))
+    rig.reserve(chain("b", 1))
+    rig.finish()
+    first = rig.core.lease(rig.session, chain("a", 2))
+    second = rig.core.lease(rig.session, chain("a", 2))
+    assert (first.pending, second.pending) == (1, 1)
+    (move,) = rig.moves()
+    assert move.priority is Priority.PROMOTE
+    assert rig.core.moved(move, MoveOutcome.DONE) == [first, second]
+    rig.core.check()
+    for ticket in (first, second):
+        lease, reason = rig.core.settle(ticket)
+        assert (len(lease.replicas), reason) == (2, Reason.NONE)
+    assert rig.core.match(key("a", 1)) == bytes([3])
+
+
+def test_a_clean_copy_is_dropped_at_once():
+    rig = Rig(dram=2, nvme=4)
+    test_chain = chain("a", 2)
+    rig.put(test_chain)
+    rig.reserve(chain("b", 1))
+    rig.finish()
+    ticket = rig.core.lease(rig.session, test_chain)
+    rig.finish()
+    lease, _ = rig.core.settle(ticket)
+    rig.core.release(rig.session, lease.id)
+    assert rig.put(chain("c", 1)).reason is Reason.NONE
+    assert rig.moves() == []
+
+
+def test_a_reader_during_demotion_keeps_the_dram_copy():
+    rig = Rig(dram=2, nvme=4)
+    rig.put(chain("a", 2))
+    rig.reserve(chain("b", 1))
+    (move,) = rig.moves()
+    lease, _ = rig.lease(chain("a", 2))
+    rig.core.moved(move, MoveOutcome.DONE)
+    rig.core.check()
+    assert rig.core.match(key("a", 1)) == bytes([3])
+    rig.core.release(rig.session, lease.id)
+    rig.core.check()
+
+
+def test_a_deadline_settles_with_what_is_there_and_the_move_goes_on():
+    rig = Rig(dram=3, nvme=4)
+    rig.put(chain("a", 3))
+    rig.reserve(chain("b", 1))
+    rig.finish()
+    ticket = rig.core.lease(rig.session, chain("a", 3))
+    assert not ticket.ready
+    lease, reason = rig.core.settle(ticket)
+    assert (len(lease.replicas), reason) == (2, Reason.DEADLINE)
+    (move,) = rig.moves()
+    assert rig.core.moved(move, MoveOutcome.DONE) == []
+    rig.core.check()
+    assert rig.core.match(key("a", 2)) == bytes([3])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason"),
+    [(MoveOutcome.CORRUPT, Reason.CORRUPT), (MoveOutcome.READ_FAILED, Reason.MEDIUM)],
+)
+def test_a_block_that_fails_its_promotion_is_dropped_and_the_reader_told(outcome, reason):
+    rig = Rig(dram=3, nvme=4)
+    rig.put(chain("a", 3))
+    rig.reserve(chain("b", 1))
+    rig.finish()
+    ticket = rig.core.lease(rig.session, chain("a", 3))
+    (move,) = rig.moves()
+    assert rig.core.moved(move, outcome) == [ticket]
+    lease, why = rig.core.settle(ticket)
+    assert (len(lease.replicas), why) == (2, reason)
+    rig.core.check()
+    assert rig.resident(chain("a", 3)) == 2
+    assert any(isinstance(action, Erase) for action in rig.core.residency.actions)
+
+
+def test_dram_damage_found_while_demoting_drops_the_block():
+    rig = Rig(dram=2, nvme=4)
+    rig.put(chain("a", 2))
+    rig.reserve(chain("b", 1))
+    rig.finish(MoveOutcome.CORRUPT)
+    assert rig.resident(chain("a", 2)) == 1
+    assert rig.core.residency.counters.corrupt == 1
+    assert rig.core.residency.nvme.arena.used_bytes == 0
+
+
+def test_a_failing_disk_disables_the_tier_and_dram_goes_on():
+    rig = Rig(dram=2, nvme=4)
+    rig.put(chain("a", 2))
+    rig.reserve(chain("b", 1))
+    rig.finish(MoveOutcome.WRITE_FAILED)
+    assert not rig.core.residency.nvme.writable
+    assert rig.resident(chain("a", 2)) == 2
+    assert rig.put(chain("b", 1)).reason is Reason.NONE  # by dropping a leaf, without the disk
+    assert rig.resident(chain("a", 2)) == 1
+    assert rig.moves() == []
+
+
+def test_removed_during_a_demotion_is_gone_from_both_tiers():
+    rig = Rig(dram=2, nvme=4)
+    rig.put(chain("a", 2))
+    rig.reserve(chain("b", 1))
+    (move,) = rig.moves()
+    rig.core.remove([key("a", 1)])
+    assert move.cancelled
+    rig.core.moved(move, MoveOutcome.DONE)
+    rig.core.check()
+    assert rig.resident(chain("a", 2)) == 1
+    assert rig.core.residency.nvme.arena.used_bytes == 0
+
+
+def test_removed_during_a_promotion_is_a_miss():
+    rig = Rig(dram=2, nvme=4)
+    rig.put(chain("a", 2))
+    rig.reserve(chain("b", 1))
+    rig.finish()
+    ticket = rig.core.lease(rig.session, [key("a", 1)])
+    (move,) = rig.moves()
+    rig.core.remove([key("a", 1)])
+    assert rig.core.moved(move, MoveOutcome.DONE) == [ticket]
+    assert rig.core.settle(ticket) == (None, Reason.MISS)
+    rig.core.check()
+
+
+def test_a_full_nvme_drops_leaves_and_never_a_parent_of_what_stays():
+    rig = Rig(dram=2, nvme=2)
+    for name in "abcdef":
+        while rig.put(chain(name, 2)).reason is Reason.NO_ROOM:
+            assert rig.finish()
+    rig.core.check()
+    for name in "abcdef":
+        present = list(rig.core.exists(b"".join(chain(name, 2))))
+        assert present in ([0, 0], [1, 0], [1, 1]), name
+
+
+def test_second_use_admission_drops_what_was_read_once():
+    rig = Rig(dram=1, nvme=4, demote_on_second_use=True)
+    rig.put(chain("a", 1))
+    rig.put(chain("b", 1))
+    assert rig.moves() == []
+    assert rig.resident(chain("a", 1)) == 0
+    for _ in range(2):
+        lease, _ = rig.lease(chain("b", 1))
+        rig.core.release(rig.session, lease.id)
+    assert rig.put(chain("c", 1)).reason is Reason.NO_ROOM
+    assert len(rig.moves()) == 1
+
+
+def test_the_watermark_demotes_ahead_down_to_the_low_one():
+    rig = Rig(dram=10, nvme=20, high_watermark=0.8, low_watermark=0.5)
+    rig.put(chain("a", 8))
+    rig.core.tick(0.0)
+    assert rig.moves() == []
+    rig.put(chain("b", 1))
+    rig.core.tick(0.0)
+    moves = rig.moves()
+    assert len(moves) == 4
+    assert {move.priority for move in moves} == {Priority.DEMOTE_AHEAD}
+    rig.core.tick(0.0)
+    assert rig.moves() == []  # what is on its way counts
+    for move in moves:
+        rig.core.moved(move, MoveOutcome.DONE)
+    rig.core.check()
+    assert rig.core.residency.dram.arena.used_bytes == 5 * BLOCK
+
+
+def test_without_nvme_the_watermark_drops_nothing():
+    rig = Rig(dram=4, high_watermark=0.5, low_watermark=0.5)
+    rig.put(chain("a", 4))
+    rig.core.tick(0.0)
+    assert rig.resident(chain("a", 4)) == 4
+
+
+def test_a_reader_waits_for_room_to_promote_into():
+    rig = Rig(dram=2, nvme=4)
+    rig.put(chain("a", 2))
+    rig.reserve(chain("b", 1))
+    rig.finish()
+    rig.reserve(chain("b", 1))
+    kept, _ = rig.lease([key("a", 0)])
+    assert rig.lease([key("a", 1)]) == (None, Reason.NO_ROOM)
+    rig.core.release(rig.session, kept.id)
+    assert rig.core.worth_waiting()
+
+
+def test_fragmented_space_is_opened_by_a_window_of_neighbours():
+    rig = Rig(dram=8)
+    for name in "abcdefgh":
+        rig.put(chain(name, 1))
+    for name in "bdfh":  # every other block becomes the newest
+        lease, _ = rig.lease(chain(name, 1))
+        rig.core.release(rig.session, lease.id)
+    assert rig.put(chain("z", 1), length=3 * BLOCK).reason is Reason.NONE
+    assert rig.core.residency.counters.window_evictions == 1
+    rig.core.check()
+
+
+def test_a_block_larger_than_the_tier_finds_no_room_and_evicts_nobody():
+    rig = Rig(dram=2)
+    rig.put(chain("a", 2))
+    assert rig.reserve(chain("b", 1), length=3 * BLOCK).reason is Reason.NO_ROOM
+    assert rig.resident(chain("a", 2)) == 2
+
+
+def test_condemn_spares_a_newer_generation():
+    rig = Rig()
+    rig.put(chain("a", 1))
+    generation = rig.core.index[key("a", 0)].dram.generation
+    rig.core.condemn(key("a", 0), generation + 1)
+    assert rig.resident(chain("a", 1)) == 1
+    rig.core.condemn(key("a", 0), generation)
+    assert rig.resident(chain("a", 1)) == 0
+    rig.core.condemn(key("a", 0), generation)
+
+
+def test_a_restart_rebuilds_the_chains():
+    rig = Rig(dram=2, nvme=8)
+    keys = chain("a", 3)
+    residency = rig.core.residency
+    for position, offset in ((2, 0), (0, BLOCK), (1, 2 * BLOCK)):
+        residency.adopt(keys[position], offset, BLOCK, generation=5)
+    residency.link({keys[0]: ROOT, keys[1]: keys[0], keys[2]: keys[1]})
+    rig.core.check()
+    assert [rig.core.index[k].depth for k in keys] == [0, 1, 2]
+    assert rig.resident(keys) == 3
+    assert residency.nvme.policy.pop().key == keys[2]
+
+
+def test_a_forged_cycle_of_parents_is_broken():
+    rig = Rig(dram=2, nvme=8)
+    keys = chain("a", 3)
+    for offset, k in enumerate(keys):
+        rig.core.residency.adopt(k, offset * BLOCK, BLOCK, generation=1)
+    rig.core.residency.link({keys[0]: keys[2], keys[1]: keys[0], keys[2]: keys[1]})
+    rig.core.check()
+    assert sum(rig.core.index[k].parent is None for k in keys) >= 1
+    rig.put(chain("b", 1), parent=keys[1])  # walks up to the root, and arrives
+
+
+def test_the_states_of_a_block_are_the_documented_ones():
+    rig = Rig(dram=2, nvme=2)
+    made = rig.reserve(chain("a", 2))
+    replica = made.lease.replicas[1]
+    assert replica.state is BlockState.RESERVED
+    rig.core.commit(made.lease, [True, True])
+    assert replica.state is BlockState.COMMITTED
+    rig.reserve(chain("b", 1))
+    assert replica.state is BlockState.EVICTING
+    rig.finish()
+    assert replica.state is BlockState.QUARANTINED
+    assert "quarantined" in repr(replica)
+    assert "depth=1" in repr(replica.block)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"high_watermark": 0.5, "low_watermark": 0.6},
+        {"low_watermark": 0.0},
+        {"high_watermark": 1.1},
+        {"write_lease_s": 0.0},
+    ],
+)
+def test_options_that_cannot_work_are_refused(options):
+    with pytest.raises(InvalidInput):
+        CoreOptions(**options)
+
+
+def test_keys_are_whole():
+    assert split_keys(ROOT + key("a", 1)) == (ROOT, key("a", 1))
+    with pytest.raises(InvalidInput):
+        split_keys(b"short")
