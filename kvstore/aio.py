@@ -21,7 +21,13 @@ from tiffin.messenger.wire import FrameDecoder, encode_frame
 
 from . import verbs
 from .client import ClientBase, LeasedBlocks, Slots
-from .errors import ClientClosed, DeadlineExceeded, NodeUnavailable
+from .errors import (
+    ClientClosed,
+    DeadlineExceeded,
+    NodeUnavailable,
+    ProtocolError,
+    TiffinError,
+)
 from .link import GRACE_S, handshake, raise_refusal, undo
 from .node import messages
 from .node.node import Node
@@ -187,71 +193,85 @@ class AsyncLocalLink:
             self._node.close()
 
 
-class AsyncSocketLink(asyncio.BufferedProtocol):
-    """An asyncio client of a node daemon on this host."""
+class AsyncSocketLink:
+    """An asyncio client of a node daemon on this host; connects again like `SocketLink`."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path, name: str) -> None:
+        self._path = path
+        self._name = name
         self._calls = _Calls()
-        self._decoder = FrameDecoder()
-        self._transport: asyncio.WriteTransport | None = None
-        self._memory: NDArray[np.uint8] | None = None
+        self._closed = False
+        self._connecting = asyncio.Lock()
+        self._connection: _Connection | None = None
         self._region: Region | None = None
-        self._why = "this client is closed"
-
-    @classmethod
-    async def connect(cls, path: Path, name: str) -> AsyncSocketLink:
-        """Shake hands in a worker thread, then let the loop have the socket."""
-        sock, _, region = await asyncio.to_thread(handshake, path, name)
-        loop = asyncio.get_running_loop()
-        _, link = await loop.create_unix_connection(cls, sock=sock)
-        link._memory, link._region = region.array, region
-        return link
 
     @property
     def memory(self) -> NDArray[np.uint8]:
         """The node's DRAM region as mapped here, uint8."""
-        if self._memory is None:
+        if self._closed or self._region is None:
             raise ClientClosed("this client is closed")
-        return self._memory
+        return self._region.array
+
+    async def connect(self) -> _Connection:
+        """The live connection, made if there is none: the handshake runs in a worker thread, then
+        the loop has the socket."""
+        async with self._connecting:
+            if self._closed:
+                raise ClientClosed("this client is closed")
+            if self._connection is None or self._connection.transport is None:
+                sock, _, self._region = await asyncio.to_thread(handshake, self._path, self._name)
+                loop = asyncio.get_running_loop()
+                _, self._connection = await loop.create_unix_connection(
+                    lambda: _Connection(self._path, self._calls), sock=sock
+                )
+            return self._connection
 
     async def call(self, request: messages.Request, timeout_s: float) -> messages.AnyReply:
         """See `Link.call`."""
-        transport = self._live()
+        connection = self._connection
+        if connection is None or connection.transport is None:
+            connection = await self.connect()
         self._calls.number(request)
         self._calls.expect(request)
-        transport.write(encode_frame(messages.encoder.encode(request)))
+        connection.send(request)
         return await self._calls.wait(request, timeout_s)
 
     def post(self, request: messages.Request) -> None:
         """See `Link.post`."""
-        if self._transport is not None:
+        if self._connection is not None:
             self._calls.number(request)
-            self._transport.write(encode_frame(messages.encoder.encode(request)))
+            self._connection.send(request)
 
     def close(self) -> None:
         """Say goodbye and unmap."""
-        if self._memory is None:
+        if self._closed:
             return
         self.post(messages.Goodbye(0))
-        transport, self._transport, self._memory = self._transport, None, None
-        if transport is not None:
-            transport.close()
+        self._closed = True
+        if self._connection is not None and self._connection.transport is not None:
+            self._connection.transport.close()
         if self._region is not None:
             self._region.close()
         self._calls.fail(ClientClosed("this client was closed"))
 
-    def _live(self) -> asyncio.WriteTransport:
-        if self._transport is None:
-            if self._memory is None:
-                raise ClientClosed(self._why)
-            raise NodeUnavailable(self._why)
-        return self._transport
 
-    # -- asyncio.BufferedProtocol ------------------------------------------------------------------
+class _Connection(asyncio.BufferedProtocol):
+    """One socket's life: frames out, replies to their callers."""
+
+    def __init__(self, path: Path, calls: _Calls) -> None:
+        self._path = path
+        self._calls = calls
+        self._decoder = FrameDecoder()
+        self.transport: asyncio.WriteTransport | None = None
+
+    def send(self, request: messages.Request) -> None:
+        """Write one frame; a connection that broke has released everything already."""
+        if self.transport is not None:
+            self.transport.write(encode_frame(messages.encoder.encode(request)))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The loop has the socket."""
-        self._transport = cast("asyncio.WriteTransport", transport)
+        self.transport = cast("asyncio.WriteTransport", transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the loop should put what it receives."""
@@ -263,20 +283,24 @@ class AsyncSocketLink(asyncio.BufferedProtocol):
             self._decoder.buffer_updated(nbytes)
             replies = [messages.reply_decoder.decode(body) for body in self._decoder.take()]
         except (FrameError, msgspec.DecodeError) as error:
-            self.connection_lost(error)
+            self._end(ProtocolError(f"the node at {self._path} sent garbage: {error}"))
             return
         for reply in replies:
             correction = self._calls.arrived(reply)
             if correction is not None:
-                self.post(correction)
+                self._calls.number(correction)
+                self.send(correction)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The node went away, or sent garbage."""
-        transport, self._transport = self._transport, None
+        """The node went away."""
+        why = error or "it closed the connection"
+        self._end(NodeUnavailable(f"lost the node at {self._path}: {why}"))
+
+    def _end(self, error: TiffinError) -> None:
+        transport, self.transport = self.transport, None
         if transport is not None:
-            self._why = f"lost the node: {error or 'it closed the connection'}; open another client"
             transport.close()
-        self._calls.fail(NodeUnavailable(self._why))
+            self._calls.fail(error)
 
 
 class _Opening(Generic[T]):
@@ -356,7 +380,9 @@ class AsyncClient(ClientBase):
     async def _open(cls, url: str, verify: Verify, name: str) -> AsyncClient:
         target = parse_url(url)
         if isinstance(target, Daemon):
-            return cls(await AsyncSocketLink.connect(target.path, name), verify)
+            link = AsyncSocketLink(target.path, name)
+            await link.connect()
+            return cls(link, verify)
         node = await asyncio.to_thread(Node, target.options, name=name or "embedded")
         return cls(AsyncLocalLink(node, name, owns_node=True), verify)
 

@@ -176,9 +176,7 @@ class ClientBase:
 
     def __init__(self, link: Any, verify: str) -> None:
         self._link = link
-        self._access: Access | None = Access(
-            link.memory, verbs.check_verify(verify), random.Random()
-        )
+        self._access: Access | None = Access(link, verbs.check_verify(verify), random.Random())
 
     def _reach(self, verify: str | None = None) -> Access:
         """How to read now, perhaps with another policy; raises ClientClosed."""
@@ -186,7 +184,7 @@ class ClientBase:
             raise ClientClosed("this client is closed; open another")
         if verify is None:
             return self._access
-        return Access(self._access.memory, verbs.check_verify(verify), self._access.dice)
+        return Access(self._link, verbs.check_verify(verify), self._access.dice)
 
 
 class Client(ClientBase):
@@ -195,14 +193,21 @@ class Client(ClientBase):
     _link: Link
 
     @classmethod
-    def open(cls, url: str, *, verify: Verify = "always", name: str = "") -> Client:
+    def open(
+        cls, url: str, *, verify: Verify = "always", name: str = "", populate: bool = False
+    ) -> Client:
         """Open the node that `url` names (docs/client.md lists the forms).
 
         `verify`: "always" (the default), "sampled" or "off"; each get may choose another.
+        `populate`: fill the page tables now, 0.2 s per GiB of the node's DRAM; for long-lived
+        processes such as engines, whose first touches would otherwise be slow.
         Raises InvalidInput, NodeUnavailable, VersionMismatch, TierUnavailable.
         """
         verbs.check_verify(verify)
-        return cls(open_link(url, name), verify)
+        link = open_link(url, name)
+        if populate and isinstance(link, SocketLink):
+            link.populate()
+        return cls(link, verify)
 
     @classmethod
     def attach(cls, node: Node, *, verify: Verify = "always", name: str = "") -> Client:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from tiffin.messenger import local
 
@@ -109,13 +109,26 @@ class PutResult:
         return self.reason is None and not self.busy and not self.refused
 
 
+class HasMemory(Protocol):
+    """The part of a link that verbs see."""
+
+    @property
+    def memory(self) -> Bytes:
+        """The node's DRAM region, uint8. Raises ClientClosed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a client reads: its region, and how much it distrusts it."""
+    """How a client reads: its link's region, and how much it distrusts it."""
 
-    memory: Bytes
+    link: HasMemory
     verify: Verify
     dice: random.Random
+
+    @property
+    def memory(self) -> Bytes:
+        """The region now: another one after the link has connected again."""
+        return self.link.memory
 
     def checks_payload(self) -> bool:
         """Whether to verify the payload of the next block."""
@@ -128,7 +141,7 @@ def check_verify(verify: str) -> Verify:
     """`verify` if it is a policy; raises InvalidInput."""
     if verify not in VERIFY:
         raise InvalidInput(f"verify={verify!r}; choose one of {', '.join(VERIFY)}")
-    return cast("Verify", verify)
+    return verify
 
 
 # -- looking ---------------------------------------------------------------------------------------
@@ -435,7 +448,8 @@ def _reserve(prefix: Prefix, deadline: float) -> Verb[messages.Reserved]:
     request = messages.Reserve(
         0, _keys(prefix), prefix.parent, prefix.start, prefix.schema.extent_bytes, left_s
     )
-    return (yield Call(request, left_s))
+    reply: messages.Reserved = yield Call(request, left_s)
+    return reply
 
 
 def _slots(prefix: Prefix, access: Access, reply: messages.Reserved) -> list[Slot]:

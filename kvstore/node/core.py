@@ -102,7 +102,8 @@ class NodeCore:
         self.residency = Residency(dram, nvme, demote_on_second_use=options.demote_on_second_use)
         self.index = self.residency.index
         self.sessions: dict[int, Session] = {}
-        self._ids = count(1)
+        # Lease ids start where generations do, so that an id from before a restart names nothing.
+        self._ids = count(first_generation)
         self._generations = count(first_generation)
         self._write_leases: dict[int, Lease] = {}
 

@@ -93,12 +93,9 @@ class Node:
         self.dram = DramTier(
             options.dram_bytes, hugepages=options.hugepages, prefault=options.prefault
         )
-        self.nvme: NvmeTier | None = None
+        self.nvme = self._open_nvme(options)
         nvme_space = None
-        if options.nvme_path is not None:
-            self.nvme = NvmeTier(
-                options.nvme_path, options.nvme_bytes, queue_depth=options.nvme_queue_depth
-            )
+        if self.nvme is not None:
             nvme_space = TierSpace(TierName.NVME, self.nvme.arena, make_policy(options.policy))
         self.core = NodeCore(
             TierSpace(TierName.DRAM, self.dram.arena, policy),
@@ -131,6 +128,17 @@ class Node:
         self._hurry = threading.Event()
         self._ticker = threading.Thread(target=self._tick_forever, name="tiffin-tick", daemon=True)
         self._ticker.start()
+
+    def _open_nvme(self, options: NodeOptions) -> NvmeTier | None:
+        if options.nvme_path is None:
+            return None
+        try:
+            return NvmeTier(
+                options.nvme_path, options.nvme_bytes, queue_depth=options.nvme_queue_depth
+            )
+        except TiffinError:
+            self.dram.close()
+            raise
 
     def _adopt(self) -> None:
         """Take over what the NVMe tier still holds from before."""

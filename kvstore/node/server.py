@@ -79,6 +79,9 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._pidfd = _pidfd(sock, pid)
             self._server.connections.add(self)
+            if self._pidfd is not None:
+                # A socket can outlive its process, in a child that inherited it.
+                self._server.loop.add_reader(self._pidfd, self.hang_up)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the loop should put what it receives."""
@@ -112,6 +115,8 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = None
         session, self._session = self._session, None
         pidfd, self._pidfd = self._pidfd, None
+        if pidfd is not None:
+            self._server.loop.remove_reader(pidfd)
         if session is None:
             _close(pidfd)
         elif self._polite or pidfd is None or _exited(pidfd):
@@ -178,7 +183,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
 
     def hang_up(self) -> None:
-        """It was too slow."""
+        """It was too slow, or its process is dead."""
         if self._transport is not None:
             self._transport.abort()
 
