@@ -243,35 +243,43 @@ class NodeCore:
     def lease(self, session: Session, keys: Sequence[bytes]) -> Ticket:
         """Hold the leading resident blocks of `keys`, promoting those that are only in NVMe.
 
-        The ticket is `ready` at once if nothing had to move; else when its moves have ended
-        (`moved`), and `settle` makes a lease of it at any time.
+        The ticket is `ready` at once if nothing had to move. Else it becomes so when its moves
+        have ended (`moved`) and, if it was `blocked`, room was found (`advance`); `settle` makes a
+        lease of it at any time.
         """
-        residency, ticket = self.residency, Ticket(session)
-        for key in keys:
+        ticket = Ticket(session, keys)
+        self.advance(ticket)
+        return ticket
+
+    def advance(self, ticket: Ticket) -> None:
+        """Go on with a ticket's keys until the first that is missing or finds no room."""
+        residency = self.residency
+        ticket.blocked = False
+        for key in ticket.keys[len(ticket.replicas) :]:
             block = self.index.get(key)
             if block is None:
                 ticket.reason = Reason.BUSY if key in residency.writing else Reason.MISS
-                break
+                return
             replica = block.dram
-            if replica is None:
+            if replica is not None:
+                residency.hold(replica)
+                residency.counters.dram_hits += 1
+                residency.counters.dram_hit_bytes += replica.length
+            else:
                 move = residency.promote(block)
                 if move is None:
                     ticket.reason = Reason.NO_ROOM
-                    break
+                    ticket.blocked = True
+                    return
                 replica = move.target
                 replica.holds += 1
                 move.tickets.append(ticket)
                 ticket.pending += 1
                 residency.counters.nvme_hits += 1
                 residency.counters.nvme_hit_bytes += replica.length
-            else:
-                residency.hold(replica)
-                residency.counters.dram_hits += 1
-                residency.counters.dram_hit_bytes += replica.length
             block.uses += 1
             ticket.replicas.append(replica)
-        residency.counters.misses += len(keys) - len(ticket.replicas)
-        return ticket
+        ticket.reason = Reason.NONE
 
     def settle(
         self, ticket: Ticket, reason: Reason = Reason.DEADLINE
@@ -281,6 +289,7 @@ class NodeCore:
         `reason` explains blocks that are still on their way.
         """
         ticket.abandoned = True
+        self.residency.counters.misses += len(ticket.keys) - len(ticket.replicas)
         ready = 0
         for replica in ticket.replicas:
             if replica.state not in (BlockState.COMMITTED, BlockState.EVICTING):
@@ -379,6 +388,7 @@ class NodeCore:
             ticket.pending -= 1
             if move.target.state is BlockState.QUARANTINED and not ticket.abandoned:
                 ticket.reason = _WHY.get(outcome, Reason.MEDIUM)
+                ticket.blocked = False  # what comes behind it would not help
             if ticket.ready and not ticket.abandoned:
                 ready.append(ticket)
         return ready

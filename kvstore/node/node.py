@@ -290,22 +290,16 @@ class Node:
         reply(messages.Done(request.id))
 
     def _lease(self, session: Session, request: messages.Lease, reply: ReplyTo) -> None:
-        keys = split_keys(request.keys)
+        ticket = self.core.lease(session, split_keys(request.keys))
+        self._tickets[ticket] = _now() + request.timeout_s, request.id, reply
+        if ticket.ready or request.timeout_s <= 0:
+            self._settle(ticket)
+        else:
+            self._hurry.set()
 
-        def attempt(final: bool) -> bool:
-            ticket = self.core.lease(session, keys)
-            if ticket.reason is Reason.NO_ROOM and not ticket.replicas and not final:
-                return False
-            if ticket.ready:
-                self._settle(ticket, request.id, reply)
-            else:
-                self._tickets[ticket] = _now() + request.timeout_s, request.id, reply
-                self._hurry.set()
-            return True
-
-        self._attempt(session, request.timeout_s, attempt)
-
-    def _settle(self, ticket: Ticket, request_id: int, reply: ReplyTo) -> None:
+    def _settle(self, ticket: Ticket) -> None:
+        """Answer a read request with what is there now."""
+        _, request_id, reply = self._tickets.pop(ticket)
         lease, reason = self.core.settle(ticket)
         replicas = lease.replicas if lease else []
         reply(
@@ -368,11 +362,14 @@ class Node:
         self._hurry.set()
 
     def _after(self) -> None:
-        """Do what the core ordered, then let waiting requests try again."""
+        """Do what the core ordered, then let waiting requests go on: readers before writers."""
         self._act()
-        while self._parked:
-            if not self._parked[0].attempt(not self.core.worth_waiting()):
-                break
+        for ticket in [ticket for ticket in self._tickets if ticket.blocked]:
+            self.core.advance(ticket)
+            self._act()
+            if ticket.ready or not self.core.worth_waiting():
+                self._settle(ticket)
+        while self._parked and self._parked[0].attempt(not self.core.worth_waiting()):
             self._parked.popleft()
             self._act()
         self._act()
@@ -399,8 +396,7 @@ class Node:
     def _moved(self, move: Move, outcome: MoveOutcome) -> None:
         with self._lock:
             for ticket in self.core.moved(move, outcome):
-                _, request_id, reply = self._tickets.pop(ticket)
-                self._settle(ticket, request_id, reply)
+                self._settle(ticket)
             self._after()
 
     def _tick_forever(self) -> None:
@@ -416,10 +412,8 @@ class Node:
         for parked in [p for p in self._parked if p.deadline <= now]:
             self._parked.remove(parked)
             parked.attempt(True)
-        for ticket, (deadline, request_id, reply) in list(self._tickets.items()):
-            if deadline <= now:
-                del self._tickets[ticket]
-                self._settle(ticket, request_id, reply)
+        for ticket in [t for t, waiting in self._tickets.items() if waiting[0] <= now]:
+            self._settle(ticket)
         self._after()
         deadlines = [p.deadline for p in self._parked] + [t[0] for t in self._tickets.values()]
         return max(0.0, min(TICK_S, min(deadlines, default=math.inf) - now))

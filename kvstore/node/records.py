@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from ..block import BlockState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..tiers.base import TierName
 
 # Bits of `Block.where`, and of the byte per block that `match` returns.
@@ -188,18 +190,23 @@ class Session:
 
 
 class Ticket:
-    """A read request on its way to a lease: some replicas held, some still being promoted."""
+    """A read request on its way to a lease: some of `keys` held, some still being promoted.
 
-    __slots__ = ("abandoned", "pending", "reason", "replicas", "session")
+    `replicas[i]` is for `keys[i]`; `blocked` while the next one waits for room in DRAM.
+    """
 
-    def __init__(self, session: Session) -> None:
+    __slots__ = ("abandoned", "blocked", "keys", "pending", "reason", "replicas", "session")
+
+    def __init__(self, session: Session, keys: Sequence[bytes]) -> None:
         self.session = session
+        self.keys = keys
         self.replicas: list[Replica] = []
         self.pending = 0
+        self.blocked = False
         self.reason = Reason.NONE
         self.abandoned = False
 
     @property
     def ready(self) -> bool:
         """True when nothing is on its way any more."""
-        return self.pending == 0
+        return self.pending == 0 and not self.blocked

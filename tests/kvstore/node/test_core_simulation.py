@@ -130,6 +130,11 @@ class Simulation:
         ticket = self.core.lease(process.session, keys)
         self.tickets.append((process, keys, ticket))
 
+    def advance(self, process: Process) -> None:
+        for _, _, ticket in self.tickets:
+            if ticket.blocked:
+                self.core.advance(ticket)
+
     def settle(self, process: Process) -> None:
         if self.tickets:
             self.finish_ticket(self.random.randrange(len(self.tickets)))
@@ -246,8 +251,9 @@ class Simulation:
     def run(self, steps: int) -> None:
         verbs = {
             self.reserve: 12, self.write: 6, self.commit: 12, self.abort: 2, self.read: 14,
-            self.settle: 4, self.release: 12, self.pin: 2, self.remove: 2, self.stop_or_wake: 2,
-            self.kill: 3, self.break_connection: 1, self.scribble_of_the_stopped: 3,
+            self.settle: 4, self.advance: 6, self.release: 12, self.pin: 2, self.remove: 2,
+            self.stop_or_wake: 2, self.kill: 3, self.break_connection: 1,
+            self.scribble_of_the_stopped: 3,
             self.time_passes: 5, self.finish_move: 14,
         }  # fmt: skip
         choices = self.random.choices(list(verbs), list(verbs.values()), k=steps)

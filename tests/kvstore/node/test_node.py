@@ -1,0 +1,266 @@
+"""The node's shell over real tiers: moves, failing disks, damaged slabs, what a restart keeps."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from kvsupport import assert_right, payloads_of, wait_until
+
+from tiffin.kvstore import Client, KVSchema
+from tiffin.kvstore.errors import TierUnavailable
+from tiffin.kvstore.node import messages
+from tiffin.kvstore.node.node import Node, NodeOptions
+from tiffin.kvstore.tiers.nvme import NvmeTier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tiffin.kvstore.arena import Extent
+
+SCHEMA = KVSchema.gqa(
+    model="node-test", layers=2, kv_heads=2, head_dim=16, dtype="float32", block_tokens=32
+)
+DRAM_BLOCKS, NVME_BLOCKS = 6, 24
+
+
+def prefix_of(seed: int, blocks: int) -> Any:
+    tokens = np.random.default_rng(seed).integers(0, 1000, blocks * SCHEMA.block_tokens)
+    return SCHEMA.prefix(tokens)
+
+
+def open_node(path: Path, dram_blocks: int = DRAM_BLOCKS) -> Node:
+    options = NodeOptions(
+        dram_bytes=dram_blocks * SCHEMA.extent_bytes,
+        nvme_path=path,
+        nvme_bytes=NVME_BLOCKS * SCHEMA.extent_bytes,
+    )
+    return Node(options)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = open_node(tmp_path)
+    yield node
+    node.check()
+    node.close()
+
+
+@pytest.fixture
+def client(node: Node) -> Iterator[Client]:
+    with Client.attach(node) as client:
+        yield client
+
+
+def refuse(code: int) -> Callable[..., int]:
+    def call(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+def settled(node: Node) -> bool:
+    numbers = node.statistics()
+    evicting = numbers["tiers"]["dram"]["evicting_bytes"]
+    return not (evicting or numbers["queued_moves"] or numbers["waiting_requests"])
+
+
+def settle(node: Node) -> None:
+    wait_until(lambda: settled(node), "moves to end")
+
+
+def test_what_overflows_dram_comes_back_from_nvme(node: Node, client: Client) -> None:
+    prefixes = [prefix_of(seed, 4) for seed in range(4)]
+    for prefix in prefixes:
+        assert client.put(prefix, payloads_of(prefix)).complete
+    for prefix in prefixes:
+        with client.get(prefix) as blocks:
+            assert blocks.complete, blocks
+            assert_right(blocks, prefix)
+    counters = node.statistics()["counters"]
+    assert counters["demotions"] > 0
+    assert counters["promotions"] > 0
+    assert counters["corrupt"] == 0
+
+
+def test_a_prefix_longer_than_dram_is_read_in_windows(node: Node, client: Client) -> None:
+    prefix = prefix_of(1, 3 * DRAM_BLOCKS)
+    assert client.put(prefix, payloads_of(prefix)).complete
+    out = np.zeros((len(prefix), SCHEMA.block_bytes), np.uint8)
+    assert client.get(prefix, into=out).complete
+    assert np.array_equal(out, np.stack(payloads_of(prefix)))
+    with client.get(prefix) as blocks:  # views must all be in DRAM at once
+        assert 0 < len(blocks) <= DRAM_BLOCKS
+        assert blocks.reason == "no_room"
+        assert_right(blocks, prefix)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_disk_that_refuses_writes_costs_the_tier_and_not_the_node(
+    node: Node, client: Client, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(os, "pwritev", refuse(code))
+    for seed in range(4):
+        client.put(prefix_of(seed, 4), payloads_of(prefix_of(seed, 4)))
+        settle(node)
+    assert not node.statistics()["tiers"]["nvme"]["writable"]
+    last = prefix_of(9, 4)
+    assert client.put(last, payloads_of(last)).complete
+    with client.get(last) as blocks:
+        assert blocks.complete
+        assert_right(blocks, last)
+
+
+def test_a_disk_that_refuses_reads_costs_the_blocks_on_it(
+    node: Node, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = prefix_of(1, 5), prefix_of(2, 5)
+    for prefix in (first, second):
+        client.put(prefix, payloads_of(prefix))
+    settle(node)
+    monkeypatch.setattr(os, "preadv", refuse(errno.EIO))
+    with client.get(first) as blocks:
+        assert_right(blocks, first)
+        assert blocks.reason == "medium"
+    assert node.statistics()["counters"]["medium_errors"] > 0
+    with client.get(second) as blocks:
+        assert_right(blocks, second)
+
+
+def test_a_restart_keeps_what_nvme_had(tmp_path: Path) -> None:
+    prefix = prefix_of(3, 16)
+    node = open_node(tmp_path)
+    with Client.attach(node) as client:
+        client.put(prefix, payloads_of(prefix))
+        settle(node)
+        on_disk = [bool(block.where & 2) for block in map(node.core.index.get, prefix.keys)]
+    node.close()
+    assert sum(on_disk) >= len(prefix) - DRAM_BLOCKS
+    node = open_node(tmp_path)
+    with Client.attach(node) as client:
+        assert client.exists(prefix) == on_disk
+        node.check()
+    node.close()
+
+
+def test_of_two_extents_with_one_key_the_newer_is_kept(tmp_path: Path) -> None:
+    prefix = prefix_of(3, 1)
+    with NvmeTier(tmp_path, NVME_BLOCKS * SCHEMA.extent_bytes) as tier:
+        for generation, fill in ((7, 1), (9, 2), (8, 3)):
+            extent = tier.reserve(SCHEMA.extent_bytes)
+            write_block(tier, extent, prefix, generation, np.full(SCHEMA.block_bytes, fill))
+    node = open_node(tmp_path)
+    with Client.attach(node) as client:
+        with client.get(prefix) as blocks:
+            assert blocks[0].generation == 9
+            assert set(blocks[0].bytes.tolist()) == {2}
+        node.check()
+        numbers = node.statistics()["tiers"]["nvme"]
+        assert numbers["committed_bytes"] == SCHEMA.extent_bytes
+    node.close()
+    with NvmeTier(tmp_path, NVME_BLOCKS * SCHEMA.extent_bytes) as tier:
+        assert len(list(tier.scan())) == 1
+
+
+def write_block(tier: NvmeTier, extent: Extent, prefix: Any, generation: int, payload: Any) -> None:
+    from tiffin.kvstore.block import pack_header
+    from tiffin.messenger.local import hash_segments
+
+    data = payload.astype(np.uint8)
+    header = np.zeros(SCHEMA.header_bytes, np.uint8)
+    pack_header(
+        header,
+        key=prefix.keys[0],
+        parent=prefix.parent,
+        schema_fingerprint=prefix.schema_fingerprint,
+        namespace_fingerprint=prefix.namespace_fingerprint,
+        generation=generation,
+        payload_bytes=SCHEMA.block_bytes,
+        extent_offset=extent.offset,
+        extent_bytes=extent.length,
+        tokens=prefix.token_bytes(0),
+        segment_bytes=[segment.length for segment in SCHEMA.segments],
+        checksums=hash_segments(data, [(s.offset, s.length) for s in SCHEMA.segments]),
+    )
+    tier.write(extent, SCHEMA.header_bytes, data)
+    tier.commit(extent, header)
+
+
+def test_a_scan_that_fails_halfway_starts_a_node_that_writes_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scan(self: NvmeTier) -> Iterator[Any]:
+        raise TierUnavailable("bad sector")
+        yield
+
+    monkeypatch.setattr(NvmeTier, "scan", scan)
+    node = open_node(tmp_path)
+    with Client.attach(node) as client:
+        prefix = prefix_of(1, 4)
+        assert client.put(prefix, payloads_of(prefix)).complete
+        assert not node.statistics()["tiers"]["nvme"]["writable"]
+    node.close()
+
+
+def test_a_lying_reader_cannot_have_a_healthy_block_dropped(node: Node, client: Client) -> None:
+    prefix = prefix_of(1, 1)
+    client.put(prefix, payloads_of(prefix))
+    generation = node.core.index[prefix.keys[0]].dram.generation
+    replies: list[Any] = []
+    session = node.connect("liar", 1)
+    node.submit(session, messages.Report(1, prefix.keys[0], generation), replies.append)
+    node.submit(session, messages.Report(2, prefix.keys[0], generation + 1), replies.append)
+    node.submit(session, messages.Report(3, bytes(16), generation), replies.append)
+    assert [reply.count for reply in replies] == [0, 0, 0]
+    assert client.match(prefix).blocks == 1
+
+
+def test_damage_in_dram_stops_at_the_demotion(node: Node, client: Client) -> None:
+    prefix = prefix_of(1, DRAM_BLOCKS)
+    client.put(prefix, payloads_of(prefix))
+    settle(node)
+    victims = [block.dram for block in map(node.core.index.get, prefix.keys) if block.where == 1]
+    for victim in victims:
+        node.dram.region.array[victim.offset + SCHEMA.header_bytes + 5] ^= 1
+    other = prefix_of(2, DRAM_BLOCKS)
+    client.put(other, payloads_of(other))
+    settle(node)
+    assert node.statistics()["counters"]["corrupt"] > 0
+    with client.get(prefix) as blocks:
+        assert_right(blocks, prefix)
+
+
+def test_erase_that_fails_is_only_a_warning(
+    node: Node, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = prefix_of(1, 10)
+    client.put(prefix, payloads_of(prefix))
+    settle(node)
+
+    def erase(extent: Extent) -> None:
+        raise TierUnavailable("no")
+
+    monkeypatch.setattr(node.nvme, "erase", erase)
+    assert client.remove(prefix) == len(prefix)
+    assert client.match(prefix).blocks == 0
+
+
+def test_requests_that_are_not_for_a_node_are_refused(node: Node) -> None:
+    replies: list[Any] = []
+    session = node.connect("odd", 1)
+    node.submit(session, messages.Goodbye(5), replies.append)
+    assert (replies[0].id, replies[0].error) == (5, "InvalidInput")
+
+
+def test_closing_twice_is_fine_and_a_bad_disk_frees_the_dram(tmp_path: Path) -> None:
+    node = open_node(tmp_path)
+    node.close()
+    node.close()
+    holder = open_node(tmp_path)
+    with pytest.raises(TierUnavailable):
+        open_node(tmp_path)  # one node per directory
+    holder.close()
