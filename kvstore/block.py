@@ -292,11 +292,9 @@ class HeaderShape:
 
         `names` is key, parent, schema fingerprint and namespace fingerprint, joined (64 bytes).
         """
+        place = _PLACE.pack(generation, self.payload_bytes, extent_offset)
         return (
-            raw[_SUMMED_FROM:_GENERATION_OFFSET] == names
-            and raw[_GENERATION_OFFSET:_COUNTS_OFFSET]
-            == _PLACE.pack(generation, self.payload_bytes, extent_offset)
-            and raw[_COUNTS_OFFSET:_FIXED_BYTES] == self._constant
+            raw[_SUMMED_FROM:_FIXED_BYTES] == names + place + self._constant
             and raw[self._tokens_offset : self._tokens_end] == tokens
             and raw.startswith(MAGIC)
         )

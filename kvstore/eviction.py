@@ -166,6 +166,24 @@ class LRU(EvictionPolicy[E]):
         super().__init__()
         self._queue: OrderedDict[E, None] = OrderedDict()
 
+    # A lease of 16 blocks is 16 discards and 16 adds, so the default policy spells them out: 0.2 us
+    # each instead of 0.6.
+
+    def add(self, entry: E) -> None:
+        """See `EvictionPolicy.add`."""
+        if self._spared:
+            self._spared.pop(entry, None)
+        if entry.visits < VISITS_MAX:
+            entry.visits += 1
+        self._queue[entry] = None
+        self._queue.move_to_end(entry)
+
+    def discard(self, entry: E) -> None:
+        """See `EvictionPolicy.discard`."""
+        self._queue.pop(entry, None)
+        if self._spared:
+            self._spared.pop(entry, None)
+
     def _insert(self, entry: E) -> None:
         self._queue[entry] = None
 

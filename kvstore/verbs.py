@@ -82,11 +82,19 @@ Verb = Generator[Step, Any, T]
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """How much of a prefix is resident: leading `blocks`, their `tokens`, and where each is."""
+    """How much of a prefix is resident: leading `blocks`, and the `tokens` they cover.
+
+    `where` has one byte per block, the tiers that hold it (bit 0: DRAM, bit 1: NVMe).
+    """
 
     blocks: int
     tokens: int
-    tiers: tuple[TierName, ...]
+    where: bytes = b""
+
+    @property
+    def tiers(self) -> tuple[TierName, ...]:
+        """The fastest tier of each block."""
+        return tuple(TierName.DRAM if w & IN_DRAM else TierName.NVME for w in self.where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +158,10 @@ def check_verify(verify: str) -> Verify:
 def match(prefix: Prefix, timeout_s: float) -> Verb[Hit]:
     """How many leading blocks are resident."""
     if not len(prefix):
-        return Hit(0, 0, ())
+        return Hit(0, 0)
     reply = yield Call(messages.Match(0, _keys(prefix)), timeout_s)
     where = reply.flags
-    return Hit(len(where), len(where) * prefix.schema.block_tokens, tuple(map(_tier_of, where)))
-
-
-def _tier_of(where: int) -> TierName:
-    return TierName.DRAM if where & IN_DRAM else TierName.NVME
+    return Hit(len(where), len(where) * prefix.schema.block_tokens, where)
 
 
 def exists(prefix: Prefix, timeout_s: float) -> Verb[list[bool]]:

@@ -253,7 +253,7 @@ class NodeCore:
 
     def advance(self, ticket: Ticket) -> None:
         """Go on with a ticket's keys until the first that is missing or finds no room."""
-        residency = self.residency
+        residency, counters, dram = self.residency, self.residency.counters, self.residency.dram
         ticket.blocked = False
         for key in ticket.keys[len(ticket.replicas) :]:
             block = self.index.get(key)
@@ -262,9 +262,11 @@ class NodeCore:
                 return
             replica = block.dram
             if replica is not None:
-                residency.hold(replica)
-                residency.counters.dram_hits += 1
-                residency.counters.dram_hit_bytes += replica.length
+                if replica.holds == 0:  # `hold`, spelled out: the hot path of every get
+                    dram.withdraw(replica)
+                replica.holds += 1
+                counters.dram_hits += 1
+                counters.dram_hit_bytes += replica.length
             else:
                 move = residency.promote(block)
                 if move is None:
@@ -275,8 +277,8 @@ class NodeCore:
                 replica.holds += 1
                 move.tickets.append(ticket)
                 ticket.pending += 1
-                residency.counters.nvme_hits += 1
-                residency.counters.nvme_hit_bytes += replica.length
+                counters.nvme_hits += 1
+                counters.nvme_hit_bytes += replica.length
             block.uses += 1
             ticket.replicas.append(replica)
         ticket.reason = Reason.NONE
@@ -339,12 +341,12 @@ class NodeCore:
         return pinned
 
     def _set_pin(self, block: Block, pin: Pin) -> None:
+        candidates = [replica for replica in block.replicas() if replica.holds == 0]
+        for replica in candidates:
+            self.residency.space(replica.tier).withdraw(replica)
         block.pin = pin
-        for replica in block.replicas():
-            if replica.holds == 0:
-                space = self.residency.space(replica.tier)
-                space.withdraw(replica)
-                space.offer(replica)
+        for replica in candidates:
+            self.residency.space(replica.tier).offer(replica)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """Forget the resident ones of `keys`, pinned or not; returns how many there were.

@@ -115,8 +115,10 @@ class TierSpace:
 
     def withdraw(self, replica: Replica) -> None:
         """It is held, hard pinned or gone: no candidate any more."""
-        self.policy.discard(replica)
-        self.soft.pop(replica, None)
+        if replica.block.pin is Pin.SOFT:
+            self.soft.pop(replica, None)
+        else:
+            self.policy.discard(replica)
 
     def victims(self) -> Iterator[Replica]:
         """Candidates in eviction order, each removed as it is given; soft pins come last.
