@@ -28,7 +28,7 @@ from .errors import (
     ProtocolError,
     TiffinError,
 )
-from .link import GRACE_S, handshake, raise_refusal, undo
+from .link import GRACE_S, HANDSHAKE_S, Answer, handshake, open_links, raise_refusal, undo
 from .node import messages
 from .node.node import Node
 from .node.records import Pin
@@ -58,7 +58,7 @@ class AsyncLink(Protocol):
     def memory(self) -> NDArray[np.uint8]:
         """The node's DRAM region, uint8."""
 
-    async def call(self, request: messages.Request, timeout_s: float) -> messages.AnyReply:
+    async def call(self, request: messages.Request, timeout_s: float) -> Answer:
         """One request, one reply."""
 
     def post(self, request: messages.Request) -> None:
@@ -110,14 +110,24 @@ class _Calls:
     def number(self, request: messages.Request) -> None:
         request.id = next(self._ids)
 
-    async def wait(self, request: messages.Request, timeout_s: float) -> messages.AnyReply:
-        """The reply to `request`, which was numbered and is being sent."""
+    async def wait(
+        self,
+        request: messages.Request,
+        timeout_s: float,
+        give_back: Callable[[messages.AnyReply], None],
+    ) -> messages.AnyReply:
+        """The reply to `request`, which was numbered and is being sent. `give_back` gets a reply
+        that its caller does not."""
         future = self._waiting[request.id]
         try:
             async with asyncio.timeout(timeout_s + GRACE_S):
                 return raise_refusal(await future)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"no answer within {timeout_s} s") from error
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                give_back(future.result())  # it came in the same moment
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(f"no answer within {timeout_s} s") from error
+            raise
         finally:
             self._waiting.pop(request.id, None)
 
@@ -158,14 +168,14 @@ class AsyncLocalLink:
             raise ClientClosed("this client is closed")
         return self._memory
 
-    async def call(self, request: messages.Request, timeout_s: float) -> messages.AnyReply:
+    async def call(self, request: messages.Request, timeout_s: float) -> Answer:
         """See `Link.call`."""
         if self._memory is None:
             raise ClientClosed("this client is closed")
         self._calls.number(request)
         self._calls.expect(request)
         self._node.submit(self._session, request, self._reply)
-        return await self._calls.wait(request, timeout_s)
+        return Answer(await self._calls.wait(request, timeout_s, self._undo), self.memory)
 
     def post(self, request: messages.Request) -> None:
         """See `Link.post`."""
@@ -180,6 +190,11 @@ class AsyncLocalLink:
 
     def _arrived(self, reply: messages.AnyReply) -> None:
         correction = self._calls.arrived(reply)
+        if correction is not None:
+            self.post(correction)
+
+    def _undo(self, reply: messages.AnyReply) -> None:
+        correction = undo(reply)
         if correction is not None:
             self.post(correction)
 
@@ -204,6 +219,7 @@ class AsyncSocketLink:
         self._connecting = asyncio.Lock()
         self._connection: _Connection | None = None
         self._region: Region | None = None
+        open_links.add(self)
 
     @property
     def memory(self) -> NDArray[np.uint8]:
@@ -212,35 +228,55 @@ class AsyncSocketLink:
             raise ClientClosed("this client is closed")
         return self._region.array
 
-    async def connect(self) -> _Connection:
+    def populate(self) -> None:
+        """See `SocketLink.populate`."""
+        if self._region is not None:
+            self._region.populate()
+
+    def forget(self) -> None:
+        """See `SocketLink.forget`; the loop itself does not survive a fork either."""
+        self._closed = True
+
+    async def connect(self, timeout_s: float = HANDSHAKE_S) -> _Connection:
         """The live connection, made if there is none: the handshake runs in a worker thread, then
         the loop has the socket."""
         async with self._connecting:
             if self._closed:
                 raise ClientClosed("this client is closed")
             if self._connection is None or self._connection.transport is None:
-                sock, _, self._region = await asyncio.to_thread(handshake, self._path, self._name)
+                sock, _, region = await asyncio.to_thread(
+                    handshake, self._path, self._name, timeout_s
+                )
+                if self._region is not None:
+                    self._region.close()  # of the node that went away; views of it stay valid
+                self._region = region
                 loop = asyncio.get_running_loop()
                 _, self._connection = await loop.create_unix_connection(
                     lambda: _Connection(self._path, self._calls), sock=sock
                 )
             return self._connection
 
-    async def call(self, request: messages.Request, timeout_s: float) -> messages.AnyReply:
+    async def call(self, request: messages.Request, timeout_s: float) -> Answer:
         """See `Link.call`."""
         connection = self._connection
         if connection is None or connection.transport is None:
-            connection = await self.connect()
+            connection = await self.connect(timeout_s + GRACE_S)
         self._calls.number(request)
         self._calls.expect(request)
+        memory = self.memory  # of this connection, whatever happens while we wait
         connection.send(request)
-        return await self._calls.wait(request, timeout_s)
+        return Answer(await self._calls.wait(request, timeout_s, self._undo), memory)
 
     def post(self, request: messages.Request) -> None:
         """See `Link.post`."""
         if self._connection is not None:
             self._calls.number(request)
             self._connection.send(request)
+
+    def _undo(self, reply: messages.AnyReply) -> None:
+        correction = undo(reply)
+        if correction is not None:
+            self.post(correction)
 
     def close(self) -> None:
         """Say goodbye and unmap."""
@@ -368,20 +404,26 @@ class AsyncSlots(Slots):
 class AsyncClient(ClientBase):
     """Asyncio client; `async with AsyncClient.open(url) as client`. Verbs as in `Client`."""
 
-    _link: AsyncLink
+    def __init__(self, link: AsyncLink, verify: str) -> None:
+        super().__init__(verify)
+        self._link = link
 
     @classmethod
-    def open(cls, url: str, *, verify: Verify = "always", name: str = "") -> _Opening[AsyncClient]:
-        """Open the node that `url` names; await it, or enter it. Errors as in `Client.open`."""
+    def open(
+        cls, url: str, *, verify: Verify = "always", name: str = "", populate: bool = False
+    ) -> _Opening[AsyncClient]:
+        """Open the node that `url` names; await it, or enter it. As `Client.open`."""
         verbs.check_verify(verify)
-        return _Opening(cls._open(url, verify, name))
+        return _Opening(cls._open(url, verify, verbs.check_name(name), populate))
 
     @classmethod
-    async def _open(cls, url: str, verify: Verify, name: str) -> AsyncClient:
+    async def _open(cls, url: str, verify: Verify, name: str, populate: bool) -> AsyncClient:
         target = parse_url(url)
         if isinstance(target, Daemon):
             link = AsyncSocketLink(target.path, name)
             await link.connect()
+            if populate:
+                await asyncio.to_thread(link.populate)
             return cls(link, verify)
         node = await asyncio.to_thread(Node, target.options, name=name or "embedded")
         return cls(AsyncLocalLink(node, name, owns_node=True), verify)
@@ -393,13 +435,11 @@ class AsyncClient(ClientBase):
 
     async def match(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hit:
         """See `Client.match`."""
-        self._reach()
-        return await drive(verbs.match(prefix, timeout_s), self._link)
+        return await drive(verbs.match(prefix, self._check(timeout_s)), self._link)
 
     async def exists(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
         """See `Client.exists`."""
-        self._reach()
-        return await drive(verbs.exists(prefix, timeout_s), self._link)
+        return await drive(verbs.exists(prefix, self._check(timeout_s)), self._link)
 
     def get(
         self,
@@ -414,16 +454,14 @@ class AsyncClient(ClientBase):
         """See `Client.get`; await it, or enter it with `async with`."""
 
         async def run() -> AsyncBlocks:
-            access = self._reach(verify)
+            self._check(timeout_s)
+            access = self._reading(verify)
             if into is None:
-                blocks, lease = await drive(
-                    verbs.get(prefix, access, layers, heads, timeout_s), self._link
-                )
+                found = verbs.get(prefix, access, layers, heads, timeout_s)
+                blocks, lease = await drive(found, self._link)
                 return AsyncBlocks(blocks, lease, self._link)  # type: ignore[arg-type]
-            copied = await drive(
-                verbs.get_into(prefix, access, into, layers, heads, timeout_s), self._link
-            )
-            return AsyncBlocks(copied, 0, None)
+            copied = verbs.get_into(prefix, access, into, layers, heads, timeout_s)
+            return AsyncBlocks(await drive(copied, self._link), 0, None)
 
         return _Opening(run())
 
@@ -431,7 +469,9 @@ class AsyncClient(ClientBase):
         self, prefix: Prefix, payloads: Sequence[Any], *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> PutResult:
         """See `Client.put`."""
-        return await drive(verbs.put(prefix, payloads, self._reach(), timeout_s), self._link)
+        self._check(timeout_s)
+        verb = verbs.put(prefix, payloads, self._link.memory.nbytes, timeout_s)
+        return await drive(verb, self._link)
 
     def reserve(
         self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -439,9 +479,8 @@ class AsyncClient(ClientBase):
         """See `Client.reserve`; await it, or enter it with `async with`."""
 
         async def run() -> AsyncSlots:
-            slots, lease, reason = await drive(
-                verbs.reserve(prefix, self._reach(), timeout_s), self._link
-            )
+            verb = verbs.reserve(prefix, self._check(timeout_s))
+            slots, lease, reason = await drive(verb, self._link)
             return AsyncSlots(prefix, slots, lease, reason, self._link)  # type: ignore[arg-type]
 
         return _Opening(run())
@@ -455,24 +494,20 @@ class AsyncClient(ClientBase):
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> int:
         """See `Client.pin`."""
-        self._reach()
         level = Pin.HARD if hard else Pin.SOFT
-        return await drive(verbs.pin(prefix, level, ttl_s, timeout_s), self._link)
+        return await drive(verbs.pin(prefix, level, ttl_s, self._check(timeout_s)), self._link)
 
     async def unpin(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """See `Client.unpin`."""
-        self._reach()
-        return await drive(verbs.pin(prefix, Pin.NONE, None, timeout_s), self._link)
+        return await drive(verbs.pin(prefix, Pin.NONE, None, self._check(timeout_s)), self._link)
 
     async def remove(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """See `Client.remove`."""
-        self._reach()
-        return await drive(verbs.remove(prefix, timeout_s), self._link)
+        return await drive(verbs.remove(prefix, self._check(timeout_s)), self._link)
 
     async def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """See `Client.statistics`."""
-        self._reach()
-        return await drive(verbs.statistics(timeout_s), self._link)
+        return await drive(verbs.statistics(self._check(timeout_s)), self._link)
 
     async def close(self) -> None:
         """See `Client.close`."""

@@ -69,7 +69,12 @@ def select(
 def _hashable(chosen: LayerRange | HeadRange | None) -> Any:
     if isinstance(chosen, slice | range):
         return ("step", chosen.start, chosen.stop, chosen.step)
-    return tuple(chosen) if isinstance(chosen, list) else chosen
+    chosen = tuple(chosen) if isinstance(chosen, list) else chosen
+    try:
+        hash(chosen)
+    except TypeError as error:
+        raise SchemaError(f"{chosen!r} selects no layers or heads") from error
+    return chosen
 
 
 def _original(chosen: Any) -> Any:

@@ -104,12 +104,16 @@ def node(
     demote_on_second_use: Annotated[
         bool, typer.Option(help="Write a block to NVMe only if it was read twice.")
     ] = False,
+    flush_s: Annotated[
+        float, typer.Option(help="Seconds that a stop may take to write DRAM back to NVMe.")
+    ] = 30.0,
     name: Annotated[str, typer.Option(help="Shown in `tiffin status`.")] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run a node: the daemon whose memory the processes of this host share.
 
-    It stops on Ctrl-C or SIGTERM. What is in NVMe is there again at the next start.
+    It stops on Ctrl-C or SIGTERM, after writing back to NVMe what was only in DRAM. What is in
+    NVMe is there again at the next start, also after a kill.
 
     **Examples**
 
@@ -126,6 +130,7 @@ def node(
         policy=policy,
         hugepages=hugepages,
         prefault=prefault,
+        flush_s=flush_s,
         core=CoreOptions(high_watermark, low_watermark, write_lease_s, demote_on_second_use),
     )
     with contextlib.suppress(KeyboardInterrupt):
@@ -203,19 +208,22 @@ def status_table(numbers: dict[str, Any]) -> Group:
 def _tiers_table(numbers: dict[str, Any]) -> Table:
     title = f"{numbers['node']}: {numbers['blocks']} blocks, up {numbers['uptime_s']:.0f} s"
     table = Table(title=title, title_justify="left")
-    columns = ("capacity", "committed", "reserved", "quarantined", "free", "largest free")
     table.add_column("tier")
-    for column in columns:
-        table.add_column(column, justify="right")
-    table.add_column("blocks", justify="right")
-    table.add_column("state")
-    for name, tier in numbers["tiers"].items():
-        sizes = [format_bytes(tier[column.replace(" ", "_") + "_bytes"]) for column in columns]
-        state = "ok" if tier["healthy"] and tier["writable"] else "[red]takes no more blocks[/]"
-        if name == "nvme" and not tier["direct_io"]:
-            state += " (buffered)"
-        table.add_row(name, *sizes, str(tier["blocks"]), state)
+    tiers = numbers["tiers"]
+    for name in tiers:
+        table.add_column(name, justify="right")
+    for row in ("capacity", "committed", "reserved", "quarantined", "free", "largest free"):
+        field = row.replace(" ", "_") + "_bytes"
+        table.add_row(row, *(format_bytes(tier[field]) for tier in tiers.values()))
+    table.add_row("blocks", *(str(tier["blocks"]) for tier in tiers.values()))
+    table.add_row("state", *(_tier_state(name, tier) for name, tier in tiers.items()))
     return table
+
+
+def _tier_state(name: str, tier: dict[str, Any]) -> str:
+    if not (tier["healthy"] and tier["writable"]):
+        return "[red]takes no more blocks[/]"
+    return "ok, buffered I/O" if name == "nvme" and not tier["direct_io"] else "ok"
 
 
 def _counters_table(numbers: dict[str, Any]) -> Table:
@@ -230,9 +238,8 @@ def _counters_table(numbers: dict[str, Any]) -> Table:
         "from DRAM": f"{counters['dram_hits']} ({format_bytes(counters['dram_hit_bytes'])})",
         "from NVMe": f"{counters['nvme_hits']} ({format_bytes(counters['nvme_hit_bytes'])})",
         "stored": f"{counters['commits']} ({format_bytes(counters['commit_bytes'])})",
-        "evicted / demoted / promoted": "{evictions} / {demotions} / {promotions}".format(
-            **counters
-        ),
+        "evicted / demoted": "{evictions} / {demotions}".format(**counters),
+        "promoted / written back": "{promotions} / {write_backs}".format(**counters),
         "corrupt / medium errors": "{corrupt} / {medium_errors}".format(**counters),
         "writes aborted / expired": "{aborts} / {expired}".format(**counters),
         "waiting requests / queued moves": f"{numbers['waiting_requests']} / "

@@ -172,25 +172,31 @@ class Slots(Sequence[Slot]):
 
 
 class ClientBase:
-    """What both clients keep: the link's memory and the verification policy."""
+    """What both clients keep: whether they are open, and the verification policy."""
 
-    def __init__(self, link: Any, verify: str) -> None:
-        self._link = link
-        self._access: Access | None = Access(link, verbs.check_verify(verify), random.Random())
+    def __init__(self, verify: str) -> None:
+        self._access: Access | None = Access(verbs.check_verify(verify), random.Random())
 
-    def _reach(self, verify: str | None = None) -> Access:
-        """How to read now, perhaps with another policy; raises ClientClosed."""
+    def _check(self, timeout_s: float) -> float:
+        """`timeout_s`, if this client may be used with it; raises ClientClosed, InvalidInput."""
         if self._access is None:
             raise ClientClosed("this client is closed; open another")
+        return verbs.check_timeout(timeout_s)
+
+    def _reading(self, verify: str | None) -> Access:
+        """How to read, perhaps with another policy than the client's."""
+        assert self._access is not None
         if verify is None:
             return self._access
-        return Access(self._link, verbs.check_verify(verify), self._access.dice)
+        return Access(verbs.check_verify(verify), self._access.dice)
 
 
 class Client(ClientBase):
     """Synchronous client. Open it with `Client.open(url)`; it is a context manager."""
 
-    _link: Link
+    def __init__(self, link: Link, verify: str) -> None:
+        super().__init__(verify)
+        self._link = link
 
     @classmethod
     def open(
@@ -204,7 +210,7 @@ class Client(ClientBase):
         Raises InvalidInput, NodeUnavailable, VersionMismatch, TierUnavailable.
         """
         verbs.check_verify(verify)
-        link = open_link(url, name)
+        link = open_link(url, verbs.check_name(name))
         if populate and isinstance(link, SocketLink):
             link.populate()
         return cls(link, verify)
@@ -216,13 +222,11 @@ class Client(ClientBase):
 
     def match(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hit:
         """How many leading blocks are resident. Stops at the first that is missing."""
-        self._reach()
-        return drive(verbs.match(prefix, timeout_s), self._link)
+        return drive(verbs.match(prefix, self._check(timeout_s)), self._link)
 
     def exists(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
         """Which blocks are resident, each on its own."""
-        self._reach()
-        return drive(verbs.exists(prefix, timeout_s), self._link)
+        return drive(verbs.exists(prefix, self._check(timeout_s)), self._link)
 
     def get(
         self,
@@ -237,15 +241,16 @@ class Client(ClientBase):
         """The leading blocks of `prefix`: leased views into the pool, or copies.
 
         `into`: one writable buffer per block, or one for all. `layers`, `heads`: only these
-        (half-open); buffers then hold just that range, packed. Never takes longer than `timeout_s`:
-        what could not be served by then is in `missing`, with the reason.
+        (half-open); buffers then hold just that range, packed. Waits no longer than `timeout_s` for
+        the node; what it could not serve by then is in `missing`, with the reason.
         """
-        access = self._reach(verify)
+        self._check(timeout_s)
+        access = self._reading(verify)
         if into is None:
-            blocks, lease = drive(verbs.get(prefix, access, layers, heads, timeout_s), self._link)
-            return LeasedBlocks(blocks, lease, self._link)
-        copied = drive(verbs.get_into(prefix, access, into, layers, heads, timeout_s), self._link)
-        return LeasedBlocks(copied, 0, None)
+            found = verbs.get(prefix, access, layers, heads, timeout_s)
+            return LeasedBlocks(*drive(found, self._link), self._link)
+        copied = verbs.get_into(prefix, access, into, layers, heads, timeout_s)
+        return LeasedBlocks(drive(copied, self._link), 0, None)
 
     def put(
         self, prefix: Prefix, payloads: Sequence[Any], *, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -254,15 +259,17 @@ class Client(ClientBase):
 
         Returns what became of each block: no room within `timeout_s` is a result, not an error.
         """
-        return drive(verbs.put(prefix, payloads, self._reach(), timeout_s), self._link)
+        self._check(timeout_s)
+        verb = verbs.put(prefix, payloads, self._link.memory.nbytes, timeout_s)
+        return drive(verb, self._link)
 
     def reserve(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Slots:
         """Slots for the blocks that are not resident, to be written in place.
 
         Raises NoRoom when not even the first could be had within `timeout_s`.
         """
-        slots, lease, reason = drive(verbs.reserve(prefix, self._reach(), timeout_s), self._link)
-        return Slots(prefix, slots, lease, reason, self._link)
+        verb = verbs.reserve(prefix, self._check(timeout_s))
+        return Slots(prefix, *drive(verb, self._link), self._link)
 
     def pin(
         self,
@@ -276,25 +283,21 @@ class Client(ClientBase):
 
         Returns how many were resident.
         """
-        self._reach()
         level = Pin.HARD if hard else Pin.SOFT
-        return drive(verbs.pin(prefix, level, ttl_s, timeout_s), self._link)
+        return drive(verbs.pin(prefix, level, ttl_s, self._check(timeout_s)), self._link)
 
     def unpin(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Take pins back; returns how many blocks were resident."""
-        self._reach()
-        return drive(verbs.pin(prefix, Pin.NONE, None, timeout_s), self._link)
+        return drive(verbs.pin(prefix, Pin.NONE, None, self._check(timeout_s)), self._link)
 
     def remove(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Forget the resident blocks, pinned or not; returns how many there were. Readers that hold
         a lease keep their bytes."""
-        self._reach()
-        return drive(verbs.remove(prefix, timeout_s), self._link)
+        return drive(verbs.remove(prefix, self._check(timeout_s)), self._link)
 
     def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """The node's tiers, counters and sessions."""
-        self._reach()
-        return drive(verbs.statistics(timeout_s), self._link)
+        return drive(verbs.statistics(self._check(timeout_s)), self._link)
 
     def close(self) -> None:
         """Release everything this client holds. Views it handed out must not be used after."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import struct
 import threading
 import time
 import weakref
 from itertools import count
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -34,6 +35,7 @@ from .errors import (
 from .node import messages
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     import numpy as np
@@ -41,21 +43,31 @@ if TYPE_CHECKING:
 
     from .node.node import Node
 
+    Bytes = NDArray[np.uint8]
+
 log = logging.getLogger(__name__)
 
 # A node answers parked requests at their deadline; this much later the node itself is late.
 GRACE_S = 0.25
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 HANDSHAKE_S = 10.0
+
+
+class Answer(NamedTuple):
+    """A reply, and the region its offsets are for: after a reconnect, another one."""
+
+    reply: Any
+    memory: Bytes
 
 
 class Link(Protocol):
     """What the verbs need of a connection."""
 
     @property
-    def memory(self) -> NDArray[np.uint8]:
+    def memory(self) -> Bytes:
         """The node's DRAM region, uint8."""
 
-    def call(self, request: messages.Request, timeout_s: float) -> messages.AnyReply:
+    def call(self, request: messages.Request, timeout_s: float) -> Answer:
         """One request, one reply. Raises what the node refused with, DeadlineExceeded,
         NodeUnavailable, ClientClosed."""
 
@@ -85,14 +97,15 @@ def undo(reply: messages.AnyReply) -> messages.Request | None:
     return None
 
 
-class _Answer:
+class _Arrival:
     """Where the reply of one embedded call arrives, perhaps from another thread."""
 
-    __slots__ = ("_arrived", "_lock", "late", "reply")
+    __slots__ = ("_arrived", "_late", "_lock", "_too_late", "reply")
 
-    def __init__(self) -> None:
+    def __init__(self, too_late: Callable[[messages.AnyReply], None]) -> None:
         self.reply: messages.AnyReply | None = None
-        self.late = False
+        self._too_late = too_late
+        self._late = False
         self._lock = threading.Lock()
         self._arrived = threading.Lock()
         self._arrived.acquire()
@@ -100,13 +113,16 @@ class _Answer:
     def put(self, reply: messages.AnyReply) -> None:
         with self._lock:
             self.reply = reply
+            late = self._late
         self._arrived.release()
+        if late:
+            self._too_late(reply)
 
     def wait(self, timeout_s: float) -> messages.AnyReply | None:
         if self.reply is None:
             self._arrived.acquire(timeout=timeout_s)
         with self._lock:
-            self.late = self.reply is None
+            self._late = self.reply is None
             return self.reply
 
 
@@ -119,26 +135,32 @@ class LocalLink:
         self._session = node.connect(name, os.getpid())
         self._ids = count(1)
         self._closed = False
-        self._memory: NDArray[np.uint8] | None = node.dram.region.array
+        self._memory: Bytes | None = node.dram.region.array
 
     @property
-    def memory(self) -> NDArray[np.uint8]:
+    def memory(self) -> Bytes:
         """The node's DRAM region, uint8."""
         if self._memory is None:
             raise ClientClosed("this client is closed")
         return self._memory
 
-    def call(self, request: messages.Request, timeout_s: float) -> messages.AnyReply:
+    def call(self, request: messages.Request, timeout_s: float) -> Answer:
         """See `Link.call`."""
         if self._closed:
             raise ClientClosed("this client is closed")
         request.id = next(self._ids)
-        answer = _Answer()
-        self._node.submit(self._session, request, answer.put)
-        reply = answer.wait(timeout_s + GRACE_S)
+        arrival = _Arrival(self._undo)
+        self._node.submit(self._session, request, arrival.put)
+        reply = arrival.wait(timeout_s + GRACE_S)
         if reply is None:
             raise DeadlineExceeded(f"no answer within {timeout_s} s")
-        return raise_refusal(reply)
+        return Answer(raise_refusal(reply), self.memory)
+
+    def _undo(self, reply: messages.AnyReply) -> None:
+        correction = undo(reply)
+        if correction is not None:
+            # In a thread of its own: this one is inside the node's call.
+            threading.Thread(target=self.post, args=(correction,), daemon=True).start()
 
     def post(self, request: messages.Request) -> None:
         """See `Link.post`."""
@@ -177,18 +199,21 @@ class SocketLink:
         self._lock = threading.Lock()
         self._closed = False
         self._socket: socket.socket | None = None
+        self._region: Region | None = None
+        self._memory: Bytes | None = None
         self._connect(HANDSHAKE_S)
-        _open_links.add(self)
+        open_links.add(self)
 
-    def _connect(self, timeout_s: float) -> socket.socket:
+    def _connect(self, timeout_s: float) -> None:
+        sock, _, region = handshake(self._path, self._name, timeout_s)
+        if self._region is not None:
+            self._region.close()  # of the node that went away; views of it stay valid
         self._decoder = FrameDecoder()
         self._ready: list[messages.AnyReply] = []
-        self._socket, _, self._region = handshake(self._path, self._name, timeout_s)
-        self._memory: NDArray[np.uint8] | None = self._region.array
-        return self._socket
+        self._socket, self._region, self._memory = sock, region, region.array
 
     @property
-    def memory(self) -> NDArray[np.uint8]:
+    def memory(self) -> Bytes:
         """The node's DRAM region as mapped here, uint8."""
         if self._memory is None:
             raise ClientClosed(_CLOSED)
@@ -197,15 +222,21 @@ class SocketLink:
     def populate(self) -> None:
         """Fill this process's page tables for the whole region: about 0.2 s per GiB, once, instead
         of a page fault at each first touch of 4 KiB."""
-        self._region.populate()
+        if self._region is not None:
+            self._region.populate()
 
-    def call(self, request: messages.Request, timeout_s: float) -> messages.AnyReply:
+    def call(self, request: messages.Request, timeout_s: float) -> Answer:
         """See `Link.call`."""
         deadline = time.monotonic() + timeout_s + GRACE_S
-        with self._lock:
+        if not self._lock.acquire(timeout=timeout_s + GRACE_S):
+            raise DeadlineExceeded("calls of other threads took all the time; open one client each")
+        try:
             if self._socket is None and not self._closed:
                 self._connect(_remaining_s(deadline))
-            return raise_refusal(self._receive(self._send(request, deadline), deadline))
+            reply = raise_refusal(self._receive(self._send(request, deadline), deadline))
+            return Answer(reply, self.memory)
+        finally:
+            self._lock.release()
 
     def post(self, request: messages.Request) -> None:
         """See `Link.post`. A connection that broke has released everything already; the reply is
@@ -223,7 +254,8 @@ class SocketLink:
                 return
             self._closed = True
             sock, self._socket, self._memory = self._socket, None, None
-            self._region.close()
+            if self._region is not None:
+                self._region.close()
             if sock is None:
                 return
             with sock:
@@ -300,11 +332,11 @@ class SocketLink:
 
 
 _CLOSED = "this client is closed (a forked child has to open its own)"
-_open_links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
+open_links: weakref.WeakSet[Any] = weakref.WeakSet()  # both clients', for `_forget_all`
 
 
 def _forget_all() -> None:
-    for link in list(_open_links):
+    for link in list(open_links):
         link.forget()
 
 
@@ -322,18 +354,27 @@ def handshake(
     try:
         sock.settimeout(timeout_s)
         sock.connect(str(path))
+        _check_owner(sock, path)
         hello = messages.Hello(0, messages.PROTOCOL_VERSION, name, os.getpid())
         sock.sendall(encode_frame(messages.encoder.encode(hello)))
-        data, descriptors, _, _ = socket.recv_fds(sock, 65536, 1)
+        data, descriptors, _, _ = socket.recv_fds(sock, 65536, 1, socket.MSG_CMSG_CLOEXEC)
         return sock, *_welcome(path, data, descriptors)
+    except TiffinError:
+        sock.close()
+        raise
     except OSError as error:
         sock.close()
         raise NodeUnavailable(
             f"no node answers at {path}: {error}. Start one with: tiffin node --socket {path}"
         ) from error
-    except TiffinError:
-        sock.close()
-        raise
+
+
+def _check_owner(sock: socket.socket, path: Path) -> None:
+    """Whoever listens there serves our KV: it has to be this user, or root."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    if uid not in (0, os.getuid()):
+        raise NodeUnavailable(f"the node at {path} runs as another user (id {uid}); not trusted")
 
 
 def _welcome(path: Path, data: bytes, descriptors: list[int]) -> tuple[messages.Welcome, Region]:

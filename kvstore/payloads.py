@@ -35,6 +35,8 @@ def _flat(data: Any, what: str) -> tuple[Bytes, str]:
         raise InvalidInput(f"{what} is not a buffer of bytes: {error}") from error
     if not array.flags.c_contiguous:
         raise InvalidInput(f"{what} has gaps (not C-contiguous); pass numpy.ascontiguousarray")
+    if array.dtype.hasobject or not array.dtype.isnative:
+        raise InvalidInput(f"{what} has dtype {array.dtype.str}; pass numbers in native byte order")
     return array.reshape(-1).view(np.uint8), array.dtype.name
 
 
@@ -54,6 +56,8 @@ def payload_views(schema: KVSchema, payloads: Sequence[Any], count: int) -> list
 
     Raises InvalidInput for a wrong number of payloads and SchemaError for a wrong size or dtype.
     """
+    if not hasattr(payloads, "__len__") or not hasattr(payloads, "__getitem__"):
+        raise InvalidInput(f"payloads are a sequence, one per block, not {type(payloads).__name__}")
     if len(payloads) != count:
         raise InvalidInput(
             f"{len(payloads)} payloads for {count} blocks: pass one per full block of "

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from .errors import InvalidInput
 from .node.core import CoreOptions
@@ -46,7 +46,7 @@ def default_socket() -> Path:
 
 def parse_url(url: str) -> Embedded | Daemon:
     """What `Client.open` should open. Raises InvalidInput, which says what would work."""
-    parts = urlsplit(url)
+    parts = _split(url)
     if parts.scheme == "embedded":
         return Embedded(_node_options(parts.query))
     if parts.scheme == "unix":
@@ -65,6 +65,15 @@ def parse_url(url: str) -> Embedded | Daemon:
     )
 
 
+def _split(url: str) -> SplitResult:
+    if not isinstance(url, str) or "\0" in unquote(url):
+        raise InvalidInput(f"{url!r} is not a Tiffin URL; it is text without null bytes")
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise InvalidInput(f"{url!r} is not a URL: {error}") from error
+
+
 def parse_nvme(text: str) -> tuple[Path, int]:
     """`/path:100GiB` -> the directory and its bytes."""
     path, colon, size = text.rpartition(":")
@@ -79,6 +88,12 @@ def _flag(text: str) -> bool:
     raise InvalidInput(f"{text!r} is neither true nor false")
 
 
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise InvalidInput(f"{text!r} is not a whole number")
+    return int(text)
+
+
 def _number(text: str) -> float:
     try:
         return float(text)
@@ -91,7 +106,8 @@ _NODE: dict[str, tuple[str, Callable[[str], object]]] = {
     "policy": ("policy", str),
     "hugepages": ("hugepages", _flag),
     "prefault": ("prefault", _flag),
-    "nvme_queue_depth": ("nvme_queue_depth", lambda text: int(_number(text))),
+    "nvme_queue_depth": ("nvme_queue_depth", _count),
+    "flush_s": ("flush_s", _number),
 }
 _CORE: dict[str, tuple[str, Callable[[str], object]]] = {
     "high_watermark": ("high_watermark", _number),

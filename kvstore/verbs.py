@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from tiffin.messenger import local
 
@@ -117,32 +117,32 @@ class PutResult:
         return self.reason is None and not self.busy and not self.refused
 
 
-class HasMemory(Protocol):
-    """The part of a link that verbs see."""
-
-    @property
-    def memory(self) -> Bytes:
-        """The node's DRAM region, uint8. Raises ClientClosed."""
-
-
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a client reads: its link's region, and how much it distrusts it."""
+    """How much a client distrusts the pool's memory."""
 
-    link: HasMemory
     verify: Verify
     dice: random.Random
-
-    @property
-    def memory(self) -> Bytes:
-        """The region now: another one after the link has connected again."""
-        return self.link.memory
 
     def checks_payload(self) -> bool:
         """Whether to verify the payload of the next block."""
         if self.verify == "sampled":
             return self.dice.randrange(SAMPLE_BLOCKS) == 0
         return self.verify == "always"
+
+
+def check_timeout(timeout_s: float) -> float:
+    """`timeout_s` if a node takes it; raises InvalidInput."""
+    if not 0 <= timeout_s <= messages.TIMEOUT_S_MAX:
+        raise InvalidInput(f"timeout_s={timeout_s}; it must be from 0 to {messages.TIMEOUT_S_MAX}")
+    return timeout_s
+
+
+def check_name(name: str) -> str:
+    """`name` if a node takes it; raises InvalidInput."""
+    if len(name) > messages.NAME_MAX:
+        raise InvalidInput(f"a client's name has at most {messages.NAME_MAX} characters")
+    return name
 
 
 def check_verify(verify: str) -> Verify:
@@ -159,7 +159,7 @@ def match(prefix: Prefix, timeout_s: float) -> Verb[Hit]:
     """How many leading blocks are resident."""
     if not len(prefix):
         return Hit(0, 0)
-    reply = yield Call(messages.Match(0, _keys(prefix)), timeout_s)
+    reply, _ = yield Call(messages.Match(0, _keys(prefix)), timeout_s)
     where = reply.flags
     return Hit(len(where), len(where) * prefix.schema.block_tokens, where)
 
@@ -168,7 +168,7 @@ def exists(prefix: Prefix, timeout_s: float) -> Verb[list[bool]]:
     """Which blocks are resident, each on its own."""
     if not len(prefix):
         return []
-    reply = yield Call(messages.Exists(0, _keys(prefix)), timeout_s)
+    reply, _ = yield Call(messages.Exists(0, _keys(prefix)), timeout_s)
     return [bool(flag) for flag in reply.flags]
 
 
@@ -179,7 +179,7 @@ def pin(prefix: Prefix, level: int, ttl_s: float | None, timeout_s: float) -> Ve
     if not len(prefix):
         return 0
     request = messages.Pin(0, _keys(prefix), level, ttl_s or FOREVER_S)
-    reply = yield Call(request, timeout_s)
+    reply, _ = yield Call(request, timeout_s)
     return int(reply.count)
 
 
@@ -187,13 +187,13 @@ def remove(prefix: Prefix, timeout_s: float) -> Verb[int]:
     """Forget the resident blocks."""
     if not len(prefix):
         return 0
-    reply = yield Call(messages.Remove(0, _keys(prefix)), timeout_s)
+    reply, _ = yield Call(messages.Remove(0, _keys(prefix)), timeout_s)
     return int(reply.count)
 
 
 def statistics(timeout_s: float) -> Verb[dict[str, Any]]:
     """The node's numbers."""
-    reply = yield Call(messages.Statistics(0), timeout_s)
+    reply, _ = yield Call(messages.Statistics(0), timeout_s)
     return cast("dict[str, Any]", reply.numbers)
 
 
@@ -256,8 +256,8 @@ def get(
     selection = select(prefix.schema, layers, heads)
     if not len(prefix):
         return Blocks(prefix, 0, None, _no_block), 0
-    reply = yield Call(messages.Lease(0, _keys(prefix), timeout_s), timeout_s)
-    leased = Leased(prefix, access.memory, reply)
+    reply, memory = yield Call(messages.Lease(0, _keys(prefix), timeout_s), timeout_s)
+    leased = Leased(prefix, memory, reply)
     try:
         good = yield from _checked(leased, access, selection, [])
     except BaseException:
@@ -289,8 +289,8 @@ def get_into(
         done = len(generations)
         rest = prefix[done:]
         left_s = max(0.0, deadline - time.monotonic())
-        reply = yield Call(messages.Lease(0, _keys(rest), left_s), left_s)
-        leased = Leased(rest, access.memory, reply)
+        reply, memory = yield Call(messages.Lease(0, _keys(rest), left_s), left_s)
+        leased = Leased(rest, memory, reply)
         try:
             good = yield from _checked(leased, access, selection, targets[done:])
         finally:
@@ -365,19 +365,18 @@ def _copy(
 
 
 def put(
-    prefix: Prefix, payloads: Sequence[Any], access: Access, timeout_s: float
+    prefix: Prefix, payloads: Sequence[Any], region_bytes: int, timeout_s: float
 ) -> Verb[PutResult]:
     """Copy payloads in, checksums computed on the way; resident blocks are skipped."""
     schema = prefix.schema
     views = payload_views(schema, payloads, len(prefix))
     deadline = time.monotonic() + timeout_s
-    at_once = max(1, access.memory.nbytes // PUT_SHARE // schema.extent_bytes)
+    at_once = max(1, region_bytes // PUT_SHARE // schema.extent_bytes)
     outcome: dict[str, list[int]] = {"stored": [], "resident": [], "busy": [], "refused": []}
     position, reason = 0, None
     while position < len(prefix):
         part = prefix[position : position + at_once]
-        reply = yield from _reserve(part, deadline)
-        slots = _slots(part, access, reply)
+        reply, slots = yield from _reserve(part, deadline)
         sources = [views[position + slot.index] for slot in slots]
         stored = yield from _filled(part, reply.lease, slots, sources)
         _note(outcome, position, reply.statuses, stored)
@@ -398,7 +397,7 @@ def _filled(part: Prefix, lease: int, slots: list[Slot], sources: list[Bytes]) -
     except BaseException:
         yield Post(messages.Abort(0, lease))
         raise
-    reply = yield Call(messages.Commit(0, lease), DEFAULT_TIMEOUT_S)
+    reply, _ = yield Call(messages.Commit(0, lease), DEFAULT_TIMEOUT_S)
     return [bool(flag) for flag in reply.flags]
 
 
@@ -418,17 +417,17 @@ def _note(
             outcome["resident" if status == Status.RESIDENT else "busy"].append(index)
 
 
-def reserve(prefix: Prefix, access: Access, timeout_s: float) -> Verb[tuple[list[Slot], int, str]]:
+def reserve(prefix: Prefix, timeout_s: float) -> Verb[tuple[list[Slot], int, str]]:
     """Slots for the blocks that are not resident, their lease, and why there are not more ("")."""
     if not len(prefix):
         return [], 0, ""
-    reply = yield from _reserve(prefix, time.monotonic() + timeout_s)
+    reply, slots = yield from _reserve(prefix, time.monotonic() + timeout_s)
     if not reply.statuses:
         raise NoRoom(
             f"no room for a block of {prefix.schema.extent_bytes} bytes within {timeout_s} s: "
             "everything else is leased, pinned, being written, or an ancestor of this block"
         )
-    return _slots(prefix, access, reply), reply.lease, _why(reply.reason) or ""
+    return slots, reply.lease, _why(reply.reason) or ""
 
 
 def commit(prefix: Prefix, slots: Sequence[Slot], lease: int) -> Verb[list[bool]]:
@@ -443,27 +442,24 @@ def commit(prefix: Prefix, slots: Sequence[Slot], lease: int) -> Verb[list[bool]
         yield Post(messages.Abort(0, lease))
         raise
     skip = [i for i, slot in enumerate(slots) if slot.skipped]
-    reply = yield Call(messages.Commit(0, lease, skip), DEFAULT_TIMEOUT_S)
+    reply, _ = yield Call(messages.Commit(0, lease, skip), DEFAULT_TIMEOUT_S)
     return [bool(flag) for flag in reply.flags]
 
 
-def _reserve(prefix: Prefix, deadline: float) -> Verb[messages.Reserved]:
+def _reserve(prefix: Prefix, deadline: float) -> Verb[tuple[messages.Reserved, list[Slot]]]:
+    """The node's answer, and the slots that it granted."""
     left_s = max(0.0, deadline - time.monotonic())
     request = messages.Reserve(
         0, _keys(prefix), prefix.parent, prefix.start, prefix.schema.extent_bytes, left_s
     )
-    reply: messages.Reserved = yield Call(request, left_s)
-    return reply
-
-
-def _slots(prefix: Prefix, access: Access, reply: messages.Reserved) -> list[Slot]:
-    selection = select(prefix.schema)
+    reply, memory = yield Call(request, left_s)
     granted = [i for i, status in enumerate(reply.statuses) if status == Status.GRANTED]
-    size = prefix.schema.extent_bytes
-    return [
-        Slot(access.memory[offset : offset + size], selection, index, offset, generation)
+    selection, size = select(prefix.schema), prefix.schema.extent_bytes
+    slots = [
+        Slot(memory[offset : offset + size], selection, index, offset, generation)
         for index, offset, generation in zip(granted, reply.offsets, reply.generations, strict=True)
     ]
+    return reply, slots
 
 
 def _seal_in_place(prefix: Prefix, slot: Slot) -> None:

@@ -178,9 +178,10 @@ class PrefixCache:
         with self.client.get(prefix, timeout_s=self.timeout_s) as blocks:
             reason = blocks.reason
             loaded = self._copies(list(blocks)) if len(blocks) else []
-        # Outside the lease, and layer by layer: the cache concatenates, which copies once more.
-        for index, kv in enumerate(loaded):
-            cache.update(kv[0], kv[1], index)
+        for layer, kv in zip(cache.layers, loaded, strict=False):  # none if nothing was found
+            # Appending to an empty layer would copy it all; an empty append only sets the layer up.
+            layer.update(kv[0, :, :, :0], kv[1, :, :, :0])
+            layer.keys, layer.values = kv[0], kv[1]
         return None if reason == "miss" else reason
 
     def _copies(self, blocks: list[Block]) -> list[Any]:

@@ -115,16 +115,19 @@ class NodeCore:
         self.sessions[session.id] = session
         return session
 
-    def disconnect(self, session: Session, *, fenced: bool) -> None:
+    def disconnect(self, session: Session, *, fenced: bool) -> bool:
         """Its connection ended. `fenced`: it said goodbye, or its process is dead.
 
-        Otherwise its reservations are cancelled and all its extents wait for `fence`.
+        Otherwise its reservations are cancelled and all its extents wait for `fence`. Returns
+        whether the session has ended: one that held nothing has, whatever its process does.
         """
         session.gone = True
         for lease in [lease for lease in session.leases.values() if lease.writes]:
             self._cancel(lease)
-        if fenced:
+        ended = fenced or not (session.leases or session.zombies)
+        if ended:
             self.fence(session)
+        return ended
 
     def fence(self, session: Session) -> None:
         """The session's process can't touch memory any more: all that it held is free."""
@@ -262,8 +265,7 @@ class NodeCore:
                 return
             replica = block.dram
             if replica is not None:
-                if replica.holds == 0:  # `hold`, spelled out: the hot path of every get
-                    dram.withdraw(replica)
+                dram.withdraw(replica)  # `hold`, spelled out: the hot path of every get
                 replica.holds += 1
                 counters.dram_hits += 1
                 counters.dram_hit_bytes += replica.length
@@ -291,7 +293,8 @@ class NodeCore:
         `reason` explains blocks that are still on their way.
         """
         ticket.abandoned = True
-        self.residency.counters.misses += len(ticket.keys) - len(ticket.replicas)
+        if ticket.reason in (Reason.MISS, Reason.BUSY):  # the others are here, only not now
+            self.residency.counters.misses += len(ticket.keys) - len(ticket.replicas)
         ready = 0
         for replica in ticket.replicas:
             if replica.state not in (BlockState.COMMITTED, BlockState.EVICTING):
@@ -341,12 +344,12 @@ class NodeCore:
         return pinned
 
     def _set_pin(self, block: Block, pin: Pin) -> None:
-        candidates = [replica for replica in block.replicas() if replica.holds == 0]
-        for replica in candidates:
+        for replica in block.replicas():
             self.residency.space(replica.tier).withdraw(replica)
         block.pin = pin
-        for replica in candidates:
-            self.residency.space(replica.tier).offer(replica)
+        for replica in block.replicas():
+            if replica.holds == 0:
+                self.residency.space(replica.tier).offer(replica)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """Forget the resident ones of `keys`, pinned or not; returns how many there were.
@@ -382,6 +385,11 @@ class NodeCore:
             self._set_pin(self.index[key], Pin.NONE)
         self.residency.trim(self.options.high_watermark, self.options.low_watermark)
 
+    def flush(self) -> int:
+        """Begin to write back all that is only in DRAM, heads of chains first; how many blocks."""
+        blocks = sorted(self.index.values(), key=attrgetter("depth"))
+        return sum(self.residency.write_back(block) for block in blocks)
+
     def moved(self, move: Move, outcome: MoveOutcome) -> list[Ticket]:
         """A move has ended; returns the tickets that became ready by it."""
         self.residency.moved(move, outcome)
@@ -396,12 +404,19 @@ class NodeCore:
         return ready
 
     def worth_waiting(self) -> bool:
-        """Whether room can appear without anybody's new wish: by a lease's or a move's end."""
+        """Whether room can appear without anybody's new wish: by a move's, lease's or pin's end."""
         return bool(
             self.residency.moves
             or self.residency.pins
             or any(session.leases or session.zombies for session in self.sessions.values())
         )
+
+    def worth_advancing(self, ticket: Ticket) -> bool:
+        """Whether a blocked reader should wait. For moves, yes: they end soon. For what others hold
+        only while it holds nothing itself: readers that hold and wait would wait for each other."""
+        if ticket.replicas:
+            return bool(self.residency.moves)
+        return self.worth_waiting()
 
     # -- leases ----------------------------------------------------------------------------------
 

@@ -19,10 +19,11 @@ PROTOCOL_VERSION = 1
 # for people to read in `tiffin status`.
 KEYS_BYTES_MAX = 65_536 * 16
 TIMEOUT_S_MAX = 3600.0
+NAME_MAX = 200
 
 Keys = Annotated[bytes, Meta(max_length=KEYS_BYTES_MAX)]
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
-Name = Annotated[str, Meta(max_length=200)]
+Name = Annotated[str, Meta(max_length=NAME_MAX)]
 Timeout = Annotated[float, Meta(ge=0, le=TIMEOUT_S_MAX)]
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 

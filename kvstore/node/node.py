@@ -59,7 +59,10 @@ TICK_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """What an operator chooses when starting a node."""
+    """What an operator chooses when starting a node.
+
+    `flush_s`: how long `close` may write back to NVMe what is only in DRAM; 0 leaves it.
+    """
 
     dram_bytes: int
     nvme_path: Path | None = None
@@ -68,6 +71,7 @@ class NodeOptions:
     hugepages: bool = False
     prefault: bool = True
     nvme_queue_depth: int = 4
+    flush_s: float = 30.0
     core: CoreOptions = field(default_factory=CoreOptions)
 
 
@@ -120,12 +124,13 @@ class Node:
         self._lock = threading.RLock()
         self._parked: deque[_Parked] = deque()
         self._tickets: dict[Ticket, tuple[float, int, ReplyTo]] = {}
+        self._closed = threading.Event()
+        self._still = threading.Event()  # set when the last move has ended
+        self._hurry = threading.Event()
         self._mover: Mover | None = None
         self._adopt()
         if self.nvme is not None:
             self._mover = Mover(self.dram, self.nvme, self._moved)
-        self._closed = threading.Event()
-        self._hurry = threading.Event()
         self._ticker = threading.Thread(target=self._tick_forever, name="tiffin-tick", daemon=True)
         self._ticker.start()
 
@@ -187,15 +192,17 @@ class Node:
                 reply(_refusal(request.id, error))
             self._after()
 
-    def disconnect(self, session: Session, *, fenced: bool) -> None:
-        """The session's connection ended; `fenced` if it touches the region no more."""
+    def disconnect(self, session: Session, *, fenced: bool) -> bool:
+        """The session's connection ended; `fenced` if it touches the region no more. Returns
+        whether nothing is left of it; if not, `fence` is to follow."""
         with self._lock:
             self._parked = deque(p for p in self._parked if p.session is not session)
             for ticket in [t for t in self._tickets if t.session is session]:
                 del self._tickets[ticket]
                 self.core.settle(ticket)
-            self.core.disconnect(session, fenced=fenced)
+            ended = self.core.disconnect(session, fenced=fenced)
             self._after()
+            return ended
 
     def fence(self, session: Session) -> None:
         """The process behind a broken connection is dead."""
@@ -204,9 +211,13 @@ class Node:
             self._after()
 
     def close(self) -> None:
-        """Stop the threads and close the tiers. Parked requests are not answered."""
+        """Write back to NVMe for up to `flush_s`, stop the threads, close the tiers.
+
+        Parked requests are not answered.
+        """
         if self._closed.is_set():
             return
+        self._flush()
         self._closed.set()
         self._hurry.set()
         self._ticker.join()
@@ -215,6 +226,19 @@ class Node:
         if self.nvme is not None:
             self.nvme.close()
         self.dram.close()
+
+    def _flush(self) -> None:
+        if self.nvme is None or self.options.flush_s <= 0:
+            return
+        with self._lock:
+            blocks = self.core.flush()
+            self._act()
+            self._still.clear()
+            if not self.core.residency.moves:
+                return
+        log.info("writing %d blocks back to NVMe", blocks)
+        if not self._still.wait(self.options.flush_s):
+            log.warning("not all blocks were written back within %.0f s", self.options.flush_s)
 
     def check(self) -> None:
         """Assert every invariant of the core; for tests."""
@@ -367,7 +391,7 @@ class Node:
         for ticket in [ticket for ticket in self._tickets if ticket.blocked]:
             self.core.advance(ticket)
             self._act()
-            if ticket.ready or not self.core.worth_waiting():
+            if ticket.ready or not self.core.worth_advancing(ticket):
                 self._settle(ticket)
         while self._parked and self._parked[0].attempt(not self.core.worth_waiting()):
             self._parked.popleft()
@@ -398,6 +422,8 @@ class Node:
             for ticket in self.core.moved(move, outcome):
                 self._settle(ticket)
             self._after()
+            if not self.core.residency.moves:
+                self._still.set()
 
     def _tick_forever(self) -> None:
         while not self._closed.is_set():

@@ -120,10 +120,14 @@ class Priority(enum.IntEnum):
     PROMOTE = 0
     DEMOTE_NOW = 1
     DEMOTE_AHEAD = 2
+    WRITE_BACK = 3
 
 
 class Move:
-    """A copy of one block between two tiers, ordered by the core and carried out by the mover."""
+    """A copy of one block between two tiers, ordered by the core and carried out by the mover.
+
+    Promotions and write-backs leave the source where it is; a demotion frees it.
+    """
 
     __slots__ = ("block", "cancelled", "priority", "source", "target", "tickets")
 
@@ -134,6 +138,11 @@ class Move:
         self.priority = priority
         self.cancelled = False
         self.tickets: list[Ticket] = []
+
+    @property
+    def keeps_source(self) -> bool:
+        """Whether the block stays in the tier it is copied from."""
+        return self.priority in (Priority.PROMOTE, Priority.WRITE_BACK)
 
 
 class MoveOutcome(enum.Enum):

@@ -51,6 +51,7 @@ class Counters:
     expired: int = 0
     evictions: int = 0
     demotions: int = 0
+    write_backs: int = 0
     promotions: int = 0
     removals: int = 0
     corrupt: int = 0
@@ -85,8 +86,7 @@ class Residency:
 
     def hold(self, replica: Replica) -> None:
         """One more user of the extent: it can't be evicted, nor its bytes be used again."""
-        if replica.holds == 0:
-            self.space(replica.tier).withdraw(replica)
+        self.space(replica.tier).withdraw(replica)
         replica.holds += 1
 
     def unhold(self, replica: Replica) -> None:
@@ -337,8 +337,10 @@ class Residency:
         space.spare(spared)
 
     def evict(self, replica: Replica, priority: Priority) -> bool:
-        """Make this unheld replica leave (the cases are on top of this file); False if it stays."""
+        """Make this replica leave (the cases are on top of this file); False if it stays."""
         block = replica.block
+        if replica.holds:
+            return self._demote_written_back(replica, priority)
         in_dram = replica.tier is TierName.DRAM
         if (block.nvme if in_dram else block.dram) is not None:
             self.retire(replica)
@@ -349,6 +351,15 @@ class Residency:
         else:
             return self._drop_leaf(block)
         self.counters.evictions += 1
+        return True
+
+    def _demote_written_back(self, replica: Replica, priority: Priority) -> bool:
+        """A candidate that is held is being written back: let it leave when that has ended."""
+        move = replica.block.move
+        if move is None or move.source is not replica or replica.holds > 1:
+            return False
+        move.priority = priority
+        self.dram.set_state(replica, BlockState.EVICTING)
         return True
 
     def _drop_leaf(self, block: Block) -> bool:
@@ -374,19 +385,48 @@ class Residency:
         return not self.demote_on_second_use or block.uses > 1 or block.children > 0
 
     def _demote(self, source: Replica, priority: Priority) -> bool:
-        assert self.nvme is not None
-        block = source.block
-        # The block's own NVMe-resident descendants must not push out each other for it; they are
-        # protected like any others, by their holds and children.
-        if not self.make_room(self.nvme, source.length):
-            return False
-        target = self.nvme.allocate(block, source.length, source.generation)
+        target = self._place_in_nvme(source)
         if target is None:
             return False
         self.dram.set_state(source, BlockState.EVICTING)
         source.holds += 1
-        self._start(Move(block, source, target, priority))
+        self._start(Move(source.block, source, target, priority))
+        # A chain is worth its disk only from its head on: after a crash of the node, blocks whose
+        # ancestors were in DRAM alone could never be matched.
+        ancestor = source.block.parent
+        while ancestor is not None and self.write_back(ancestor):
+            ancestor = ancestor.parent
         return True
+
+    def write_back(self, block: Block) -> bool:
+        """Begin to copy a block that is only in DRAM to NVMe; False if there is nothing to do."""
+        source = block.dram
+        if source is None or block.nvme is not None or block.move is not None:
+            return False
+        if self.nvme is None or not self.nvme.writable:
+            return False
+        # Held without leaving the eviction order: being copied is not being used.
+        source.holds += 1
+        target = self._place_in_nvme(source)
+        if target is None:
+            self._unhold_untouched(source)
+            return False
+        self._start(Move(block, source, target, Priority.WRITE_BACK))
+        return True
+
+    def _unhold_untouched(self, replica: Replica) -> None:
+        """`unhold` after a write-back: the replica keeps its place in the eviction order."""
+        space = self.space(replica.tier)
+        if replica.holds == 1 and (replica in space.policy or replica in space.soft):
+            replica.holds = 0
+        else:
+            self.unhold(replica)
+
+    def _place_in_nvme(self, source: Replica) -> Replica | None:
+        assert self.nvme is not None
+        if not self.make_room(self.nvme, source.length):
+            return None
+        return self.nvme.allocate(source.block, source.length, source.generation)
 
     # -- moving ----------------------------------------------------------------------------------
 
@@ -424,12 +464,18 @@ class Residency:
         self.space(target.tier).set_state(target, BlockState.COMMITTED)
         self._attach(target)
         self.unhold(target)
-        if move.priority is Priority.PROMOTE:
+        if target.tier is TierName.DRAM:
             self.counters.promotions += 1
+        elif move.keeps_source:
+            self.counters.write_backs += 1
+        else:
+            self.counters.demotions += 1
+        if not move.keeps_source:
+            self._settle_source(source)
+        elif target.tier is TierName.DRAM:
             self.unhold(source)
-            return
-        self.counters.demotions += 1
-        self._settle_source(source)
+        else:
+            self._unhold_untouched(source)
 
     def _settle_source(self, source: Replica) -> None:
         """A demotion was written: its DRAM replica leaves, unless a reader came in the meantime."""
@@ -456,7 +502,7 @@ class Residency:
         bad_source = outcome in (MoveOutcome.CORRUPT, MoveOutcome.READ_FAILED)
         if bad_source and source in block.replicas():
             self.retire(source)
-        self.unhold(source)
+        self._unhold_untouched(source)
 
     # -- checking --------------------------------------------------------------------------------
 
@@ -481,6 +527,7 @@ class Residency:
     def _check_replica(self, replica: Replica) -> None:
         space = self.space(replica.tier)
         candidate = replica in space.policy or replica in space.soft
-        free_to_go = replica.holds == 0 and replica.block.pin is not Pin.HARD
-        assert candidate == free_to_go, replica
+        move = replica.block.move
+        if move is None or move.priority is not Priority.WRITE_BACK:
+            assert candidate == (replica.holds == 0 and replica.block.pin is not Pin.HARD), replica
         assert replica.state in (BlockState.COMMITTED, BlockState.EVICTING), replica

@@ -45,6 +45,10 @@ CONNECTIONS_MAX = 400
 # A frame of 1 MiB takes a millisecond on a unix socket; who needs this long is broken or hostile.
 FRAME_TIMEOUT_S = 10.0
 _SWEEP_S = 2.0
+# The last two are what msgspec lets through: text that is not UTF-8, and arrays nested too deeply.
+_NOT_A_REQUEST = (FrameError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+# Enough for all that a socket's buffers hold; who keeps sending does not keep the loop.
+_LAST_READS = 16
 _SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module
 
 
@@ -91,13 +95,19 @@ class Connection(asyncio.BufferedProtocol):
         """Carry out every complete request."""
         try:
             self._decoder.buffer_updated(nbytes)
-            for body in self._decoder.take():
+            bodies = self._decoder.take()
+            for body in bodies:
                 self._request(messages.request_decoder.decode(body))
-        except (FrameError, msgspec.DecodeError) as error:
+        except _NOT_A_REQUEST as error:
             self._refuse(0, ProtocolError(f"not a request: {error}"))
             return
-        if self._session is not None:
-            self.waiting_since = time.monotonic() if self._decoder.pending_bytes else None
+        if self._session is None:
+            return
+        if not self._decoder.pending_bytes:
+            self.waiting_since = None
+        elif bodies or self.waiting_since is None:
+            # More bytes of the same frame do not start the clock again.
+            self.waiting_since = time.monotonic()
 
     def pause_writing(self) -> None:
         """The client does not read its replies: stop reading its requests."""
@@ -112,6 +122,8 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         """End the session, now or when its process is dead."""
         self._server.connections.discard(self)
+        if self._session is not None and not self._polite:
+            self._polite = self._left_a_goodbye()
         self._transport = None
         session, self._session = self._session, None
         pidfd, self._pidfd = self._pidfd, None
@@ -119,21 +131,38 @@ class Connection(asyncio.BufferedProtocol):
             self._server.loop.remove_reader(pidfd)
         if session is None:
             _close(pidfd)
-        elif self._polite or pidfd is None or _exited(pidfd):
+            return
+        dead = self._polite or pidfd is None or _exited(pidfd)
+        if self._node.disconnect(session, fenced=dead) or pidfd is None:
             _close(pidfd)
-            self._node.disconnect(session, fenced=True)
         else:
-            self._node.disconnect(session, fenced=False)
             self._server.fence_at_exit(pidfd, session)
+
+    def _left_a_goodbye(self) -> bool:
+        """Whether a goodbye is among what was not read any more. A client that leaves while a reply
+        is on its way breaks the connection for the reply before its last request is read."""
+        assert self._transport is not None
+        with (
+            contextlib.suppress(OSError, *_NOT_A_REQUEST),
+            socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as sock,
+        ):
+            sock.setblocking(False)
+            for _ in range(_LAST_READS):
+                self._decoder.buffer_updated(sock.recv_into(self._decoder.get_buffer()))
+                for body in self._decoder.take():
+                    if isinstance(messages.request_decoder.decode(body), messages.Goodbye):
+                        return True
+        return False
 
     # -- requests ----------------------------------------------------------------------------------
 
     def _request(self, request: messages.Request) -> None:
+        if self._session is not None and isinstance(request, messages.Goodbye):
+            self._polite = True
         if self._transport is None or self._transport.is_closing():
             return
         if self._session is not None and not isinstance(request, messages.Hello):
             if isinstance(request, messages.Goodbye):
-                self._polite = True
                 self._transport.close()
             else:
                 self._node.submit(self._session, request, self.reply)
@@ -244,6 +273,11 @@ def _listen(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = path.parent.stat().st_uid
+        if owner not in (0, os.getuid()):
+            raise NodeUnavailable(
+                f"{path.parent} belongs to user {owner}, who could replace the socket"
+            )
         if path.exists():
             _remove_stale(path)
         old_mask = os.umask(0o177)
@@ -253,12 +287,12 @@ def _listen(path: Path) -> socket.socket:
             os.umask(old_mask)
         sock.listen(128)
         sock.setblocking(False)
-    except OSError as error:
-        sock.close()
-        raise NodeUnavailable(f"can't listen on {path}: {error}") from error
     except NodeUnavailable:
         sock.close()
         raise
+    except OSError as error:
+        sock.close()
+        raise NodeUnavailable(f"can't listen on {path}: {error}") from error
     return sock
 
 

@@ -35,6 +35,7 @@ class Rig:
         ]
         self.core = NodeCore(spaces[0], spaces[1] if nvme else None, CoreOptions(**options))
         self.session = self.core.connect("test", 1)
+        self.write_backs: list[Move] = []
 
     def reserve(self, keys, parent=ROOT, depth=0, session=None, now=0.0, length=BLOCK):
         return self.core.reserve(session or self.session, keys, parent, depth, length, now)
@@ -50,20 +51,29 @@ class Rig:
         return self.core.settle(self.core.lease(self.session, keys))
 
     def moves(self) -> list[Move]:
+        """The demotions and promotions that were ordered; write-backs wait in `write_backs`."""
         actions = self.core.residency.actions
         moves = [action for action in actions if isinstance(action, Move)]
         actions.clear()
-        return moves
+        self.write_backs += [m for m in moves if m.priority is Priority.WRITE_BACK]
+        return [m for m in moves if m.priority is not Priority.WRITE_BACK]
 
     def finish(self, outcome: MoveOutcome = MoveOutcome.DONE) -> int:
-        """End every ordered move, and those that this ends in; how many there were."""
+        """End every ordered move, and those that this ends in; how many demotions and promotions
+        there were."""
         count = 0
         while moves := self.moves():
             for move in moves:
                 self.core.moved(move, outcome)
                 self.core.check()
                 count += 1
+        self.finish_write_backs(outcome)
         return count
+
+    def finish_write_backs(self, outcome: MoveOutcome = MoveOutcome.DONE) -> None:
+        while self.write_backs:
+            self.core.moved(self.write_backs.pop(), outcome)
+            self.core.check()
 
     def resident(self, keys) -> int:
         return len(self.core.match(b"".join(keys)))
@@ -382,10 +392,12 @@ def test_dram_damage_found_while_demoting_drops_the_block():
     rig = Rig(dram=2, nvme=4)
     rig.put(chain("a", 2))
     rig.reserve(chain("b", 1))
-    rig.finish(MoveOutcome.CORRUPT)
+    (move,) = rig.moves()
+    rig.core.moved(move, MoveOutcome.CORRUPT)
+    rig.finish_write_backs()
     assert rig.resident(chain("a", 2)) == 1
     assert rig.core.residency.counters.corrupt == 1
-    assert rig.core.residency.nvme.arena.used_bytes == 0
+    assert rig.core.residency.nvme.arena.used_bytes == BLOCK  # the head's
 
 
 def test_a_failing_disk_disables_the_tier_and_dram_goes_on():
@@ -405,12 +417,54 @@ def test_removed_during_a_demotion_is_gone_from_both_tiers():
     rig.put(chain("a", 2))
     rig.reserve(chain("b", 1))
     (move,) = rig.moves()
+    rig.finish_write_backs()
     rig.core.remove([key("a", 1)])
     assert move.cancelled
     rig.core.moved(move, MoveOutcome.DONE)
     rig.core.check()
     assert rig.resident(chain("a", 2)) == 1
-    assert rig.core.residency.nvme.arena.used_bytes == 0
+    assert rig.core.residency.nvme.arena.used_bytes == BLOCK  # the head's
+
+
+def test_what_goes_to_nvme_takes_its_ancestors_along_and_they_stay_in_dram():
+    rig = Rig(dram=4, nvme=8)
+    rig.put(chain("a", 4))
+    rig.reserve(chain("b", 1))
+    (demotion,) = rig.moves()
+    rig.core.check()
+    assert demotion.block.key == key("a", 3)
+    assert [move.block.key for move in rig.write_backs] == [key("a", i) for i in (2, 1, 0)]
+    rig.core.moved(demotion, MoveOutcome.DONE)
+    rig.finish_write_backs()
+    assert rig.core.match(b"".join(chain("a", 4))) == bytes([3, 3, 3, 2])
+    rig.put(chain("b", 1))
+    rig.reserve(chain("c", 1))
+    assert rig.moves() == []  # a clean copy leaves without a write
+    assert rig.write_backs == []
+
+
+def test_a_flush_writes_back_heads_first_and_only_what_is_not_there():
+    rig = Rig(dram=4, nvme=8)
+    rig.put(chain("a", 2))
+    rig.put(chain("b", 1))
+    rig.core.remove(chain("b", 1))
+    assert rig.core.flush() == 2
+    assert rig.core.flush() == 0  # under way
+    assert rig.moves() == []
+    assert [move.block.key for move in rig.write_backs] == chain("a", 2)
+    rig.finish_write_backs()
+    assert rig.core.flush() == 0
+    assert rig.core.residency.counters.write_backs == 2
+    assert Rig(dram=2).core.flush() == 0
+
+
+def test_a_flush_into_a_full_nvme_writes_what_fits():
+    rig = Rig(dram=4, nvme=2)
+    rig.put(chain("a", 4))
+    rig.core.flush()
+    rig.moves()
+    rig.finish_write_backs()
+    assert rig.core.match(b"".join(chain("a", 4))) == bytes([3, 3, 1, 1])
 
 
 def test_removed_during_a_promotion_is_a_miss():
@@ -452,13 +506,14 @@ def test_second_use_admission_drops_what_was_read_once():
 
 def test_the_watermark_demotes_ahead_down_to_the_low_one():
     rig = Rig(dram=10, nvme=20, high_watermark=0.8, low_watermark=0.5)
-    rig.put(chain("a", 8))
+    for name in "abcdefgh":
+        rig.put(chain(name, 1))
     rig.core.tick(0.0)
     assert rig.moves() == []
-    rig.put(chain("b", 1))
+    rig.put(chain("i", 1))
     rig.core.tick(0.0)
     moves = rig.moves()
-    assert len(moves) == 4
+    assert [move.block.key for move in moves] == [key(name, 0) for name in "abcd"]
     assert {move.priority for move in moves} == {Priority.DEMOTE_AHEAD}
     rig.core.tick(0.0)
     assert rig.moves() == []  # what is on its way counts
@@ -466,6 +521,22 @@ def test_the_watermark_demotes_ahead_down_to_the_low_one():
         rig.core.moved(move, MoveOutcome.DONE)
     rig.core.check()
     assert rig.core.residency.dram.arena.used_bytes == 5 * BLOCK
+
+
+def test_a_long_chain_leaves_from_its_tail_and_its_head_is_written_back():
+    rig = Rig(dram=10, nvme=20, high_watermark=0.8, low_watermark=0.5)
+    rig.put(chain("a", 9))
+    rig.core.tick(0.0)
+    demotions = rig.moves()
+    assert [move.block.key for move in demotions] == [key("a", i) for i in (8, 7, 6, 5)]
+    assert [move.block.key for move in rig.write_backs] == [key("a", i) for i in (4, 3, 2, 1, 0)]
+    for move in demotions:
+        rig.core.moved(move, MoveOutcome.DONE)
+    rig.finish_write_backs()
+    assert rig.core.match(b"".join(chain("a", 9))) == bytes([3] * 5 + [2] * 4)
+    rig.put(chain("b", 6))
+    assert rig.moves() == []  # clean copies leave without a write
+    assert rig.core.match(b"".join(chain("a", 9))) == bytes([3] * 4 + [2] * 5)
 
 
 def test_without_nvme_the_watermark_drops_nothing():
