@@ -52,6 +52,7 @@ class RoundTrip:
                 pass_fds=[theirs.fileno()],
             )
         self._message = bytes(MESSAGE_BYTES)
+        self.pid = self._echo.pid
 
     def __call__(self) -> None:
         """One round trip."""
@@ -73,27 +74,40 @@ class RoundTrip:
 
 
 def touched(nbytes: int) -> Bytes:
-    """`nbytes` of private memory, page-aligned, every page written to; not compressible."""
-    memory = aligned(nbytes)
-    pattern = np.random.default_rng(0).integers(0, 256, min(nbytes, 1 << 20), np.uint8)
-    for start in range(0, nbytes, len(pattern)):
+    """`nbytes` of private memory as NumPy allocates it, every page written to.
+
+    Not a mapping of our own: two of those begin at the same place of a page, and a copy between
+    such buffers is a fifth slower on some CPUs. A limit that low would flatter us.
+    """
+    return filled(np.empty(nbytes, np.uint8))
+
+
+def filled(memory: Bytes) -> Bytes:
+    """`memory`, every byte of it written; not compressible."""
+    pattern = np.random.default_rng(0).integers(0, 256, min(len(memory), 1 << 20), np.uint8)
+    for start in range(0, len(memory), len(pattern)):
         part = memory[start : start + len(pattern)]
         part[:] = pattern[: len(part)]
     return memory
 
 
 def aligned(nbytes: int) -> Bytes:
-    """`nbytes` of untouched private memory that begins on a page."""
-    mapping = mmap.mmap(-1, nbytes)
-    # As NumPy does for large arrays: without huge pages a copy is a few percent slower.
-    mapping.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(mapping, np.uint8)
+    """`nbytes` of private memory that begins on a page, for direct I/O; zeros, not touched."""
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
 
 
 def copy_all(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
     """memcpy by one thread: `np.copyto` of each pair."""
     for target, source in zip(targets, sources, strict=True):
         np.copyto(target, source)
+
+
+def copy_in_pieces(targets: Sequence[Bytes], sources: Sequence[Bytes], piece_bytes: int) -> None:
+    """The same in calls of `piece_bytes`, which may keep more of it in the caches."""
+    for target, source in zip(targets, sources, strict=True):
+        for start in range(0, len(target), piece_bytes):
+            stop = start + piece_bytes
+            np.copyto(target[start:stop], source[start:stop])
 
 
 def chained_digests(root: bytes, tokens: bytes, chunk_bytes: int) -> bytes:
@@ -160,7 +174,7 @@ class DirectThreads:
         """Seconds of the transfers alone. Raises OSError."""
         verb = os.preadv if direction == "read" else os.pwritev
         fd = os.open(job.path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-        buffers = [touched(job.piece_bytes).data for _ in range(job.depth)]
+        buffers = [filled(aligned(job.piece_bytes)).data for _ in range(job.depth)]
 
         def share(worker: int) -> None:
             for piece in range(worker, job.nbytes // job.piece_bytes, job.depth):

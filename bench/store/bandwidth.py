@@ -11,8 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tiffin.kvstore.client import Client
+from tiffin.messenger.local import PIECE_BYTES
 
-from ..limits import copy_all, touched
+from ..limits import copy_all, copy_in_pieces, touched
 from .rows import Row, Side, Target, interleave, rates
 from .setting import daemon, prefix_of, room_for, schema_of, size_text
 
@@ -35,8 +36,8 @@ def _pool(setting: Setting) -> Iterator[tuple[Client, Prefix, list[Bytes], list[
     setting.tell(f"{sizes.copied_blocks} blocks of {size_text(sizes.large_block_bytes)}")
     # A put may take a quarter of the pool at a time; here it takes all blocks at once.
     with (
-        daemon(4 * room_for(schema, sizes.copied_blocks)) as url,
-        Client.open(url, name="bench") as client,
+        daemon(4 * room_for(schema, sizes.copied_blocks)) as node,
+        Client.open(node.url, name="bench") as client,
     ):
         payloads = [touched(schema.block_bytes) for _ in range(sizes.copied_blocks)]
         targets = [touched(schema.block_bytes) for _ in range(sizes.copied_blocks)]
@@ -54,6 +55,7 @@ def get_into(setting: Setting) -> list[Row]:
                 Side(partial(_get, client, prefix, targets, "off")),
                 Side(partial(_get, client, prefix, targets, "always")),
                 Side(partial(copy_all, targets, views)),
+                Side(partial(copy_in_pieces, targets, views, PIECE_BYTES)),
             ]
             found = interleave(sides, rounds=setting.sizes.rounds)
             del views
@@ -68,16 +70,19 @@ def _get(client: Client, prefix: Prefix, targets: list[Bytes], verify: str) -> N
 def _get_rows(setting: Setting, found: list[list[float]]) -> list[Row]:
     count, size = setting.sizes.copied_blocks, size_text(setting.sizes.large_block_bytes)
     nbytes = count * setting.sizes.large_block_bytes
-    memcpy, plain, verified, by_hand = (rates(seconds, nbytes) for seconds in found)
+    memcpy, *found_rates = (rates(seconds, nbytes) for seconds in found)
     what = f"get(into=) of {count} blocks of {size}"
+    aside = "the same copy from the pool by np.copyto, under one lease"
+    named: list[tuple[str, str, tuple[Target, ...]]] = [
+        ("get-into", f"{what}, verify=off", (Target("ratio", ">=", 0.9),)),
+        ("get-verified", f"{what}, verify=always", (Target("ratio", ">=", 0.8),)),
+        ("copy-by-hand", aside, ()),
+        ("copy-in-pieces", f"{aside}, {size_text(PIECE_BYTES)} a call", ()),
+    ]
     return [
-        Row("get-into", f"{what}, verify=off", "GB/s", plain, _MEMCPY, memcpy,
-            (Target("ratio", ">=", 0.9),)),
-        Row("get-verified", f"{what}, verify=always", "GB/s", verified, _MEMCPY, memcpy,
-            (Target("ratio", ">=", 0.8),)),
-        Row("get-by-hand", "the same copy from the pool by np.copyto, under one lease", "GB/s",
-            by_hand, _MEMCPY, memcpy),
-    ]  # fmt: skip
+        Row(name, text, "GB/s", spread, _MEMCPY, memcpy, targets)
+        for (name, text, targets), spread in zip(named, found_rates, strict=True)
+    ]
 
 
 def put(setting: Setting) -> list[Row]:

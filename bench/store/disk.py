@@ -11,20 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xxhash import xxh3_64_intdigest
+
 from tiffin.kvstore.block import pack_header
 from tiffin.kvstore.client import Client
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.tiers.base import TierWarning
 from tiffin.kvstore.tiers.directio import PIECE_BYTES, QUEUE_DEPTH
 from tiffin.kvstore.tiers.nvme import NvmeTier
-from xxhash import xxh3_64_intdigest
 
-from ..limits import DiskJob, aligned, best_disk, read_pages, touched
+from ..limits import DiskJob, aligned, best_disk, filled, read_pages
 from .rows import MILLISECONDS, Row, Spread, Target, rates, times
 from .setting import MIB, prefix_of, schema_of, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tiffin.kvstore.arena import Extent
     from tiffin.kvstore.keys import Prefix
@@ -73,7 +74,7 @@ class _Blocks:
         self.schema = schema_of(block_bytes)
         self.prefix = prefix_of(self.schema, count)
         self.extents = [tier.reserve(self.schema.extent_bytes) for _ in range(count)]
-        self.memory = touched(self.schema.extent_bytes)
+        self.memory = filled(aligned(self.schema.extent_bytes))
         payload = self.memory[self.schema.header_bytes :]
         self._checksums = [
             xxh3_64_intdigest(payload[segment.offset : segment.end].data)
@@ -130,6 +131,7 @@ def _nvme(setting: Setting, block_bytes: int) -> list[Row]:
     extent_bytes = schema_of(block_bytes).extent_bytes
     count = max(2, setting.sizes.disk_bytes // block_bytes)
     seconds: dict[str, list[float]] = {}
+    pause_s = setting.sizes.disk_pause_s
     with _folder(setting) as folder, _tier(folder, count * extent_bytes) as tier:
         blocks = _Blocks(tier, block_bytes, count)
         piece_bytes = min(PIECE_BYTES, block_bytes)
@@ -137,7 +139,7 @@ def _nvme(setting: Setting, block_bytes: int) -> list[Row]:
         job = DiskJob(folder / "limit", job_bytes, piece_bytes, QUEUE_DEPTH)
         for number in range(-1, setting.sizes.disk_rounds):  # the first writes allocate
             setting.tell(f"blocks of {size_text(block_bytes)}, round {number + 1}")
-            for name, taken_s in _disk_round(blocks, disk, job).items():
+            for name, taken_s in _disk_round(blocks, disk, job, pause_s).items():
                 if number >= 0:
                     seconds.setdefault(name, []).append(taken_s)
         direct = tier.statistics().direct_io
@@ -145,13 +147,18 @@ def _nvme(setting: Setting, block_bytes: int) -> list[Row]:
     return [_nvme_row(direction, seconds, blocks, job, note) for direction in ("write", "read")]
 
 
-def _disk_round(blocks: _Blocks, disk: Disk, job: DiskJob) -> dict[str, float]:
-    return {
-        "tier write": blocks.write(),
-        "limit write": disk.run(job, "write"),
-        "tier read": blocks.read(),
-        "limit read": disk.run(job, "read"),
+def _disk_round(blocks: _Blocks, disk: Disk, job: DiskJob, pause_s: float) -> dict[str, float]:
+    steps: dict[str, Callable[[], float]] = {
+        "tier write": blocks.write,
+        "limit write": partial(disk.run, job, "write"),
+        "tier read": blocks.read,
+        "limit read": partial(disk.run, job, "read"),
     }
+    taken = {}
+    for name, step in steps.items():
+        time.sleep(pause_s)
+        taken[name] = step()
+    return taken
 
 
 def _nvme_row(
@@ -213,7 +220,7 @@ def _fill(
     chain = min(_RESTART_CHAIN, count)
     prefixes = [prefix_of(schema, chain, seed) for seed in range(count // chain)]
     assert len(prefixes) * chain == count
-    memory = touched(schema.extent_bytes)
+    memory = filled(aligned(schema.extent_bytes))
     payload = memory[schema.header_bytes :]
     checksums = [xxh3_64_intdigest(payload[s.offset : s.end].data) for s in schema.segments]
     header = memory[: schema.header_bytes]
@@ -247,7 +254,7 @@ def _restart_row(setting: Setting, opened: Spread, limit: Spread) -> Row:
     count = setting.sizes.restart_blocks
     return Row(
         name="restart",
-        what=f"start of a node over {count} blocks in NVMe, until all of them match",
+        what=f"start of a node over {count} blocks in NVMe; all of them match then",
         unit="ms",
         value=opened,
         limit_what=f"{count} direct reads of 4 KiB by {QUEUE_DEPTH} threads: the headers' pages",

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+
 from tiffin.kvstore.errors import TiffinError
 from tiffin.messenger.errors import MessengerError
 

@@ -53,7 +53,8 @@ class Target:
 
     def text(self, unit: str) -> str:
         """For people: `p50 <= 150 us`, `ratio >= 0.9`."""
-        return f"{self.quantity} {self.sense} {self.bound:g}{'' if self.quantity == 'ratio' else ' ' + unit}"
+        suffix = "" if self.quantity == "ratio" else f" {unit}"
+        return f"{self.quantity} {self.sense} {self.bound:g}{suffix}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,14 @@
-"""The Hugging Face connector: same tokens with and without the pool, and the pool is really used."""
+"""The Hugging Face connector: same tokens with and without the pool, which is really used."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from pathlib import Path
+import subprocess
+import sys
+import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,10 +19,11 @@ from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCa
 from tiffin.kvstore import Client  # noqa: E402
 from tiffin.kvstore.connectors import transformers as connector  # noqa: E402
 from tiffin.kvstore.connectors.transformers import PrefixCache, schema_of  # noqa: E402
-from tiffin.kvstore.errors import InvalidInput, NodeUnavailable  # noqa: E402
+from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 BLOCK = 64
 NEW = 12
@@ -196,8 +199,7 @@ def test_damage_in_the_pool_is_a_miss(cached: PrefixCache, client: Client, model
     prefix = cached.schema.prefix(ids)
     with client.get(prefix) as blocks:
         address = blocks[2].memory.ctypes.data + 1000
-    flip = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * 1).from_address(address))
-    flip ^= 1
+    ctypes.c_uint8.from_address(address).value ^= 1
     assert greedy(cached.generate, ids) == plain(model, ids)
     assert (cached.last.hit_tokens, cached.last.load_reason) == (2 * BLOCK, "corrupt")
     assert cached.failures == 0
@@ -281,7 +283,7 @@ def test_sliding_windows_are_refused_by_layer() -> None:
         sliding_window=16,
         max_window_layers=2,
     )
-    with pytest.raises(InvalidInput, match="layer 2 .*SlidingWindow"):
+    with pytest.raises(InvalidInput, match=r"layer 2 .*SlidingWindow"):
         schema_of(Qwen2ForCausalLM(config).eval())
 
 
@@ -345,28 +347,53 @@ def test_a_foreign_cache_and_training_mode_are_refused(cached: PrefixCache) -> N
 # -- a pool that fails -----------------------------------------------------------------------------
 
 
-def test_a_dead_node_does_not_stop_generation(
-    tmp_path: Path, model: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+NODE = """
+import typer
+from tiffin.kvstore.cli import commands
+app = typer.Typer()
+commands(app)
+app()
+"""
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    path = tmp_path / "node.sock"
+    command = [sys.executable, "-c", NODE, "node", "--dram", "64MiB", "--no-prefault"]
+    with subprocess.Popen([*command, "--socket", str(path)], stderr=subprocess.DEVNULL) as process:
+        while not path.exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        yield process, f"unix:{path}"
+        process.kill()
+
+
+def test_a_node_that_dies_does_not_stop_generation(
+    daemon: tuple[subprocess.Popen[bytes], str],
+    model: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connector, "RETRY_S", 0.0)
-    with Client.open(POOL) as client:
+    process, url = daemon
+    with Client.open(url) as client:
         cached = PrefixCache(client, model, block_tokens=BLOCK)
         ids = tokens(3 * BLOCK + 3)
         greedy(cached.generate, ids)
-
-        def lost(*_: object, **__: object) -> Any:
-            raise NodeUnavailable("lost the node")
-
-        with monkeypatch.context() as broken, caplog.at_level(logging.WARNING):
-            broken.setattr(client, "get", lost)
-            broken.setattr(client, "reserve", lost)
-            assert greedy(cached.generate, ids) == plain(model, ids)
-            greedy(cached.generate, ids)
-        assert cached.failures == 4
-        assert (cached.last.hit_tokens, cached.last.save_reason) == (0, "unavailable")
-        assert len(caplog.records) == 1
         greedy(cached.generate, ids)
         assert cached.last.hit_tokens == 3 * BLOCK
+        process.kill()
+        process.wait()
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                assert greedy(cached.generate, ids) == plain(model, ids)
+        assert cached.failures == 4  # two loads and two saves
+        assert (cached.last.hit_tokens, cached.last.save_reason) == (0, "unavailable")
+        assert len(caplog.records) == 1
+        with Client.open(POOL) as another:
+            cached.client = another
+            greedy(cached.generate, ids)
+            assert cached.last.stored_blocks == 3
 
 
 def test_a_failed_pool_is_left_alone_for_a_while(
