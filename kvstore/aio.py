@@ -28,7 +28,7 @@ from .errors import (
     ProtocolError,
     TiffinError,
 )
-from .link import GRACE_S, HANDSHAKE_S, Answer, handshake, open_links, raise_refusal, undo
+from .link import GRACE_S, HANDSHAKE_S, Answer, drop, handshake, open_links, raise_refusal, undo
 from .node import messages
 from .node.node import Node
 from .node.records import Pin
@@ -180,8 +180,8 @@ class AsyncLocalLink:
     def post(self, request: messages.Request) -> None:
         """See `Link.post`."""
         if self._memory is not None:
-            self._calls.number(request)
-            self._node.submit(self._session, request, self._reply)
+            request.id = messages.UNAWAITED
+            self._node.submit(self._session, request, drop)
 
     def _reply(self, reply: messages.AnyReply) -> None:
         # Called by whichever thread ended the wait; always handed over by way of the loop, because
@@ -270,8 +270,7 @@ class AsyncSocketLink:
     def post(self, request: messages.Request) -> None:
         """See `Link.post`."""
         if self._connection is not None:
-            self._calls.number(request)
-            self._connection.send(request)
+            self._connection.post(request)
 
     def _undo(self, reply: messages.AnyReply) -> None:
         correction = undo(reply)
@@ -305,6 +304,11 @@ class _Connection(asyncio.BufferedProtocol):
         if self.transport is not None:
             self.transport.write(encode_frame(messages.encoder.encode(request)))
 
+    def post(self, request: messages.Request) -> None:
+        """Write one frame that gets no reply."""
+        request.id = messages.UNAWAITED
+        self.send(request)
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The loop has the socket."""
         self.transport = cast("asyncio.WriteTransport", transport)
@@ -324,8 +328,7 @@ class _Connection(asyncio.BufferedProtocol):
         for reply in replies:
             correction = self._calls.arrived(reply)
             if correction is not None:
-                self._calls.number(correction)
-                self.send(correction)
+                self.post(correction)
 
     def connection_lost(self, error: Exception | None) -> None:
         """The node went away."""

@@ -112,6 +112,9 @@ class EvictionPolicy(ABC, Generic[E]):
         self._victims_since_spare = max(0, self._victims_since_spare - 1) if self._spared else 0
         self._spared[entry] = None
 
+    def compact(self) -> None:
+        """Give back memory of a much larger past; O(candidates). A policy may not bother."""
+
     def __len__(self) -> int:
         return self._count() + len(self._spared)
 
@@ -183,6 +186,12 @@ class LRU(EvictionPolicy[E]):
         self._queue.pop(entry, None)
         if self._spared:
             self._spared.pop(entry, None)
+
+    def compact(self) -> None:
+        """See `EvictionPolicy.compact`."""
+        entries = list(self._queue)
+        self._queue.clear()
+        self._queue.update(dict.fromkeys(entries))
 
     def _insert(self, entry: E) -> None:
         self._queue[entry] = None

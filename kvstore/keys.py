@@ -176,7 +176,7 @@ class Prefix:
             and self.schema_fingerprint == other.schema_fingerprint
             and self.namespace_fingerprint == other.namespace_fingerprint
             and self.keys == other.keys
-            and self._chunks() == other._chunks()
+            and self.token_chunks() == other.token_chunks()
             and self._tail() == other._tail()
         )
 
@@ -238,7 +238,7 @@ class Prefix:
     def tokens(self) -> NDArray[np.uint32]:
         """Tokens of the full blocks, uint32 [len × block_tokens], read-only. Without the tail."""
         if self._tokens is None:
-            self._tokens = np.frombuffer(b"".join(self._chunks()), dtype=_TOKEN)
+            self._tokens = np.frombuffer(b"".join(self.token_chunks()), dtype=_TOKEN)
         return self._tokens
 
     @property
@@ -256,6 +256,10 @@ class Prefix:
         """Tokens of one block as little-endian uint32 bytes; no copy. Raises IndexError."""
         return self._chain.chunks[self._start + range(len(self))[index]]
 
+    def token_chunks(self) -> list[bytes]:
+        """`token_bytes` of every block: for loops over many."""
+        return self._chain.chunks[self._start : self._start + len(self)]
+
     def extend(self, token_ids: TokenIds) -> int:
         """Add tokens in place; return how many blocks they completed.
 
@@ -268,9 +272,6 @@ class Prefix:
         if completed:
             self._forget()
         return completed
-
-    def _chunks(self) -> list[bytes]:
-        return self._chain.chunks[self._start : self._start + len(self)]
 
     def _tail(self) -> bytes:
         return self._chain.tail if self._stop is None else b""

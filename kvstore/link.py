@@ -7,6 +7,7 @@ late reply grants a lease, the link gives the lease back, so that nothing stays 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -72,7 +73,7 @@ class Link(Protocol):
         NodeUnavailable, ClientClosed."""
 
     def post(self, request: messages.Request) -> None:
-        """Send without waiting for the reply, which is dropped."""
+        """Send what gets no reply."""
 
     def close(self) -> None:
         """Say goodbye and let go of the region."""
@@ -165,8 +166,8 @@ class LocalLink:
     def post(self, request: messages.Request) -> None:
         """See `Link.post`."""
         if not self._closed:
-            request.id = next(self._ids)
-            self._node.submit(self._session, request, _drop)
+            request.id = messages.UNAWAITED
+            self._node.submit(self._session, request, drop)
 
     def close(self) -> None:
         """End the session; close the node if this link opened it."""
@@ -179,7 +180,8 @@ class LocalLink:
             self._node.close()
 
 
-def _drop(reply: messages.AnyReply) -> None:
+def drop(reply: messages.AnyReply) -> None:
+    """Nobody waits for this reply."""
     if isinstance(reply, messages.Refused):
         log.debug("unawaited request refused: %s: %s", reply.error, reply.message)
 
@@ -197,6 +199,7 @@ class SocketLink:
         self._name = name
         self._ids = count(1)
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
         self._closed = False
         self._socket: socket.socket | None = None
         self._region: Region | None = None
@@ -239,13 +242,17 @@ class SocketLink:
             self._lock.release()
 
     def post(self, request: messages.Request) -> None:
-        """See `Link.post`. A connection that broke has released everything already; the reply is
-        skipped by the next call that reads."""
-        with self._lock:
+        """See `Link.post`. Takes no turn: a thread may give back the very room that another waits
+        for. A connection that broke has released everything already."""
+        request.id = messages.UNAWAITED
+        frame, sock = encode_frame(messages.encoder.encode(request)), self._socket
+        if sock is None:
+            return
+        with self._sending, contextlib.suppress(OSError):
             try:
-                self._send(request, time.monotonic() + HANDSHAKE_S)
-            except (NodeUnavailable, ClientClosed, DeadlineExceeded) as error:
-                log.debug("not sent: %s", error)
+                sock.sendall(frame)
+            except OSError:
+                sock.shutdown(socket.SHUT_RDWR)  # half a frame may be out
 
     def close(self) -> None:
         """Say goodbye and unmap."""
@@ -269,7 +276,7 @@ class SocketLink:
     def forget(self) -> None:
         """In a forked child: the connection and the region are the parent's. The region is not even
         mapped here (see `Region`), so touching it would end the process."""
-        self._lock = threading.Lock()
+        self._lock, self._sending = threading.Lock(), threading.Lock()
         self._closed = True
         self._memory = None
         if self._socket is not None:
@@ -281,7 +288,8 @@ class SocketLink:
         sock = self._live()
         try:
             sock.settimeout(_remaining_s(deadline))
-            sock.sendall(encode_frame(messages.encoder.encode(request)))
+            with self._sending:
+                sock.sendall(encode_frame(messages.encoder.encode(request)))
         except OSError as error:
             raise self._broken(error) from error
         return request.id
@@ -299,7 +307,7 @@ class SocketLink:
         """A reply that nobody waits for any more."""
         correction = undo(reply)
         if correction is not None:
-            self._send(correction, time.monotonic() + HANDSHAKE_S)
+            self.post(correction)
 
     def _fill(self, deadline: float) -> None:
         sock = self._live()

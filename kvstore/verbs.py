@@ -133,15 +133,21 @@ class Access:
 
 def check_timeout(timeout_s: float) -> float:
     """`timeout_s` if a node takes it; raises InvalidInput."""
-    if not 0 <= timeout_s <= messages.TIMEOUT_S_MAX:
-        raise InvalidInput(f"timeout_s={timeout_s}; it must be from 0 to {messages.TIMEOUT_S_MAX}")
+    number = isinstance(timeout_s, int | float)
+    if not (number and 0 <= timeout_s <= messages.TIMEOUT_S_MAX):
+        raise InvalidInput(
+            f"timeout_s={timeout_s!r}; it must be from 0 to {messages.TIMEOUT_S_MAX:.0f}"
+        )
     return timeout_s
 
 
 def check_name(name: str) -> str:
     """`name` if a node takes it; raises InvalidInput."""
-    if len(name) > messages.NAME_MAX:
-        raise InvalidInput(f"a client's name has at most {messages.NAME_MAX} characters")
+    # Printable: it is shown on the terminals of others.
+    if not (isinstance(name, str) and len(name) <= messages.NAME_MAX and name.isprintable()):
+        raise InvalidInput(
+            f"a client's name is printable text of at most {messages.NAME_MAX} characters"
+        )
     return name
 
 
@@ -174,8 +180,8 @@ def exists(prefix: Prefix, timeout_s: float) -> Verb[list[bool]]:
 
 def pin(prefix: Prefix, level: int, ttl_s: float | None, timeout_s: float) -> Verb[int]:
     """Pin or unpin the resident blocks."""
-    if ttl_s is not None and not ttl_s > 0:
-        raise InvalidInput(f"ttl_s must be positive, not {ttl_s}")
+    if ttl_s is not None and not (isinstance(ttl_s, int | float) and ttl_s > 0):
+        raise InvalidInput(f"ttl_s must be a positive number of seconds, not {ttl_s!r}")
     if not len(prefix):
         return 0
     request = messages.Pin(0, _keys(prefix), level, ttl_s or FOREVER_S)
@@ -203,7 +209,16 @@ def statistics(timeout_s: float) -> Verb[dict[str, Any]]:
 class Leased:
     """Blocks of `prefix` that lie at `offsets` of the region, under one lease."""
 
-    __slots__ = ("_common", "_keys", "generations", "memory", "offsets", "prefix", "schema")
+    __slots__ = (
+        "_common",
+        "_keys",
+        "_tokens",
+        "generations",
+        "memory",
+        "offsets",
+        "prefix",
+        "schema",
+    )
 
     def __init__(self, prefix: Prefix, memory: Bytes, reply: messages.Leased) -> None:
         self.prefix = prefix
@@ -212,6 +227,7 @@ class Leased:
         self.offsets = reply.offsets
         self.generations = reply.generations
         self._keys = prefix.keys
+        self._tokens = prefix.token_chunks()
         self._common = prefix.schema_fingerprint + prefix.namespace_fingerprint
 
     def identify(self, index: int) -> bytes:
@@ -223,7 +239,7 @@ class Leased:
         raw = self.memory[offset : offset + shape.header_bytes].tobytes()
         key = self._keys[index]
         parent = self._keys[index - 1] if index else self.prefix.parent
-        generation, tokens = self.generations[index], self.prefix.token_bytes(index)
+        generation, tokens = self.generations[index], self._tokens[index]
         if not shape.matches(raw, key + parent + self._common, generation, offset, tokens):
             fingerprints = self.prefix.schema_fingerprint, self.prefix.namespace_fingerprint
             verify_identity(
@@ -331,11 +347,17 @@ def _checked(
 
 
 def _verify(payload: Bytes, selection: Selection, checksums: NDArray[np.uint64]) -> None:
-    segments = selection.schema.segments
-    for layer in selection.layers:
-        segment = segments[layer]
-        if local.hash_bytes(payload[segment.offset : segment.end]) != checksums[layer]:
-            raise CorruptBlock(f"checksum of layer {layer} differs")
+    segments = [selection.schema.segments[layer] for layer in selection.layers]
+    found = local.hash_segments(payload, [(s.offset, s.length) for s in segments])
+    _compare(found, selection, checksums)
+
+
+def _compare(
+    found: NDArray[np.uint64], selection: Selection, checksums: NDArray[np.uint64]
+) -> None:
+    differs = found != checksums[list(selection.layers)]
+    if differs.any():
+        raise CorruptBlock(f"checksum of layer {selection.layers[int(differs.argmax())]} differs")
 
 
 def _copy(
@@ -351,9 +373,7 @@ def _copy(
         begin = segments[0].offset
         spans = [(s.offset - begin, s.length) for s in segments]
         source = payload[begin : segments[-1].end]
-        found = local.copy_segments_hashed(target, source, spans)
-        if (found != checksums[list(selection.layers)]).any():
-            raise CorruptBlock("checksum of a layer differs after the copy")
+        _compare(local.copy_segments_hashed(target, source, spans), selection, checksums)
         return
     at = 0
     for span in selection.ranges:

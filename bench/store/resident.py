@@ -73,12 +73,14 @@ def _fill(core: NodeCore, session: Session, blocks: int) -> None:
         made = core.reserve(session, keys, os.urandom(16), 0, EXTENT_BYTES, 0.0)
         assert made.lease is not None
         core.commit(made.lease, [True] * len(made.lease.replicas))
+    core.tick(0.0)  # as a node does four times a second
 
 
 def _empty(core: NodeCore) -> None:
     keys = list(core.index)
     for start in range(0, len(keys), CHAIN_BLOCKS):
         core.remove(keys[start : start + CHAIN_BLOCKS])
+    core.tick(0.0)  # as a node does four times a second
     assert not core.index
 
 

@@ -375,7 +375,7 @@ class NodeCore:
     # -- time and moves --------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Expire reservations and pins; start demotions above the high watermark."""
+        """Expire reservations and pins; start demotions above the high watermark; tidy up."""
         for lease in [x for x in self._write_leases.values() if x.expires_at <= now]:
             self._cancel(lease)
             self.residency.counters.expired += 1
@@ -384,6 +384,7 @@ class NodeCore:
             del pins[key]
             self._set_pin(self.index[key], Pin.NONE)
         self.residency.trim(self.options.high_watermark, self.options.low_watermark)
+        self.residency.compact()
 
     def flush(self) -> int:
         """Begin to write back all that is only in DRAM, heads of chains first; how many blocks."""

@@ -21,6 +21,9 @@ KEYS_BYTES_MAX = 65_536 * 16
 TIMEOUT_S_MAX = 3600.0
 NAME_MAX = 200
 
+# The id of a request that is not answered: releases, aborts, reports. Half of a reader's messages.
+UNAWAITED = 0
+
 Keys = Annotated[bytes, Meta(max_length=KEYS_BYTES_MAX)]
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(max_length=NAME_MAX)]
@@ -29,7 +32,7 @@ Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Request(msgspec.Struct, array_like=True, forbid_unknown_fields=False, gc=False):
-    """The base: `id` is repeated in the reply."""
+    """The base: `id` is repeated in the reply; UNAWAITED asks for none."""
 
     id: Natural
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiffin.messenger.local import hash_bytes
+from tiffin.messenger.local import hash_segments
 
 from ..arena import Extent
 from ..block import MAX_HEADER_BYTES, Header, read_header, relocate_header
@@ -48,13 +48,12 @@ def verify_block(view: NDArray[np.uint8], replica: Replica) -> Header:
     header = read_header(view, offset_expected=replica.offset)
     if header.key != replica.key or header.generation != replica.generation:
         raise CorruptBlock(f"{replica}: header of another block, {header.key.hex()}")
-    begin = header.header_bytes
-    for length, checksum in zip(
-        header.segment_bytes.tolist(), header.checksums.tolist(), strict=True
-    ):
-        if hash_bytes(view[begin : begin + length]) != checksum:
-            raise CorruptBlock(f"{replica}: checksum of the segment at {begin} differs")
-        begin += length
+    ends = header.header_bytes + np.cumsum(header.segment_bytes).astype(np.int64)
+    lengths = header.segment_bytes.astype(np.int64)
+    spans = zip((ends - lengths).tolist(), lengths.tolist(), strict=True)
+    differs = hash_segments(view, spans) != header.checksums
+    if differs.any():
+        raise CorruptBlock(f"{replica}: checksum of segment {int(differs.argmax())} differs")
     return header
 
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 # How many blocks a window may choose from: enough for a run of any block size, at 0.5 us each.
 WINDOW_CANDIDATES = 4096
 
+# Below this, tables are too small (some MiB) to be worth a look.
+COMPACT_BLOCKS_MIN = 65_536
+
 
 class Erase(NamedTuple):
     """Make the NVMe extent at `offset` unfindable for a restart; it was freed."""
@@ -74,6 +77,7 @@ class Residency:
         self.moves: set[Move] = set()
         self.pins: dict[bytes, float] = {}  # until when; an entry leaves with its block
         self.counters = Counters()
+        self._peak_blocks = 0
 
     def space(self, tier: TierName) -> TierSpace:
         """The tier's bytes."""
@@ -503,6 +507,25 @@ class Residency:
         if bad_source and source in block.replicas():
             self.retire(source)
         self._unhold_untouched(source)
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def compact(self) -> None:
+        """Give back what tables of a much larger past still take: a dict never shrinks by itself.
+
+        O(blocks), when three quarters of at least COMPACT_BLOCKS_MIN blocks have gone.
+        """
+        blocks = len(self.index)
+        self._peak_blocks = max(self._peak_blocks, blocks)
+        if self._peak_blocks < COMPACT_BLOCKS_MIN or blocks > self._peak_blocks // 4:
+            return
+        entries = list(self.index.items())
+        self.index.clear()
+        self.index.update(entries)
+        for space in (self.dram, self.nvme):
+            if space is not None:
+                space.policy.compact()
+        self._peak_blocks = blocks
 
     # -- checking --------------------------------------------------------------------------------
 

@@ -194,8 +194,11 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def reply(self, reply: messages.AnyReply) -> None:
-        """Send a reply; from any thread."""
-        if threading.get_ident() == self._loop_thread:
+        """Send a reply, if the client waits for one; from any thread."""
+        if reply.id == messages.UNAWAITED:
+            if isinstance(reply, messages.Refused):
+                log.debug("unawaited request refused: %s: %s", reply.error, reply.message)
+        elif threading.get_ident() == self._loop_thread:
             self._write(reply)
         else:
             self._server.loop.call_soon_threadsafe(self._write, reply)
