@@ -106,11 +106,7 @@ def copy_segments_hashed(
     `target` and `source` differ in length or a segment is not inside them.
     """
     _check_lengths(target, source)
-    ranges = [(offset, offset + length) for offset, length in segments]
-    nbytes = len(target)
-    for start, stop in ranges:
-        if not 0 <= start <= stop <= nbytes:
-            raise RangeError(f"segment [{start}, {stop}) is not inside {nbytes} bytes")
+    ranges = _ranges(segments, len(target))
     checksums = np.empty(len(ranges), np.uint64)
 
     def one(i: int) -> None:
@@ -123,11 +119,7 @@ def copy_segments_hashed(
 
 def hash_segments(source: ByteArray, segments: Iterable[tuple[int, int]]) -> NDArray[np.uint64]:
     """XXH3-64 of each (offset, length) of `source`. Raises RangeError for one not inside it."""
-    ranges = [(offset, offset + length) for offset, length in segments]
-    nbytes = len(source)
-    for start, stop in ranges:
-        if not 0 <= start <= stop <= nbytes:
-            raise RangeError(f"segment [{start}, {stop}) is not inside {nbytes} bytes")
+    ranges = _ranges(segments, len(source))
     checksums = np.empty(len(ranges), np.uint64)
 
     def one(i: int) -> None:
@@ -136,6 +128,15 @@ def hash_segments(source: ByteArray, segments: Iterable[tuple[int, int]]) -> NDA
 
     _each(one, len(ranges), sum(stop - start for start, stop in ranges))
     return checksums
+
+
+def _ranges(segments: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
+    """(start, stop) of each (offset, length). Raises RangeError for one not inside `nbytes`."""
+    ranges = [(offset, offset + length) for offset, length in segments]
+    for start, stop in ranges:
+        if not 0 <= start <= stop <= nbytes:
+            raise RangeError(f"segment [{start}, {stop}) is not inside {nbytes} bytes")
+    return ranges
 
 
 def _each(action: Callable[[int], None], count: int, nbytes: int) -> None:
