@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from tiffin.messenger import local
 from tiffin.messenger.errors import RangeError
 from tiffin.messenger.local import (
     PIECE_BYTES,
@@ -111,3 +114,51 @@ def test_other_threads_run_meanwhile() -> None:
     thread.join()
     # Were it held, every call would stop the counter for as long as it takes.
     assert longest_s < max(sum(held_s) / 2, 0.2)
+
+
+def _large() -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
+    """Enough bytes for the helper thread to be asked; segments of unequal length, with gaps."""
+    source = np.random.default_rng(7).integers(0, 256, local.SHARED_BYTES_MIN + 4096, np.uint8)
+    third = len(source) // 3
+    segments = [(0, third), (third, third), (2 * third, 4096), (2 * third + 4096, third - 8192)]
+    segments += [(len(source) - 10, 10), (third, 100_000)]
+    return np.zeros_like(source), source, segments
+
+
+def test_large_copies_are_shared_with_a_helper_and_hash_the_same() -> None:
+    target, source, segments = _large()
+    found = local.copy_segments_hashed(target, source, segments)
+    assert found.tolist() == [local.hash_bytes(source[o : o + n]) for o, n in segments]
+    assert local.hash_segments(target, segments).tolist() == found.tolist()
+    for offset, length in segments:
+        assert np.array_equal(target[offset : offset + length], source[offset : offset + length])
+
+
+def test_a_busy_helper_is_not_waited_for() -> None:
+    target, source, segments = _large()
+    begun, end = threading.Event(), threading.Event()
+    blocker = local._helper().submit(lambda: (begun.set(), end.wait(30)))
+    begun.wait(30)
+    found = local.copy_segments_hashed(target, source, segments)
+    end.set()
+    assert blocker.result(30)
+    assert found.tolist() == [local.hash_bytes(source[o : o + n]) for o, n in segments]
+
+
+def test_a_forked_child_has_a_helper_of_its_own() -> None:
+    target, source, segments = _large()
+    wanted = local.copy_segments_hashed(target, source, segments).tolist()
+    program = (
+        "import os, sys, numpy as np\n"
+        "from tiffin.messenger import local\n"
+        "data = np.arange(local.SHARED_BYTES_MIN, dtype=np.uint8)\n"
+        "half = len(data) // 2\n"
+        "parts = [(0, half), (half, half)]\n"
+        "before = local.hash_segments(data, parts).tolist()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os._exit(local.hash_segments(data, parts).tolist() != before)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+    assert wanted == local.hash_segments(source, segments).tolist()
