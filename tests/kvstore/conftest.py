@@ -1,0 +1,100 @@
+"""Pools and daemons for the store's tests; daemons start once, and every test finds them empty."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from kvsupport import NVME_BLOCKS, WAYS, Daemon, LoopThread, Pool, PoolOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def commands_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `command_environment` may put what makes the `tiffin` commands known."""
+    return tmp_path_factory.mktemp("commands")
+
+
+@pytest.fixture(scope="session")
+def shared_daemon(commands_folder: Path) -> Iterator[Callable[[PoolOptions], Daemon]]:
+    """One daemon per set of options, for as long as the tests run."""
+    daemons: dict[PoolOptions, Daemon] = {}
+
+    def daemon(options: PoolOptions) -> Daemon:
+        found = daemons.get(options)
+        if found is None or not found.alive():
+            found = daemons[options] = options.start_daemon(commands_folder)
+        return found
+
+    yield daemon
+    for one in daemons.values():
+        one.close()
+
+
+@pytest.fixture
+def own_daemon(commands_folder: Path) -> Iterator[Callable[..., Daemon]]:
+    """Daemons for tests that kill them."""
+    with contextlib.ExitStack() as stack:
+
+        def daemon(**keywords: Any) -> Daemon:
+            started = Daemon(commands_folder, **keywords)
+            stack.callback(started.close)
+            return started
+
+        yield daemon
+
+
+@pytest.fixture(scope="session")
+def loop_thread() -> Iterator[LoopThread]:
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make_pool(
+    shared_daemon: Callable[[PoolOptions], Daemon], loop_thread: LoopThread, tmp_path: Path
+) -> Iterator[Callable[[str, PoolOptions], Pool]]:
+    """Opens pools; when the test ends each must be at rest, whole, and is emptied."""
+    pools: list[Pool] = []
+    with contextlib.ExitStack() as nodes:
+
+        def make(way: str, options: PoolOptions) -> Pool:
+            if way.endswith("embedded"):
+                host = options.start_node(tmp_path / f"nvme-{len(pools)}")
+                nodes.callback(host.close)
+                pools.append(Pool(way, host, options, loop_thread))
+            else:
+                pools.append(Pool(way, shared_daemon(options), options, loop_thread))
+            return pools[-1]
+
+        yield make
+        for pool in pools:
+            pool.finish()
+
+
+@pytest.fixture
+def pool(way: str, make_pool: Callable[[str, PoolOptions], Pool]) -> Pool:
+    """DRAM only."""
+    return make_pool(way, PoolOptions())
+
+
+@pytest.fixture
+def deep_pool(way: str, make_pool: Callable[[str, PoolOptions], Pool]) -> Pool:
+    """DRAM over NVMe."""
+    return make_pool(way, PoolOptions(nvme_blocks=NVME_BLOCKS))
+
+
+@pytest.fixture
+def hasty_pool(way: str, make_pool: Callable[[str, PoolOptions], Pool]) -> Pool:
+    """Reservations end after a moment."""
+    return make_pool(way, PoolOptions(write_lease_s=0.2))

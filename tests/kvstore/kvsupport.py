@@ -1,0 +1,505 @@
+"""What the store's tests share: contents derived from keys, daemons, and four ways to a pool."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiffin.kvstore import AsyncClient, Client, KVSchema, Prefix
+from tiffin.kvstore.errors import NodeUnavailable
+from tiffin.kvstore.link import SocketLink
+from tiffin.kvstore.node.core import CoreOptions
+from tiffin.kvstore.node.node import Node, NodeOptions
+from tiffin.kvstore.testing import random_bytes
+from tiffin.kvstore.url import parse_nvme
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+Bytes = NDArray[np.uint8]
+
+SCHEMA = KVSchema.gqa(
+    model="small", layers=2, kv_heads=2, head_dim=8, dtype="bfloat16", block_tokens=16
+)
+EXTENT = SCHEMA.extent_bytes  # two pages: one of header, half a one of payload
+DRAM_BLOCKS = 16
+NVME_BLOCKS = 48
+
+# Long enough that a loaded machine is not taken for a hang, short enough to notice one.
+SLACK_S = 8.0
+
+_numbers = itertools.count(1)
+
+
+# -- contents --------------------------------------------------------------------------------------
+
+
+def fresh_prefix(blocks: int, schema: KVSchema = SCHEMA, extra_tokens: int = 0) -> Prefix:
+    """A prompt that no other call of this process has: its own namespace."""
+    tokens = np.arange(blocks * schema.block_tokens + extra_tokens) % 50_000
+    return schema.prefix(tokens, namespace=f"test-{os.getpid()}-{next(_numbers)}")
+
+
+def payload_of(key: bytes, schema: KVSchema = SCHEMA) -> Bytes:
+    """The only right bytes of the block with this key."""
+    return random_bytes(schema.block_bytes, int.from_bytes(key, "little"))
+
+
+def payloads_of(prefix: Prefix) -> list[Bytes]:
+    """The right bytes of every block of a prefix."""
+    return [payload_of(key, prefix.schema) for key in prefix.keys]
+
+
+def assert_right(blocks: Sequence[Any], prefix: Prefix) -> None:
+    """Whatever was served is what belongs to its key."""
+    for block, key in zip(blocks, prefix.keys, strict=False):
+        assert np.array_equal(block.bytes, payload_of(key, prefix.schema)), key.hex()
+
+
+# -- waiting ---------------------------------------------------------------------------------------
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = SLACK_S) -> Any:
+    """The first true value of `condition`; fails with `what` when there is none in time."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(0.005)
+    return value
+
+
+@contextlib.contextmanager
+def within(timeout_s: float, what: str) -> Iterator[None]:
+    """The block must not take longer than this and generous slack: it would be a hang."""
+    began = time.monotonic()
+    yield
+    took_s = time.monotonic() - began
+    assert took_s < timeout_s + SLACK_S, f"{what} took {took_s:.1f} s of {timeout_s} s"
+
+
+class Background:
+    """A call in a thread; `result()` waits for it and raises what it raised."""
+
+    def __init__(self, action: Callable[[], Any]) -> None:
+        self._action = action
+        self._outcome: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._outcome = self._action()
+        except BaseException as error:  # noqa: BLE001 - raised again by result()
+            self._error = error
+
+    def result(self, timeout_s: float = 30.0) -> Any:
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), "the call did not return"
+        if self._error is not None:
+            raise self._error
+        return self._outcome
+
+
+# -- conservation ----------------------------------------------------------------------------------
+
+
+def assert_conserved(numbers: dict[str, Any]) -> None:
+    """free + reserved + committed + quarantined == capacity, in bytes, per tier."""
+    for name, tier in numbers["tiers"].items():
+        kinds = ("free", "reserved", "committed", "quarantined")
+        total = sum(tier[f"{kind}_bytes"] for kind in kinds)
+        assert total == tier["capacity_bytes"], (name, tier)
+
+
+def held_bytes(numbers: dict[str, Any]) -> int:
+    """What all sessions hold."""
+    return sum(session["held_bytes"] for session in numbers["sessions"])
+
+
+def is_quiet(numbers: dict[str, Any]) -> bool:
+    """Nobody holds, writes, waits for or moves anything."""
+    tiers = numbers["tiers"].values()
+    return (
+        held_bytes(numbers) == 0
+        and numbers["waiting_requests"] == numbers["queued_moves"] == 0
+        and all(
+            tier["reserved_bytes"] == tier["quarantined_bytes"] == tier["evicting_bytes"] == 0
+            for tier in tiers
+        )
+    )
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+TIFFIN = (sys.executable, "-c", "from tiffin.kvstore.cli import main; main()")
+
+
+def command_environment(folder: Path) -> dict[str, str]:
+    """An environment in which `TIFFIN` finds its commands, installed or not.
+
+    Commands come from entry points; a checkout that is only on the path has none, so `folder` gets
+    the metadata that an installation of the store alone would have.
+    """
+    info = folder / "tiffin-0.1.0.dist-info"
+    if not info.exists():
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiffin\nVersion: 0.1.0\n")
+        entry = "[tiffin.commands]\nkvstore = tiffin.kvstore.cli:commands\n"
+        (info / "entry_points.txt").write_text(entry)
+    inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    paths = [str(folder), *map(os.path.abspath, inherited)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDEVMODE": ""}
+
+
+class Daemon:
+    """`tiffin node` as a real process."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dram: int = DRAM_BLOCKS * EXTENT,
+        nvme: int = 0,
+        options: Sequence[str] = (),
+    ) -> None:
+        # Paths of unix sockets have 107 bytes at most, and pytest's folders are deep.
+        self.folder = Path(tempfile.mkdtemp(prefix="tiffin-test-"))
+        self.socket = self.folder / "n.sock"
+        self.url = f"unix:{self.socket}"
+        self.nvme = self.folder / "nvme"
+        self._environment = command_environment(folder)
+        self._arguments = ["node", "--socket", str(self.socket), "--dram", str(dram), *options]
+        if nvme:
+            self._arguments += ["--nvme", f"{self.nvme}:{nvme}"]
+        self.process: subprocess.Popen[bytes]
+        self.start()
+
+    def start(self) -> None:
+        """Start, or start again on the same socket and folder; returns when it answers."""
+        with open(self.folder / "log", "ab") as log:
+            self.process = subprocess.Popen(
+                [*TIFFIN, *self._arguments],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        wait_until(self._answers, f"the daemon answers; its log:\n{self.log()}", 30.0)
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, f"the daemon ended:\n{self.log()}"
+        try:
+            SocketLink(self.socket, "is it there?").close()
+        except NodeUnavailable:
+            return False
+        return True
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        self.process.kill()
+        self.process.wait()
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """SIGSTOP for the length of the block."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        if self.alive():
+            self.signal(signal.SIGCONT)
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+# -- four ways to a pool ---------------------------------------------------------------------------
+
+WAYS = ("sync-embedded", "sync-daemon", "asyncio-embedded", "asyncio-daemon")
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """Sizes in blocks of SCHEMA."""
+
+    dram_blocks: int = DRAM_BLOCKS
+    nvme_blocks: int = 0
+    write_lease_s: float = 60.0
+
+    def start_daemon(self, folder: Path) -> Daemon:
+        return Daemon(
+            folder,
+            dram=self.dram_blocks * EXTENT,
+            nvme=self.nvme_blocks * EXTENT,
+            options=["--write-lease-s", str(self.write_lease_s), "--no-prefault"],
+        )
+
+    def start_node(self, folder: Path) -> Node:
+        nvme_path, nvme_bytes = None, 0
+        if self.nvme_blocks:
+            nvme_path, nvme_bytes = parse_nvme(f"{folder}:{self.nvme_blocks * EXTENT}")
+        return Node(
+            NodeOptions(
+                self.dram_blocks * EXTENT,
+                nvme_path,
+                nvme_bytes,
+                prefault=False,
+                core=CoreOptions(write_lease_s=self.write_lease_s),
+            )
+        )
+
+
+class LoopThread:
+    """One asyncio loop in a thread of its own, to which tests hand coroutines."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, awaitable: Any) -> Any:
+        """Its result; plain values are returned as they are."""
+        if not inspect.isawaitable(awaitable):
+            return awaitable
+
+        async def wait() -> Any:
+            return await awaitable
+
+        return asyncio.run_coroutine_threadsafe(wait(), self.loop).result(60)
+
+    def call(self, action: Callable[..., Any], *arguments: Any) -> Any:
+        """Call `action` in the loop's thread, and await what it returns if that can be."""
+
+        async def wait() -> Any:
+            result = action(*arguments)
+            return await result if inspect.isawaitable(result) else result
+
+        return asyncio.run_coroutine_threadsafe(wait(), self.loop).result(60)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+class Held:
+    """Blocks or slots of an asyncio client, for `with`: their ends run in the loop."""
+
+    def __init__(self, held: Any, loop: LoopThread) -> None:
+        self._held = held
+        self._loop = loop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._held, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._held[index]
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._held)
+
+    def release(self) -> None:
+        self._loop.call(self._held.release)
+
+    def commit(self) -> None:
+        self._loop.call(self._held.commit)
+
+    def abort(self) -> None:
+        self._loop.call(self._held.abort)
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._loop.call(self._held.__aexit__, *error)
+
+
+class PoolClient:
+    """A client of either kind under the synchronous verbs; notes what it put, for cleaning up."""
+
+    def __init__(self, pool: Pool, raw: Any, loop: LoopThread | None) -> None:
+        self.pool = pool
+        self.raw = raw
+        self._loop = loop
+
+    def _run(self, verb: str, *arguments: Any, **keywords: Any) -> Any:
+        method = getattr(self.raw, verb)
+        if self._loop is None:
+            return method(*arguments, **keywords)
+        result = self._loop.run(method(*arguments, **keywords))
+        return Held(result, self._loop) if verb in ("get", "reserve") else result
+
+    def get(self, prefix: Prefix, **keywords: Any) -> Any:
+        return self._run("get", prefix, **keywords)
+
+    def put(self, prefix: Prefix, payloads: Any, **keywords: Any) -> Any:
+        self.pool.touched.append(prefix)
+        return self._run("put", prefix, payloads, **keywords)
+
+    def reserve(self, prefix: Prefix, **keywords: Any) -> Any:
+        self.pool.touched.append(prefix)
+        return self._run("reserve", prefix, **keywords)
+
+    def match(self, prefix: Prefix, **keywords: Any) -> Any:
+        return self._run("match", prefix, **keywords)
+
+    def exists(self, prefix: Prefix, **keywords: Any) -> Any:
+        return self._run("exists", prefix, **keywords)
+
+    def pin(self, prefix: Prefix, **keywords: Any) -> Any:
+        return self._run("pin", prefix, **keywords)
+
+    def unpin(self, prefix: Prefix, **keywords: Any) -> Any:
+        return self._run("unpin", prefix, **keywords)
+
+    def remove(self, prefix: Prefix, **keywords: Any) -> Any:
+        return self._run("remove", prefix, **keywords)
+
+    def statistics(self, **keywords: Any) -> Any:
+        return self._run("statistics", **keywords)
+
+    def call(self, request: Any, timeout_s: float = 5.0) -> Any:
+        """A message as it is, past the verbs."""
+        result = self.raw._link.call(request, timeout_s)
+        return result if self._loop is None else self._loop.run(result)
+
+    def post(self, request: Any) -> None:
+        if self._loop is None:
+            self.raw._link.post(request)
+        else:
+            self._loop.call(self.raw._link.post, request)
+
+    @property
+    def memory(self) -> Bytes:
+        """The node's DRAM as this client maps it."""
+        memory: Bytes = self.raw._link.memory
+        return memory
+
+    def close(self) -> None:
+        self._run("close")
+
+    def __enter__(self) -> PoolClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Pool:
+    """A pool that is reached in one of four ways, and that every test finds empty."""
+
+    def __init__(self, way: str, host: Node | Daemon, options: PoolOptions, loop: LoopThread):
+        self.way = way
+        self.host = host
+        self.options = options
+        self.loop = loop
+        self.touched: list[Prefix] = []
+        self._clients: list[PoolClient] = []
+        self.client = self.open("main")
+
+    @property
+    def daemon(self) -> Daemon:
+        assert isinstance(self.host, Daemon)
+        return self.host
+
+    @property
+    def embedded(self) -> bool:
+        return isinstance(self.host, Node)
+
+    def open(self, name: str = "another", **keywords: Any) -> PoolClient:
+        """One more client of this pool."""
+        client = PoolClient(self, self._open(name, **keywords), self._loop_if_needed())
+        self._clients.append(client)
+        return client
+
+    def _loop_if_needed(self) -> LoopThread | None:
+        return self.loop if self.way.startswith("asyncio") else None
+
+    def _open(self, name: str, **keywords: Any) -> Any:
+        if self.way.startswith("asyncio"):
+            if isinstance(self.host, Node):
+                return self.loop.run(AsyncClient.attach(self.host, name=name, **keywords))
+            return self.loop.run(AsyncClient.open(self.host.url, name=name, **keywords))
+        if isinstance(self.host, Node):
+            return Client.attach(self.host, name=name, **keywords)
+        return Client.open(self.host.url, name=name, **keywords)
+
+    def put(self, prefix: Prefix) -> Prefix:
+        """Store a prefix with its right bytes."""
+        result = self.client.put(prefix, payloads_of(prefix))
+        assert result.complete, result
+        return prefix
+
+    def offset_of(self, block: Any, client: PoolClient | None = None) -> int:
+        """Where in the region the payload of a served block begins."""
+        base = (client or self.client).memory.__array_interface__["data"][0]
+        return int(block.memory.__array_interface__["data"][0]) - base
+
+    def payload_offset(self, prefix: Prefix) -> int:
+        """Where in the region the payload of a resident block of one lies."""
+        with self.client.get(prefix) as blocks:
+            return self.offset_of(blocks[0])
+
+    def quiet(self) -> dict[str, Any]:
+        """Statistics once nothing is held, written or moving."""
+        found: dict[str, Any] = {}
+
+        def settled() -> bool:
+            found.update(self.client.statistics())
+            return is_quiet(found)
+
+        try:
+            wait_until(settled, "the pool comes to rest")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {found}") from error
+        assert_conserved(found)
+        return found
+
+    def finish(self) -> None:
+        """Whatever a test did: nothing is lost, and the pool is as empty as before."""
+        for client in self._clients[1:]:
+            client.close()
+        for prefix in self.touched:
+            self.client.remove(prefix)
+        numbers = self.quiet()
+        for tier in numbers["tiers"].values():
+            assert tier["free_bytes"] == tier["capacity_bytes"], tier
+        if isinstance(self.host, Node):
+            self.host.check()
+        self.client.close()
