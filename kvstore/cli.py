@@ -24,7 +24,9 @@ import uvloop
 from rich.console import Console, Group
 from rich.live import Live
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from .client import Client
 from .errors import TiffinError
@@ -62,7 +64,9 @@ def main() -> None:
     try:
         app()
     except TiffinError as error:
-        errors_console.print(f"[bold red]{type(error).__name__}:[/] {error}")
+        # One line, however narrow the terminal: logs count lines, and people copy commands from it.
+        text = Text.assemble((f"{type(error).__name__}:", "bold red"), f" {error}")
+        errors_console.print(text, soft_wrap=True)
         raise SystemExit(2) from error
 
 
@@ -217,7 +221,7 @@ def status_table(numbers: dict[str, Any]) -> Group:
 
 
 def _tiers_table(numbers: dict[str, Any]) -> Table:
-    title = f"{numbers['node']}: {numbers['blocks']} blocks, up {numbers['uptime_s']:.0f} s"
+    title = f"{escape(numbers['node'])}: {numbers['blocks']} blocks, up {numbers['uptime_s']:.0f} s"
     table = Table(title=title, title_justify="left")
     table.add_column("tier")
     tiers = numbers["tiers"]
@@ -270,7 +274,7 @@ def _clients_table(numbers: dict[str, Any]) -> Table:
         if session["zombie_leases"]:
             state += f", {session['zombie_leases']} expired reservations"
         table.add_row(
-            session["name"] or "-",
+            escape(session["name"] or "-"),
             str(session["pid"]),
             str(session["read_leases"]),
             str(session["write_leases"]),
@@ -309,7 +313,7 @@ def _slab_table(report: Any) -> Table:
     damaged = report.damaged_blocks
     checked = "payloads verified" if report.payload_verified else "payloads not verified"
     table = Table(
-        title=f"{report.path}: {format_bytes(report.capacity_bytes)}, {len(report.blocks)} blocks, "
+        title=f"{escape(str(report.path))}: {format_bytes(report.capacity_bytes)}, {len(report.blocks)} blocks, "
         f"{damaged} damaged ({checked})",
         title_justify="left",
     )
@@ -323,6 +327,6 @@ def _slab_table(report: Any) -> Table:
             str(block.token_count),
             str(block.generation),
             block.key or "-",
-            f"[red]{block.damage}[/]" if block.damage else "ok",
+            f"[red]{escape(block.damage)}[/]" if block.damage else "ok",
         )
     return table

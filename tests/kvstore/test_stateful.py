@@ -275,5 +275,5 @@ def test_the_store_never_returns_what_was_not_put() -> None:
 @pytest.mark.timeout(1200)
 def test_the_store_never_returns_what_was_not_put_at_length() -> None:
     run_state_machine_as_test(
-        StoreAgainstDict, settings=settings(max_examples=2000, stateful_step_count=80)
+        StoreAgainstDict, settings=settings(max_examples=1000, stateful_step_count=80)
     )
