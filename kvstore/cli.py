@@ -313,8 +313,8 @@ def _slab_table(report: Any) -> Table:
     damaged = report.damaged_blocks
     checked = "payloads verified" if report.payload_verified else "payloads not verified"
     table = Table(
-        title=f"{escape(str(report.path))}: {format_bytes(report.capacity_bytes)}, {len(report.blocks)} blocks, "
-        f"{damaged} damaged ({checked})",
+        title=f"{escape(str(report.path))}: {format_bytes(report.capacity_bytes)}, "
+        f"{len(report.blocks)} blocks, {damaged} damaged ({checked})",
         title_justify="left",
     )
     for column in ("offset", "extent", "payload", "tokens", "generation", "key", "state"):
