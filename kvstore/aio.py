@@ -103,7 +103,7 @@ class AsyncSlots(Slots):
 
     async def commit(self) -> None:  # type: ignore[override]
         """Checksum and publish what was written. Raises StaleLease if the reservation expired."""
-        self._end()
+        self._begin_commit()
         try:
             self._settle(
                 await drive(verbs.commit(self.prefix, self._slots, self._lease), self._link)
@@ -203,8 +203,7 @@ class AsyncClient(ClientBase):
 
         async def run() -> AsyncSlots:
             verb = verbs.reserve(prefix, self._check(timeout_s))
-            slots, lease, reason = await drive(verb, self._link)
-            return AsyncSlots(prefix, slots, lease, reason, self._link)  # type: ignore[arg-type]
+            return AsyncSlots(prefix, await drive(verb, self._link), self._link)  # type: ignore[arg-type]
 
         return _Opening(run())
 

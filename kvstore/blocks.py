@@ -69,7 +69,6 @@ def select(
 def _hashable(chosen: LayerRange | HeadRange | None) -> Any:
     if isinstance(chosen, slice | range):
         return ("step", chosen.start, chosen.stop, chosen.step)
-    chosen = tuple(chosen) if isinstance(chosen, list) else chosen
     try:
         hash(chosen)
     except TypeError as error:

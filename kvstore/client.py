@@ -18,7 +18,7 @@ from .node import messages
 from .node.node import Node
 from .node.records import Pin
 from .url import Daemon, parse_url
-from .verbs import DEFAULT_TIMEOUT_S, Access, Call, Hit, Post, PutResult, Verb, Verify
+from .verbs import DEFAULT_TIMEOUT_S, Access, Call, Hit, Post, PutResult, Reserved, Verb, Verify
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -97,18 +97,20 @@ class LeasedBlocks(Blocks):
 class Slots(Sequence[Slot]):
     """Reserved blocks to write in place; a context manager that commits them when it ends well.
 
-    Holds only blocks that were not resident: `slots[i].index` is a position in the prefix. After
-    the `with` block, `stored` says which positions are in the pool. An exception inside aborts all.
+    Holds only blocks that were not resident: `slots[i].index` is a position in the prefix, and so
+    are `resident` (in the pool already), `busy` (another writer is at it) and, after the `with`
+    block, `stored`. `reason` is "no_room" if the end of the prefix got no slots. An exception
+    inside aborts all.
     """
 
-    def __init__(
-        self, prefix: Prefix, slots: list[Slot], lease: int, reason: str, link: Link
-    ) -> None:
+    def __init__(self, prefix: Prefix, reserved: Reserved, link: Link) -> None:
         self.prefix = prefix
-        self.reason = reason
+        self.resident = reserved.resident
+        self.busy = reserved.busy
+        self.reason = reserved.reason
         self.stored: tuple[int, ...] = ()
-        self._slots = slots
-        self._lease = lease
+        self._slots = reserved.slots
+        self._lease = reserved.lease
         self._link = link
         self._ended = False
 
@@ -127,6 +129,11 @@ class Slots(Sequence[Slot]):
             raise StaleLease("this reservation was committed or aborted before")
         self._ended = True
 
+    def _begin_commit(self) -> None:
+        self._end()
+        # Raises ClientClosed: since its goodbye, these extents may belong to others.
+        _ = self._link.memory
+
     def _settle(self, flags: list[bool]) -> None:
         self.stored = tuple(s.index for s, ok in zip(self._slots, flags, strict=True) if ok)
         for slot in self._slots:
@@ -134,7 +141,7 @@ class Slots(Sequence[Slot]):
 
     def commit(self) -> None:
         """Checksum and publish what was written. Raises StaleLease if the reservation expired."""
-        self._end()
+        self._begin_commit()
         try:
             self._settle(drive(verbs.commit(self.prefix, self._slots, self._lease), self._link))
         finally:
@@ -269,7 +276,7 @@ class Client(ClientBase):
         Raises NoRoom when not even the first could be had within `timeout_s`.
         """
         verb = verbs.reserve(prefix, self._check(timeout_s))
-        return Slots(prefix, *drive(verb, self._link), self._link)
+        return Slots(prefix, drive(verb, self._link), self._link)
 
     def pin(
         self,

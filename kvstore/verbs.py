@@ -437,17 +437,36 @@ def _note(
             outcome["resident" if status == Status.RESIDENT else "busy"].append(index)
 
 
-def reserve(prefix: Prefix, timeout_s: float) -> Verb[tuple[list[Slot], int, str]]:
-    """Slots for the blocks that are not resident, their lease, and why there are not more ("")."""
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Slots for the blocks that were not resident, and positions of those that got none.
+
+    `resident`: in the pool already. `busy`: another writer is at it. The rest, from the end of the
+    prefix, found no room: `reason` is "no_room" then, else None.
+    """
+
+    slots: list[Slot]
+    lease: int
+    resident: tuple[int, ...] = ()
+    busy: tuple[int, ...] = ()
+    reason: str | None = None
+
+
+def reserve(prefix: Prefix, timeout_s: float) -> Verb[Reserved]:
+    """Slots for the blocks that are not resident."""
     if not len(prefix):
-        return [], 0, ""
+        return Reserved([], 0)
     reply, slots = yield from _reserve(prefix, time.monotonic() + timeout_s)
     if not reply.statuses:
         raise NoRoom(
             f"no room for a block of {prefix.schema.extent_bytes} bytes within {timeout_s} s: "
             "everything else is leased, pinned, being written, or an ancestor of this block"
         )
-    return slots, reply.lease, _why(reply.reason) or ""
+    resident, busy = (
+        tuple(i for i, status in enumerate(reply.statuses) if status == wanted)
+        for wanted in (Status.RESIDENT, Status.BUSY)
+    )
+    return Reserved(slots, reply.lease, resident, busy, _why(reply.reason))
 
 
 def commit(prefix: Prefix, slots: Sequence[Slot], lease: int) -> Verb[list[bool]]:

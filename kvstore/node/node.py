@@ -56,6 +56,11 @@ log = logging.getLogger(__name__)
 # parked requests wake the ticker exactly.
 TICK_S = 0.25
 
+# Per client. A lease covers a whole prompt, so an engine holds one per running request, hundreds at
+# most; one that waits is a request that nobody serves yet.
+LEASES_MAX = 4096
+WAITING_MAX = 256
+
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
@@ -254,6 +259,7 @@ class Node:
         reply(messages.Flags(request.id, self.core.exists(request.keys)))
 
     def _reserve(self, session: Session, request: messages.Reserve, reply: ReplyTo) -> None:
+        self._check_limits(session)
         capacity = self.dram.arena.capacity_bytes
         if not 0 < request.extent_bytes <= capacity:
             raise InvalidInput(
@@ -314,6 +320,7 @@ class Node:
         reply(messages.Done(request.id))
 
     def _lease(self, session: Session, request: messages.Lease, reply: ReplyTo) -> None:
+        self._check_limits(session)
         ticket = self.core.lease(session, split_keys(request.keys))
         self._tickets[ticket] = _now() + request.timeout_s, request.id, reply
         if ticket.ready or request.timeout_s <= 0:
@@ -364,6 +371,15 @@ class Node:
 
     def _statistics(self, session: Session, request: messages.Statistics, reply: ReplyTo) -> None:
         reply(messages.Numbers(request.id, self.statistics()))
+
+    def _check_limits(self, session: Session) -> None:
+        """One client must not fill the node's tables. Raises InvalidInput."""
+        if len(session.leases) + len(session.zombies) >= LEASES_MAX:
+            raise InvalidInput(f"this client holds {LEASES_MAX} leases; release some")
+        waiting = sum(parked.session is session for parked in self._parked)
+        waiting += sum(ticket.session is session for ticket in self._tickets)
+        if waiting >= WAITING_MAX:
+            raise InvalidInput(f"{WAITING_MAX} requests of this client wait already")
 
     # -- waiting ---------------------------------------------------------------------------------
 

@@ -11,8 +11,9 @@ import pytest
 from kvsupport import assert_right, payloads_of, wait_until
 
 from tiffin.kvstore import Client, KVSchema
-from tiffin.kvstore.errors import TierUnavailable
+from tiffin.kvstore.errors import ClientClosed, InvalidInput, TierUnavailable
 from tiffin.kvstore.node import messages
+from tiffin.kvstore.node import node as node_module
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.tiers.nvme import NvmeTier
 
@@ -281,3 +282,59 @@ def test_closing_twice_is_fine_and_a_bad_disk_frees_the_dram(tmp_path: Path) -> 
     with pytest.raises(TierUnavailable):
         open_node(tmp_path)  # one node per directory
     holder.close()
+
+
+def test_a_reservation_says_what_needed_no_slot(client: Client) -> None:
+    prefix = prefix_of(1, 4)
+    client.put(prefix[:1], payloads_of(prefix[:1]))
+    with client.reserve(prefix[:2]) as first, client.reserve(prefix) as second:
+        assert (first.resident, first.busy, [slot.index for slot in first]) == ((0,), (), [1])
+        assert (second.resident, second.busy) == ((0,), (1,))
+        assert [slot.index for slot in second] == [2, 3]
+        for slot in [*first, *second]:
+            slot.view[:] = 5
+    assert (first.stored, second.stored, second.reason) == ((1,), (2, 3), None)
+
+
+def test_a_commit_after_close_touches_nothing(node: Node) -> None:
+    prefix = prefix_of(1, 1)
+    client = Client.attach(node)
+    slots = client.reserve(prefix)
+    client.close()
+    with pytest.raises(ClientClosed):
+        slots.commit()
+
+
+def test_one_client_cannot_fill_the_nodes_tables(
+    node: Node, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "LEASES_MAX", 2)
+    monkeypatch.setattr(node_module, "WAITING_MAX", 1)
+    prefix = prefix_of(1, DRAM_BLOCKS)
+    client.put(prefix, payloads_of(prefix))
+    settle(node)
+    held = client.get(prefix[:1])
+    with client.get(prefix[:1]), pytest.raises(InvalidInput, match="2 leases"):
+        client.get(prefix[:1])
+    held.release()
+    with Client.attach(node) as other:  # another client's limit is its own
+        assert other.get(prefix[:1]).tokens == SCHEMA.block_tokens
+
+
+def test_one_client_cannot_queue_without_end(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "WAITING_MAX", 1)
+    session = node.connect("greedy", 1)
+    replies: list[Any] = []
+    prefix, wanted = prefix_of(1, DRAM_BLOCKS), prefix_of(2, 1)
+
+    def reserve(request_id: int, part: Any) -> None:
+        size = SCHEMA.extent_bytes
+        request = messages.Reserve(request_id, part.key_bytes, part.parent, 0, size, 30.0)
+        node.submit(session, request, replies.append)
+
+    reserve(1, prefix)  # all of DRAM
+    reserve(2, wanted)  # waits
+    reserve(3, wanted)
+    assert [reply.id for reply in replies] == [1, 3]
+    assert replies[1].error == "InvalidInput"
+    node.disconnect(session, fenced=True)
