@@ -10,6 +10,7 @@ payload bytes run in worker threads, so the loop is never held for longer than a
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from . import verbs
@@ -46,7 +47,7 @@ async def drive(verb: Verb[T], link: AsyncLink) -> T:
             elif isinstance(step, Post):
                 link.post(step.request)
             else:
-                outcome = await _in_thread(step.action)
+                outcome = await _in_thread(partial(link.gate.run, step.action))
         except BaseException as error:  # noqa: BLE001 - the verb cleans up, then raises it again
             failure = error
 
@@ -55,11 +56,15 @@ async def _in_thread(action: Callable[[], T]) -> T:
     """Run `action` in a worker and, even if cancelled, return only when it has ended: until then it
     touches memory whose lease the caller would give back."""
     running = asyncio.ensure_future(asyncio.to_thread(action))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        raise
+    cancellation: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:  # perhaps not the last one
+            cancellation = error
+    if cancellation is not None:
+        raise cancellation
+    return running.result()
 
 
 class _Opening(Generic[T]):
@@ -232,11 +237,13 @@ class AsyncClient(ClientBase):
         return await drive(verbs.statistics(self._check(timeout_s)), self._link)
 
     async def close(self) -> None:
-        """See `Client.close`."""
+        """See `Client.close`. Waits, in a worker thread, for copies that are running."""
         self._access = None
-        await asyncio.to_thread(self._link.close) if isinstance(
-            self._link, AsyncLocalLink
-        ) else self._link.close()
+        await asyncio.to_thread(self._link.gate.close)
+        if isinstance(self._link, AsyncLocalLink):
+            await asyncio.to_thread(self._link.close)  # may write back to NVMe
+        else:
+            self._link.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ Calls of one client run side by side on one connection: replies find their calle
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from itertools import count
 from typing import TYPE_CHECKING, Protocol, cast
@@ -22,7 +23,17 @@ from .errors import (
     ProtocolError,
     TiffinError,
 )
-from .link import GRACE_S, HANDSHAKE_S, Answer, drop, handshake, open_links, raise_refusal, undo
+from .link import (
+    GRACE_S,
+    HANDSHAKE_S,
+    Answer,
+    Gate,
+    drop,
+    handshake,
+    open_links,
+    raise_refusal,
+    undo,
+)
 from .node import messages
 
 if TYPE_CHECKING:
@@ -39,6 +50,8 @@ if TYPE_CHECKING:
 
 class AsyncLink(Protocol):
     """What the asyncio client needs of a connection; compare `link.Link`."""
+
+    gate: Gate
 
     @property
     def memory(self) -> NDArray[np.uint8]:
@@ -112,6 +125,7 @@ class AsyncLocalLink:
         self._owns_node = owns_node
         self._loop = asyncio.get_running_loop()
         self._session = node.connect(name, os.getpid())
+        self.gate = Gate()
         self._calls = _Calls()
         self._memory: NDArray[np.uint8] | None = node.dram.region.array
 
@@ -140,7 +154,8 @@ class AsyncLocalLink:
     def _reply(self, reply: messages.AnyReply) -> None:
         # Called by whichever thread ended the wait; always handed over by way of the loop, because
         # undoing a late grant must not happen inside the node's own call.
-        self._loop.call_soon_threadsafe(self._arrived, reply)
+        with contextlib.suppress(RuntimeError):  # the loop was closed, and its callers with it
+            self._loop.call_soon_threadsafe(self._arrived, reply)
 
     def _arrived(self, reply: messages.AnyReply) -> None:
         correction = self._calls.arrived(reply)
@@ -168,6 +183,7 @@ class AsyncSocketLink:
     def __init__(self, path: Path, name: str) -> None:
         self._path = path
         self._name = name
+        self.gate = Gate()
         self._calls = _Calls()
         self._closed = False
         self._connecting = asyncio.Lock()
@@ -191,12 +207,15 @@ class AsyncSocketLink:
         """See `SocketLink.forget`; the loop itself does not survive a fork either."""
         self._closed = True
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClientClosed("this client is closed")
+
     async def connect(self, timeout_s: float = HANDSHAKE_S) -> _Connection:
         """The live connection, made if there is none: the handshake runs in a worker thread, then
         the loop has the socket."""
         async with self._connecting:
-            if self._closed:
-                raise ClientClosed("this client is closed")
+            self._check_open()
             if self._connection is None or self._connection.transport is None:
                 sock, _, region = await asyncio.to_thread(
                     handshake, self._path, self._name, timeout_s
@@ -204,6 +223,12 @@ class AsyncSocketLink:
                 if self._region is not None:
                     self._region.close()  # of the node that went away; views of it stay valid
                 self._region = region
+                try:
+                    self._check_open()  # still
+                except ClientClosed:
+                    sock.close()
+                    region.close()
+                    raise
                 loop = asyncio.get_running_loop()
                 _, self._connection = await loop.create_unix_connection(
                     lambda: _Connection(self._path, self._calls), sock=sock
@@ -214,7 +239,11 @@ class AsyncSocketLink:
         """See `Link.call`."""
         connection = self._connection
         if connection is None or connection.transport is None:
-            connection = await self.connect(timeout_s + GRACE_S)
+            try:
+                async with asyncio.timeout(timeout_s + GRACE_S):  # behind others who connect
+                    connection = await self.connect(timeout_s + GRACE_S)
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"no connection within {timeout_s} s") from error
         self._calls.number(request)
         self._calls.expect(request)
         memory = self.memory  # of this connection, whatever happens while we wait

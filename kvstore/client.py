@@ -45,7 +45,7 @@ def drive(verb: Verb[T], link: Link) -> T:
             elif isinstance(step, Post):
                 link.post(step.request)
             else:
-                outcome = step.action()
+                outcome = link.gate.run(step.action)
         except BaseException as error:  # noqa: BLE001 - the verb cleans up, then raises it again
             failure = error
 

@@ -27,9 +27,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from .errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Counts saturate here: Redis's LFU counter has the same 8 bits, and CPython shares integers up to
 # 256, so a count (other than an aged one of LFU) costs its entry no memory.
@@ -121,6 +125,10 @@ class EvictionPolicy(ABC, Generic[E]):
     def __contains__(self, entry: E) -> bool:
         return self._holds(entry) or entry in self._spared
 
+    def __iter__(self) -> Iterator[E]:
+        """Every candidate, roughly the best victim first. Not to be changed meanwhile."""
+        return chain(*self._lists(), self._spared)
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self)} candidates, {len(self._spared)} spared>"
 
@@ -158,6 +166,10 @@ class EvictionPolicy(ABC, Generic[E]):
     @abstractmethod
     def _count(self) -> int:
         """Entries in all queues."""
+
+    @abstractmethod
+    def _lists(self) -> list[OrderedDict[E, None]]:
+        """All queues, the one that leaves first in front."""
 
 
 class LRU(EvictionPolicy[E]):
@@ -208,6 +220,9 @@ class LRU(EvictionPolicy[E]):
     def _count(self) -> int:
         return len(self._queue)
 
+    def _lists(self) -> list[OrderedDict[E, None]]:
+        return [self._queue]
+
 
 class _Ranked(EvictionPolicy[E]):
     """One LRU queue per rank; the lowest rank leaves first. Ranks are few, so a sorted list."""
@@ -253,6 +268,9 @@ class _Ranked(EvictionPolicy[E]):
 
     def _count(self) -> int:
         return self._entries
+
+    def _lists(self) -> list[OrderedDict[E, None]]:
+        return [self._queues[rank] for rank in self._ranks]
 
 
 class LFU(_Ranked[E]):
@@ -346,6 +364,9 @@ class SIEVE(EvictionPolicy[E]):
     def _count(self) -> int:
         return len(self._ahead) + len(self._behind)
 
+    def _lists(self) -> list[OrderedDict[E, None]]:
+        return [self._ahead, self._behind]
+
 
 class S3FIFO(EvictionPolicy[E]):
     """Three queues: small, main, and a ghost of keys that left (Yang et al., SOSP 2023).
@@ -412,6 +433,9 @@ class S3FIFO(EvictionPolicy[E]):
 
     def _count(self) -> int:
         return len(self._small) + len(self._main)
+
+    def _lists(self) -> list[OrderedDict[E, None]]:
+        return [self._small, self._main]
 
 
 POLICIES: dict[str, type[EvictionPolicy[Any]]] = {

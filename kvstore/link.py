@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+_CLOSED = "this client is closed (a forked child has to open its own)"
 
 # A node answers parked requests at their deadline; this much later the node itself is late.
 GRACE_S = 0.25
@@ -61,8 +63,42 @@ class Answer(NamedTuple):
     memory: Bytes
 
 
+class Gate:
+    """Steps that touch the region, in any thread; `close` lets no more begin and waits for them.
+
+    A client that said goodbye while one of its threads still copies would write into memory that is
+    somebody else's by then.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._closed = False
+
+    def run(self, action: Callable[[], T]) -> T:
+        """Do `action`; raises ClientClosed after `close`."""
+        with self._changed:
+            if self._closed:
+                raise ClientClosed(_CLOSED)
+            self._running += 1
+        try:
+            return action()
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Returns when nothing touches the region any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._running)
+
+
 class Link(Protocol):
     """What the verbs need of a connection."""
+
+    gate: Gate
 
     @property
     def memory(self) -> Bytes:
@@ -134,6 +170,7 @@ class LocalLink:
         self._node = node
         self._owns_node = owns_node
         self._session = node.connect(name, os.getpid())
+        self.gate = Gate()
         self._ids = count(1)
         self._closed = False
         self._memory: Bytes | None = node.dram.region.array
@@ -171,6 +208,7 @@ class LocalLink:
 
     def close(self) -> None:
         """End the session; close the node if this link opened it."""
+        self.gate.close()
         if self._closed:
             return
         self._closed = True
@@ -197,6 +235,7 @@ class SocketLink:
     def __init__(self, path: Path, name: str) -> None:
         self._path = path
         self._name = name
+        self.gate = Gate()
         self._ids = count(1)
         self._lock = threading.Lock()
         self._sending = threading.Lock()
@@ -250,12 +289,14 @@ class SocketLink:
             return
         with self._sending, contextlib.suppress(OSError):
             try:
+                sock.settimeout(HANDSHAKE_S)  # not what is left of another thread's deadline
                 sock.sendall(frame)
             except OSError:
                 sock.shutdown(socket.SHUT_RDWR)  # half a frame may be out
 
     def close(self) -> None:
         """Say goodbye and unmap."""
+        self.gate.close()
         with self._lock:
             if self._closed:
                 return
@@ -267,16 +308,17 @@ class SocketLink:
                 return
             with sock:
                 try:
-                    sock.settimeout(1.0)
-                    goodbye = messages.Goodbye(next(self._ids))
-                    sock.sendall(encode_frame(messages.encoder.encode(goodbye)))
+                    goodbye = messages.Goodbye(messages.UNAWAITED)
+                    with self._sending:
+                        sock.settimeout(1.0)
+                        sock.sendall(encode_frame(messages.encoder.encode(goodbye)))
                 except OSError as error:
                     log.debug("no goodbye: %s", error)
 
     def forget(self) -> None:
         """In a forked child: the connection and the region are the parent's. The region is not even
         mapped here (see `Region`), so touching it would end the process."""
-        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._lock, self._sending, self.gate = threading.Lock(), threading.Lock(), Gate()
         self._closed = True
         self._memory = None
         if self._socket is not None:
@@ -339,7 +381,6 @@ class SocketLink:
         return NodeUnavailable(f"lost the node at {self._path}: {why}")
 
 
-_CLOSED = "this client is closed (a forked child has to open its own)"
 open_links: weakref.WeakSet[Any] = weakref.WeakSet()  # both clients', for `_forget_all`
 
 
@@ -366,7 +407,13 @@ def handshake(
         hello = messages.Hello(0, messages.PROTOCOL_VERSION, name, os.getpid())
         sock.sendall(encode_frame(messages.encoder.encode(hello)))
         data, descriptors, _, _ = socket.recv_fds(sock, 65536, 1, socket.MSG_CMSG_CLOEXEC)
-        return sock, *_welcome(path, data, descriptors)
+        try:
+            return sock, *_welcome(path, data, descriptors)
+        except TiffinError:
+            for descriptor in descriptors:
+                with contextlib.suppress(OSError):  # the region closes its own
+                    os.close(descriptor)
+            raise
     except TiffinError:
         sock.close()
         raise

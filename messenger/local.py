@@ -32,7 +32,7 @@ import contextlib
 import functools
 import os
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -161,8 +161,22 @@ def _each(action: Callable[[int], None], count: int, nbytes: int) -> None:
         work()
     finally:
         rest.clear()
-        if not helper.cancel():
-            helper.result()
+        _join(helper)
+
+
+def _join(helper: Future[None]) -> None:
+    """Wait until the helper has ended, Ctrl-C or not: it touches memory that is given back next."""
+    if helper.cancel():
+        return
+    interruption: BaseException | None = None
+    while not helper.done():
+        try:
+            wait([helper])
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            interruption = error
+    if interruption is not None:
+        raise interruption
+    helper.result()
 
 
 @functools.cache

@@ -22,6 +22,7 @@ import fcntl
 import logging
 import mmap
 import os
+import weakref
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -60,6 +61,8 @@ class Region:
     ) -> None:
         """Not for callers: use `create` or `attach`."""
         self._fd = fd
+        # Also for a region that is dropped without being closed.
+        self._close_fd = weakref.finalize(self, os.close, fd)
         self._mapping: mmap.mmap | None = mapping
         self._array: NDArray[np.uint8] | None = np.frombuffer(mapping, np.uint8, nbytes)
         self._populated_bytes = 0
@@ -212,7 +215,7 @@ class Region:
         mapping, self._mapping, self._array = self._mapping, None, None
         if mapping is None:
             return
-        os.close(self._fd)
+        self._close_fd()
         # BufferError: views are alive, and the last one's end unmaps.
         with contextlib.suppress(BufferError):
             mapping.close()

@@ -14,6 +14,7 @@ writing into memory that it has mapped.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -106,6 +107,7 @@ class NodeCore:
         self._ids = count(first_generation)
         self._generations = count(first_generation)
         self._write_leases: dict[int, Lease] = {}
+        self._next_unpin = math.inf
 
     # -- sessions --------------------------------------------------------------------------------
 
@@ -187,6 +189,8 @@ class NodeCore:
                 parent = replica.block
                 statuses.append(Status.GRANTED)
                 continue
+            if parent is not None:
+                residency.relink(block, parent)
             parent = block
             statuses.append(Status.RESIDENT if block.where else Status.BUSY)
             resident.append(block)
@@ -340,6 +344,7 @@ class NodeCore:
                 self.residency.pins.pop(key, None)
             else:
                 self.residency.pins[key] = until
+                self._next_unpin = min(self._next_unpin, until)
             pinned += 1
         return pinned
 
@@ -379,12 +384,17 @@ class NodeCore:
         for lease in [x for x in self._write_leases.values() if x.expires_at <= now]:
             self._cancel(lease)
             self.residency.counters.expired += 1
+        if now >= self._next_unpin:
+            self._unpin_due(now)
+        self.residency.trim(self.options.high_watermark, self.options.low_watermark)
+        self.residency.compact()
+
+    def _unpin_due(self, now: float) -> None:
         pins = self.residency.pins
         for key in [key for key, until in pins.items() if until <= now]:
             del pins[key]
             self._set_pin(self.index[key], Pin.NONE)
-        self.residency.trim(self.options.high_watermark, self.options.low_watermark)
-        self.residency.compact()
+        self._next_unpin = min(pins.values(), default=math.inf)
 
     def flush(self) -> int:
         """Begin to write back all that is only in DRAM, heads of chains first; how many blocks."""

@@ -20,7 +20,7 @@ from tiffin.messenger.local import hash_segments
 
 from ..arena import Extent
 from ..block import MAX_HEADER_BYTES, Header, read_header, relocate_header
-from ..errors import CorruptBlock, TierUnavailable, VersionMismatch
+from ..errors import CorruptBlock, InvalidInput, TierUnavailable, VersionMismatch
 from ..tiers.base import TierName
 from .records import Move, MoveOutcome, Replica
 
@@ -48,6 +48,8 @@ def verify_block(view: NDArray[np.uint8], replica: Replica) -> Header:
     header = read_header(view, offset_expected=replica.offset)
     if header.key != replica.key or header.generation != replica.generation:
         raise CorruptBlock(f"{replica}: header of another block, {header.key.hex()}")
+    if header.extent_bytes != replica.length:
+        raise CorruptBlock(f"{replica}: header of an extent of {header.extent_bytes} bytes")
     ends = header.header_bytes + np.cumsum(header.segment_bytes).astype(np.int64)
     lengths = header.segment_bytes.astype(np.int64)
     spans = zip((ends - lengths).tolist(), lengths.tolist(), strict=True)
@@ -87,7 +89,8 @@ class Mover:
             thread.start()
 
     def submit(self, move: Move) -> None:
-        """Queue a move; among equal priorities, first come first served."""
+        """Queue a move; among equal priorities, first come first served. A move that is queued
+        already gets its priority of now; one that has started goes on."""
         with self._wake:
             heapq.heappush(self._queue, (move.priority, next(self._order), move))
             self._wake.notify()
@@ -110,12 +113,23 @@ class Mover:
         # Headers have to be rewritten at page-aligned addresses for O_DIRECT.
         scratch = np.frombuffer(mmap.mmap(-1, MAX_HEADER_BYTES), dtype=np.uint8)
         while (move := self._next()) is not None:
-            self._finished(move, self._carry_out(move, scratch))
+            try:
+                outcome = self._carry_out(move, scratch)
+            except Exception:
+                log.exception("a move failed unexpectedly; its block is dropped")
+                outcome = MoveOutcome.READ_FAILED
+            self._finished(move, outcome)
 
     def _next(self) -> Move | None:
         with self._wake:
-            self._wake.wait_for(lambda: self._queue or self._closed)
-            return None if self._closed else heapq.heappop(self._queue)[2]
+            while True:
+                self._wake.wait_for(lambda: self._queue or self._closed)
+                if self._closed:
+                    return None
+                move = heapq.heappop(self._queue)[2]
+                if not move.started:
+                    move.started = True
+                    return move
 
     def _carry_out(self, move: Move, scratch: NDArray[np.uint8]) -> MoveOutcome:
         if move.cancelled:
@@ -124,7 +138,7 @@ class Mover:
             if move.target.tier is TierName.DRAM:
                 return self._promote(move)
             return self._demote(move, scratch)
-        except (CorruptBlock, VersionMismatch) as error:
+        except (CorruptBlock, VersionMismatch, InvalidInput) as error:
             log.warning("block refused while moving it to %s: %s", move.target.tier, error)
             return MoveOutcome.CORRUPT
 

@@ -201,6 +201,7 @@ class Node:
         """The session's connection ended; `fenced` if it touches the region no more. Returns
         whether nothing is left of it; if not, `fence` is to follow."""
         with self._lock:
+            session.gone = True  # so that settling its tickets grants nothing any more
             self._parked = deque(p for p in self._parked if p.session is not session)
             for ticket in [t for t in self._tickets if t.session is session]:
                 del self._tickets[ticket]
@@ -384,15 +385,17 @@ class Node:
     # -- waiting ---------------------------------------------------------------------------------
 
     def _attempt(self, session: Session, timeout_s: float, attempt: Callable[[bool], bool]) -> None:
-        """Try now; park if time could help. Behind others that wait, wait in line.
+        """Try now; park if time could help.
 
         Whether time could help is asked after the try: a failed one may itself have begun the
-        demotions that are worth waiting for.
+        demotions that are worth waiting for. Those who wait are tried in the order they came, but
+        one that cannot be served yet does not stop those behind it: what it waits for may take
+        as long as somebody's lease.
         """
         if timeout_s <= 0:
             attempt(True)
-        elif self._parked or not attempt(False):
-            if self._parked or self.core.worth_waiting():
+        elif not attempt(False):
+            if self.core.worth_waiting():
                 self._park(session, timeout_s, attempt)
             else:
                 attempt(True)
@@ -409,10 +412,10 @@ class Node:
             self._act()
             if ticket.ready or not self.core.worth_advancing(ticket):
                 self._settle(ticket)
-        while self._parked and self._parked[0].attempt(not self.core.worth_waiting()):
-            self._parked.popleft()
+        for parked in list(self._parked):
+            if parked.attempt(not self.core.worth_waiting()):
+                self._parked.remove(parked)
             self._act()
-        self._act()
 
     def _act(self) -> None:
         ordered = self.core.residency.actions
@@ -443,8 +446,12 @@ class Node:
 
     def _tick_forever(self) -> None:
         while not self._closed.is_set():
-            with self._lock:
-                timeout_s = self._tick(_now())
+            timeout_s = TICK_S
+            try:
+                with self._lock:
+                    timeout_s = self._tick(_now())
+            except Exception:
+                log.exception("a tick failed unexpectedly")
             self._hurry.wait(timeout_s)
             self._hurry.clear()
 

@@ -129,7 +129,7 @@ class Move:
     Promotions and write-backs leave the source where it is; a demotion frees it.
     """
 
-    __slots__ = ("block", "cancelled", "priority", "source", "target", "tickets")
+    __slots__ = ("block", "cancelled", "priority", "source", "started", "target", "tickets")
 
     def __init__(self, block: Block, source: Replica, target: Replica, priority: Priority) -> None:
         self.block = block
@@ -137,6 +137,7 @@ class Move:
         self.target = target
         self.priority = priority
         self.cancelled = False
+        self.started = False  # by the mover; it may be submitted again, with a better priority
         self.tickets: list[Ticket] = []
 
     @property

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 # How many blocks a window may choose from: enough for a run of any block size, at 0.5 us each.
 WINDOW_CANDIDATES = 4096
 
+# 2,048 ancestors are a million tokens: 0.5 ms.
+ANCESTORS_MAX = 2048
+
 # Below this, tables are too small (some MiB) to be worth a look.
 COMPACT_BLOCKS_MIN = 65_536
 
@@ -114,11 +117,24 @@ class Residency:
         """Whoever uses a block has used what comes before it: none of it may look older.
 
         Nothing to do for a call that began at its prompt's first block, which is nearly every one.
+        Stops after ANCESTORS_MAX, so that reading a very long chain slice by slice stays linear.
         """
         ancestor = block.parent
-        while ancestor is not None:
+        for _ in range(ANCESTORS_MAX):
+            if ancestor is None:
+                break
             self.touch(ancestor)
             ancestor = ancestor.parent
+
+    def relink(self, block: Block, parent: Block) -> None:
+        """`block` descends from `parent`, perhaps from an object that came after it did: a chain
+        whose head was lost and put again is one chain again."""
+        if block.parent is parent or parent.depth >= block.depth:
+            return
+        if block.parent is not None:
+            block.parent.children -= 1
+        block.parent = parent
+        parent.children += 1
 
     # -- coming ----------------------------------------------------------------------------------
 
@@ -130,6 +146,8 @@ class Residency:
         The writer holds the replica; the parent counts the block as its child from here on, so that
         making room for a block never drops the block's own ancestors.
         """
+        if parent is not None and parent.depth >= depth:
+            parent = None  # a client's mistake; a cycle of parents would have no end
         if parent is not None:
             parent.children += 1
         block = Block(key, parent, depth)
@@ -255,8 +273,9 @@ class Residency:
             self._free(replica)
 
     def _forget(self, block: Block) -> None:
-        self.index.pop(block.key, None)
-        self.pins.pop(block.key, None)
+        if self.index.get(block.key) is block:
+            del self.index[block.key]
+            self.pins.pop(block.key, None)
         if block.parent is not None:
             block.parent.children -= 1
             block.parent = None
@@ -276,51 +295,49 @@ class Residency:
         False does not mean never: `space.evicting_bytes` may be on their way to NVMe.
         """
         length = space.arena.round_up(length)
-        if space.arena.fits(length):
+        arena = space.arena
+        if arena.fits(length):
             return True
-        # What is on its way out already is not ordered twice by everyone who waits for it.
-        if length > space.arena.capacity_bytes or space.evicting_bytes >= length:
+        if length > arena.capacity_bytes:
             return False
-        while self._evict_until(space, length, priority):
-            if space.arena.fits(length):
-                return True
-            if space.evicting_bytes >= length:
+        while not arena.fits(length):
+            # What is on its way out already is not ordered twice by everyone who waits for it.
+            if space.evicting_bytes and arena.free_bytes + space.evicting_bytes >= length:
                 return False
-        return space.arena.fits(length)
+            if arena.free_bytes >= length:
+                # Enough bytes, but in no single run: more of the same would not help.
+                return self._open_window(space, length, priority) and arena.fits(length)
+            if not self._evict_some(space, length, priority):
+                return False
+        return True
 
-    def _evict_until(self, space: TierSpace, length: int, priority: Priority) -> bool:
-        """One pass over the candidates; True if any of them left, or began to."""
+    def _evict_some(self, space: TierSpace, length: int, priority: Priority) -> bool:
+        """Evict in policy order until `length` bytes are free or on their way, at most one pass;
+        True if any block left, or began to."""
         spared: list[Replica] = []
-        free_bytes_before = space.arena.free_bytes
-        evicted = 0
+        evicted = False
         for victim in space.victims():
             if not self.evict(victim, priority):
                 spared.append(victim)
                 continue
-            evicted += 1
-            if space.arena.fits(length) or space.evicting_bytes >= length:
+            evicted = True
+            if space.arena.free_bytes + space.evicting_bytes >= length:
                 break
-            # Enough was freed, yet no run is long enough: stop guessing and open a window.
-            if space.arena.free_bytes - free_bytes_before >= length:
-                self._open_window(space, length, priority)
-                break
+        # Before anything else is evicted: a block that is spared must not be freed meanwhile.
         space.spare(spared)
-        return evicted > 0
+        return evicted
 
-    def _open_window(self, space: TierSpace, length: int, priority: Priority) -> None:
-        evictable = (
-            replica
-            for block in self.index.values()
-            for replica in block.replicas()
-            if replica.tier is space.tier and self._may_leave(replica)
-        )
-        # The index is in order of arrival: only the oldest few pay for a hole.
-        candidates = list(islice(evictable, WINDOW_CANDIDATES))
-        self.counters.window_evictions += 1
-        for replica in space.window(candidates, length):
+    def _open_window(self, space: TierSpace, length: int, priority: Priority) -> bool:
+        """Evict neighbours, so that one run of `length` bytes appears; False if none can."""
+        # In eviction order: only the next few to leave pay for a hole.
+        leaving = filter(self._may_leave, space.candidates())
+        chosen = space.window(list(islice(leaving, WINDOW_CANDIDATES)), length)
+        self.counters.window_evictions += bool(chosen)
+        for replica in chosen:
             space.withdraw(replica)
             if not self.evict(replica, priority):
                 space.offer(replica)
+        return bool(chosen)
 
     def trim(self, high_watermark: float, low_watermark: float) -> None:
         """Start demotions when DRAM is fuller than `high_watermark`, enough to reach the low one.
@@ -334,13 +351,13 @@ class Residency:
             return
         spared = []
         for victim in space.victims():
-            if not self.evict(victim, Priority.DEMOTE_AHEAD):
+            if not self.evict(victim, Priority.DEMOTE_AHEAD, may_drop=False):
                 spared.append(victim)
             if space.used_bytes - space.evicting_bytes <= low_watermark * capacity:
                 break
         space.spare(spared)
 
-    def evict(self, replica: Replica, priority: Priority) -> bool:
+    def evict(self, replica: Replica, priority: Priority, *, may_drop: bool = True) -> bool:
         """Make this replica leave (the cases are on top of this file); False if it stays."""
         block = replica.block
         if replica.holds:
@@ -348,14 +365,11 @@ class Residency:
         in_dram = replica.tier is TierName.DRAM
         if (block.nvme if in_dram else block.dram) is not None:
             self.retire(replica)
-        elif in_dram and self._demotable(block):
-            if not self._demote(replica, priority):
-                return self._drop_leaf(block)
+            self.counters.evictions += 1
             return True
-        else:
-            return self._drop_leaf(block)
-        self.counters.evictions += 1
-        return True
+        if in_dram and self._demotable(block) and self._demote(replica, priority):
+            return True
+        return may_drop and self._drop_leaf(block)
 
     def _demote_written_back(self, replica: Replica, priority: Priority) -> bool:
         """A candidate that is held is being written back: let it leave when that has ended."""
@@ -363,6 +377,7 @@ class Residency:
         if move is None or move.source is not replica or replica.holds > 1:
             return False
         move.priority = priority
+        self.actions.append(move)  # again: it may wait behind others of the old priority
         self.dram.set_state(replica, BlockState.EVICTING)
         return True
 
@@ -534,6 +549,8 @@ class Residency:
         spaces = [self.dram] + ([self.nvme] if self.nvme is not None else [])
         for space in spaces:
             space.check()
+            for replica in space.candidates():
+                assert replica in replica.block.replicas(), replica
         children: dict[int, int] = {}
         for block in [*self.index.values(), *(r.block for r in self.writing.values())]:
             if block.parent is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -42,6 +43,9 @@ log = logging.getLogger(__name__)
 # One process per GPU and a few tools make some dozens; the default limit of descriptors is 1,024,
 # and each connection needs two.
 CONNECTIONS_MAX = 400
+# Of these, for one process: its connections, and those that broke while it held leases. Without it
+# one process that breaks connections could use up everybody's.
+PROCESS_CONNECTIONS_MAX = 100
 # A frame of 1 MiB takes a millisecond on a unix socket; who needs this long is broken or hostile.
 FRAME_TIMEOUT_S = 10.0
 _SWEEP_S = 2.0
@@ -49,6 +53,7 @@ _SWEEP_S = 2.0
 _NOT_A_REQUEST = (FrameError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # Enough for all that a socket's buffers hold; who keeps sending does not keep the loop.
 _LAST_READS = 16
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module
 
 
@@ -64,6 +69,7 @@ class Connection(asyncio.BufferedProtocol):
         self._pidfd: int | None = None
         self._loop_thread = threading.get_ident()
         self._polite = False
+        self.pid = 0
         # When the bytes that wait for the rest of their frame began to wait, or the connection to
         # wait for its hello.
         self.waiting_since: float | None = time.monotonic()
@@ -75,13 +81,15 @@ class Connection(asyncio.BufferedProtocol):
         # uvloop's transports do everything that asyncio.Transport does, but do not derive from it.
         self._transport = cast("asyncio.Transport", transport)
         sock = transport.get_extra_info("socket")
-        pid, uid = _peer(sock)
-        if len(self._server.connections) >= CONNECTIONS_MAX:
-            self._refuse(0, NodeUnavailable(f"this node has {CONNECTIONS_MAX} clients already"))
-        elif uid not in (0, os.getuid()):
-            self._refuse(0, InvalidInput(f"user {uid} may not use a node of user {os.getuid()}"))
+        self.pid, uid = _peer(sock)
+        try:
+            self._server.check_room(self.pid)
+            if uid not in (0, os.getuid()):
+                raise InvalidInput(f"user {uid} may not use a node of user {os.getuid()}")
+            self._pidfd = _pidfd(sock, self.pid)
+        except TiffinError as error:
+            self._refuse(0, error)
         else:
-            self._pidfd = _pidfd(sock, pid)
             self._server.connections.add(self)
             if self._pidfd is not None:
                 # A socket can outlive its process, in a child that inherited it.
@@ -136,7 +144,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._node.disconnect(session, fenced=dead) or pidfd is None:
             _close(pidfd)
         else:
-            self._server.fence_at_exit(pidfd, session)
+            self._server.fence_at_exit(pidfd, self.pid, session)
 
     def _left_a_goodbye(self) -> bool:
         """Whether a goodbye is among what was not read any more. A client that leaves while a reply
@@ -231,7 +239,7 @@ class Server:
         self.loop = asyncio.get_running_loop()
         self._listener: asyncio.AbstractServer | None = None
         self._sweeper: asyncio.TimerHandle | None = None
-        self._awaited: dict[int, Session] = {}
+        self._awaited: dict[int, tuple[int, Session]] = {}  # by pidfd
 
     async def __aenter__(self) -> Server:
         sock = _listen(self.path)
@@ -252,13 +260,25 @@ class Server:
         with contextlib.suppress(OSError):
             self.path.unlink()
 
-    def fence_at_exit(self, pidfd: int, session: Session) -> None:
+    def check_room(self, pid: int) -> None:
+        """Raises NodeUnavailable when there are too many clients, or too many of this process."""
+        pids = [connection.pid for connection in self.connections]
+        pids += [awaited for awaited, _ in self._awaited.values()]
+        if len(pids) >= CONNECTIONS_MAX:
+            raise NodeUnavailable(f"this node has {CONNECTIONS_MAX} clients already")
+        if pids.count(pid) >= PROCESS_CONNECTIONS_MAX:
+            raise NodeUnavailable(
+                f"process {pid} has {PROCESS_CONNECTIONS_MAX} connections, or broke as many while "
+                "it held leases; close clients, or restart it"
+            )
+
+    def fence_at_exit(self, pidfd: int, pid: int, session: Session) -> None:
         """Free what a broken session still holds once its process is dead."""
-        self._awaited[pidfd] = session
+        self._awaited[pidfd] = pid, session
         self.loop.add_reader(pidfd, self._exited, pidfd)
 
     def _exited(self, pidfd: int) -> None:
-        session = self._awaited.pop(pidfd)
+        _, session = self._awaited.pop(pidfd)
         self.loop.remove_reader(pidfd)
         os.close(pidfd)
         self.node.fence(session)
@@ -318,11 +338,21 @@ def _peer(sock: socket.socket) -> tuple[int, int]:
 
 
 def _pidfd(sock: socket.socket, pid: int) -> int | None:
-    """A descriptor that becomes readable when the peer's process ends; None where there is none."""
-    with contextlib.suppress(OSError):
-        return int(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
-    with contextlib.suppress(OSError):
+    """A descriptor that becomes readable when the peer's process ends; None on systems without.
+
+    Raises NodeUnavailable when this node has no descriptors left: not knowing who is dead is no
+    reason to take a client for dead.
+    """
+    try:
+        try:
+            return int(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTORS:
+                raise
         return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in _NO_DESCRIPTORS:
+            raise NodeUnavailable(f"this node takes no more clients: {error}") from error
     log.warning("no pidfd for process %d: what it holds is freed when its connection ends", pid)
     return None
 

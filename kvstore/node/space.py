@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ..arena import cheapest_window
@@ -133,6 +134,10 @@ class TierSpace:
             yield replica
         for _ in range(len(self.soft)):
             yield self.soft.popitem(last=False)[0]
+
+    def candidates(self) -> Iterator[Replica]:
+        """All candidates, roughly in eviction order, soft pins last; they stay where they are."""
+        return chain(self.policy, self.soft)
 
     def spare(self, replicas: Iterable[Replica]) -> None:
         """Put back victims that could not leave now (they still have descendants)."""

@@ -53,7 +53,7 @@ class Rig:
     def moves(self) -> list[Move]:
         """The demotions and promotions that were ordered; write-backs wait in `write_backs`."""
         actions = self.core.residency.actions
-        moves = [action for action in actions if isinstance(action, Move)]
+        moves = list(dict.fromkeys(action for action in actions if isinstance(action, Move)))
         actions.clear()
         self.write_backs += [m for m in moves if m.priority is Priority.WRITE_BACK]
         return [m for m in moves if m.priority is not Priority.WRITE_BACK]

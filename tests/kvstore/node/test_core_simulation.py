@@ -206,7 +206,7 @@ class Simulation:
 
     def act(self) -> None:
         for action in self.core.residency.actions:
-            if isinstance(action, Move):
+            if isinstance(action, Move) and action not in self.moves:
                 self.moves.append(action)
         self.core.residency.actions.clear()
 
