@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import mmap
 import os
@@ -182,3 +183,13 @@ def test_without_huge_pages_it_warns_and_works(
         region.array[:] = np.uint8(3)
         assert not region.hugepages
     assert "no huge pages" in caplog.text
+
+
+def test_a_region_that_is_dropped_gives_its_descriptor_back() -> None:
+    owner = Region.create(4096)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        Region.attach(os.dup(owner.fd), 4096)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    owner.close()

@@ -1,11 +1,15 @@
 """What the node's core decides, one decision per test, without a byte, a thread or a clock."""
 
+import random
+import sys
+
 import pytest
 
 from tiffin.kvstore.arena import Arena
 from tiffin.kvstore.block import BlockState
 from tiffin.kvstore.errors import InvalidInput, StaleLease
 from tiffin.kvstore.eviction import make_policy
+from tiffin.kvstore.node import residency as residency_module
 from tiffin.kvstore.node.core import CoreOptions, NodeCore, Status, split_keys
 from tiffin.kvstore.node.records import Move, MoveOutcome, Pin, Priority, Reason
 from tiffin.kvstore.node.residency import Erase
@@ -645,3 +649,132 @@ def test_keys_are_whole():
     assert split_keys(ROOT + key("a", 1)) == (ROOT, key("a", 1))
     with pytest.raises(InvalidInput):
         split_keys(b"short")
+
+
+# -- room, when it is scarce -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nvme", [0, 60])
+@pytest.mark.parametrize("seed", range(20))
+def test_mixed_sizes_and_chains_keep_the_books_right(seed, nvme):
+    """Windows open beside victims that were spared for their descendants."""
+    rig, dice = Rig(dram=40, nvme=nvme), random.Random(seed)
+    for _ in range(120):
+        name = dice.choice("abcdefghij")
+        pages = "abcdefghij".index(name) % 5 + 1
+        keys = chain(name, dice.randint(1, 4))
+        for _ in range(4):
+            made = rig.put(keys, length=pages * BLOCK)
+            if made.reason is Reason.NONE:
+                break
+            rig.finish()
+        if dice.random() < 0.3:
+            lease, _ = rig.lease(keys)
+            rig.finish()
+            if lease is not None:
+                rig.core.release(rig.session, lease.id)
+        rig.core.check()
+
+
+@pytest.mark.parametrize("nvme", [0, 2000])
+def test_a_hole_in_a_fragmented_tier_costs_little_more_than_its_size(nvme):
+    rig, dice = Rig(dram=400, nvme=nvme, high_watermark=1.0, low_watermark=1.0), random.Random(1)
+    keys = [key("a", i) for i in range(400)]
+    for one in keys:
+        rig.put([one])
+    for one in dice.sample(keys, len(keys)):  # the order of use is not the order of addresses
+        lease, _ = rig.lease([one])
+        rig.core.release(rig.session, lease.id)
+    for _ in range(6):
+        if rig.put(chain("z", 1), length=16 * BLOCK).reason is Reason.NONE:
+            break
+        rig.finish()
+    assert rig.resident(chain("z", 1)) == 1
+    in_dram = sum(bool(block.where & 1) for block in rig.core.index.values())
+    assert in_dram > 350
+
+
+def test_a_run_that_cannot_exist_does_not_cost_the_cache():
+    rig = Rig(dram=300)
+    keys = [key("a", i) for i in range(300)]
+    for one in keys:
+        rig.put([one])
+    for one in keys[::15]:
+        rig.lease([one])  # held for good: no 16 pages in a row are ever free
+    for _ in range(5):
+        assert rig.put(chain("z", 1), length=16 * BLOCK).reason is Reason.NO_ROOM
+    assert len(rig.core.index) >= 300 - 16
+
+
+def test_a_head_that_was_put_again_is_the_head_of_its_old_chain():
+    rig = Rig(dram=5)
+    keys = chain("a", 3)
+    rig.put(keys)
+    rig.core.remove(keys[:1])
+    assert rig.resident(keys) == 0
+    rig.put(keys)
+    assert rig.core.index[keys[0]].children == 1
+    rig.put(chain("b", 4))
+    assert rig.resident(keys) == 1  # it left from its tail again
+
+
+def test_a_child_that_came_before_its_parent_is_linked_when_both_are_put():
+    rig = Rig()
+    keys = chain("a", 3)
+    rig.put(keys[1:], parent=keys[0], depth=1)
+    rig.put(keys)
+    assert [rig.core.index[k].children for k in keys] == [1, 1, 0]
+
+
+def test_a_client_cannot_make_a_cycle_of_parents():
+    rig = Rig()
+    first, second = key("a", 0), key("b", 0)
+    rig.put([first], parent=second, depth=0)
+    rig.put([second], parent=first, depth=0)
+    rig.put([first], parent=second, depth=0)
+    rig.core.check()
+    lease, _ = rig.lease([first])
+    rig.core.release(rig.session, lease.id)  # walks up the chain, and arrives
+
+
+def test_the_watermark_never_drops_a_block():
+    rig = Rig(dram=10, nvme=4, high_watermark=0.5, low_watermark=0.3, demote_on_second_use=True)
+    for name in "abcdefghi":
+        rig.put(chain(name, 1))
+    rig.core.tick(0.0)
+    rig.finish()
+    assert len(rig.core.index) == 9
+
+
+def test_a_write_back_that_a_writer_waits_for_is_ordered_again():
+    rig = Rig(dram=4, nvme=8)
+    rig.put(chain("a", 3))
+    rig.core.flush()
+    rig.core.residency.actions.clear()
+    assert rig.reserve(chain("b", 1), length=2 * BLOCK).reason is Reason.NO_ROOM
+    ordered = [action.priority for action in rig.core.residency.actions]
+    assert ordered == [Priority.DEMOTE_NOW]
+
+
+def test_pins_end_in_their_order():
+    rig = Rig()
+    rig.put(chain("a", 3))
+    for position, until in enumerate((30.0, 10.0, 20.0)):
+        rig.core.pin([key("a", position)], Pin.SOFT, until)
+    for now, left in ((9.9, 3), (10.0, 2), (25.0, 1), (30.0, 0)):
+        rig.core.tick(now)
+        assert len(rig.core.residency.pins) == left
+
+
+def test_tables_of_a_larger_past_are_given_back(monkeypatch):
+    monkeypatch.setattr(residency_module, "COMPACT_BLOCKS_MIN", 100)
+    rig = Rig(dram=200, nvme=400)
+    rig.put(chain("a", 99))
+    rig.put(chain("b", 99))
+    rig.core.tick(0.0)
+    table_bytes = sys.getsizeof(rig.core.index)
+    rig.core.remove(chain("a", 99) + chain("b", 90))
+    rig.core.tick(0.0)
+    assert sys.getsizeof(rig.core.index) < table_bytes
+    assert len(rig.core.index) == 9
+    rig.core.check()

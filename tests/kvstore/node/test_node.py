@@ -338,3 +338,116 @@ def test_one_client_cannot_queue_without_end(node: Node, monkeypatch: pytest.Mon
     assert [reply.id for reply in replies] == [1, 3]
     assert replies[1].error == "InvalidInput"
     node.disconnect(session, fenced=True)
+
+
+def reserve_request(request_id: int, prefix: Any, size: int, timeout_s: float) -> messages.Reserve:
+    return messages.Reserve(
+        request_id, prefix.key_bytes, prefix.parent, prefix.start, size, timeout_s
+    )
+
+
+def test_a_large_writer_that_waits_does_not_stop_the_small_ones(tmp_path: Path) -> None:
+    node = Node(NodeOptions(dram_bytes=DRAM_BLOCKS * SCHEMA.extent_bytes))
+    with Client.attach(node) as client:
+        first, second, third = (prefix_of(seed, 1) for seed in (1, 2, 3))
+        client.put(first, payloads_of(first))
+        held = client.get(first)
+        session, replies = node.connect("large", 1), []
+        whole = DRAM_BLOCKS * SCHEMA.extent_bytes  # never while the first block is held
+        node.submit(session, reserve_request(1, second, whole, 60.0), replies.append)
+        assert replies == []
+        assert client.put(third, payloads_of(third), timeout_s=60.0).complete
+        assert client.put(first, payloads_of(first), timeout_s=60.0).resident == (0,)
+        held.release()
+        assert replies[0].statuses == b"\x01"  # and it is served as soon as it can be
+        node.disconnect(session, fenced=True)
+    node.check()
+    node.close()
+
+
+def test_who_leaves_while_a_get_waits_leaves_nothing(node: Node, client: Client) -> None:
+    prefix = prefix_of(1, 3 * DRAM_BLOCKS)
+    client.put(prefix, payloads_of(prefix))
+    settle(node)
+    for _ in range(20):
+        session, replies = node.connect("rude", 1), []
+        node.submit(session, messages.Lease(1, prefix.key_bytes, 30.0), replies.append)
+        held = bool(replies and replies[0].lease)
+        assert node.disconnect(session, fenced=False) is not held
+        if held:
+            node.fence(session)
+    settle(node)
+    assert [s["name"] for s in node.statistics()["sessions"]] == [""]
+
+
+def forge_header(node: Node, prefix: Any, **changes: Any) -> None:
+    """What a broken client can do: rewrite the header of a committed block, checksum and all."""
+    from tiffin.kvstore.block import pack_header, read_header
+
+    replica = node.core.index[prefix.keys[0]].dram
+    view = node.dram.region.array[replica.offset : replica.offset + replica.length]
+    header = read_header(view)
+    fields = {
+        name: getattr(header, name)
+        for name in (
+            "key",
+            "parent",
+            "schema_fingerprint",
+            "namespace_fingerprint",
+            "generation",
+            "payload_bytes",
+            "extent_offset",
+            "extent_bytes",
+            "tokens",
+            "segment_bytes",
+            "checksums",
+        )
+    }
+    pack_header(view, **fields | changes)
+
+
+def test_a_forged_header_costs_its_block_and_not_the_mover(node: Node, client: Client) -> None:
+    longer = 8 * SCHEMA.extent_bytes
+    for seed in range(4):  # more than there are mover threads
+        prefix = prefix_of(seed, 1)
+        client.put(prefix, payloads_of(prefix))
+        forge_header(
+            node,
+            prefix,
+            payload_bytes=2 * longer,
+            extent_bytes=3 * longer,
+            segment_bytes=[longer, longer],
+        )
+    for seed in range(10, 18):
+        prefix = prefix_of(seed, 1)
+        assert client.put(prefix, payloads_of(prefix)).complete
+    settle(node)
+    assert node.statistics()["counters"]["corrupt"] == 4
+    assert node.statistics()["counters"]["demotions"] > 0
+
+
+def test_a_bug_in_a_move_costs_one_block(
+    node: Node, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    prefix = prefix_of(1, 3 * DRAM_BLOCKS)
+    with monkeypatch.context() as patch:
+        patch.setattr(node.nvme, "write", broken)
+        client.put(prefix, payloads_of(prefix), timeout_s=0.5)
+        settle(node)
+    other = prefix_of(2, 3 * DRAM_BLOCKS)
+    assert client.put(other, payloads_of(other)).complete
+
+
+def test_time_goes_on_after_a_bug_in_a_tick(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks: list[float] = []
+
+    def tick(now: float) -> None:
+        ticks.append(now)
+        if len(ticks) == 1:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(node.core, "tick", tick)
+    wait_until(lambda: len(ticks) > 2, "more ticks")

@@ -6,6 +6,8 @@ Whatever one connection does, the others go on; and when it has ended, nothing i
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
 import struct
 import subprocess
@@ -432,7 +434,40 @@ def in_process(
     running.close()
 
 
+def _opens(url: str) -> bool:
+    try:
+        Client.open(url).close()
+    except NodeUnavailable:
+        return False
+    return True
+
+
 class TestLimits:
+    def test_one_process_cannot_use_up_the_connections(
+        self, in_process: InProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(server, "PROCESS_CONNECTIONS_MAX", 3)
+        clients = [Client.open(in_process.url) for _ in range(3)]
+        with pytest.raises(NodeUnavailable, match=r"process .* has 3 connections"):
+            Client.open(in_process.url)
+        clients.pop().close()
+        wait_until(lambda: _opens(in_process.url), "the place of the closed one to be free")
+        for client in clients:
+            client.close()
+
+    def test_no_descriptors_left_is_no_reason_to_take_a_client_for_dead(
+        self, in_process: InProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def none_left(*_: object) -> int:
+            raise OSError(errno.EMFILE, "too many open files")
+
+        monkeypatch.setattr(server, "_SO_PEERPIDFD", 9999)  # as on an older kernel
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pidfd_open", none_left)
+            with pytest.raises(NodeUnavailable, match="takes no more clients"):
+                Client.open(in_process.url)
+        Client.open(in_process.url).close()
+
     @pytest.mark.parametrize("hello", [False, True])
     def test_a_frame_that_drips_is_hung_up_on(self, in_process: InProcess, hello: bool) -> None:
         raw = Raw(in_process.socket, hello=hello)
