@@ -64,7 +64,8 @@ def demo(
         errors_console.print(message, markup=False)
         raise typer.Exit(MISSING)
     chosen = {"requests": requests, "workers": workers, "seed": seed, "dram": dram, "nvme": nvme}
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):  # shells ignore the first for background jobs
+        signal.signal(number, _interrupt)
     try:
         summary = _run(chosen, quick, out, as_json)
     except KeyboardInterrupt:
@@ -74,7 +75,7 @@ def demo(
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """A SIGTERM cleans up as a Ctrl-C does."""
+    """A signal cleans up as a Ctrl-C does."""
     raise KeyboardInterrupt
 
 
