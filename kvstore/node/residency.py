@@ -296,8 +296,6 @@ class Residency:
         """
         length = space.arena.round_up(length)
         arena = space.arena
-        if arena.fits(length):
-            return True
         if length > arena.capacity_bytes:
             return False
         while not arena.fits(length):
