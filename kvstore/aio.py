@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from . import verbs
 from .aiolink import AsyncLink, AsyncLocalLink, AsyncSocketLink
 from .client import ClientBase, LeasedBlocks, Slots
+from .errors import InvalidInput
 from .node.node import Node
 from .node.records import Pin
-from .url import Daemon, parse_url
+from .url import Daemon, Pool, parse_url
 from .verbs import DEFAULT_TIMEOUT_S, Call, Hit, Post, PutResult, Verb, Verify
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ class AsyncClient(ClientBase):
     @classmethod
     async def _open(cls, url: str, verify: Verify, name: str, populate: bool) -> AsyncClient:
         target = parse_url(url)
+        if isinstance(target, Pool):
+            raise InvalidInput("pool")
         if isinstance(target, Daemon):
             link = AsyncSocketLink(target.path, name)
             await link.connect()

@@ -32,7 +32,8 @@ class Selection:
     """A choice of layers and heads of a schema: the byte ranges of one block that it needs.
 
     `ranges` are positions in the whole payload, ascending and coalesced; `nbytes` is their sum, and
-    the size of a buffer for `get(into=...)`.
+    the size of a buffer for `get(into=...)`. `spans` are (offset, length) of each chosen layer's
+    whole segment: what a checksum covers.
     """
 
     schema: KVSchema
@@ -40,6 +41,7 @@ class Selection:
     heads: HeadRange | None
     ranges: tuple[ByteRange, ...]
     nbytes: int
+    spans: tuple[tuple[int, int], ...]
 
     @property
     def contiguous(self) -> bool:
@@ -91,7 +93,8 @@ def _select(schema: KVSchema, layers: Any, heads: Any) -> Selection:
         for index, segment in enumerate(schema.segments)
         if any(r.offset < segment.end and segment.offset < r.end for r in ranges)
     )
-    return Selection(schema, chosen, heads, ranges, sum(r.length for r in ranges))
+    spans = tuple((schema.segments[i].offset, schema.segments[i].length) for i in chosen)
+    return Selection(schema, chosen, heads, ranges, sum(r.length for r in ranges), spans)
 
 
 class Layer:

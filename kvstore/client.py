@@ -17,7 +17,7 @@ from .link import Link, LocalLink, SocketLink
 from .node import messages
 from .node.node import Node
 from .node.records import Pin
-from .url import Daemon, parse_url
+from .url import Daemon, Embedded, Pool, parse_url
 from .verbs import DEFAULT_TIMEOUT_S, Access, Call, Hit, Post, PutResult, Reserved, Verb, Verify
 
 if TYPE_CHECKING:
@@ -50,9 +50,8 @@ def drive(verb: Verb[T], link: Link) -> T:
             failure = error
 
 
-def open_link(url: str, name: str) -> Link:
-    """A link to the node that `url` names; starts the node if it is an embedded one."""
-    target = parse_url(url)
+def open_link(target: Embedded | Daemon, name: str) -> Link:
+    """A link to the node that a URL named; starts the node if it is an embedded one."""
     if isinstance(target, Daemon):
         return SocketLink(target.path, name)
     return LocalLink(Node(target.options, name=name or "embedded"), name, owns_node=True)
@@ -214,10 +213,15 @@ class Client(ClientBase):
         `verify`: "always" (the default), "sampled" or "off"; each get may choose another.
         `populate`: fill the page tables now, 0.2 s per GiB of the node's DRAM; for long-lived
         processes such as engines, whose first touches would otherwise be slow.
-        Raises InvalidInput, NodeUnavailable, VersionMismatch, TierUnavailable.
+        Raises InvalidInput, NodeUnavailable, VersionMismatch, TierUnavailable, DirectoryUnavailable.
         """
         verbs.check_verify(verify)
-        link = open_link(url, verbs.check_name(name))
+        target = parse_url(url)
+        if isinstance(target, Pool):
+            from .pool.open import open_pool  # it builds on this module
+
+            return open_pool(target, verify, verbs.check_name(name))
+        link = open_link(target, verbs.check_name(name))
         if populate and isinstance(link, SocketLink):
             link.populate()
         return cls(link, verify)

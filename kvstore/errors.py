@@ -34,6 +34,10 @@ class TierUnavailable(TiffinError):
     """A tier's medium refused an operation (ENOSPC, EIO, read-only); a node goes on without it."""
 
 
+class Draining(NoRoom):
+    """The node is being emptied: it serves what it has and takes nothing new."""
+
+
 class StaleLease(TiffinError):
     """A lease or reservation that ended, expired, was released before, or belongs to another."""
 
@@ -48,6 +52,14 @@ class ClientClosed(TiffinError):
 
 class NodeUnavailable(TiffinError, ConnectionError):
     """No node answers at this address, or the connection to it broke."""
+
+
+class NotAuthenticated(NodeUnavailable):
+    """The node does not know this client, or the client not the node: tokens or certificates."""
+
+
+class DirectoryUnavailable(TiffinError, ConnectionError):
+    """The directory of a pool does not answer; clients go on with the nodes that they know."""
 
 
 class ProtocolError(TiffinError):

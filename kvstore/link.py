@@ -8,8 +8,10 @@ late reply grants a lease, the link gives the lease back, so that nothing stays 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import select
 import socket
 import struct
 import threading
@@ -253,6 +255,8 @@ class SocketLink:
 
     def _connect(self, timeout_s: float) -> None:
         sock, _, region = handshake(self._path, self._name, timeout_s)
+        # Deadlines are kept by `_wait`: a socket with a timeout asks the kernel twice more a call.
+        sock.setblocking(False)
         if self._region is not None:
             self._region.close()  # of the node that went away; views of it stay valid
         self._decoder = FrameDecoder()
@@ -294,8 +298,7 @@ class SocketLink:
             return
         with self._sending, contextlib.suppress(OSError):
             try:
-                sock.settimeout(HANDSHAKE_S)  # not what is left of another thread's deadline
-                sock.sendall(frame)
+                _send_all(sock, frame, time.monotonic() + HANDSHAKE_S)
             except OSError:
                 sock.shutdown(socket.SHUT_RDWR)  # half a frame may be out
 
@@ -333,10 +336,10 @@ class SocketLink:
     def _send(self, request: messages.Request, deadline: float) -> int:
         request.id = next(self._ids)
         sock = self._live()
+        frame = encode_frame(messages.encoder.encode(request))
         try:
-            sock.settimeout(_remaining_s(deadline))
             with self._sending:
-                sock.sendall(encode_frame(messages.encoder.encode(request)))
+                _send_all(sock, frame, deadline)
         except OSError as error:
             raise self._broken(error) from error
         return request.id
@@ -359,10 +362,7 @@ class SocketLink:
     def _fill(self, deadline: float) -> None:
         sock = self._live()
         try:
-            received = _look(sock, self._decoder.get_buffer())
-            if received is None:
-                sock.settimeout(_remaining_s(deadline))
-                received = sock.recv_into(self._decoder.get_buffer())
+            received = _receive(sock, self._decoder.get_buffer(), deadline)
         except TimeoutError as error:
             raise DeadlineExceeded("the node did not answer within the deadline") from error
         except OSError as error:
@@ -468,18 +468,46 @@ def _read_welcome(path: Path, data: bytes) -> messages.Welcome:
     return reply
 
 
-def _look(sock: socket.socket, buffer: memoryview) -> int | None:
-    """Receive if something comes within LOOKS looks, without going to sleep; else None.
+def _receive(sock: socket.socket, buffer: memoryview, deadline: float) -> int:
+    """Receive from a socket that does not block: look LOOKS times, then sleep until bytes come.
 
     Yields the core (and Python's lock) between looks, so a node that shares it is not held up.
+    Raises TimeoutError at the deadline, and what the socket raises.
     """
-    sock.settimeout(0.0)
     for _ in range(LOOKS):
         try:
             return sock.recv_into(buffer)
         except BlockingIOError:
             os.sched_yield()
-    return None
+    while True:
+        _wait(sock, select.POLLIN, deadline)
+        with contextlib.suppress(BlockingIOError):
+            return sock.recv_into(buffer)
+
+
+def _send_all(sock: socket.socket, frame: bytes, deadline: float) -> None:
+    """Send all of `frame` on a socket that does not block; nearly always it takes it at once.
+
+    Raises TimeoutError at the deadline, when a part may be out, and what the socket raises.
+    """
+    sent = 0
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            sent += sock.send(memoryview(frame)[sent:] if sent else frame)
+        if sent == len(frame):
+            return
+        _wait(sock, select.POLLOUT, deadline)
+
+
+def _wait(sock: socket.socket, event: int, deadline: float) -> None:
+    """Sleep until the socket is ready for `event`, or broken; raises TimeoutError, OSError."""
+    poller = select.poll()
+    try:
+        poller.register(sock, event)
+    except ValueError as error:  # its descriptor is -1
+        raise OSError(errno.EBADF, "this connection was closed") from error
+    if not poller.poll(1000 * _remaining_s(deadline)):
+        raise TimeoutError("the socket was not ready within the deadline")
 
 
 def _remaining_s(deadline: float) -> float:

@@ -1,14 +1,17 @@
-"""Where a client's node is: `embedded:?dram=8GiB&nvme=/path:100GiB`, or `unix:/run/tiffin.sock`."""
+"""Where a client's blocks are: `embedded:?dram=8GiB&nvme=/path:100GiB`, `unix:/run/tiffin.sock`, or,
+on many machines, `tiffin://host:7700` and `redis://host:6379`."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
+from .credentials import parse_address
+from .directory.url import PARAMETERS as OF_DIRECTORY
 from .errors import InvalidInput
 from .node.core import CoreOptions
 from .node.node import NodeOptions
@@ -36,6 +39,20 @@ class Daemon:
     path: Path
 
 
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Nodes of many machines: those at `addresses`, or those that the directory at `directory` (a
+    URL for `open_directory`) knows. `home`: "auto", "none", or the socket of the node to prefer."""
+
+    addresses: tuple[tuple[str, int], ...] = ()
+    directory: str = ""
+    pool: str = "default"
+    home: str = "auto"
+    admission: str = "second"
+    credentials: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
 def default_socket() -> Path:
     """Where `tiffin node` listens unless told otherwise: private to the user."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -44,7 +61,8 @@ def default_socket() -> Path:
     return Path(tempfile.gettempdir()) / f"tiffin-{os.getuid()}" / "node.sock"
 
 
-def parse_url(url: str) -> Embedded | Daemon:
+
+def parse_url(url: str) -> Embedded | Daemon | Pool:
     """What `Client.open` should open. Raises InvalidInput, which says what would work."""
     parts = _split(url)
     if parts.scheme == "embedded":
@@ -54,14 +72,17 @@ def parse_url(url: str) -> Embedded | Daemon:
             raise InvalidInput(f"{url!r}: write unix:/path/to/socket, with three slashes or one")
         path = Path(unquote(parts.path))
         return Daemon(path if parts.path else default_socket())
-    if parts.scheme in ("tiffin", "redis"):
-        raise InvalidInput(
-            f"{url!r}: nodes of other machines are not part of this version; "
-            "use unix:/path/to/socket for a daemon on this host, or embedded:?dram=8GiB"
-        )
+    if parts.scheme == "tiffin":
+        addresses = tuple(parse_address(text) for text in parts.netloc.split(","))
+        return Pool(addresses, **_pool_options(parts.query, ()))  # type: ignore[arg-type]
+    if parts.scheme.startswith(("redis", "valkey")):
+        kept = urlencode([(k, v) for k, v in parse_qsl(parts.query) if k in OF_DIRECTORY])
+        directory = parts._replace(query=kept).geturl()
+        return Pool((), directory, **_pool_options(parts.query, OF_DIRECTORY))  # type: ignore[arg-type]
     raise InvalidInput(
         f"{url!r} is not a Tiffin URL; write embedded:?dram=8GiB&nvme=/path:100GiB, "
-        "unix:/path/to/socket, or unix: for the default socket"
+        "unix:/path/to/socket, unix: for the default socket, tiffin://host:7700, or "
+        "redis://host:6379"
     )
 
 
@@ -114,7 +135,30 @@ _CORE: dict[str, tuple[str, Callable[[str], object]]] = {
     "low_watermark": ("low_watermark", _number),
     "write_lease_s": ("write_lease_s", _number),
     "demote_on_second_use": ("demote_on_second_use", _flag),
+    "remote_lease_s": ("remote_lease_s", _number),
 }
+
+
+_CREDENTIALS = ("token_file", "tls_ca", "tls_cert", "tls_key")
+_WORDS = ("pool", "home", "admission")
+_NUMBERS = {"hedge_s": _number, "hedge_share": _number, "streams": _count}
+
+
+def _pool_options(query: str, others: tuple[str, ...]) -> dict[str, object]:
+    options: dict[str, object] = {}
+    credentials: dict[str, str] = {}
+    numbers: dict[str, float] = {}
+    for name, text in parse_qsl(query, keep_blank_values=True):
+        if name in _CREDENTIALS:
+            credentials[name] = text
+        elif name in _WORDS:
+            options[name] = text
+        elif name in _NUMBERS:
+            numbers[name] = _NUMBERS[name](text)
+        elif name not in others:
+            known = ", ".join(sorted([*_CREDENTIALS, *_WORDS, *_NUMBERS, *others]))
+            raise InvalidInput(f"unknown parameter {name!r} in the URL; known: {known}")
+    return {**options, "credentials": credentials, "numbers": numbers}
 
 
 def _node_options(query: str) -> NodeOptions:

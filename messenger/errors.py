@@ -1,5 +1,9 @@
 """What the messenger raises on purpose. It knows no blocks, so neither do its errors."""
 
+from __future__ import annotations
+
+from .ranges import NOTHING, Served
+
 
 class MessengerError(Exception):
     """Root of everything the messenger raises on purpose."""
@@ -14,4 +18,28 @@ class RangeError(MessengerError, ValueError):
 
 
 class FrameError(MessengerError):
-    """The peer sent a frame above the limit; the stream has no next frame to find."""
+    """The peer sent what is not this protocol; the stream has no next frame to find."""
+
+
+class GrantError(MessengerError):
+    """The peer refused: no such grant, it has ended, or it is not for writing. Ask for another."""
+
+
+class TransferError(MessengerError):
+    """A transfer that ended early. `served` is what it had moved by then, in whole ranges."""
+
+    def __init__(self, message: str, served: Served = NOTHING) -> None:
+        super().__init__(message)
+        self.served = served
+
+
+class PeerLost(TransferError):
+    """The connection was refused, reset, closed or cut: try another path, or the peer later."""
+
+
+class TransferTimeout(TransferError):
+    """The deadline passed. The peer may be slow, far away or busy; or the deadline too short."""
+
+
+class Stalled(TransferTimeout):
+    """No byte came or went for the stall time: the peer hangs, or the network between is gone."""

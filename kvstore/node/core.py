@@ -10,6 +10,10 @@ until release or until the session's process is known to be dead. Write leases a
 `expires_at`, so that a stopped writer does not lock its keys for ever; its extents then wait,
 QUARANTINED, for its acknowledgement or its death, because nothing else can stop a process from
 writing into memory that it has mapped.
+
+A remote session has mapped nothing. All its leases end at `expires_at`, since nobody can tell
+whether it is dead, and its extents are free at once, but for those that a transfer of ours still
+touches: a transfer holds its replicas itself.
 """
 
 from __future__ import annotations
@@ -50,12 +54,15 @@ class CoreOptions:
 
     Watermarks are shares of the DRAM tier. `write_lease_s` bounds how long a stopped writer locks
     its keys: 60 s is ten times the longest prefill of 131,072 tokens that we know of on one GPU.
+    `remote_lease_s` bounds how long a remote reader that vanished keeps blocks from eviction; a
+    transfer that has begun goes on past it. 4 GiB take 30 s at 1 Gbit/s.
     """
 
     high_watermark: float = 0.90
     low_watermark: float = 0.80
     write_lease_s: float = 60.0
     demote_on_second_use: bool = False
+    remote_lease_s: float = 30.0
 
     def __post_init__(self) -> None:
         if not 0.0 < self.low_watermark <= self.high_watermark <= 1.0:
@@ -65,6 +72,8 @@ class CoreOptions:
             )
         if not self.write_lease_s > 0:
             raise InvalidInput(f"write_lease_s must be positive, not {self.write_lease_s}")
+        if not self.remote_lease_s > 0:
+            raise InvalidInput(f"remote_lease_s must be positive, not {self.remote_lease_s}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +115,14 @@ class NodeCore:
         # Lease ids start where generations do, so that an id from before a restart names nothing.
         self._ids = count(first_generation)
         self._generations = count(first_generation)
-        self._write_leases: dict[int, Lease] = {}
+        self._expiring: dict[int, Lease] = {}
         self._next_unpin = math.inf
 
     # -- sessions --------------------------------------------------------------------------------
 
-    def connect(self, name: str, pid: int) -> Session:
+    def connect(self, name: str, pid: int, *, remote: bool = False) -> Session:
         """A client has connected."""
-        session = Session(next(self._ids), name, pid)
+        session = Session(next(self._ids), name, pid, remote=remote)
         self.sessions[session.id] = session
         return session
 
@@ -200,8 +209,7 @@ class NodeCore:
             residency.touch_ancestors(resident[0])
         lease = self._grant(session, granted, writes=True) if granted else None
         if lease is not None:
-            lease.expires_at = now + self.options.write_lease_s
-            self._write_leases[lease.id] = lease
+            self._expire_at(lease, now + self.options.write_lease_s)
         return Reservation(bytes(statuses), lease, reason)
 
     def _block(self, key: bytes) -> Block | None:
@@ -215,6 +223,9 @@ class NodeCore:
         asking for its commit is the acknowledgement that the writer has stopped)."""
         lease = session.leases.get(lease_id)
         if lease is not None and lease.writes:
+            if lease.transfers:
+                # Of another of its connections: what is committed must not change any more.
+                raise StaleLease(f"reservation {lease_id} is still being written to")
             return lease
         zombie = session.zombies.pop(lease_id, None)
         if zombie is not None:
@@ -260,8 +271,9 @@ class NodeCore:
 
     def advance(self, ticket: Ticket) -> None:
         """Go on with a ticket's keys until the first that is missing or finds no room."""
-        residency, counters, dram = self.residency, self.residency.counters, self.residency.dram
+        residency, counters = self.residency, self.residency.counters
         ticket.blocked = False
+        self._hold_leading(ticket)
         for key in ticket.keys[len(ticket.replicas) :]:
             block = self.index.get(key)
             if block is None:
@@ -269,8 +281,7 @@ class NodeCore:
                 return
             replica = block.dram
             if replica is not None:
-                dram.withdraw(replica)  # `hold`, spelled out: the hot path of every get
-                replica.holds += 1
+                residency.hold(replica)
                 counters.dram_hits += 1
                 counters.dram_hit_bytes += replica.length
             else:
@@ -289,19 +300,32 @@ class NodeCore:
             ticket.replicas.append(replica)
         ticket.reason = Reason.NONE
 
+    def _hold_leading(self, ticket: Ticket) -> None:
+        """Hold the ticket's next blocks as far as they are in DRAM: nearly always all of them."""
+        held = []
+        for block in map(self.index.get, ticket.keys[len(ticket.replicas) :]):
+            if block is None or block.dram is None:
+                break
+            block.uses += 1
+            held.append(block.dram)
+        self.residency.hold_all(held)
+        self.residency.counters.dram_hits += len(held)
+        self.residency.counters.dram_hit_bytes += sum(map(_LENGTH, held))
+        ticket.replicas += held
+
     def settle(
-        self, ticket: Ticket, reason: Reason = Reason.DEADLINE
+        self, ticket: Ticket, now: float = 0.0, reason: Reason = Reason.DEADLINE
     ) -> tuple[Lease | None, Reason]:
         """Make a lease of the ticket's leading blocks that are there now; let go of the rest.
 
-        `reason` explains blocks that are still on their way.
+        `reason` explains blocks that are still on their way. `now` matters to remote sessions.
         """
         ticket.abandoned = True
         if ticket.reason in (Reason.MISS, Reason.BUSY):  # the others are here, only not now
             self.residency.counters.misses += len(ticket.keys) - len(ticket.replicas)
         ready = 0
         for replica in ticket.replicas:
-            if replica.state not in (BlockState.COMMITTED, BlockState.EVICTING):
+            if replica.state not in _READABLE:
                 break
             ready += 1
         rest = ticket.replicas[ready:]
@@ -314,21 +338,46 @@ class NodeCore:
             ready = 0
         if ready == 0:
             return None, ticket.reason
-        return self._grant(ticket.session, ticket.replicas[:ready], writes=False), ticket.reason
+        lease = self._grant(ticket.session, ticket.replicas[:ready], writes=False)
+        if ticket.session.remote:
+            self._expire_at(lease, now + self.options.remote_lease_s)
+        return lease, ticket.reason
 
     def release(self, session: Session, lease_id: int) -> None:
         """End a read lease. Raises `StaleLease` if the session holds no such lease."""
         lease = session.leases.get(lease_id)
         if lease is None or lease.writes:
             raise StaleLease(f"lease {lease_id} is not held (released before, or never granted)")
-        del session.leases[lease_id]
+        self._forget(lease)
         self._let_go(lease.replicas)
 
     def _let_go(self, replicas: list[Replica]) -> None:
-        for replica in reversed(replicas):
-            self.residency.unhold(replica)
+        self.residency.unhold_all(replicas)
         if replicas:
             self.residency.touch_ancestors(replicas[0].block)
+
+    # -- moving bytes for others -------------------------------------------------------------------
+
+    def begin_transfer(self, session: Session, lease_id: int, *, writes: bool) -> list[Replica]:
+        """The replicas of a lease, each held once more until `end_transfer`.
+
+        Raises StaleLease unless the session holds that lease, and it is of that kind.
+        """
+        lease = session.leases.get(lease_id)
+        if lease is None or lease.writes != writes:
+            kind = "reservation" if writes else "lease"
+            raise StaleLease(f"{kind} {lease_id} is not one that this client holds")
+        lease.transfers += 1
+        for replica in lease.replicas:
+            replica.holds += 1  # held already, by the lease: not in the eviction order
+        return lease.replicas.copy()
+
+    def end_transfer(self, session: Session, lease_id: int, replicas: list[Replica]) -> None:
+        """Our threads touch these replicas no more, whatever became of the lease meanwhile."""
+        lease = session.leases.get(lease_id)
+        if lease is not None:
+            lease.transfers -= 1
+        self._let_go(replicas)
 
     # -- wishes ----------------------------------------------------------------------------------
 
@@ -381,8 +430,8 @@ class NodeCore:
 
     def tick(self, now: float) -> None:
         """Expire reservations and pins; start demotions above the high watermark; tidy up."""
-        for lease in [x for x in self._write_leases.values() if x.expires_at <= now]:
-            self._cancel(lease)
+        for lease in [x for x in self._expiring.values() if x.expires_at <= now]:
+            self._expire(lease)
             self.residency.counters.expired += 1
         if now >= self._next_unpin:
             self._unpin_due(now)
@@ -436,9 +485,20 @@ class NodeCore:
         session.leases[lease.id] = lease
         return lease
 
+    def _expire_at(self, lease: Lease, when: float) -> None:
+        lease.expires_at = when
+        self._expiring[lease.id] = lease
+
+    def _expire(self, lease: Lease) -> None:
+        if not lease.session.remote:
+            self._cancel(lease)
+            return
+        self._end(lease)
+        self._forget(lease)
+
     def _forget(self, lease: Lease) -> None:
         lease.session.leases.pop(lease.id, None)
-        self._write_leases.pop(lease.id, None)
+        self._expiring.pop(lease.id, None)
 
     def _cancel(self, lease: Lease) -> None:
         """A write lease ends without its writer's word: others may write these keys, elsewhere."""
@@ -449,7 +509,7 @@ class NodeCore:
 
     def _end(self, lease: Lease) -> None:
         """Its holder is fenced: let go of every extent."""
-        self._write_leases.pop(lease.id, None)
+        self._expiring.pop(lease.id, None)
         if lease.writes and lease.id in lease.session.leases:
             for replica in lease.replicas:
                 self.residency.cancel_write(replica, fenced=True)
@@ -465,5 +525,7 @@ class NodeCore:
 
 
 _WHERE = attrgetter("where")
+_LENGTH = attrgetter("length")
+_READABLE = (BlockState.COMMITTED, BlockState.EVICTING)
 # Why a reader did not get a block whose promotion ended so. DONE: removed while it was on its way.
 _WHY = {MoveOutcome.CORRUPT: Reason.CORRUPT, MoveOutcome.DONE: Reason.MISS}

@@ -3,7 +3,8 @@
 msgpack arrays (msgspec `array_like`), one tagged struct per request; every request carries an `id`
 that its reply repeats, so that a client may give up on one and go on. Fields are only ever added at
 the end, with a default; anything else raises `PROTOCOL_VERSION`. Keys travel joined, 16 bytes each.
-Offsets are bytes from the start of the DRAM region that `Welcome` came with.
+Offsets are bytes from the start of the node's DRAM region: the one that `Welcome` came with on a
+unix socket. Over the network nobody maps it, and only leases name memory (`remote.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,13 @@ Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(max_length=NAME_MAX)]
 Timeout = Annotated[float, Meta(ge=0, le=TIMEOUT_S_MAX)]
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+# Nonces, proofs and session names of the network handshake (`handshake.py`).
+Secret = Annotated[bytes, Meta(max_length=32)]
+
+# Keys per page of an inventory: 1 MiB of frame.
+INVENTORY_KEYS = 65_536
+# Events per answer; 16 bytes and a flag each.
+EVENTS_MAX = 16_384
 
 
 class Request(msgspec.Struct, array_like=True, forbid_unknown_fields=False, gc=False):
@@ -38,11 +46,18 @@ class Request(msgspec.Struct, array_like=True, forbid_unknown_fields=False, gc=F
 
 
 class Hello(Request, tag="hello"):
-    """The first request of a connection. `pid` is for display; the kernel says who is dead."""
+    """The first request of a connection. `pid` is for display; the kernel says who is dead.
+
+    Over the network also: `session`, 16 random bytes that the client's connections share; `nonce`
+    and `proof` (see `handshake.py`).
+    """
 
     version: int
     name: Name = ""
     pid: Natural = 0
+    session: Secret = b""
+    nonce: Secret = b""
+    proof: Secret = b""
 
 
 class Match(Request, tag="match"):
@@ -88,7 +103,7 @@ class Lease(Request, tag="lease"):
 
 
 class Release(Request, tag="release"):
-    """The reader is done with this lease."""
+    """The reader is done with this lease; 0 over the network: the last one of this connection."""
 
     lease: Natural
 
@@ -118,6 +133,38 @@ class Statistics(Request, tag="statistics"):
     """Everything that `tiffin status` shows."""
 
 
+class Inventory(Request, tag="inventory"):
+    """The keys of all resident blocks, a page at a time: those after the first `after` ones. With
+    0 the node takes stock anew; pages of different `seq` don't belong together: begin again."""
+
+    after: Natural = 0
+
+
+class Events(Request, tag="events"):
+    """What was added and removed after event number `after`, at most EVENTS_MAX of it."""
+
+    after: Natural
+
+
+class Pull(Request, tag="pull"):
+    """Copy the missing ones of `keys`, consecutive blocks of one prefix, from the node that the
+    directory knows as `source`. Answered when it is done, or with `wait` false when it is queued.
+    """
+
+    keys: Keys
+    parent: Key
+    depth: Natural
+    source: Natural
+    timeout_s: Timeout
+    wait: bool = True
+
+
+class Drain(Request, tag="drain"):
+    """Take no more reservations (`on`), or take them again. What is here stays readable."""
+
+    on: bool
+
+
 class Goodbye(Request, tag="goodbye"):
     """The client leaves and touches the region no more; its leases end here."""
 
@@ -135,6 +182,10 @@ AnyRequest = (
     | Pin
     | Remove
     | Statistics
+    | Inventory
+    | Events
+    | Pull
+    | Drain
     | Goodbye
 )
 
@@ -145,12 +196,21 @@ class Reply(msgspec.Struct, array_like=True, gc=False):
     id: int
 
 
+class Challenge(Reply, tag="challenge"):
+    """The first frame of a connection over the network: what the client's proof has to cover."""
+
+    nonce: Secret
+    version: int
+
+
 class Welcome(Reply, tag="welcome"):
-    """The connection is open; the region's descriptor came with this frame."""
+    """The connection is open. On a unix socket the region's descriptor came with this frame; over
+    the network `proof` shows that the node knows the token as well."""
 
     version: int
     node: str
     region_bytes: int
+    proof: Secret = b""
 
 
 class Flags(Reply, tag="flags"):
@@ -190,6 +250,24 @@ class Numbers(Reply, tag="numbers"):
     numbers: dict[str, Any]
 
 
+class KeyPage(Reply, tag="key_page"):
+    """A page of the inventory as it was at event number `seq`; `more` if others follow."""
+
+    seq: int
+    keys: bytes
+    more: bool
+
+
+class EventPage(Reply, tag="event_page"):
+    """Events `first` and following: `added[i]` is 1 if key i was added, 0 if it was removed.
+    `gap`: events after the one asked for were forgotten; take the inventory."""
+
+    first: int
+    added: bytes
+    keys: bytes
+    gap: bool = False
+
+
 class Refused(Reply, tag="refused"):
     """The request failed; `error` names a class of `tiffin.kvstore.errors`."""
 
@@ -197,7 +275,18 @@ class Refused(Reply, tag="refused"):
     message: str
 
 
-AnyReply = Welcome | Flags | Reserved | Leased | Done | Numbers | Refused
+AnyReply = (
+    Challenge
+    | Welcome
+    | Flags
+    | Reserved
+    | Leased
+    | Done
+    | Numbers
+    | KeyPage
+    | EventPage
+    | Refused
+)
 
 encoder = msgspec.msgpack.Encoder()
 request_decoder = msgspec.msgpack.Decoder(AnyRequest)

@@ -12,6 +12,7 @@ Replies are called with the lock held; they must only hand the answer over.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -21,11 +22,15 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tiffin.messenger.errors import GrantError
+
 from ..arena import Extent
 from ..block import read_header
 from ..errors import (
     CorruptBlock,
+    Draining,
     InvalidInput,
+    StaleLease,
     TierUnavailable,
     TiffinError,
     VersionMismatch,
@@ -35,7 +40,7 @@ from ..tiers.base import TierName
 from ..tiers.dram import DramTier
 from ..tiers.nvme import NvmeTier
 from . import messages
-from .core import CoreOptions, NodeCore, split_keys
+from .core import KEY_BYTES, CoreOptions, NodeCore, split_keys
 from .mover import Mover, extent_of, verify_block
 from .records import Move, MoveOutcome, Pin, Reason, Replica, Session, Ticket
 from .residency import Erase
@@ -45,8 +50,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tiffin.messenger.local import ByteArray
+
     from ..block import Header
     from ..tiers.base import Tier
+    from .events import Events
 
     ReplyTo = Callable[[messages.AnyReply], None]
 
@@ -98,6 +106,8 @@ class Node:
         self.options = options
         self.name = name
         self.started_at = time.time()
+        self.draining = False
+        self._snapshot = (0, b"")  # the inventory that is being read, page by page
         policy = make_policy(options.policy)
         self.dram = DramTier(
             options.dram_bytes, hugepages=options.hugepages, prefault=options.prefault
@@ -125,6 +135,9 @@ class Node:
             messages.Pin: self._pin,
             messages.Remove: self._remove,
             messages.Statistics: self._statistics,
+            messages.Inventory: self._inventory,
+            messages.Events: self._events,
+            messages.Drain: self._drain,
         }
         self._lock = threading.RLock()
         self._parked: deque[_Parked] = deque()
@@ -180,10 +193,16 @@ class Node:
 
     # -- the door --------------------------------------------------------------------------------
 
-    def connect(self, name: str, pid: int) -> Session:
-        """Open a session for a client."""
+    def handle(
+        self, kind: type[messages.Request], handler: Callable[[Session, Any, ReplyTo], None]
+    ) -> None:
+        """Answer requests of this kind with `handler`, called under the lock: it must not wait."""
+        self._handlers[kind] = handler
+
+    def connect(self, name: str, pid: int, *, remote: bool = False) -> Session:
+        """Open a session for a client. A `remote` one moves bytes by `transfer` only."""
         with self._lock:
-            return self.core.connect(name, pid)
+            return self.core.connect(name, pid, remote=remote)
 
     def submit(self, session: Session, request: messages.Request, reply: ReplyTo) -> None:
         """Carry out one request of a session; thread-safe. Exactly one reply per request."""
@@ -205,10 +224,38 @@ class Node:
             self._parked = deque(p for p in self._parked if p.session is not session)
             for ticket in [t for t in self._tickets if t.session is session]:
                 del self._tickets[ticket]
-                self.core.settle(ticket)
+                self.core.settle(ticket, _now())
             ended = self.core.disconnect(session, fenced=fenced)
             self._after()
             return ended
+
+    @contextlib.contextmanager
+    def transfer(
+        self, session: Session, lease_id: int, *, writes: bool
+    ) -> Iterator[list[ByteArray]]:
+        """The extents of a lease, in order, which stay what they are until the context ends, even
+        if the lease does not. Raises GrantError if the session holds no such lease."""
+        with self._lock:
+            try:
+                replicas = self.core.begin_transfer(session, lease_id, writes=writes)
+            except StaleLease as error:
+                raise GrantError(str(error)) from error
+        try:
+            yield [self.dram.view(extent_of(replica)) for replica in replicas]
+        finally:
+            with self._lock:
+                self.core.end_transfer(session, lease_id, replicas)
+                self._after()
+
+    def events_since(self, seq: int, limit: int) -> Events | None:
+        """What was added and removed after event `seq`; None if that was forgotten. Thread-safe."""
+        with self._lock:
+            return self.core.residency.events.since(seq, limit)
+
+    def inventory(self) -> tuple[int, bytes]:
+        """The number of the last event, and the keys of all that is resident, joined."""
+        with self._lock:
+            return self.core.residency.events.seq, b"".join(self.core.index)
 
     def fence(self, session: Session) -> None:
         """The process behind a broken connection is dead."""
@@ -261,6 +308,8 @@ class Node:
 
     def _reserve(self, session: Session, request: messages.Reserve, reply: ReplyTo) -> None:
         self._check_limits(session)
+        if self.draining:
+            raise Draining(f"node {self.name} is being drained; put to another")
         capacity = self.dram.arena.capacity_bytes
         if not 0 < request.extent_bytes <= capacity:
             raise InvalidInput(
@@ -332,7 +381,7 @@ class Node:
     def _settle(self, ticket: Ticket) -> None:
         """Answer a read request with what is there now."""
         _, request_id, reply = self._tickets.pop(ticket)
-        lease, reason = self.core.settle(ticket)
+        lease, reason = self.core.settle(ticket, _now())
         replicas = lease.replicas if lease else []
         reply(
             messages.Leased(
@@ -372,6 +421,29 @@ class Node:
 
     def _statistics(self, session: Session, request: messages.Statistics, reply: ReplyTo) -> None:
         reply(messages.Numbers(request.id, self.statistics()))
+
+    def _inventory(self, session: Session, request: messages.Inventory, reply: ReplyTo) -> None:
+        if request.after == 0:
+            self._snapshot = self.inventory()
+        seq, keys = self._snapshot
+        begin = request.after * KEY_BYTES
+        end = begin + messages.INVENTORY_KEYS * KEY_BYTES
+        reply(messages.KeyPage(request.id, seq, keys[begin:end], end < len(keys)))
+
+    def _events(self, session: Session, request: messages.Events, reply: ReplyTo) -> None:
+        log_ = self.core.residency.events
+        found = log_.since(request.after, messages.EVENTS_MAX)
+        if found is None:
+            reply(messages.EventPage(request.id, log_.seq + 1, b"", b"", gap=True))
+        else:
+            reply(messages.EventPage(
+                    request.id, found.first_seq, found.added, found.keys
+                )
+)
+
+    def _drain(self, session: Session, request: messages.Drain, reply: ReplyTo) -> None:
+        self.draining = request.on
+        reply(messages.Done(request.id))
 
     def _check_limits(self, session: Session) -> None:
         """One client must not fill the node's tables. Raises InvalidInput."""

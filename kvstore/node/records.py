@@ -168,10 +168,11 @@ class Reason(enum.IntEnum):
 
 
 class Lease:
-    """A session's hold on some replicas. A write lease ends at `expires_at`; a read lease on the
-    same host ends with its release or with its process (see docs/leases.md)."""
+    """A session's hold on some replicas. A write lease ends at `expires_at`, and so does a read
+    lease of a remote session; a read lease on the same host ends with its release or with its
+    process (see docs/leases.md). `transfers` counts transfers of it that are under way."""
 
-    __slots__ = ("expires_at", "id", "replicas", "session", "writes")
+    __slots__ = ("expires_at", "id", "replicas", "session", "transfers", "writes")
 
     def __init__(
         self, lease_id: int, session: Session, replicas: list[Replica], *, writes: bool
@@ -181,17 +182,23 @@ class Lease:
         self.replicas = replicas
         self.writes = writes
         self.expires_at = math.inf
+        self.transfers = 0
 
 
 class Session:
-    """One connected client. `gone` once its connection ended and its process may still live."""
+    """One connected client. `gone` once its connection ended and its process may still live.
 
-    __slots__ = ("gone", "id", "leases", "name", "pid", "zombies")
+    A `remote` one has not mapped the node's memory: the node's own threads move its bytes, and hold
+    what they touch. So whatever ends a lease of it has fenced its holder as well.
+    """
 
-    def __init__(self, session_id: int, name: str, pid: int) -> None:
+    __slots__ = ("gone", "id", "leases", "name", "pid", "remote", "zombies")
+
+    def __init__(self, session_id: int, name: str, pid: int, *, remote: bool = False) -> None:
         self.id = session_id
         self.name = name
         self.pid = pid
+        self.remote = remote
         self.gone = False
         self.leases: dict[int, Lease] = {}
         # Write leases that expired, or whose connection broke: cancelled, yet their process may

@@ -19,11 +19,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..block import BlockState
 from ..tiers.base import TierName
+from .events import EventLog
 from .records import IN_DRAM, IN_NVME, Block, Move, MoveOutcome, Pin, Priority, Replica
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .space import TierSpace
 
+_COMMITTED = BlockState.COMMITTED  # see `space.py`
 
 # How many blocks a window may choose from: enough for a run of any block size, at 0.5 us each.
 WINDOW_CANDIDATES = 4096
@@ -80,6 +84,7 @@ class Residency:
         self.moves: set[Move] = set()
         self.pins: dict[bytes, float] = {}  # until when; an entry leaves with its block
         self.counters = Counters()
+        self.events = EventLog()  # every change of `index`, for followers
         self._peak_blocks = 0
 
     def space(self, tier: TierName) -> TierSpace:
@@ -106,6 +111,24 @@ class Residency:
             self._free(replica)
         elif replica.state is BlockState.COMMITTED:
             self.space(replica.tier).offer(replica)
+
+    def hold_all(self, replicas: Sequence[Replica]) -> None:
+        """`hold` each of one lease's DRAM replicas: the hot path of every get."""
+        for replica in replicas:
+            replica.holds += 1
+        self.dram.withdraw_all(replicas)
+
+    def unhold_all(self, replicas: Sequence[Replica]) -> None:
+        """`unhold` each of one lease's DRAM replicas, the tail of the chain first: the policies
+        see its head as used last."""
+        offered = []
+        for replica in reversed(replicas):
+            if replica.holds == 1 and replica.state is _COMMITTED:
+                replica.holds = 0
+                offered.append(replica)
+            else:
+                self.unhold(replica)
+        self.dram.offer_all(offered)
 
     def touch(self, block: Block) -> None:
         """The block was wanted again, without a lease."""
@@ -169,6 +192,7 @@ class Residency:
         self.dram.set_state(replica, BlockState.COMMITTED)
         self._attach(replica)
         self.index[block.key] = block
+        self.events.added(block.key)
         self.counters.commits += 1
         self.counters.commit_bytes += replica.length
         self.unhold(replica)
@@ -194,6 +218,7 @@ class Residency:
         self.nvme.set_state(replica, BlockState.COMMITTED)
         self._attach(replica)
         self.index[key] = block
+        self.events.added(key)
 
     def link(self, parents: dict[bytes, bytes]) -> None:
         """Restore the chains after `adopt`: `parents` maps each adopted key to its parent's key.
@@ -275,6 +300,7 @@ class Residency:
     def _forget(self, block: Block) -> None:
         if self.index.get(block.key) is block:
             del self.index[block.key]
+            self.events.removed(block.key)
             self.pins.pop(block.key, None)
         if block.parent is not None:
             block.parent.children -= 1

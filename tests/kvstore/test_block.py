@@ -17,6 +17,7 @@ from tiffin.kvstore.block import (
     PAGE_BYTES,
     BlockState,
     Header,
+    HeaderShape,
     header_bytes,
     pack_header,
     read_header,
@@ -204,6 +205,49 @@ def test_flipping_bits_is_detected_by_the_fast_path_too(seed: int) -> None:
         with pytest.raises(CorruptBlock):
             verify_identity(buffer, *IDENTITY.values(), TOKENS)  # type: ignore[arg-type]
         buffer[bit // 8] ^= 1 << bit % 8
+
+
+def lies_in_a_chain(memory: bytes | bytearray, offsets: list[int]) -> int:
+    """How many of two blocks (key k, then K, whose parent is k) a reader recognises."""
+    return SHAPE.leading(
+        memoryview(memory), offsets, [7, 8], [b"k" * 16, b"K" * 16], b"p" * 16, NAMES, [TOKENS] * 2
+    )
+
+
+SHAPE = HeaderShape(
+    segment_count=32, token_count=512, payload_bytes=1 << 20, extent_bytes=(1 << 20) + 8192
+)
+NAMES = b"s" * 16 + b"n" * 16
+
+
+def test_readers_recognise_a_chain_up_to_the_first_flipped_bit() -> None:
+    first = packed(size_bytes=4096, extent_offset=0)
+    second = packed(
+        size_bytes=4096, extent_offset=4096, generation=8, key=b"K" * 16, parent=b"k" * 16
+    )
+    memory = first + second
+    assert lies_in_a_chain(memory, [0, 4096]) == 2
+    # Not compared: the header's checksum, and those of the segments, which their own use verifies,
+    # with the lengths beside them; and the zeros at the end.
+    uncompared = {*range(8, 16), *range(128, 128 + 32 * 16), *range(SHAPE.used_bytes, 4096)}
+    for place in range(4096):
+        second_at = 4096 + place
+        memory[second_at] ^= 1 << place % 8
+        recognised = lies_in_a_chain(memory, [0, 4096])
+        names = b"K" * 16 + b"k" * 16 + NAMES
+        alone = SHAPE.matches(bytes(memory[4096:]), names, 8, 4096, TOKENS)
+        assert (recognised, alone) == ((2, True) if place in uncompared else (1, False)), place
+        memory[second_at] ^= 1 << place % 8
+
+
+def test_readers_do_not_recognise_what_is_elsewhere_or_cut_off() -> None:
+    memory = packed(size_bytes=4096, extent_offset=0)
+    assert lies_in_a_chain(memory, [0]) == 1
+    assert lies_in_a_chain(memory[: SHAPE.used_bytes], [0]) == 1
+    assert lies_in_a_chain(memory[: SHAPE.used_bytes - 1], [0]) == 0
+    assert lies_in_a_chain(bytes(4096) + memory, [4096]) == 0
+    assert lies_in_a_chain(memory, [1 << 40]) == 0
+    assert lies_in_a_chain(memory, []) == 0
 
 
 def refuses(buffer: bytes) -> None:

@@ -194,6 +194,32 @@ class PolicyContract:
             model.remove(victim)
         return victim
 
+    @pytest.mark.parametrize("spared", [0, 7])
+    def test_many_at_once_are_the_same_as_one_by_one(
+        self, policy: EvictionPolicy[Entry], spared: int
+    ) -> None:
+        other = self.policy_type()
+        left, right = entries(40), entries(40)
+        for policy_, items, at_once in ((policy, left, True), (other, right, False)):
+            filled(policy_, items)
+            for entry in [policy_.pop() for _ in range(spared)]:
+                assert entry is not None
+                policy_.spare(entry)
+            leased = items[2:20]
+            again = [*reversed(leased), *items[30:35]]  # some of them candidates still
+            if at_once:
+                policy_.discard_all(leased)
+                assert not any(entry in policy_ for entry in leased)
+                policy_.add_all(again)
+            else:
+                for entry in leased:
+                    policy_.discard(entry)
+                for entry in again:
+                    policy_.add(entry)
+            assert len(policy_) == 40
+        assert [e.visits for e in left] == [e.visits for e in right]
+        assert drain(policy) == drain(other)
+
     def test_repr_tells_the_state(self, policy: EvictionPolicy[Entry]) -> None:
         filled(policy, entries(2))
         assert repr(policy) == f"<{self.policy_type.__name__} 2 candidates, 0 spared>"

@@ -260,6 +260,33 @@ def test_soft_pins_leave_last_and_hard_pins_never():
     assert rig.resident(chain("e", 1)) == 0
 
 
+def test_a_lease_over_pinned_and_unpinned_blocks_gives_each_back_to_its_own_order():
+    rig = Rig(dram=4)
+    keys = chain("a", 4)
+    rig.put(keys)
+    rig.core.pin([keys[1]], Pin.SOFT, until=10.0)
+    rig.core.pin([keys[2]], Pin.HARD, until=10.0)
+    dram = rig.core.residency.dram
+    lease, _ = rig.lease(keys)
+    assert list(dram.candidates()) == []
+    rig.core.check()
+    rig.core.release(rig.session, lease.id)
+    rig.core.check()
+    assert [replica.key for replica in dram.candidates()] == [keys[3], keys[0], keys[1]]
+
+
+def test_a_key_that_is_asked_for_twice_is_held_twice():
+    rig = Rig(dram=4)
+    keys = chain("a", 2)
+    rig.put(keys)
+    lease, _ = rig.lease([keys[0], keys[0], keys[1]])
+    assert [replica.holds for replica in lease.replicas] == [2, 2, 1]
+    rig.core.release(rig.session, lease.id)
+    rig.core.check()
+    assert {replica.holds for replica in lease.replicas} == {0}
+    assert len(rig.core.residency.dram.policy) == 2
+
+
 def test_unpinning_makes_a_candidate_again_and_pinning_nothing_counts_nothing():
     rig = Rig(dram=1)
     rig.put(chain("a", 1))

@@ -1,0 +1,84 @@
+"""What became findable in a node and what ceased to be, numbered, for those who follow it.
+
+Pure and without a lock: it belongs to the core, which is called under the node's lock. Followers
+ask for what came `since` the last number that they have seen. One that is too slow is told so
+(None) and takes the inventory instead; the node never waits for anybody.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import InvalidInput
+
+# A follower may be this far behind: at 5,000 new blocks a second, 13 s. 1.1 MiB of tables, and at
+# most 3 MiB of keys that are in no index any more.
+EVENTS_KEPT = 65_536
+
+REMOVED, ADDED = 0, 1
+
+
+class Events(NamedTuple):
+    """Events `first_seq` and following: `added[i]` is 1 if key i became findable, 0 if it ceased.
+
+    `keys` are joined, 16 bytes each. `newest_seq` is the number of the last event that there was,
+    so a follower knows how far behind it is.
+    """
+
+    first_seq: int
+    added: bytes
+    keys: bytes
+    newest_seq: int
+
+    @property
+    def last_seq(self) -> int:
+        """The number of the last of these events; `first_seq - 1` if there are none."""
+        return self.first_seq + len(self.added) - 1
+
+
+class EventLog:
+    """A ring of the last `events_kept` events.
+
+    Event n is at place n % events_kept, so appending is two stores and reading is two slices: a
+    node appends at every commit, whether anybody listens or not.
+    """
+
+    __slots__ = ("_added", "_kept", "_keys", "seq")
+
+    def __init__(self, events_kept: int = EVENTS_KEPT) -> None:
+        if events_kept < 1:
+            raise InvalidInput(f"a log keeps at least one event, not {events_kept}")
+        self.seq = 0  # the number of the last event; the first is 1
+        self._kept = events_kept
+        self._keys: list[bytes] = [b""] * events_kept
+        self._added = bytearray(events_kept)
+
+    def added(self, key: bytes) -> None:
+        """The block can be found from now on."""
+        self.seq = seq = self.seq + 1
+        place = seq % self._kept
+        self._keys[place] = key
+        self._added[place] = ADDED
+
+    def removed(self, key: bytes) -> None:
+        """The block can be found no more."""
+        self.seq = seq = self.seq + 1
+        place = seq % self._kept
+        self._keys[place] = key
+        self._added[place] = REMOVED
+
+    def since(self, seq: int, limit: int) -> Events | None:
+        """Up to `limit` events after number `seq`, oldest first; O(events returned).
+
+        None is a gap: some of them are forgotten, or `seq` is another node's. Take the inventory.
+        """
+        if not max(0, self.seq - self._kept) <= seq <= self.seq:
+            return None
+        count = max(0, min(limit, self.seq - seq))
+        begin = (seq + 1) % self._kept
+        end = begin + count
+        keys, added = self._keys[begin:end], self._added[begin:end]
+        if end > self._kept:  # around the end of the ring
+            keys += self._keys[: end - self._kept]
+            added += self._added[: end - self._kept]
+        return Events(seq + 1, bytes(added), b"".join(keys), self.seq)

@@ -1,0 +1,192 @@
+"""Tells the directory what this node has: the thread that carries out what `publishing.py` decides.
+
+The node never waits for it. What the node does is written down in its `EventLog`; a publisher that
+can't keep up is told so, and begins again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec.structs import replace
+
+from ..directory.base import check_keys
+from ..errors import DirectoryUnavailable, TiffinError
+from .publishing import (
+    DOUBTS_MAX,
+    Check,
+    Heartbeat,
+    Poll,
+    Publish,
+    PublisherCore,
+    PublisherOptions,
+    Register,
+    TakeInventory,
+    Wait,
+    Withdraw,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ..directory.base import Directory, NodeRecord
+    from .events import Events
+    from .publishing import Step
+
+log = logging.getLogger(__name__)
+
+
+class NodeFeed(Protocol):
+    """What a publisher asks of its node. Thread-safe, and quick: the node's lock is held."""
+
+    def events_since(self, seq: int, limit: int) -> Events | None:
+        """See `EventLog.since`."""
+        ...
+
+    def inventory(self) -> tuple[int, bytes]:
+        """The number of the last event, and the keys of all blocks at that moment, joined."""
+        ...
+
+    def exists(self, keys: bytes) -> bytes:
+        """One byte per key of the joined `keys`: 1 if the block is here."""
+        ...
+
+
+class Publisher:
+    """A thread that publishes one node. `close` withdraws the node; the directory stays open.
+
+    `make_record` describes the node as it is now; number and start time are filled in here. Errors
+    of the directory are never raised: `healthy` says whether it answered last.
+    """
+
+    def __init__(
+        self,
+        feed: NodeFeed,
+        directory: Directory,
+        make_record: Callable[[], NodeRecord],
+        options: PublisherOptions | None = None,
+    ) -> None:
+        self._feed = feed
+        self._directory = directory
+        self._make_record = make_record
+        self._started_at = time.time()
+        self._core = PublisherCore(options)
+        self._lock = threading.Lock()  # protects `_doubts`
+        self._doubts: list[bytes] = []
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tiffin-publisher", daemon=True)
+
+    @property
+    def number(self) -> int:
+        """What the directory calls this node now; 0 while it is not registered."""
+        return self._core.number
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the directory answered the last time."""
+        return self._core.healthy
+
+    @property
+    def lag(self) -> int:
+        """Events that are not yet published."""
+        return self._core.lag
+
+    @property
+    def round_left(self) -> int:
+        """Blocks of the running round that are still to be published."""
+        return self._core.round_left
+
+    def start(self) -> None:
+        """Register and begin to publish, in the background."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, and withdraw the node if the directory answers. Safe to repeat."""
+        self._closing.set()
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def not_mine(self, keys: Sequence[bytes]) -> None:
+        """Readers asked this node for `keys` because the directory named it, and it lacks them.
+
+        The directory is corrected unless the node has got them since. More than `DOUBTS_MAX` at
+        once are dropped. Raises InvalidInput for keys that are no keys.
+        """
+        check_keys(keys, len(keys))
+        with self._lock:
+            self._doubts.extend(keys[: max(0, DOUBTS_MAX - len(self._doubts))])
+        self._wake.set()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._take_doubts()
+            step = self._core.next(time.monotonic())
+            if isinstance(step, Wait):
+                self._wake.wait(min(max(0.0, step.until - time.monotonic()), 1.0))
+                self._wake.clear()
+                continue
+            try:
+                self._carry_out(step)
+            except DirectoryUnavailable as error:
+                if self._core.healthy:
+                    log.warning("not publishing for now: %s", error)
+                self._failed(step)
+            except TiffinError as error:
+                log.error("the directory refused %s: %s", type(step).__name__, error)
+                self._failed(step)
+            except Exception:
+                log.exception("publishing failed unexpectedly")
+                self._failed(step)
+        self._leave()
+
+    def _failed(self, step: Step) -> None:
+        if isinstance(step, Withdraw):
+            self._core.withdrawn()
+        self._core.failed(time.monotonic())
+
+    def _carry_out(self, step: Step) -> None:
+        core, directory = self._core, self._directory
+        match step:
+            case Register():
+                number = directory.register(self._record(0))
+                core.registered(number, time.monotonic())
+                log.info("published as number %d", number)
+            case Heartbeat(number):
+                core.heard(directory.heartbeat(self._record(number)), time.monotonic())
+            case Withdraw(number):
+                directory.withdraw(number)
+                core.withdrawn()
+            case Publish():
+                directory.publish(*step)
+                core.published(time.monotonic())
+            case Poll(seq, limit):
+                core.polled(self._feed.events_since(seq, limit), time.monotonic())
+            case TakeInventory():
+                core.inventoried(*self._feed.inventory(), time.monotonic())
+            case Check(keys):
+                core.checked(keys, self._feed.exists(keys))
+
+    def _record(self, number: int) -> NodeRecord:
+        return replace(self._make_record(), number=number, started_at=self._started_at)
+
+    def _take_doubts(self) -> None:
+        with self._lock:
+            doubts, self._doubts = self._doubts, []
+        if doubts:
+            self._core.doubt(doubts)
+
+    def _leave(self) -> None:
+        if not self._core.number:
+            return
+        try:
+            self._directory.withdraw(self._core.number)
+        except TiffinError as error:
+            log.info("not withdrawn, the registration will expire: %s", error)
+
+
+__all__ = ["NodeFeed", "Publisher", "PublisherCore", "PublisherOptions"]

@@ -1,0 +1,395 @@
+"""What a node's publisher says next: at once what changes, in rounds all that there is. Pure.
+
+First things first:
+
+    events       as they come, coalesced: a block that came and went in between is never mentioned
+    doubts       a reader was sent here for a block that is not here; the directory is corrected
+    a round      the whole inventory, slice by slice, at a bounded rate: after each registration,
+                 after each outage, and every ten minutes, because a directory may lose anything
+
+Two rules keep the directory's picture equal to the node's:
+
+1. Steps happen one after the other. A slice of a round, or a doubt, is compared with the node
+   (`Check`) after all earlier events were read and before any later one is: so what is wrong in it
+   by the time it is published is put right by an event that is published after it.
+2. A batch whose outcome is unknown (a timeout) is sent again, the same, before anything else.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..block import KEY_BYTES
+from ..directory.base import HEARTBEAT_S, PUBLISH_KEYS_MAX
+from ..errors import InvalidInput
+from .core import split_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .events import Events
+
+# Doubts wait here until the next step; more are dropped, for readers will have them again.
+DOUBTS_MAX = 16_384
+
+# Of the time, a round takes no more than this share for itself: with some hundred nodes that all
+# begin again after a restart of Redis, none waits longer for its answer than `TIMEOUT_S`.
+ROUND_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherOptions:
+    """How eager a node publishes.
+
+    `poll_s` is how old an event gets before it is published. `republish_keys_s` bounds the rounds:
+    50,000 keys are about 0.2 s of Redis' time, so a million blocks are back after 20 s. Rounds that
+    nobody waits for spread over half of `republish_s`. `pending_max` bounds what is kept while the
+    directory is away; beyond it, forgetting all and publishing anew is cheaper.
+    """
+
+    heartbeat_s: float = HEARTBEAT_S
+    poll_s: float = 0.05
+    batch_keys: int = PUBLISH_KEYS_MAX
+    republish_keys_s: float = 50_000.0
+    republish_s: float = 600.0
+    pending_max: int = 65_536
+    retry_first_s: float = 0.1
+    retry_max_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.batch_keys <= PUBLISH_KEYS_MAX:
+            raise InvalidInput(f"batch_keys is 1 to {PUBLISH_KEYS_MAX}, not {self.batch_keys}")
+        if self.pending_max < 2 * self.batch_keys:
+            raise InvalidInput(f"pending_max is at least two batches, not {self.pending_max}")
+        for name in (
+            "heartbeat_s",
+            "poll_s",
+            "republish_keys_s",
+            "republish_s",
+            "retry_first_s",
+            "retry_max_s",
+        ):
+            if not getattr(self, name) > 0:
+                raise InvalidInput(f"{name} must be positive, not {getattr(self, name)}")
+
+
+class Register(NamedTuple):
+    """Get a new number; report `registered`."""
+
+
+class Heartbeat(NamedTuple):
+    """Keep the number; report `heard`."""
+
+    number: int
+
+
+class Withdraw(NamedTuple):
+    """Void what this number said; report `withdrawn`, also when it failed: it expires anyway."""
+
+    number: int
+
+
+class Poll(NamedTuple):
+    """Ask the node for events after `seq`; report `polled`."""
+
+    seq: int
+    limit: int
+
+
+class TakeInventory(NamedTuple):
+    """Ask the node for its inventory; report `inventoried`."""
+
+
+class Check(NamedTuple):
+    """Ask the node which of `keys` (joined) it has; report `checked`."""
+
+    keys: bytes
+
+
+class Publish(NamedTuple):
+    """Arguments of `Directory.publish`; report `published`."""
+
+    number: int
+    added: list[bytes]
+    removed: list[bytes]
+    first_seq: int
+
+
+class Wait(NamedTuple):
+    """Nothing to do before `until`."""
+
+    until: float
+
+
+Step = Register | Heartbeat | Withdraw | Poll | TakeInventory | Check | Publish | Wait
+
+
+class _Change(Enum):
+    """What is still to be said about one key, and with it what the directory has now."""
+
+    ADD = 1  # the directory has nothing of it: a removal cancels this
+    ADD_AGAIN = 2  # the directory may have it already: a removal must be said
+    REMOVE = 3
+
+
+class PublisherCore:
+    """What to publish next. Pure: no I/O, no clock, no lock.
+
+    `next` gives one step; its end is reported by the method that the step names, or by `failed`
+    when the directory did not answer. One step at a time.
+    """
+
+    def __init__(
+        self, options: PublisherOptions | None = None, jitter: Callable[[], float] = random.random
+    ) -> None:
+        self.options = options or PublisherOptions()
+        self.number = 0
+        self.healthy = False
+        self._jitter = jitter
+        # The node's events: read up to `_seq`, of `_newest_seq`.
+        self._seq = self._newest_seq = 0
+        self._poll_at = 0.0
+        # What is to be said, oldest first, and the batch that is being said (or has failed).
+        self._pending: dict[bytes, _Change] = {}
+        self._batch: Publish | None = None
+        self._next_seq = 1
+        self._sent_at = 0.0
+        self._doubts: dict[bytes, None] = {}
+        self._checking_doubts = False
+        # The round: joined keys, how far it is, when its next slice and the next round may begin.
+        self._round = b""
+        self._round_offset = 0
+        self._round_rate = self.options.republish_keys_s
+        self._round_due = False
+        self._round_urgent = True
+        self._slice_at = 0.0
+        self._next_round_at = 0.0
+        self._starting = True  # under this number, nothing has been said yet
+        self._withdraw = 0
+        self._heartbeat_at = 0.0
+        self._failures = 0
+        self._retry_at = 0.0
+        self._outage = False  # since the last answered heartbeat
+
+    # -- what next -------------------------------------------------------------------------------
+
+    def next(self, now: float) -> Step:
+        """The next step; repeated calls without a report give the same one again."""
+        if self.number and not self._starting and now >= self._poll_at:
+            step = self._poll()
+            if step is not None:
+                return step
+        if now < self._retry_at:
+            return Wait(min(self._retry_at, self._next_poll()))
+        return self._keep_registered(now) or self._say(now) or self._wait(now)
+
+    def _poll(self) -> Poll | None:
+        limit = self.options.batch_keys
+        if not self._failures:
+            return Poll(self._seq, limit) if len(self._pending) < limit else None
+        if len(self._pending) + limit > self.options.pending_max:
+            self._start_over(withdraw=True)
+            return None
+        return Poll(self._seq, limit)
+
+    def _keep_registered(self, now: float) -> Step | None:
+        if self._withdraw:
+            return Withdraw(self._withdraw)
+        if not self.number:
+            return Register()
+        if now >= self._heartbeat_at:
+            return Heartbeat(self.number)
+        return None
+
+    def _say(self, now: float) -> Step | None:
+        if self._starting or self._round_due:
+            return TakeInventory()
+        if self._batch is not None:
+            self._sent_at = now
+            return self._batch
+        if self._doubts:
+            self._checking_doubts = True
+            return Check(b"".join(islice(self._doubts, self.options.batch_keys)))
+        if self._pending:
+            self._batch = self._take_pending()
+            self._sent_at = now
+            return self._batch
+        if self._round_offset < len(self._round) and now >= self._slice_at:
+            self._checking_doubts = False
+            end = self._round_offset + self.options.batch_keys * KEY_BYTES
+            return Check(self._round[self._round_offset : end])
+        return None
+
+    def _wait(self, now: float) -> Step:
+        if now >= self._next_round_at and self._round_offset >= len(self._round):
+            self._order_round(urgent=False)
+            return TakeInventory()
+        times = [self._next_poll(), self._heartbeat_at]
+        if self._round_offset < len(self._round):
+            times.append(self._slice_at)
+        else:
+            times.append(self._next_round_at)
+        return Wait(min(times))
+
+    def _next_poll(self) -> float:
+        return self._poll_at if self.number and not self._starting else float("inf")
+
+    def _take_pending(self) -> Publish:
+        keys = list(islice(self._pending, self.options.batch_keys))
+        added: list[bytes] = []
+        removed: list[bytes] = []
+        for key in keys:
+            (removed if self._pending.pop(key) is _Change.REMOVE else added).append(key)
+        return self._number_batch(added, removed)
+
+    def _number_batch(self, added: list[bytes], removed: list[bytes]) -> Publish:
+        batch = Publish(self.number, added, removed, self._next_seq)
+        self._next_seq += len(added) + len(removed)
+        return batch
+
+    def _start_over(self, *, withdraw: bool) -> None:
+        """Forget what was said: a new number, under which all is said again.
+
+        Corrections are impossible once events are lost: nobody knows any more what to take back.
+        A new number voids the old one's locations without naming them.
+        """
+        self._withdraw = self.number if withdraw else 0
+        self.number = 0
+        self._batch = None
+        self._pending = {}
+        self._doubts = {}
+        self._round, self._round_offset = b"", 0
+        self._starting = True
+
+    def _order_round(self, *, urgent: bool) -> None:
+        self._round_due = True
+        self._round_urgent = urgent
+
+    # -- reports ---------------------------------------------------------------------------------
+
+    def registered(self, number: int, now: float) -> None:
+        """The directory gave a number."""
+        self._answered()
+        self.number = number
+        self._next_seq = 1
+        self._heartbeat_at = now + self.options.heartbeat_s
+        self._outage = False
+        self._order_round(urgent=True)
+
+    def heard(self, alive: bool, now: float) -> None:
+        """A heartbeat was answered."""
+        self._answered()
+        self._heartbeat_at = now + self.options.heartbeat_s
+        if not alive:
+            self._start_over(withdraw=False)
+        elif self._outage:
+            # The directory may have come back with less than it had.
+            self._order_round(urgent=True)
+        self._outage = False
+
+    def withdrawn(self) -> None:
+        """A number was withdrawn, or will expire."""
+        self._withdraw = 0
+
+    def polled(self, events: Events | None, now: float) -> None:
+        """The node's answer: events, or None for a gap."""
+        if events is None:
+            self._start_over(withdraw=True)
+            return
+        for added, key in zip(events.added, split_keys(events.keys), strict=True):
+            if added:
+                known = self._pending.get(key)
+                self._pending[key] = _Change.ADD if known is None else _Change.ADD_AGAIN
+            elif self._pending.get(key) is _Change.ADD:
+                del self._pending[key]
+            else:
+                self._pending[key] = _Change.REMOVE
+        self._seq, self._newest_seq = events.last_seq, events.newest_seq
+        behind = self._seq < self._newest_seq
+        self._poll_at = now if behind else now + self.options.poll_s
+
+    def inventoried(self, seq: int, keys: bytes, now: float) -> None:
+        """The node's answer: what it has, joined, after event number `seq`."""
+        if self._starting:
+            # Nothing was said under this number: what happened before is in the inventory.
+            self._seq = self._newest_seq = seq
+            self._pending = {}
+            self._starting = False
+        options = self.options
+        self._round, self._round_offset, self._round_due = keys, 0, False
+        self._round_rate = options.republish_keys_s
+        if not self._round_urgent:
+            calm = len(keys) / KEY_BYTES / (options.republish_s / 2)
+            self._round_rate = max(min(calm, self._round_rate), 1.0)
+        self._slice_at = now
+        self._next_round_at = now + options.republish_s
+
+    def checked(self, keys: bytes, here: bytes) -> None:
+        """The node's answer to `Check(keys)`: one byte per key."""
+        split = split_keys(keys)
+        if self._checking_doubts:
+            for key, is_here in zip(split, here, strict=True):
+                self._doubts.pop(key, None)
+                if not is_here:
+                    known = self._pending.get(key)
+                    # The directory has it, that is how the reader came here.
+                    if known is None:
+                        self._pending[key] = _Change.REMOVE
+                    elif known is _Change.ADD:
+                        self._pending[key] = _Change.ADD_AGAIN
+            return
+        self._round_offset += len(keys)
+        added = [
+            key
+            for key, is_here in zip(split, here, strict=True)
+            if is_here and key not in self._pending
+        ]
+        if added:
+            self._batch = self._number_batch(added, [])
+
+    def published(self, now: float) -> None:
+        """The directory has taken the batch."""
+        self._answered()
+        assert self._batch is not None
+        keys = len(self._batch.added) + len(self._batch.removed)
+        self._batch = None
+        pause = (now - self._sent_at) * (1 / ROUND_SHARE - 1)
+        self._slice_at = now + max(keys / self._round_rate, pause)
+
+    def failed(self, now: float) -> None:
+        """The directory did not answer the step."""
+        self.healthy = False
+        self._failures += 1
+        delay = self.options.retry_first_s * 2 ** min(self._failures - 1, 16)
+        # Between half and all of it, so that nodes that failed together do not return together.
+        self._retry_at = now + min(delay, self.options.retry_max_s) * (1 + self._jitter()) / 2
+        self._outage = True
+        self._heartbeat_at = now  # the first question is whether the number is still known
+
+    def _answered(self) -> None:
+        self.healthy = True
+        self._failures = 0
+
+    # -- from readers ----------------------------------------------------------------------------
+
+    def doubt(self, keys: Sequence[bytes]) -> None:
+        """Readers were sent here for `keys` and did not find them."""
+        if self.number:
+            room = DOUBTS_MAX - len(self._doubts)
+            self._doubts.update(dict.fromkeys(keys[: max(room, 0)]))
+
+    @property
+    def lag(self) -> int:
+        """Changes of the node that the directory has not been told."""
+        said = self._batch
+        sending = len(said.added) + len(said.removed) if said is not None else 0
+        return len(self._pending) + sending + self._newest_seq - self._seq
+
+    @property
+    def round_left(self) -> int:
+        """Blocks of the running round that are still to be published."""
+        return (len(self._round) - self._round_offset) // KEY_BYTES

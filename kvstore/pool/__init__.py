@@ -1,0 +1,1 @@
+"""A client over many nodes: where blocks are read from, and where they are put."""

@@ -1,0 +1,240 @@
+"""Carries out the pool's verbs over real connections: peers, their health, threads."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..credentials import Credentials, parse_address
+from ..errors import InvalidInput, NodeUnavailable, TiffinError
+from .fetch import Arrivals, Fetched, fetch
+from .links import Links
+from .peer import Peer
+from .verbs import Ask, Context, Locate, Read, Together
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ..blocks import Selection
+    from ..directory.base import NodeRecord
+    from ..keys import Prefix
+    from ..verbs import Access
+    from .members import Members
+    from .verbs import Verb
+
+    Bytes = NDArray[np.uint8]
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Threads of one client that wait for nodes. They sleep in system calls; a prompt's runs and a
+# put's replicas use some at a time.
+WORKERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """What a user may choose about a client of many nodes.
+
+    `hedge_s`: how long a node may send nothing before another replica is asked instead; a healthy
+    node answers in well under a millisecond, and no get should wait 250 ms for a sick one.
+    `hedge_share`: at most this share of reads may be asked for twice, so that a pool that is slow as
+    a whole is not made slower. `streams`: TCP streams over which one large read is spread.
+    """
+
+    hedge_s: float = 0.1
+    hedge_share: float = 0.1
+    streams: int = 1
+    streams_max: int = 8
+
+    def __post_init__(self) -> None:
+        if not self.hedge_s > 0:
+            raise InvalidInput(f"hedge_s must be positive, not {self.hedge_s}")
+        if not 0 <= self.hedge_share <= 1:
+            raise InvalidInput(f"hedge_share is a share from 0 to 1, not {self.hedge_share}")
+        if not 1 <= self.streams <= self.streams_max:
+            raise InvalidInput(f"streams must be 1 to {self.streams_max}, not {self.streams}")
+
+
+@dataclass(slots=True)
+class Reader:
+    """Where and how the blocks of one read arrive. `memory(i)` is the target of block i."""
+
+    prefix: Prefix
+    selection: Selection
+    access: Access
+    memory: Callable[[int], Bytes]
+    piece: Callable[[int, int], None] | None = None
+
+
+class Engine:
+    """Peers by node number, and the threads that wait for them. Thread-safe."""
+
+    def __init__(
+        self,
+        members: Members,
+        credentials: Credentials,
+        name: str = "",
+        options: PoolOptions | None = None,
+    ) -> None:
+        self.members = members
+        self.options = options or PoolOptions()
+        self.dice = random.Random()
+        self.links = Links(self.options.hedge_share)
+        self.context = Context(time.monotonic, self.links, self.links.may_hedge)
+        self._credentials = credentials
+        self._name = name
+        self._peers: dict[str, Peer] = {}
+        self._lock = threading.Lock()
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tiffin-pool")
+        self._closed = False
+
+    def close(self) -> None:
+        """Cut what is under way, wait until nothing touches anybody's memory, hang up."""
+        with self._lock:
+            self._closed = True
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            peer.cut()
+        self._workers.shutdown(wait=True)
+        for peer in peers:
+            peer.close()
+        self.members.close()
+
+    # -- peers -----------------------------------------------------------------------------------
+
+    def record(self, number: int) -> NodeRecord:
+        """What the directory knows of a node. Raises NodeUnavailable if it is not there."""
+        record = self.members.nodes().get(number)
+        if record is None:
+            raise NodeUnavailable(f"node {number} is not in the pool any more")
+        return record
+
+    def peer(self, number: int) -> Peer:
+        """The connections to a node. Raises NodeUnavailable for one that can't be reached."""
+        record = self.record(number)
+        with self._lock:
+            if self._closed:
+                raise NodeUnavailable("this client is closed")
+            peer = self._peers.get(record.address)
+            if peer is None:
+                if not record.address:
+                    raise NodeUnavailable(f"node {record.name} does not listen on the network")
+                try:
+                    address = parse_address(record.address)
+                except InvalidInput as error:  # the directory is a hint
+                    raise NodeUnavailable(f"node {record.name}: {error}") from error
+                peer = self._peers[record.address] = Peer(
+                    address, self._credentials, self._name, streams_max=self.options.streams_max
+                )
+            return peer
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def run(self, verb: Verb[T], reader: Reader | None = None) -> T:
+        """Carry out a verb's steps. `reader` is where its `Read` steps go."""
+        outcome: Any = None
+        failure: BaseException | None = None
+        while True:
+            try:
+                step = verb.send(outcome) if failure is None else verb.throw(failure)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+            outcome = failure = None
+            try:
+                outcome = self._do(step, reader)
+            except BaseException as error:  # noqa: BLE001 - the verb cleans up, then raises it again
+                failure = error
+
+    def _do(self, step: Any, reader: Reader | None) -> Any:
+        if isinstance(step, Locate):
+            return self.members.locate(step.keys)
+        if isinstance(step, Together):
+            return self._together(step.steps, reader)
+        if isinstance(step, Ask):
+            return self.ask(step.node, step.request, step.timeout_s)
+        assert isinstance(step, Read)
+        assert reader is not None
+        return self._read(step, reader)
+
+    def _together(self, steps: list[Any], reader: Reader | None) -> list[Any]:
+        """Outcomes of all steps, once none of them is running any more."""
+
+        def attempt(step: Any) -> Any:
+            try:
+                return self._do(step, reader)
+            except TiffinError as error:
+                return error
+
+        if len(steps) == 1:
+            return [attempt(steps[0])]
+        others = [self._workers.submit(attempt, step) for step in steps[1:]]
+        first: Any = None
+        try:
+            first = attempt(steps[0])
+        finally:
+            results = [future.result() for future in others]
+        return [first, *results]
+
+    def ask(self, number: int, request: Any, timeout_s: float) -> Any:
+        """One request to one node; what happens to it counts for the node's health."""
+        peer = self.peer(number)
+        started = time.monotonic()
+        try:
+            reply = peer.call(request, timeout_s)
+        except NodeUnavailable:
+            self.links.failed(number, time.monotonic())
+            raise
+        self.links.answered(number, time.monotonic() - started, time.monotonic())
+        return reply
+
+    def _read(self, step: Read, reader: Reader) -> Fetched:
+        run, options = step.run, self.options
+        try:
+            peer = self.peer(run.node)
+        except NodeUnavailable as error:
+            log.debug("not read from: %s", error)
+            return Fetched(0, "lost")
+        part = reader.prefix[run.start : run.stop]
+        arrivals = Arrivals(
+            part,
+            reader.selection,
+            reader.access,
+            [reader.memory(index) for index in range(run.start, run.stop)],
+            piece=_shifted(reader.piece, run.start),
+        )
+        fetched = fetch(
+            peer,
+            part,
+            arrivals,
+            deadline=step.deadline,
+            stall_s=None if step.patient else options.hedge_s,
+            streams=options.streams,
+        )
+        self._note(run.node, fetched)
+        return fetched
+
+    def _note(self, node: int, fetched: Fetched) -> None:
+        now = time.monotonic()
+        if fetched.reason in ("lost", "stalled"):
+            self.links.failed(node, now)
+            if fetched.reason == "stalled":
+                self.links.hedged()
+        elif fetched.blocks:
+            self.links.moved(node, fetched.nbytes, fetched.seconds, now)
+
+
+def _shifted(
+    piece: Callable[[int, int], None] | None, start: int
+) -> Callable[[int, int], None] | None:
+    if piece is None:
+        return None
+    return lambda block, number: piece(start + block, number)

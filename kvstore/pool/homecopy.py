@@ -1,0 +1,103 @@
+"""Which blocks read from other nodes leave a copy at home, and how they get there."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from .. import verbs as local_verbs
+from ..blocks import select
+from ..client import drive
+from ..errors import InvalidInput, TiffinError
+from ..node import messages
+from ..verbs import Access
+from . import verbs
+from .engine import Reader
+
+if TYPE_CHECKING:
+    from ..keys import Prefix
+    from ..link import Link
+    from .engine import Engine
+
+ADMISSIONS = ("always", "second", "never")
+
+# Keys whose first read is remembered: 2 MiB or so, blocks of 33 million tokens.
+_SEEN_MAX = 65_536
+
+
+class HomeCopies:
+    """The admission policy: "always", "second" (from the second read on) or "never".
+
+    A block that is read once would push out, at home, one that may be read again: that is why
+    "second" is the default. Not thread-safe beyond what the interpreter's lock gives: a lost note
+    costs one more read from afar.
+    """
+
+    def __init__(self, admission: str) -> None:
+        if admission not in ADMISSIONS:
+            raise InvalidInput(f"admission={admission!r}; choose one of {', '.join(ADMISSIONS)}")
+        self._admission = admission
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+
+    def wants(self, prefix: Prefix, start: int) -> bool:
+        """Whether blocks from `start` on should be copied home, if they are found elsewhere."""
+        if self._admission == "second":
+            return start < len(prefix) and prefix.keys[start] in self._seen
+        return self._admission == "always"
+
+    def saw(self, prefix: Prefix, start: int, stop: int) -> None:
+        """Blocks [start, stop) were read from elsewhere."""
+        for key in prefix.keys[start:stop]:
+            self._seen[key] = None
+            self._seen.move_to_end(key)
+        while len(self._seen) > _SEEN_MAX:
+            self._seen.popitem(last=False)
+
+    def bring(self, part: Prefix, home: Link, engine: Engine, timeout_s: float) -> int:
+        """Read the blocks of `part` into slots at home; how many leading ones are there then.
+
+        They are verified whole as they arrive, whatever the client's policy is: others will read
+        them. Blocks that can't be read are given back. Never raises for a pool's conditions.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            reserved = drive(local_verbs.reserve(part, max(0.0, timeout_s)), home)
+        except TiffinError:
+            return 0
+        slots = {slot.index: slot for slot in reserved.slots}
+        good = 0
+        try:
+            for first, stop in _runs(sorted(slots)):
+                verb = verbs.read(part[first:stop], 0, deadline, engine.context)
+                reader = Reader(
+                    part[first:stop],
+                    select(part.schema),
+                    Access("always", engine.dice),
+                    lambda index, first=first: slots[first + index].view,  # type: ignore[misc]
+                )
+                outcome = engine.run(verb, reader)
+                for index in range(first + outcome.blocks, stop):
+                    slots[index].skip()
+            flags = drive(local_verbs.commit(part, reserved.slots, reserved.lease), home)
+        except BaseException:
+            home.post(messages.Abort(0, reserved.lease))
+            raise
+        finally:
+            for slot in reserved.slots:
+                slot.let_go()
+        stored = {s.index for s, flag in zip(reserved.slots, flags, strict=True) if flag}
+        here = stored | set(reserved.resident)
+        while good in here:
+            good += 1
+        return good
+
+
+def _runs(indices: list[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index:
+            runs[-1] = runs[-1][0], index + 1
+        else:
+            runs.append((index, index + 1))
+    return runs

@@ -1,0 +1,91 @@
+"""Which node each block is read from, and which nodes a put goes to. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Collection, Iterable, Sequence
+
+    from ..directory.base import NodeRecord
+
+
+class Costs(Protocol):
+    """What is known about the ways to nodes."""
+
+    def seconds(self, node: int, nbytes: int) -> float:
+        """How long reading `nbytes` from `node` should take; infinite if it is taken for dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive blocks [start, stop) of a prefix to be read from one node. `others`: whether all
+    of them could also be had elsewhere."""
+
+    node: int
+    start: int
+    stop: int
+    others: bool
+
+
+def plan_reads(
+    holders: Sequence[Collection[int]], start: int, block_bytes: int, costs: Costs
+) -> list[Run]:
+    """Runs that cover the leading blocks which somebody holds.
+
+    `holders[i]` are the nodes to ask for block `start + i`. A run goes on with its node as long as
+    that holds the next block: what a change of node costs, a second request, is more than what a
+    slightly better link gains.
+    """
+    runs: list[Run] = []
+    for position, nodes in enumerate(holders, start=start):
+        if not nodes:
+            break
+        last = runs[-1] if runs else None
+        if last is not None and last.node in nodes:
+            others = last.others and len(nodes) > 1
+            runs[-1] = Run(last.node, last.start, position + 1, others)
+            continue
+        node = cheapest(nodes, block_bytes, costs)
+        if node is None:
+            break
+        runs.append(Run(node, position, position + 1, len(nodes) > 1))
+    return runs
+
+
+def cheapest(nodes: Iterable[int], nbytes: int, costs: Costs) -> int | None:
+    """The node that should answer first; None if all are taken for dead."""
+    known = [(costs.seconds(node, nbytes), node) for node in nodes]
+    alive = [pair for pair in known if pair[0] != float("inf")]
+    return min(alive)[1] if alive else None
+
+
+def place(
+    nodes: dict[int, NodeRecord],
+    count: int,
+    nbytes: int,
+    dice: random.Random,
+    *,
+    first: int | None = None,
+    without: Collection[int] = (),
+) -> list[int]:
+    """`count` different nodes for a new block of a prompt that takes `nbytes`, the best first.
+
+    `first` (home) goes first if it is there. Each other is the one with more free bytes of two
+    chosen at random: almost as even as asking all, and no herd on the emptiest (Mitzenmacher, "The
+    power of two choices in randomized load balancing", 2001). Draining nodes and those in `without`
+    are not chosen.
+    """
+    chosen = []
+    able = [n for n, r in nodes.items() if not r.draining and n not in without]
+    if first in able:
+        chosen.append(first)
+        able.remove(first)
+    while able and len(chosen) < count:
+        pair = dice.sample(able, min(2, len(able)))
+        best = max(pair, key=lambda node: nodes[node].free_bytes)
+        chosen.append(best)
+        able.remove(best)
+    return [node for node in chosen if node is not None]

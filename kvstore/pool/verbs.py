@@ -1,0 +1,190 @@
+"""The pool's verbs: what to ask of whom, and what follows from the answers.
+
+As in `kvstore/verbs.py`, a verb is a generator: it yields steps, gets their outcomes, and returns
+its result; it does no I/O and has no clock but `context.now`. The engine carries steps out over
+real connections, the cluster simulation over a simulated network with a virtual clock.
+
+The directory is a hint. A node that it names and that has not (any more) what it should have costs
+one question; a node that it does not name costs a miss; what arrives proves itself either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import DirectoryUnavailable, TiffinError
+from ..node import messages
+from .plan import Costs, Run, plan_reads
+
+if TYPE_CHECKING:
+    from ..keys import Prefix
+    from .fetch import Fetched
+
+# Runs of one prompt that are read at the same time, from as many nodes.
+TOGETHER_MAX = 4
+# Why a node is not asked again in this call; the other reasons are about one block.
+_NODE_FAILED = ("lost", "stalled", "deadline")
+
+
+@dataclass(slots=True)
+class Locate:
+    """Who has each of these keys? Answered by a tuple of node numbers per key."""
+
+    keys: tuple[bytes, ...]
+
+
+@dataclass(slots=True)
+class Read:
+    """Read the run's blocks into their places. Answered by `Fetched`, never by an exception but for
+    the caller's mistakes. An impatient read gives up early when nothing arrives."""
+
+    run: Run
+    deadline: float
+    patient: bool
+
+
+@dataclass(slots=True)
+class Ask:
+    """Send `request` to `node`; answered by its reply, or raises."""
+
+    node: int
+    request: messages.Request
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class Together:
+    """Carry these out side by side; answered by their outcomes, a TiffinError for each failure."""
+
+    steps: list[Any]
+
+
+Step = Locate | Read | Ask | Together
+T = TypeVar("T")
+Verb = Generator[Step, Any, T]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a verb knows of its surroundings."""
+
+    now: Callable[[], float]
+    costs: Costs
+    # Whether a second replica may be tried before the first has had its whole deadline.
+    may_hedge: Callable[[], bool] = lambda: True
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Leading blocks that were read, and why there are not more. `sources` has a node per block."""
+
+    blocks: int = 0
+    reason: str | None = None
+    generations: dict[int, int] = field(default_factory=dict)
+    sources: dict[int, int] = field(default_factory=dict)
+    # Blocks that the directory placed at a node which did not have them: (node, key).
+    stale: list[tuple[int, bytes]] = field(default_factory=list)
+    retries: int = 0
+
+
+def read(prefix: Prefix, start: int, deadline: float, context: Context) -> Verb[Outcome]:
+    """Read the leading blocks of `prefix` from block `start` on, wherever they are."""
+    reading = _Reading(prefix, start, deadline, context)
+    if start >= len(prefix):
+        return reading.outcome
+    try:
+        located = yield Locate(tuple(prefix.keys[start:]))
+    except DirectoryUnavailable:
+        reading.outcome.reason = "directory"
+        return reading.outcome
+    reading.holders = [set(nodes) for nodes in located]
+    while runs := reading.next_runs():
+        steps = [Read(run, deadline, patient=reading.patient(run)) for run in runs]
+        outcomes = yield Together(list(steps))
+        for run, fetched in zip(runs, outcomes, strict=True):
+            if isinstance(fetched, TiffinError):
+                raise fetched
+            reading.note(run, fetched)
+    return reading.finish()
+
+
+class _Reading:
+    """The state of one `read`."""
+
+    def __init__(self, prefix: Prefix, start: int, deadline: float, context: Context) -> None:
+        self._prefix = prefix
+        self._start = start
+        self._deadline = deadline
+        self._context = context
+        self._why: dict[int, str] = {}
+        self._failed: set[int] = set()
+        self.holders: list[set[int]] = []
+        self.outcome = Outcome()
+
+    def next_runs(self) -> list[Run]:
+        """What to read next: nothing when all is there, nobody has more, or time is up."""
+        if self._context.now() >= self._deadline:
+            return []
+        done = self.outcome.generations
+        runs: list[Run] = []
+        position = self._start
+        while position < len(self._prefix) and len(runs) < TOGETHER_MAX:
+            if position in done:
+                position += 1
+                continue
+            end = position
+            while end < len(self._prefix) and end not in done:
+                end += 1
+            holders = self.holders[position - self._start : end - self._start]
+            size = self._prefix.schema.extent_bytes
+            able = [nodes - self._failed for nodes in holders]
+            found = plan_reads(able, position, size, self._context.costs)
+            runs += found
+            position = end
+            if not found or found[-1].stop < end:
+                break  # what comes behind a block that nobody has is of no use
+        return runs[:TOGETHER_MAX]
+
+    def patient(self, run: Run) -> bool:
+        """Whether to give the node the whole deadline: there is no other, or no budget to ask it."""
+        return not (run.others and self._context.may_hedge())
+
+    def note(self, run: Run, fetched: Fetched) -> None:
+        """Take what arrived; remember whom not to ask again for what."""
+        outcome = self.outcome
+        for index, generation in enumerate(fetched.generations[: fetched.blocks]):
+            outcome.generations[run.start + index] = generation
+            outcome.sources[run.start + index] = run.node
+        at = run.start + fetched.blocks
+        if at >= run.stop:
+            return
+        outcome.retries += 1
+        reason = fetched.reason or "miss"
+        self._why[at] = reason
+        if reason in _NODE_FAILED:
+            self._failed.add(run.node)
+            return
+        self.holders[at - self._start].discard(run.node)
+        if reason == "miss":
+            outcome.stale.append((run.node, self._prefix.keys[at]))
+
+    def finish(self) -> Outcome:
+        """The leading blocks, and what became of the first that is not among them."""
+        outcome, at = self.outcome, self._start
+        while at in outcome.generations:
+            at += 1
+        outcome.blocks = at
+        if at < len(self._prefix):
+            late = self._context.now() >= self._deadline
+            outcome.reason = self._why.get(at, "deadline" if late else "miss")
+        return outcome
+
+
+def ask_all(nodes: Sequence[int], make: Callable[[], messages.Request], timeout_s: float) -> (
+    "Verb[dict[int, Any]]"
+):
+    """The same request to many nodes; replies, or the errors, by node."""
+    outcomes = yield Together([Ask(node, make(), timeout_s) for node in nodes])
+    return dict(zip(nodes, outcomes, strict=True))

@@ -1,0 +1,102 @@
+"""How many bytes may be in flight, and who goes first.
+
+Everything in flight competes for the same memory and network: a bound keeps a burst of replication
+from adding its bytes in front of the few that a decode waits for. Room is granted strictly by
+priority and then in the order of asking; nobody overtakes a large request by being small, because
+it would then wait for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import os
+import threading
+import time
+from enum import IntEnum
+from itertools import count
+from typing import TYPE_CHECKING
+
+from .errors import TransferTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Eighty milliseconds of loopback TCP, or twenty of a 100 Gb/s network: enough to keep any link
+# busy, and the longest that something urgent waits for what has begun.
+IN_FLIGHT_BYTES = 256 << 20
+
+
+class Priority(IntEnum):
+    """Lower goes first."""
+
+    DECODE = 0  # a request that has begun to answer, or is about to
+    PREFILL = 1
+    BACKGROUND = 2  # replication, demotion, repair
+
+
+class Budget:
+    """`limit_bytes` for all who share it; thread-safe."""
+
+    def __init__(self, limit_bytes: int = IN_FLIGHT_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        self._changed = threading.Condition()
+        self._used_bytes = 0
+        self._waiting: list[tuple[int, int]] = []  # a heap of (priority, turn)
+        self._turns = count()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in flight now."""
+        return self._used_bytes
+
+    @property
+    def waiting(self) -> int:
+        """Transfers that wait for room."""
+        return len(self._waiting)
+
+    @contextlib.contextmanager
+    def hold(self, nbytes: int, priority: Priority, deadline: float) -> Iterator[None]:
+        """Room for `nbytes` during the block; who asks for more than there is takes all of it.
+
+        Raises TransferTimeout if there is none by the deadline (`time.monotonic()`).
+        """
+        taken_bytes = min(nbytes, self.limit_bytes)
+        self._take(taken_bytes, priority, deadline)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used_bytes -= taken_bytes
+                self._changed.notify_all()
+
+    def _take(self, nbytes: int, priority: Priority, deadline: float) -> None:
+        with self._changed:
+            turn = (int(priority), next(self._turns))
+            heapq.heappush(self._waiting, turn)
+            try:
+                while self._waiting[0] != turn or not self._fits(nbytes):
+                    left_s = deadline - time.monotonic()
+                    if left_s <= 0 or not self._changed.wait(min(left_s, threading.TIMEOUT_MAX)):
+                        raise TransferTimeout(
+                            f"no room for {nbytes} bytes in flight by the deadline: "
+                            f"{self._used_bytes} of {self.limit_bytes} are used"
+                        )
+                self._used_bytes += nbytes
+            finally:
+                self._waiting.remove(turn)
+                heapq.heapify(self._waiting)
+                self._changed.notify_all()
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._used_bytes + nbytes <= self.limit_bytes
+
+    def forget(self) -> None:
+        """In a forked child: what was in flight is the parent's."""
+        self.__init__(self.limit_bytes)  # type: ignore[misc]
+
+
+# For all messengers of the process that are not given one of their own.
+SHARED = Budget()
+
+os.register_at_fork(after_in_child=SHARED.forget)

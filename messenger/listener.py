@@ -1,0 +1,445 @@
+"""The serving side of TCP: accept, authenticate, serve ranges of grants.
+
+Each connection has a thread that blocks in system calls: bulk bytes go from the grant's arrays to
+the socket and back with nothing between, and Python's lock is free meanwhile. What the connection
+may do is decided by a `Conversation`, the application's side of it. Until that trusts the peer,
+nothing but messages of up to 64 KiB is taken, for `hello_timeout_s` in all.
+
+No peer holds the server up. Strangers have a bounded number of connections, and a new one takes the
+place of the oldest, so that a flood of half-open ones can't lock others out. A trusted peer that
+neither sends what it announced nor takes what it asked for is cut after `stall_s`, and one that
+does so drop by drop when it falls below a mebibyte per second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import math
+import os
+import socket
+import ssl
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from . import frames
+from .errors import FrameError, GrantError, MessengerError
+from .frames import LAST_GRANT, RANGE_BYTES_MAX, Kind
+from .ranges import Piece, Served, lay_out
+from .stream import PlainStream, Stream, TlsStream
+from .wire import FRAME_BYTES_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from .local import ByteArray
+    from .transport import Grants
+
+_log = logging.getLogger(__name__)
+
+# Of a peer that nobody has authenticated: a hello and its proof are a few hundred bytes.
+_STRANGER_BYTES_MAX = 64 << 10
+# Of a WRITE that is refused, or reaches over its grant's end: so much is read and thrown away to
+# find the next frame. It is the payload of 16 large blocks; beyond, a new connection is cheaper.
+_DRAIN_BYTES_MAX = 1 << 30
+_DRAIN_STEP_BYTES = 256 << 10
+# A transfer slower than this for its whole length holds a thread and a grant for nothing.
+_BYTES_S_MIN = 1 << 20
+# After an accept that failed for want of descriptors or memory; and between two lines about it.
+_ACCEPT_RETRY_S = 0.1
+_LOG_EVERY_S = 10.0
+_FOREVER = math.inf
+
+
+class Answer(NamedTuple):
+    """What the application answers to a message."""
+
+    body: bytes | None  # None: no reply frame
+    grant: int = 0  # becomes LAST_GRANT of this stream; 0: it has none
+
+
+class Conversation(Protocol):
+    """The application's side of one accepted connection; one thread calls it."""
+
+    # False until the application has authenticated the peer: READ and WRITE end the connection,
+    # messages are limited to 64 KiB, and hello_timeout_s runs.
+    trusted: bool
+    grants: Grants
+
+    def greet(self) -> bytes | None:
+        """The first message to send on accept, such as a challenge."""
+
+    def message(self, body: bytes | memoryview) -> Answer:
+        """Answer a message. May block; has to return soon after `Listener.close` began. Whatever it
+        raises ends the connection."""
+
+    def closed(self) -> None:
+        """The connection has ended and none of its threads touches its grants any more. Called
+        exactly once, also for connections that never became trusted."""
+
+
+class Listener:
+    """Accepts on (host, port), exactly as given, until `close`. One thread per connection.
+
+    `converse` is called with the peer's address ("host:port") in the connection's thread; what it
+    raises ends that connection. Constant after construction: `address`, the bound one (port 0 asks
+    for any free one). Raises OSError if the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        converse: Callable[[str], Conversation],
+        *,
+        tls: ssl.SSLContext | None = None,
+        connections_max: int = 512,
+        untrusted_max: int = 128,
+        hello_timeout_s: float = 5.0,
+        stall_s: float = 30.0,
+    ) -> None:
+        self.converse = converse
+        self.tls = tls
+        self.hello_timeout_s = hello_timeout_s
+        self.stall_s = stall_s
+        self._connections_max = connections_max
+        self._untrusted_max = untrusted_max
+        self._lock = threading.Lock()
+        # Ordered by age: dictionaries are. A connection is in one of them, until its thread ends.
+        self._untrusted: dict[_Connection, None] = {}
+        self._trusted: dict[_Connection, None] = {}
+        self._cut_count = self._refused_count = self._accepted_count = 0
+        self._closed = threading.Event()
+        self._socket = _bind(address)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._acceptor = threading.Thread(
+            target=self._accept_all, name=f"tiffin-accept-{self.address[1]}", daemon=True
+        )
+        self._acceptor.start()
+        _open_listeners.add(self)
+
+    def statistics(self) -> dict[str, int]:
+        """Connections now, by whether they are trusted, and counts since the start."""
+        with self._lock:
+            return {
+                "trusted": len(self._trusted),
+                "untrusted": len(self._untrusted),
+                "accepted": self._accepted_count,
+                "refused": self._refused_count,
+                "crowded_out": self._cut_count,
+            }
+
+    def close(self) -> None:
+        """Accept no more, cut every connection, and wait for every thread."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the acceptor
+        if threading.current_thread() is not self._acceptor:
+            self._acceptor.join()
+        self._socket.close()
+        with self._lock:
+            connections = [*self._untrusted, *self._trusted]
+        for connection in connections:
+            connection.cut()
+        for connection in connections:
+            connection.join()
+
+    def _accept_all(self) -> None:
+        logged_at = -math.inf
+        while not self._closed.is_set():
+            try:
+                sock, peer = self._socket.accept()
+            except OSError as error:
+                if self._closed.is_set():
+                    return
+                if error.errno in _PEERS_FAULT:
+                    continue
+                now = time.monotonic()
+                if now - logged_at > _LOG_EVERY_S:
+                    logged_at = now
+                    _log.warning("cannot accept a connection on %s: %s", self.address, error)
+                self._crowd_out()
+                self._closed.wait(_ACCEPT_RETRY_S)
+            else:
+                self._admit(sock, f"{peer[0]}:{peer[1]}")
+
+    def _admit(self, sock: socket.socket, peer: str) -> None:
+        with self._lock:
+            self._accepted_count += 1
+            count = len(self._untrusted) + len(self._trusted)
+            full = count >= self._connections_max
+            crowded = full or len(self._untrusted) >= self._untrusted_max
+            oldest = next(iter(self._untrusted), None) if crowded else None
+        if oldest is not None:
+            self._cut_oldest(oldest)
+        elif full:
+            self._refused_count += 1
+            _log.warning("refused %s: %d connections are the limit", peer, self._connections_max)
+            sock.close()
+            return
+        connection = _Connection(self, sock, peer)
+        with self._lock:
+            self._untrusted[connection] = None
+        try:
+            connection.start()
+        except RuntimeError as error:  # no more threads
+            _log.warning("refused %s: %s", peer, error)
+            self._gone(connection)
+            sock.close()
+
+    def _crowd_out(self) -> None:
+        """Out of descriptors: the oldest stranger's is the one that is missed least."""
+        with self._lock:
+            oldest = next(iter(self._untrusted), None)
+        if oldest is not None:
+            self._cut_oldest(oldest)
+
+    def _cut_oldest(self, oldest: _Connection) -> None:
+        """It is out of the count as soon as it is cut; its thread ends in its own time."""
+        oldest.cut()
+        oldest.join(1.0)
+        self._cut_count += 1
+
+    def _trust(self, connection: _Connection) -> None:
+        with self._lock:
+            if connection in self._untrusted:
+                del self._untrusted[connection]
+                self._trusted[connection] = None
+
+    def _gone(self, connection: _Connection) -> None:
+        with self._lock:
+            self._untrusted.pop(connection, None)
+            self._trusted.pop(connection, None)
+
+    def forget(self) -> None:
+        """In a forked child: the sockets are the parent's, and must not outlive it here."""
+        self._closed.set()
+        self._socket.close()
+        for connection in [*self._untrusted, *self._trusted]:
+            connection.forget()
+
+
+class _Connection:
+    """One accepted connection and its thread."""
+
+    def __init__(self, listener: Listener, sock: socket.socket, peer: str) -> None:
+        self._listener = listener
+        self._socket: socket.socket | None = sock  # until a stream owns it
+        self._stream: Stream | None = None
+        self._peer = peer
+        self._last_grant = 0
+        self._lock = threading.Lock()
+        self._cut = False
+        self._hello_deadline = time.monotonic() + listener.hello_timeout_s
+        self._thread = threading.Thread(target=self._run, name=f"tiffin-tcp-{peer}", daemon=True)
+        self.start = self._thread.start
+        self.join = self._thread.join
+
+    def cut(self) -> None:
+        """End it, from any thread."""
+        with self._lock:
+            self._cut = True
+            if self._stream is not None:
+                self._stream.cut()
+            elif self._socket is not None:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """See `Listener.forget`."""
+        if self._stream is not None:
+            self._stream.close()
+        elif self._socket is not None:
+            self._socket.close()
+
+    def _run(self) -> None:
+        try:
+            self._converse()
+        except MessengerError as error:
+            _log.debug("%s: %s", self._peer, error)
+        except OSError as error:
+            _log.debug("%s: %s", self._peer, error)
+        except Exception:  # noqa: BLE001 - the application's; it ends its connection, not the server
+            _log.exception("an error of the application ended the connection of %s", self._peer)
+        finally:
+            with self._lock:
+                sock, self._socket = self._socket, None
+            if sock is not None:
+                sock.close()
+            self._listener._gone(self)
+
+    def _converse(self) -> None:
+        stream = self._open_stream()
+        try:
+            conversation = self._listener.converse(self._peer)
+            try:
+                self._serve(stream, conversation)
+            finally:
+                stream.close()
+                conversation.closed()
+        finally:
+            stream.close()
+
+    def _open_stream(self) -> Stream:
+        sock, tls = self._socket, self._listener.tls
+        assert sock is not None
+        tune(sock)
+        if tls is not None:
+            sock.settimeout(max(0.001, self._hello_deadline - time.monotonic()))
+            sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            with self._lock:
+                self._socket = sock  # the old one is detached
+            sock.do_handshake()
+        with self._lock:
+            self._stream = TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else PlainStream(sock)
+            self._socket = None
+            if self._cut:
+                self._stream.cut()
+            return self._stream
+
+    def _serve(self, stream: Stream, conversation: Conversation) -> None:
+        self._introduce(stream, conversation)
+        stall_s = self._listener.stall_s
+        while True:
+            # An answer waits for the next frame only if that is here already: a READ of what a
+            # message was granted leaves in one packet with the reply to the message.
+            if not stream.ahead_bytes:
+                stream.flush(_FOREVER, stall_s)
+            kind, body = stream.receive_frame(_FOREVER, stall_s)
+            if kind is Kind.MESSAGE:
+                stream.flush(_FOREVER, stall_s)
+                self._answer(stream, conversation, body)
+            elif kind is Kind.READ:
+                self._send_ranges(stream, conversation.grants, *frames.parse_request(body))
+            elif kind is Kind.WRITE:
+                self._receive_ranges(stream, conversation.grants, *frames.parse_request(body))
+            else:
+                raise FrameError(f"a client that sends {kind.name}")
+
+    def _introduce(self, stream: Stream, conversation: Conversation) -> None:
+        """Until the application trusts the peer."""
+        deadline = self._hello_deadline
+        greeting = conversation.greet()
+        if greeting is not None:
+            stream.send_message(greeting)
+        stream.message_bytes_max = _STRANGER_BYTES_MAX
+        while not conversation.trusted:
+            stream.flush(deadline)
+            kind, body = stream.receive_frame(deadline, None)
+            if kind is not Kind.MESSAGE:
+                raise FrameError(f"{kind.name} before the peer has said who it is")
+            self._answer(stream, conversation, body)
+        stream.message_bytes_max = FRAME_BYTES_MAX
+        self._listener._trust(self)
+
+    def _answer(self, stream: Stream, conversation: Conversation, body: bytes | memoryview) -> None:
+        reply, self._last_grant = conversation.message(body)
+        if reply is not None:
+            stream.send_message(reply)
+
+    def _send_ranges(
+        self, stream: Stream, grants: Grants, grant: int, ranges: NDArray[np.uint64]
+    ) -> None:
+        try:
+            with grants.open(self._granted(grant), writes=False) as arrays:
+                served, pieces = lay_out(ranges, [len(array) for array in arrays])
+                stream.send_frame(frames.answer(Kind.DATA, served), _views(arrays, pieces))
+                stream.flush(
+                    _deadline(served.nbytes, self._listener.stall_s), self._listener.stall_s
+                )
+        except GrantError as error:
+            stream.send_frame(frames.refusal(Kind.DATA, str(error)))
+
+    def _receive_ranges(
+        self, stream: Stream, grants: Grants, grant: int, ranges: NDArray[np.uint64]
+    ) -> None:
+        stall_s = self._listener.stall_s
+        if len(ranges) and int(ranges[:, 1].max()) > RANGE_BYTES_MAX:
+            raise FrameError(f"a WRITE of a range above {RANGE_BYTES_MAX} bytes")
+        announced_bytes = int(ranges[:, 1].sum())
+        deadline = _deadline(announced_bytes, stall_s)
+        served = Served(0, 0)
+        try:
+            with grants.open(self._granted(grant), writes=True) as arrays:
+                served, pieces = lay_out(ranges, [len(array) for array in arrays])
+                stream.receive_bytes(_views(arrays, pieces), deadline, stall_s)
+            reply = frames.answer(Kind.WRITTEN, served)
+        except GrantError as error:
+            served = Served(0, 0)
+            reply = frames.refusal(Kind.WRITTEN, str(error))
+        _drain(stream, announced_bytes - served.nbytes, deadline, stall_s)
+        stream.send_frame(reply)
+
+    def _granted(self, grant: int) -> int:
+        if grant != LAST_GRANT:
+            return grant
+        if not self._last_grant:
+            raise GrantError("the last message on this connection was not answered with a grant")
+        return self._last_grant
+
+
+def _views(arrays: Sequence[ByteArray], pieces: list[Piece]) -> list[memoryview]:
+    views = [array.data for array in arrays]
+    return [views[array][start:stop] for array, start, stop in pieces]
+
+
+def _deadline(nbytes: int, stall_s: float) -> float:
+    return time.monotonic() + stall_s + nbytes / _BYTES_S_MIN
+
+
+def _drain(stream: Stream, nbytes: int, deadline: float, stall_s: float) -> None:
+    """Read and forget raw bytes that have no place. Raises FrameError if that is not worth it."""
+    if nbytes > _DRAIN_BYTES_MAX:
+        raise FrameError(f"{nbytes} bytes of a WRITE have no place")
+    scratch = np.empty(min(nbytes, _DRAIN_STEP_BYTES), np.uint8).data
+    while nbytes:
+        step = min(nbytes, len(scratch))
+        stream.receive_bytes([scratch[:step]], deadline, stall_s)
+        nbytes -= step
+
+
+def tune(sock: socket.socket) -> None:
+    """What every connection of ours has, at both ends."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # An idle peer that is gone without a word is noticed after 30 + 3 x 10 seconds.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def _bind(address: tuple[str, int]) -> socket.socket:
+    host, port = address
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, target = found[0]
+    return socket.create_server(target[:2], family=family, backlog=1024)
+
+
+# Of `accept`: the connection was gone again, or broken, before it was taken.
+_PEERS_FAULT = {
+    errno.ECONNABORTED,
+    errno.EPROTO,
+    errno.EPERM,
+    errno.ENETDOWN,
+    errno.ENOPROTOOPT,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.EOPNOTSUPP,
+    errno.ENETUNREACH,
+}
+
+_open_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for listener in list(_open_listeners):
+        listener.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

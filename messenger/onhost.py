@@ -1,0 +1,200 @@
+"""Transports for peers on this host: a copy of memory, by the caller's thread.
+
+`LocalTransport` reaches grants of the same process, `ShmTransport` those of a process whose region
+is mapped here. Neither has a connection; what a deadline and `close` can interrupt is a copy, which
+looks up every 8 MiB (about a millisecond).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from .errors import GrantError, PeerLost, TransferError, TransferTimeout
+from .ranges import NOTHING, Piece, Range, Served, lay_out, pack_ranges, unpack_ranges
+from .stream import views_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from .local import ByteArray
+    from .transport import Arrived, Grants
+
+# One copy: about a millisecond.
+_STEP_BYTES = 8 << 20
+
+
+class LocalTransport:
+    """Grants of this process. See `Transport`."""
+
+    name = "local"
+
+    def __init__(self, grants: Grants) -> None:
+        self._grants = grants
+        self._gate = _Gate()
+
+    def read(
+        self,
+        grant: int,
+        ranges: Sequence[Range],
+        targets: Sequence[ByteArray],
+        *,
+        deadline: float,
+        arrived: Arrived | None = None,
+    ) -> Served:
+        """See `Transport.read`."""
+        views_of(ranges, targets, writable=True)
+        with self._gate.enter(deadline), self._grants.open(grant, writes=False) as arrays:
+            served, pieces = _lay_out(ranges, arrays)
+            copy = _Copy(self._gate, ranges, deadline, arrived)
+            copy.run(list(targets[: served.ranges]), _cut(arrays, pieces), into_ranges=False)
+            return served
+
+    def write(
+        self,
+        grant: int,
+        ranges: Sequence[Range],
+        sources: Sequence[ByteArray],
+        *,
+        deadline: float,
+    ) -> Served:
+        """See `Transport.write`."""
+        views_of(ranges, sources, writable=False)
+        with self._gate.enter(deadline), self._grants.open(grant, writes=True) as arrays:
+            served, pieces = _lay_out(ranges, arrays)
+            copy = _Copy(self._gate, ranges, deadline, None)
+            copy.run(list(sources[: served.ranges]), _cut(arrays, pieces), into_ranges=True)
+            return served
+
+    def close(self) -> None:
+        """Returns when no copy runs any more."""
+        self._gate.close()
+
+
+class Resolve(Protocol):
+    """Where the bytes of a peer's grant lie in its region, as ranges of that, in order."""
+
+    def __call__(self, grant: int, *, writes: bool) -> Sequence[Range]:
+        """Raises GrantError."""
+
+
+class ShmTransport(LocalTransport):
+    """Grants of a process on this host whose region is mapped here. See `Transport`.
+
+    `memory` is the whole region (writable if anything is to be written); `resolve` asks the peer, or
+    remembers what it said. It is the caller's lease, not this class, that keeps the peer from
+    reusing what is read.
+    """
+
+    name = "shm"
+
+    def __init__(self, memory: ByteArray, resolve: Resolve) -> None:
+        super().__init__(_Mapped(memory, resolve))
+
+
+class _Mapped:
+    """The grants of a peer, as arrays of its mapped region."""
+
+    def __init__(self, memory: ByteArray, resolve: Resolve) -> None:
+        self._memory = memory
+        self._resolve = resolve
+
+    @contextlib.contextmanager
+    def open(self, grant: int, *, writes: bool) -> Iterator[Sequence[ByteArray]]:
+        """See `Grants.open`."""
+        places = self._resolve(grant, writes=writes)
+        if writes and not self._memory.flags.writeable:
+            raise GrantError("the peer's region is mapped read-only here")
+        for offset, length in places:
+            if not 0 <= offset <= offset + length <= len(self._memory):
+                raise GrantError(f"bytes {offset} to {offset + length} are not in the region")
+        yield [self._memory[offset : offset + length] for offset, length in places]
+
+
+class _Gate:
+    """Calls that touch memory; `close` lets no more begin, interrupts and waits for those inside."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._closed = False
+
+    @contextlib.contextmanager
+    def enter(self, deadline: float) -> Iterator[None]:
+        """Raises PeerLost after `close`, TransferTimeout after the deadline."""
+        with self._changed:
+            self.check(deadline)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    def check(self, deadline: float) -> None:
+        """Whether to go on; raises as `enter` does."""
+        if self._closed:
+            raise PeerLost("this transport is closed")
+        if time.monotonic() >= deadline:
+            raise TransferTimeout("not all bytes were copied by the deadline: allow more time")
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._inside)
+
+
+class _Copy:
+    """One transfer between a list of arrays, one for each range, and the pieces of a grant."""
+
+    def __init__(
+        self, gate: _Gate, ranges: Sequence[Range], deadline: float, arrived: Arrived | None
+    ) -> None:
+        self._gate = gate
+        self._ranges = ranges
+        self._deadline = deadline
+        self._arrived = arrived
+
+    def run(
+        self, arrays: list[ByteArray], pieces: list[ByteArray], *, into_ranges: bool
+    ) -> None:
+        """All of `arrays` from the pieces, or into them; both have as many bytes."""
+        served = NOTHING
+        rest = iter(pieces)
+        piece = np.empty(0, np.uint8)
+        for index, array in enumerate(arrays):
+            at = 0
+            while at < len(array):
+                if not len(piece):
+                    piece = next(rest)
+                nbytes = min(len(array) - at, len(piece), _STEP_BYTES)
+                self._check(served)
+                mine, theirs = array[at : at + nbytes], piece[:nbytes]
+                np.copyto(*((theirs, mine) if into_ranges else (mine, theirs)))
+                at, piece = at + nbytes, piece[nbytes:]
+            served = Served(index + 1, served.nbytes + len(array))
+            if self._arrived is not None:
+                self._arrived(index)
+
+    def _check(self, served: Served) -> None:
+        try:
+            self._gate.check(self._deadline)
+        except TransferError as error:
+            error.served = served
+            raise
+
+
+def _lay_out(
+    ranges: Sequence[Range], arrays: Sequence[ByteArray]
+) -> tuple[Served, list[Piece]]:
+    packed = unpack_ranges(pack_ranges(ranges), 0, len(ranges))
+    return lay_out(packed, [len(array) for array in arrays])
+
+
+def _cut(arrays: Sequence[ByteArray], pieces: list[Piece]) -> list[ByteArray]:
+    return [arrays[array][start:stop] for array, start, stop in pieces]

@@ -1,0 +1,553 @@
+"""One connection: frames, and bulk bytes that never touch a buffer of ours.
+
+Bytes go from the caller's arrays to the kernel with `sendmsg` (up to 1,024 pieces a call) and from
+the kernel into the caller's arrays with `recvmsg_into` and MSG_WAITALL, so a transfer is a few
+system calls, and Python's lock is free during each. What is buffered is what comes before the
+bytes: headers and messages, read a few KiB at a time.
+
+The socket blocks. Python's own timeouts make a socket non-blocking and wait with `poll`, two system
+calls for every one and no MSG_WAITALL; SO_RCVTIMEO and SO_SNDTIMEO let the kernel keep the time. A
+TLS connection can't use either and goes through Python's timeouts, a record of 16 KiB at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import struct
+import threading
+import time
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import frames
+from .errors import (
+    FrameError,
+    GrantError,
+    MessengerError,
+    PeerLost,
+    RangeError,
+    Stalled,
+    TransferError,
+    TransferTimeout,
+)
+from .frames import ANSWER_BYTES, HEADER, Header, Kind
+from .ranges import Range, Served
+from .wire import FRAME_BYTES_MAX
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Sequence
+
+    from .local import ByteArray
+    from .transport import Arrived
+
+# Pieces of one system call: IOV_MAX of Linux.
+_PIECES_MAX = 1024
+# Bytes of one system call: how often arrivals are reported and progress is noticed.
+_CALL_BYTES_MAX = 8 << 20
+# What is read ahead while a header or message is expected. Bulk bytes that come along are copied
+# once more, so it is small; a READ of 1,000 ranges (16 KiB) comes in two system calls.
+_AHEAD_BYTES = 4 << 10
+# Before sleeping on an answer: see LOOKS in kvstore/link.py.
+LOOKS = 50
+# SO_RCVTIMEO and SO_SNDTIMEO in steps of powers of two, so that they seldom have to be set.
+_WAIT_S_MIN, _WAIT_S_MAX = 2.0**-10, 2.0**10
+_TIMEVAL = struct.Struct("@ll")
+
+
+class Cursor:
+    """Where the next byte of a list of pieces comes from or goes to."""
+
+    __slots__ = ("_at", "_views", "index", "left")
+
+    def __init__(self, views: list[memoryview]) -> None:
+        self._views = views
+        self._at = 0
+        self.index = 0  # of the first piece that is not done
+        self.left = sum(map(len, views))  # bytes
+        self.advance(0)
+
+    def batch(self) -> list[memoryview]:
+        """The next pieces, for one system call."""
+        first = self._views[self.index]
+        if self._at:
+            first = first[self._at :]
+        if len(first) >= _CALL_BYTES_MAX:
+            return [first[:_CALL_BYTES_MAX]]
+        batch, room = [first], _CALL_BYTES_MAX - len(first)
+        for view in islice(self._views, self.index + 1, self.index + _PIECES_MAX):
+            if len(view) >= room:
+                batch.append(view[:room])
+                break
+            batch.append(view)
+            room -= len(view)
+        return batch
+
+    def advance(self, nbytes: int) -> None:
+        """`nbytes` more are done."""
+        self.left -= nbytes
+        at, views, count = self._at + nbytes, self._views, len(self._views)
+        while self.index < count and at >= len(views[self.index]):
+            at -= len(views[self.index])
+            self.index += 1
+        self._at = at
+
+    def served(self) -> Served:
+        """The pieces that are done, as ranges."""
+        return Served(self.index, sum(map(len, self._views[: self.index])))
+
+    def fill(self, data: memoryview) -> int:
+        """Copy as much of `data` as fits; returns how much."""
+        taken = 0
+        while self.left and taken < len(data):
+            view = self._views[self.index]
+            nbytes = min(len(view) - self._at, len(data) - taken)
+            view[self._at : self._at + nbytes] = data[taken : taken + nbytes]
+            taken += nbytes
+            self.advance(nbytes)
+        return taken
+
+
+class Stream:
+    """One blocking connection to a peer; one thread at a time uses it, and any may `cut` it.
+
+    Frames are queued by `message`, `ask_read` and `ask_write`, sent by `flush`, and their answers
+    received in the same order. Each error but GrantError and RangeError leaves the stream unusable
+    (`idle` stays False): close it. A deadline is a `time.monotonic()`.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Takes over a connected socket. Use PlainStream, or TlsStream after its handshake."""
+        self._socket = sock
+        self._out: list[memoryview] = []
+        self._buffer = memoryview(bytearray(_AHEAD_BYTES))
+        # [_start, _end) of the buffer was received and not yet used.
+        self._start = self._end = 0
+        self._messages_due = 0
+        self._reads_due = 0
+        self._writes_due = 0
+        self._midway = False  # inside a frame, or an error left us there
+        self._closing = threading.Lock()
+        self._cut = False
+        self.message_bytes_max = FRAME_BYTES_MAX
+        self.received_bytes = 0
+        self.sent_bytes = 0
+
+    # -- asking -----------------------------------------------------------------------------------
+
+    def message(self, body: bytes, *, reply: bool = True) -> None:
+        """Queue a message. Say `reply=False` for one that the peer doesn't answer: a stream that
+        still owes an answer is not used again."""
+        self.send_message(body)
+        self._messages_due += reply
+
+    def ask_read(self, grant: int, ranges: Sequence[Range]) -> None:
+        """Queue a READ of up to 65,536 ranges; its answer is taken by `receive_data`."""
+        self._out.append(memoryview(frames.request(Kind.READ, grant, ranges)))
+        self._reads_due += 1
+
+    def ask_write(self, grant: int, ranges: Sequence[Range], sources: Sequence[ByteArray]) -> None:
+        """Queue a WRITE and its bytes, which must stay as they are until `flush` has returned.
+
+        Raises MessengerError while the answer to an `ask_read` is due: both ends would send, and
+        neither receive.
+        """
+        if self._reads_due:
+            raise MessengerError("receive the data that was asked for before writing")
+        views = views_of(ranges, sources, writable=False)
+        self._out += (memoryview(frames.request(Kind.WRITE, grant, ranges)), *views)
+        self._writes_due += 1
+
+    def flush(self, deadline: float, stall_s: float | None = None) -> None:
+        """Send all that is queued. Raises PeerLost, TransferTimeout, Stalled."""
+        if not self._out:
+            return
+        self._midway = True
+        cursor = Cursor(self._out)
+        self._out = []
+        self._send(cursor, deadline, stall_s)
+        self._midway = False
+
+    # -- receiving --------------------------------------------------------------------------------
+
+    def receive_message(self, deadline: float) -> bytes:
+        """The next message. Raises PeerLost, TransferTimeout, FrameError."""
+        self._midway = True
+        header = self._receive_header(deadline, Kind.MESSAGE)
+        body = self._receive_body(header.body_bytes, deadline, None)
+        if self._messages_due:  # 0: one that the peer sends unasked, such as a greeting
+            self._messages_due -= 1
+        self._midway = False
+        return bytes(body)
+
+    def receive_data(
+        self,
+        ranges: Sequence[Range],
+        targets: Sequence[ByteArray],
+        deadline: float,
+        arrived: Arrived | None = None,
+        stall_s: float | None = None,
+    ) -> Served:
+        """The answer to one `ask_read` of the same ranges, into targets of their lengths.
+
+        Raises GrantError (the stream lives on), PeerLost, TransferTimeout, FrameError, and Stalled
+        after `stall_s` (at most twice that) without a byte.
+        """
+        views = views_of(ranges, targets, writable=True)
+        self._midway = True
+        served = self._receive_answer(Kind.DATA, deadline, stall_s)
+        self._reads_due -= 1
+        if served.ranges > len(views) or served.nbytes != sum(map(len, views[: served.ranges])):
+            raise FrameError(f"data of {served} for {len(views)} ranges")
+        cursor = Cursor(views[: served.ranges])
+        self._receive(cursor, deadline, stall_s, arrived)
+        self._midway = False
+        return served
+
+    def receive_written(self, deadline: float) -> Served:
+        """The answer to one `ask_write`. Raises GrantError (the stream lives on), PeerLost,
+        TransferTimeout, FrameError."""
+        self._midway = True
+        served = self._receive_answer(Kind.WRITTEN, deadline, None)
+        self._writes_due -= 1
+        self._midway = False
+        return served
+
+    def receive_frame(
+        self, deadline: float, stall_s: float | None
+    ) -> tuple[Kind, bytes | memoryview]:
+        """The next frame of any kind: the serving side's way. Waits for its first byte until the
+        deadline, and for later ones no longer than `stall_s`."""
+        header = self._receive_header(deadline, None, stall_s)
+        return header.kind, self._receive_body(header.body_bytes, deadline, stall_s)
+
+    def receive_bytes(
+        self, views: list[memoryview], deadline: float, stall_s: float | None
+    ) -> None:
+        """Fill `views` with the raw bytes that come next: the serving side's way."""
+        self._receive(Cursor(views), deadline, stall_s)
+
+    def send_message(self, body: bytes) -> None:
+        """Queue a message that answers one: the serving side's way."""
+        self._out += (memoryview(frames.message_header(len(body))), memoryview(body))
+
+    def send_frame(self, head: bytes, views: Sequence[memoryview] = ()) -> None:
+        """Queue a frame of the serving side, and the raw bytes after it."""
+        self._out += (memoryview(head), *views)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of the next frame that were received already."""
+        return self._end - self._start
+
+    @property
+    def idle(self) -> bool:
+        """Whether somebody else can use the stream: nothing is queued, due, or half received."""
+        due = self._messages_due or self._reads_due or self._writes_due
+        return not (self._midway or self._out or due or self.ahead_bytes or self._cut)
+
+    # -- ending -----------------------------------------------------------------------------------
+
+    def cut(self) -> None:
+        """End the connection, from any thread: whoever waits on it gets PeerLost now."""
+        with self._closing:
+            self._cut = True
+            # A lock: the descriptor may be closed, and then be another's.
+            if self._socket.fileno() >= 0:
+                with contextlib.suppress(OSError):  # the peer was first
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket. Not while another thread uses the stream: `cut` first."""
+        with self._closing:
+            self._cut = True
+            self._socket.close()
+
+    def alive(self) -> bool:
+        """Whether an idle stream still leads to a peer that has nothing to say. Never waits."""
+        raise NotImplementedError
+
+    # -- the wire ---------------------------------------------------------------------------------
+
+    def _receive_answer(self, kind: Kind, deadline: float, stall_s: float | None) -> Served:
+        header = self._receive_header(deadline, kind, stall_s, ANSWER_BYTES)
+        served, refused = frames.parse_answer(
+            self._receive_body(header.body_bytes, deadline, stall_s)
+        )
+        if refused is None:
+            return served
+        if kind is Kind.DATA:
+            self._reads_due -= 1
+        else:
+            self._writes_due -= 1
+        self._midway = False
+        raise GrantError(refused)
+
+    def _receive_header(
+        self,
+        deadline: float,
+        wanted: Kind | None,
+        stall_s: float | None = None,
+        most: int = _AHEAD_BYTES,
+    ) -> Header:
+        """Five bytes. `most` limits what else comes into the buffer: no raw bytes, if they are
+        all that can follow."""
+        while self.ahead_bytes < HEADER.size:
+            self._receive_ahead(deadline, stall_s, most)
+        header = frames.parse_header(self._buffer[self._start : self._end], self.message_bytes_max)
+        if wanted is not None and header.kind != wanted:
+            raise FrameError(f"a {header.kind.name} frame instead of {wanted.name}")
+        self._start += HEADER.size
+        return header
+
+    def _receive_ahead(self, deadline: float, stall_s: float | None, most: int) -> None:
+        """Some bytes into the buffer, which holds less than a header."""
+        if self._start:
+            rest = bytes(self._buffer[self._start : self._end])
+            self._buffer[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+        room = self._buffer[self._end : most]
+        if self._end:  # inside a frame
+            nbytes = self._patiently([room], deadline, stall_s)
+        else:
+            nbytes = self._look(room) or self._patiently([room], deadline, None)
+        self._end += nbytes
+
+    def _receive_body(
+        self, nbytes: int, deadline: float, stall_s: float | None
+    ) -> bytes | memoryview:
+        if nbytes <= self.ahead_bytes:
+            self._start += nbytes
+            return bytes(self._buffer[self._start - nbytes : self._start])
+        # Not zeroed: memory is taken as bytes arrive, not as they are announced.
+        body = np.empty(nbytes, np.uint8).data
+        self._receive(Cursor([body]), deadline, stall_s)
+        return body
+
+    def _receive(
+        self,
+        cursor: Cursor,
+        deadline: float,
+        stall_s: float | None,
+        arrived: Arrived | None = None,
+    ) -> None:
+        """Fill what is left of the cursor: from the buffer, then from the socket."""
+        done = 0
+        if self._start < self._end:
+            self._start += cursor.fill(self._buffer[self._start : self._end])
+        while True:
+            if arrived is not None:
+                for index in range(done, cursor.index):
+                    arrived(index)
+                done = cursor.index
+            if not cursor.left:
+                return
+            try:
+                cursor.advance(self._patiently(cursor.batch(), deadline, stall_s, whole=True))
+            except TransferError as error:
+                error.served = cursor.served()
+                raise
+
+    def _patiently(
+        self,
+        views: list[memoryview],
+        deadline: float,
+        stall_s: float | None,
+        *,
+        whole: bool = False,
+    ) -> int:
+        """Receive at least one byte, and if `whole`, not much less than all of `views`."""
+        now = time.monotonic()
+        limit = deadline if stall_s is None else min(deadline, now + stall_s)
+        while now < limit:
+            nbytes = self._receive_some(views, limit - now, whole=whole)
+            if nbytes:
+                self.received_bytes += nbytes
+                return nbytes
+            now = time.monotonic()
+        raise _late("received", stalled=limit < deadline)
+
+    def _send(self, cursor: Cursor, deadline: float, stall_s: float | None) -> None:
+        while cursor.left:
+            views = cursor.batch()
+            now = time.monotonic()
+            limit = deadline if stall_s is None else min(deadline, now + stall_s)
+            nbytes = 0
+            while not nbytes:
+                if now >= limit:
+                    raise _late("sent", stalled=limit < deadline)
+                nbytes = self._send_some(views, limit - now)
+                now = time.monotonic()
+            self.sent_bytes += nbytes
+            cursor.advance(nbytes)
+
+    def _lost(self, why: object) -> PeerLost:
+        return PeerLost("the connection was cut" if self._cut else f"the connection broke: {why}")
+
+    def _look(self, view: memoryview) -> int:
+        """What is here already, or comes in the next few microseconds; else 0."""
+        return 0
+
+    def _receive_some(self, views: list[memoryview], wait_s: float, *, whole: bool) -> int:
+        """Bytes received, 0 if none came in `wait_s` or a little earlier. Raises PeerLost."""
+        raise NotImplementedError
+
+    def _send_some(self, views: list[memoryview], wait_s: float) -> int:
+        """Bytes sent, 0 if none went in `wait_s` or a little earlier. Raises PeerLost."""
+        raise NotImplementedError
+
+
+class PlainStream(Stream):
+    """TCP without encryption."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Takes over a connected socket."""
+        super().__init__(sock)
+        sock.settimeout(None)
+        self._waits_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
+
+    def alive(self) -> bool:
+        """See `Stream.alive`."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False  # it has closed, or says something that nobody asked for
+
+    def _look(self, view: memoryview) -> int:
+        receive = self._socket.recv_into
+        try:
+            for _ in range(LOOKS):
+                try:
+                    nbytes = receive(view, 0, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    os.sched_yield()
+                else:
+                    break
+            else:
+                return 0
+        except OSError as error:
+            raise self._lost(error) from error
+        if not nbytes:
+            raise self._lost("the peer closed it")
+        self.received_bytes += nbytes
+        return nbytes
+
+    def _receive_some(self, views: list[memoryview], wait_s: float, *, whole: bool) -> int:
+        flags = socket.MSG_WAITALL if whole else 0
+        try:
+            self._set_wait(socket.SO_RCVTIMEO, wait_s)
+            if len(views) == 1:
+                nbytes = self._socket.recv_into(views[0], 0, flags)
+            else:
+                nbytes = self._socket.recvmsg_into(views, 0, flags)[0]
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._lost(error) from error
+        if not nbytes:
+            raise self._lost("the peer closed it")
+        return nbytes
+
+    def _send_some(self, views: list[memoryview], wait_s: float) -> int:
+        try:
+            self._set_wait(socket.SO_SNDTIMEO, wait_s)
+            return self._socket.sendmsg(views)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _set_wait(self, option: int, wait_s: float) -> None:
+        """At most `wait_s`, at least half of it: the caller looks at the clock and comes again."""
+        bounded_s = min(max(wait_s, _WAIT_S_MIN), _WAIT_S_MAX)
+        step_s = math.ldexp(1.0, math.frexp(bounded_s)[1] - 1)
+        if self._waits_s[option] != step_s:
+            seconds = int(step_s)
+            timeval = _TIMEVAL.pack(seconds, int((step_s - seconds) * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
+            self._waits_s[option] = step_s
+
+
+class TlsStream(Stream):
+    """TCP inside TLS, after the handshake. Encryption costs more than anything saved here."""
+
+    _socket: ssl.SSLSocket
+
+    def alive(self) -> bool:
+        """See `Stream.alive`. Unread bytes may be TLS's own, such as session tickets."""
+        try:
+            flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
+            return bool(socket.socket.recv(self._socket, 1, flags))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def _receive_some(self, views: list[memoryview], wait_s: float, *, whole: bool) -> int:
+        try:
+            self._socket.settimeout(
+                max(wait_s, _WAIT_S_MIN) if wait_s < _WAIT_S_MAX else _WAIT_S_MAX
+            )
+            nbytes = self._socket.recv_into(views[0])
+        except TimeoutError:
+            return 0
+        except OSError as error:
+            raise self._lost(error) from error
+        if not nbytes:
+            raise self._lost("the peer closed it")
+        return nbytes
+
+    def _send_some(self, views: list[memoryview], wait_s: float) -> int:
+        # Small ones together: each call makes at least one TLS record.
+        data = views[0]
+        if len(views) > 1 and len(data) < _AHEAD_BYTES:
+            data = _joined(views)
+        try:
+            self._socket.settimeout(min(max(wait_s, _WAIT_S_MIN), _WAIT_S_MAX))
+            return self._socket.send(data)
+        except TimeoutError:
+            return 0
+        except OSError as error:
+            raise self._lost(error) from error
+
+
+def _late(what: str, *, stalled: bool) -> TransferTimeout:
+    if stalled:
+        return Stalled(f"no byte was {what} for the stall time: the peer hangs, or is cut off")
+    return TransferTimeout(f"not all bytes were {what} by the deadline: allow more time, or less")
+
+
+def _joined(views: list[memoryview]) -> memoryview:
+    """The leading bytes of `views`, one TLS record of them, copied together."""
+    joined = bytearray()
+    for view in views:
+        joined += view[: 16384 - len(joined)]
+        if len(joined) >= 16384:
+            break
+    return memoryview(joined)
+
+
+def views_of(
+    ranges: Sequence[Range], arrays: Sequence[ByteArray], *, writable: bool
+) -> list[memoryview]:
+    """The arrays' bytes. Raises RangeError where they are not what the ranges need."""
+    if len(ranges) != len(arrays):
+        raise RangeError(f"{len(ranges)} ranges for {len(arrays)} arrays")
+    views = [array.data for array in arrays]
+    for one, view in zip(ranges, views, strict=True):
+        if view.nbytes != one.length or view.format != "B" or view.ndim != 1 or not view.contiguous:
+            raise RangeError(
+                f"a range of {one.length} bytes needs a contiguous uint8 array of as many, "
+                f"not {view.shape} of {view.format!r}"
+            )
+        if writable and view.readonly:
+            raise RangeError("a target that is read-only")
+    return views
