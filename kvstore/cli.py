@@ -6,17 +6,15 @@ that this module knows none of them and nothing below imports what stands above 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import gc
 import json
 import logging
 import os
-import signal
 import time
 from dataclasses import asdict
 from importlib.metadata import entry_points, version
 from pathlib import Path
+from socket import gethostname
 from typing import Annotated, Any
 
 import typer
@@ -29,11 +27,12 @@ from rich.table import Table
 from rich.text import Text
 
 from .client import Client
+from .credentials import load_credentials, parse_address
+from .daemon import DaemonOptions, serve
 from .errors import TiffinError
 from .eviction import POLICIES
 from .node.core import CoreOptions
-from .node.node import Node, NodeOptions
-from .node.server import Server
+from .node.node import NodeOptions
 from .sizes import format_bytes, parse_bytes
 from .tiers.slab import inspect_slab
 from .url import default_socket, parse_nvme
@@ -45,6 +44,13 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a 
 SocketOption = Annotated[
     Path | None,
     typer.Option("--socket", help="Unix socket of the node.", show_default="a private default"),
+]
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with the pool's shared token; else the one TIFFIN_TOKEN_FILE names.",
+        show_default=False,
+    ),
 ]
 
 
@@ -112,6 +118,26 @@ def node(
     flush_s: Annotated[
         float, typer.Option(help="Seconds that a stop may take to write DRAM back to NVMe.")
     ] = 30.0,
+    remote_lease_s: Annotated[
+        float, typer.Option(help="Seconds after which a network client's silent lease ends.")
+    ] = 30.0,
+    listen: Annotated[
+        str | None, typer.Option(help="Also serve the network here.", metavar="HOST:PORT")
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(help="Address under which others reach it.", metavar="HOST:PORT"),
+    ] = None,
+    directory: Annotated[
+        str, typer.Option(help="Directory of the pool, redis://HOST:PORT.", metavar="URL")
+    ] = "",
+    pool: Annotated[str, typer.Option(help="Name of the pool in the directory.")] = "default",
+    token_file: TokenFileOption = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(help="CA of the pool; clients need a certificate of it.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="This node's certificate.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
     name: Annotated[str, typer.Option(help="Shown in `tiffin status`.")] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
@@ -125,6 +151,9 @@ def node(
     `tiffin node --dram 8GiB`
 
     `tiffin node --dram 64GiB --nvme /var/lib/tiffin:500GiB --socket /run/tiffin/node.sock`
+
+    `tiffin node --dram 64GiB --listen 10.0.0.5:7700 --directory redis://10.0.0.1 --token-file
+    /etc/tiffin/token`
     """
     _set_up_logging(log_level)
     nvme_path, nvme_bytes = parse_nvme(nvme) if nvme else (None, 0)
@@ -136,44 +165,22 @@ def node(
         hugepages=hugepages,
         prefault=prefault,
         flush_s=flush_s,
-        core=CoreOptions(high_watermark, low_watermark, write_lease_s, demote_on_second_use),
+        core=CoreOptions(
+            high_watermark, low_watermark, write_lease_s, demote_on_second_use, remote_lease_s
+        ),
+    )
+    surroundings = DaemonOptions(
+        options,
+        name or f"{gethostname()}-{os.getpid()}",
+        socket or default_socket(),
+        listen=parse_address(listen) if listen else None,
+        advertise=parse_address(advertise) if advertise else None,
+        directory=directory,
+        pool=pool,
+        credentials=load_credentials(token_file, tls_ca, tls_cert, tls_key),
     )
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(_serve(options, name or f"node-{os.getpid()}", socket or default_socket()))
-
-
-async def _serve(options: NodeOptions, name: str, path: Path) -> None:
-    log = logging.getLogger("tiffin.node")
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    running = Node(options, name=name)
-    _calm_collector()
-    try:
-        async with Server(running, path):
-            adopted = len(running.core.index)
-            found = f", {adopted} blocks found in NVMe" if options.nvme_path else ""
-            log.info("%s serves %s at unix:%s%s", name, _tiers_in_words(options), path, found)
-            await stop.wait()
-            log.info("stopping")
-    finally:
-        running.close()
-
-
-def _calm_collector() -> None:
-    """Keep Python's cycle collector away from the index: with 500,000 blocks a full collection
-    stops the loop for half a second. Records leave by reference counting alone (`Residency` cuts
-    every cycle), so only rare garbage, such as tracebacks, waits for the young generations."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 50, 1_000_000)
-
-
-def _tiers_in_words(options: NodeOptions) -> str:
-    words = f"{format_bytes(options.dram_bytes)} DRAM"
-    if options.nvme_path is not None:
-        words += f" and {format_bytes(options.nvme_bytes)} NVMe in {options.nvme_path}"
-    return words
+        uvloop.run(serve(surroundings))
 
 
 def _set_up_logging(level: str) -> None:

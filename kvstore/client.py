@@ -213,7 +213,8 @@ class Client(ClientBase):
         `verify`: "always" (the default), "sampled" or "off"; each get may choose another.
         `populate`: fill the page tables now, 0.2 s per GiB of the node's DRAM; for long-lived
         processes such as engines, whose first touches would otherwise be slow.
-        Raises InvalidInput, NodeUnavailable, VersionMismatch, TierUnavailable, DirectoryUnavailable.
+        Raises InvalidInput, NodeUnavailable, VersionMismatch, TierUnavailable and, for a pool,
+        DirectoryUnavailable and NotAuthenticated.
         """
         verbs.check_verify(verify)
         target = parse_url(url)

@@ -132,7 +132,9 @@ def parse_address(text: str) -> tuple[str, int]:
     elif ":" in host:
         raise InvalidInput(f"{text!r}: write an IPv6 address in brackets, [::1]:7700")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise InvalidInput(f"{text!r} is not an address; write HOST:PORT, for example 10.0.0.5:7700")
+        raise InvalidInput(
+            f"{text!r} is not an address; write HOST:PORT, such as 10.0.0.5:7700"
+        )
     return host, int(port)
 
 

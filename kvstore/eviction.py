@@ -191,8 +191,8 @@ class LRU(EvictionPolicy[E]):
         super().__init__()
         self._queue: OrderedDict[E, None] = OrderedDict()
 
-    # A lease of 16 blocks is 16 discards and 16 adds, so the default policy spells them out: 0.1 us
-    # each, all at once, instead of 0.6.
+    # A lease of 16 blocks is 16 discards and 16 adds, so the default policy spells them out. With
+    # both done all at once, the core's share of such a lease and its release went from 22 to 10 us.
 
     def add(self, entry: E) -> None:
         """See `EvictionPolicy.add`."""

@@ -1,5 +1,5 @@
-"""Where a client's blocks are: `embedded:?dram=8GiB&nvme=/path:100GiB`, `unix:/run/tiffin.sock`, or,
-on many machines, `tiffin://host:7700` and `redis://host:6379`."""
+"""Where a client's blocks are: `embedded:?dram=8GiB&nvme=/path:100GiB`, `unix:/run/tiffin.sock`,
+or, on many machines, `tiffin://host:7700` and `redis://host:6379`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ def default_socket() -> Path:
     if runtime and Path(runtime).is_dir():
         return Path(runtime) / "tiffin" / "node.sock"
     return Path(tempfile.gettempdir()) / f"tiffin-{os.getuid()}" / "node.sock"
-
 
 
 def parse_url(url: str) -> Embedded | Daemon | Pool:

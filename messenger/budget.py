@@ -40,6 +40,10 @@ class Budget:
 
     def __init__(self, limit_bytes: int = IN_FLIGHT_BYTES) -> None:
         self.limit_bytes = limit_bytes
+        self.forget()
+
+    def forget(self) -> None:
+        """Also in a forked child: what is in flight is the parent's."""
         self._changed = threading.Condition()
         self._used_bytes = 0
         self._waiting: list[tuple[int, int]] = []  # a heap of (priority, turn)
@@ -90,10 +94,6 @@ class Budget:
 
     def _fits(self, nbytes: int) -> bool:
         return self._used_bytes + nbytes <= self.limit_bytes
-
-    def forget(self) -> None:
-        """In a forked child: what was in flight is the parent's."""
-        self.__init__(self.limit_bytes)  # type: ignore[misc]
 
 
 # For all messengers of the process that are not given one of their own.

@@ -327,7 +327,7 @@ class _Connection:
         deadline = self._hello_deadline
         greeting = conversation.greet()
         if greeting is not None:
-            stream.send_message(greeting)
+            stream.message(greeting)
         stream.message_bytes_max = _STRANGER_BYTES_MAX
         while not conversation.trusted:
             stream.flush(deadline)
@@ -341,7 +341,7 @@ class _Connection:
     def _answer(self, stream: Stream, conversation: Conversation, body: bytes | memoryview) -> None:
         reply, self._last_grant = conversation.message(body)
         if reply is not None:
-            stream.send_message(reply)
+            stream.message(reply)
 
     def _send_ranges(
         self, stream: Stream, grants: Grants, grant: int, ranges: NDArray[np.uint64]

@@ -12,20 +12,19 @@ from __future__ import annotations
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .budget import SHARED, Budget, Priority
-from .errors import FrameError, PeerLost, TransferError
+from .errors import FrameError, TransferError
 from .links import Link
 from .plan import InOrder, Slice, cut, order_paths, sliced
-from .ranges import Served
 from .stream import views_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from .local import ByteArray
-    from .ranges import Range
+    from .ranges import Range, Served
     from .transport import Arrived, Transport
 
 # Between chunks something more urgent goes first: 64 MiB are 20 ms at 3 GB/s, and a pause of 0.1 ms
@@ -33,18 +32,32 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 64 << 20
 
 
-class _Attempt(Protocol):
-    """One path's `read` or `write` of some ranges."""
+# One path's `read` or `write` of (grant, ranges, arrays, deadline, arrived).
+_Attempt: TypeAlias = (
+    "Callable[[Transport, int, Sequence[Range], Sequence[ByteArray], float, Arrived], Served]"
+)
 
-    def __call__(
-        self,
-        path: Transport,
-        ranges: Sequence[Range],
-        arrays: Sequence[ByteArray],
-        *,
-        deadline: float,
-        arrived: Arrived,
-    ) -> Served: ...
+
+class _Job(NamedTuple):
+    """What is to be moved."""
+
+    attempt: _Attempt
+    grant: int
+    ranges: Sequence[Range]
+    arrays: Sequence[ByteArray]
+    deadline: float
+    priority: Priority
+
+    def only(self, chunk: Sequence[Slice]) -> _Job:
+        """These slices of it."""
+        ranges, arrays = sliced(self.ranges, self.arrays, chunk)
+        return self._replace(ranges=ranges, arrays=arrays)
+
+    def after(self, count: int) -> _Job:
+        """Without the first `count` ranges."""
+        if not count:
+            return self
+        return self._replace(ranges=self.ranges[count:], arrays=self.arrays[count:])
 
 
 class Messenger:
@@ -69,19 +82,8 @@ class Messenger:
         arrived: Arrived | None = None,
     ) -> Served:
         """See `Transport.read`. Raises what the last path raised, once all have failed."""
-        views_of(ranges, targets, writable=True)
-
-        def attempt(
-            path: Transport,
-            ranges: Sequence[Range],
-            arrays: Sequence[ByteArray],
-            *,
-            deadline: float,
-            arrived: Arrived,
-        ) -> Served:
-            return path.read(grant, ranges, arrays, deadline=deadline, arrived=arrived)
-
-        return self._move(attempt, ranges, targets, deadline, priority, arrived)
+        job = _Job(_read, grant, ranges, targets, deadline, priority)
+        return self._move(job, arrived)
 
     def write(
         self,
@@ -93,25 +95,8 @@ class Messenger:
         priority: Priority = Priority.PREFILL,
     ) -> Served:
         """See `Transport.write`. Raises what the last path raised, once all have failed."""
-        views_of(ranges, sources, writable=False)
-
-        def attempt(
-            path: Transport,
-            ranges: Sequence[Range],
-            arrays: Sequence[ByteArray],
-            *,
-            deadline: float,
-            arrived: Arrived,
-        ) -> Served:
-            try:
-                served = path.write(grant, ranges, arrays, deadline=deadline)
-            except TransferError as error:
-                _tell(arrived, error.served.ranges)
-                raise
-            _tell(arrived, served.ranges)
-            return served
-
-        return self._move(attempt, ranges, sources, deadline, priority, None)
+        job = _Job(_write, grant, ranges, sources, deadline, priority)
+        return self._move(job, None)
 
     def statistics(self) -> dict[str, dict[str, Any]]:
         """Per path, by its transport's name (numbered from the second of a name): `latency_s`,
@@ -135,38 +120,24 @@ class Messenger:
         for path in self._paths:
             path.close()
 
-    def _move(
-        self,
-        attempt: _Attempt,
-        ranges: Sequence[Range],
-        arrays: Sequence[ByteArray],
-        deadline: float,
-        priority: Priority,
-        arrived: Arrived | None,
-    ) -> Served:
-        chunks = cut(ranges, _CHUNK_BYTES)
-        progress = InOrder(ranges, chunks, arrived)
+    def _move(self, job: _Job, arrived: Arrived | None) -> Served:
+        chunks = cut(job.ranges, _CHUNK_BYTES)
+        progress = InOrder(job.ranges, chunks, arrived)
+        if len(chunks) > 1:
+            # Not only when the chunk comes that they are in: nothing moves before all are checked.
+            views_of(job.ranges, job.arrays, writable=job.attempt is _read)
         for index, chunk in enumerate(chunks):
-            part = sliced(ranges, arrays, chunk) if len(chunks) > 1 else (ranges, arrays)
-            mark = partial(progress.mark, index)
+            part = job.only(chunk) if len(chunks) > 1 else job
             try:
-                if not self._move_chunk(attempt, *part, chunk, deadline, priority, mark):
-                    break
+                whole = self._move_chunk(part, chunk, partial(progress.mark, index))
             except TransferError as error:
                 error.served = progress.served
                 raise
+            if not whole:
+                break
         return progress.served
 
-    def _move_chunk(
-        self,
-        attempt: _Attempt,
-        ranges: Sequence[Range],
-        arrays: Sequence[ByteArray],
-        chunk: Sequence[Slice],
-        deadline: float,
-        priority: Priority,
-        mark: partial[None],
-    ) -> bool:
+    def _move_chunk(self, job: _Job, chunk: Sequence[Slice], mark: Callable[[], None]) -> bool:
         """Whether all of it was served; False where the peer's grant ends."""
         nbytes = sum(stop - start for _, start, stop in chunk)
         done = 0
@@ -176,32 +147,24 @@ class Messenger:
             done += 1
             mark()
 
-        with self._budget.hold(nbytes, priority, deadline):
+        with self._budget.hold(nbytes, job.priority, job.deadline):
             paths = self._choose(nbytes)
             while True:
                 path = paths.pop(0)
                 try:
-                    self._try(attempt, path, ranges[done:], arrays[done:], deadline, arrived, paths)
-                    return done == len(ranges)
+                    self._try(path, job.after(done), arrived, last=not paths)
+                    return done == len(chunk)
                 except (TransferError, FrameError):
-                    if not paths or time.monotonic() >= deadline:
+                    if not paths or time.monotonic() >= job.deadline:
                         raise
 
-    def _try(
-        self,
-        attempt: _Attempt,
-        path: int,
-        ranges: Sequence[Range],
-        arrays: Sequence[ByteArray],
-        deadline: float,
-        arrived: Arrived,
-        others: list[int],
-    ) -> None:
+    def _try(self, path: int, job: _Job, arrived: Arrived, *, last: bool) -> None:
         """One attempt. While there are other paths, it may take half the time that is left."""
         started = time.monotonic()
-        until = started + (deadline - started) / 2 if others else deadline
+        until = job.deadline if last else started + (job.deadline - started) / 2
+        transport = self._paths[path]
         try:
-            served = attempt(self._paths[path], ranges, arrays, deadline=until, arrived=arrived)
+            served = job.attempt(transport, job.grant, job.ranges, job.arrays, until, arrived)
         except (TransferError, FrameError):
             with self._lock:
                 self._links[path].failed(time.monotonic())
@@ -212,6 +175,34 @@ class Messenger:
     def _choose(self, nbytes: int) -> list[int]:
         with self._lock:
             return order_paths(self._links, nbytes, time.monotonic())
+
+
+def _read(
+    path: Transport,
+    grant: int,
+    ranges: Sequence[Range],
+    targets: Sequence[ByteArray],
+    deadline: float,
+    arrived: Arrived,
+) -> Served:
+    return path.read(grant, ranges, targets, deadline=deadline, arrived=arrived)
+
+
+def _write(
+    path: Transport,
+    grant: int,
+    ranges: Sequence[Range],
+    sources: Sequence[ByteArray],
+    deadline: float,
+    arrived: Arrived,
+) -> Served:
+    try:
+        served = path.write(grant, ranges, sources, deadline=deadline)
+    except TransferError as error:
+        _tell(arrived, error.served.ranges)
+        raise
+    _tell(arrived, served.ranges)
+    return served
 
 
 def _tell(arrived: Arrived, count: int) -> None:

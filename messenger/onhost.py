@@ -85,8 +85,8 @@ class Resolve(Protocol):
 class ShmTransport(LocalTransport):
     """Grants of a process on this host whose region is mapped here. See `Transport`.
 
-    `memory` is the whole region (writable if anything is to be written); `resolve` asks the peer, or
-    remembers what it said. It is the caller's lease, not this class, that keeps the peer from
+    `memory` is the whole region (writable if anything is to be written); `resolve` asks the peer,
+    or remembers what it said. It is the caller's lease, not this class, that keeps the peer from
     reusing what is read.
     """
 
@@ -116,7 +116,7 @@ class _Mapped:
 
 
 class _Gate:
-    """Calls that touch memory; `close` lets no more begin, interrupts and waits for those inside."""
+    """Calls that touch memory; `close` ends them, and waits until it has."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -160,9 +160,7 @@ class _Copy:
         self._deadline = deadline
         self._arrived = arrived
 
-    def run(
-        self, arrays: list[ByteArray], pieces: list[ByteArray], *, into_ranges: bool
-    ) -> None:
+    def run(self, arrays: list[ByteArray], pieces: list[ByteArray], *, into_ranges: bool) -> None:
         """All of `arrays` from the pieces, or into them; both have as many bytes."""
         served = NOTHING
         rest = iter(pieces)
@@ -189,9 +187,7 @@ class _Copy:
             raise
 
 
-def _lay_out(
-    ranges: Sequence[Range], arrays: Sequence[ByteArray]
-) -> tuple[Served, list[Piece]]:
+def _lay_out(ranges: Sequence[Range], arrays: Sequence[ByteArray]) -> tuple[Served, list[Piece]]:
     packed = unpack_ranges(pack_ranges(ranges), 0, len(ranges))
     return lay_out(packed, [len(array) for array in arrays])
 

@@ -26,9 +26,9 @@ PART_BYTES_MIN = 8 << 20
 
 
 class Slice(NamedTuple):
-    """Bytes [start, stop) of the range at `index` of a list of ranges."""
+    """Bytes [start, stop) of one of a list of ranges, `item` being its index there."""
 
-    index: int
+    item: int
     start: int
     stop: int
 
@@ -118,12 +118,12 @@ class InOrder:
                     return
 
     def _tell(self, one: Slice) -> None:
-        length = self._ranges[one.index].length
+        length = self._ranges[one.item].length
         if one.stop < length:
             return
-        self._served = Served(one.index + 1, self._served.nbytes + length)
+        self._served = Served(one.item + 1, self._served.nbytes + length)
         if self._arrived is not None:
-            self._arrived(one.index)
+            self._arrived(one.item)
 
 
 def coalesce(ranges: Sequence[Range], addresses: Sequence[int]) -> list[Run]:

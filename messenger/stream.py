@@ -128,7 +128,6 @@ class Stream:
         self._buffer = memoryview(bytearray(_AHEAD_BYTES))
         # [_start, _end) of the buffer was received and not yet used.
         self._start = self._end = 0
-        self._messages_due = 0
         self._reads_due = 0
         self._writes_due = 0
         self._midway = False  # inside a frame, or an error left us there
@@ -140,11 +139,9 @@ class Stream:
 
     # -- asking -----------------------------------------------------------------------------------
 
-    def message(self, body: bytes, *, reply: bool = True) -> None:
-        """Queue a message. Say `reply=False` for one that the peer doesn't answer: a stream that
-        still owes an answer is not used again."""
-        self.send_message(body)
-        self._messages_due += reply
+    def message(self, body: bytes) -> None:
+        """Queue a message. Which ones are answered is between the applications."""
+        self._out += (memoryview(frames.message_header(len(body))), memoryview(body))
 
     def ask_read(self, grant: int, ranges: Sequence[Range]) -> None:
         """Queue a READ of up to 65,536 ranges; its answer is taken by `receive_data`."""
@@ -154,12 +151,17 @@ class Stream:
     def ask_write(self, grant: int, ranges: Sequence[Range], sources: Sequence[ByteArray]) -> None:
         """Queue a WRITE and its bytes, which must stay as they are until `flush` has returned.
 
-        Raises MessengerError while the answer to an `ask_read` is due: both ends would send, and
-        neither receive.
+        Raises RangeError for sources that do not fit, and MessengerError while the answer to an
+        `ask_read` is due: both ends would send, and neither receive.
         """
+        self.ask_write_views(grant, ranges, views_of(ranges, sources, writable=False))
+
+    def ask_write_views(
+        self, grant: int, ranges: Sequence[Range], views: Sequence[memoryview]
+    ) -> None:
+        """`ask_write` of what `views_of` made."""
         if self._reads_due:
             raise MessengerError("receive the data that was asked for before writing")
-        views = views_of(ranges, sources, writable=False)
         self._out += (memoryview(frames.request(Kind.WRITE, grant, ranges)), *views)
         self._writes_due += 1
 
@@ -180,8 +182,6 @@ class Stream:
         self._midway = True
         header = self._receive_header(deadline, Kind.MESSAGE)
         body = self._receive_body(header.body_bytes, deadline, None)
-        if self._messages_due:  # 0: one that the peer sends unasked, such as a greeting
-            self._messages_due -= 1
         self._midway = False
         return bytes(body)
 
@@ -195,25 +195,35 @@ class Stream:
     ) -> Served:
         """The answer to one `ask_read` of the same ranges, into targets of their lengths.
 
-        Raises GrantError (the stream lives on), PeerLost, TransferTimeout, FrameError, and Stalled
-        after `stall_s` (at most twice that) without a byte.
+        Raises RangeError for targets that do not fit, GrantError (the stream lives on), PeerLost,
+        TransferTimeout, FrameError, and Stalled after `stall_s` without a byte (or up to twice as
+        long: the kernel does not say when in a call the last byte came).
         """
         views = views_of(ranges, targets, writable=True)
+        return self.receive_data_views(views, deadline, arrived, stall_s)
+
+    def receive_data_views(
+        self,
+        views: list[memoryview],
+        deadline: float,
+        arrived: Arrived | None = None,
+        stall_s: float | None = None,
+    ) -> Served:
+        """`receive_data` into what `views_of` made."""
         self._midway = True
         served = self._receive_answer(Kind.DATA, deadline, stall_s)
         self._reads_due -= 1
         if served.ranges > len(views) or served.nbytes != sum(map(len, views[: served.ranges])):
             raise FrameError(f"data of {served} for {len(views)} ranges")
-        cursor = Cursor(views[: served.ranges])
-        self._receive(cursor, deadline, stall_s, arrived)
+        self._receive(Cursor(views[: served.ranges]), deadline, stall_s, arrived)
         self._midway = False
         return served
 
-    def receive_written(self, deadline: float) -> Served:
+    def receive_written(self, deadline: float, stall_s: float | None = None) -> Served:
         """The answer to one `ask_write`. Raises GrantError (the stream lives on), PeerLost,
-        TransferTimeout, FrameError."""
+        TransferTimeout, FrameError, and Stalled after `stall_s` without a byte."""
         self._midway = True
-        served = self._receive_answer(Kind.WRITTEN, deadline, None)
+        served = self._receive_answer(Kind.WRITTEN, deadline, stall_s)
         self._writes_due -= 1
         self._midway = False
         return served
@@ -223,6 +233,8 @@ class Stream:
     ) -> tuple[Kind, bytes | memoryview]:
         """The next frame of any kind: the serving side's way. Waits for its first byte until the
         deadline, and for later ones no longer than `stall_s`."""
+        if not self.ahead_bytes:
+            self._receive_ahead(deadline, None, _AHEAD_BYTES)
         header = self._receive_header(deadline, None, stall_s)
         return header.kind, self._receive_body(header.body_bytes, deadline, stall_s)
 
@@ -231,10 +243,6 @@ class Stream:
     ) -> None:
         """Fill `views` with the raw bytes that come next: the serving side's way."""
         self._receive(Cursor(views), deadline, stall_s)
-
-    def send_message(self, body: bytes) -> None:
-        """Queue a message that answers one: the serving side's way."""
-        self._out += (memoryview(frames.message_header(len(body))), memoryview(body))
 
     def send_frame(self, head: bytes, views: Sequence[memoryview] = ()) -> None:
         """Queue a frame of the serving side, and the raw bytes after it."""
@@ -247,9 +255,10 @@ class Stream:
 
     @property
     def idle(self) -> bool:
-        """Whether somebody else can use the stream: nothing is queued, due, or half received."""
-        due = self._messages_due or self._reads_due or self._writes_due
-        return not (self._midway or self._out or due or self.ahead_bytes or self._cut)
+        """Whether somebody else can use the stream: nothing is queued, due, or half received. That
+        all messages that have answers got them is for the user to know."""
+        pending = self._out or self._reads_due or self._writes_due or self.ahead_bytes
+        return not (self._midway or pending or self._cut)
 
     # -- ending -----------------------------------------------------------------------------------
 
@@ -312,11 +321,7 @@ class Stream:
             self._buffer[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
         room = self._buffer[self._end : most]
-        if self._end:  # inside a frame
-            nbytes = self._patiently([room], deadline, stall_s)
-        else:
-            nbytes = self._look(room) or self._patiently([room], deadline, None)
-        self._end += nbytes
+        self._end += self._look(room) or self._patiently([room], deadline, stall_s)
 
     def _receive_body(
         self, nbytes: int, deadline: float, stall_s: float | None
@@ -542,12 +547,12 @@ def views_of(
     if len(ranges) != len(arrays):
         raise RangeError(f"{len(ranges)} ranges for {len(arrays)} arrays")
     views = [array.data for array in arrays]
-    for one, view in zip(ranges, views, strict=True):
-        if view.nbytes != one.length or view.format != "B" or view.ndim != 1 or not view.contiguous:
+    for (_, length), view in zip(ranges, views, strict=True):
+        if view.nbytes != length or view.format != "B" or view.ndim != 1 or not view.c_contiguous:
             raise RangeError(
-                f"a range of {one.length} bytes needs a contiguous uint8 array of as many, "
-                f"not {view.shape} of {view.format!r}"
+                f"a range of {length} bytes needs a contiguous uint8 array of as many, "
+                f"not one of shape {view.shape} and format {view.format!r}"
             )
         if writable and view.readonly:
-            raise RangeError("a target that is read-only")
+            raise RangeError("a target that is read-only; pass memory that can be written")
     return views

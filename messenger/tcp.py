@@ -1,8 +1,7 @@
-"""The client's side of TCP: connect, and a pool of streams to one peer.
+"""The client's side of TCP: connect, and move ranges over a pool of streams to one peer.
 
-A stream that was used cleanly goes back to the pool; the next user looks whether it still leads
-anywhere (a system call that never waits) before it is used again. A transfer that is large enough
-is cut in parts, in order, one stream each; the parts are moved at the same time.
+A transfer that is large enough is cut in parts, in order, one stream each; the parts are moved at
+the same time, and what is told to the caller is what has arrived without a gap.
 """
 
 from __future__ import annotations
@@ -12,24 +11,29 @@ import os
 import socket
 import threading
 import time
-import weakref
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from .errors import PeerLost, TransferTimeout
+from .errors import GrantError, PeerLost, TransferError, TransferTimeout
 from .frames import LAST_GRANT, RANGES_MAX
 from .listener import Answer, Conversation, Listener, tune
-from .ranges import Range, Served
+from .plan import PART_BYTES_MIN, InOrder, Slice, split
+from .pool import StreamPool
+from .ranges import NOTHING, Range, Served
 from .stream import PlainStream, Stream, TlsStream, views_of
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from .local import ByteArray
     from .transport import Arrived
 
 __all__ = ["LAST_GRANT", "Answer", "Conversation", "Listener", "TcpTransport", "connect"]
+
+# Streams of one transfer. One fills 3 GB/s of a core at each end; four fill a 100 Gb/s network.
+_PARALLEL_MAX = 4
 
 
 def connect(
@@ -100,35 +104,34 @@ class TcpTransport:
     """Ranges of one peer's grants over TCP. See `Transport`.
 
     `opener(deadline)` connects *and* says hello. At most `streams_max` streams are open; who needs
-    one more waits for it.
+    one more waits for it. Transfers of 16 MiB or more are spread over up to `parallel_max` of them,
+    if the machine has two cores for each: on two cores, four streams took 1.3 times as long as one.
+    No byte for `stall_s` raises Stalled.
     """
 
     name = "tcp"
 
-    def __init__(self, opener: Callable[[float], Stream], *, streams_max: int = 8) -> None:
-        self._opener = opener
-        self._streams_max = streams_max
-        self._changed = threading.Condition()
-        self._idle: list[Stream] = []
-        self._busy: set[Stream] = set()
-        self._opening = 0
-        self._closed = False
-        _open_transports.add(self)
+    def __init__(
+        self,
+        opener: Callable[[float], Stream],
+        *,
+        streams_max: int = 8,
+        parallel_max: int | None = None,
+        stall_s: float = 10.0,
+    ) -> None:
+        self._pool = StreamPool(opener, streams_max)
+        if parallel_max is None:
+            parallel_max = min(_PARALLEL_MAX, len(os.sched_getaffinity(0)) // 2)
+        self._parallel_max = max(1, min(parallel_max, streams_max))
+        self._stall_s = stall_s
 
-    @contextlib.contextmanager
-    def stream(self, deadline: float) -> Iterator[Stream]:
-        """A stream for the block, an idle one or a new one. It is put back if the block ends
+    def stream(self, deadline: float) -> AbstractContextManager[Stream]:
+        """A stream for a `with` block, an idle one or a new one. It is put back if the block ends
         cleanly and nothing is pending on it, and else closed.
 
         Raises PeerLost, TransferTimeout, and what the opener raises.
         """
-        stream = self._check_out(deadline)
-        clean = False
-        try:
-            yield stream
-            clean = True
-        finally:
-            self._check_in(stream, clean=clean)
+        return self._pool.stream(deadline)
 
     def read(
         self,
@@ -140,22 +143,8 @@ class TcpTransport:
         arrived: Arrived | None = None,
     ) -> Served:
         """See `Transport.read`."""
-        views_of(ranges, targets, writable=True)
-        done = nbytes = 0
-        with self.stream(deadline) as stream:
-            while done < len(ranges):
-                part = ranges[done : done + RANGES_MAX]
-                stream.ask_read(grant, part)
-                stream.flush(deadline)
-                report = None if arrived is None else partial(_report, arrived, done)
-                served = stream.receive_data(
-                    part, targets[done : done + RANGES_MAX], deadline, report
-                )
-                done += served.ranges
-                nbytes += served.nbytes
-                if served.ranges < len(part):
-                    break
-        return Served(done, nbytes)
+        views = views_of(ranges, targets, writable=True)
+        return self._move(_read, grant, ranges, views, deadline, arrived)
 
     def write(
         self,
@@ -166,105 +155,214 @@ class TcpTransport:
         deadline: float,
     ) -> Served:
         """See `Transport.write`."""
-        views_of(ranges, sources, writable=False)
-        done = nbytes = 0
-        with self.stream(deadline) as stream:
-            while done < len(ranges):
-                part = ranges[done : done + RANGES_MAX]
-                stream.ask_write(grant, part, sources[done : done + RANGES_MAX])
-                stream.flush(deadline)
-                served = stream.receive_written(deadline)
-                done += served.ranges
-                nbytes += served.nbytes
-                if served.ranges < len(part):
-                    break
-        return Served(done, nbytes)
+        views = views_of(ranges, sources, writable=False)
+        return self._move(_write, grant, ranges, views, deadline, None)
 
     def cut(self) -> None:
         """The peer is dead: every call under way raises PeerLost now. Later ones connect again."""
-        with self._changed:
-            streams = [*self._busy, *self._idle]
-        for stream in streams:
-            stream.cut()
+        self._pool.cut()
 
     def close(self) -> None:
         """Cut all streams, and wait until nobody uses one."""
-        with self._changed:
-            self._closed = True
-        self.cut()
-        with self._changed:
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._busy and not self._opening)
-            idle, self._idle = self._idle, []
-        for stream in idle:
-            stream.close()
+        self._pool.close()
 
-    def forget(self) -> None:
-        """In a forked child: the connections are the parent's."""
-        for stream in [*self._idle, *self._busy]:
-            stream.close()
-        self._changed = threading.Condition()
-        self._idle, self._busy, self._opening = [], set(), 0
+    def _move(
+        self,
+        one: _One,
+        grant: int,
+        ranges: Sequence[Range],
+        views: list[memoryview],
+        deadline: float,
+        arrived: Arrived | None,
+    ) -> Served:
+        if self._parallel_max > 1 and sum(map(len, views)) >= 2 * PART_BYTES_MIN:
+            parts = split(ranges, self._parallel_max)
+            return _Parts(self._pool, one, grant, self._stall_s).move(
+                parts, ranges, views, deadline, arrived
+            )
+        with _stream(self._pool, deadline) as stream:
+            transfer = _Transfer(stream, grant, deadline, self._stall_s)
+            return one(transfer, ranges, views, arrived)
 
-    def _check_out(self, deadline: float) -> Stream:
-        while (stream := self._take_idle(deadline)) is not None:
-            if stream.alive():
-                return stream
-            self._check_in(stream, clean=False)
+
+class _Transfer(NamedTuple):
+    """One stream's share of a transfer."""
+
+    stream: Stream
+    grant: int
+    deadline: float
+    stall_s: float
+
+
+# `_read` or `_write`.
+_One: TypeAlias = "Callable[[_Transfer, Sequence[Range], list[memoryview], Arrived | None], Served]"
+
+
+def _read(
+    transfer: _Transfer,
+    ranges: Sequence[Range],
+    views: list[memoryview],
+    arrived: Arrived | None,
+) -> Served:
+    """Frame by frame. A TransferError says how far all of them came."""
+    stream, grant, deadline, stall_s = transfer
+    done = NOTHING
+    for start in range(0, max(1, len(ranges)), RANGES_MAX):
+        part = ranges[start : start + RANGES_MAX]
+        report = partial(_report, arrived, start) if arrived is not None and start else arrived
         try:
-            stream = self._opener(deadline)
-        except BaseException:
-            with self._changed:
-                self._opening -= 1
-                self._changed.notify()
+            stream.ask_read(grant, part)
+            stream.flush(deadline, stall_s)
+            served = stream.receive_data_views(
+                views[start : start + RANGES_MAX], deadline, report, stall_s
+            )
+        except TransferError as error:
+            error.served = _sum(done, error.served)
             raise
-        with self._changed:
-            self._opening -= 1
-            self._busy.add(stream)
-            closed = self._closed
-        if closed:
-            self._check_in(stream, clean=False)
-            raise PeerLost("this transport is closed")
-        return stream
+        done = _sum(done, served)
+        if served.ranges < len(part):
+            break
+    return done
 
-    def _take_idle(self, deadline: float) -> Stream | None:
-        """An idle stream, or None and the right to open one."""
-        with self._changed:
-            while not self._closed:
-                if self._idle:
-                    stream = self._idle.pop()
-                    self._busy.add(stream)
-                    return stream
-                if len(self._busy) + self._opening < self._streams_max:
-                    self._opening += 1
-                    return None
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise TransferTimeout(
-                        f"all {self._streams_max} streams were in use until the deadline"
-                    )
-            raise PeerLost("this transport is closed")
 
-    def _check_in(self, stream: Stream, *, clean: bool) -> None:
-        with self._changed:
-            self._busy.discard(stream)
-            keep = clean and stream.idle and not self._closed
-            if keep:
-                self._idle.append(stream)
-            self._changed.notify_all()
-        if not keep:
-            stream.close()
+def _write(
+    transfer: _Transfer,
+    ranges: Sequence[Range],
+    views: list[memoryview],
+    arrived: Arrived | None,
+) -> Served:
+    """As `_read`; ranges have arrived when the peer says so."""
+    stream, grant, deadline, stall_s = transfer
+    done = NOTHING
+    for start in range(0, max(1, len(ranges)), RANGES_MAX):
+        part = ranges[start : start + RANGES_MAX]
+        try:
+            stream.ask_write_views(grant, part, views[start : start + RANGES_MAX])
+            stream.flush(deadline, stall_s)
+            served = stream.receive_written(deadline, stall_s)
+        except TransferError as error:
+            error.served = done
+            raise
+        done = _sum(done, served)
+        if arrived is not None:
+            for index in range(start, start + served.ranges):
+                arrived(index)
+        if served.ranges < len(part):
+            break
+    return done
+
+
+class _Parts:
+    """A transfer over several streams, each in a thread of its own but the first."""
+
+    def __init__(self, pool: StreamPool, one: _One, grant: int, stall_s: float) -> None:
+        self._pool = pool
+        self._one = one
+        self._grant = grant
+        self._stall_s = stall_s
+        self._lock = threading.Lock()
+        self._streams: set[Stream] = set()
+        self._failure: BaseException | None = None
+
+    def move(
+        self,
+        parts: list[list[Slice]],
+        ranges: Sequence[Range],
+        views: list[memoryview],
+        deadline: float,
+        arrived: Arrived | None,
+    ) -> Served:
+        """Returns, or raises, when no thread touches `views` any more."""
+        order = InOrder(ranges, parts, arrived)
+
+        def run(part: int) -> None:
+            try:
+                self._run(part, parts[part], ranges, views, deadline, order)
+            except BaseException as error:  # noqa: BLE001 - raised again below, in the caller
+                self._fail(error)
+
+        threads = [
+            threading.Thread(target=run, args=(part,), name="tiffin-part", daemon=True)
+            for part in range(1, len(parts))
+        ]
+        started: list[threading.Thread] = []
+        try:
+            for thread in threads:
+                thread.start()
+                started.append(thread)
+            run(0)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._join(started)
+        if self._failure is not None:
+            if isinstance(self._failure, TransferError):
+                self._failure.served = order.served
+            raise self._failure
+        return order.served
+
+    def _run(
+        self,
+        part: int,
+        slices: list[Slice],
+        ranges: Sequence[Range],
+        views: list[memoryview],
+        deadline: float,
+        order: InOrder,
+    ) -> None:
+        mine = [Range(ranges[i].offset + start, stop - start) for i, start, stop in slices]
+        theirs = [views[i][start:stop] for i, start, stop in slices]
+        with _stream(self._pool, deadline) as stream:
+            with self._lock:
+                if self._failure is not None:
+                    return
+                self._streams.add(stream)
+            try:
+                transfer = _Transfer(stream, self._grant, deadline, self._stall_s)
+                self._one(transfer, mine, theirs, lambda _: order.mark(part))
+            finally:
+                with self._lock:
+                    self._streams.discard(stream)
+
+    def _fail(self, error: BaseException) -> None:
+        """The first failure ends the other parts too: what they would bring is of no use."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = error
+            for stream in self._streams:
+                stream.cut()
+
+    def _join(self, threads: list[threading.Thread]) -> None:
+        """Wait for the threads, Ctrl-C or not: they write into the caller's memory."""
+        interruption: BaseException | None = None
+        for thread in threads:
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except BaseException as error:  # noqa: BLE001 - raised again below
+                    interruption = error
+                    self._fail(error)
+        if interruption is not None:
+            raise interruption
+
+
+@contextlib.contextmanager
+def _stream(pool: StreamPool, deadline: float) -> Iterator[Stream]:
+    """As `pool.stream`; a refused grant ends the transfer but not the stream."""
+    refused: GrantError | None = None
+    with pool.stream(deadline) as stream:
+        try:
+            yield stream
+        except GrantError as error:
+            refused = error
+    if refused is not None:
+        raise refused
+
+
+def _sum(one: Served, other: Served) -> Served:
+    return Served(one.ranges + other.ranges, one.nbytes + other.nbytes)
 
 
 def _report(arrived: Arrived, base: int, index: int) -> None:
     arrived(base + index)
-
-
-_open_transports: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    for transport in list(_open_transports):
-        transport.forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from .setting import Daemon, Setting
 
 _ROUND_TRIP = "64 bytes over a unix socket to another process and back"
-# Calls of each kind before the first that counts. A daemon and an echo that have just been started
-# are 20 to 50 % slower for some dozens of calls: page tables, caches, the core's clock.
+# Calls of each kind before the first that counts: the daemon and the echo have only just started.
 WARM_CALLS = 200
 _PLACEMENTS = {"": "", "-one-core": "; all processes on one core"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -33,7 +33,7 @@ _SCHEMES = {
     "redis+cluster": ("cluster", False),
     "rediss+cluster": ("cluster", True),
 }
-PARAMETERS = ("password_file", "timeout", "ca", "cert", "key")
+PARAMETERS = ("password_file", "sentinel_password_file", "timeout", "ca", "cert", "key")
 
 # More servers than any cluster's seed list needs.
 _HOSTS_MAX = 64
@@ -51,6 +51,7 @@ class RedisOptions:
     service: str = ""  # what the sentinels call the master
     username: str | None = None
     password: str | None = field(default=None, repr=False)
+    sentinel_password: str | None = field(default=None, repr=False)
     tls: bool = False
     ca: str | None = None
     cert: str | None = None
@@ -61,6 +62,10 @@ class RedisOptions:
     def address(self) -> str:
         """For messages: the hosts, without anything secret."""
         return ",".join(f"{host}:{port}" for host, port in self.hosts)
+
+    def of_sentinels(self) -> RedisOptions:
+        """The same, for the sentinels themselves: they have their own password, mostly none."""
+        return replace(self, username=None, password=self.sentinel_password, database=0)
 
 
 def check_pool(pool: str) -> str:
@@ -90,8 +95,8 @@ def parse_redis(url: str, environ: Mapping[str, str] = os.environ) -> RedisOptio
     parameters = _parameters(scheme, parts.query)
     username, password, hosts = _authority(scheme, parts, kind)
     path = unquote(parts.path).strip("/")
-    if not tls and {"ca", "cert", "key"} & parameters.keys():
-        raise InvalidInput(f"{scheme}://: ca, cert and key are for TLS; write rediss")
+    _check_tls(scheme, tls, parameters)
+    sentinel_file = parameters.get("sentinel_password_file")
     return RedisOptions(
         kind=kind,
         hosts=hosts,
@@ -99,6 +104,7 @@ def parse_redis(url: str, environ: Mapping[str, str] = os.environ) -> RedisOptio
         service=_service(scheme, path) if kind == "sentinel" else "",
         username=username,
         password=_password(password, parameters.get("password_file"), environ),
+        sentinel_password=_read_password(sentinel_file) if sentinel_file else None,
         tls=tls,
         ca=parameters.get("ca"),
         cert=parameters.get("cert"),
@@ -118,6 +124,17 @@ def _parameters(scheme: str, query: str) -> dict[str, str]:
                 f"{scheme}://: unknown parameter {name!r}; known: {', '.join(PARAMETERS)}"
             )
     return parameters
+
+
+def _check_tls(scheme: str, tls: bool, parameters: Mapping[str, str]) -> None:
+    files = {name: parameters[name] for name in ("ca", "cert", "key") if name in parameters}
+    if files and not tls:
+        raise InvalidInput(f"{scheme}://: {', '.join(files)} are for TLS; write rediss")
+    if ("cert" in files) != ("key" in files):
+        raise InvalidInput(f"{scheme}://: cert and key go together: give both or neither")
+    for name, file in files.items():
+        if not os.access(file, os.R_OK):
+            raise InvalidInput(f"{scheme}://: can't read {name}={file}")
 
 
 def _authority(
@@ -179,24 +196,28 @@ def _timeout(text: str | None) -> float:
 
 
 def _password(in_url: str | None, file: str | None, environ: Mapping[str, str]) -> str | None:
-    """The URL's own, else the file's, else the environment's. A file is what stays out of process
-    lists and shell histories, so it must not be readable by everybody either."""
+    """The URL's own, else the file's, else the environment's."""
     if in_url is not None and file is not None:
         raise InvalidInput("a password in the URL and password_file: choose one")
     if in_url is not None:
         return in_url
     if file is None:
         return environ.get(PASSWORD_VARIABLE) or None
+    return _read_password(file)
+
+
+def _read_password(file: str) -> str:
     try:
         with Path(file).open("rb") as opened:
-            if os.fstat(opened.fileno()).st_mode & stat.S_IROTH:
-                raise InvalidInput(f"password_file {file} is readable by everybody; chmod 600 it")
+            mode = os.fstat(opened.fileno()).st_mode
             content = opened.read(_PASSWORD_BYTES_MAX + 1)
-        password = content.decode("utf-8").rstrip("\r\n")
+        password = content.decode("utf-8").strip()
     except OSError as error:
-        raise InvalidInput(f"password_file {file}: {error.strerror}") from None
+        raise InvalidInput(f"can't read the password file {file}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise InvalidInput(f"password_file {file} is not text") from None
+        raise InvalidInput(f"the password file {file} is not text") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise InvalidInput(f"{file} can be read by others; run: chmod 600 {file}")
     if not password or len(content) > _PASSWORD_BYTES_MAX:
-        raise InvalidInput(f"password_file {file} holds no password of 1 to 4096 bytes")
+        raise InvalidInput(f"{file} holds no password of 1 to {_PASSWORD_BYTES_MAX} bytes")
     return password

@@ -159,6 +159,12 @@ class Pull(Request, tag="pull"):
     wait: bool = True
 
 
+class Evacuate(Request, tag="evacuate"):
+    """Copy every block that no other node has to nodes with room, for up to `timeout_s`."""
+
+    timeout_s: Timeout
+
+
 class Drain(Request, tag="drain"):
     """Take no more reservations (`on`), or take them again. What is here stays readable."""
 
@@ -185,6 +191,7 @@ AnyRequest = (
     | Inventory
     | Events
     | Pull
+    | Evacuate
     | Drain
     | Goodbye
 )
@@ -230,12 +237,14 @@ class Reserved(Reply, tag="reserved"):
 
 
 class Leased(Reply, tag="leased"):
-    """The leading blocks that are held; `reason` says why not more."""
+    """The leading blocks that are held; `reason` says why not more. `lengths`, over the network
+    only: how long each extent is, header and payload; the lease's ranges count through them."""
 
     reason: int
     lease: int
     offsets: list[int]
     generations: list[int]
+    lengths: list[int] = []
 
 
 class Done(Reply, tag="done"):
@@ -276,16 +285,7 @@ class Refused(Reply, tag="refused"):
 
 
 AnyReply = (
-    Challenge
-    | Welcome
-    | Flags
-    | Reserved
-    | Leased
-    | Done
-    | Numbers
-    | KeyPage
-    | EventPage
-    | Refused
+    Challenge | Welcome | Flags | Reserved | Leased | Done | Numbers | KeyPage | EventPage | Refused
 )
 
 encoder = msgspec.msgpack.Encoder()

@@ -45,17 +45,23 @@ def verify_block(view: NDArray[np.uint8], replica: Replica) -> Header:
 
     Raises CorruptBlock or VersionMismatch. Costs one pass over the payload at hashing speed.
     """
-    header = read_header(view, offset_expected=replica.offset)
-    if header.key != replica.key or header.generation != replica.generation:
-        raise CorruptBlock(f"{replica}: header of another block, {header.key.hex()}")
-    if header.extent_bytes != replica.length:
-        raise CorruptBlock(f"{replica}: header of an extent of {header.extent_bytes} bytes")
+    return verify_extent(view, replica.key, replica.generation, offset=replica.offset)
+
+
+def verify_extent(view: NDArray[np.uint8], key: bytes, generation: int, *, offset: int) -> Header:
+    """`verify_block` for an extent that says it lies at `offset` of its tier."""
+    name = f"block {key.hex()[:8]} at {offset}"
+    header = read_header(view, offset_expected=offset)
+    if header.key != key or header.generation != generation:
+        raise CorruptBlock(f"{name}: header of another block, {header.key.hex()}")
+    if header.extent_bytes != len(view):
+        raise CorruptBlock(f"{name}: header of an extent of {header.extent_bytes} bytes")
     ends = header.header_bytes + np.cumsum(header.segment_bytes).astype(np.int64)
     lengths = header.segment_bytes.astype(np.int64)
     spans = zip((ends - lengths).tolist(), lengths.tolist(), strict=True)
     differs = hash_segments(view, spans) != header.checksums
     if differs.any():
-        raise CorruptBlock(f"{replica}: checksum of segment {int(differs.argmax())} differs")
+        raise CorruptBlock(f"{name}: checksum of segment {int(differs.argmax())} differs")
     return header
 
 

@@ -107,6 +107,10 @@ class Node:
         self.name = name
         self.started_at = time.time()
         self.draining = False
+        # More for `statistics`, by whoever puts the node to use.
+        self.extra_numbers: dict[str, Callable[[], Any]] = {}
+        # Called, under the lock, with a key that a remote reader did not find here.
+        self.on_remote_miss: Callable[[bytes], None] | None = None
         self._snapshot = (0, b"")  # the inventory that is being read, page by page
         policy = make_policy(options.policy)
         self.dram = DramTier(
@@ -257,6 +261,25 @@ class Node:
         with self._lock:
             return self.core.residency.events.seq, b"".join(self.core.index)
 
+    def pinned_keys(self) -> list[bytes]:
+        """The keys of all pinned blocks. Thread-safe."""
+        with self._lock:
+            return list(self.core.residency.pins)
+
+    def held(self) -> contextlib.AbstractContextManager[object]:
+        """A context in which nothing changes: keep it short, everybody waits."""
+        return self._lock
+
+    def match(self, keys: bytes) -> bytes:
+        """One byte per leading resident block of the joined `keys`. Thread-safe."""
+        with self._lock:
+            return self.core.match(keys)
+
+    def exists(self, keys: bytes) -> bytes:
+        """One byte per key of the joined `keys`: 1 if the block is here. Thread-safe."""
+        with self._lock:
+            return self.core.exists(keys)
+
     def fence(self, session: Session) -> None:
         """The process behind a broken connection is dead."""
         with self._lock:
@@ -390,8 +413,11 @@ class Node:
                 lease.id if lease else 0,
                 [replica.offset for replica in replicas],
                 [replica.generation for replica in replicas],
+                [replica.length for replica in replicas] if ticket.session.remote else [],
             )
         )
+        if ticket.session.remote and reason is Reason.MISS and self.on_remote_miss is not None:
+            self.on_remote_miss(ticket.keys[len(replicas)])
 
     def _release(self, session: Session, request: messages.Release, reply: ReplyTo) -> None:
         self.core.release(session, request.lease)
@@ -436,10 +462,7 @@ class Node:
         if found is None:
             reply(messages.EventPage(request.id, log_.seq + 1, b"", b"", gap=True))
         else:
-            reply(messages.EventPage(
-                    request.id, found.first_seq, found.added, found.keys
-                )
-)
+            reply(messages.EventPage(request.id, found.first_seq, found.added, found.keys))
 
     def _drain(self, session: Session, request: messages.Drain, reply: ReplyTo) -> None:
         self.draining = request.on
@@ -572,6 +595,7 @@ class Node:
                 "tiers": self._tier_numbers(),
                 "counters": asdict(self.core.residency.counters),
                 "sessions": sessions,
+                **{name: numbers() for name, numbers in self.extra_numbers.items()},
             }
 
     def _tier_numbers(self) -> dict[str, dict[str, Any]]:

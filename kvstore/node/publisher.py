@@ -155,7 +155,7 @@ class Publisher:
             case Register():
                 number = directory.register(self._record(0))
                 core.registered(number, time.monotonic())
-                log.info("published as number %d", number)
+                log.info("registered as number %d", number)
             case Heartbeat(number):
                 core.heard(directory.heartbeat(self._record(number)), time.monotonic())
             case Withdraw(number):

@@ -153,6 +153,9 @@ class PublisherCore:
         # The node's events: read up to `_seq`, of `_newest_seq`.
         self._seq = self._newest_seq = 0
         self._poll_at = 0.0
+        # A slice of a round was compared with the node since all events were read: it may have
+        # said already what an event that is still to be read will say.
+        self._foretold = False
         # What is to be said, oldest first, and the batch that is being said (or has failed).
         self._pending: dict[bytes, _Change] = {}
         self._batch: Publish | None = None
@@ -302,8 +305,8 @@ class PublisherCore:
             return
         for added, key in zip(events.added, split_keys(events.keys), strict=True):
             if added:
-                known = self._pending.get(key)
-                self._pending[key] = _Change.ADD if known is None else _Change.ADD_AGAIN
+                news = not self._foretold and key not in self._pending
+                self._pending[key] = _Change.ADD if news else _Change.ADD_AGAIN
             elif self._pending.get(key) is _Change.ADD:
                 del self._pending[key]
             else:
@@ -311,6 +314,7 @@ class PublisherCore:
         self._seq, self._newest_seq = events.last_seq, events.newest_seq
         behind = self._seq < self._newest_seq
         self._poll_at = now if behind else now + self.options.poll_s
+        self._foretold = self._foretold and behind
 
     def inventoried(self, seq: int, keys: bytes, now: float) -> None:
         """The node's answer: what it has, joined, after event number `seq`."""
@@ -343,6 +347,7 @@ class PublisherCore:
                         self._pending[key] = _Change.ADD_AGAIN
             return
         self._round_offset += len(keys)
+        self._foretold = True
         added = [
             key
             for key, is_here in zip(split, here, strict=True)

@@ -164,9 +164,7 @@ class _Conversation:
                 return Answer(None)  # the lease before it was not granted: nothing to release
         return self._submit(self._session, request)
 
-    def open(
-        self, grant: int, *, writes: bool
-    ) -> AbstractContextManager[Sequence[ByteArray]]:
+    def open(self, grant: int, *, writes: bool) -> AbstractContextManager[Sequence[ByteArray]]:
         """The extents of a lease of this session, held for a transfer. Raises GrantError."""
         assert self._session is not None  # the listener serves trusted conversations only
         return self._node.transfer(self._session, grant, writes=writes)
@@ -201,9 +199,7 @@ class _Conversation:
     def _authenticate(self, hello: messages.Hello) -> None:
         if len(hello.session) != SESSION_BYTES or len(hello.nonce) != NONCE_BYTES:
             raise ProtocolError("a hello over the network names a session and a nonce, 16 B each")
-        if not self._service.credentials.accepts(
-            hello.proof, b"client", hello.nonce, self._nonce
-        ):
+        if not self._service.credentials.accepts(hello.proof, b"client", hello.nonce, self._nonce):
             raise NotAuthenticated(
                 "this node takes clients that know its token; give the same token file to both"
                 if self._service.credentials.token

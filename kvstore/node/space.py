@@ -125,7 +125,7 @@ class TierSpace:
             self.policy.discard(replica)
 
     def offer_all(self, replicas: Sequence[Replica]) -> None:
-        """`offer` each, in order: one lease's blocks at once, for half the time."""
+        """`offer` each, in order: the blocks of one lease at once."""
         unpinned = [replica for replica in replicas if replica.block.pin is _UNPINNED]
         self.policy.add_all(unpinned)
         if len(unpinned) < len(replicas):

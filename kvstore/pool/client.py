@@ -318,7 +318,9 @@ class PoolClient(Client):
         of this process, sent when they are committed."""
         self._check(timeout_s)
         if self._home is not None:
-            return Slots(prefix, drive(local_verbs.reserve(prefix, timeout_s), self._home), self._home)
+            return Slots(
+                prefix, drive(local_verbs.reserve(prefix, timeout_s), self._home), self._home
+            )
         return _StagedSlots(prefix, self, timeout_s)
 
     # -- wishes ----------------------------------------------------------------------------------
@@ -358,9 +360,7 @@ class PoolClient(Client):
         at_home = 0
         if self._home is not None:
             at_home = self._at_home(local_verbs.remove(prefix, timeout_s), 0)
-        remote = self._count_all(
-            prefix, lambda: messages.Remove(0, prefix.key_bytes), timeout_s
-        )
+        remote = self._count_all(prefix, lambda: messages.Remove(0, prefix.key_bytes), timeout_s)
         return max(at_home, remote)
 
     def replicate(
@@ -378,14 +378,10 @@ class PoolClient(Client):
         return counts
 
     def _pull(self, prefix: Prefix, source: int, target: int, timeout_s: float) -> int:
-        request = messages.Pull(
-            0, prefix.key_bytes, prefix.parent, prefix.start, source, timeout_s
-        )
+        request = messages.Pull(0, prefix.key_bytes, prefix.parent, prefix.start, source, timeout_s)
         return int(self._engine.ask(target, request, timeout_s).count)
 
-    def _replicate_from(
-        self, prefix: Prefix, source: int, count: int, tried: set[int]
-    ) -> None:
+    def _replicate_from(self, prefix: Prefix, source: int, count: int, tried: set[int]) -> None:
         nodes = self._engine.members.nodes()
         size = len(prefix) * prefix.schema.extent_bytes
         for target in place(nodes, count, size, self._dice, without=tried):
@@ -459,9 +455,7 @@ class PoolClient(Client):
             log.warning("%s", error)
             return [()] * len(keys)
 
-    def _ask_all(
-        self, make: Callable[[], messages.Request], timeout_s: float
-    ) -> dict[int, Any]:
+    def _ask_all(self, make: Callable[[], messages.Request], timeout_s: float) -> dict[int, Any]:
         """Replies by node, of those that answer."""
         numbers = list(self._engine.members.nodes())
         replies = self._engine.run(verbs.ask_all(numbers, make, timeout_s))

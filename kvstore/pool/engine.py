@@ -46,8 +46,8 @@ class PoolOptions:
 
     `hedge_s`: how long a node may send nothing before another replica is asked instead; a healthy
     node answers in well under a millisecond, and no get should wait 250 ms for a sick one.
-    `hedge_share`: at most this share of reads may be asked for twice, so that a pool that is slow as
-    a whole is not made slower. `streams`: TCP streams over which one large read is spread.
+    `hedge_share`: at most this share of reads may be asked for twice, so that a pool that is slow
+    as a whole is not made slower. `streams`: TCP streams over which one large read is spread.
     """
 
     hedge_s: float = 0.1
@@ -136,6 +136,15 @@ class Engine:
                     address, self._credentials, self._name, streams_max=self.options.streams_max
                 )
             return peer
+
+    def link_summary(self) -> dict[str, list[float]]:
+        """[bandwidth in bytes/s, latency in s] of the ways that were used, by the nodes' names."""
+        records = self.members.nodes()
+        return {
+            records[number].name: [link["bandwidth_bytes_s"], link["latency_s"]]
+            for number, link in self.links.statistics().items()
+            if number in records
+        }
 
     # -- steps -----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiffin.messenger.errors import GrantError, Stalled
+from tiffin.messenger.errors import GrantError
 from tiffin.messenger.local import hash_bytes
 from tiffin.messenger.transport import Range
 
@@ -54,8 +55,8 @@ class Arrivals:
     """What is to be read, where it goes, and what of it has arrived and proved itself.
 
     `ranges[i]` of the lease goes to `targets[i]`. Ranges may arrive in any order and from several
-    threads. `ready(block)` is called for each block that is complete and verified, `piece(block, k)`
-    for each of its pieces as it arrives, before the block has proved itself.
+    threads. `piece(block, k)` is called for each piece of a block as it arrives, before the block
+    has proved itself.
     """
 
     def __init__(
@@ -217,8 +218,8 @@ def fetch(
     except CorruptBlock:
         reason = "corrupt"
         _report(peer, prefix, arrivals)
-    except DeadlineExceeded as error:
-        reason = "stalled" if isinstance(error.__cause__, Stalled) else "deadline"
+    except DeadlineExceeded:
+        reason = "deadline" if time.monotonic() >= deadline else "stalled"
     except NodeUnavailable as error:
         if type(error) is not NodeUnavailable:
             raise
@@ -240,20 +241,21 @@ def _at_once(
     """Lease, read and release in one round trip on one stream."""
     left_s = max(0.0, deadline - time.monotonic())
     lease = messages.Lease(0, prefix.key_bytes, left_s)
-    with peer.transport.stream(deadline) as stream:
+    # A node that is well answers in time even if it has to read its disk; one that is not asked
+    # patiently has another beside it.
+    first = deadline if stall_s is None else min(deadline, time.monotonic() + stall_s)
+    with peer.transport.stream(first) as stream:
         peer.queue(stream, lease)
         stream.ask_read(0, arrivals.ranges)
         stream.message(messages.encoder.encode(messages.Release(messages.UNAWAITED, 0)))
-        stream.flush(deadline)
-        reply = peer.receive(stream, lease, deadline if stall_s is None else deadline)
+        stream.flush(first)
+        reply = peer.receive(stream, lease, first)
         if isinstance(reply, messages.Leased):
             arrivals.reply = reply
-        try:
+        with contextlib.suppress(GrantError):  # no lease: the reply says why
             stream.receive_data(
                 arrivals.ranges, arrivals.targets, deadline, arrivals.arrived, stall_s
             )
-        except GrantError:
-            pass  # no lease: the reply says why
     raise_refusal(reply)
 
 

@@ -42,13 +42,10 @@ def open_pool(target: Pool, verify: Verify, name: str) -> PoolClient:
         if not target.directory:
             _greet(engine)
         home, number = _find_home(members, target, name)
-        return PoolClient(
-            engine, verify, home=home, home_number=number, admission=target.admission
-        )
+        return PoolClient(engine, verify, home=home, home_number=number, admission=target.admission)
     except BaseException:
         engine.close()
         raise
-
 
 
 def _greet(engine: Engine) -> None:

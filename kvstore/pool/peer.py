@@ -11,18 +11,16 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tiffin.messenger import tcp
-from tiffin.messenger.errors import GrantError, MessengerError, PeerLost, TransferTimeout
 from tiffin.messenger.errors import FrameError as BadFrame
+from tiffin.messenger.errors import GrantError, MessengerError, PeerLost, TransferTimeout
 
 from ..credentials import NONCE_BYTES, Credentials
 from ..errors import (
@@ -100,9 +98,7 @@ class Peer:
         """A stream that has said hello. Raises NotAuthenticated, VersionMismatch, and what the
         messenger raises."""
         deadline = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
-        stream = tcp.connect(
-            self.address, deadline, tls=self._tls, server_hostname=self.address[0]
-        )
+        stream = tcp.connect(self.address, deadline, tls=self._tls, server_hostname=self.address[0])
         try:
             self._greet(stream, deadline)
         except BaseException:
@@ -128,9 +124,7 @@ class Peer:
         )
         stream.message(messages.encoder.encode(hello))
         stream.flush(deadline)
-        welcome = raise_refusal(
-            messages.reply_decoder.decode(stream.receive_message(deadline))
-        )
+        welcome = raise_refusal(messages.reply_decoder.decode(stream.receive_message(deadline)))
         if not isinstance(welcome, messages.Welcome):
             raise ProtocolError(f"{self.label} did not answer a hello with a welcome")
         if not self._credentials.accepts(welcome.proof, b"node", nonce, challenge.nonce):

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import DirectoryUnavailable, TiffinError
-from ..node import messages
 from .plan import Costs, Run, plan_reads
 
 if TYPE_CHECKING:
     from ..keys import Prefix
+    from ..node import messages
     from .fetch import Fetched
 
 # Runs of one prompt that are read at the same time, from as many nodes.
@@ -148,7 +148,7 @@ class _Reading:
         return runs[:TOGETHER_MAX]
 
     def patient(self, run: Run) -> bool:
-        """Whether to give the node the whole deadline: there is no other, or no budget to ask it."""
+        """Whether to give the node the whole deadline: there is no other, or no budget for it."""
         return not (run.others and self._context.may_hedge())
 
     def note(self, run: Run, fetched: Fetched) -> None:
@@ -182,9 +182,9 @@ class _Reading:
         return outcome
 
 
-def ask_all(nodes: Sequence[int], make: Callable[[], messages.Request], timeout_s: float) -> (
-    "Verb[dict[int, Any]]"
-):
+def ask_all(
+    nodes: Sequence[int], make: Callable[[], messages.Request], timeout_s: float
+) -> Verb[dict[int, Any]]:
     """The same request to many nodes; replies, or the errors, by node."""
     outcomes = yield Together([Ask(node, make(), timeout_s) for node in nodes])
     return dict(zip(nodes, outcomes, strict=True))

@@ -1,0 +1,163 @@
+"""A node as a daemon: the node, its unix socket, its network port, its place in a pool."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .credentials import Credentials
+from .directory import NodeRecord, host_id, open_directory
+from .errors import InvalidInput
+from .node.node import Node, NodeOptions
+from .node.publisher import Publisher
+from .node.remote import RemoteService
+from .node.server import Server
+from .pool.caretaker import Caretaker
+from .pool.engine import Engine
+from .sizes import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+log = logging.getLogger("tiffin.node")
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonOptions:
+    """What an operator chooses about a node's surroundings.
+
+    `listen`: the address of its network port; port 0 takes any. `advertise`: the address under
+    which others reach it, when that is another. `directory`: a URL for `open_directory`.
+    """
+
+    node: NodeOptions
+    name: str
+    socket: Path
+    listen: tuple[str, int] | None = None
+    advertise: tuple[str, int] | None = None
+    directory: str = ""
+    pool: str = "default"
+    credentials: Credentials = field(default_factory=Credentials)
+
+    def __post_init__(self) -> None:
+        if self.directory and self.listen is None:
+            raise InvalidInput("a node in a directory needs --listen, for others to reach it")
+        if self.listen is not None and self.advertise is None and _anywhere(self.listen[0]):
+            raise InvalidInput(
+                f"--listen {self.listen[0]} is every address of this machine: say with --advertise "
+                "HOST:PORT under which one others reach it"
+            )
+
+
+async def serve(options: DaemonOptions) -> None:
+    """Run a node until SIGINT or SIGTERM."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    node = Node(options.node, name=options.name)
+    _calm_collector()
+    try:
+        async with Server(node, options.socket):
+            with contextlib.ExitStack() as stack:
+                address = stack.enter_context(_listening(node, options))
+                if options.directory:
+                    assert address is not None
+                    stack.enter_context(_in_a_pool(node, options, address))
+                _announce(node, options, address)
+                await stop.wait()
+                log.info("stopping")
+    finally:
+        node.close()
+
+
+@contextlib.contextmanager
+def _listening(node: Node, options: DaemonOptions) -> Iterator[str | None]:
+    """The network port, if there is to be one; the address under which others reach it."""
+    if options.listen is None:
+        yield None
+        return
+    service = RemoteService(node, options.listen, options.credentials)
+    host, port = options.advertise or service.address
+    try:
+        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    finally:
+        service.close()
+
+
+@contextlib.contextmanager
+def _in_a_pool(node: Node, options: DaemonOptions, address: str) -> Iterator[None]:
+    """The node's place in the directory, and what it does for the others."""
+    directory = open_directory(options.directory, pool=options.pool)
+    engine = Engine(directory, options.credentials, f"node {options.name}")
+    arena = node.core.residency.dram.arena
+
+    def record() -> NodeRecord:
+        return NodeRecord(
+            name=options.name,
+            address=address,
+            host=host_id(),
+            socket=os.path.realpath(options.socket),
+            capacity_bytes=arena.capacity_bytes,
+            free_bytes=arena.free_bytes,
+            draining=node.draining,
+            links=engine.link_summary(),
+        )
+
+    publisher = Publisher(node, directory, record)
+    node.on_remote_miss = lambda key: publisher.not_mine([key])
+    node.extra_numbers["directory"] = lambda: {
+        "number": publisher.number,
+        "healthy": publisher.healthy,
+        "lag_events": publisher.lag,
+    }
+    publisher.start()
+    caretaker = Caretaker(node, directory, engine, lambda: publisher.number)
+    try:
+        yield
+    finally:
+        publisher.close()
+        node.on_remote_miss = None
+        caretaker.close()  # with the engine and, through it, the directory
+
+
+def _announce(node: Node, options: DaemonOptions, address: str | None) -> None:
+    adopted = len(node.core.index)
+    found = f", {adopted} blocks found in NVMe" if options.node.nvme_path else ""
+    at = f" and {address}" if address else ""
+    log.info(
+        "%s serves %s at unix:%s%s%s",
+        options.name, _tiers_in_words(options.node), options.socket, at, found,
+    )  # fmt: skip
+    credentials = options.credentials
+    if options.listen is not None and not credentials.authenticates:
+        log.warning("the network port has no token: every user of this machine can use it")
+
+
+def _anywhere(host: str) -> bool:
+    return host in ("0.0.0.0", "::", "*", "")
+
+
+def _calm_collector() -> None:
+    """Keep Python's cycle collector away from the index: with 500,000 blocks a full collection
+    stops the loop for half a second. Records leave by reference counting alone (`Residency` cuts
+    every cycle), so only rare garbage, such as tracebacks, waits for the young generations."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 1_000_000)
+
+
+def _tiers_in_words(options: NodeOptions) -> str:
+    words = f"{format_bytes(options.dram_bytes)} DRAM"
+    if options.nvme_path is not None:
+        words += f" and {format_bytes(options.nvme_bytes)} NVMe in {options.nvme_path}"
+    return words
+
+
+__all__ = ["DaemonOptions", "serve"]

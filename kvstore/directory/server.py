@@ -1,0 +1,197 @@
+"""Connections to one Redis server, and one exchange of commands with several servers at once.
+
+The library's connections, without its pool and its clients: those retry, for longer than a prompt
+may wait. Here a call asks once, all servers at the same time, and a server that did not answer is
+left alone for a while (`Breaker`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import redis
+
+from .breaker import Breaker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .url import RedisOptions
+
+    Word = bytes | str | int
+    Reply = object
+
+# What a connection raises when the other end is not there, or not what it should be.
+LOST = (redis.ConnectionError, redis.TimeoutError, OSError, redis.InvalidResponse)
+
+# Kept open when idle; more threads than these at once open connections of their own.
+_IDLE_MAX = 16
+
+
+class Down(Exception):
+    """The server did not answer lately and was not asked again."""
+
+
+def connection_to(
+    options: RedisOptions, host: str, port: int, *, timeout_s: float | None = None
+) -> redis.Connection:
+    """A connection, not yet opened, with the options' password and TLS."""
+    kind = redis.SSLConnection if options.tls else redis.Connection
+    tls = (
+        {
+            "ssl_ca_certs": options.ca,
+            "ssl_certfile": options.cert,
+            "ssl_keyfile": options.key,
+            "ssl_cert_reqs": "required",
+            "ssl_check_hostname": True,
+        }
+        if options.tls
+        else {}
+    )
+    return kind(
+        host=host,
+        port=port,
+        db=options.database,
+        username=options.username,
+        password=options.password,
+        socket_timeout=timeout_s or options.timeout_s,
+        socket_connect_timeout=timeout_s or options.timeout_s,
+        socket_keepalive=True,
+        protocol=2,
+        **tls,
+    )
+
+
+def ask(connection: redis.Connection, *words: Word) -> Reply:
+    """One command on a connection. Raises one of `LOST`, or redis.ResponseError."""
+    connection.send_packed_command(connection.pack_command(*words))
+    return connection.read_response()
+
+
+class Server:
+    """One address. `dial` gives an opened connection, or raises one of `LOST`. Thread-safe."""
+
+    def __init__(self, address: str, dial: Callable[[], redis.Connection]) -> None:
+        self.address = address
+        self._dial = dial
+        self._lock = threading.Lock()  # protects all below
+        self._idle: list[redis.Connection] = []
+        self._breaker = Breaker()
+        self._closed = False
+        self.last_error = ""
+
+    @property
+    def answers(self) -> bool:
+        """Whether it answered the last time."""
+        return self._breaker.closed
+
+    def admits(self) -> bool:
+        """Whether to ask it now: see `Breaker.admits`."""
+        with self._lock:
+            return self._breaker.admits(time.monotonic())
+
+    def take(self) -> redis.Connection:
+        """A connection that was not seen broken. Raises one of `LOST`."""
+        while True:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                return self._dial()
+            try:
+                if not connection.can_read():
+                    return connection
+            except LOST:
+                pass
+            connection.disconnect()  # closed by the server, or out of step
+
+    def give(self, connection: redis.Connection) -> None:
+        """Back after a complete exchange."""
+        with self._lock:
+            self._breaker.succeeded()
+            if not self._closed and len(self._idle) < _IDLE_MAX:
+                self._idle.append(connection)
+                return
+        connection.disconnect()
+
+    def fail(self, error: Exception) -> None:
+        """An exchange did not end."""
+        with self._lock:
+            self.last_error = str(error) or type(error).__name__
+            self._breaker.failed(time.monotonic())
+
+    def hang_up(self) -> None:
+        """Close idle connections: the next call dials."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.disconnect()
+
+    def close(self) -> None:
+        """Close all connections; those in use when they are given back."""
+        with self._lock:
+            self._closed = True
+        self.hang_up()
+
+
+class Call:
+    """Commands for one server: `replies` in their order (errors that Redis answered are values), or
+    `error` if they did not all come."""
+
+    __slots__ = ("_connection", "commands", "error", "replies", "server")
+
+    def __init__(self, server: Server, commands: Sequence[Sequence[Word]]) -> None:
+        self.server = server
+        self.commands = commands
+        self.replies: list[Reply] = []
+        self.error: Exception | None = None
+        self._connection: redis.Connection | None = None
+
+    def send(self) -> None:
+        if not self.server.admits():
+            self.error = Down(self.server.last_error)
+            return
+        connection = None
+        try:
+            connection = self.server.take()
+            pack = connection.pack_command
+            packed = b"".join([piece for words in self.commands for piece in pack(*words)])
+            connection.send_packed_command([packed])
+        except LOST as error:
+            self._fail(connection, error)
+        else:
+            self._connection = connection
+
+    def receive(self, deadline: float) -> None:
+        connection = self._connection
+        if connection is None:
+            return
+        try:
+            # Servers that are down at the same time cost one timeout, not one each.
+            if not connection.can_read(max(0.0, deadline - time.monotonic())):
+                raise redis.TimeoutError("no answer in time")
+            for _ in self.commands:
+                try:
+                    self.replies.append(connection.read_response())
+                except redis.ResponseError as error:
+                    self.replies.append(error)
+        except LOST as error:
+            self._fail(connection, error)
+        else:
+            self.server.give(connection)
+
+    def _fail(self, connection: redis.Connection | None, error: Exception) -> None:
+        if connection is not None:
+            connection.disconnect()
+        self.error = error
+        self.server.fail(error)
+
+
+def exchange(calls: Sequence[Call], timeout_s: float) -> None:
+    """Send all, then receive all. Never raises: see `Call`."""
+    deadline = time.monotonic() + timeout_s
+    for call in calls:
+        call.send()
+    for call in calls:
+        call.receive(deadline)

@@ -1,0 +1,249 @@
+"""What a node does for the pool: copies blocks from others when asked, hands its own over before it
+leaves, and sees to it that pinned blocks survive the loss of a node.
+
+Copies are always made by the node that receives them (`copy.py`): only it may write its memory. The
+one that hands over orders them, so nobody needs a list of everybody's blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidInput, TiffinError
+from ..link import LocalLink
+from ..node import messages
+from ..node.core import KEY_BYTES
+from .copy import copy_from
+from .plan import place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ..directory.base import Directory
+    from ..node.node import Node
+    from ..node.records import Session
+    from .engine import Engine
+
+    ReplyTo = Callable[[messages.AnyReply], None]
+
+log = logging.getLogger(__name__)
+
+# Copies at a time; each is a stream and a thread. More only slow each other and the readers down.
+COPIERS = 2
+QUEUED_MAX = 256
+# How often the holders of pinned blocks are counted; a lost node is out of the directory in 10 s.
+WATCH_S = 2.0
+# Pinned blocks that are watched; each costs 100 bytes and a place in a question every WATCH_S.
+WATCHED_MAX = 65_536
+# One order: as many blocks as are copied at a time.
+ORDER_BLOCKS = 64
+ORDER_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Consecutive blocks of one prefix: joined keys, the key before them, the first one's depth."""
+
+    keys: bytes
+    parent: bytes
+    depth: int
+    nbytes: int
+
+    def __len__(self) -> int:
+        return len(self.keys) // KEY_BYTES
+
+
+@dataclass(slots=True)
+class Watch:
+    """How many replicas each pinned block had, so that a loss is noticed. Pure."""
+
+    known: dict[bytes, int] = field(default_factory=dict)
+
+    def lost(
+        self, pinned: Sequence[bytes], holders: Sequence[Sequence[int]], me: int
+    ) -> list[bytes]:
+        """Pinned blocks with fewer live replicas than before, of which this node is to make more:
+        it is the one of the lowest number that still has them."""
+        found = []
+        seen = dict.fromkeys(pinned[:WATCHED_MAX], 0)
+        for key, numbers in zip(pinned[:WATCHED_MAX], holders, strict=False):
+            # Whatever the directory says, this node has it.
+            live = {*numbers, me}
+            before = self.known.get(key, 0)
+            seen[key] = max(before, len(live))
+            if len(live) < before and me == min(live):
+                found.append(key)
+        self.known = seen
+        return found
+
+
+class Caretaker:
+    """Answers `Pull` and `Evacuate`, and watches pins, for one node of a pool."""
+
+    def __init__(
+        self, node: Node, directory: Directory, engine: Engine, number: Callable[[], int]
+    ) -> None:
+        self._node = node
+        self._directory = directory
+        self._engine = engine
+        self._number = number
+        self._home = LocalLink(node, "caretaker", owns_node=False)
+        self._dice = random.Random()
+        self._watch = Watch()
+        self._queued = 0
+        self._workers = ThreadPoolExecutor(COPIERS, thread_name_prefix="tiffin-copier")
+        self._closing = threading.Event()
+        node.handle(messages.Pull, self._pull)
+        node.handle(messages.Evacuate, self._evacuate)
+        self._thread = threading.Thread(target=self._run, name="tiffin-caretaker", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; copies under way are cut."""
+        self._closing.set()
+        self._engine.close()
+        self._workers.shutdown(wait=True, cancel_futures=True)
+        self._thread.join()
+        self._home.close()
+
+    # -- requests, under the node's lock -----------------------------------------------------------
+
+    def _pull(self, session: Session, request: messages.Pull, reply: ReplyTo) -> None:
+        def work() -> int:
+            return copy_from(
+                self._engine.peer(request.source),
+                self._node,
+                self._home,
+                request.keys,
+                request.parent,
+                request.depth,
+                time.monotonic() + request.timeout_s,
+            )
+
+        if self._node.draining:
+            raise InvalidInput(f"node {self._node.name} is being drained; copy to another")
+        self._begin(work, request.id, reply if request.wait else None)
+        if not request.wait:
+            reply(messages.Done(request.id))
+
+    def _evacuate(self, session: Session, request: messages.Evacuate, reply: ReplyTo) -> None:
+        chains = self._chains(list(self._node.core.index))
+        deadline = time.monotonic() + request.timeout_s
+        self._begin(lambda: self._hand_over(chains, deadline, spare=True), request.id, reply)
+
+    def _begin(self, work: Callable[[], int], request_id: int, reply: ReplyTo | None) -> None:
+        if self._queued >= QUEUED_MAX:
+            raise InvalidInput(f"{QUEUED_MAX} copies wait already; ask again later")
+        self._queued += 1
+
+        def run() -> None:
+            try:
+                answer: messages.AnyReply = messages.Done(request_id, work())
+            except TiffinError as error:
+                log.info("a copy failed: %s", error)
+                answer = messages.Refused(request_id, type(error).__name__, str(error))
+            except Exception as error:
+                log.exception("a copy failed unexpectedly")
+                answer = messages.Refused(request_id, "NodeUnavailable", repr(error))
+            finally:
+                self._queued -= 1
+            if reply is not None:
+                reply(answer)
+
+        self._workers.submit(run)
+
+    # -- handing over ------------------------------------------------------------------------------
+
+    def _chains(self, keys: Sequence[bytes]) -> list[Chain]:
+        """The resident ones of `keys` as chains, heads first. Under the node's lock."""
+        index = self._node.core.index
+        blocks = sorted((index[key] for key in keys if key in index), key=lambda b: b.depth)
+        chains: list[list[Any]] = []
+        ends: dict[bytes, list[Any]] = {}
+        for block in blocks:
+            parent = block.parent.key if block.parent is not None else b""
+            chain = ends.pop(parent, None) if parent else None
+            if chain is None or len(chain) >= ORDER_BLOCKS:
+                chain = []
+                chains.append(chain)
+            chain.append(block)
+            ends[block.key] = chain
+        return [
+            Chain(
+                b"".join(block.key for block in chain),
+                chain[0].parent.key if chain[0].parent is not None else bytes(KEY_BYTES),
+                chain[0].depth,
+                sum(replica.length for block in chain for replica in block.replicas()[:1]),
+            )
+            for chain in chains
+        ]
+
+    def _hand_over(self, chains: Sequence[Chain], deadline: float, *, spare: bool) -> int:
+        """Have other nodes copy these chains; how many blocks they have then. With `spare`, blocks
+        that another node has already are left out."""
+        done = 0
+        me = self._number()
+        for chain in chains:
+            if time.monotonic() >= deadline or self._closing.is_set():
+                break
+            keys = [chain.keys[at : at + KEY_BYTES] for at in range(0, len(chain.keys), KEY_BYTES)]
+            holders = self._directory.locate(keys)
+            if spare and all(set(numbers) - {me} for numbers in holders):
+                done += len(chain)
+                continue
+            without = {me, *(n for numbers in holders[:1] for n in numbers if not spare)}
+            done += self._order(chain, without, deadline)
+        return done
+
+    def _order(self, chain: Chain, without: set[int], deadline: float) -> int:
+        """Ask nodes, the best placed first, to copy a chain from here."""
+        nodes = self._engine.members.nodes()
+        for target in place(nodes, 3, chain.nbytes, self._dice, without=without):
+            left_s = min(ORDER_TIMEOUT_S, deadline - time.monotonic())
+            if left_s <= 0:
+                break
+            pull = messages.Pull(0, chain.keys, chain.parent, chain.depth, self._number(), left_s)
+            try:
+                copied = int(self._engine.ask(target, pull, left_s).count)
+            except TiffinError as error:
+                log.info("node %d did not copy: %s", target, error)
+                continue
+            if copied:
+                return copied
+        return 0
+
+    # -- pins --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing.wait(WATCH_S):
+            try:
+                self._look_after_pins()
+            except TiffinError as error:
+                log.debug("pinned blocks were not looked after: %s", error)
+            except Exception:
+                log.exception("looking after pinned blocks failed unexpectedly")
+
+    def _look_after_pins(self) -> None:
+        me = self._number()
+        pinned = self._node.pinned_keys()[:WATCHED_MAX]
+        if not me or not pinned:
+            return
+        lost = self._watch.lost(pinned, self._directory.locate(pinned), me)
+        if not lost:
+            return
+        log.info("%d pinned blocks have lost a replica; making another", len(lost))
+        with self._node.held():
+            chains = self._chains(lost)
+        self._hand_over(chains, time.monotonic() + ORDER_TIMEOUT_S, spare=False)
+
+
+def process_name() -> str:
+    """How a node's own connections to others are called in their status."""
+    return f"node {os.getpid()}"

@@ -1,0 +1,151 @@
+"""The streams to one peer: idle ones are used again, and there are never too many.
+
+Most recently used first, so that those which a burst has opened grow cold and are closed. An idle
+stream is asked whether it still leads anywhere before it is handed out: a peer that was restarted
+costs its clients a reconnect, not an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+from .errors import PeerLost, TransferTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from .stream import Stream
+
+# An idle stream holds a thread and a descriptor of the peer, and there may be a hundred clients.
+_IDLE_S_MAX = 60.0
+_CLOSED = "this transport is closed"
+
+
+class StreamPool:
+    """Up to `streams_max` streams from `opener(deadline)`; thread-safe."""
+
+    def __init__(self, opener: Callable[[float], Stream], streams_max: int) -> None:
+        self.streams_max = streams_max
+        self._opener = opener
+        self._closed = False
+        self.forget()
+        _open_pools.add(self)
+
+    def forget(self) -> None:
+        """Also in a forked child: the connections are the parent's. Only their descriptors are
+        closed here, and the peer does not notice."""
+        for stream in getattr(self, "_busy", ()):
+            stream.close()
+        for stream, _ in getattr(self, "_idle", ()):
+            stream.close()
+        # Invariant: len(_idle) + len(_busy) + _opening <= streams_max.
+        self._changed = threading.Condition()
+        self._idle: list[tuple[Stream, float]] = []  # and since when, the latest last
+        self._busy: set[Stream] = set()
+        self._opening = 0
+
+    @contextlib.contextmanager
+    def stream(self, deadline: float) -> Iterator[Stream]:
+        """A stream for the block; put back if the block ends cleanly and nothing is pending on it,
+        else closed. Raises PeerLost, TransferTimeout, and what the opener raises."""
+        stream = self._check_out(deadline)
+        clean = False
+        try:
+            yield stream
+            clean = True
+        finally:
+            self._check_in(stream, clean=clean)
+
+    def cut(self) -> None:
+        """Everybody who waits on a stream gets PeerLost now. New ones can be opened."""
+        with self._changed:
+            streams = [*self._busy, *(stream for stream, _ in self._idle)]
+        for stream in streams:
+            stream.cut()
+
+    def close(self) -> None:
+        """Cut all, open no more, and wait until nobody uses one."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self.cut()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy and not self._opening)
+            idle, self._idle = self._idle, []
+        for stream, _ in idle:
+            stream.close()
+
+    def counts(self) -> tuple[int, int]:
+        """Streams that are idle, and in use."""
+        with self._changed:
+            return len(self._idle), len(self._busy) + self._opening
+
+    def _check_out(self, deadline: float) -> Stream:
+        while (stream := self._take(deadline)) is not None:
+            if stream.alive():
+                return stream
+            self._check_in(stream, clean=False)
+        try:
+            stream = self._opener(deadline)
+        except BaseException:
+            with self._changed:
+                self._opening -= 1
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self._opening -= 1
+            self._busy.add(stream)
+            closed = self._closed
+        if closed:
+            self._check_in(stream, clean=False)
+            raise PeerLost(_CLOSED)
+        return stream
+
+    def _take(self, deadline: float) -> Stream | None:
+        """An idle stream, or None and the right to open one."""
+        with self._changed:
+            while not self._closed:
+                if self._idle:
+                    stream, _ = self._idle.pop()
+                    self._busy.add(stream)
+                    return stream
+                if len(self._busy) + self._opening < self.streams_max:
+                    self._opening += 1
+                    return None
+                left_s = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
+                if left_s <= 0 or not self._changed.wait(left_s):
+                    raise TransferTimeout(
+                        f"all {self.streams_max} streams to the peer were in use until the deadline"
+                    )
+            raise PeerLost(_CLOSED)
+
+    def _check_in(self, stream: Stream, *, clean: bool) -> None:
+        ended = []
+        with self._changed:
+            self._busy.discard(stream)
+            now = time.monotonic()
+            if clean and stream.idle and not self._closed:
+                self._idle.append((stream, now))
+            else:
+                ended.append(stream)
+            while self._idle and self._idle[0][1] < now - _IDLE_S_MAX:
+                ended.append(self._idle.pop(0)[0])
+            self._changed.notify_all()
+        for one in ended:
+            one.close()
+
+
+_open_pools: weakref.WeakSet[StreamPool] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for pool in list(_open_pools):
+        pool.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
