@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from . import verbs
 from .aiolink import AsyncLink, AsyncLocalLink, AsyncSocketLink
 from .client import ClientBase, LeasedBlocks, Slots
-from .errors import InvalidInput
 from .node.node import Node
 from .node.records import Pin
 from .url import Daemon, Pool, parse_url
@@ -24,6 +23,7 @@ from .verbs import DEFAULT_TIMEOUT_S, Call, Hit, Post, PutResult, Verb, Verify
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Sequence
+    from concurrent.futures import Executor
     from types import TracebackType
 
     from .keys import Prefix
@@ -48,15 +48,15 @@ async def drive(verb: Verb[T], link: AsyncLink) -> T:
             elif isinstance(step, Post):
                 link.post(step.request)
             else:
-                outcome = await _in_thread(partial(link.gate.run, step.action))
+                outcome = await in_thread(partial(link.gate.run, step.action))
         except BaseException as error:  # noqa: BLE001 - the verb cleans up, then raises it again
             failure = error
 
 
-async def _in_thread(action: Callable[[], T]) -> T:
+async def in_thread(action: Callable[[], T], threads: Executor | None = None) -> T:
     """Run `action` in a worker and, even if cancelled, return only when it has ended: until then it
     touches memory whose lease the caller would give back."""
-    running = asyncio.ensure_future(asyncio.to_thread(action))
+    running = asyncio.get_running_loop().run_in_executor(threads, action)
     cancellation: asyncio.CancelledError | None = None
     while not running.done():
         try:
@@ -68,7 +68,7 @@ async def _in_thread(action: Callable[[], T]) -> T:
     return running.result()
 
 
-class _Opening(Generic[T]):
+class Opening(Generic[T]):
     """What `get`, `reserve` and `open` return: await it, or enter it with `async with`."""
 
     def __init__(self, awaitable: Awaitable[T]) -> None:
@@ -140,16 +140,18 @@ class AsyncClient(ClientBase):
     @classmethod
     def open(
         cls, url: str, *, verify: Verify = "always", name: str = "", populate: bool = False
-    ) -> _Opening[AsyncClient]:
+    ) -> Opening[AsyncClient]:
         """Open the node that `url` names; await it, or enter it. As `Client.open`."""
         verbs.check_verify(verify)
-        return _Opening(cls._open(url, verify, verbs.check_name(name), populate))
+        return Opening(cls._open(url, verify, verbs.check_name(name), populate))
 
     @classmethod
     async def _open(cls, url: str, verify: Verify, name: str, populate: bool) -> AsyncClient:
         target = parse_url(url)
         if isinstance(target, Pool):
-            raise InvalidInput("pool")
+            from .pool.aio import AsyncPoolClient  # it builds on this module
+
+            return await AsyncPoolClient.open_pool(target, verify, name)
         if isinstance(target, Daemon):
             link = AsyncSocketLink(target.path, name)
             await link.connect()
@@ -181,7 +183,7 @@ class AsyncClient(ClientBase):
         heads: HeadRange | None = None,
         verify: Verify | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> _Opening[AsyncBlocks]:
+    ) -> Opening[AsyncBlocks]:
         """See `Client.get`; await it, or enter it with `async with`."""
 
         async def run() -> AsyncBlocks:
@@ -194,7 +196,7 @@ class AsyncClient(ClientBase):
             copied = verbs.get_into(prefix, access, into, layers, heads, timeout_s)
             return AsyncBlocks(await drive(copied, self._link), 0, None)
 
-        return _Opening(run())
+        return Opening(run())
 
     async def put(
         self, prefix: Prefix, payloads: Sequence[Any], *, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -206,14 +208,14 @@ class AsyncClient(ClientBase):
 
     def reserve(
         self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> _Opening[AsyncSlots]:
+    ) -> Opening[AsyncSlots]:
         """See `Client.reserve`; await it, or enter it with `async with`."""
 
         async def run() -> AsyncSlots:
             verb = verbs.reserve(prefix, self._check(timeout_s))
             return AsyncSlots(prefix, await drive(verb, self._link), self._link)  # type: ignore[arg-type]
 
-        return _Opening(run())
+        return Opening(run())
 
     async def pin(
         self,

@@ -35,7 +35,7 @@ from .errors import (
     TransferError,
     TransferTimeout,
 )
-from .frames import ANSWER_BYTES, HEADER, Header, Kind
+from .frames import HEAD_BYTES, HEADER, Header, Kind
 from .ranges import Range, Served
 from .wire import FRAME_BYTES_MAX
 
@@ -284,7 +284,7 @@ class Stream:
     # -- the wire ---------------------------------------------------------------------------------
 
     def _receive_answer(self, kind: Kind, deadline: float, stall_s: float | None) -> Served:
-        header = self._receive_header(deadline, kind, stall_s, ANSWER_BYTES)
+        header = self._receive_header(deadline, kind, stall_s, HEAD_BYTES)
         served, refused = frames.parse_answer(
             self._receive_body(header.body_bytes, deadline, stall_s)
         )

@@ -16,7 +16,7 @@ from .server import LOST, Call, Server, ask, connection_to, exchange
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from .server import Reply
+    from .server import Connection, Reply
     from .url import RedisOptions
 
 # How often the map of a cluster is asked for while it does not fit.
@@ -80,11 +80,11 @@ class _One:
     def close(self) -> None:
         self._server.close()
 
-    def _dial(self) -> redis.Connection:
+    def _dial(self) -> Connection:
         (host, port), *_ = self._options.hosts
         return _dial(self._options, host, port)
 
-    def _dial_master(self) -> redis.Connection:
+    def _dial_master(self) -> Connection:
         """Ask the sentinels one after the other, each for its share of the time."""
         options = self._options
         share_s = options.timeout_s / len(options.hosts)
@@ -97,9 +97,7 @@ class _One:
         raise redis.ConnectionError(f"no sentinel leads to {options.service}: {'; '.join(why)}")
 
 
-def _dial(
-    options: RedisOptions, host: str, port: int, *, master: bool = False
-) -> redis.Connection:
+def _dial(options: RedisOptions, host: str, port: int, *, master: bool = False) -> Connection:
     connection = connection_to(options, host, port)
     try:
         connection.connect()
@@ -115,7 +113,7 @@ def _dial(
     return connection
 
 
-def _role(connection: redis.Connection) -> Reply:
+def _role(connection: Connection) -> Reply:
     try:
         reply = ask(connection, "ROLE")
     except redis.ResponseError:  # not allowed to ask
@@ -123,9 +121,7 @@ def _role(connection: redis.Connection) -> Reply:
     return reply[0] if isinstance(reply, list) and reply else None
 
 
-def _ask_sentinel(
-    options: RedisOptions, host: str, port: int, timeout_s: float
-) -> tuple[str, int]:
+def _ask_sentinel(options: RedisOptions, host: str, port: int, timeout_s: float) -> tuple[str, int]:
     """Where the master is. Raises redis.ConnectionError if this sentinel knows none."""
     connection = connection_to(options.of_sentinels(), host, port, timeout_s=timeout_s)
     try:

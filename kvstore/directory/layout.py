@@ -8,9 +8,9 @@
                               endian, the one that published last at the end
 
 POOL is checked to be a plain word, KEY is 16 raw bytes and B is 0, or of a cluster the key's first
-byte modulo 64: what stands in braces chooses the shard, so all keys of one B can be read and written
-together. Whatever else is found under these names is taken for nothing and, by whoever writes,
-replaced.
+byte modulo 64: what stands in braces chooses the shard, so all keys of one B can be read and
+written together. Whatever else is found under these names is taken for nothing and, by whoever
+writes, replaced.
 """
 
 from __future__ import annotations
@@ -96,6 +96,18 @@ for i = 1, #KEYS do
   end
 end
 return #KEYS
+"""
+)
+
+# KEYS: events. ARGV: how many to keep, the event.
+APPEND = Script(
+    """
+local added = redis.pcall('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', 'e', ARGV[2])
+if type(added) == 'table' and added.err and string.find(added.err, 'WRONGTYPE', 1, true) then
+  redis.call('DEL', KEYS[1])
+  added = redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', 'e', ARGV[2])
+end
+return added
 """
 )
 

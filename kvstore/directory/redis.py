@@ -11,11 +11,14 @@ import threading
 import time
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import DirectoryUnavailable
+import redis
+
+from ..errors import ClientClosed, DirectoryUnavailable, InvalidInput
 from . import layout
 from .base import (
+    EVENTS_MAX,
     LOCATE_KEYS_MAX,
     LOCATION_TTL_S,
     MEMBERSHIP_AGE_S,
@@ -30,11 +33,12 @@ from .base import (
 )
 from .fleet import open_fleet
 from .layout import CLUSTER_BUCKETS, MEMBERS, Holders, Layout, Script
+from .server import Call, exchange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .server import Word
+    from .server import Reply, Server, Word
     from .url import RedisOptions
 
 # While the shard with the membership is away, the others are read with what was known of it.
@@ -146,8 +150,8 @@ class RedisDirectory(Directory):
                 part = listed[begin : begin + layout.SCRIPT_KEYS_MAX]
                 commands.append(self._publication(number, bucket, part))
         event = layout.encode_event(DirectoryEvent(number, first_seq, list(added), list(removed)))
-        trim = ("MAXLEN", "~", layout.STREAM_ENTRIES_MAX)
-        commands.append(_Command(MEMBERS, ("XADD", self._layout.events, *trim, "*", "e", event)))
+        appending = (1, self._layout.events, layout.STREAM_ENTRIES_MAX, event)
+        commands.append(_Command(MEMBERS, appending, layout.APPEND))
         for reply in self._run(commands):
             if isinstance(reply, Exception):
                 raise self._refused(reply)
@@ -176,17 +180,218 @@ class RedisDirectory(Directory):
         """See `Directory.locate`."""
         check_keys(keys, LOCATE_KEYS_MAX)
         asks = self._membership_commands() if self._membership_due() else []
-        places, reads = self._reads(keys)
-        replies = self._run([*asks, *reads])
-        membership = self._membership_of(replies[: len(asks)])
-        found = [()] * len(keys) if len(places) > 1 else []
-        for place, reply in zip(places, replies[len(asks) :], strict=True):
-            if not isinstance(reply, list) or len(reply) != len(place):
-                continue
-            numbers = map(membership.holders.__getitem__, reply)
-            if len(places) == 1:
-                found = list(numbers)
+        reads = self._reads(keys)
+        replies = self._run([*asks, *(command for _, command in reads)])
+        holders = self._membership_of(replies[: len(asks)]).holders
+        found: list[tuple[int, ...]] = [()] * len(keys)
+        answered, refusal = False, None
+        for (positions, _), reply in zip(reads, replies[len(asks) :], strict=True):
+            if isinstance(reply, list) and len(reply) == len(positions):
+                answered = True
+                for position, numbers in zip(
+                    positions, map(holders.__getitem__, reply), strict=True
+                ):
+                    found[position] = numbers
             else:
-                for position, located in zip(place, numbers, strict=True):
-                    found[position] = located
+                refusal = reply
+        if refusal is not None and not answered:
+            raise self._refused(refusal)
+        with self._lock:
+            self._counters["locates"] += 1
+            self._counters["located_keys"] += len(keys)
         return found
+
+    def _reads(self, keys: Sequence[bytes]) -> list[tuple[Sequence[int], _Command]]:
+        """Per MGET, the positions of its keys in `keys`, and the command."""
+        by_bucket: dict[int, Sequence[int]] = {}
+        if self._layout.buckets == 1:
+            by_bucket[0] = range(len(keys))
+        else:
+            lists: dict[int, list[int]] = {}
+            for position, key in enumerate(keys):
+                lists.setdefault(self._layout.bucket(key), []).append(position)
+            by_bucket.update(lists)
+        reads = []
+        for bucket, positions in by_bucket.items():
+            for begin in range(0, len(positions), _MGET_KEYS_MAX):
+                part = positions[begin : begin + _MGET_KEYS_MAX]
+                names = self._layout.names(bucket, [keys[position] for position in part])
+                reads.append((part, _Command(bucket, (b"MGET", *names))))
+        return reads
+
+    def events(self, after: str) -> tuple[str, list[DirectoryEvent]]:
+        """See `Directory.events`. Entries that are no events are left out, and passed over."""
+        if not _POSITION.fullmatch(after):
+            raise InvalidInput(f"{after!r} is no position of an event stream; begin with '0'")
+        words = ("XREAD", "COUNT", EVENTS_MAX, "STREAMS", self._layout.events, after)
+        (reply,) = self._run([_Command(MEMBERS, words)])
+        if reply is None or _of_wrong_type(reply):
+            return after, []
+        match reply:
+            case [[_, [*entries]]]:
+                return _decode_entries(entries, after)
+        raise self._refused(reply)
+
+    # -- membership ------------------------------------------------------------------------------
+
+    def _membership_commands(self) -> list[_Command]:
+        return [
+            _Command(MEMBERS, ("HGETALL", self._layout.nodes)),
+            _Command(MEMBERS, ("TIME",)),
+        ]
+
+    def _membership_due(self) -> bool:
+        """Whether this call should read it: one does so per `MEMBERSHIP_AGE_S`."""
+        now = time.monotonic()
+        with self._lock:
+            known = self._membership
+            if known is not None:
+                last = max(known.read_at, self._membership_asked_at)
+                if now < last + MEMBERSHIP_AGE_S:
+                    return False
+            self._membership_asked_at = now
+            return True
+
+    def _membership_of(self, replies: Sequence[Reply]) -> _Membership:
+        """From the replies if it was asked for, else as known."""
+        known = self._membership
+        if not replies:
+            return known or self._read_membership(self._run(self._membership_commands()))
+        try:
+            return self._read_membership(replies)
+        except DirectoryUnavailable:
+            if known is None or time.monotonic() > known.read_at + STALE_MEMBERSHIP_S:
+                raise
+            return known
+
+    def _read_membership(self, replies: Sequence[Reply]) -> _Membership:
+        pairs, clock = replies
+        if _of_wrong_type(pairs):
+            pairs = []
+        match clock:
+            case [bytes() as seconds, bytes() as microseconds] if isinstance(pairs, list):
+                now_ms = int(seconds) * 1000 + int(microseconds) // 1000
+            case _:
+                raise self._refused(clock if isinstance(pairs, list) else pairs)
+        nodes = layout.decode_nodes(pairs, now_ms)
+        with self._lock:
+            known = self._membership
+            if known is not None and known.holders.alive == nodes.keys():
+                holders = known.holders
+            else:
+                holders = Holders(nodes)
+            self._membership = _Membership(nodes, holders, time.monotonic())
+            return self._membership
+
+    def _forget_membership(self) -> None:
+        """Who changes it reads it anew."""
+        with self._lock:
+            self._membership = None
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    def _run(self, commands: Sequence[_Command]) -> list[Reply]:
+        """A reply per command; what went wrong stands in its place, as an exception.
+
+        Twice at most: a server that does not know our scripts yet gets them whole, and a cluster
+        that has moved a bucket says so.
+        """
+        self._check_open()
+        replies: list[Reply] = [None] * len(commands)
+        todo = list(range(len(commands)))
+        todo = self._attempt(commands, todo, replies, whole=False)
+        if todo:
+            self._attempt(commands, todo, replies, whole=True)
+        return replies
+
+    def _attempt(
+        self, commands: Sequence[_Command], todo: list[int], replies: list[Reply], *, whole: bool
+    ) -> list[int]:
+        """Put replies in their places; returns which commands are worth another attempt."""
+        by_server: dict[Server, list[int]] = {}
+        for place in todo:
+            try:
+                server = self._fleet.server(commands[place].bucket)
+            except DirectoryUnavailable as error:
+                replies[place] = error
+            else:
+                by_server.setdefault(server, []).append(place)
+        calls = [
+            Call(server, [commands[place].spelled(whole=whole) for place in places])
+            for server, places in by_server.items()
+        ]
+        exchange(calls, self._options.timeout_s)
+        again = []
+        for call, places in zip(calls, by_server.values(), strict=True):
+            if call.error is not None:
+                self._fleet.mistaken(call.server)
+            for index, place in enumerate(places):
+                reply = replies[place] = call.error or call.replies[index]
+                if isinstance(reply, redis.exceptions.NoScriptError):
+                    again.append(place)
+                elif _elsewhere(reply):
+                    self._fleet.mistaken(call.server)
+                    again.append(place)
+        return again
+
+    def _refused(self, reply: Reply) -> DirectoryUnavailable:
+        """What to raise for a reply that is none."""
+        with self._lock:
+            self._counters["failures"] += 1
+        if isinstance(reply, DirectoryUnavailable):
+            return reply
+        why = str(reply) if isinstance(reply, Exception) else f"it answered {reply!r}"
+        return DirectoryUnavailable(f"the directory at {self._options.address}: {why[:300]}")
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, Any]:
+        """See `Directory.statistics`."""
+        down = self._fleet.down()
+        with self._lock:
+            known = self._membership
+            return {
+                "kind": self._options.kind,
+                "address": self._options.address,
+                "healthy": not down,
+                "down": down,
+                "nodes": len(known.nodes) if known is not None else 0,
+                **self._counters,
+            }
+
+    def close(self) -> None:
+        """See `Directory.close`."""
+        self._closed = True
+        self._fleet.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClientClosed("this directory is closed")
+
+
+def _of_wrong_type(reply: Reply) -> bool:
+    """Somebody else's value lies under one of our names: it is taken for nothing."""
+    return isinstance(reply, redis.ResponseError) and str(reply).startswith("WRONGTYPE")
+
+
+def _elsewhere(reply: Reply) -> bool:
+    """Whether the server says that another one has (or may change) this."""
+    return isinstance(reply, redis.exceptions.ReadOnlyError) or (
+        isinstance(reply, redis.ResponseError) and str(reply).startswith("MOVED")
+    )
+
+
+def _decode_entries(entries: Sequence[Reply], after: str) -> tuple[str, list[DirectoryEvent]]:
+    events = []
+    for entry in entries:
+        match entry:
+            case [bytes() as position, [b"e", value]]:
+                event = layout.decode_event(value)
+            case [bytes() as position, *_]:
+                event = None
+            case _:
+                continue
+        after = position.decode("ascii", "replace")
+        if event is not None:
+            events.append(event)
+    return after, events

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import redis
 
@@ -34,37 +34,44 @@ class Down(Exception):
     """The server did not answer lately and was not asked again."""
 
 
+class Connection(Protocol):
+    """What is used of the library's connections."""
+
+    def connect(self) -> None: ...
+    def disconnect(self) -> None: ...
+    def can_read(self, timeout: float = 0) -> bool: ...
+    def read_response(self) -> Reply: ...
+    def pack_command(self, *words: Word) -> list[bytes]: ...
+    def send_packed_command(self, command: list[bytes]) -> None: ...
+
+
 def connection_to(
     options: RedisOptions, host: str, port: int, *, timeout_s: float | None = None
-) -> redis.Connection:
+) -> Connection:
     """A connection, not yet opened, with the options' password and TLS."""
-    kind = redis.SSLConnection if options.tls else redis.Connection
-    tls = (
-        {
+    arguments: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "db": options.database,
+        "username": options.username,
+        "password": options.password,
+        "socket_timeout": timeout_s or options.timeout_s,
+        "socket_connect_timeout": timeout_s or options.timeout_s,
+        "protocol": 2,
+    }
+    kind: Any = redis.SSLConnection if options.tls else redis.Connection
+    if options.tls:
+        arguments |= {
             "ssl_ca_certs": options.ca,
             "ssl_certfile": options.cert,
             "ssl_keyfile": options.key,
             "ssl_cert_reqs": "required",
             "ssl_check_hostname": True,
         }
-        if options.tls
-        else {}
-    )
-    return kind(
-        host=host,
-        port=port,
-        db=options.database,
-        username=options.username,
-        password=options.password,
-        socket_timeout=timeout_s or options.timeout_s,
-        socket_connect_timeout=timeout_s or options.timeout_s,
-        socket_keepalive=True,
-        protocol=2,
-        **tls,
-    )
+    return cast("Connection", kind(**arguments))
 
 
-def ask(connection: redis.Connection, *words: Word) -> Reply:
+def ask(connection: Connection, *words: Word) -> Reply:
     """One command on a connection. Raises one of `LOST`, or redis.ResponseError."""
     connection.send_packed_command(connection.pack_command(*words))
     return connection.read_response()
@@ -73,11 +80,11 @@ def ask(connection: redis.Connection, *words: Word) -> Reply:
 class Server:
     """One address. `dial` gives an opened connection, or raises one of `LOST`. Thread-safe."""
 
-    def __init__(self, address: str, dial: Callable[[], redis.Connection]) -> None:
+    def __init__(self, address: str, dial: Callable[[], Connection]) -> None:
         self.address = address
         self._dial = dial
         self._lock = threading.Lock()  # protects all below
-        self._idle: list[redis.Connection] = []
+        self._idle: list[Connection] = []
         self._breaker = Breaker()
         self._closed = False
         self.last_error = ""
@@ -92,7 +99,7 @@ class Server:
         with self._lock:
             return self._breaker.admits(time.monotonic())
 
-    def take(self) -> redis.Connection:
+    def take(self) -> Connection:
         """A connection that was not seen broken. Raises one of `LOST`."""
         while True:
             with self._lock:
@@ -106,7 +113,7 @@ class Server:
                 pass
             connection.disconnect()  # closed by the server, or out of step
 
-    def give(self, connection: redis.Connection) -> None:
+    def give(self, connection: Connection) -> None:
         """Back after a complete exchange."""
         with self._lock:
             self._breaker.succeeded()
@@ -146,7 +153,7 @@ class Call:
         self.commands = commands
         self.replies: list[Reply] = []
         self.error: Exception | None = None
-        self._connection: redis.Connection | None = None
+        self._connection: Connection | None = None
 
     def send(self) -> None:
         if not self.server.admits():
@@ -181,7 +188,7 @@ class Call:
         else:
             self.server.give(connection)
 
-    def _fail(self, connection: redis.Connection | None, error: Exception) -> None:
+    def _fail(self, connection: Connection | None, error: Exception) -> None:
         if connection is not None:
             connection.disconnect()
         self.error = error

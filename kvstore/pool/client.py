@@ -398,6 +398,14 @@ class PoolClient(Client):
         else:
             log.warning("a replication was not ordered: %d wait already", _ORDERS_MAX)
 
+    def evacuate(self, node: int, *, timeout_s: float = 600.0) -> int:
+        """Drain a node before it leaves: it takes nothing new, and hands over what no other node
+        has. Returns how many of its blocks others have then. It serves what it has until it stops;
+        call again to go on where time ran out."""
+        self._check(timeout_s)
+        self._engine.ask(node, messages.Drain(0, True), DEFAULT_TIMEOUT_S)
+        return int(self._engine.ask(node, messages.Evacuate(0, timeout_s), timeout_s).count)
+
     # -- the pool --------------------------------------------------------------------------------
 
     def nodes(self) -> dict[int, Any]:
