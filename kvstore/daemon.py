@@ -66,10 +66,10 @@ async def serve(options: DaemonOptions) -> None:
     try:
         async with Server(node, options.socket):
             with contextlib.ExitStack() as stack:
-                address = stack.enter_context(_listening(node, options))
+                address = stack.enter_context(listening(node, options))
                 if options.directory:
                     assert address is not None
-                    stack.enter_context(_in_a_pool(node, options, address))
+                    stack.enter_context(in_a_pool(node, options, address))
                 _announce(node, options, address)
                 await stop.wait()
                 log.info("stopping")
@@ -78,7 +78,7 @@ async def serve(options: DaemonOptions) -> None:
 
 
 @contextlib.contextmanager
-def _listening(node: Node, options: DaemonOptions) -> Iterator[str | None]:
+def listening(node: Node, options: DaemonOptions) -> Iterator[str | None]:
     """The network port, if there is to be one; the address under which others reach it."""
     if options.listen is None:
         yield None
@@ -92,7 +92,7 @@ def _listening(node: Node, options: DaemonOptions) -> Iterator[str | None]:
 
 
 @contextlib.contextmanager
-def _in_a_pool(node: Node, options: DaemonOptions, address: str) -> Iterator[None]:
+def in_a_pool(node: Node, options: DaemonOptions, address: str) -> Iterator[None]:
     """The node's place in the directory, and what it does for the others."""
     directory = open_directory(options.directory, pool=options.pool)
     engine = Engine(directory, options.credentials, f"node {options.name}")
