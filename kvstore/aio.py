@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from .keys import Prefix
-    from .schema import HeadRange, LayerRange
+    from .schema import HeadRange, LayerRange, Shard
 
 T = TypeVar("T")
 
@@ -199,20 +199,29 @@ class AsyncClient(ClientBase):
         return Opening(run())
 
     async def put(
-        self, prefix: Prefix, payloads: Sequence[Any], *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        prefix: Prefix,
+        payloads: Sequence[Any],
+        *,
+        shard: Shard | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> PutResult:
         """See `Client.put`."""
         self._check(timeout_s)
-        verb = verbs.put(prefix, payloads, self._link.memory.nbytes, timeout_s)
+        verb = verbs.put(prefix, payloads, self._link.memory.nbytes, timeout_s, shard)
         return await drive(verb, self._link)
 
     def reserve(
-        self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        prefix: Prefix,
+        *,
+        shard: Shard | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Opening[AsyncSlots]:
         """See `Client.reserve`; await it, or enter it with `async with`."""
 
         async def run() -> AsyncSlots:
-            verb = verbs.reserve(prefix, self._check(timeout_s))
+            verb = verbs.reserve(prefix, self._check(timeout_s), shard)
             return AsyncSlots(prefix, await drive(verb, self._link), self._link)  # type: ignore[arg-type]
 
         return Opening(run())

@@ -7,9 +7,11 @@ range was asked for (`offset` positions), and caller memory into which only the 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -17,23 +19,36 @@ import numpy as np
 from .errors import ClientClosed, InvalidInput, SchemaError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
     from .keys import Prefix
-    from .schema import ByteRange, HeadRange, KVSchema, LayerRange
+    from .schema import ByteRange, HeadRange, KVSchema, LayerRange, Shard
 
     Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Neighbouring segments of one layer, moved as one range: `count` of a selection's segments,
+    from the `first` on, in `length` bytes of the payload from `offset` on."""
+
+    offset: int
+    length: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Selection:
     """A choice of layers and heads of a schema: the byte ranges of one block that it needs.
 
     `ranges` are positions in the whole payload, ascending and coalesced; `nbytes` is their sum, and
-    the size of a buffer for `get(into=...)`. `spans` are (offset, length) of each chosen layer's
-    whole segment: what a checksum covers.
+    the size of a buffer for `get(into=...)`. `segments` are the indices of the segments that they
+    touch, `spans` the (offset, length) of each of these, whole: what a checksum covers. `aligned`
+    if the selection consists of whole segments, so that it can be verified without bytes beyond it.
+    `shard` is set for the slice of one tensor-parallel rank (`select_shard`).
     """
 
     schema: KVSchema
@@ -41,12 +56,33 @@ class Selection:
     heads: HeadRange | None
     ranges: tuple[ByteRange, ...]
     nbytes: int
+    segments: NDArray[np.intp]
     spans: tuple[tuple[int, int], ...]
+    aligned: bool
+    pieces: tuple[Piece, ...]
+    shard: Shard | None = None
 
     @property
     def contiguous(self) -> bool:
         """Whether the selection is one run of bytes of a block."""
         return len(self.ranges) == 1
+
+    @property
+    def spans_bytes(self) -> int:
+        """Bytes of all touched segments; more than `nbytes` if the selection is not aligned."""
+        return sum(length for _, length in self.spans)
+
+    def bitmap(self) -> bytes:
+        """The touched segments as bits: bit 0 of byte 0 is the first segment of the block."""
+        flags = np.zeros(len(self.schema.segments), np.uint8)
+        flags[self.segments] = 1
+        return np.packbits(flags, bitorder="little").tobytes()
+
+    def where(self, layer: int, part: str) -> ByteRange:
+        """Which bytes of the payload the selected heads of one part are. Raises SchemaError."""
+        if self.shard is not None:
+            return self.schema.shard_range(layer, part, self.shard)
+        return self.schema.range(layer, part, heads=self.heads)
 
     def packed_offset(self, wanted: ByteRange) -> int:
         """Where a range that lies in the selection begins when the selection is packed."""
@@ -57,6 +93,17 @@ class Selection:
             before += held.length
         raise InvalidInput(f"bytes [{wanted.offset}, {wanted.end}) were not asked for")
 
+    def cuts(self) -> Iterator[tuple[int, int]]:
+        """(offset, length) of each of `ranges` in memory that has all of `spans`, packed.
+
+        A range's segments are neighbours, in the payload and therefore in that memory too.
+        """
+        begins = [begin for begin, _ in self.spans]
+        ends = list(accumulate((length for _, length in self.spans), initial=0))
+        for wanted in self.ranges:
+            first = bisect_right(begins, wanted.offset) - 1
+            yield ends[first] + wanted.offset - begins[first], wanted.length
+
 
 def select(
     schema: KVSchema, layers: LayerRange | None = None, heads: HeadRange | None = None
@@ -66,6 +113,16 @@ def select(
     Raises SchemaError for what the schema does not have.
     """
     return _select(schema, _hashable(layers), _hashable(heads))
+
+
+def select_shard(schema: KVSchema, shard: Shard | None) -> Selection:
+    """The slice of a block that rank `shard[0]` of `shard[1]` writes: its heads of every layer that
+    the schema splits and, on rank 0, all of the other layers. None selects the whole block.
+
+    Raises SchemaError for ranks that the schema's `shards` do not allow.
+    """
+    checked = schema.check_shard(shard)
+    return select(schema) if checked is None else _select_shard(schema, checked)
 
 
 def _hashable(chosen: LayerRange | HeadRange | None) -> Any:
@@ -88,13 +145,68 @@ def _original(chosen: Any) -> Any:
 def _select(schema: KVSchema, layers: Any, heads: Any) -> Selection:
     layers, heads = _original(layers), _original(heads)
     ranges = schema.ranges(layers=layers, heads=heads)
-    chosen = tuple(
-        index
-        for index, segment in enumerate(schema.segments)
-        if any(r.offset < segment.end and segment.offset < r.end for r in ranges)
+    begins = [segment.offset for segment in schema.segments]
+    touched: dict[int, None] = {}  # ordered; two ranges may touch one segment
+    for wanted in ranges:
+        first, stop = bisect_right(begins, wanted.offset) - 1, bisect_left(begins, wanted.end)
+        touched.update(dict.fromkeys(range(first, stop)))
+    return _selection(schema, list(touched), ranges, heads, None)
+
+
+@lru_cache(maxsize=256)
+def _select_shard(schema: KVSchema, shard: Shard) -> Selection:
+    chosen = [
+        segment
+        for layer in range(len(schema.layers))
+        for segment in schema.shard_segments(layer, shard)
+    ]
+    ranges: list[ByteRange] = []
+    for segment in chosen:
+        span = schema.segments[segment]
+        if ranges and ranges[-1].end == span.offset:
+            ranges[-1] = replace(ranges[-1], length=ranges[-1].length + span.length)
+        else:
+            ranges.append(span)
+    return _selection(schema, chosen, tuple(ranges), None, shard)
+
+
+def _selection(
+    schema: KVSchema,
+    segments: list[int],
+    ranges: tuple[ByteRange, ...],
+    heads: HeadRange | None,
+    shard: Shard | None,
+) -> Selection:
+    nbytes = sum(r.length for r in ranges)
+    spans = tuple((schema.segments[i].offset, schema.segments[i].length) for i in segments)
+    layers = tuple(dict.fromkeys(map(schema.layer_of, segments)))
+    return Selection(
+        schema,
+        layers,
+        heads,
+        ranges,
+        nbytes,
+        np.array(segments, np.intp),
+        spans,
+        sum(length for _, length in spans) == nbytes,
+        _pieces(schema, segments),
+        shard,
     )
-    spans = tuple((schema.segments[i].offset, schema.segments[i].length) for i in chosen)
-    return Selection(schema, chosen, heads, ranges, sum(r.length for r in ranges), spans)
+
+
+def _pieces(schema: KVSchema, segments: list[int]) -> tuple[Piece, ...]:
+    pieces: list[Piece] = []
+    for number, index in enumerate(segments):
+        segment = schema.segments[index]
+        last = pieces[-1] if pieces else None
+        joins = last is not None and last.offset + last.length == segment.offset
+        if last is not None and joins and schema.layer_of(index) == schema.layer_of(index - 1):
+            pieces[-1] = Piece(
+                last.offset, last.length + segment.length, last.first, last.count + 1
+            )
+        else:
+            pieces.append(Piece(segment.offset, segment.length, number, 1))
+    return tuple(pieces)
 
 
 class Layer:
@@ -160,10 +272,13 @@ class Payload:
 
     def layer(self, index: int) -> Layer:
         """Layer `index` of the schema; SchemaError if it was not asked for."""
-        if index not in self.selection.layers:
+        layers = self.selection.layers
+        if index not in layers:
+            if self.selection.shard is not None and layers[0] <= index <= layers[-1]:
+                raise SchemaError(f"layer {index} is not split over ranks: rank 0 writes it")
             raise SchemaError(
                 f"layer {index} is not among the layers of this result "
-                f"({self.selection.layers[0]} to {self.selection.layers[-1]})"
+                f"({layers[0]} to {layers[-1]})"
             )
         return Layer(self, index)
 
@@ -171,7 +286,7 @@ class Payload:
         """[heads, entries, dim] of one part, only the selected heads."""
         selection = self.selection
         schema = selection.schema
-        where = schema.range(layer, name, heads=selection.heads)
+        where = selection.where(layer, name)
         part = next(part for part in schema.layers[layer].parts if part.name == name)
         offset = selection.packed_offset(where) if self._packed else where.offset
         flat = self.memory[offset : offset + where.length].view(part.numpy_dtype)
@@ -267,7 +382,8 @@ class Blocks(Sequence[Block]):
 class Slot(Payload):
     """One reserved block to be written in place: `view` is its uint8 payload in the pool.
 
-    `index` is its position in the prefix, `skip()` leaves it out of the commit.
+    `index` is its position in the prefix, `skip()` leaves it out of the commit. Of a shard's slot,
+    `layer(i)` gives this rank's heads; `view` is the whole block, of which only these are its own.
     """
 
     __slots__ = ("extent", "generation", "index", "offset", "skipped")

@@ -10,52 +10,36 @@ import contextlib
 import json
 import logging
 import os
-import time
 from dataclasses import asdict
 from importlib.metadata import entry_points, version
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads annotations
 from socket import gethostname
 from typing import Annotated, Any
 
 import typer
 import uvloop
-from rich.console import Console, Group
-from rich.live import Live
 from rich.logging import RichHandler
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from .client import Client
+from .console import JsonFlag, SocketOption, TokenFileOption, console, errors_console
 from .credentials import load_credentials, parse_address
 from .daemon import DaemonOptions, serve
-from .errors import TiffinError
+from .errors import InvalidInput, TiffinError
 from .eviction import POLICIES
 from .node.core import CoreOptions
 from .node.node import NodeOptions
+from .operate import drain, token
 from .sizes import format_bytes, parse_bytes
+from .status import status
 from .tiers.slab import inspect_slab
+from .up import up
 from .url import default_socket, parse_nvme
 
-console = Console()
-errors_console = Console(stderr=True)
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-SocketOption = Annotated[
-    Path | None,
-    typer.Option("--socket", help="Unix socket of the node.", show_default="a private default"),
-]
-TokenFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="File with the pool's shared token; else the one TIFFIN_TOKEN_FILE names.",
-        show_default=False,
-    ),
-]
-
-
-def main() -> None:
-    """Run the `tiffin` program."""
+def main(*, installed: bool = True) -> None:
+    """Run the `tiffin` program: with the commands of every installed package, or with ours only."""
     app = typer.Typer(
         name="tiffin",
         help="Tiffin keeps the KV caches of large language models in one pool.",
@@ -65,15 +49,29 @@ def main() -> None:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(_program)
-    for entry in sorted(entry_points(group="tiffin.commands"), key=lambda entry: entry.name):
+    found = entry_points(group="tiffin.commands") if installed else ()
+    for entry in sorted(found, key=lambda entry: entry.name):
         entry.load()(app)
+    if not found:
+        commands(app)
     try:
         app()
     except TiffinError as error:
-        # One line, however narrow the terminal: logs count lines, and people copy commands from it.
-        text = Text.assemble((f"{type(error).__name__}:", "bold red"), f" {error}")
-        errors_console.print(text, soft_wrap=True)
+        _explain(error)
         raise SystemExit(2) from error
+    except ModuleNotFoundError as error:
+        if error.name != "redis":
+            raise
+        _explain(
+            InvalidInput('a directory in Redis needs its library: pip install "tiffin[redis]"')
+        )
+        raise SystemExit(2) from error
+
+
+def _explain(error: TiffinError) -> None:
+    # One line, however narrow the terminal: logs count lines, and people copy commands from it.
+    text = Text.assemble((f"{type(error).__name__}:", "bold red"), f" {error}")
+    errors_console.print(text, soft_wrap=True)
 
 
 def _program(
@@ -87,7 +85,10 @@ def _program(
 def commands(app: typer.Typer) -> None:
     """Add the store's commands."""
     app.command("node")(node)
+    app.command("up")(up)
     app.command("status")(status)
+    app.command("drain")(drain)
+    app.command("token")(token)
     app.command("inspect")(inspect)
 
 
@@ -188,107 +189,6 @@ def _set_up_logging(level: str) -> None:
         raise typer.BadParameter(f"--log-level {level}: debug, info, warning or error")
     handler = RichHandler(console=errors_console, show_path=False)
     logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[handler])
-
-
-# -- tiffin status ---------------------------------------------------------------------------------
-
-
-def status(
-    socket: SocketOption = None,
-    as_json: JsonFlag = False,
-    watch: Annotated[
-        float | None, typer.Option("--watch", "-w", help="Redraw every so many seconds.")
-    ] = None,
-) -> None:
-    """Show a node's tiers, hit rates, leases and clients.
-
-    **Examples**
-
-    `tiffin status`, `tiffin status --watch 1`, `tiffin status --json | jq .counters`
-    """
-    url = f"unix:{socket}" if socket else "unix:"
-    with Client.open(url, name="tiffin status") as client:
-        if as_json:
-            typer.echo(json.dumps(client.statistics(), indent=2))
-        elif watch is None:
-            console.print(status_table(client.statistics()))
-        else:
-            with (
-                contextlib.suppress(KeyboardInterrupt),
-                Live(status_table(client.statistics()), console=console) as live,
-            ):
-                while True:
-                    time.sleep(watch)
-                    live.update(status_table(client.statistics()))
-
-
-def status_table(numbers: dict[str, Any]) -> Group:
-    """`Client.statistics()` as tables for people."""
-    return Group(_tiers_table(numbers), _counters_table(numbers), _clients_table(numbers))
-
-
-def _tiers_table(numbers: dict[str, Any]) -> Table:
-    title = f"{escape(numbers['node'])}: {numbers['blocks']} blocks, up {numbers['uptime_s']:.0f} s"
-    table = Table(title=title, title_justify="left")
-    table.add_column("tier")
-    tiers = numbers["tiers"]
-    for name in tiers:
-        table.add_column(name, justify="right")
-    for row in ("capacity", "committed", "reserved", "quarantined", "free", "largest free"):
-        field = row.replace(" ", "_") + "_bytes"
-        table.add_row(row, *(format_bytes(tier[field]) for tier in tiers.values()))
-    table.add_row("blocks", *(str(tier["blocks"]) for tier in tiers.values()))
-    table.add_row("state", *(_tier_state(name, tier) for name, tier in tiers.items()))
-    return table
-
-
-def _tier_state(name: str, tier: dict[str, Any]) -> str:
-    if not (tier["healthy"] and tier["writable"]):
-        return "[red]takes no more blocks[/]"
-    return "ok, buffered I/O" if name == "nvme" and not tier["direct_io"] else "ok"
-
-
-def _counters_table(numbers: dict[str, Any]) -> Table:
-    counters = numbers["counters"]
-    hits = counters["dram_hits"] + counters["nvme_hits"]
-    asked = hits + counters["misses"]
-    rate = f"{hits / asked:.1%}" if asked else "none asked yet"
-    table = Table(show_header=False)
-    pairs = {
-        "blocks asked for": asked,
-        "hit rate": rate,
-        "from DRAM": f"{counters['dram_hits']} ({format_bytes(counters['dram_hit_bytes'])})",
-        "from NVMe": f"{counters['nvme_hits']} ({format_bytes(counters['nvme_hit_bytes'])})",
-        "stored": f"{counters['commits']} ({format_bytes(counters['commit_bytes'])})",
-        "evicted / demoted": "{evictions} / {demotions}".format(**counters),
-        "promoted / written back": "{promotions} / {write_backs}".format(**counters),
-        "corrupt / medium errors": "{corrupt} / {medium_errors}".format(**counters),
-        "writes aborted / expired": "{aborts} / {expired}".format(**counters),
-        "waiting requests / queued moves": f"{numbers['waiting_requests']} / "
-        f"{numbers['queued_moves']}",
-    }
-    for name, value in pairs.items():
-        table.add_row(name, str(value))
-    return table
-
-
-def _clients_table(numbers: dict[str, Any]) -> Table:
-    table = Table(title="clients", title_justify="left")
-    for column in ("name", "pid", "read leases", "write leases", "held", "state"):
-        table.add_column(column, justify="left" if column in ("name", "state") else "right")
-    for session in numbers["sessions"]:
-        state = "gone, waiting for its process to end" if session["gone"] else "connected"
-        if session["zombie_leases"]:
-            state += f", {session['zombie_leases']} expired reservations"
-        table.add_row(
-            escape(session["name"] or "-"),
-            str(session["pid"]),
-            str(session["read_leases"]),
-            str(session["write_leases"]),
-            format_bytes(session["held_bytes"]),
-            state,
-        )
-    return table
 
 
 # -- tiffin inspect --------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from .errors import ClientClosed, StaleLease
 from .link import Link, LocalLink, SocketLink
 from .node import messages
 from .node.node import Node
-from .node.records import Pin
+from .node.records import Kept, Pin
 from .url import Daemon, Embedded, Pool, parse_url
 from .verbs import DEFAULT_TIMEOUT_S, Access, Call, Hit, Post, PutResult, Reserved, Verb, Verify
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from .keys import Prefix
-    from .schema import HeadRange, LayerRange
+    from .schema import HeadRange, LayerRange, Shard
 
 T = TypeVar("T")
 
@@ -75,6 +75,11 @@ class LeasedBlocks(Blocks):
             raise ClientClosed("these blocks were released; use them inside the `with` block")
         return super().__getitem__(index)
 
+    @property
+    def released(self) -> bool:
+        """Whether `release` was called."""
+        return self._released
+
     def release(self) -> None:
         """End the lease; the views must not be used any more. Raises StaleLease the second time."""
         if self._released:
@@ -98,8 +103,8 @@ class Slots(Sequence[Slot]):
 
     Holds only blocks that were not resident: `slots[i].index` is a position in the prefix, and so
     are `resident` (in the pool already), `busy` (another writer is at it) and, after the `with`
-    block, `stored`. `reason` is "no_room" if the end of the prefix got no slots. An exception
-    inside aborts all.
+    block, `stored`, and `pending` (this rank's slice is in, other ranks' are awaited). `reason` is
+    "no_room" if the end of the prefix got no slots. An exception inside aborts all.
     """
 
     def __init__(self, prefix: Prefix, reserved: Reserved, link: Link) -> None:
@@ -108,6 +113,7 @@ class Slots(Sequence[Slot]):
         self.busy = reserved.busy
         self.reason = reserved.reason
         self.stored: tuple[int, ...] = ()
+        self.pending: tuple[int, ...] = ()
         self._slots = reserved.slots
         self._lease = reserved.lease
         self._link = link
@@ -133,8 +139,10 @@ class Slots(Sequence[Slot]):
         # Raises ClientClosed: since its goodbye, these extents may belong to others.
         _ = self._link.memory
 
-    def _settle(self, flags: list[bool]) -> None:
-        self.stored = tuple(s.index for s, ok in zip(self._slots, flags, strict=True) if ok)
+    def _settle(self, kept: bytes) -> None:
+        settled = list(zip([slot.index for slot in self._slots], kept, strict=True))
+        self.stored = tuple(index for index, flag in settled if flag == Kept.STORED)
+        self.pending = tuple(index for index, flag in settled if flag == Kept.PENDING)
         for slot in self._slots:
             slot.let_go()
 
@@ -265,22 +273,39 @@ class Client(ClientBase):
         return LeasedBlocks(drive(copied, self._link), 0, None)
 
     def put(
-        self, prefix: Prefix, payloads: Sequence[Any], *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        prefix: Prefix,
+        payloads: Sequence[Any],
+        *,
+        shard: Shard | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> PutResult:
         """Copy one payload per block into the pool; blocks that are resident are skipped.
+
+        `shard`: (rank, ranks), to write one tensor-parallel rank's slice of each block. Payloads
+        are these slices, packed (`select_shard`), or whole blocks of which the slice is taken. A
+        block is visible once every rank has put its slice; until then it is `pending`.
 
         Returns what became of each block: no room within `timeout_s` is a result, not an error.
         """
         self._check(timeout_s)
-        verb = verbs.put(prefix, payloads, self._link.memory.nbytes, timeout_s)
+        verb = verbs.put(prefix, payloads, self._link.memory.nbytes, timeout_s, shard)
         return drive(verb, self._link)
 
-    def reserve(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Slots:
+    def reserve(
+        self,
+        prefix: Prefix,
+        *,
+        shard: Shard | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> Slots:
         """Slots for the blocks that are not resident, to be written in place.
 
-        Raises NoRoom when not even the first could be had within `timeout_s`.
+        `shard`: (rank, ranks), to write only this rank's heads of each layer; see `put`. All ranks
+        get the same slots, each in its own process. Raises NoRoom when not even the first could be
+        had within `timeout_s`.
         """
-        verb = verbs.reserve(prefix, self._check(timeout_s))
+        verb = verbs.reserve(prefix, self._check(timeout_s), shard)
         return Slots(prefix, drive(verb, self._link), self._link)
 
     def pin(

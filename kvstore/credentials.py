@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import re
 import socket
 import stat
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ NONCE_BYTES = 16
 # Shorter tokens can be guessed offline by who has seen one handshake.
 TOKEN_BYTES_MIN = 16
 TOKEN_BYTES_MAX = 4096
+# The longest name that DNS has. What would be another part of a URL, or is not printable, is no host.
+HOST_BYTES_MAX = 253
+_NO_HOST = re.compile(r"[@/\\\s\x00-\x1f\x7f]")
 TOKEN_FILE_VARIABLE = "TIFFIN_TOKEN_FILE"
 
 
@@ -62,8 +66,13 @@ class Credentials:
             raise InvalidInput(f"can't load the TLS certificate or key: {error}") from error
 
     def client_context(self) -> ssl.SSLContext | None:
-        """TLS for a connecting client; None without `tls_ca`."""
+        """TLS for a connecting client; None without `tls_ca`. Raises InvalidInput for a certificate
+        alone: who shows one means to use TLS, and would go without."""
         if self.tls_ca is None:
+            if self.tls_cert is not None:
+                raise InvalidInput(
+                    "a certificate is only shown to who can be checked: give tls_ca as well"
+                )
             return None
         try:
             return client_tls(self.tls_ca, self.tls_cert, self.tls_key)
@@ -110,9 +119,10 @@ def load_credentials(
 def read_token(path: Path) -> bytes:
     """The token in `path`, without surrounding white space."""
     try:
-        mode = path.stat().st_mode
-        token = path.read_bytes().strip()
-    except OSError as error:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read(2 * TOKEN_BYTES_MAX).strip()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in its name
         raise InvalidInput(f"can't read the token file: {error}") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise InvalidInput(f"{path} can be read by others; run: chmod 600 {path}")
@@ -131,11 +141,19 @@ def parse_address(text: str) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         raise InvalidInput(f"{text!r}: write an IPv6 address in brackets, [::1]:7700")
-    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise InvalidInput(
-            f"{text!r} is not an address; write HOST:PORT, such as 10.0.0.5:7700"
-        )
+    numeric = len(port) <= 5 and port.isascii() and port.isdigit()
+    if not colon or not _is_host(host) or not numeric or int(port) > 65535:
+        raise InvalidInput(f"{text!r} is not an address; write HOST:PORT, such as 10.0.0.5:7700")
     return host, int(port)
+
+
+def _is_host(host: str) -> bool:
+    """Whether `host` can be a name or an address at all: the resolver is not asked for others."""
+    try:
+        encoded = host.encode("idna")  # labels of 1 to 63 bytes
+    except UnicodeError:
+        return False
+    return 0 < len(encoded) <= HOST_BYTES_MAX and not _NO_HOST.search(host)
 
 
 def is_loopback(host: str) -> bool:

@@ -36,6 +36,7 @@ from .errors import (
     VersionMismatch,
 )
 from .node import messages
+from .node.arrival import Arrival
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,35 +142,6 @@ def undo(reply: messages.AnyReply) -> messages.Request | None:
     return None
 
 
-class _Arrival:
-    """Where the reply of one embedded call arrives, perhaps from another thread."""
-
-    __slots__ = ("_arrived", "_late", "_lock", "_too_late", "reply")
-
-    def __init__(self, too_late: Callable[[messages.AnyReply], None]) -> None:
-        self.reply: messages.AnyReply | None = None
-        self._too_late = too_late
-        self._late = False
-        self._lock = threading.Lock()
-        self._arrived = threading.Lock()
-        self._arrived.acquire()
-
-    def put(self, reply: messages.AnyReply) -> None:
-        with self._lock:
-            self.reply = reply
-            late = self._late
-        self._arrived.release()
-        if late:
-            self._too_late(reply)
-
-    def wait(self, timeout_s: float) -> messages.AnyReply | None:
-        if self.reply is None:
-            self._arrived.acquire(timeout=timeout_s)
-        with self._lock:
-            self._late = self.reply is None
-            return self.reply
-
-
 class LocalLink:
     """A client in the node's own process."""
 
@@ -194,7 +166,7 @@ class LocalLink:
         if self._closed:
             raise ClientClosed("this client is closed")
         request.id = next(self._ids)
-        arrival = _Arrival(self._undo)
+        arrival = Arrival(self._undo)
         self._node.submit(self._session, request, arrival.put)
         reply = arrival.wait(timeout_s + GRACE_S)
         if reply is None:

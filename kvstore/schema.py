@@ -8,9 +8,13 @@ byte range of any (layer, part, head range). The order is
 so that one layer is one range, and so are one tensor-parallel rank's heads of one part: ranks of
 any degree read the same block, each its own slices. Engines keep `[page, token, head, dim]`;
 kernels translate on the way in and out.
+
+A segment is what has a checksum of its own: one layer, or with `shards=n` one of n equal groups of
+heads of one part of a layer, so that one rank's slice can be written, moved and verified alone.
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,6 +24,7 @@ from typing import Any, Final, Self, TypeAlias
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
 from .block import MAX_BLOCK_TOKENS, MAX_SEGMENTS, PAGE_BYTES, HeaderShape, header_bytes
 from .errors import SchemaError
@@ -46,6 +51,7 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
 _Range: TypeAlias = range  # KVSchema has a method of that name
 HeadRange: TypeAlias = tuple[int, int] | slice | range
 LayerRange: TypeAlias = int | tuple[int, int] | slice | range
+Shard: TypeAlias = tuple[int, int]  # (rank, ranks): one tensor-parallel rank of so many
 
 
 class LayerKind(StrEnum):
@@ -238,10 +244,14 @@ class KVSchema:
     layers: tuple[LayerSpec, ...]
     block_tokens: int = 512
     hash: str = "xxh3_128"
+    shards: int = 1  # groups of heads with checksums of their own, in layers that they divide
     block_bytes: int = field(init=False, compare=False)  # payload, without the header
     header_bytes: int = field(init=False, compare=False)
     extent_bytes: int = field(init=False, compare=False)  # header and payload, in whole pages
-    segments: tuple[ByteRange, ...] = field(init=False, compare=False)  # one per layer
+    spans: tuple[ByteRange, ...] = field(init=False, compare=False)  # one per layer
+    segments: tuple[ByteRange, ...] = field(init=False, compare=False)  # what checksums cover
+    segment_bytes: NDArray[np.uint64] = field(init=False, compare=False)  # [segments], read-only
+    first_segments: tuple[int, ...] = field(init=False, compare=False)  # of each layer, and the end
     header: HeaderShape = field(init=False, compare=False)  # how readers recognise its blocks
     fingerprint: bytes = field(init=False, compare=False)  # 16 bytes
 
@@ -257,10 +267,12 @@ class KVSchema:
                     f"layer {index}: one entry per {layer.tokens_per_entry} tokens"
                     f" does not divide {self.block_tokens} tokens"
                 )
-        segments = _tile(layer.segment_bytes(self.block_tokens) for layer in self.layers)
-        block_bytes = segments[-1].end
+        spans = _tile(layer.segment_bytes(self.block_tokens) for layer in self.layers)
+        block_bytes = spans[-1].end
         if block_bytes > MAX_BLOCK_BYTES:
             raise SchemaError(f"a block would have {block_bytes} bytes; at most {MAX_BLOCK_BYTES}")
+        object.__setattr__(self, "spans", spans)
+        segments = self._cut_segments()
         head_bytes = header_bytes(len(segments), self.block_tokens)
         extent_bytes = -(-(head_bytes + block_bytes) // PAGE_BYTES) * PAGE_BYTES
         header = HeaderShape(
@@ -277,6 +289,33 @@ class KVSchema:
         digest = blake2b(self.canonical_bytes(), digest_size=16).digest()
         object.__setattr__(self, "fingerprint", digest)
 
+    def _cut_segments(self) -> tuple[ByteRange, ...]:
+        """The segments of all layers; notes where each layer's begin, and how long each is."""
+        _check_int("shards", self.shards, 1, MAX_SEGMENTS)
+        if self.shards > 1 and not any(self.splits(layer) for layer in range(len(self.layers))):
+            raise SchemaError(
+                f"shards={self.shards} divides the heads of no layer, so there is nothing to split"
+            )
+        firsts, lengths = [0], []
+        for layer, spec in enumerate(self.layers):
+            if self.splits(layer):
+                for part in spec.parts:
+                    group_bytes = spec.part_bytes(part, self.block_tokens) // self.shards
+                    lengths += [group_bytes] * self.shards
+            else:
+                lengths.append(self.spans[layer].length)
+            firsts.append(len(lengths))
+        if len(lengths) > MAX_SEGMENTS:
+            raise SchemaError(
+                f"{len(self.layers)} layers with shards={self.shards} make {len(lengths)} segments;"
+                f" a header has room for {MAX_SEGMENTS}"
+            )
+        sizes = np.array(lengths, np.uint64)
+        sizes.flags.writeable = False
+        object.__setattr__(self, "segment_bytes", sizes)
+        object.__setattr__(self, "first_segments", tuple(firsts))
+        return _tile(lengths) if self.shards > 1 else self.spans
+
     @classmethod
     def of(
         cls,
@@ -285,9 +324,15 @@ class KVSchema:
         *,
         block_tokens: int = 512,
         hash: str = "xxh3_128",
+        shards: int = 1,
     ) -> Self:
-        """A schema with one spec per layer, for models that mix kinds."""
-        return cls(model=model, layers=tuple(specs), block_tokens=block_tokens, hash=hash)
+        """A schema with one spec per layer, for models that mix kinds.
+
+        With `shards`, layers whose heads it divides are split; the others keep one segment each.
+        """
+        return cls(
+            model=model, layers=tuple(specs), block_tokens=block_tokens, hash=hash, shards=shards
+        )
 
     @classmethod
     def gqa(
@@ -302,8 +347,13 @@ class KVSchema:
         v_dtype: str | None = None,
         block_tokens: int = 512,
         hash: str = "xxh3_128",
+        shards: int = 1,
     ) -> Self:
-        """A model whose layers all keep K and V for every token: Llama, Qwen, Mistral."""
+        """A model whose layers all keep K and V for every token: Llama, Qwen, Mistral.
+
+        `shards`: the largest tensor-parallel degree whose ranks write or read slices of a block on
+        their own; it divides `kv_heads`, and every other degree divides it.
+        """
         spec = LayerSpec.gqa(
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -312,7 +362,7 @@ class KVSchema:
             v_dtype=v_dtype,
         )
         specs = _repeat(spec, layers)
-        return cls(model=model, layers=specs, block_tokens=block_tokens, hash=hash)
+        return cls(model=model, layers=specs, block_tokens=block_tokens, hash=hash, shards=shards)
 
     @classmethod
     def mla(
@@ -344,7 +394,8 @@ class KVSchema:
         )
 
     def canonical_bytes(self) -> bytes:
-        """Every field that can change a block's bytes, as compact ASCII JSON (docs/schema.md)."""
+        """Every field that can change a block's bytes or its header's checksums, as compact ASCII
+        JSON (docs/schema.md)."""
         layers = [
             [
                 str(layer.kind),
@@ -357,6 +408,8 @@ class KVSchema:
             for layer in self.layers
         ]
         content = [SCHEMA_FORMAT, self.model, self.hash, self.block_tokens, layers]
+        if self.shards > 1:
+            content.append(self.shards)
         return json.dumps(content, ensure_ascii=True, separators=(",", ":")).encode("ascii")
 
     def range(self, layer: int, part: str, heads: HeadRange | None = None) -> ByteRange:
@@ -390,18 +443,76 @@ class KVSchema:
                     spans.append(span)
         return tuple(spans)
 
+    def splits(self, layer: int) -> bool:
+        """Whether `shards` splits this layer: it has heads, and so many groups of them. Otherwise
+        it is one segment, which rank 0 writes for all."""
+        spec = self.layers[layer]
+        return (
+            self.shards > 1
+            and spec.has_heads
+            and all(part.heads % self.shards == 0 for part in spec.parts)
+        )
+
+    def layer_segments(self, layer: int) -> _Range:
+        """The indices of a layer's segments."""
+        return range(self.first_segments[layer], self.first_segments[layer + 1])
+
+    def layer_of(self, segment: int) -> int:
+        """The layer that a segment belongs to."""
+        return bisect_right(self.first_segments, segment) - 1
+
+    def check_shard(self, shard: Shard | None) -> Shard | None:
+        """`shard` if it names a rank whose slice is whole segments; None for one rank of one.
+
+        Raises SchemaError.
+        """
+        if shard is None:
+            return None
+        if not isinstance(shard, tuple) or len(shard) != 2:
+            raise SchemaError(f"shard is (rank, ranks), not {shard!r}")
+        ranks = _check_int("ranks", shard[1], 1, MAX_SEGMENTS)
+        rank = _check_int("rank", shard[0], 0, ranks - 1)
+        if self.shards % ranks:
+            raise SchemaError(
+                f"{ranks} ranks can't each write whole segments of a schema with"
+                f" shards={self.shards}: make it with shards={ranks}, or a multiple"
+            )
+        return None if ranks == 1 else (rank, ranks)
+
+    def shard_segments(self, layer: int, shard: Shard) -> list[int]:
+        """The indices of those of a layer's segments that one rank writes."""
+        rank, ranks = shard
+        first = self.first_segments[layer]
+        if not self.splits(layer):
+            return [] if rank else [first]
+        each = self.shards // ranks
+        groups = range(rank * each, (rank + 1) * each)
+        parts = range(len(self.layers[layer].parts))
+        return [first + part * self.shards + group for part in parts for group in groups]
+
+    def shard_range(self, layer: int, part: str, shard: Shard) -> ByteRange:
+        """Where one rank's slice of one part lies; of a layer that is not split, all of it.
+
+        Raises SchemaError.
+        """
+        whole = self.range(layer, part)
+        if not self.splits(layer):
+            return whole
+        rank, ranks = shard
+        return ByteRange(whole.offset + rank * (whole.length // ranks), whole.length // ranks)
+
     def prefix(self, token_ids: TokenIds, namespace: str = "", secret: bytes = b"") -> Prefix:
         """The blocks of a prompt and their keys. Raises TokenError and InvalidInput."""
         return Prefix(self, token_ids, namespace=namespace, secret=secret)
 
     def _spans(self, layer: int, heads: HeadRange | None) -> Iterable[ByteRange]:
         if heads is None or not self.layers[layer].has_heads:
-            return (self.segments[layer],)
+            return (self.spans[layer],)
         return (span for _, span in self._parts(layer, heads))
 
     def _parts(self, layer: int, heads: HeadRange | None) -> Iterator[tuple[str, ByteRange]]:
         spec = self.layers[layer]
-        offset = self.segments[layer].offset
+        offset = self.spans[layer].offset
         for part in spec.parts:
             part_bytes = spec.part_bytes(part, self.block_tokens)
             if heads is None or not spec.has_heads:

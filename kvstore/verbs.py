@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from tiffin.messenger import local
 
-from .block import pack_header, verify_identity
-from .blocks import Block, Blocks, Selection, Slot, select
-from .errors import CorruptBlock, InvalidInput, NoRoom, VersionMismatch
+from .blocks import Block, Blocks, Selection, Slot, select, select_shard
+from .errors import InvalidInput, NoRoom
+from .leased import Leased, check
 from .node import messages
 from .node.core import Status
-from .node.records import IN_DRAM, Reason
-from .payloads import payload_views, target_views
+from .node.records import IN_DRAM, Kept, Reason
+from .payloads import target_views
+from .sealing import check_shard_blocks, seal, shard_blocks_max, shard_header
+from .slices import all_checksums, scatter_hashed, source_views
 from .tiers.base import TierName
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .keys import Prefix
-    from .schema import HeadRange, LayerRange
+    from .schema import HeadRange, LayerRange, Shard
 
     Bytes = NDArray[np.uint8]
 
@@ -107,7 +109,8 @@ class PutResult:
     """What became of each block of a put, as positions in the prefix.
 
     `stored`: written now. `resident`: was there already. `busy`: another writer is at it.
-    `refused`: the node did not accept it. The rest found no room, `reason` says why.
+    `refused`: the node did not accept it, or another rank of a shared write gave up. `pending`:
+    this rank's slice is in, other ranks' are awaited. The rest found no room, `reason` says why.
     """
 
     stored: tuple[int, ...]
@@ -115,11 +118,12 @@ class PutResult:
     busy: tuple[int, ...]
     refused: tuple[int, ...]
     reason: str | None
+    pending: tuple[int, ...] = ()
 
     @property
     def complete(self) -> bool:
         """Whether every block of the prefix is in the pool now."""
-        return self.reason is None and not self.busy and not self.refused
+        return self.reason is None and not (self.busy or self.refused or self.pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,21 @@ def check_timeout(timeout_s: float) -> float:
             f"timeout_s={timeout_s!r}; it must be from 0 to {messages.TIMEOUT_S_MAX:.0f}"
         )
     return timeout_s
+
+
+def check_ttl(ttl_s: float | None) -> float:
+    """How long a pin lasts, FOREVER_S without a time; raises InvalidInput."""
+    if ttl_s is None:
+        return FOREVER_S
+    if not (isinstance(ttl_s, int | float) and ttl_s > 0):
+        raise InvalidInput(f"ttl_s must be a positive number of seconds, not {ttl_s!r}")
+    return ttl_s
+
+
+def check_blocks(prefix: Prefix) -> None:
+    """Raise InvalidInput for more blocks than one call takes."""
+    if len(prefix) > BLOCKS_MAX:
+        raise InvalidInput(f"{len(prefix)} blocks in one call; the limit is {BLOCKS_MAX}")
 
 
 def check_name(name: str) -> str:
@@ -185,11 +204,10 @@ def exists(prefix: Prefix, timeout_s: float) -> Verb[list[bool]]:
 
 def pin(prefix: Prefix, level: int, ttl_s: float | None, timeout_s: float) -> Verb[int]:
     """Pin or unpin the resident blocks."""
-    if ttl_s is not None and not (isinstance(ttl_s, int | float) and ttl_s > 0):
-        raise InvalidInput(f"ttl_s must be a positive number of seconds, not {ttl_s!r}")
+    until_s = check_ttl(ttl_s)
     if not len(prefix):
         return 0
-    request = messages.Pin(0, _keys(prefix), level, ttl_s or FOREVER_S)
+    request = messages.Pin(0, _keys(prefix), level, until_s)
     reply, _ = yield Call(request, timeout_s)
     return int(reply.count)
 
@@ -209,79 +227,6 @@ def statistics(timeout_s: float) -> Verb[dict[str, Any]]:
 
 
 # -- reading ---------------------------------------------------------------------------------------
-
-
-class Leased:
-    """Blocks of `prefix` that lie at `offsets` of the region, under one lease."""
-
-    __slots__ = (
-        "_fingerprints",
-        "_keys",
-        "_tokens",
-        "_used_bytes",
-        "_view",
-        "generations",
-        "memory",
-        "offsets",
-        "prefix",
-        "schema",
-    )
-
-    def __init__(self, prefix: Prefix, memory: Bytes, reply: messages.Leased) -> None:
-        self.prefix = prefix
-        self.schema = prefix.schema
-        self.memory = memory
-        self.offsets = reply.offsets
-        self.generations = reply.generations
-        self._keys = prefix.keys
-        self._tokens = prefix.token_chunks()
-        self._fingerprints = prefix.schema_fingerprint + prefix.namespace_fingerprint
-        self._used_bytes = prefix.schema.header.used_bytes
-        self._view = memory.data
-
-    def leading(self) -> int:
-        """How many leading blocks have the header that the prefix expects."""
-        return self.schema.header.leading(
-            self._view,
-            self.offsets,
-            self.generations,
-            self._keys,
-            self.prefix.parent,
-            self._fingerprints,
-            self._tokens,
-        )
-
-    def identify(self, index: int) -> bytes:
-        """A copy of the header of block `index`, checked against all that the prefix knows.
-
-        Without the zeros at its end. Raises CorruptBlock or VersionMismatch, which name what
-        differs.
-        """
-        offset, shape = self.offsets[index], self.schema.header
-        raw = self._view[offset : offset + self._used_bytes].tobytes()
-        key = self._keys[index]
-        parent = self._keys[index - 1] if index else self.prefix.parent
-        generation, tokens = self.generations[index], self._tokens[index]
-        if not shape.matches(raw, key + parent + self._fingerprints, generation, offset, tokens):
-            fingerprints = self.prefix.schema_fingerprint, self.prefix.namespace_fingerprint
-            whole = self._view[offset : offset + shape.header_bytes]
-            verify_identity(
-                whole, key, parent, *fingerprints, generation, tokens, offset_expected=offset
-            )
-            raise CorruptBlock("another block's header: its sizes differ")
-        return raw
-
-    def payload(self, index: int) -> Bytes:
-        """The payload of block `index`, read-only."""
-        begin = self.offsets[index] + self.schema.header_bytes
-        payload = self.memory[begin : begin + self.schema.block_bytes]
-        payload.flags.writeable = False
-        return payload
-
-    def block(self, selection: Selection, index: int) -> Block:
-        """A view of block `index` where it lies."""
-        key, generation = self._keys[index], self.generations[index]
-        return Block(self.payload(index), selection, key, generation, packed=False)
 
 
 def get(
@@ -357,9 +302,9 @@ def _checked(
     at_once = max(1, min(WORK_BLOCKS_MAX, WORK_BYTES // selection.nbytes))
     while good < count:
         sample = [access.checks_payload() for _ in range(min(at_once, count - good))]
-        check = partial(_check, leased, selection, targets, good, sample)
+        action = partial(check, leased, selection, targets, good, sample)
         stop = good + len(sample)
-        good = (yield Work(check)) if targets or any(sample) else check()
+        good = (yield Work(action)) if targets or any(sample) else action()
         if good < stop:
             key, generation = leased.prefix.keys[good], leased.generations[good]
             yield Post(messages.Report(0, key, generation))
@@ -367,82 +312,32 @@ def _checked(
     return good
 
 
-def _check(
-    leased: Leased,
-    selection: Selection,
-    targets: Sequence[Bytes],
-    first: int,
-    sample: Sequence[bool],
-) -> int:
-    """Check, and copy if there are `targets`, the blocks from `first` on, one for each of `sample`,
-    which tells whether to verify its payload. Returns the index after the last good one."""
-    header = leased.schema.header
-    for index, verifies in enumerate(sample, start=first):
-        try:
-            raw = leased.identify(index)
-            wanted = header.checksums(raw) if verifies else None
-            if targets:
-                _copy(targets[index], leased.payload(index), selection, wanted)
-            elif wanted is not None:
-                _verify(leased.payload(index), selection, wanted)
-        except (CorruptBlock, VersionMismatch):
-            return index
-    return first + len(sample)
-
-
-def _verify(payload: Bytes, selection: Selection, checksums: NDArray[np.uint64]) -> None:
-    _compare(local.hash_segments(payload, selection.spans), selection, checksums)
-
-
-def _compare(
-    found: NDArray[np.uint64], selection: Selection, checksums: NDArray[np.uint64]
-) -> None:
-    if len(found) != len(checksums):  # not all layers were asked for
-        checksums = checksums[list(selection.layers)]
-    differs = found != checksums
-    if differs.any():
-        raise CorruptBlock(f"checksum of layer {selection.layers[int(differs.argmax())]} differs")
-
-
-def _copy(
-    target: Bytes, payload: Bytes, selection: Selection, checksums: NDArray[np.uint64] | None
-) -> None:
-    """Copy the selection; with `checksums`, verify what arrived. A checksum covers a whole layer,
-    so a head range is verified at its source, by hashing the layers that it is cut from."""
-    if checksums is not None and selection.heads is not None:
-        _verify(payload, selection, checksums)
-        checksums = None
-    if checksums is not None:
-        begin = selection.spans[0][0]
-        spans = [(offset - begin, length) for offset, length in selection.spans]
-        source = payload[begin : begin + spans[-1][0] + spans[-1][1]]
-        _compare(local.copy_segments_hashed(target, source, spans), selection, checksums)
-        return
-    at = 0
-    for span in selection.ranges:
-        local.copy(target[at : at + span.length], payload[span.offset : span.end])
-        at += span.length
-
-
 # -- writing ---------------------------------------------------------------------------------------
 
 
 def put(
-    prefix: Prefix, payloads: Sequence[Any], region_bytes: int, timeout_s: float
+    prefix: Prefix,
+    payloads: Sequence[Any],
+    region_bytes: int,
+    timeout_s: float,
+    shard: Shard | None = None,
 ) -> Verb[PutResult]:
     """Copy payloads in, checksums computed on the way; resident blocks are skipped."""
     schema = prefix.schema
-    views = payload_views(schema, payloads, len(prefix))
+    selection = select_shard(schema, shard)
+    views = source_views(selection, payloads, len(prefix))
     deadline = time.monotonic() + timeout_s
     at_once = max(1, region_bytes // PUT_SHARE // schema.extent_bytes)
-    outcome: dict[str, list[int]] = {"stored": [], "resident": [], "busy": [], "refused": []}
+    if selection.shard is not None:
+        at_once = min(at_once, shard_blocks_max(schema))
+    outcome = empty_outcome()
     position, reason = 0, None
     while position < len(prefix):
         part = prefix[position : position + at_once]
-        reply, slots = yield from _reserve(part, deadline)
+        reply, slots = yield from _reserve(part, selection, deadline)
         sources = [views[position + slot.index] for slot in slots]
-        stored = yield from _filled(part, reply.lease, slots, sources)
-        _note(outcome, position, reply.statuses, stored)
+        flags = yield from _filled(part, reply.lease, slots, sources)
+        note_outcome(outcome, position, reply.statuses, flags)
         position += len(reply.statuses)
         if not reply.statuses:
             reason = _why(reply.reason)
@@ -450,34 +345,43 @@ def put(
     return PutResult(**{k: tuple(v) for k, v in outcome.items()}, reason=reason)
 
 
-def _filled(part: Prefix, lease: int, slots: list[Slot], sources: list[Bytes]) -> Verb[list[bool]]:
+def _filled(part: Prefix, lease: int, slots: list[Slot], sources: list[Bytes]) -> Verb[bytes]:
     """Fill and commit reserved slots; whatever goes wrong, the reservation ends."""
     if not slots:
-        return []
+        return b""
+    headers: list[bytes] = []
     try:
         for slot, source in zip(slots, sources, strict=True):
-            yield Work(partial(_fill, part, slot, source))
+            headers.append((yield Work(partial(_fill, part, slot, source))))
     except BaseException:
         yield Post(messages.Abort(0, lease))
         raise
-    reply, _ = yield Call(messages.Commit(0, lease), DEFAULT_TIMEOUT_S)
-    return [bool(flag) for flag in reply.flags]
+    reply, _ = yield Call(_commit(lease, [], headers), DEFAULT_TIMEOUT_S)
+    return cast("bytes", reply.flags)
 
 
-def _fill(prefix: Prefix, slot: Slot, source: Bytes) -> None:
-    spans = [(s.offset, s.length) for s in prefix.schema.segments]
-    _seal(prefix, slot, local.copy_segments_hashed(slot.view, source, spans))
+def _fill(prefix: Prefix, slot: Slot, source: Bytes) -> bytes:
+    return _seal(prefix, slot, scatter_hashed(slot.view, source, slot.selection))
 
 
-def _note(
-    outcome: dict[str, list[int]], position: int, statuses: bytes, stored: list[bool]
+def empty_outcome() -> dict[str, list[int]]:
+    """Where `note_outcome` writes: the fields of a `PutResult`."""
+    return {"stored": [], "resident": [], "busy": [], "refused": [], "pending": []}
+
+
+def note_outcome(
+    outcome: dict[str, list[int]], position: int, statuses: bytes, kept: bytes
 ) -> None:
-    flags = iter(stored)
+    """Sort the blocks from `position` on by what a reservation and its commit said of them."""
+    flags = iter(kept)
     for index, status in enumerate(statuses, start=position):
         if status == Status.GRANTED:
-            outcome["stored" if next(flags) else "refused"].append(index)
+            outcome[_KEPT[next(flags)]].append(index)
         else:
             outcome["resident" if status == Status.RESIDENT else "busy"].append(index)
+
+
+_KEPT = {Kept.REFUSED: "refused", Kept.STORED: "stored", Kept.PENDING: "pending"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,11 +399,14 @@ class Reserved:
     reason: str | None = None
 
 
-def reserve(prefix: Prefix, timeout_s: float) -> Verb[Reserved]:
+def reserve(prefix: Prefix, timeout_s: float, shard: Shard | None = None) -> Verb[Reserved]:
     """Slots for the blocks that are not resident."""
+    selection = select_shard(prefix.schema, shard)
     if not len(prefix):
         return Reserved([], 0)
-    reply, slots = yield from _reserve(prefix, time.monotonic() + timeout_s)
+    if selection.shard is not None:
+        check_shard_blocks(prefix)
+    reply, slots = yield from _reserve(prefix, selection, time.monotonic() + timeout_s)
     if not reply.statuses:
         raise NoRoom(
             f"no room for a block of {prefix.schema.extent_bytes} bytes within {timeout_s} s: "
@@ -512,31 +419,51 @@ def reserve(prefix: Prefix, timeout_s: float) -> Verb[Reserved]:
     return Reserved(slots, reply.lease, resident, busy, _why(reply.reason))
 
 
-def commit(prefix: Prefix, slots: Sequence[Slot], lease: int) -> Verb[list[bool]]:
-    """Checksum what was written in place and make it visible. True per slot that was stored."""
+def commit(prefix: Prefix, slots: Sequence[Slot], lease: int) -> Verb[bytes]:
+    """Checksum what was written in place and make it visible. A `Kept` per slot."""
     if not slots:
-        return []
+        return b""
+    headers: list[bytes] = []
     try:
         for slot in slots:
-            if not slot.skipped:
-                yield Work(partial(_seal_in_place, prefix, slot))
+            if slot.skipped:
+                headers.append(b"")
+            else:
+                headers.append((yield Work(partial(_seal_in_place, prefix, slot))))
     except BaseException:
         yield Post(messages.Abort(0, lease))
         raise
     skip = [i for i, slot in enumerate(slots) if slot.skipped]
-    reply, _ = yield Call(messages.Commit(0, lease, skip), DEFAULT_TIMEOUT_S)
-    return [bool(flag) for flag in reply.flags]
+    reply, _ = yield Call(_commit(lease, skip, headers), DEFAULT_TIMEOUT_S)
+    return cast("bytes", reply.flags)
 
 
-def _reserve(prefix: Prefix, deadline: float) -> Verb[tuple[messages.Reserved, list[Slot]]]:
+def _commit(lease: int, skip: list[int], headers: list[bytes]) -> messages.Commit:
+    """The request; only ranks of a shared write send headers."""
+    return messages.Commit(0, lease, skip, headers if any(headers) else [])
+
+
+def reserve_request(prefix: Prefix, selection: Selection, timeout_s: float) -> messages.Reserve:
+    """The request for extents for the missing blocks of `prefix`; `selection` says whether for one
+    rank's slice of each."""
+    request = messages.Reserve(
+        0, _keys(prefix), prefix.parent, prefix.start, prefix.schema.extent_bytes, timeout_s
+    )
+    if selection.shard is not None:
+        request.rank, request.ranks = selection.shard
+        request.owned = selection.bitmap()
+    return request
+
+
+def _reserve(
+    prefix: Prefix, selection: Selection, deadline: float
+) -> Verb[tuple[messages.Reserved, list[Slot]]]:
     """The node's answer, and the slots that it granted."""
     left_s = max(0.0, deadline - time.monotonic())
-    request = messages.Reserve(
-        0, _keys(prefix), prefix.parent, prefix.start, prefix.schema.extent_bytes, left_s
-    )
+    request = reserve_request(prefix, selection, left_s)
     reply, memory = yield Call(request, left_s)
     granted = [i for i, status in enumerate(reply.statuses) if status == Status.GRANTED]
-    selection, size = select(prefix.schema), prefix.schema.extent_bytes
+    size = prefix.schema.extent_bytes
     slots = [
         Slot(memory[offset : offset + size], selection, index, offset, generation)
         for index, offset, generation in zip(granted, reply.offsets, reply.generations, strict=True)
@@ -544,36 +471,25 @@ def _reserve(prefix: Prefix, deadline: float) -> Verb[tuple[messages.Reserved, l
     return reply, slots
 
 
-def _seal_in_place(prefix: Prefix, slot: Slot) -> None:
-    spans = [(s.offset, s.length) for s in prefix.schema.segments]
-    _seal(prefix, slot, local.hash_segments(slot.view, spans))
+def _seal_in_place(prefix: Prefix, slot: Slot) -> bytes:
+    return _seal(prefix, slot, local.hash_segments(slot.view, slot.selection.spans))
 
 
-def _seal(prefix: Prefix, slot: Slot, checksums: NDArray[np.uint64]) -> None:
-    """Write the header: from here on the block proves itself."""
-    schema, index = prefix.schema, slot.index
-    pack_header(
-        slot.extent,
-        key=prefix.keys[index],
-        parent=prefix.keys[index - 1] if index else prefix.parent,
-        schema_fingerprint=prefix.schema_fingerprint,
-        namespace_fingerprint=prefix.namespace_fingerprint,
-        generation=slot.generation,
-        payload_bytes=schema.block_bytes,
-        extent_offset=slot.offset,
-        extent_bytes=schema.extent_bytes,
-        tokens=prefix.token_bytes(index),
-        segment_bytes=[segment.length for segment in schema.segments],
-        checksums=checksums,
-    )
+def _seal(prefix: Prefix, slot: Slot, found: NDArray[np.uint64]) -> bytes:
+    """Write the header; one rank of several returns its own for the commit instead."""
+    place = {"generation": slot.generation, "offset": slot.offset}
+    checksums = all_checksums(slot.selection, found)
+    if slot.selection.shard is not None:
+        return shard_header(prefix, slot.index, checksums=checksums, **place)
+    seal(slot.extent, prefix, slot.index, checksums=checksums, **place)
+    return b""
 
 
 # -- small -----------------------------------------------------------------------------------------
 
 
 def _keys(prefix: Prefix) -> bytes:
-    if len(prefix) > BLOCKS_MAX:
-        raise InvalidInput(f"{len(prefix)} blocks in one call; the limit is {BLOCKS_MAX}")
+    check_blocks(prefix)
     return prefix.key_bytes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .ranges import NOTHING, Served
+from .transport import NOTHING, Served
 
 
 class MessengerError(Exception):

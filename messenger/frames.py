@@ -28,7 +28,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import FrameError, RangeError
-from .ranges import NOTHING, Range, Served, pack_ranges, unpack_ranges
+from .ranges import pack_ranges, unpack_ranges
+from .transport import NOTHING, Range, Served
 from .wire import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def request(kind: Kind, grant: int, ranges: Sequence[Range]) -> bytes:
         if count == 1:  # a third of the time of the general way
             return _ONE_RANGE.pack(length, kind, 0, 0, 1, 0, grant, 0, *ranges[0])
         return _HEAD.pack(length, kind, 0, 0, count, 0, grant, 0) + pack_ranges(ranges)
-    except (OverflowError, struct.error, ValueError) as error:
+    except struct.error as error:
         raise RangeError(f"grants, offsets and lengths are numbers below 2**64: {error}") from error
 
 

@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from . import frames
-from .errors import FrameError, GrantError, MessengerError
+from .errors import FrameError, GrantError, MessengerError, PeerLost
 from .frames import LAST_GRANT, RANGE_BYTES_MAX, Kind
-from .ranges import Piece, Served, lay_out
+from .ranges import Piece, lay_out
 from .stream import PlainStream, Stream, TlsStream
+from .transport import Served
 from .wire import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class Listener:
         # Ordered by age: dictionaries are. A connection is in one of them, until its thread ends.
         self._untrusted: dict[_Connection, None] = {}
         self._trusted: dict[_Connection, None] = {}
+        self._leaving: dict[_Connection, None] = {}  # cut to make room
         self._cut_count = self._refused_count = self._accepted_count = 0
         self._closed = threading.Event()
         self._socket = _bind(address)
@@ -144,7 +146,7 @@ class Listener:
             self._acceptor.join()
         self._socket.close()
         with self._lock:
-            connections = [*self._untrusted, *self._trusted]
+            connections = [*self._untrusted, *self._trusted, *self._leaving]
         for connection in connections:
             connection.cut()
         for connection in connections:
@@ -164,28 +166,27 @@ class Listener:
                 if now - logged_at > _LOG_EVERY_S:
                     logged_at = now
                     _log.warning("cannot accept a connection on %s: %s", self.address, error)
-                self._crowd_out()
+                with self._lock:  # its descriptor is the one that is missed least
+                    self._crowd_out()
                 self._closed.wait(_ACCEPT_RETRY_S)
             else:
                 self._admit(sock, f"{peer[0]}:{peer[1]}")
 
     def _admit(self, sock: socket.socket, peer: str) -> None:
+        connection = _Connection(self, sock, peer)
         with self._lock:
             self._accepted_count += 1
-            count = len(self._untrusted) + len(self._trusted)
-            full = count >= self._connections_max
-            crowded = full or len(self._untrusted) >= self._untrusted_max
-            oldest = next(iter(self._untrusted), None) if crowded else None
-        if oldest is not None:
-            self._cut_oldest(oldest)
-        elif full:
-            self._refused_count += 1
+            if len(self._untrusted) >= self._untrusted_max or self._full():
+                self._crowd_out()
+            full = self._full() or len(self._leaving) >= self._connections_max
+            if full:
+                self._refused_count += 1
+            else:
+                self._untrusted[connection] = None
+        if full:
             _log.warning("refused %s: %d connections are the limit", peer, self._connections_max)
             sock.close()
             return
-        connection = _Connection(self, sock, peer)
-        with self._lock:
-            self._untrusted[connection] = None
         try:
             connection.start()
         except RuntimeError as error:  # no more threads
@@ -193,18 +194,18 @@ class Listener:
             self._gone(connection)
             sock.close()
 
-    def _crowd_out(self) -> None:
-        """Out of descriptors: the oldest stranger's is the one that is missed least."""
-        with self._lock:
-            oldest = next(iter(self._untrusted), None)
-        if oldest is not None:
-            self._cut_oldest(oldest)
+    def _full(self) -> bool:
+        return len(self._untrusted) + len(self._trusted) >= self._connections_max
 
-    def _cut_oldest(self, oldest: _Connection) -> None:
-        """It is out of the count as soon as it is cut; its thread ends in its own time."""
-        oldest.cut()
-        oldest.join(1.0)
-        self._cut_count += 1
+    def _crowd_out(self) -> None:
+        """Cut the oldest stranger. It counts no more; its thread ends in its own time. Call this
+        with the lock held."""
+        oldest = next(iter(self._untrusted), None)
+        if oldest is not None:
+            self._cut_count += 1
+            del self._untrusted[oldest]
+            self._leaving[oldest] = None
+            oldest.cut()
 
     def _trust(self, connection: _Connection) -> None:
         with self._lock:
@@ -214,14 +215,14 @@ class Listener:
 
     def _gone(self, connection: _Connection) -> None:
         with self._lock:
-            self._untrusted.pop(connection, None)
-            self._trusted.pop(connection, None)
+            for book in (self._untrusted, self._trusted, self._leaving):
+                book.pop(connection, None)
 
     def forget(self) -> None:
         """In a forked child: the sockets are the parent's, and must not outlive it here."""
         self._closed.set()
         self._socket.close()
-        for connection in [*self._untrusted, *self._trusted]:
+        for connection in [*self._untrusted, *self._trusted, *self._leaving]:
             connection.forget()
 
 
@@ -295,6 +296,8 @@ class _Connection:
             sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
             with self._lock:
                 self._socket = sock  # the old one is detached
+                if self._cut:
+                    raise PeerLost("cut before the handshake")
             sock.do_handshake()
         with self._lock:
             self._stream = TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else PlainStream(sock)

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from .local import ByteArray
-    from .ranges import Range, Served
-    from .transport import Arrived, Transport
+    from .transport import Arrived, Range, Served, Transport
 
 # Between chunks something more urgent goes first: 64 MiB are 20 ms at 3 GB/s, and a pause of 0.1 ms
 # between two is half a percent.

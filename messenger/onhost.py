@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from .errors import GrantError, PeerLost, TransferError, TransferTimeout
-from .ranges import NOTHING, Piece, Range, Served, lay_out, pack_ranges, unpack_ranges
+from .ranges import Piece, lay_out, pack_ranges, unpack_ranges
 from .stream import views_of
+from .transport import NOTHING, Range, Served
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from .ranges import Range, Served
+from .transport import Range, Served
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Ranges of a grant, and where they lie in its arrays. No I/O happens here.
 
 A grant is a list of arrays that its owner lets a peer read or write. Laid end to end, they are the
-grant's address space, and a `Range` is a piece of that. A peer names grants by number and never by
+grant's address space, and a `Range` is a part of that. A peer names grants by number and never by
 address, and every range it asks for is checked here against the arrays themselves: offsets and
 lengths are any 64-bit numbers, so that the sums of two of them do not fit and are not formed before
 each is known to be small.
@@ -15,30 +15,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from .errors import RangeError
+from .transport import NOTHING, Range, Served
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+__all__ = ["NOTHING", "Piece", "Range", "Served", "lay_out", "pack_ranges", "unpack_ranges"]
+
 # Up to here plain Python is faster than numpy, whose operations cost a microsecond each.
 _FEW = 12
-
-
-class Range(NamedTuple):
-    """`length` bytes at `offset` in the address space of a grant."""
-
-    offset: int
-    length: int
-
-
-class Served(NamedTuple):
-    """How far a transfer came: `ranges` leading ranges were moved whole, `nbytes` bytes of them."""
-
-    ranges: int
-    nbytes: int
-
-
-NOTHING = Served(0, 0)
 
 
 class Piece(NamedTuple):
@@ -50,8 +38,11 @@ class Piece(NamedTuple):
 
 
 def pack_ranges(ranges: Sequence[Range]) -> bytes:
-    """Offset and length of each as two u64, little-endian. Raises OverflowError outside those."""
-    return np.fromiter(chain.from_iterable(ranges), "<u8", 2 * len(ranges)).tobytes()
+    """Offset and length of each as two u64, little-endian. Raises RangeError outside those."""
+    try:
+        return np.fromiter(chain.from_iterable(ranges), "<u8", 2 * len(ranges)).tobytes()
+    except (OverflowError, ValueError) as error:
+        raise RangeError(f"offsets and lengths are numbers below 2**64: {error}") from error
 
 
 def unpack_ranges(body: bytes | memoryview, at: int, count: int) -> NDArray[np.uint64]:

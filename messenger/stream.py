@@ -36,7 +36,7 @@ from .errors import (
     TransferTimeout,
 )
 from .frames import HEAD_BYTES, HEADER, Header, Kind
-from .ranges import Range, Served
+from .transport import Range, Served
 from .wire import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ _SEND_BYTES_MAX = 8 << 20
 # What is read ahead while a header or message is expected. Bulk bytes that come along are copied
 # once more, so it is small; a READ of 1,000 ranges (16 KiB) comes in two system calls.
 _AHEAD_BYTES = 4 << 10
+# The most that one TLS record holds (RFC 8446, 5.1).
+_RECORD_BYTES = 16 << 10
 # Before a thread sleeps on the next frame it looks for it so often, about 1 us each, yielding the
 # core between. Waking a thread that sleeps takes 40 us and more in a virtual machine: a read of
 # 64 KiB took 190 us with none, 110 us with one end looking, 65 us with both. On busy cores it made
@@ -495,22 +497,34 @@ class TlsStream(Stream):
 
     _socket: ssl.SSLSocket
 
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        """Takes over a socket that is connected and has shaken hands."""
+        super().__init__(sock)
+        self._record = memoryview(bytearray(_RECORD_BYTES))
+
     def alive(self) -> bool:
         """See `Stream.alive`. Unread bytes may be TLS's own, such as session tickets."""
         try:
-            flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
-            return bool(socket.socket.recv(self._socket, 1, flags))
+            self._socket.settimeout(0.0)
+            return bool(socket.socket.recv(self._socket, 1, socket.MSG_PEEK))
         except BlockingIOError:
             return True
         except OSError:
             return False
 
     def _receive_some(self, views: list[memoryview], wait_s: float, *, whole: bool) -> int:
+        if len(views) > 1 and len(views[0]) < _RECORD_BYTES:
+            # Many small ones: a record at once, and copied, instead of a call for each.
+            room = self._record[: min(_RECORD_BYTES, sum(map(len, views)))]
+            nbytes = self._receive_record(room, wait_s)
+            Cursor(views).fill(room[:nbytes])
+            return nbytes
+        return self._receive_record(views[0], wait_s)
+
+    def _receive_record(self, view: memoryview, wait_s: float) -> int:
         try:
-            self._socket.settimeout(
-                max(wait_s, _WAIT_S_MIN) if wait_s < _WAIT_S_MAX else _WAIT_S_MAX
-            )
-            nbytes = self._socket.recv_into(views[0])
+            self._socket.settimeout(min(max(wait_s, _WAIT_S_MIN), _WAIT_S_MAX))
+            nbytes = self._socket.recv_into(view)
         except TimeoutError:
             return 0
         except OSError as error:
@@ -520,9 +534,9 @@ class TlsStream(Stream):
         return nbytes
 
     def _send_some(self, views: list[memoryview], wait_s: float) -> int:
-        # Small ones together: each call makes at least one TLS record.
+        # Small ones together: each call makes a record.
         data = views[0]
-        if len(views) > 1 and len(data) < _AHEAD_BYTES:
+        if len(views) > 1 and len(data) < _RECORD_BYTES:
             data = _joined(views)
         try:
             self._socket.settimeout(min(max(wait_s, _WAIT_S_MIN), _WAIT_S_MAX))
@@ -543,8 +557,8 @@ def _joined(views: list[memoryview]) -> memoryview:
     """The leading bytes of `views`, one TLS record of them, copied together."""
     joined = bytearray()
     for view in views:
-        joined += view[: 16384 - len(joined)]
-        if len(joined) >= 16384:
+        joined += view[: _RECORD_BYTES - len(joined)]
+        if len(joined) == _RECORD_BYTES:
             break
     return memoryview(joined)
 
@@ -556,7 +570,9 @@ def views_of(
     if len(ranges) != len(arrays):
         raise RangeError(f"{len(ranges)} ranges for {len(arrays)} arrays")
     views = [array.data for array in arrays]
-    for (_, length), view in zip(ranges, views, strict=True):
+    for (offset, length), view in zip(ranges, views, strict=True):
+        if offset < 0 or offset >> 64:
+            raise RangeError(f"an offset of {offset}; offsets are numbers below 2**64")
         if view.nbytes != length or view.format != "B" or view.ndim != 1 or not view.c_contiguous:
             raise RangeError(
                 f"a range of {length} bytes needs a contiguous uint8 array of as many, "

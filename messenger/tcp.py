@@ -19,8 +19,8 @@ from .frames import LAST_GRANT, RANGES_MAX
 from .listener import Answer, Conversation, Listener, tune
 from .plan import PART_BYTES_MIN, InOrder, Slice, split
 from .pool import StreamPool
-from .ranges import NOTHING, Range, Served
 from .stream import PlainStream, Stream, TlsStream, views_of
+from .transport import NOTHING, Range, Served
 
 if TYPE_CHECKING:
     import ssl

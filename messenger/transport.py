@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeAlias
-
-from .ranges import Range, Served
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -13,7 +11,23 @@ if TYPE_CHECKING:
 
     from .local import ByteArray
 
-__all__ = ["Arrived", "Grants", "Range", "Served", "Transport"]
+
+class Range(NamedTuple):
+    """`length` bytes at `offset` in the address space of a grant."""
+
+    offset: int
+    length: int
+
+
+class Served(NamedTuple):
+    """How far a transfer came: `ranges` leading ranges were moved whole, `nbytes` bytes of them."""
+
+    ranges: int
+    nbytes: int
+
+
+NOTHING = Served(0, 0)
+
 
 # Called with a range's index once all its bytes are in its target: in order, never two calls at
 # once, perhaps in another thread than the caller's, and never after `read` has returned or raised.

@@ -2,6 +2,6 @@
 
 import typer
 
-from ..cli import demo
+from .cli import demo
 
 typer.run(demo)

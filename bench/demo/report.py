@@ -14,7 +14,7 @@ from rich.table import Table
 
 from tiffin.kvstore.sizes import format_bytes
 
-from .trace import load_slice, reusable_tokens
+from .trace import BLOCK_TOKENS, load_slice, reusable_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,15 +30,18 @@ INK = "#333333"
 
 def summarise(outcome: Outcome) -> dict[str, Any]:
     """The run in plain nested values. `reusable_rate` is what an unlimited pool could have given
-    if the requests had come one after the other."""
+    if the requests had come one after the other. `found_blocks` counts each block of each request
+    once: read where it lay at the worker's own node, or over the network."""
     without, with_pool = _passes(outcome.rows)
     prompt_tokens = sum(row.prompt_tokens for row in with_pool)
     requests = load_slice()[: outcome.options.requests]
     before, after = _distribution(without), _distribution(with_pool)
     counters = outcome.counters
+    found = sum(row.hit_tokens for row in with_pool) // BLOCK_TOKENS
     return {
         "requests": len(with_pool),
         "workers": outcome.options.workers,
+        "nodes": outcome.options.nodes,
         "prompt_tokens": prompt_tokens,
         "hit_rate": sum(row.hit_tokens for row in with_pool) / prompt_tokens,
         "reusable_rate": reusable_tokens(requests) / prompt_tokens,
@@ -47,8 +50,13 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
         "ttft_ratio": {name: before[name] / after[name] for name in before},
         "load_p50_s": _median([row.load_s for row in with_pool if row.hit_tokens]),
         "save_p50_s": _median([row.save_s for row in with_pool]),
-        "served_bytes": {t: counters[f"{t}_hit_bytes"] for t in ("dram", "nvme")},
-        "served_blocks": {t: counters[f"{t}_hits"] for t in ("dram", "nvme")},
+        "found_blocks": {
+            "home": found - outcome.network["blocks"],
+            "network": outcome.network["blocks"],
+        },
+        "network_bytes": outcome.network["bytes"],
+        "nvme_blocks": counters["nvme_hits"],
+        "nvme_bytes": counters["nvme_hit_bytes"],
         "pool_failures": sum({row.worker: row.failures for row in with_pool}.values()),
         "differing_requests": differing(outcome.rows),
         "identical": not differing(outcome.rows),
@@ -109,7 +117,8 @@ def table(summary: dict[str, Any]) -> Table:
     """The summary in a dozen lines."""
     made = Table(
         title=f"{summary['requests']} requests, {summary['prompt_tokens']:,} prompt tokens, "
-        f"{summary['workers']} processes, {summary['elapsed_s']:.0f} s in all",
+        f"{summary['workers']} processes, {_count(summary['nodes'], 'node')}, "
+        f"{summary['elapsed_s']:.0f} s in all",
         title_justify="left",
     )
     made.add_column("")
@@ -122,15 +131,22 @@ def table(summary: dict[str, Any]) -> Table:
     made.add_row("whole pass", *(f"{seconds[name]:.1f} s" for name in seconds), end_section=True)
     hit, possible = summary["hit_rate"], summary["reusable_rate"]
     made.add_row("prompt tokens found", "0.0%", f"{hit:.1%}", f"of {possible:.1%}")
-    for tier in ("dram", "nvme"):
-        blocks, nbytes = summary["served_blocks"][tier], summary["served_bytes"][tier]
-        served = f"{blocks} blocks, {format_bytes(nbytes)}"
-        made.add_row(f"served from {tier.upper()}", "", served)
+    found = summary["found_blocks"]
+    made.add_row("read at home", "", f"{found['home']} blocks")
+    if summary["nodes"] > 1:
+        moved = f"{found['network']} blocks, {format_bytes(summary['network_bytes'])}"
+        made.add_row("read from another node, over TCP", "", moved)
+    promoted = f"{summary['nvme_blocks']} blocks, {format_bytes(summary['nvme_bytes'])}"
+    made.add_row("of all these from NVMe", "", promoted)
     made.add_row("load, median of hits", "", _ms(summary["load_p50_s"]))
     made.add_row("save after the answer, median", "", _ms(summary["save_p50_s"]))
     same = "[green]yes[/]" if summary["identical"] else "[bold red]NO[/]"
     made.add_row("tokens identical", "", same)
     return made
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _ms(seconds: float) -> str:
@@ -174,7 +190,8 @@ def _dress(axes: Any, summary: dict[str, Any]) -> None:
     axes.text(
         0, 1.025,
         f"{summary['requests']} requests of a chat service's trace, {summary['workers']} processes "
-        f"sharing one pool, {summary['hit_rate']:.0%} of all prompt tokens found. "
+        f"at {_count(summary['nodes'], 'node')} of one pool, {summary['hit_rate']:.0%} of all prompt "
+        "tokens found. "
         "Lines join a request's two passes.",
         transform=axes.transAxes, color="#666666", fontsize=8.5, in_layout=False,
     )  # fmt: skip

@@ -1,7 +1,10 @@
-"""Run the demo: a node, two or more workers, one pass without the pool and one with it.
+"""Run the demo: two nodes, two or more workers, one pass without the pool and one with it.
 
-Nothing outlives `run`: every child has this process at the other end of its stdin, and the node's
-memory, its slab file and the workers' stderr lie in one temporary directory.
+Worker i is at home at node i modulo nodes, as if each node were a machine with engines of its own:
+what a worker at one node computed, one at another reads over TCP.
+
+Nothing outlives `run`: the workers have this process at the other end of their stdin, the nodes and
+their Redis end with it (`LocalPool`), and all files lie in temporary folders.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +26,9 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tiffin.kvstore import Client, TiffinError
+from tiffin.kvstore.errors import NodeUnavailable
+from tiffin.kvstore.localpool import LocalPool, LocalPoolOptions
+from tiffin.kvstore.sizes import parse_bytes
 
 from .model import FULL, QUICK, ModelSize
 from .trace import load_slice
@@ -36,6 +43,7 @@ if TYPE_CHECKING:
 START_S = 120.0  # two processes that import torch on a busy machine
 STOP_S = 10.0
 STALL_S = 120.0  # the longest that one request may take
+LOOK_S = 0.5  # how soon the death of a node is noticed
 STDERR_TAIL_BYTES = 4000
 
 
@@ -49,6 +57,7 @@ class Options:
 
     requests: int
     workers: int = 2
+    nodes: int = 2
     seed: int = 0
     dram: str = "32MiB"
     nvme: str = "512MiB"
@@ -69,11 +78,13 @@ class Options:
 
 @dataclass(slots=True)
 class Outcome:
-    """Everything that was measured. `counters` are the node's after the pass with the pool."""
+    """Everything that was measured. `counters` are the nodes' after the pass with the pool, added
+    up; `network` has the blocks, and their bytes with headers, that came over TCP to workers."""
 
     options: Options
     rows: list[Row] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
+    network: dict[str, int] = field(default_factory=lambda: {"blocks": 0, "bytes": 0})
     pass_s: dict[str, float] = field(default_factory=dict)
     elapsed_s: float = 0.0
 
@@ -84,29 +95,32 @@ def run(options: Options, console: Console) -> Outcome:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiffin-demo-")))
         progress = stack.enter_context(_progress(console))
-        preparing = progress.add_task("starting a node and the workers", total=None, hits="")
-        node, url = stack.enter_context(_node(options, folder))
-        crew = stack.enter_context(_crew(options, folder, node, url))
+        preparing = progress.add_task("starting nodes and workers", total=None, hits="")
+        pool = stack.enter_context(_pool(options, folder))
+        crew = stack.enter_context(_crew(options, folder, pool))
         crew.wait_for_all("ready", START_S)
         progress.remove_task(preparing)
-        for name, pool in (("without the pool", False), ("with the pool", True)):
+        for name, with_pool in (("without the pool", False), ("with the pool", True)):
             task = progress.add_task(name, total=options.requests, hits="")
             pass_started_s = time.perf_counter()
-            outcome.rows += crew.replay(pool, progress, task)
+            outcome.rows += crew.replay(with_pool, progress, task, outcome.network)
             outcome.pass_s[name] = time.perf_counter() - pass_started_s
-        outcome.counters = _counters(node, url)
+        outcome.counters = _counters(pool)
     outcome.rows.sort(key=lambda row: (row.pool, row.request))
     outcome.elapsed_s = time.perf_counter() - started_s
     return outcome
 
 
-def _counters(node: Child, url: str) -> dict[str, int]:
-    try:
-        with Client.open(url, name="demo") as client:
-            counters: dict[str, int] = client.statistics()["counters"]
-            return counters
-    except TiffinError as error:
-        raise node.failed(f"gave no statistics ({error})") from error
+def _counters(pool: LocalPool) -> dict[str, int]:
+    """All nodes' counters, added up."""
+    total: Counter[str] = Counter()
+    for index, name in enumerate(pool.names):
+        try:
+            with Client.open(f"unix:{pool.socket(index)}", name="demo") as client:
+                total.update(client.statistics()["counters"])
+        except TiffinError as error:
+            raise DemoFailed(f"{name} gave no statistics: {error}") from error
+    return dict(total)
 
 
 def _progress(console: Console) -> Progress:
@@ -174,34 +188,38 @@ class Child:
 
 
 @contextlib.contextmanager
-def _node(options: Options, folder: Path) -> Iterator[tuple[Child, str]]:
-    """A daemon of our own, and its URL."""
-    path, slab = folder / "node.sock", folder / "nvme"
-    slab.mkdir()
-    command = ["tiffin.bench.demo.daemon", "node", "--socket", str(path), "--name", "demo"]
-    tiers = ["--dram", options.dram, "--nvme", f"{slab}:{options.nvme}"]
-    child = Child([*command, *tiers], folder / "node.log")
+def _pool(options: Options, folder: Path) -> Iterator[LocalPool]:
+    """Nodes of our own, with a Redis if there are several."""
+    pool = LocalPool(
+        LocalPoolOptions(
+            nodes=options.nodes,
+            dram=options.dram,
+            nvme=(folder / "nvme", parse_bytes(options.nvme)),
+            redis=options.nodes > 1,
+            flush_s=0.0,  # nobody will read it
+        )
+    )
     try:
-        deadline = time.monotonic() + START_S
-        while not path.exists():
-            if child.process.poll() is not None or time.monotonic() > deadline:
-                raise child.failed("did not start")
-            time.sleep(0.05)
-        yield child, f"unix:{path}"
+        try:
+            pool.start(timeout_s=START_S)
+        except NodeUnavailable as error:
+            raise DemoFailed(str(error)) from error
+        yield pool
     finally:
-        child.stop()
+        pool.stop()
 
 
 @contextlib.contextmanager
-def _crew(options: Options, folder: Path, node: Child, url: str) -> Iterator[Crew]:
+def _crew(options: Options, folder: Path, pool: LocalPool) -> Iterator[Crew]:
     children: list[Child] = []
     try:
         for worker in range(options.workers):
             log = folder / f"worker-{worker}.log"
             children.append(Child(["tiffin.bench.demo.worker"], log))
+            url = pool.url_at_home(pool.socket(worker % options.nodes))
             job = Job(url, worker, options.workers, options.requests, options.seed, options.size)
             children[-1].send(asdict(job))
-        yield Crew(children, node)
+        yield Crew(children, pool)
     finally:
         for child in children:
             child.process.terminate()
@@ -210,12 +228,13 @@ def _crew(options: Options, folder: Path, node: Child, url: str) -> Iterator[Cre
 
 
 class Crew:
-    """The workers, and one queue of what they say and of who died, the node included."""
+    """The workers, and one queue of what they say and of who died; it watches the nodes too."""
 
-    def __init__(self, children: list[Child], node: Child) -> None:
+    def __init__(self, children: list[Child], pool: LocalPool) -> None:
         self._children = children
+        self._pool = pool
         self._events: queue.Queue[tuple[Child, dict[str, Any] | None]] = queue.Queue()
-        for child in (*children, node):
+        for child in children:
             threading.Thread(target=self._listen, args=(child,), daemon=True).start()
 
     def wait_for_all(self, event: str, timeout_s: float) -> None:
@@ -224,8 +243,10 @@ class Crew:
             message = self._next(timeout_s)
             assert event in message
 
-    def replay(self, pool: bool, progress: Progress, task: TaskID) -> list[Row]:
-        """One pass of all workers."""
+    def replay(
+        self, pool: bool, progress: Progress, task: TaskID, network: dict[str, int]
+    ) -> list[Row]:
+        """One pass of all workers; what came over the network is added to `network`."""
         for child in self._children:
             child.send({"pool": pool})
         rows: list[Row] = []
@@ -234,21 +255,32 @@ class Crew:
             message = self._next(STALL_S)
             if "done" in message:
                 working -= 1
+                for name, amount in message["done"].items():
+                    network[name] += amount
                 continue
             rows.append(Row(**message))
             progress.update(task, advance=1, hits=_hits_in_words(rows) if pool else "")
         return rows
 
     def _next(self, timeout_s: float) -> dict[str, Any]:
-        try:
-            child, message = self._events.get(timeout=timeout_s)
-        except queue.Empty:
-            raise self._children[0].failed(
-                f"and the others said nothing for {timeout_s} s"
-            ) from None
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                child, message = self._events.get(timeout=LOOK_S)
+                break
+            except queue.Empty:
+                self._look_at_the_nodes()
+            if time.monotonic() > deadline:
+                raise self._children[0].failed(f"and the others said nothing for {timeout_s} s")
         if message is None:
             raise child.failed("died")
         return message
+
+    def _look_at_the_nodes(self) -> None:
+        for happening in self._pool.look():
+            if happening.kind == "ended":
+                last = "\n".join(happening.lines)
+                raise DemoFailed(f"{happening.name} {happening.words}; its last words:\n{last}")
 
     def _listen(self, child: Child) -> None:
         assert child.process.stdout is not None

@@ -1,8 +1,8 @@
 """One engine process: answers its share of the requests, with the pool or without.
 
 The first line on stdin is a `Job`, each later one `{"pool": bool}`, a pass over the requests. On
-stdout goes one JSON line per event: `{"ready": true}`, a `Row` per request, `{"done": true}` after
-each pass. It ends when stdin does.
+stdout goes one JSON line per event: `{"ready": true}`, a `Row` per request, and after each pass
+`{"done": {"bytes": int, "blocks": int}}`, what came over the network. It ends when stdin does.
 """
 
 from __future__ import annotations
@@ -90,8 +90,7 @@ def main() -> None:
     worker = Worker(job, events)
     worker.send({"ready": True})
     for line in sys.stdin:
-        worker.replay(pool=json.loads(line)["pool"])
-        worker.send({"done": True})
+        worker.send({"done": worker.replay(pool=json.loads(line)["pool"])})
 
 
 class Worker:
@@ -110,8 +109,8 @@ class Worker:
         """One line for the orchestrator."""
         self._events.write(json.dumps(event) + "\n")
 
-    def replay(self, *, pool: bool) -> None:
-        """Answer this worker's share of the requests, in order."""
+    def replay(self, *, pool: bool) -> dict[str, int]:
+        """Answer this worker's share of the requests, in order; what came over the network."""
         from tiffin.kvstore import Client
         from tiffin.kvstore.connectors.transformers import PrefixCache
 
@@ -120,11 +119,15 @@ class Worker:
         if not pool:
             for index, request in share:
                 self._answer(index, request, None)
-            return
+            return {"bytes": 0, "blocks": 0}
         with Client.open(job.url, name=f"worker {job.worker}") as client:
             cached = PrefixCache(client, self._model, block_tokens=BLOCK_TOKENS)
             for index, request in share:
                 self._answer(index, request, cached)
+            # A client of a single node has no ways to others.
+            ways = client.statistics().get("links", {}).values()
+            nbytes = int(sum(way["bytes"] for way in ways))
+            return {"bytes": nbytes, "blocks": nbytes // cached.schema.extent_bytes}
 
     def _answer(self, index: int, request: Request, cached: Any) -> None:
         import torch

@@ -118,12 +118,14 @@ class EmbeddedDirectory(Directory):
         state.handles += 1
 
     @classmethod
-    def named(cls, name: str) -> EmbeddedDirectory:
-        """Another handle of the directory `name` of this process."""
+    def named(
+        cls, name: str, *, registration_ttl_s: float = REGISTRATION_TTL_S
+    ) -> EmbeddedDirectory:
+        """Another handle of the directory `name` of this process; the first decides the time."""
         with _states_lock:
             state = _states.get(name)
             if state is None:
-                state = _states[name] = _State(REGISTRATION_TTL_S, time.monotonic)
+                state = _states[name] = _State(registration_ttl_s, time.monotonic)
             directory = cls.__new__(cls)
             directory._open(state)
             return directory

@@ -49,6 +49,9 @@ _HOLDERS_BYTES_MAX = 4 * HOLDERS_MAX
 # Keys of one script: 1 ms, so that readers are served in between.
 SCRIPT_KEYS_MAX = 250
 
+# Numbers grow by 1 to this: 8 million registrations before they begin anew.
+STEP_MAX = 1024
+
 # The stream is trimmed to about this many batches: with 100 nodes that publish 20 times a second,
 # 4 s; a batch is mostly tens of keys. Were all of them full, 300 MB.
 STREAM_ENTRIES_MAX = 8192
@@ -113,8 +116,7 @@ return added
 
 _LUA_NOW = """
 local time = redis.call('TIME')
-local seconds = tonumber(time[1])
-local now = seconds * 1000 + math.floor(tonumber(time[2]) / 1000)
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local function expiry(after)  -- 8 bytes, big endian
   local bytes, left = {}, now + after
   for i = 8, 1, -1 do
@@ -130,9 +132,10 @@ local function is_over(value)  -- numbers, not strings: how Lua orders strings d
 end
 """
 
-# KEYS: nodes, number. ARGV: TTL in ms, identity and record. Returns the new number, 0 if full.
-# Numbers follow the clock: one that an emptied or rolled back Redis gives is larger than any that
-# it gave before, unless nodes registered more often than once a second for all that time.
+# KEYS: nodes, number. ARGV: TTL in ms, identity and record, 31 random bits. Returns the new number,
+# 0 if full. An emptied Redis begins anywhere, and steps are of random length, so that numbers which
+# it has forgotten (a failover may roll it back) are most probably not given again. If one is,
+# HEARTBEAT finds out.
 REGISTER = Script(
     f"""{_LUA_NOW}
 local nodes = redis.pcall('HGETALL', KEYS[1])
@@ -148,8 +151,9 @@ end
 if alive >= {NODES_MAX} then return 0 end
 local last = redis.pcall('GET', KEYS[2])
 last = type(last) == 'string' and tonumber(last) or 0
-if not (last >= 0 and last < {NUMBER_MAX}) then last = 0 end
-local number = string.format('%.0f', math.max(math.floor(last) + 1, seconds))
+local dice = tonumber(ARGV[3])
+if not (last > 0 and last <= {NUMBER_MAX} - {STEP_MAX}) then last = dice end
+local number = string.format('%.0f', math.floor(last) + 1 + dice % {STEP_MAX})
 redis.call('SET', KEYS[2], number)
 redis.call('HSET', KEYS[1], number, expiry(ARGV[1]) .. ARGV[2])
 return tonumber(number)
@@ -202,6 +206,9 @@ _record_decoder = msgspec.msgpack.Decoder(NodeRecord)
 _event_decoder = msgspec.msgpack.Decoder(DirectoryEvent)
 _encoder = msgspec.msgpack.Encoder()
 
+# What the decoders raise: broken or of another type, no UTF-8, nested too deeply.
+_NOT_OURS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 
 def encode_number(number: int) -> bytes:
     """A number as it stands in locations."""
@@ -239,7 +246,7 @@ def decode_nodes(pairs: Sequence[object], now_ms: int) -> dict[int, NodeRecord]:
             continue
         try:
             record = _record_decoder.decode(memoryview(value)[_HEAD_BYTES:])
-        except msgspec.DecodeError:  # also a field of the wrong type
+        except _NOT_OURS:
             continue
         number = int(field)
         nodes[number] = msgspec.structs.replace(record, number=number)
@@ -257,7 +264,7 @@ def decode_event(value: object) -> DirectoryEvent | None:
         return None
     try:
         event = _event_decoder.decode(value)
-    except msgspec.DecodeError:
+    except _NOT_OURS:
         return None
     keys = len(event.added) + len(event.removed)
     lengths = {len(key) for key in event.added} | {len(key) for key in event.removed}

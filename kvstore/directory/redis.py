@@ -7,6 +7,7 @@ nothing waits for replicas, and a call that does not come through is not repeate
 from __future__ import annotations
 
 import re
+import secrets
 import threading
 import time
 from dataclasses import dataclass
@@ -98,6 +99,7 @@ class RedisDirectory(Directory):
         self._lock = threading.Lock()  # protects all below
         self._membership: _Membership | None = None
         self._membership_asked_at = 0.0
+        self._epoch = 0  # changes of the membership by this handle
         self._counters = {"locates": 0, "located_keys": 0, "published_keys": 0, "failures": 0}
 
     # -- the node's side -------------------------------------------------------------------------
@@ -105,7 +107,8 @@ class RedisDirectory(Directory):
     def register(self, record: NodeRecord) -> int:
         """See `Directory.register`."""
         names = (2, self._layout.nodes, self._layout.number)
-        words = (*names, self._registration_ttl_ms, layout.encode_record(record))
+        identified = layout.encode_record(record)
+        words = (*names, self._registration_ttl_ms, identified, secrets.randbits(31))
         (number,) = self._run([_Command(MEMBERS, words, layout.REGISTER)])
         if not isinstance(number, int):
             raise self._refused(number)
@@ -173,16 +176,17 @@ class RedisDirectory(Directory):
         self._check_open()
         known = self._membership
         if known is None or time.monotonic() >= known.read_at + MEMBERSHIP_AGE_S:
-            known = self._read_membership(self._run(self._membership_commands()))
+            known = self._ask_for_membership()
         return dict(known.nodes)
 
     def locate(self, keys: Sequence[bytes]) -> list[tuple[int, ...]]:
         """See `Directory.locate`."""
         check_keys(keys, LOCATE_KEYS_MAX)
+        epoch = self._epoch
         asks = self._membership_commands() if self._membership_due() else []
         reads = self._reads(keys)
         replies = self._run([*asks, *(command for _, command in reads)])
-        holders = self._membership_of(replies[: len(asks)]).holders
+        holders = self._membership_of(replies[: len(asks)], epoch).holders
         found: list[tuple[int, ...]] = [()] * len(keys)
         answered, refusal = False, None
         for (positions, _), reply in zip(reads, replies[len(asks) :], strict=True):
@@ -252,19 +256,23 @@ class RedisDirectory(Directory):
             self._membership_asked_at = now
             return True
 
-    def _membership_of(self, replies: Sequence[Reply]) -> _Membership:
+    def _ask_for_membership(self) -> _Membership:
+        epoch = self._epoch
+        return self._read_membership(self._run(self._membership_commands()), epoch)
+
+    def _membership_of(self, replies: Sequence[Reply], epoch: int) -> _Membership:
         """From the replies if it was asked for, else as known."""
         known = self._membership
         if not replies:
-            return known or self._read_membership(self._run(self._membership_commands()))
+            return known or self._ask_for_membership()
         try:
-            return self._read_membership(replies)
+            return self._read_membership(replies, epoch)
         except DirectoryUnavailable:
             if known is None or time.monotonic() > known.read_at + STALE_MEMBERSHIP_S:
                 raise
             return known
 
-    def _read_membership(self, replies: Sequence[Reply]) -> _Membership:
+    def _read_membership(self, replies: Sequence[Reply], epoch: int) -> _Membership:
         pairs, clock = replies
         if _of_wrong_type(pairs):
             pairs = []
@@ -280,13 +288,16 @@ class RedisDirectory(Directory):
                 holders = known.holders
             else:
                 holders = Holders(nodes)
-            self._membership = _Membership(nodes, holders, time.monotonic())
-            return self._membership
+            read = _Membership(nodes, holders, time.monotonic())
+            if epoch == self._epoch:  # else the question may be older than what we have changed
+                self._membership = read
+            return read
 
     def _forget_membership(self) -> None:
         """Who changes it reads it anew."""
         with self._lock:
             self._membership = None
+            self._epoch += 1
 
     # -- asking ----------------------------------------------------------------------------------
 

@@ -28,13 +28,14 @@ from typing import TYPE_CHECKING
 
 from ..block import BlockState
 from ..errors import InvalidInput, StaleLease
-from .records import Block, Lease, MoveOutcome, Pin, Reason, Replica, Session, Ticket
+from .records import Block, Kept, Lease, MoveOutcome, Pin, Reason, Replica, Session, Ticket
 from .residency import Residency
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .records import Move
+    from .shared import Share
     from .space import TierSpace
 
 KEY_BYTES = 16
@@ -176,16 +177,23 @@ class NodeCore:
         depth: int,
         length: int,
         now: float,
+        share: Share | None = None,
     ) -> Reservation:
         """Extents of `length` bytes for those of `keys` that are not here yet, in order.
 
         Stops at the first key for which no room could be made. Two writers of one key: the second
-        is told BUSY and skips it; what it computed is the same by construction of the key.
+        is told BUSY and skips it; what it computed is the same by construction of the key. Ranks
+        that write blocks together each reserve with their `share`, and get the same extents; a rank
+        that is not of that party is told BUSY. Raises InvalidInput for a part that is another's.
         """
         residency = self.residency
         statuses, granted, resident = bytearray(), [], []
         parent = self._block(parent_key)
         reason = Reason.NONE
+        until = now + self.options.write_lease_s
+        if share is not None:
+            size = residency.dram.arena.round_up(length)
+            residency.shared.check([residency.writing.get(key) for key in keys], share, size)
         for position, key in enumerate(keys):
             block = self._block(key)
             if block is None:
@@ -194,6 +202,8 @@ class NodeCore:
                 if replica is None:
                     reason = Reason.NO_ROOM
                     break
+                if share is not None:
+                    residency.shared.begin(replica, share, until)
                 granted.append(replica)
                 parent = replica.block
                 statuses.append(Status.GRANTED)
@@ -201,6 +211,12 @@ class NodeCore:
             if parent is not None:
                 residency.relink(block, parent)
             parent = block
+            if share is not None and not block.where:
+                replica = residency.writing[key]
+                if residency.shared.join(replica, share, until):
+                    granted.append(replica)
+                    statuses.append(Status.GRANTED)
+                    continue
             statuses.append(Status.RESIDENT if block.where else Status.BUSY)
             resident.append(block)
         for block in reversed(resident):
@@ -209,7 +225,8 @@ class NodeCore:
             residency.touch_ancestors(resident[0])
         lease = self._grant(session, granted, writes=True) if granted else None
         if lease is not None:
-            self._expire_at(lease, now + self.options.write_lease_s)
+            lease.rank = share.rank if share is not None else None
+            self._expire_at(lease, until)
         return Reservation(bytes(statuses), lease, reason)
 
     def _block(self, key: bytes) -> Block | None:
@@ -236,20 +253,32 @@ class NodeCore:
             )
         raise StaleLease(f"reservation {lease_id} is not one that this client holds")
 
-    def commit(self, lease: Lease, good: Sequence[bool]) -> None:
+    def commit(self, lease: Lease, good: Sequence[bool]) -> bytes:
         """End a write lease: `good[i]` tells whether replica i passed its checks and is published.
+        Returns a `Kept` for each.
 
         The others are freed: the commit is also the writer's word that it has stopped writing.
         """
         assert len(good) == len(lease.replicas)
         self._forget(lease)
         # From the tail, here and in `_let_go`: the policies see a chain's head as used last.
-        for replica, is_good in zip(reversed(lease.replicas), reversed(good), strict=True):
-            if is_good:
-                self.residency.commit_write(replica)
-            else:
-                self.residency.cancel_write(replica, fenced=True)
+        kept = [
+            self._keep(lease, replica, is_good)
+            for replica, is_good in zip(reversed(lease.replicas), reversed(good), strict=True)
+        ]
         self.residency.touch_ancestors(lease.replicas[0].block)
+        return bytes(reversed(kept))
+
+    def _keep(self, lease: Lease, replica: Replica, is_good: bool) -> Kept:
+        if not is_good or replica.state is not BlockState.RESERVED:  # another rank gave it up
+            self.residency.cancel_write(replica, fenced=True)
+            return Kept.REFUSED
+        if lease.rank is not None:
+            self.residency.unhold(replica)  # the shared write holds it as well
+            if not self.residency.shared.arrive(replica, lease.rank):
+                return Kept.PENDING
+        self.residency.commit_write(replica)
+        return Kept.STORED
 
     def abort(self, session: Session, lease_id: int) -> None:
         """The writer gave up and has stopped writing."""
@@ -433,6 +462,9 @@ class NodeCore:
         for lease in [x for x in self._expiring.values() if x.expires_at <= now]:
             self._expire(lease)
             self.residency.counters.expired += 1
+        for replica in self.residency.shared.due(now):
+            self.residency.cancel_write(replica, fenced=False)
+            self.residency.counters.expired += 1
         if now >= self._next_unpin:
             self._unpin_due(now)
         self.residency.trim(self.options.high_watermark, self.options.low_watermark)
@@ -468,6 +500,7 @@ class NodeCore:
         return bool(
             self.residency.moves
             or self.residency.pins
+            or self.residency.shared
             or any(session.leases or session.zombies for session in self.sessions.values())
         )
 

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from ..block import MAX_HEADER_BYTES, MAX_SEGMENTS
+
 PROTOCOL_VERSION = 1
 
 # Limits of one request, checked while it is decoded. 65,536 keys are 33 million tokens; names are
@@ -30,6 +32,10 @@ Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(max_length=NAME_MAX)]
 Timeout = Annotated[float, Meta(ge=0, le=TIMEOUT_S_MAX)]
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+# Writers of one block: no more than it has segments. A header comes without the zeros at its end.
+Ranks = Annotated[int, Meta(ge=1, le=MAX_SEGMENTS)]
+Bitmap = Annotated[bytes, Meta(max_length=MAX_SEGMENTS // 8)]
+HeaderBytes = Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
 # Nonces, proofs and session names of the network handshake (`handshake.py`).
 Secret = Annotated[bytes, Meta(max_length=32)]
 
@@ -73,20 +79,32 @@ class Exists(Request, tag="exists"):
 
 
 class Reserve(Request, tag="reserve"):
-    """Extents to write the missing ones of `keys` in place; `depth` is the first one's index."""
+    """Extents to write the missing ones of `keys` in place; `depth` is the first one's index.
+
+    With `ranks` above 1, so many writers share each extent, and this is writer `rank`: `owned` has
+    a bit for each segment of a block that it writes (bit 0 of byte 0 is the first one's).
+    """
 
     keys: Keys
     parent: Key
     depth: Natural
     extent_bytes: Natural
     timeout_s: Timeout
+    rank: Natural = 0
+    ranks: Ranks = 1
+    owned: Bitmap = b""
 
 
 class Commit(Request, tag="commit"):
-    """The headers and payloads of this reservation are in place; `skip` lists slots to drop."""
+    """The headers and payloads of this reservation are in place; `skip` lists slots to drop.
+
+    One writer of several sends a header per slot instead (empty for one to drop), with its own
+    segments' checksums and zeros for the others': the node unites and writes them.
+    """
 
     lease: Natural
     skip: list[Natural] = []
+    headers: list[HeaderBytes] = []
 
 
 class Abort(Request, tag="abort"):
@@ -221,7 +239,8 @@ class Welcome(Reply, tag="welcome"):
 
 
 class Flags(Reply, tag="flags"):
-    """One byte per key (`Match`, `Exists`) or per slot (`Commit`: 1 stored, 0 refused)."""
+    """One byte per key (`Match`, `Exists`) or per slot (`Commit`: 1 stored, 0 refused, 2 waiting
+    for the other writers of the block)."""
 
     flags: bytes
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tiffin.messenger.errors import GrantError
@@ -40,10 +39,12 @@ from ..tiers.base import TierName
 from ..tiers.dram import DramTier
 from ..tiers.nvme import NvmeTier
 from . import messages
+from .adoption import adopt
 from .core import KEY_BYTES, CoreOptions, NodeCore, split_keys
 from .mover import Mover, extent_of, verify_block
-from .records import Move, MoveOutcome, Pin, Reason, Replica, Session, Ticket
-from .residency import Erase
+from .numbers import numbers_of
+from .records import Erase, Move, MoveOutcome, Pin, Reason, Replica, Session, Ticket
+from .shared import names, share_of
 from .space import TierSpace
 
 if TYPE_CHECKING:
@@ -52,9 +53,8 @@ if TYPE_CHECKING:
 
     from tiffin.messenger.local import ByteArray
 
-    from ..block import Header
-    from ..tiers.base import Tier
     from .events import Events
+    from .records import Lease
 
     ReplyTo = Callable[[messages.AnyReply], None]
 
@@ -150,8 +150,8 @@ class Node:
         self._still = threading.Event()  # set when the last move has ended
         self._hurry = threading.Event()
         self._mover: Mover | None = None
-        self._adopt()
         if self.nvme is not None:
+            adopt(self.core.residency, self.nvme)
             self._mover = Mover(self.dram, self.nvme, self._moved)
         self._ticker = threading.Thread(target=self._tick_forever, name="tiffin-tick", daemon=True)
         self._ticker.start()
@@ -166,34 +166,6 @@ class Node:
         except TiffinError:
             self.dram.close()
             raise
-
-    def _adopt(self) -> None:
-        """Take over what the NVMe tier still holds from before."""
-        if self.nvme is None:
-            return
-        residency = self.core.residency
-        parents = {}
-        newest: dict[bytes, tuple[int, Extent]] = {}
-        for extent, header in self._scan(self.nvme):
-            known = newest.get(header.key)
-            if known is not None and known[0] >= header.generation:
-                self.nvme.erase(extent)
-                continue
-            if known is not None:
-                self.nvme.erase(known[1])
-            newest[header.key] = header.generation, extent
-            parents[header.key] = header.parent
-        for key, (generation, extent) in newest.items():
-            residency.adopt(key, extent.offset, extent.length, generation)
-        residency.link(parents)
-
-    def _scan(self, nvme: NvmeTier) -> Iterator[tuple[Extent, Header]]:
-        """What the tier finds; a disk that fails under the scan costs the rest, not the node."""
-        try:
-            yield from nvme.scan()
-        except TierUnavailable as error:
-            log.warning("NVMe scan failed, the tier takes no more blocks: %s", error)
-            self.core.residency.space(TierName.NVME).writable = False
 
     # -- the door --------------------------------------------------------------------------------
 
@@ -340,10 +312,11 @@ class Node:
                 f"tier of {capacity} bytes"
             )
         keys = split_keys(request.keys)
+        share = share_of(request.rank, request.ranks, request.owned)
 
         def attempt(final: bool) -> bool:
             made = self.core.reserve(
-                session, keys, request.parent, request.depth, request.extent_bytes, _now()
+                session, keys, request.parent, request.depth, request.extent_bytes, _now(), share
             )
             if made.reason is Reason.NO_ROOM and not made.statuses and not final:
                 return False
@@ -365,13 +338,16 @@ class Node:
     def _commit(self, session: Session, request: messages.Commit, reply: ReplyTo) -> None:
         lease = self.core.write_lease(session, request.lease)
         skip = set(request.skip)
-        good = [
-            position not in skip and self._intact(replica)
-            for position, replica in enumerate(lease.replicas)
-        ]
-        self.core.commit(lease, good)
+        if lease.rank is None:
+            good = [
+                position not in skip and self._intact(replica)
+                for position, replica in enumerate(lease.replicas)
+            ]
+        else:
+            good = self._united(lease, lease.rank, skip, request.headers)
+        kept = self.core.commit(lease, good)
         self.core.residency.trim(self.options.core.high_watermark, self.options.core.low_watermark)
-        reply(messages.Flags(request.id, bytes(good)))
+        reply(messages.Flags(request.id, kept))
 
     def _intact(self, replica: Replica) -> bool:
         """Whether the writer left a header that belongs here. Its payload is the writer's word,
@@ -382,11 +358,27 @@ class Node:
         except (CorruptBlock, VersionMismatch) as error:
             log.warning("commit refused: %s", error)
             return False
-        return (
-            header.key == replica.key
-            and header.generation == replica.generation
-            and header.extent_bytes == replica.length
-        )
+        return names(header, replica)
+
+    def _united(self, lease: Lease, rank: int, skip: set[int], headers: list[bytes]) -> list[bool]:
+        """Take the headers of one rank; write those of blocks whose last rank this is. Whether each
+        is good. Raises InvalidInput."""
+        if len(headers) != len(lease.replicas):
+            raise InvalidInput(
+                f"a rank of several commits a header per slot: {len(lease.replicas)}, "
+                f"not {len(headers)}"
+            )
+        good = []
+        for position, (replica, raw) in enumerate(zip(lease.replicas, headers, strict=True)):
+            shared = self.core.residency.shared.get(replica)  # None: another rank gave up
+            keeps = shared is not None and position not in skip and shared.unite(rank, raw, replica)
+            if keeps and shared is not None and shared.completes(rank):
+                pages = shared.header_pages()
+                keeps = pages is not None
+                if pages is not None:
+                    self.dram.view(extent_of(replica))[: len(pages)] = pages
+            good.append(keeps)
+        return good
 
     def _abort(self, session: Session, request: messages.Abort, reply: ReplyTo) -> None:
         self.core.abort(session, request.lease)
@@ -567,52 +559,11 @@ class Node:
     def statistics(self) -> dict[str, Any]:
         """Plain nested numbers: tiers, counters, sessions. The shape of `tiffin status --json`."""
         with self._lock:
-            sessions = [
-                {
-                    "name": session.name,
-                    "pid": session.pid,
-                    "gone": session.gone,
-                    "read_leases": sum(not x.writes for x in session.leases.values()),
-                    "write_leases": sum(x.writes for x in session.leases.values()),
-                    "zombie_leases": len(session.zombies),
-                    "held_bytes": sum(
-                        r.length
-                        for x in [*session.leases.values(), *session.zombies.values()]
-                        for r in x.replicas
-                    ),
-                }
-                for session in self.core.sessions.values()
-            ]
-            return {
-                "node": self.name,
-                "pid": os.getpid(),
-                "uptime_s": time.time() - self.started_at,
-                "policy": self.options.policy,
-                "blocks": len(self.core.index),
-                "pinned_blocks": len(self.core.residency.pins),
-                "waiting_requests": len(self._parked) + len(self._tickets),
-                "queued_moves": self._mover.queued if self._mover else 0,
-                "tiers": self._tier_numbers(),
-                "counters": asdict(self.core.residency.counters),
-                "sessions": sessions,
-                **{name: numbers() for name, numbers in self.extra_numbers.items()},
-            }
-
-    def _tier_numbers(self) -> dict[str, dict[str, Any]]:
-        tiers: list[tuple[Tier, TierSpace | None]] = [(self.dram, self.core.residency.dram)]
-        if self.nvme is not None:
-            tiers.append((self.nvme, self.core.residency.nvme))
-        numbers = {}
-        for tier, space in tiers:
-            assert space is not None
-            medium = asdict(tier.statistics())
-            numbers[str(medium["name"])] = {
-                **medium,
-                **asdict(space.statistics()),
-                "name": str(medium["name"]),
-                "writable": space.writable,
-            }
-        return numbers
+            return numbers_of(
+                self,
+                waiting_requests=len(self._parked) + len(self._tickets),
+                queued_moves=self._mover.queued if self._mover else 0,
+            )
 
 
 def _now() -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec.structs import replace
 
 from ..directory.base import check_keys
-from ..errors import DirectoryUnavailable, TiffinError
+from ..errors import TiffinError
 from .publishing import (
     DOUBTS_MAX,
     Check,
@@ -76,6 +76,7 @@ class Publisher:
         self._core = PublisherCore(options)
         self._lock = threading.Lock()  # protects `_doubts`
         self._doubts: list[bytes] = []
+        self._complained = False
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tiffin-publisher", daemon=True)
@@ -125,6 +126,7 @@ class Publisher:
     def _run(self) -> None:
         while not self._closing.is_set():
             self._take_doubts()
+            self._complained = self._complained and not self._core.healthy
             step = self._core.next(time.monotonic())
             if isinstance(step, Wait):
                 self._wake.wait(min(max(0.0, step.until - time.monotonic()), 1.0))
@@ -132,21 +134,18 @@ class Publisher:
                 continue
             try:
                 self._carry_out(step)
-            except DirectoryUnavailable as error:
-                if self._core.healthy:
-                    log.warning("not publishing for now: %s", error)
-                self._failed(step)
             except TiffinError as error:
-                log.error("the directory refused %s: %s", type(step).__name__, error)
-                self._failed(step)
-            except Exception:
-                log.exception("publishing failed unexpectedly")
-                self._failed(step)
+                if not self._complained:
+                    log.warning("not publishing for now: %s", error)
+                self._failed()
+            except Exception:  # nobody else would go on publishing
+                if not self._complained:
+                    log.exception("publishing failed unexpectedly")
+                self._failed()
         self._leave()
 
-    def _failed(self, step: Step) -> None:
-        if isinstance(step, Withdraw):
-            self._core.withdrawn()
+    def _failed(self) -> None:
+        self._complained = True  # once per outage
         self._core.failed(time.monotonic())
 
     def _carry_out(self, step: Step) -> None:
@@ -161,8 +160,8 @@ class Publisher:
             case Withdraw(number):
                 directory.withdraw(number)
                 core.withdrawn()
-            case Publish():
-                directory.publish(*step)
+            case Publish(number, added, removed, first_seq):
+                directory.publish(number, added, removed, first_seq)
                 core.published(time.monotonic())
             case Poll(seq, limit):
                 core.polled(self._feed.events_since(seq, limit), time.monotonic())

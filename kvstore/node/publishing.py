@@ -21,7 +21,7 @@ import random
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..block import KEY_BYTES
 from ..directory.base import HEARTBEAT_S, PUBLISH_KEYS_MAX
@@ -77,40 +77,47 @@ class PublisherOptions:
                 raise InvalidInput(f"{name} must be positive, not {getattr(self, name)}")
 
 
-class Register(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Register:
     """Get a new number; report `registered`."""
 
 
-class Heartbeat(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
     """Keep the number; report `heard`."""
 
     number: int
 
 
-class Withdraw(NamedTuple):
-    """Void what this number said; report `withdrawn`, also when it failed: it expires anyway."""
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Void what this number said; report `withdrawn`."""
 
     number: int
 
 
-class Poll(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Poll:
     """Ask the node for events after `seq`; report `polled`."""
 
     seq: int
     limit: int
 
 
-class TakeInventory(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TakeInventory:
     """Ask the node for its inventory; report `inventoried`."""
 
 
-class Check(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Check:
     """Ask the node which of `keys` (joined) it has; report `checked`."""
 
     keys: bytes
 
 
-class Publish(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Publish:
     """Arguments of `Directory.publish`; report `published`."""
 
     number: int
@@ -119,7 +126,8 @@ class Publish(NamedTuple):
     first_seq: int
 
 
-class Wait(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Wait:
     """Nothing to do before `until`."""
 
     until: float
@@ -295,7 +303,8 @@ class PublisherCore:
         self._outage = False
 
     def withdrawn(self) -> None:
-        """A number was withdrawn, or will expire."""
+        """The number was withdrawn."""
+        self._answered()
         self._withdraw = 0
 
     def polled(self, events: Events | None, now: float) -> None:
@@ -346,13 +355,10 @@ class PublisherCore:
                     elif known is _Change.ADD:
                         self._pending[key] = _Change.ADD_AGAIN
             return
+        assert not self._pending  # it goes before slices, so none of them can be in both
         self._round_offset += len(keys)
         self._foretold = True
-        added = [
-            key
-            for key, is_here in zip(split, here, strict=True)
-            if is_here and key not in self._pending
-        ]
+        added = [key for key, is_here in zip(split, here, strict=True) if is_here]
         if added:
             self._batch = self._number_batch(added, [])
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..block import BlockState
 
@@ -167,12 +168,51 @@ class Reason(enum.IntEnum):
     MEDIUM = 6  # the medium refused the read
 
 
+class Erase(NamedTuple):
+    """Make the NVMe extent at `offset` unfindable for a restart; it was freed."""
+
+    offset: int
+    length: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the node started, in blocks unless the name says otherwise."""
+
+    dram_hits: int = 0
+    nvme_hits: int = 0
+    misses: int = 0
+    dram_hit_bytes: int = 0
+    nvme_hit_bytes: int = 0
+    commits: int = 0
+    commit_bytes: int = 0
+    aborts: int = 0
+    expired: int = 0
+    evictions: int = 0
+    demotions: int = 0
+    write_backs: int = 0
+    promotions: int = 0
+    removals: int = 0
+    corrupt: int = 0
+    medium_errors: int = 0
+    window_evictions: int = 0
+
+
+class Kept(enum.IntEnum):
+    """What became of one slot of a commit. PENDING: other ranks of its block are awaited."""
+
+    REFUSED = 0
+    STORED = 1
+    PENDING = 2
+
+
 class Lease:
     """A session's hold on some replicas. A write lease ends at `expires_at`, and so does a read
     lease of a remote session; a read lease on the same host ends with its release or with its
-    process (see docs/leases.md). `transfers` counts transfers of it that are under way."""
+    process (see docs/leases.md). `transfers` counts transfers of it that are under way; `rank` is
+    its writer's among those that write these blocks together, None if it is alone."""
 
-    __slots__ = ("expires_at", "id", "replicas", "session", "transfers", "writes")
+    __slots__ = ("expires_at", "id", "rank", "replicas", "session", "transfers", "writes")
 
     def __init__(
         self, lease_id: int, session: Session, replicas: list[Replica], *, writes: bool
@@ -181,6 +221,7 @@ class Lease:
         self.session = session
         self.replicas = replicas
         self.writes = writes
+        self.rank: int | None = None
         self.expires_at = math.inf
         self.transfers = 0
 

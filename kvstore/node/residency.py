@@ -13,14 +13,25 @@ How a replica leaves its tier (`evict`), in this order of preference:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..block import BlockState
 from ..tiers.base import TierName
 from .events import EventLog
-from .records import IN_DRAM, IN_NVME, Block, Move, MoveOutcome, Pin, Priority, Replica
+from .records import (
+    IN_DRAM,
+    IN_NVME,
+    Block,
+    Counters,
+    Erase,
+    Move,
+    MoveOutcome,
+    Pin,
+    Priority,
+    Replica,
+)
+from .shared import SharedWrites
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,36 +50,6 @@ ANCESTORS_MAX = 2048
 COMPACT_BLOCKS_MIN = 65_536
 
 
-class Erase(NamedTuple):
-    """Make the NVMe extent at `offset` unfindable for a restart; it was freed."""
-
-    offset: int
-    length: int
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since the node started, in blocks unless the name says otherwise."""
-
-    dram_hits: int = 0
-    nvme_hits: int = 0
-    misses: int = 0
-    dram_hit_bytes: int = 0
-    nvme_hit_bytes: int = 0
-    commits: int = 0
-    commit_bytes: int = 0
-    aborts: int = 0
-    expired: int = 0
-    evictions: int = 0
-    demotions: int = 0
-    write_backs: int = 0
-    promotions: int = 0
-    removals: int = 0
-    corrupt: int = 0
-    medium_errors: int = 0
-    window_evictions: int = 0
-
-
 class Residency:
     """The index of resident blocks over one DRAM tier and, optionally, one NVMe tier."""
 
@@ -80,6 +61,7 @@ class Residency:
         self.demote_on_second_use = demote_on_second_use
         self.index: dict[bytes, Block] = {}
         self.writing: dict[bytes, Replica] = {}
+        self.shared = SharedWrites()  # those of `writing` that several ranks write together
         self.actions: list[Erase | Move] = []
         self.moves: set[Move] = set()
         self.pins: dict[bytes, float] = {}  # until when; an entry leaves with its block
@@ -186,8 +168,10 @@ class Residency:
         return replica
 
     def commit_write(self, replica: Replica) -> None:
-        """The writer is done and its header was checked: the block becomes visible."""
+        """The writer is done, or the last of its writers, and its header was checked: the block
+        becomes visible."""
         block = replica.block
+        self.shared.pop(replica, None)  # its hold is the one that ends below
         del self.writing[block.key]
         self.dram.set_state(replica, BlockState.COMMITTED)
         self._attach(replica)
@@ -199,13 +183,17 @@ class Residency:
 
     def cancel_write(self, replica: Replica, *, fenced: bool) -> None:
         """The write will not be committed. Unless the writer is `fenced` (it acknowledged, or its
-        process is dead) it may still write, so the extent stays QUARANTINED under its hold."""
-        block = replica.block
-        del self.writing[block.key]
-        if block.parent is not None:
-            block.parent.children -= 1
-        self.dram.set_state(replica, BlockState.QUARANTINED)
-        self.counters.aborts += 1
+        process is dead) it may still write, so the extent stays QUARANTINED under its hold. One
+        rank of several cancels the block for all of them; each is fenced on its own."""
+        if replica.state is BlockState.RESERVED:  # else another rank was first
+            block = replica.block
+            del self.writing[block.key]
+            if block.parent is not None:
+                block.parent.children -= 1
+            self.dram.set_state(replica, BlockState.QUARANTINED)
+            self.counters.aborts += 1
+            if self.shared.pop(replica, None) is not None:
+                self.unhold(replica)
         if fenced:
             self.unhold(replica)
 
@@ -575,6 +563,9 @@ class Residency:
             space.check()
             for replica in space.candidates():
                 assert replica in replica.block.replicas(), replica
+        for replica in self.shared:
+            assert self.writing.get(replica.key) is replica, replica
+            assert replica.holds > 0, replica
         children: dict[int, int] = {}
         for block in [*self.index.values(), *(r.block for r in self.writing.values())]:
             if block.parent is not None:

@@ -10,30 +10,34 @@ from __future__ import annotations
 import logging
 import random
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import verbs as local_verbs
-from ..blocks import Block, Blocks, Slot, select
+from ..blocks import Block, Blocks, select, select_shard
 from ..client import Client, LeasedBlocks, Slots, drive
 from ..errors import (
     ClientClosed,
     DeadlineExceeded,
     DirectoryUnavailable,
+    InvalidInput,
     NoRoom,
     TiffinError,
 )
 from ..node import messages
 from ..node.records import Pin
 from ..payloads import payload_views, target_views
-from ..verbs import DEFAULT_TIMEOUT_S, FOREVER_S, Hit, PutResult, Reserved, check_verify
+from ..slices import source_views
+from ..verbs import DEFAULT_TIMEOUT_S, Hit, PutResult, check_verify
 from . import verbs
 from .engine import Engine, Reader
 from .homecopy import HomeCopies
-from .plan import place
+from .placing import Placing
+from .replication import Orders, replicate_from, replicate_to
+from .results import MixedBlocks, StagedSlots
+from .shards import shard_node
 from .store import Seals, Stored, store
 
 if TYPE_CHECKING:
@@ -42,9 +46,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..blocks import Selection
+    from ..directory.base import NodeRecord
     from ..keys import Prefix
     from ..link import Link
-    from ..schema import HeadRange, LayerRange
+    from ..schema import HeadRange, LayerRange, Shard
     from ..verbs import Access, Verify
 
     Bytes = NDArray[np.uint8]
@@ -53,8 +58,8 @@ log = logging.getLogger(__name__)
 
 # In `Hit.where`: some other node of the pool has the block.
 IN_PEER = 4
-# Replications that were ordered and not waited for.
-_ORDERS_MAX = 64
+# More copies of one prompt are a mistake: each costs its bytes.
+REPLICAS_MAX = 16
 
 
 class PoolClient(Client):
@@ -66,17 +71,17 @@ class PoolClient(Client):
         verify: Verify,
         *,
         home: Link | None = None,
-        home_number: int | None = None,
+        home_number: Callable[[], int | None] = lambda: None,
         admission: str = "second",
     ) -> None:
+        """`home_number()` is what the directory calls home now: another number after a restart."""
         self._access = local_verbs.Access(check_verify(verify), random.Random())
         self._engine = engine
         self._home = home
-        self._home_number = home_number
+        self._find_home_number = home_number
         self._copies = HomeCopies(admission) if home is not None else None
         self._dice = random.Random()
-        self._orders = ThreadPoolExecutor(1, thread_name_prefix="tiffin-replicate")
-        self._ordered: list[Future[None]] = []
+        self._orders = Orders()
 
     # -- looking ---------------------------------------------------------------------------------
 
@@ -84,6 +89,7 @@ class PoolClient(Client):
         """How many leading blocks are resident: at home, for sure; elsewhere, as the directory has
         it, so that a get may find fewer."""
         self._check(timeout_s)
+        local_verbs.check_blocks(prefix)
         where = b""
         if self._home is not None:
             where = self._at_home(local_verbs.match(prefix, timeout_s), Hit(0, 0)).where
@@ -95,18 +101,16 @@ class PoolClient(Client):
             return b""
         if self._fixed:
             hits = self._ask_all(lambda: messages.Match(0, prefix[start:].key_bytes), timeout_s)
-            longest = max((len(reply.flags) for reply in hits.values()), default=0)
-            return bytes([IN_PEER]) * longest
-        count = 0
-        for nodes in self._locate(prefix.keys[start:]):
-            if not nodes:
-                break
-            count += 1
+            longest = max((reply.flags for reply in hits.values()), key=len, default=b"")
+            return bytes(flag | IN_PEER for flag in longest)
+        located = self._locate(prefix.keys[start:], without_home=True)
+        count = next((i for i, nodes in enumerate(located) if not nodes), len(located))
         return bytes([IN_PEER]) * count
 
     def exists(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
         """Which blocks are resident, each on its own; elsewhere as the directory has it."""
         self._check(timeout_s)
+        local_verbs.check_blocks(prefix)
         found = [False] * len(prefix)
         if not len(prefix):
             return found
@@ -117,7 +121,7 @@ class PoolClient(Client):
             for reply in replies.values():
                 found = [a or bool(b) for a, b in zip(found, reply.flags, strict=True)]
             return found
-        located = self._locate(prefix.keys)
+        located = self._locate(prefix.keys, without_home=True)
         return [a or bool(nodes) for a, nodes in zip(found, located, strict=True)]
 
     # -- reading ---------------------------------------------------------------------------------
@@ -135,19 +139,43 @@ class PoolClient(Client):
         """The leading blocks of `prefix`, from home and from other nodes. As `Client.get`: views of
         what is (or comes to be) at home, copies of the rest; with `into`, copies of all."""
         self._check(timeout_s)
+        local_verbs.check_blocks(prefix)
         access = self._reading(verify)
         selection = select(prefix.schema, layers, heads)
         deadline = time.monotonic() + timeout_s
-        if into is None:
-            return self._view(prefix, access, selection, layers, heads, deadline)
-        targets = target_views(into, len(prefix), selection.nbytes)
-        generations, count = [], 0
-        if self._home is not None and len(prefix):
-            copied = local_verbs.get_into(prefix, access, targets, layers, heads, timeout_s)
+        if into is not None:
+            targets = target_views(into, len(prefix), selection.nbytes)
+            return self._copy(prefix, access, selection, (layers, heads), targets, deadline)
+        return self._view(prefix, access, selection, (layers, heads), deadline)
+
+    def _copy(
+        self,
+        prefix: Prefix,
+        access: Access,
+        selection: Selection,
+        part: tuple[LayerRange | None, HeadRange | None],
+        targets: list[Bytes],
+        deadline: float,
+    ) -> LeasedBlocks:
+        generations: list[int] = []
+        why: str | None = None
+
+        def from_home() -> None:
+            nonlocal why
+            done = len(generations)
+            left_s = max(0.0, deadline - time.monotonic())
+            rest = prefix[done:]
+            copied = local_verbs.get_into(rest, access, targets[done:], *part, left_s)
             blocks = self._at_home(copied, None)
             if blocks is not None:
-                generations = [blocks[i].generation for i in range(len(blocks))]
-                count = len(blocks)
+                generations.extend(block.generation for block in blocks)
+                why = blocks.reason
+
+        if self._home is not None and len(prefix):
+            from_home()
+            if self._bring_home(prefix, len(generations), deadline):
+                from_home()
+        count = len(generations)
         outcome = self._read(prefix, count, access, selection, targets.__getitem__, deadline)
         generations += [outcome.generations[i] for i in range(count, outcome.blocks)]
 
@@ -155,7 +183,7 @@ class PoolClient(Client):
             key = prefix.keys[index]
             return Block(targets[index], selection, key, generations[index], packed=True)
 
-        reason = None if outcome.blocks == len(prefix) else outcome.reason
+        reason = _reason(outcome, len(prefix), count, why)
         return LeasedBlocks(Blocks(prefix, outcome.blocks, reason, make), 0, None)
 
     def _view(
@@ -163,44 +191,48 @@ class PoolClient(Client):
         prefix: Prefix,
         access: Access,
         selection: Selection,
-        layers: LayerRange | None,
-        heads: HeadRange | None,
+        part: tuple[LayerRange | None, HeadRange | None],
         deadline: float,
     ) -> LeasedBlocks:
-        left_s = deadline - time.monotonic()
-        near: LeasedBlocks | None = None
-        if self._home is not None:
-            found = local_verbs.get(prefix, access, layers, heads, left_s)
-            held = self._at_home(found, None)
-            if held is not None:
-                blocks, lease = held
-                near = LeasedBlocks(blocks, lease, self._home)
-                if near.complete:
-                    return near
-        count = len(near) if near is not None else 0
-        if self._copies is not None and self._copies.wants(prefix, count):
-            brought = self._bring_home(prefix, count, deadline)
-            if brought > count:
+        near = self._view_home(prefix, access, part, deadline)
+        try:
+            count = len(near) if near is not None else 0
+            if self._bring_home(prefix, count, deadline):
                 if near is not None:
                     near.release()
-                left_s = max(0.0, deadline - time.monotonic())
-                found = local_verbs.get(prefix, access, layers, heads, left_s)
-                blocks, lease = drive(found, self._link_home())
-                return LeasedBlocks(blocks, lease, self._home)
-        far: dict[int, Bytes] = {}
+                near = self._view_home(prefix, access, part, deadline)
+                count = len(near) if near is not None else 0
+            if near is not None and near.complete:
+                return near
+            far: dict[int, Bytes] = {}
 
-        def memory(index: int) -> Bytes:
-            if index not in far:
-                far[index] = np.empty(selection.nbytes, np.uint8)
-            return far[index]
+            def memory(index: int) -> Bytes:
+                if index not in far:
+                    far[index] = np.empty(selection.nbytes, np.uint8)
+                return far[index]
 
-        try:
             outcome = self._read(prefix, count, access, selection, memory, deadline)
         except BaseException:
-            if near is not None:
+            if near is not None and not near.released:
                 near.release()
             raise
-        return _MixedBlocks(prefix, near, far, outcome, selection)
+        why = near.reason if near is not None else None
+        outcome.reason = _reason(outcome, len(prefix), count, why)
+        return MixedBlocks(prefix, near, far, outcome, selection)
+
+    def _view_home(
+        self,
+        prefix: Prefix,
+        access: Access,
+        part: tuple[LayerRange | None, HeadRange | None],
+        deadline: float,
+    ) -> LeasedBlocks | None:
+        """What home has, leased; None if it does not answer."""
+        if self._home is None:
+            return None
+        left_s = max(0.0, deadline - time.monotonic())
+        held = self._at_home(local_verbs.get(prefix, access, *part, left_s), None)
+        return None if held is None else LeasedBlocks(*held, self._home)
 
     def _read(
         self,
@@ -218,18 +250,17 @@ class PoolClient(Client):
             self._copies.saw(prefix, start, outcome.blocks)
         return outcome
 
-    def _bring_home(self, prefix: Prefix, start: int, deadline: float) -> int:
-        """Read blocks from `start` on into slots at home and commit them; how many leading blocks
-        are at home then."""
-        assert self._copies is not None
-        located = self._locate(prefix.keys[start:])
+    def _bring_home(self, prefix: Prefix, start: int, deadline: float) -> bool:
+        """Read blocks from `start` on into slots at home, if they were wanted often enough, and
+        commit them; whether there are any more at home then."""
+        if self._copies is None or not self._copies.wants(prefix, start):
+            return False
+        located = self._locate(prefix.keys[start:], without_home=True)
         held = next((i for i, nodes in enumerate(located) if not nodes), len(located))
         part = prefix[start : start + held]
         if not len(part):
-            return start
-        return start + self._copies.bring(
-            part, self._link_home(), self._engine, deadline - time.monotonic()
-        )
+            return False
+        return self._copies.bring(part, self._link_home(), self._engine, deadline) > 0
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -238,90 +269,109 @@ class PoolClient(Client):
         prefix: Prefix,
         payloads: Sequence[Any],
         *,
+        shard: Shard | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         replicas: int = 1,
         sync: bool = True,
+        node: int | None = None,
     ) -> PutResult:
         """Copy one payload per block into the pool, at home if there is room and else where there
         is; blocks that are resident there are skipped.
 
         `replicas`: on so many nodes. With `sync` it returns when all have them; without, the other
         copies are made in the background and may fail silently.
+
+        `shard`: see `Client.put`. All ranks have to write to one node: home, or without a home the
+        one that `shard_node` computes for the prefix; ranks on several hosts name one as `node`.
         """
         self._check(timeout_s)
         deadline = time.monotonic() + timeout_s
+        _check_replicas(replicas)
+        if prefix.schema.check_shard(shard) is not None or node is not None:
+            if replicas != 1:
+                raise InvalidInput("slices, and blocks for one node, are put once: use replicate()")
+            return self._put_at(self._node_for(prefix, node), prefix, payloads, shard, deadline)
         views = payload_views(prefix.schema, payloads, len(prefix))
         if not len(prefix):
             return PutResult((), (), (), (), None)
-        seals = Seals(prefix, views)
-        tried: set[int] = set()
-        first, number = self._put_first(prefix, views, seals, tried, deadline)
-        done = 1
-        while done < replicas and sync:
-            other = self._put_remote(prefix, seals, tried, deadline)
-            if other is None:
-                raise NoRoom(f"only {done} of {replicas} replicas could be written")
-            done += 1
-        if replicas > 1 and not sync and number is not None:
-            self._order(partial(self._replicate_from, prefix, number, replicas - 1, tried))
+        placing = self._placing(prefix, views, deadline)
+        first, number = placing.one()
+        if sync:
+            for done in range(1, replicas):
+                self._put_another(placing, done, replicas)
+        elif replicas > 1 and number is not None:
+            more, tried = replicas - 1, placing.tried
+            self._orders.add(partial(replicate_from, self._engine, prefix, number, more, tried))
         return first
 
-    def _put_first(
+    def _placing(self, prefix: Prefix, views: list[Bytes], deadline: float) -> Placing:
+        def put_home(room_s: float) -> PutResult | None:
+            region_bytes = self._link_home().memory.nbytes
+            return drive(local_verbs.put(prefix, views, region_bytes, room_s), self._link_home())
+
+        seals, number = Seals(prefix, views), self._home_number
+        return Placing(
+            self._engine, seals, deadline, put_home if self._home is not None else None, number
+        )
+
+    def _put_another(self, placing: Placing, done: int, replicas: int) -> None:
+        """One more replica, on another node. Raises NoRoom."""
+        try:
+            reason = placing.one()[0].reason
+            failure = None
+        except ClientClosed:
+            raise
+        except TiffinError as error:
+            reason, failure = str(error), error
+        if reason is not None:
+            text = f"only {done} of {replicas} replicas could be written whole: {reason}"
+            raise NoRoom(text) from failure
+
+    def _put_at(
+        self,
+        node: int | None,
+        prefix: Prefix,
+        payloads: Sequence[Any],
+        shard: Shard | None,
+        deadline: float,
+    ) -> PutResult:
+        """Store at this node, or nowhere: other ranks do not know where else. None is home."""
+        if node is None:
+            left_s = max(0.0, deadline - time.monotonic())
+            region_bytes = self._link_home().memory.nbytes
+            verb = local_verbs.put(prefix, payloads, region_bytes, left_s, shard)
+            return drive(verb, self._link_home())
+        selection = select_shard(prefix.schema, shard)
+        views = source_views(selection, payloads, len(prefix))
+        seals = Seals(prefix, views, selection)
+        return _result(store(self._engine.peer(node), seals, 0, deadline=deadline))
+
+    def _node_for(self, prefix: Prefix, node: int | None) -> int | None:
+        """The number of the node to write to; None for home. Raises NoRoom."""
+        if node is not None:
+            return None if node == self._home_number else node
+        if self._home is not None:
+            return None
+        return shard_node(self._engine.nodes(), prefix)
+
+    def reserve(
         self,
         prefix: Prefix,
-        views: list[Bytes],
-        seals: Seals,
-        tried: set[int],
-        deadline: float,
-    ) -> tuple[PutResult, int | None]:
-        if self._home is not None:
-            left_s = max(0.0, deadline - time.monotonic())
-            region_bytes = self._home.memory.nbytes
-            verb = local_verbs.put(prefix, views, region_bytes, left_s)
-            try:
-                result = self._at_home(verb, None)
-            except NoRoom:  # or draining
-                result = None
-            if self._home_number is not None:
-                tried.add(self._home_number)
-            if result is not None and result.reason != "no_room":
-                return result, self._home_number
-        found = self._put_remote(prefix, seals, tried, deadline)
-        if found is None:
-            if self._home is not None and result is not None:
-                return result, self._home_number
-            raise NoRoom("no node of the pool takes these blocks; look at `tiffin status`")
-        return found
-
-    def _put_remote(
-        self, prefix: Prefix, seals: Seals, tried: set[int], deadline: float
-    ) -> tuple[PutResult, int] | None:
-        """Store at the best node that was not tried; the next best if it fails."""
-        while True:
-            nodes = self._engine.members.nodes()
-            size = len(prefix) * prefix.schema.extent_bytes
-            chosen = place(nodes, 1, size, self._dice, without=tried)
-            if not chosen or time.monotonic() >= deadline:
-                return None
-            tried.add(chosen[0])
-            try:
-                stored = store(self._engine.peer(chosen[0]), seals, 0, deadline=deadline)
-            except TiffinError as error:
-                log.info("not put to node %d: %s", chosen[0], error)
-                self._engine.links.failed(chosen[0], time.monotonic())
-                continue
-            if stored.reason is None or stored.decided:
-                return _result(stored), chosen[0]
-
-    def reserve(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Slots:
-        """Slots for the blocks that are not resident: at home in place; without a home, in memory
-        of this process, sent when they are committed."""
+        *,
+        shard: Shard | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        node: int | None = None,
+    ) -> Slots:
+        """Slots for the blocks that are not resident: at home in place; without a home, or with a
+        `node`, in memory of this process, sent when they are committed. `shard` as in `put`."""
         self._check(timeout_s)
-        if self._home is not None:
-            return Slots(
-                prefix, drive(local_verbs.reserve(prefix, timeout_s), self._home), self._home
-            )
-        return _StagedSlots(prefix, self, timeout_s)
+        shard = prefix.schema.check_shard(shard)
+        if shard is not None or node is not None:
+            node = self._node_for(prefix, node)
+        if self._home is not None and node is None:
+            verb = local_verbs.reserve(prefix, timeout_s, shard)
+            return Slots(prefix, drive(verb, self._home), self._home)
+        return StagedSlots(prefix, self, timeout_s, shard, node)
 
     # -- wishes ----------------------------------------------------------------------------------
 
@@ -343,60 +393,47 @@ class PoolClient(Client):
         return self._pin(prefix, Pin.NONE, None, timeout_s)
 
     def _pin(self, prefix: Prefix, level: int, ttl_s: float | None, timeout_s: float) -> int:
+        self._check(timeout_s)
+        local_verbs.check_blocks(prefix)
+        until_s = local_verbs.check_ttl(ttl_s)
         at_home = 0
         if self._home is not None:
             at_home = self._at_home(local_verbs.pin(prefix, level, ttl_s, timeout_s), 0)
-        return max(
-            at_home,
-            self._count_all(
-                prefix,
-                lambda: messages.Pin(0, prefix.key_bytes, level, ttl_s or FOREVER_S),
-                timeout_s,
-            ),
+        holders = {node for nodes in self._locate(prefix.keys) for node in nodes}
+        remote = self._count(
+            prefix, holders, lambda: messages.Pin(0, prefix.key_bytes, level, until_s), timeout_s
         )
+        return max(at_home, remote)
 
     def remove(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
-        """Forget the resident blocks on every node that has them."""
+        """Forget the resident blocks on every node that has them: all nodes are told, whatever the
+        directory says. Returns how many the node had that had most. Raises NodeUnavailable,
+        DeadlineExceeded if a node could not be told: it may still have them."""
+        self._check(timeout_s)
+        local_verbs.check_blocks(prefix)
         at_home = 0
         if self._home is not None:
             at_home = self._at_home(local_verbs.remove(prefix, timeout_s), 0)
-        remote = self._count_all(prefix, lambda: messages.Remove(0, prefix.key_bytes), timeout_s)
+        self._engine.placements.forget(prefix.keys)
+        nodes = self._known_nodes()
+        remote = self._count(
+            prefix, nodes, lambda: messages.Remove(0, prefix.key_bytes), timeout_s, strict=True
+        )
         return max(at_home, remote)
 
     def replicate(
         self, prefix: Prefix, to: Sequence[int], *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> dict[int, int]:
         """Have the nodes `to` (numbers, see `nodes`) copy the resident blocks from who has them.
-        Returns how many blocks of the prefix each holds then."""
+        Returns how many leading blocks of the prefix each holds then. Raises NoRoom if nobody is
+        known to have the first one, and what a node met that could copy none."""
+        self._check(timeout_s)
+        local_verbs.check_blocks(prefix)
         holders = self._locate(prefix.keys)
-        counts: dict[int, int] = {}
-        for target in to:
-            source = next((n for nodes in holders[:1] for n in nodes if n != target), None)
-            if source is None:
-                raise NoRoom("no other node is known to have the first block of this prefix")
-            counts[target] = self._pull(prefix, source, target, timeout_s)
-        return counts
-
-    def _pull(self, prefix: Prefix, source: int, target: int, timeout_s: float) -> int:
-        request = messages.Pull(0, prefix.key_bytes, prefix.parent, prefix.start, source, timeout_s)
-        return int(self._engine.ask(target, request, timeout_s).count)
-
-    def _replicate_from(self, prefix: Prefix, source: int, count: int, tried: set[int]) -> None:
-        nodes = self._engine.members.nodes()
-        size = len(prefix) * prefix.schema.extent_bytes
-        for target in place(nodes, count, size, self._dice, without=tried):
-            try:
-                self._pull(prefix, source, target, DEFAULT_TIMEOUT_S)
-            except TiffinError as error:
-                log.warning("not replicated to node %d: %s", target, error)
-
-    def _order(self, order: Callable[[], None]) -> None:
-        """Run it in the background, unless too many wait already."""
-        self._ordered = [future for future in self._ordered if not future.done()]
-        if len(self._ordered) < _ORDERS_MAX:
-            self._ordered.append(self._orders.submit(order))
-        else:
-            log.warning("a replication was not ordered: %d wait already", _ORDERS_MAX)
+        deadline = time.monotonic() + timeout_s
+        return {
+            target: replicate_to(self._engine, prefix, target, holders, deadline) for target in to
+        }
 
     def evacuate(self, node: int, *, timeout_s: float = 600.0) -> int:
         """Drain a node before it leaves: it takes nothing new, and hands over what no other node
@@ -410,32 +447,40 @@ class PoolClient(Client):
 
     def nodes(self) -> dict[int, Any]:
         """The nodes of the pool by number, as `NodeRecord`s."""
-        return dict(self._engine.members.nodes())
+        return dict(self._engine.nodes())
 
     def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """Every node's numbers by name, and what this client knows of its ways to them."""
         self._check(timeout_s)
-        records = self._engine.members.nodes()
+        names = _names(self._engine.nodes())
         replies = self._ask_all(lambda: messages.Statistics(0), timeout_s)
-        nodes = {records[n].name: reply.numbers for n, reply in replies.items() if n in records}
+        nodes = {names[n]: reply.numbers for n, reply in replies.items() if n in names}
         links = {
-            records[number].name: numbers
+            names[number]: numbers
             for number, numbers in self._engine.links.statistics().items()
-            if number in records
+            if number in names
         }
-        return {"nodes": nodes, "links": links, "home": self._home_number}
+        home = self._home_number
+        return {"nodes": nodes, "links": links, "home": names.get(home) if home else None}
 
     def close(self) -> None:
-        """Release everything this client holds, finish replications that were ordered, hang up."""
+        """Release everything this client holds, finish replications that were ordered (for up to
+        5 s), hang up. Calls that are under way raise ClientClosed or come back with what they have.
+        """
         if self._access is None:
             return
         self._access = None
-        self._orders.shutdown(wait=True)
+        self._orders.finish(DEFAULT_TIMEOUT_S)
         self._engine.close()
+        self._orders.close()
         if self._home is not None:
             self._home.close()
 
     # -- small -----------------------------------------------------------------------------------
+
+    @property
+    def _home_number(self) -> int | None:
+        return self._find_home_number()
 
     @property
     def _fixed(self) -> bool:
@@ -456,110 +501,79 @@ class PoolClient(Client):
             log.warning("home does not answer: %s", error)
             return otherwise
 
-    def _locate(self, keys: Sequence[bytes]) -> list[tuple[int, ...]]:
+    def _locate(
+        self, keys: Sequence[bytes], *, without_home: bool = False
+    ) -> list[tuple[int, ...]]:
+        """Whom to ask for each key; nobody while the directory does not answer. Home itself was
+        asked before, and knows better than the directory."""
         try:
-            return self._engine.members.locate(keys)
+            located = self._engine.locate(keys)
         except DirectoryUnavailable as error:
             log.warning("%s", error)
             return [()] * len(keys)
+        home = self._home_number if without_home and self._home is not None else None
+        if home is None:
+            return located
+        return [tuple(n for n in nodes if n != home) if home in nodes else nodes
+                for nodes in located]  # fmt: skip
+
+    def _known_nodes(self) -> set[int]:
+        try:
+            return set(self._engine.nodes())
+        except DirectoryUnavailable:
+            if self._home is None:
+                raise
+            return set()
 
     def _ask_all(self, make: Callable[[], messages.Request], timeout_s: float) -> dict[int, Any]:
-        """Replies by node, of those that answer."""
-        numbers = list(self._engine.members.nodes())
-        replies = self._engine.run(verbs.ask_all(numbers, make, timeout_s))
+        """Replies by node, of those that answer. Raises what the first met if none does."""
+        replies = self._engine.run(verbs.ask_all(sorted(self._known_nodes()), make, timeout_s))
+        failures = [reply for reply in replies.values() if isinstance(reply, TiffinError)]
+        if failures and len(failures) == len(replies) and self._home is None:
+            raise failures[0]
         return {n: reply for n, reply in replies.items() if not isinstance(reply, TiffinError)}
 
-    def _count_all(
-        self, prefix: Prefix, make: Callable[[], messages.Request], timeout_s: float
+    def _count(
+        self,
+        prefix: Prefix,
+        nodes: set[int],
+        make: Callable[[], messages.Request],
+        timeout_s: float,
+        *,
+        strict: bool = False,
     ) -> int:
-        self._check(timeout_s)
-        if not len(prefix):
-            return 0
-        holders = {node for nodes in self._locate(prefix.keys) for node in nodes}
-        holders.discard(self._home_number or 0)
-        replies = self._engine.run(verbs.ask_all(sorted(holders), make, timeout_s))
+        """The largest count of the nodes' answers, without home's. Raises what the first met if
+        none answers or, if `strict`, if one does not."""
+        asked = sorted(nodes - {self._home_number or 0}) if len(prefix) else []
+        replies = self._engine.run(verbs.ask_all(asked, make, timeout_s))
+        failures = [reply for reply in replies.values() if isinstance(reply, TiffinError)]
+        if failures and (strict or (len(failures) == len(asked) and self._home is None)):
+            raise failures[0]
         counts = [int(r.count) for r in replies.values() if isinstance(r, messages.Done)]
         return max(counts, default=0)
 
 
-class _MixedBlocks(LeasedBlocks):
-    """Leading blocks at home, leased; the rest in memory of this process."""
-
-    def __init__(
-        self,
-        prefix: Prefix,
-        near: LeasedBlocks | None,
-        far: dict[int, Bytes],
-        outcome: verbs.Outcome,
-        selection: Selection,
-    ) -> None:
-        count = len(near) if near is not None else 0
-
-        def make(index: int) -> Block:
-            if near is not None and index < count:
-                return near[index]
-            generation = outcome.generations[index]
-            return Block(far[index], selection, prefix.keys[index], generation, packed=True)
-
-        reason = None if outcome.blocks == len(prefix) else outcome.reason
-        super().__init__(Blocks(prefix, outcome.blocks, reason, make), 0, None)
-        self._near = near
-
-    def release(self) -> None:
-        """See `LeasedBlocks.release`."""
-        super().release()
-        if self._near is not None:
-            self._near.release()
+def _reason(outcome: verbs.Outcome, blocks: int, at_home: int, why: str | None) -> str | None:
+    """Why there are not more blocks: home's own reason tells more than that nobody else has it."""
+    if outcome.blocks == blocks:
+        return None
+    if outcome.blocks == at_home and why is not None and outcome.reason in ("miss", "directory"):
+        return outcome.reason if why == "miss" else why
+    return outcome.reason
 
 
-class _StagedSlots(Slots):
-    """Slots of a client without a home: private memory, put when committed."""
-
-    def __init__(self, prefix: Prefix, client: PoolClient, timeout_s: float) -> None:
-        flags = client.exists(prefix, timeout_s=timeout_s)
-        selection, size = select(prefix.schema), prefix.schema.extent_bytes
-        slots = [
-            Slot(np.zeros(size, np.uint8), selection, index, 0, 0)
-            for index, resident in enumerate(flags)
-            if not resident
-        ]
-        resident = tuple(index for index, flag in enumerate(flags) if flag)
-        super().__init__(prefix, Reserved(slots, 0, resident), None)  # type: ignore[arg-type]
-        self._client = client
-        self._timeout_s = timeout_s
-
-    def commit(self) -> None:
-        """Send what was written. Raises NoRoom, NodeUnavailable."""
-        self._end()
-        kept = [slot for slot in self._slots if not slot.skipped]
-        try:
-            stored: list[int] = []
-            for first, part in _consecutive(kept):
-                piece = self.prefix[first : first + len(part)]
-                result = self._client.put(
-                    piece, [slot.view for slot in part], timeout_s=self._timeout_s
-                )
-                stored += [first + index for index in result.stored]
-            self.stored = tuple(stored)
-        finally:
-            for slot in self._slots:
-                slot.let_go()
-
-    def abort(self) -> None:
-        """Forget what was written."""
-        self._end()
-        for slot in self._slots:
-            slot.let_go()
+def _check_replicas(replicas: int) -> None:
+    if not (isinstance(replicas, int) and 1 <= replicas <= REPLICAS_MAX):
+        raise InvalidInput(f"replicas={replicas!r}; it is a number from 1 to {REPLICAS_MAX}")
 
 
-def _consecutive(slots: Sequence[Slot]) -> list[tuple[int, list[Slot]]]:
-    runs: list[tuple[int, list[Slot]]] = []
-    for slot in slots:
-        if runs and runs[-1][0] + len(runs[-1][1]) == slot.index:
-            runs[-1][1].append(slot)
-        else:
-            runs.append((slot.index, [slot]))
-    return runs
+def _names(records: dict[int, NodeRecord]) -> dict[int, str]:
+    """What to call each node: its name, with its number if others are called the same."""
+    names = [record.name for record in records.values()]
+    return {
+        number: record.name if names.count(record.name) == 1 else f"{record.name} ({number})"
+        for number, record in records.items()
+    }
 
 
 def _result(stored: Stored) -> PutResult:
@@ -569,4 +583,5 @@ def _result(stored: Stored) -> PutResult:
         tuple(stored.busy),
         tuple(stored.refused),
         stored.reason,
+        tuple(stored.pending),
     )

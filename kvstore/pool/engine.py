@@ -6,19 +6,28 @@ import logging
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..credentials import Credentials, parse_address
-from ..errors import InvalidInput, NodeUnavailable, TiffinError
+from ..errors import (
+    ClientClosed,
+    DirectoryUnavailable,
+    InvalidInput,
+    NodeUnavailable,
+    ProtocolError,
+    TiffinError,
+)
+from ..link import raise_refusal
 from .fetch import Arrivals, Fetched, fetch
 from .links import Links
+from .members import Placements
 from .peer import Peer
 from .verbs import Ask, Context, Locate, Read, Together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -38,6 +47,11 @@ T = TypeVar("T")
 # Threads of one client that wait for nodes. They sleep in system calls; a prompt's runs and a
 # put's replicas use some at a time.
 WORKERS = 8
+# Connections to nodes that have left are given up when so many more peers than nodes are known.
+PEERS_SPARE = 8
+# Links that a node tells the directory about; a record has 16 KiB at most.
+SUMMARY_MAX = 64
+_CLOSED = "this client is closed; open another"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +103,14 @@ class Engine:
         self.options = options or PoolOptions()
         self.dice = random.Random()
         self.links = Links(self.options.hedge_share)
+        self.placements = Placements()
         self.context = Context(time.monotonic, self.links, self.links.may_hedge)
         self._credentials = credentials
         self._name = name
         self._peers: dict[str, Peer] = {}
         self._lock = threading.Lock()
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tiffin-pool")
+        self._records: dict[int, NodeRecord] = {}  # the last that the directory said
         self._closed = False
 
     def close(self) -> None:
@@ -103,46 +119,80 @@ class Engine:
             self._closed = True
             peers, self._peers = list(self._peers.values()), {}
         for peer in peers:
-            peer.cut()
-        self._workers.shutdown(wait=True)
+            peer.cut()  # all of them, before any is waited for
         for peer in peers:
             peer.close()
+        self._workers.shutdown(wait=True, cancel_futures=True)
         self.members.close()
+
+    # -- who and where ---------------------------------------------------------------------------
+
+    def nodes(self) -> dict[int, NodeRecord]:
+        """The nodes of the pool; those that it had, while the directory does not answer.
+
+        Raises DirectoryUnavailable if it never did.
+        """
+        try:
+            self._records = self.members.nodes()
+        except DirectoryUnavailable:
+            if not self._records:
+                raise
+        return self._records
+
+    def locate(self, keys: Sequence[bytes]) -> list[tuple[int, ...]]:
+        """Per key, the nodes to ask for it. Raises DirectoryUnavailable."""
+        located = self.members.locate(keys)
+        return self.placements.added_to(located, keys, time.monotonic())
 
     # -- peers -----------------------------------------------------------------------------------
 
     def record(self, number: int) -> NodeRecord:
         """What the directory knows of a node. Raises NodeUnavailable if it is not there."""
-        record = self.members.nodes().get(number)
+        record = self.nodes().get(number)
         if record is None:
             raise NodeUnavailable(f"node {number} is not in the pool any more")
         return record
 
     def peer(self, number: int) -> Peer:
-        """The connections to a node. Raises NodeUnavailable for one that can't be reached."""
+        """The connections to a node. Raises NodeUnavailable for one that can't be reached, and
+        ClientClosed."""
         record = self.record(number)
+        retired: list[Peer] = []
         with self._lock:
             if self._closed:
-                raise NodeUnavailable("this client is closed")
+                raise ClientClosed(_CLOSED)
             peer = self._peers.get(record.address)
             if peer is None:
-                if not record.address:
-                    raise NodeUnavailable(f"node {record.name} does not listen on the network")
-                try:
-                    address = parse_address(record.address)
-                except InvalidInput as error:  # the directory is a hint
-                    raise NodeUnavailable(f"node {record.name}: {error}") from error
-                peer = self._peers[record.address] = Peer(
-                    address, self._credentials, self._name, streams_max=self.options.streams_max
-                )
-            return peer
+                retired = self._retire()
+                peer = self._peers[record.address] = self._connect(record)
+        for old in retired:
+            old.close()
+        return peer
+
+    def _connect(self, record: NodeRecord) -> Peer:
+        if not record.address:
+            raise NodeUnavailable(f"node {record.name} does not listen on the network")
+        try:
+            address = parse_address(record.address)
+        except InvalidInput as error:  # the directory is a hint
+            raise NodeUnavailable(f"node {record.name}: {error}") from error
+        return Peer(address, self._credentials, self._name, streams_max=self.options.streams_max)
+
+    def _retire(self) -> list[Peer]:
+        """Peers at addresses that no node has any more, if there are many. Under the lock."""
+        if len(self._peers) < len(self._records) + PEERS_SPARE:
+            return []
+        addresses = {record.address for record in self._records.values()}
+        gone = [address for address in self._peers if address not in addresses]
+        self.links.keep(set(self._records))
+        return [self._peers.pop(address) for address in gone]
 
     def link_summary(self) -> dict[str, list[float]]:
         """[bandwidth in bytes/s, latency in s] of the ways that were used, by the nodes' names."""
-        records = self.members.nodes()
+        records = self._records
         return {
             records[number].name: [link["bandwidth_bytes_s"], link["latency_s"]]
-            for number, link in self.links.statistics().items()
+            for number, link in list(self.links.statistics().items())[-SUMMARY_MAX:]
             if number in records
         }
 
@@ -165,7 +215,7 @@ class Engine:
 
     def _do(self, step: Any, reader: Reader | None) -> Any:
         if isinstance(step, Locate):
-            return self.members.locate(step.keys)
+            return self.locate(step.keys)
         if isinstance(step, Together):
             return self._together(step.steps, reader)
         if isinstance(step, Ask):
@@ -176,40 +226,50 @@ class Engine:
 
     def _together(self, steps: list[Any], reader: Reader | None) -> list[Any]:
         """Outcomes of all steps, once none of them is running any more."""
+        began = time.monotonic()
 
         def attempt(step: Any) -> Any:
+            if isinstance(step, Ask):  # it may have waited for its turn
+                left_s = max(0.0, step.timeout_s - (time.monotonic() - began))
+                step = replace(step, timeout_s=left_s)
             try:
                 return self._do(step, reader)
             except TiffinError as error:
                 return error
 
-        if len(steps) == 1:
-            return [attempt(steps[0])]
-        others = [self._workers.submit(attempt, step) for step in steps[1:]]
-        first: Any = None
+        others: list[Future[Any]] = []
+        outcomes: list[Any] = []
         try:
-            first = attempt(steps[0])
+            others += [self._submit(attempt, step) for step in steps[1:]]
+            outcomes += map(attempt, steps[:1])
+            for step, future in zip(steps[1:], others, strict=True):
+                # What no thread has begun, for others keep them busy, is done by this one.
+                outcomes.append(attempt(step) if future.cancel() else future.result())
         finally:
-            results = [future.result() for future in others]
-        return [first, *results]
+            _wait_for(others)
+        return outcomes
+
+    def _submit(self, attempt: Callable[[Any], Any], step: Any) -> Future[Any]:
+        try:
+            return self._workers.submit(attempt, step)
+        except RuntimeError as error:  # it was shut down
+            raise ClientClosed(_CLOSED) from error
 
     def ask(self, number: int, request: Any, timeout_s: float) -> Any:
         """One request to one node; what happens to it counts for the node's health."""
-        peer = self.peer(number)
-        started = time.monotonic()
         try:
-            reply = peer.call(request, timeout_s)
-        except NodeUnavailable:
+            reply = self.peer(number).exchange(request, timeout_s)
+        except (NodeUnavailable, ProtocolError):
             self.links.failed(number, time.monotonic())
             raise
-        self.links.answered(number, time.monotonic() - started, time.monotonic())
-        return reply
+        self.links.answered(number)
+        return raise_refusal(reply)
 
     def _read(self, step: Read, reader: Reader) -> Fetched:
         run, options = step.run, self.options
         try:
             peer = self.peer(run.node)
-        except NodeUnavailable as error:
+        except (NodeUnavailable, DirectoryUnavailable) as error:
             log.debug("not read from: %s", error)
             return Fetched(0, "lost")
         part = reader.prefix[run.start : run.stop]
@@ -232,13 +292,29 @@ class Engine:
         return fetched
 
     def _note(self, node: int, fetched: Fetched) -> None:
-        now = time.monotonic()
-        if fetched.reason in ("lost", "stalled"):
-            self.links.failed(node, now)
+        # Without a byte by the deadline it is as if it were dead, if that was time enough.
+        silent = not fetched.answered and fetched.seconds >= self.options.hedge_s
+        if fetched.reason in ("lost", "stalled") or (fetched.reason == "deadline" and silent):
+            self.links.failed(node, time.monotonic())
             if fetched.reason == "stalled":
                 self.links.hedged()
         elif fetched.blocks:
-            self.links.moved(node, fetched.nbytes, fetched.seconds, now)
+            self.links.moved(node, fetched.nbytes, fetched.seconds)
+        else:
+            self.links.answered(node)
+
+
+def _wait_for(futures: list[Future[Any]]) -> None:
+    """Wait until none is running, Ctrl-C or not: they write into the caller's memory."""
+    interruption: BaseException | None = None
+    pending = {future for future in futures if not future.cancel()}
+    while pending:
+        try:
+            pending = wait(pending).not_done
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            interruption = error
+    if interruption is not None:
+        raise interruption
 
 
 def _shifted(

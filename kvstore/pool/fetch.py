@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from dataclasses import dataclass, field
@@ -11,27 +12,37 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiffin.messenger.errors import GrantError
-from tiffin.messenger.local import hash_bytes
+from tiffin.messenger.frames import RANGES_MAX
+from tiffin.messenger.local import hash_segments
 from tiffin.messenger.transport import Range
 
 from ..block import verify_identity
-from ..errors import CorruptBlock, DeadlineExceeded, NodeUnavailable, VersionMismatch
-from ..link import raise_refusal
+from ..errors import (
+    CorruptBlock,
+    DeadlineExceeded,
+    NodeUnavailable,
+    ProtocolError,
+    VersionMismatch,
+)
+from ..link import GRACE_S, raise_refusal
 from ..node import messages
 from ..node.records import Reason
-from .peer import as_ours
+from .peer import CONNECT_TIMEOUT_S, as_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from ..blocks import Selection
+    from ..blocks import Piece, Selection
     from ..keys import Prefix
+    from ..schema import ByteRange
     from ..verbs import Access
     from .peer import Peer
 
     Bytes = NDArray[np.uint8]
+
+log = logging.getLogger(__name__)
 
 # Larger reads are leased first and then spread over several streams; smaller ones are one round
 # trip on one stream. 8 MiB take about 2 ms on loopback, a hundred times what a round trip costs.
@@ -49,6 +60,7 @@ class Fetched:
     nbytes: int = 0
     seconds: float = 0.0
     first_byte_s: float | None = None
+    answered: bool = False  # whether the node said anything at all
 
 
 class Arrivals:
@@ -56,7 +68,8 @@ class Arrivals:
 
     `ranges[i]` of the lease goes to `targets[i]`. Ranges may arrive in any order and from several
     threads. `piece(block, k)` is called for each piece of a block as it arrives, before the block
-    has proved itself.
+    has proved itself: the k-th of the selection's pieces (its layers, unless it is a head range),
+    or, of an unaligned head range that is not verified, the k-th of its ranges.
     """
 
     def __init__(
@@ -81,12 +94,12 @@ class Arrivals:
         self.targets: list[Bytes] = []
         self.generations: list[int] = []
         self._verified = [access.checks_payload() for _ in targets]
-        # A checksum covers a whole segment: a head range of it can only be checked by moving all.
-        self._cut = selection.heads is not None
+        # A checksum covers a whole segment: a part of it can only be checked by moving all.
+        self._cut = not selection.aligned
         self._scratch: dict[int, Bytes] = {}
         self._where: list[tuple[int, int]] = []  # per range: its block and piece, -1 for the header
         self._headers = np.empty((len(targets), self._schema.header_bytes), np.uint8)
-        self._hashes: list[dict[int, int]] = [{} for _ in targets]
+        self._hashes = np.zeros((len(targets), len(selection.spans)), np.uint64)
         self._missing: list[int] = []
         self._good: set[int] = set()
         self._lock = threading.Lock()
@@ -107,13 +120,13 @@ class Arrivals:
         base = block * schema.extent_bytes
         self._add(block, -1, Range(base, schema.header_bytes), self._headers[block])
         base += schema.header_bytes
-        if self._verified[block]:
-            pieces = [schema.segments[layer] for layer in selection.layers]
-        else:
-            pieces = list(selection.ranges)
+        # Layers that follow each other are one range, unless somebody waits for each.
+        pieces: Sequence[Piece | ByteRange] = selection.ranges
+        if self._verified[block] or (self._piece is not None and not self._cut):
+            pieces = selection.pieces
         memory = self._targets[block]
         if self._verified[block] and self._cut:
-            memory = self._scratch[block] = np.empty(sum(p.length for p in pieces), np.uint8)
+            memory = self._scratch[block] = np.empty(selection.spans_bytes, np.uint8)
         at = 0
         for number, piece in enumerate(pieces):
             where = Range(base + piece.offset, piece.length)
@@ -133,7 +146,7 @@ class Arrivals:
         block, piece = self._where[index]
         if piece >= 0:
             if self._verified[block]:
-                self._hashes[block][piece] = hash_bytes(self.targets[index])
+                self._hash(block, piece, self.targets[index])
             if self._piece is not None:
                 self._piece(block, piece)
         with self._lock:
@@ -142,6 +155,14 @@ class Arrivals:
         if complete:
             self._check(block)
             self._good.add(block)
+
+    def _hash(self, block: int, number: int, arrived: Bytes) -> None:
+        """Note the checksums of a piece's segments while its bytes are in the cache."""
+        piece = self._selection.pieces[number]
+        stop = piece.first + piece.count
+        spans = self._selection.spans[piece.first : stop]
+        own = [(offset - piece.offset, length) for offset, length in spans]
+        self._hashes[block, piece.first : stop] = hash_segments(arrived, own)
 
     def _check(self, block: int) -> None:
         """Raises CorruptBlock or VersionMismatch unless this is the block that was asked for."""
@@ -155,11 +176,10 @@ class Arrivals:
         if not schema.header.matches(raw, key + parent + self._common, generation, offset, tokens):
             self._complain(raw, key, parent, generation, tokens, offset)
         if self._verified[block]:
-            wanted = schema.header.checksums(raw)[list(self._selection.layers)]
-            found = [self._hashes[block][piece] for piece in range(len(wanted))]
-            differs = np.array(found, np.uint64) != wanted
+            segments = self._selection.segments
+            differs = self._hashes[block] != schema.header.checksums(raw)[segments]
             if differs.any():
-                layer = self._selection.layers[int(differs.argmax())]
+                layer = schema.layer_of(int(segments[int(differs.argmax())]))
                 raise CorruptBlock(f"checksum of layer {layer} differs")
         if block in self._scratch:
             self._cut_out(block)
@@ -178,18 +198,11 @@ class Arrivals:
         raise CorruptBlock("another block's header: its sizes differ")
 
     def _cut_out(self, block: int) -> None:
-        """Copy the head range out of the whole layers that were moved to verify it."""
-        selection, segments = self._selection, self._schema.segments
+        """Copy the head range out of the whole segments that were moved to verify it."""
         whole, target, at = self._scratch.pop(block), self._targets[block], 0
-        begins, total = {}, 0
-        for layer in selection.layers:
-            begins[layer] = total - segments[layer].offset
-            total += segments[layer].length
-        for wanted in selection.ranges:
-            layer = next(n for n in selection.layers if wanted.offset < segments[n].end)
-            begin = begins[layer] + wanted.offset
-            target[at : at + wanted.length] = whole[begin : begin + wanted.length]
-            at += wanted.length
+        for offset, length in self._selection.cuts():
+            target[at : at + length] = whole[offset : offset + length]
+            at += length
 
 
 def fetch(
@@ -203,15 +216,17 @@ def fetch(
 ) -> Fetched:
     """Read what `arrivals` wants of `prefix`. When it returns, nothing touches its targets.
 
-    Never raises for what a pool has to live with: a lost peer, a stall, a miss, damage. Raises
-    what a wrong request gets (InvalidInput, NotAuthenticated, VersionMismatch).
+    Never raises for what a pool has to live with: a lost peer, a stall, a miss, damage, somebody
+    else behind an address of the directory. Raises what a wrong request gets (InvalidInput).
     """
     started = time.monotonic()
     nbytes = sum(len(target) for target in arrivals.targets)
     reason: str | None = None
     try:
         with as_ours(peer.label):
-            if streams > 1 and nbytes >= SPREAD_BYTES_MIN:
+            # One request has so many ranges at most; the transport sends as many as it takes.
+            many = len(arrivals.ranges) > RANGES_MAX
+            if many or (streams > 1 and nbytes >= SPREAD_BYTES_MIN):
                 _spread(peer, prefix, arrivals, deadline)
             else:
                 _at_once(peer, prefix, arrivals, deadline, stall_s)
@@ -220,16 +235,17 @@ def fetch(
         _report(peer, prefix, arrivals)
     except DeadlineExceeded:
         reason = "deadline" if time.monotonic() >= deadline else "stalled"
-    except NodeUnavailable as error:
+    except (NodeUnavailable, ProtocolError) as error:
         if type(error) is not NodeUnavailable:
-            raise
+            log.warning("not read from %s: %s", peer.label, error)
         reason = "lost"
     good, reply = arrivals.good, arrivals.reply
     if reason is None and good < len(prefix):
         code = reply.reason if reply is not None else Reason.MISS
         reason = Reason(code or Reason.MISS).name.lower()
     generations = reply.generations[:good] if reply is not None else []
-    fetched = Fetched(good, reason, generations, nbytes, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    fetched = Fetched(good, reason, generations, nbytes, seconds, answered=reply is not None)
     if arrivals.first_at is not None:
         fetched.first_byte_s = arrivals.first_at - started
     return fetched
@@ -239,12 +255,15 @@ def _at_once(
     peer: Peer, prefix: Prefix, arrivals: Arrivals, deadline: float, stall_s: float | None
 ) -> None:
     """Lease, read and release in one round trip on one stream."""
-    left_s = max(0.0, deadline - time.monotonic())
-    lease = messages.Lease(0, prefix.key_bytes, left_s)
-    # A node that is well answers in time even if it has to read its disk; one that is not asked
-    # patiently has another beside it.
-    first = deadline if stall_s is None else min(deadline, time.monotonic() + stall_s)
-    with peer.transport.stream(first) as stream:
+    # The node answers at the deadline with what it has then.
+    late = deadline + GRACE_S
+    connect_s = CONNECT_TIMEOUT_S if stall_s is None else stall_s
+    with peer.stream(late, connect_s) as stream:
+        left_s = max(0.0, deadline - time.monotonic())
+        lease = messages.Lease(0, prefix.key_bytes, left_s)
+        # A node that is well answers in time even if it has to read its disk; one that is not asked
+        # patiently has another beside it.
+        first = late if stall_s is None else min(late, time.monotonic() + stall_s)
         peer.queue(stream, lease)
         stream.ask_read(0, arrivals.ranges)
         stream.message(messages.encoder.encode(messages.Release(messages.UNAWAITED, 0)))
@@ -253,9 +272,7 @@ def _at_once(
         if isinstance(reply, messages.Leased):
             arrivals.reply = reply
         with contextlib.suppress(GrantError):  # no lease: the reply says why
-            stream.receive_data(
-                arrivals.ranges, arrivals.targets, deadline, arrivals.arrived, stall_s
-            )
+            stream.receive_data(arrivals.ranges, arrivals.targets, late, arrivals.arrived, stall_s)
     raise_refusal(reply)
 
 

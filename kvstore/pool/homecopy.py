@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING
@@ -24,6 +25,10 @@ ADMISSIONS = ("always", "second", "never")
 
 # Keys whose first read is remembered: 2 MiB or so, blocks of 33 million tokens.
 _SEEN_MAX = 65_536
+# For room at home. The reader waits meanwhile, and needs no copy.
+ROOM_WAIT_S = 0.05
+
+log = logging.getLogger(__name__)
 
 
 class HomeCopies:
@@ -54,16 +59,17 @@ class HomeCopies:
         while len(self._seen) > _SEEN_MAX:
             self._seen.popitem(last=False)
 
-    def bring(self, part: Prefix, home: Link, engine: Engine, timeout_s: float) -> int:
+    def bring(self, part: Prefix, home: Link, engine: Engine, deadline: float) -> int:
         """Read the blocks of `part` into slots at home; how many leading ones are there then.
 
         They are verified whole as they arrive, whatever the client's policy is: others will read
         them. Blocks that can't be read are given back. Never raises for a pool's conditions.
         """
-        deadline = time.monotonic() + timeout_s
+        left_s = max(0.0, deadline - time.monotonic())
         try:
-            reserved = drive(local_verbs.reserve(part, max(0.0, timeout_s)), home)
-        except TiffinError:
+            reserved = drive(local_verbs.reserve(part, min(left_s, ROOM_WAIT_S)), home)
+        except TiffinError as error:
+            log.debug("nothing is copied home: %s", error)
             return 0
         slots = {slot.index: slot for slot in reserved.slots}
         good = 0
@@ -81,7 +87,8 @@ class HomeCopies:
                     slots[index].skip()
             flags = drive(local_verbs.commit(part, reserved.slots, reserved.lease), home)
         except BaseException:
-            home.post(messages.Abort(0, reserved.lease))
+            if reserved.lease:
+                home.post(messages.Abort(0, reserved.lease))
             raise
         finally:
             for slot in reserved.slots:

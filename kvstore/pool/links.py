@@ -1,86 +1,86 @@
-"""What a client knows of its ways to nodes: speed, latency, health, and the budget for hedging."""
+"""What a client knows of its ways to nodes: speed, latency, health, and the budget for hedging.
+
+The averages are the messenger's (`LinkStatistics`); here is what a pool adds to them: which node
+they belong to, when it is left alone, and how often something may be asked for twice.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
-# Averages follow a change within about ten observations.
-_WEIGHT = 0.2
-# Until a way was measured: an ordinary data-centre network, so that it is tried.
-DEFAULT_LATENCY_S = 0.0005
-DEFAULT_BANDWIDTH = 1.25e9
-# A transfer below this says something about latency, above it about bandwidth.
-_BANDWIDTH_BYTES_MIN = 1 << 20
+from tiffin.messenger.links import LinkStatistics
 
 # A node that failed is not asked for this long, doubled at each failure in a row: long enough to
 # not pay for it with every get, short enough to be back soon after a restart.
 DOWN_MIN_S = 0.5
 DOWN_MAX_S = 10.0
+_DOUBLINGS_MAX = 16
 
 # Hedged reads that may happen in a row although the share would not allow them: the first sick node
 # is met before any share was saved up.
 HEDGES_SAVED_MAX = 10.0
 
 
-@dataclass(slots=True)
-class _Link:
-    latency_s: float = DEFAULT_LATENCY_S
-    bandwidth_bytes_s: float = DEFAULT_BANDWIDTH
-    nbytes: int = 0
-    reads: int = 0
-    failures: int = 0
-    failures_in_a_row: int = 0
-    down_until: float = -math.inf
+class _Way:
+    """The way to one node."""
+
+    __slots__ = ("down_until", "failures_in_a_row", "statistics")
+
+    def __init__(self) -> None:
+        self.statistics = LinkStatistics("tcp")
+        self.failures_in_a_row = 0
+        self.down_until = -math.inf
+
+
+# Of a node that was not asked for anything yet.
+_UNKNOWN = LinkStatistics("tcp")
 
 
 class Links:
     """Statistics per node number; `seconds` is what plans are made with. Thread-safe."""
 
     def __init__(self, hedge_share: float = 0.1) -> None:
-        self._links: dict[int, _Link] = {}
+        self._ways: dict[int, _Way] = {}
         self._lock = threading.Lock()
         self._hedge_share = hedge_share
         self._hedges_left = HEDGES_SAVED_MAX if hedge_share else 0.0
 
     def seconds(self, node: int, nbytes: int, now: float | None = None) -> float:
         """How long a read should take; infinite while the node is taken for dead."""
-        link = self._links.get(node)
-        if link is None:
-            return DEFAULT_LATENCY_S + nbytes / DEFAULT_BANDWIDTH
-        if (time.monotonic() if now is None else now) < link.down_until:
+        way = self._ways.get(node)
+        if way is None:
+            return _UNKNOWN.predicted_s(nbytes)
+        if (time.monotonic() if now is None else now) < way.down_until:
             return math.inf
-        return link.latency_s + nbytes / link.bandwidth_bytes_s
+        return way.statistics.predicted_s(nbytes)
 
-    def moved(self, node: int, nbytes: int, seconds: float, now: float) -> None:
+    def down(self, now: float) -> set[int]:
+        """The nodes that are taken for dead."""
+        with self._lock:
+            return {node for node, way in self._ways.items() if now < way.down_until}
+
+    def moved(self, node: int, nbytes: int, seconds: float) -> None:
         """A read has succeeded."""
         with self._lock:
-            link = self._well(node)
-            link.nbytes += nbytes
-            link.reads += 1
+            self._well(node).statistics.observe(nbytes, seconds)
             self._hedges_left = min(HEDGES_SAVED_MAX, self._hedges_left + self._hedge_share)
-            if nbytes >= _BANDWIDTH_BYTES_MIN and seconds > link.latency_s:
-                rate = nbytes / (seconds - link.latency_s)
-                link.bandwidth_bytes_s += _WEIGHT * (rate - link.bandwidth_bytes_s)
-            elif nbytes < _BANDWIDTH_BYTES_MIN:
-                link.latency_s += _WEIGHT * (seconds - link.latency_s)
 
-    def answered(self, node: int, seconds: float, now: float) -> None:
-        """A message was answered."""
+    def answered(self, node: int) -> None:
+        """A message was answered. How long that took says little: it may have waited for room."""
         with self._lock:
             self._well(node)
 
     def failed(self, node: int, now: float) -> None:
         """The node, or the way to it, did not answer."""
         with self._lock:
-            link = self._links.setdefault(node, _Link())
-            link.failures += 1
-            down_s = min(DOWN_MAX_S, DOWN_MIN_S * 2**link.failures_in_a_row)
-            link.failures_in_a_row = min(link.failures_in_a_row + 1, 16)
-            link.down_until = now + down_s
+            way = self._ways.setdefault(node, _Way())
+            way.statistics.errors += 1
+            down_s = min(DOWN_MAX_S, DOWN_MIN_S * 2**way.failures_in_a_row)
+            way.failures_in_a_row = min(way.failures_in_a_row + 1, _DOUBLINGS_MAX)
+            way.down_until = now + down_s
 
     def may_hedge(self) -> bool:
         """Whether the budget allows asking a second replica before the first had its time."""
@@ -91,24 +91,22 @@ class Links:
         with self._lock:
             self._hedges_left = max(0.0, self._hedges_left - 1.0)
 
+    def keep(self, nodes: set[int]) -> None:
+        """Forget nodes that are not in the pool any more: their numbers never come back."""
+        with self._lock:
+            self._ways = {node: way for node, way in self._ways.items() if node in nodes}
+
     def statistics(self) -> dict[int, dict[str, Any]]:
         """Plain numbers per node."""
         now = time.monotonic()
         with self._lock:
             return {
-                node: {
-                    "latency_s": link.latency_s,
-                    "bandwidth_bytes_s": link.bandwidth_bytes_s,
-                    "bytes": link.nbytes,
-                    "reads": link.reads,
-                    "failures": link.failures,
-                    "up": now >= link.down_until,
-                }
-                for node, link in self._links.items()
+                node: {**way.statistics.as_dict(), "up": now >= way.down_until}
+                for node, way in self._ways.items()
             }
 
-    def _well(self, node: int) -> _Link:
-        link = self._links.setdefault(node, _Link())
-        link.failures_in_a_row = 0
-        link.down_until = -math.inf
-        return link
+    def _well(self, node: int) -> _Way:
+        way = self._ways.setdefault(node, _Way())
+        way.failures_in_a_row = 0
+        way.down_until = -math.inf
+        return way

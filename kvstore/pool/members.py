@@ -1,13 +1,21 @@
-"""Who is in the pool, for clients without a directory: a fixed list of nodes."""
+"""Who is in the pool: what a client needs of a directory, and what it adds or does without it."""
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Protocol
 
 from ..directory.base import NodeRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+# A node tells the directory of a new block within 50 ms, and clients may know its membership a
+# second late. After this, what the directory says is right.
+PLACED_S = 3.0
+# Blocks of 33 million tokens, some 10 MiB.
+PLACED_MAX = 65_536
 
 
 class Members(Protocol):
@@ -53,6 +61,46 @@ class FixedMembers:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+class Placements:
+    """Where this client has put blocks just now: it finds them though the directory does not know
+    them yet. Thread-safe. Pure, but for its lock."""
+
+    def __init__(self) -> None:
+        self._placed: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # oldest first
+        self._lock = threading.Lock()
+
+    def note(self, node: int, keys: Sequence[bytes], now: float) -> None:
+        """Node `node` has these blocks."""
+        with self._lock:
+            for key in keys:
+                self._placed[key] = node, now + PLACED_S
+                self._placed.move_to_end(key)
+            while len(self._placed) > PLACED_MAX:
+                self._placed.popitem(last=False)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """They were removed."""
+        with self._lock:
+            for key in keys:
+                self._placed.pop(key, None)
+
+    def added_to(
+        self, located: list[tuple[int, ...]], keys: Sequence[bytes], now: float
+    ) -> list[tuple[int, ...]]:
+        """What a directory said of `keys`, and what is known here."""
+        if not self._placed:
+            return located
+        with self._lock:
+            while self._placed and next(iter(self._placed.values()))[1] <= now:
+                self._placed.popitem(last=False)
+            found = list(located)
+            for index, key in enumerate(keys):
+                node, _ = self._placed.get(key, (0, 0.0))
+                if node and node not in found[index]:
+                    found[index] = *found[index], node
+        return found
 
 
 def _joined(address: tuple[str, int]) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import ssl
+import threading
 import time
 from contextlib import contextmanager
 from itertools import count
@@ -33,6 +35,7 @@ from ..errors import (
 )
 from ..link import GRACE_S, raise_refusal
 from ..node import messages
+from .replies import check_reply
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+# What is only posted is a courtesy: a node that does not hear of it finds out by itself.
+POST_TIMEOUT_S = GRACE_S
 
 
 @contextmanager
@@ -52,13 +57,25 @@ def as_ours(address: str) -> Iterator[None]:
     except TransferTimeout as error:
         raise DeadlineExceeded(f"the node at {address} did not answer in time: {error}") from error
     except PeerLost as error:
+        if _refused_certificate(error.__cause__):
+            raise NotAuthenticated(
+                f"the node at {address} and we don't take each other's certificates: {error}"
+            ) from error
         raise NodeUnavailable(f"lost the node at {address}: {error}") from error
-    except (BadFrame, msgspec.DecodeError) as error:
+    except (BadFrame, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"the node at {address} sent garbage: {error}") from error
     except GrantError as error:
         raise NodeUnavailable(f"the node at {address} took a lease back: {error}") from error
     except MessengerError as error:
         raise NodeUnavailable(f"the node at {address}: {error}") from error
+
+
+def _refused_certificate(error: BaseException | None) -> bool:
+    """Whether TLS ended because one side's certificate is missing or not of the right CA."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return True
+    reason = getattr(error, "reason", None) or ""
+    return isinstance(error, ssl.SSLError) and any(w in reason for w in ("CERTIFICATE", "_CA"))
 
 
 class Peer:
@@ -82,28 +99,59 @@ class Peer:
         # Names our session: all streams that say it share their leases.
         self._session = secrets.token_bytes(16)
         self._ids = count(1)
+        self._lock = threading.Lock()
+        self._opening: set[Stream] = set()  # of which the transport knows nothing yet
+        self._cut = False
+        self._patience = _Patience()
         self.transport = tcp.TcpTransport(self._open, streams_max=streams_max)
 
     def close(self) -> None:
-        """Say goodbye by hanging up: the node ends the session with its last connection."""
+        """Say goodbye by hanging up: the node ends the session with its last connection. Whoever
+        waits for the node learns it now; returns when nobody does any more."""
+        with self._lock:
+            self._cut = True
+        self.cut()
         self.transport.close()
 
     def cut(self) -> None:
         """The node is taken for dead: whoever waits for it learns it now."""
+        with self._lock:
+            opening = list(self._opening)
+        for stream in opening:
+            stream.cut()
         self.transport.cut()
+
+    @contextmanager
+    def stream(self, deadline: float, connect_s: float = CONNECT_TIMEOUT_S) -> Iterator[Stream]:
+        """As `TcpTransport.stream`. A new stream is given up on after `connect_s`; one that others
+        use is waited for until the deadline, because their being busy says nothing of the node."""
+        self._patience.connect_s = connect_s
+        try:
+            with self.transport.stream(deadline) as stream:
+                self._patience.connect_s = CONNECT_TIMEOUT_S
+                yield stream
+        finally:
+            self._patience.connect_s = CONNECT_TIMEOUT_S
 
     # -- connecting ------------------------------------------------------------------------------
 
     def _open(self, deadline: float) -> Stream:
         """A stream that has said hello. Raises NotAuthenticated, VersionMismatch, and what the
         messenger raises."""
-        deadline = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
+        deadline = min(deadline, time.monotonic() + self._patience.connect_s)
         stream = tcp.connect(self.address, deadline, tls=self._tls, server_hostname=self.address[0])
+        with self._lock:
+            self._opening.add(stream)
+            if self._cut:
+                stream.cut()
         try:
             self._greet(stream, deadline)
         except BaseException:
             stream.close()
             raise
+        finally:
+            with self._lock:
+                self._opening.discard(stream)
         return stream
 
     def _greet(self, stream: Stream, deadline: float) -> None:
@@ -136,19 +184,22 @@ class Peer:
     def call(self, request: messages.Request, timeout_s: float) -> Any:
         """One request, one reply. Raises what the node refused with, DeadlineExceeded,
         NodeUnavailable."""
+        return raise_refusal(self.exchange(request, timeout_s))
+
+    def exchange(self, request: messages.Request, timeout_s: float) -> messages.AnyReply:
+        """As `call`, but a refusal is returned: the node is well, whatever it says."""
         deadline = time.monotonic() + timeout_s + GRACE_S
-        with as_ours(self.label), self.transport.stream(deadline) as stream:
+        with as_ours(self.label), self.stream(deadline) as stream:
             self.queue(stream, request)
             stream.flush(deadline)
-            reply = self.receive(stream, request, deadline)
-        return raise_refusal(reply)
+            return self.receive(stream, request, deadline)
 
     def post(self, request: messages.Request) -> None:
         """Send what gets no reply; a node that is gone has released everything already."""
         request.id = messages.UNAWAITED
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        deadline = time.monotonic() + POST_TIMEOUT_S
         try:
-            with as_ours(self.label), self.transport.stream(deadline) as stream:
+            with as_ours(self.label), self.stream(deadline) as stream:
                 stream.message(messages.encoder.encode(request))
                 stream.flush(deadline)
         except TiffinError as error:
@@ -162,9 +213,20 @@ class Peer:
     def receive(
         self, stream: Stream, request: messages.Request, deadline: float
     ) -> messages.AnyReply:
-        """The reply to `request`, the oldest unanswered one of this stream."""
+        """The reply to `request`, the oldest unanswered one of this stream; checked to be one that
+        can follow it. Raises the messenger's FrameError."""
         body = stream.receive_message(deadline)
         reply: messages.AnyReply = messages.reply_decoder.decode(body)
+        if isinstance(reply, messages.Refused) and reply.id == messages.UNAWAITED:
+            return reply  # it could not read our request, and so does not know its number
         if reply.id != request.id:
             raise BadFrame(f"a reply to request {reply.id} instead of {request.id}")
+        if not check_reply(request, reply):
+            raise BadFrame(f"{type(reply).__name__} does not answer {type(request).__name__}")
         return reply
+
+
+class _Patience(threading.local):
+    """How long this thread waits for a connection; `Peer._open` is called without being told."""
+
+    connect_s = CONNECT_TIMEOUT_S

@@ -120,13 +120,16 @@ class _Reading:
         self._context = context
         self._why: dict[int, str] = {}
         self._failed: set[int] = set()
+        self._asked = False  # who has no time to wait still gets what is there
         self.holders: list[set[int]] = []
-        self.outcome = Outcome()
+        # What the caller has already counts, also when nothing more can be read.
+        self.outcome = Outcome(start)
 
     def next_runs(self) -> list[Run]:
         """What to read next: nothing when all is there, nobody has more, or time is up."""
-        if self._context.now() >= self._deadline:
+        if self._asked and self._context.now() >= self._deadline:
             return []
+        self._asked = True
         done = self.outcome.generations
         runs: list[Run] = []
         position = self._start
@@ -161,8 +164,11 @@ class _Reading:
         if at >= run.stop:
             return
         outcome.retries += 1
+        if fetched.blocks and fetched.reason in (None, "no_room"):
+            return  # as much as goes at a time: the rest is asked for next
         reason = fetched.reason or "miss"
-        self._why[at] = reason
+        if self._why.get(at, "miss") == "miss":  # what the first said tells more than a stale hint
+            self._why[at] = reason
         if reason in _NODE_FAILED:
             self._failed.add(run.node)
             return
@@ -178,7 +184,8 @@ class _Reading:
         outcome.blocks = at
         if at < len(self._prefix):
             late = self._context.now() >= self._deadline
-            outcome.reason = self._why.get(at, "deadline" if late else "miss")
+            alone = "lost" if self.holders[at - self._start] else "miss"
+            outcome.reason = self._why.get(at, "deadline" if late else alone)
         return outcome
 
 
@@ -186,5 +193,7 @@ def ask_all(
     nodes: Sequence[int], make: Callable[[], messages.Request], timeout_s: float
 ) -> Verb[dict[int, Any]]:
     """The same request to many nodes; replies, or the errors, by node."""
+    if not nodes:
+        return {}
     outcomes = yield Together([Ask(node, make(), timeout_s) for node in nodes])
     return dict(zip(nodes, outcomes, strict=True))

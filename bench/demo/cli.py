@@ -1,0 +1,114 @@
+"""`tiffin demo`."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.localredis import need_redis
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+NEEDED = ("torch", "transformers", "matplotlib")
+DIFFERS, DIED, MISSING, INTERRUPTED = 1, 2, 3, 130
+
+console = Console()
+errors_console = Console(stderr=True)
+
+
+def demo(
+    requests: Annotated[
+        int | None, typer.Option(min=2, help="Only the first so many requests of the trace.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Engine processes.")] = 2,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and prompts.")] = 0,
+    nodes: Annotated[
+        int, typer.Option(min=1, max=16, help="Nodes; the workers are at home at them in turn.")
+    ] = 2,
+    dram: Annotated[
+        str | None, typer.Option(help="Each node's DRAM tier.", show_default="32MiB")
+    ] = None,
+    nvme: Annotated[
+        str | None, typer.Option(help="Each node's NVMe tier.", show_default="512MiB")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the plot and the rows.")] = Path("out"),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON, without progress.")
+    ] = False,
+    quick: Annotated[bool, typer.Option(help="Half a minute: fewer requests and layers.")] = False,
+) -> None:
+    """See a pool at work: two processes answer a real trace, first without it, then with it.
+
+    Starts two nodes with DRAM tiers that are too small and a Redis as their directory, builds a
+    small Llama with random weights in each process, and compares times to first token and every
+    token. What one process computed, the other reads over TCP. Writes `demo-ttft.png` and
+    `demo-ttft.json`. Exits with 1 if any token differs, 2 if a process died.
+
+    **Examples**
+
+    `tiffin demo`, `tiffin demo --nodes 1`, `tiffin demo --quick --json | jq .ttft_ratio`
+    """
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    if lacking:
+        message = f'{", ".join(lacking)} not found; run: pip install "tiffin[engines,bench]"'
+        errors_console.print(message, markup=False)
+        raise typer.Exit(MISSING)
+    if nodes > 1:
+        try:
+            need_redis()
+        except InvalidInput as error:
+            errors_console.print(f"{error}. Or: tiffin demo --nodes 1", markup=False)
+            raise typer.Exit(MISSING) from error
+    chosen: dict[str, Any] = {
+        "requests": requests,
+        "workers": workers,
+        "nodes": nodes,
+        "seed": seed,
+    }
+    chosen |= {"dram": dram, "nvme": nvme}
+    for number in (signal.SIGINT, signal.SIGTERM):  # shells ignore the first for background jobs
+        signal.signal(number, _interrupt)
+    try:
+        summary = _run(chosen, quick, out, as_json)
+    except KeyboardInterrupt:
+        errors_console.print("stopped")
+        raise typer.Exit(INTERRUPTED) from None
+    raise typer.Exit(0 if summary["identical"] else DIFFERS)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """A signal cleans up as a Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+def _run(chosen: dict[str, Any], quick: bool, out: Path, as_json: bool) -> dict[str, Any]:
+    from . import report
+    from .run import DemoFailed, Options, run
+
+    options = Options.quick(**chosen) if quick else Options.full(**chosen)
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        outcome = run(options, Console(quiet=True) if as_json else console)
+    except DemoFailed as failure:
+        errors_console.print(str(failure), markup=False, highlight=False)
+        raise typer.Exit(DIED) from failure
+    summary = report.summarise(outcome)
+    rows = [asdict(row) for row in outcome.rows]
+    picture, data = out / "demo-ttft.png", out / "demo-ttft.json"
+    data.write_text(json.dumps({"summary": summary, "rows": rows}, indent=1), encoding="utf-8")
+    report.plot(outcome.rows, summary, picture)
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2))
+    else:
+        console.print(report.table(summary))
+        console.print(f"plot: {picture}, rows: {data}", highlight=False)
+    return summary

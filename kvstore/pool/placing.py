@@ -1,0 +1,160 @@
+"""Where the replicas of one put go: home first, then other nodes, whoever has room.
+
+A node that is full may have room soon, when it has moved blocks to NVMe or a reader lets go. So it
+is given a moment; then others are asked; and only if nobody has room, what is left of the time is
+spent waiting at the one that took most.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from ..errors import (
+    ClientClosed,
+    DeadlineExceeded,
+    DirectoryUnavailable,
+    InvalidInput,
+    NodeUnavailable,
+    NoRoom,
+    TiffinError,
+)
+from ..link import GRACE_S
+from ..verbs import PutResult
+from .plan import place
+from .store import store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .engine import Engine
+    from .store import Seals
+
+log = logging.getLogger(__name__)
+
+# Long enough for a node to write some blocks to its NVMe; a get of the same prompt is not started
+# before the put has ended.
+ROOM_WAIT_S = 0.2
+# Nodes that are asked for room by one put. If that many have none, the pool is full.
+TRIES_MAX = 6
+
+HOME = 0  # in place of a number: home may have none, while the directory does not know it
+NO_ROOM = "no_room"
+
+
+class Placing:
+    """One put of `seals.prefix`, and the nodes that took it. `put_home(room_s)` puts at home and
+    returns None if that does not answer; it is None for a client without a home."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        seals: Seals,
+        deadline: float,
+        put_home: Callable[[float], PutResult | None] | None,
+        home_number: int | None,
+    ) -> None:
+        self._engine = engine
+        self._seals = seals
+        self._deadline = deadline
+        self._put_home = put_home
+        self._home_number = home_number
+        self._failure: TiffinError | None = None
+        # Nodes that have it, or can't take it.
+        self.tried: set[int] = set()
+
+    def one(self) -> tuple[PutResult, int | None]:
+        """Store one more replica; what became of it, and the number of its node.
+
+        Raises InvalidInput, Draining, NodeUnavailable or DirectoryUnavailable if no node could
+        even be asked.
+        """
+        full: list[tuple[int, PutResult]] = []
+        candidates = self._candidates()
+        for candidate in candidates:
+            left_s = max(0.0, self._deadline - time.monotonic())
+            room_s = left_s if len(candidates) == 1 else min(left_s, ROOM_WAIT_S)
+            result = self._try(candidate, room_s)
+            if result is None:
+                continue
+            if result.reason != NO_ROOM:
+                return result, self._number(candidate)
+            full.append((candidate, result))
+        if not full:
+            raise self._why_nobody()
+        best, result = max(full, key=lambda pair: len(pair[1].stored) + len(pair[1].resident))
+        left_s = self._deadline - time.monotonic()
+        if left_s > 0 and len(candidates) > 1:
+            again = self._try(best, left_s)
+            result = result if again is None else _joined(result, again)
+        return result, self._number(best)
+
+    def _number(self, candidate: int) -> int | None:
+        return candidate or self._home_number
+
+    def _candidates(self) -> list[int]:
+        """Nodes to ask, in this order."""
+        home = [HOME] if self._put_home is not None and HOME not in self.tried else []
+        if self._home_number is not None and self._put_home is not None:
+            self.tried.add(self._home_number)  # by its socket, not by its port
+        try:
+            nodes = self._engine.nodes()
+        except DirectoryUnavailable as error:
+            self._failure = error
+            return home
+        prefix = self._seals.prefix
+        size, dice = len(prefix) * prefix.schema.extent_bytes, self._engine.dice
+        down = self._engine.links.down(time.monotonic())
+        others = place(nodes, TRIES_MAX, size, dice, without=self.tried | down)
+        return home + (others or place(nodes, TRIES_MAX, size, dice, without=self.tried))
+
+    def _try(self, candidate: int, room_s: float) -> PutResult | None:
+        """What became of it there; None if the node does not answer, or takes nothing."""
+        self.tried.add(candidate)
+        try:
+            if candidate == HOME:
+                assert self._put_home is not None
+                return self._put_home(room_s)
+            return self._store(candidate, room_s)
+        except ClientClosed:
+            raise
+        except TiffinError as error:
+            self._failure = error
+            log.info("not put to node %d: %s", candidate, error)
+            if isinstance(error, NodeUnavailable | DeadlineExceeded) and candidate != HOME:
+                self._engine.links.failed(candidate, time.monotonic())
+            return None
+
+    def _store(self, number: int, room_s: float) -> PutResult:
+        peer, prefix = self._engine.peer(number), self._seals.prefix
+        now = time.monotonic()
+        late = max(self._deadline, now) + GRACE_S
+        stored = store(peer, self._seals, 0, deadline=late, room_until=now + room_s)
+        there = [*stored.stored, *stored.resident]
+        self._engine.placements.note(number, [prefix.keys[i] for i in there], now)
+        return PutResult(
+            tuple(stored.stored),
+            tuple(stored.resident),
+            tuple(stored.busy),
+            tuple(stored.refused),
+            stored.reason,
+            tuple(stored.pending),
+        )
+
+    def _why_nobody(self) -> TiffinError:
+        failure = self._failure
+        if isinstance(failure, InvalidInput | NoRoom | DirectoryUnavailable | NodeUnavailable):
+            return failure
+        error = NodeUnavailable("no node of the pool takes these blocks; look at `tiffin status`")
+        error.__cause__ = failure
+        return error
+
+
+def _joined(first: PutResult, second: PutResult) -> PutResult:
+    """What two puts to the same node came to."""
+    stored = {*first.stored, *second.stored}
+    resident = tuple(index for index in second.resident if index not in stored)
+    return PutResult(
+        tuple(sorted(stored)), resident, second.busy, second.refused, second.reason
+    )

@@ -1,0 +1,109 @@
+"""Having nodes copy blocks from each other, at a client's wish: now, or in the background."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+from ..errors import NoRoom, TiffinError
+from ..node import messages
+from ..verbs import DEFAULT_TIMEOUT_S
+from .plan import place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ..keys import Prefix
+    from .engine import Engine
+
+log = logging.getLogger(__name__)
+
+# Replications that were ordered and not waited for. More would be a client that puts faster than
+# its nodes can copy.
+ORDERS_MAX = 64
+
+
+def replicate_to(
+    engine: Engine,
+    prefix: Prefix,
+    target: int,
+    holders: Sequence[Sequence[int]],
+    deadline: float,
+) -> int:
+    """Have `target` copy the leading blocks of `prefix`, of which `holders[i]` have block i; how
+    many it holds in the end. Raises NoRoom if nobody is known to have the first, and what `target`
+    or the last source met if it has none."""
+    count, failure = 0, None
+    while count < len(prefix):
+        before = count
+        for source in [n for n in holders[count] if n != target] or holders[count]:
+            left_s = max(0.0, deadline - time.monotonic())
+            try:
+                count += pull(engine, prefix[count:], source, target, left_s)
+            except TiffinError as error:
+                failure = error
+            if count > before:
+                break
+        if count == before:
+            break
+    if not count and len(prefix):
+        raise failure or NoRoom("no other node is known to have the first block of this prefix")
+    return count
+
+
+def replicate_from(
+    engine: Engine, prefix: Prefix, source: int, count: int, without: set[int]
+) -> None:
+    """Have `count` nodes copy `prefix` from `source`, as well as that goes."""
+    size = len(prefix) * prefix.schema.extent_bytes
+    # One more than needed, in case one does not take it.
+    able = place(engine.nodes(), count + 1, size, engine.dice, without=without | {source})
+    for target in able:
+        try:
+            copied = pull(engine, prefix, source, target, DEFAULT_TIMEOUT_S)
+        except TiffinError as error:
+            log.warning("not replicated to node %d: %s", target, error)
+            continue
+        count -= copied == len(prefix)
+        if not count:
+            return
+    log.warning("%d replicas too few of a prompt of %d blocks", count, len(prefix))
+
+
+def pull(engine: Engine, prefix: Prefix, source: int, target: int, timeout_s: float) -> int:
+    """How many leading blocks `target` has once it has copied from `source`."""
+    request = messages.Pull(0, prefix.key_bytes, prefix.parent, prefix.start, source, timeout_s)
+    return int(engine.ask(target, request, timeout_s).count)
+
+
+class Orders:
+    """What is done in the background, one after the other."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tiffin-replicate")
+        self._ordered: list[Future[None]] = []
+
+    def add(self, order: Callable[[], None]) -> None:
+        """Do it in the background, unless too many wait already."""
+
+        def run() -> None:
+            try:
+                order()
+            except TiffinError as error:
+                log.warning("a replication failed: %s", error)
+
+        self._ordered = [future for future in self._ordered if not future.done()]
+        if len(self._ordered) < ORDERS_MAX:
+            self._ordered.append(self._thread.submit(run))
+        else:
+            log.warning("a replication was not ordered: %d wait already", ORDERS_MAX)
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for what was ordered."""
+        wait(self._ordered, timeout_s)
+
+    def close(self) -> None:
+        """Drop what has not begun, wait for what has."""
+        self._thread.shutdown(wait=True, cancel_futures=True)

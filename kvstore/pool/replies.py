@@ -1,0 +1,70 @@
+"""Whether a reply can be one to its request: what another machine says is looked at before use. Pure.
+
+A node that is well never fails here. One of another make, or one that was taken over, could say that
+it granted more blocks than were asked for, or put them at negative places.
+"""
+
+from __future__ import annotations
+
+from ..node import messages
+from ..node.core import KEY_BYTES, Status
+from ..node.records import Reason
+
+_NUMBER_MAX = 1 << 63
+_REASON_MAX = max(Reason)
+
+
+def check_reply(request: messages.Request, reply: messages.AnyReply) -> bool:
+    """Whether `reply` is of the kind and the shape that `request` asks for."""
+    if isinstance(reply, messages.Refused):
+        return True
+    if isinstance(request, messages.Lease):
+        return isinstance(reply, messages.Leased) and _is_lease(len(request.keys), reply)
+    if isinstance(request, messages.Reserve):
+        return isinstance(reply, messages.Reserved) and _is_reservation(len(request.keys), reply)
+    if isinstance(request, messages.Match | messages.Exists):
+        keys = len(request.keys) // KEY_BYTES
+        if not isinstance(reply, messages.Flags):
+            return False
+        whole = isinstance(request, messages.Exists)
+        return len(reply.flags) == keys if whole else len(reply.flags) <= keys
+    return isinstance(reply, _KINDS.get(type(request), messages.Done))
+
+
+def _is_lease(keys_bytes: int, reply: messages.Leased) -> bool:
+    count = len(reply.offsets)
+    return (
+        count <= keys_bytes // KEY_BYTES
+        and count == len(reply.generations) == len(reply.lengths)
+        and bool(count) == bool(reply.lease)
+        and _are_numbers([reply.lease, *reply.offsets, *reply.generations])
+        and all(0 < length < _NUMBER_MAX for length in reply.lengths)
+        and _is_reason(reply.reason)
+    )
+
+
+def _is_reservation(keys_bytes: int, reply: messages.Reserved) -> bool:
+    granted = reply.statuses.count(Status.GRANTED)
+    return (
+        len(reply.statuses) <= keys_bytes // KEY_BYTES
+        and granted == len(reply.offsets) == len(reply.generations)
+        and bool(granted) == bool(reply.lease)
+        and _are_numbers([reply.lease, *reply.offsets, *reply.generations])
+        and _is_reason(reply.reason)
+    )
+
+
+def _are_numbers(values: list[int]) -> bool:
+    return min(values) >= 0 and max(values) < _NUMBER_MAX
+
+
+def _is_reason(reason: int) -> bool:
+    return 0 <= reason <= _REASON_MAX
+
+
+_KINDS: dict[type, type] = {
+    messages.Commit: messages.Flags,
+    messages.Statistics: messages.Numbers,
+    messages.Inventory: messages.KeyPage,
+    messages.Events: messages.EventPage,
+}

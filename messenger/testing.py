@@ -1,0 +1,397 @@
+"""The contract of a transport as a test suite, for the transports here and for anybody's. Doubles
+that make a network misbehave are in `doubles.py`.
+
+    class TestMyTransport(TransportContract):
+        @pytest.fixture
+        def peer(self):
+            book = GrantBook()
+            with serve(book) as address, closing(MyTransport(address)) as transport:
+                yield Peer(transport, book)
+
+Nothing here imports pytest: the suite is plain methods that ask for a fixture named `peer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from itertools import count, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .errors import GrantError, MessengerError, PeerLost, RangeError, TransferTimeout
+from .transport import NOTHING, Range, Served
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from .local import ByteArray
+    from .transport import Transport
+
+# Until when a transfer that should succeed may take, and how often a wait looks again.
+PATIENCE_S = 30.0
+_LOOK_S = 0.005
+
+
+class GrantBook:
+    """A book of grants (see `Grants`) for tests; thread-safe. `opened` counts grants in use now."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = count(1)
+        self._grants: dict[int, tuple[Sequence[ByteArray], bool]] = {}
+        self.opened = 0
+
+    def add(self, arrays: Sequence[ByteArray], *, writes: bool = False) -> int:
+        """A new grant of these arrays; its number."""
+        with self._lock:
+            number = next(self._numbers)
+            self._grants[number] = arrays, writes
+            return number
+
+    def end(self, grant: int) -> None:
+        """From now on it is refused."""
+        with self._lock:
+            del self._grants[grant]
+
+    @contextlib.contextmanager
+    def open(self, grant: int, *, writes: bool) -> Iterator[Sequence[ByteArray]]:
+        """See `Grants.open`."""
+        with self._lock:
+            if grant not in self._grants:
+                raise GrantError(f"there is no grant {grant}; ask for one")
+            arrays, writable = self._grants[grant]
+            if writes and not writable:
+                raise GrantError(f"grant {grant} is for reading")
+            self.opened += 1
+        try:
+            yield arrays
+        finally:
+            with self._lock:
+                self.opened -= 1
+
+
+class Peer:
+    """A transport, and the book of grants at its other end. `allocate` makes an array of so many
+    bytes that the other end can grant, for transports that can't reach any memory."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        book: GrantBook,
+        allocate: Callable[[int], ByteArray] | None = None,
+    ) -> None:
+        self.transport = transport
+        self.book = book
+        self._allocate = allocate or (lambda nbytes: np.zeros(nbytes, np.uint8))
+
+    def grant(
+        self, sizes: Sequence[int], *, writes: bool = False, seed: int = 1
+    ) -> tuple[int, ByteArray, list[ByteArray]]:
+        """A grant of arrays of these sizes, with random bytes: number, all bytes, the arrays."""
+        arrays = [self._allocate(nbytes) for nbytes in sizes]
+        content = random_bytes(sum(sizes), seed)
+        at = 0
+        for array in arrays:
+            array[:] = content[at : at + len(array)]
+            at += len(array)
+        return self.book.add(arrays, writes=writes), content, arrays
+
+    def quiet(self) -> bool:
+        """Whether no grant is in use any more; waits for it a while."""
+        return eventually(lambda: not self.book.opened)
+
+
+def eventually(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> bool:
+    """Whether the condition comes true."""
+    give_up = time.monotonic() + patience_s
+    while not condition():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def random_bytes(nbytes: int, seed: int) -> ByteArray:
+    """The same bytes for the same seed."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def soon() -> float:
+    """A deadline that no healthy transfer of a test needs."""
+    return time.monotonic() + PATIENCE_S
+
+
+class TransportContract:
+    """Every transport passes these. `peer` reaches at least 32 MiB of grants."""
+
+    def test_bytes_arrive(self, peer: Peer) -> None:
+        grant, content, _ = peer.grant([100_000])
+        target = np.zeros(100_000, np.uint8)
+        served = peer.transport.read(grant, [Range(0, 100_000)], [target], deadline=soon())
+        assert served == Served(1, 100_000)
+        assert np.array_equal(target, content)
+        assert peer.quiet()
+
+    def test_ranges_of_all_shapes(self, peer: Peer) -> None:
+        sizes = [4096, 1, 65_537, 0, 300_000, 7]
+        grant, content, _ = peer.grant(sizes)
+        chance = random.Random(5)
+        for turn in range(40):
+            ranges = _random_ranges(chance, sum(sizes), chance.choice((1, 3, 13, 200)))
+            targets = [np.zeros(length, np.uint8) for _, length in ranges]
+            told: list[int] = []
+            served = peer.transport.read(
+                grant, ranges, targets, deadline=soon(), arrived=told.append
+            )
+            assert served == Served(len(ranges), sum(length for _, length in ranges)), turn
+            assert told == list(range(len(ranges)))
+            for (offset, length), target in zip(ranges, targets, strict=True):
+                assert np.array_equal(target, content[offset : offset + length])
+
+    def test_neighbours_and_pieces_of_one_array(self, peer: Peer) -> None:
+        grant, content, _ = peer.grant([1 << 20])
+        ranges = [Range(at, 4096) for at in range(0, 1 << 20, 4096)]
+        whole = np.zeros(1 << 20, np.uint8)
+        targets = [whole[at : at + 4096] for at in range(0, 1 << 20, 4096)]
+        peer.transport.read(grant, ranges, targets, deadline=soon())
+        assert np.array_equal(whole, content)
+        backwards = ranges[::-1]
+        peer.transport.read(grant, backwards, targets, deadline=soon())
+        assert np.array_equal(whole, content.reshape(256, 4096)[::-1].reshape(-1))
+
+    def test_large(self, peer: Peer) -> None:
+        sizes = [9 << 20, (3 << 20) + 5, 12 << 20]
+        grant, content, arrays = peer.grant(sizes, writes=True)
+        ranges = [Range(3, (20 << 20) + 11), Range((20 << 20) + 14, (4 << 20) - 9)]
+        targets = [np.zeros(length, np.uint8) for _, length in ranges]
+        told: list[int] = []
+        peer.transport.read(grant, ranges, targets, deadline=soon(), arrived=told.append)
+        assert told == [0, 1]
+        assert np.array_equal(np.concatenate(targets), content[3 : (24 << 20) + 5])
+        sources = [random_bytes(length, 7) for _, length in ranges]
+        served = peer.transport.write(grant, ranges, sources, deadline=soon())
+        assert served == Served(2, (24 << 20) + 2)
+        content[3 : (24 << 20) + 5] = np.concatenate(sources)
+        assert np.array_equal(np.concatenate(arrays), content)
+
+    def test_more_ranges_than_a_frame_holds(self, peer: Peer) -> None:
+        grant, content, arrays = peer.grant([70_000], writes=True)
+        ranges = [Range(at, 1) for at in range(70_000)]
+        target = np.zeros(70_000, np.uint8)
+        told: list[int] = []
+        targets = [target[at : at + 1] for at in range(70_000)]
+        served = peer.transport.read(grant, ranges, targets, deadline=soon(), arrived=told.append)
+        assert served == Served(70_000, 70_000)
+        assert told == list(range(70_000))
+        assert np.array_equal(target, content)
+        target[:] = random_bytes(70_000, 9)
+        assert peer.transport.write(grant, ranges, targets, deadline=soon()) == served
+        assert np.array_equal(arrays[0], target)
+
+    def test_nothing_asked_is_nothing_moved(self, peer: Peer) -> None:
+        grant, _, _ = peer.grant([100], writes=True)
+        nothing: ByteArray = np.zeros(0, np.uint8)
+        assert peer.transport.read(grant, [], [], deadline=soon()) == NOTHING
+        assert peer.transport.write(grant, [], [], deadline=soon()) == NOTHING
+        ranges, arrays = [Range(100, 0), Range(0, 0)], [nothing, nothing]
+        assert peer.transport.read(grant, ranges, arrays, deadline=soon()) == Served(2, 0)
+        assert peer.transport.write(grant, ranges, arrays, deadline=soon()) == Served(2, 0)
+
+    def test_what_is_written_is_there_and_nothing_else(self, peer: Peer) -> None:
+        grant, content, arrays = peer.grant([5000, 3000], writes=True)
+        ranges = [Range(10, 100), Range(4990, 20), Range(110, 1), Range(7999, 1)]
+        sources = [random_bytes(length, seed) for seed, (_, length) in enumerate(ranges)]
+        served = peer.transport.write(grant, ranges, sources, deadline=soon())
+        assert served == Served(4, 122)
+        for (offset, length), source in zip(ranges, sources, strict=True):
+            content[offset : offset + length] = source
+        assert np.array_equal(np.concatenate(arrays), content)
+        assert peer.quiet()
+
+    def test_a_grant_that_ends_early_serves_what_it_has(self, peer: Peer) -> None:
+        grant, content, arrays = peer.grant([1000, 1000], writes=True)
+        over = [
+            [Range(0, 10), Range(1990, 10), Range(1991, 10), Range(0, 10)],
+            [Range(0, 10), Range(1990, 10), Range(2**64 - 5, 10), Range(0, 10)],
+            [Range(0, 10), Range(1990, 10), Range(2**63, 10), Range(0, 10)],
+        ]
+        for ranges in over:
+            targets = [np.zeros(length, np.uint8) for _, length in ranges]
+            served = peer.transport.read(grant, ranges, targets, deadline=soon())
+            assert served == Served(2, 20)
+            assert np.array_equal(targets[1], content[1990:])
+            ones = [np.ones(10, np.uint8) for _ in ranges]
+            assert peer.transport.write(grant, ranges, ones, deadline=soon()) == Served(2, 20)
+            content[:10] = content[1990:] = 1
+            assert np.array_equal(np.concatenate(arrays), content)
+
+    def test_many_ranges_of_which_one_is_outside(self, peer: Peer) -> None:
+        grant, _, _ = peer.grant([4096])
+        for at in (0, 1, 57, 99):
+            ranges = [Range(i * 8, 8) for i in range(100)]
+            ranges[at] = Range(2**64 - 8, 8)
+            targets = [np.zeros(8, np.uint8) for _ in ranges]
+            served = peer.transport.read(grant, ranges, targets, deadline=soon())
+            assert served == Served(at, 8 * at)
+            assert not any(target.any() for target in targets[at:])
+
+    def test_unknown_and_ended_grants_are_refused(self, peer: Peer) -> None:
+        grant, content, arrays = peer.grant([100], writes=True)
+        target = np.zeros(100, np.uint8)
+        with raises(GrantError):
+            peer.transport.read(grant + 1, [Range(0, 100)], [target], deadline=soon())
+        peer.transport.read(grant, [Range(0, 100)], [target], deadline=soon())
+        assert np.array_equal(target, content)
+        peer.book.end(grant)
+        target[:] = 0
+        with raises(GrantError):
+            peer.transport.read(grant, [Range(0, 100)], [target], deadline=soon())
+        with raises(GrantError):
+            peer.transport.write(grant, [Range(0, 100)], [target], deadline=soon())
+        assert not target.any()
+        assert np.array_equal(arrays[0], content)
+
+    def test_a_grant_for_reading_is_not_written(self, peer: Peer) -> None:
+        grant, content, arrays = peer.grant([1 << 20])
+        with raises(GrantError):
+            source = np.zeros(1 << 20, np.uint8)
+            peer.transport.write(grant, [Range(0, 1 << 20)], [source], deadline=soon())
+        assert np.array_equal(arrays[0], content)
+        target = np.zeros(1 << 20, np.uint8)
+        peer.transport.read(grant, [Range(0, 1 << 20)], [target], deadline=soon())
+        assert np.array_equal(target, content)
+
+    def test_unsuitable_memory_is_refused_and_nothing_moves(self, peer: Peer) -> None:
+        grant, content, arrays = peer.grant([200], writes=True)
+        fine = np.zeros(10, np.uint8)
+        fixed = np.zeros(10, np.uint8)
+        fixed.flags.writeable = False
+        wrong: list[ByteArray] = [
+            np.zeros(9, np.uint8),
+            np.zeros(11, np.uint8),
+            np.zeros(20, np.uint8)[::2],
+            np.zeros((2, 5), np.uint8),
+            np.zeros(10, np.int8),
+        ]
+        for bad in wrong:
+            for pair in ([fine, bad], [bad, fine]):
+                ranges = [Range(0, 10), Range(10, 10)]
+                with raises(RangeError):
+                    peer.transport.read(grant, ranges, pair, deadline=soon())
+                with raises(RangeError):
+                    peer.transport.write(grant, ranges, pair, deadline=soon())
+        with raises(RangeError):
+            peer.transport.read(grant, [Range(0, 10)], [fixed], deadline=soon())
+        with raises(RangeError):
+            peer.transport.read(grant, [Range(0, 10)], [fine, fine], deadline=soon())
+        with raises(RangeError):
+            peer.transport.read(grant, [Range(-1, 10)], [fine], deadline=soon())
+        assert not fine.any()
+        assert np.array_equal(arrays[0], content)
+        assert peer.transport.write(grant, [Range(0, 10)], [fixed], deadline=soon()).ranges == 1
+
+    def test_a_deadline_that_has_passed(self, peer: Peer) -> None:
+        grant, content, arrays = peer.grant([100], writes=True)
+        target = np.zeros(100, np.uint8)
+        late = time.monotonic() - 1
+        with raises(TransferTimeout):
+            peer.transport.read(grant, [Range(0, 100)], [target], deadline=late)
+        with raises(TransferTimeout):
+            peer.transport.write(grant, [Range(0, 100)], [target], deadline=late)
+        assert not target.any()
+        assert peer.quiet()
+        assert np.array_equal(arrays[0], content)
+        peer.transport.read(grant, [Range(0, 100)], [target], deadline=soon())
+        assert np.array_equal(target, content)
+
+    def test_a_target_is_the_callers_again_after_an_error(self, peer: Peer) -> None:
+        nbytes = 16 << 20
+        grant, _, _ = peer.grant([nbytes])
+        target = np.zeros(nbytes, np.uint8)
+        for allowed_s in (1e-4, 5e-4, 2e-3):
+            deadline = time.monotonic() + allowed_s
+            with contextlib.suppress(TransferTimeout):
+                peer.transport.read(grant, [Range(0, nbytes)], [target], deadline=deadline)
+            target[:] = 0
+            time.sleep(0.02)
+            assert not target.any()
+
+    def test_an_error_of_the_callback_is_the_callers(self, peer: Peer) -> None:
+        grant, content, _ = peer.grant([1000])
+        targets = [np.zeros(100, np.uint8) for _ in range(10)]
+        ranges = [Range(at, 100) for at in range(0, 1000, 100)]
+
+        def arrived(index: int) -> None:
+            if index == 3:
+                raise KeyError(index)
+
+        with raises(KeyError):
+            peer.transport.read(grant, ranges, targets, deadline=soon(), arrived=arrived)
+        assert peer.quiet()
+        peer.transport.read(grant, ranges, targets, deadline=soon())
+        assert np.array_equal(np.concatenate(targets), content)
+
+    def test_threads_read_and_write_at_once(self, peer: Peer) -> None:
+        shared, content, _ = peer.grant([1 << 20])
+        own = [peer.grant([1 << 18], writes=True, seed=seed) for seed in range(6)]
+        wrong: list[object] = []
+
+        def work(number: int) -> None:
+            grant, _, arrays = own[number]
+            chance = random.Random(number)
+            try:
+                for turn in range(6):
+                    source = random_bytes(1 << 18, number * 100 + turn)
+                    peer.transport.write(grant, [Range(0, 1 << 18)], [source], deadline=soon())
+                    ranges = _random_ranges(chance, 1 << 20, 20)
+                    targets = [np.zeros(length, np.uint8) for _, length in ranges]
+                    peer.transport.read(shared, ranges, targets, deadline=soon())
+                    for (offset, length), target in zip(ranges, targets, strict=True):
+                        if not np.array_equal(target, content[offset : offset + length]):
+                            wrong.append((number, turn, offset))
+                    if not np.array_equal(arrays[0], source):
+                        wrong.append((number, turn))
+            except MessengerError as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert peer.quiet()
+
+    def test_a_closed_transport_says_so(self, peer: Peer) -> None:
+        grant, _, _ = peer.grant([100], writes=True)
+        target = np.zeros(100, np.uint8)
+        peer.transport.read(grant, [Range(0, 100)], [target], deadline=soon())
+        peer.transport.close()
+        peer.transport.close()
+        with raises(PeerLost):
+            peer.transport.read(grant, [Range(0, 100)], [target], deadline=soon())
+        with raises(PeerLost):
+            peer.transport.write(grant, [Range(0, 100)], [target], deadline=soon())
+
+
+@contextlib.contextmanager
+def raises(kind: type[BaseException]) -> Iterator[None]:
+    """The block must raise exactly this kind of error or one below it."""
+    try:
+        yield
+    except kind:
+        return
+    raise AssertionError(f"nothing was raised; expected {kind.__name__}")
+
+
+def _random_ranges(chance: random.Random, space: int, number: int) -> list[Range]:
+    """Some scattered, some neighbours, some of no bytes."""
+    cuts = sorted(chance.randrange(space + 1) for _ in range(number + 1))
+    ranges = [Range(start, stop - start) for start, stop in pairwise(cuts)]
+    if chance.random() < 0.5:
+        chance.shuffle(ranges)
+    return ranges

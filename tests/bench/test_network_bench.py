@@ -1,0 +1,271 @@
+"""The network's benchmark runs and says what it claims to say. No timing is asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+from shutil import which
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tiffin.bench.network import cli, setting
+from tiffin.bench.network.plain import PlainSockets
+from tiffin.bench.network.report import MEASUREMENTS, run
+from tiffin.bench.network.setting import Metered, Setting, Sizes, cpu_seconds
+from tiffin.bench.store.report import markdown, table
+from tiffin.bench.store.rows import Row, Target, single
+from tiffin.bench.store.setting import KIB, MIB
+from tiffin.kvstore.errors import NodeUnavailable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TINY = Sizes(
+    rounds=2,
+    block_bytes=(1 * MIB, 2 * MIB),
+    transfer_bytes=4 * MIB,
+    calls=3,
+    scattered_block_bytes=1 * MIB,
+    scattered_blocks=4,
+    prefix_blocks=16,
+    layered_block_bytes=2 * MIB,
+    readers=(1, 3),
+    reader_bytes=2 * MIB,
+    read_bytes=8 * MIB,
+    reader_rounds=2,
+)
+NAMES = {
+    "remote-get": [
+        f"remote-{what}-{size}{verified}"
+        for size in ("1MiB", "2MiB")
+        for verified in ("", "-verified")
+        for what in ("get", "cpu")
+    ],
+    "remote-small": ["remote-64KiB", "remote-64KiB-verified"],
+    "scattered": ["scattered-2KiB"],
+    "first-layer": ["first-layer", "first-layer-verified"],
+    "readers": ["readers-1", "readers-3"],
+}
+
+ROW = Row(
+    "scattered", "what", "GB/s", single(3.0), "limit", single(4.0), (Target("ratio", ">=", 0.6),)
+)
+
+
+def check(rows: list[Row]) -> None:
+    assert rows
+    for row in rows:
+        assert row.value.p20 <= row.value.p50 <= row.value.p80, row
+        assert min(row.value.p50, row.limit.p50, row.ratio) > 0, row
+        assert row.what, row
+        assert row.limit_what, row
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_measurements_give_rows_with_limits(name: str) -> None:
+    found = run(Setting(TINY), [name], lambda _: None)
+    assert not found.crashed
+    assert not found.missing
+    assert [row.name for row in found.rows] == NAMES[name]
+    check(found.rows)
+
+
+@pytest.mark.skipif(
+    find_spec("redis") is None or not (which("redis-server") or which("valkey-server")),
+    reason="needs the extra redis, and a redis-server",
+)
+def test_a_prefix_is_located_in_redis_in_one_round_trip() -> None:
+    found = run(Setting(TINY), ["locate"], lambda _: None)
+    assert not found.crashed
+    check(found.rows)
+    leased, trips = found.rows
+    assert leased.name == "locate-and-lease"
+    # Heartbeats of the node are counted too, so it is not exactly one.
+    assert trips.value.p50 == pytest.approx(1.0, abs=0.5)
+
+
+# -- what a run lacks, and what it dies of ---------------------------------------------------------
+
+
+def test_what_is_not_installed_is_left_out_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setting.shutil, "which", lambda _: None)
+    found = run(Setting(TINY), ["locate", "mooncake"], lambda _: None)
+    assert not found.crashed
+    assert not found.rows
+    assert "apt install redis-server" in found.missing["locate"]
+    assert "--mooncake" in found.missing["mooncake"]
+
+    found = run(Setting(TINY, tmp_path / "bin" / "python"), ["mooncake"], lambda _: None)
+    assert "docs/benchmarks.md" in found.missing["mooncake"]
+
+
+def test_a_crash_is_reported_and_the_others_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(_: Setting) -> list[Row]:
+        raise OSError("no such network")
+
+    monkeypatch.setitem(MEASUREMENTS, "readers", crash)
+    monkeypatch.setitem(MEASUREMENTS, "scattered", lambda _: [ROW])
+    found = run(Setting(TINY), ["readers", "scattered"], lambda _: None)
+    assert found.crashed == {"readers": "OSError: no such network"}
+    assert found.rows == [ROW]
+    assert table(found).row_count == 2
+    assert "`scattered`" in markdown(found)
+
+
+def test_a_node_that_ends_at_once_is_an_error_and_not_a_minute() -> None:
+    with (
+        pytest.raises(NodeUnavailable, match="did not start"),
+        setting.remote_node(1 * MIB, ["--no-such-option"]),
+    ):
+        pass
+
+
+# -- the program -----------------------------------------------------------------------------------
+
+
+def test_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sizes, "quick", classmethod(lambda cls: TINY))
+    monkeypatch.setitem(MEASUREMENTS, "scattered", lambda _: [ROW])
+    app, bench = typer.Typer(), typer.Typer()
+    app.add_typer(bench, name="bench")
+    bench.callback()(lambda: None)
+    cli.commands(app)
+    arguments = ["bench", "network", "--quick", "--json", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, [*arguments, "--row", "scattered", "--row", "mooncake"])
+    assert done.exit_code == 0, done.output
+    plain: dict[str, Any] = json.loads((tmp_path / "bench-network.json").read_text())
+    assert json.loads(done.stdout) == plain
+    assert [row["name"] for row in plain["rows"]] == ["scattered"]
+    assert plain["crashed"] == {}
+    assert list(plain["missing"]) == ["mooncake"]
+    assert plain["sizes"]["rounds"] == TINY.rounds
+    assert plain["environment"]["cores"] >= 1
+    assert "left out mooncake" in done.stderr
+
+    done = CliRunner().invoke(app, ["bench", "network", "--row", "nothing"])
+    assert done.exit_code == 2
+
+
+# -- limits and clocks -----------------------------------------------------------------------------
+
+
+def test_the_plain_sender_sends_each_byte_of_its_memory() -> None:
+    nbytes = 3 * MIB + 5
+    with PlainSockets(nbytes) as plain:
+        whole = np.zeros(nbytes, np.uint8)
+        plain.fetch([whole])
+        parts = [np.zeros(length, np.uint8) for length in (1, 64 * KIB, 1 * MIB)]
+        plain.fetch(parts, at=7)
+    assert whole.any()
+    joined = np.concatenate(parts)
+    assert np.array_equal(joined, whole[7 : 7 + len(joined)])
+
+
+def test_a_plain_sender_that_died_is_noticed() -> None:
+    with PlainSockets(1 * MIB) as plain:
+        plain.fetch([np.zeros(64 * KIB, np.uint8)])
+        plain._sender.kill()
+        plain._sender.wait()
+        with pytest.raises(ConnectionError):
+            plain.fetch([np.zeros(64 * KIB, np.uint8)])
+
+
+def test_cpu_time_is_that_of_the_processes_named() -> None:
+    before_s = cpu_seconds([os.getpid()])
+    while time.process_time() - before_s < 0.05:
+        pass
+    assert 0.05 <= cpu_seconds([os.getpid()]) - before_s <= 5.0
+    # Twice named is counted twice: one process of a pair costs as much as the other.
+    assert cpu_seconds([os.getpid()] * 2) > cpu_seconds([os.getpid()])
+
+    with pytest.raises(OSError, match="argument"):
+        cpu_seconds([2**22 + 1])
+
+
+def test_a_meter_notes_each_run() -> None:
+    slept = Metered(lambda: time.sleep(0.001), [os.getpid()])
+    for _ in range(3):
+        slept()
+    assert len(slept.seconds) == 3
+    assert all(seconds > 0 for seconds in slept.seconds)
+
+
+# -- Mooncake --------------------------------------------------------------------------------------
+
+# Stands in for Mooncake: keeps nothing, but answers as its package does.
+_STORE = """
+class MooncakeDistributedStore:
+    def setup(self, *arguments):
+        self.sizes = {}
+        return 0
+    def register_buffer(self, address, nbytes):
+        return 0
+    def put_from(self, key, address, nbytes):
+        self.sizes[key] = nbytes
+        return 0
+    def get_into(self, key, address, nbytes):
+        return self.sizes[key]
+    def unregister_buffer(self, address):
+        return 0
+    def close(self):
+        return 0
+"""
+_MASTER = """#!/bin/sh
+exec {python} -c "
+import socket, sys
+port = int([a for a in sys.argv if a.startswith('--rpc_port=')][0].split('=')[1])
+server = socket.create_server(('127.0.0.1', port))
+while True:
+    server.accept()[0].close()
+" "$@"
+"""
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """A Python whose package `mooncake` is the stand-in, with a `mooncake_master` beside it."""
+    package = tmp_path / "packages" / "mooncake"
+    package.mkdir(parents=True)
+    (package / "store.py").write_text(_STORE)
+    program = tmp_path / "bin" / "python"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={package.parent} exec {sys.executable} "$@"\n')
+    master = program.with_name("mooncake_master")
+    master.write_text(_MASTER.format(python=sys.executable))
+    program.chmod(0o755)
+    master.chmod(0o755)
+    return program
+
+
+def test_mooncake_takes_turns_with_us(python: Path) -> None:
+    sizes = replace(TINY, block_bytes=(1 * MIB,))
+    found = run(Setting(sizes, python), ["mooncake"], lambda _: None)
+    assert not found.crashed
+    assert not found.missing
+    names = [row.name for row in found.rows]
+    assert names == ["mooncake-get-1MiB", "mooncake-cpu-1MiB", "mooncake-64KiB"]
+    check(found.rows)
+
+
+def test_a_mooncake_that_does_not_start_says_why(python: Path, tmp_path: Path) -> None:
+    store = tmp_path / "packages" / "mooncake" / "store.py"
+    store.write_text(_STORE.replace("return 0", "return -1", 1))
+    found = run(Setting(TINY, python), ["mooncake"], lambda _: None)
+    assert "setup failed with -1" in found.crashed["mooncake"]
+
+
+def test_bytes_that_mooncake_does_not_have_are_no_measurement(python: Path, tmp_path: Path) -> None:
+    store = tmp_path / "packages" / "mooncake" / "store.py"
+    store.write_text(_STORE.replace("return self.sizes[key]", "return -704"))
+    found = run(Setting(TINY, python), ["mooncake"], lambda _: None)
+    assert "Mooncake's reader has ended" in found.crashed["mooncake"]

@@ -1,0 +1,61 @@
+"""One Redis and one small cluster for all tests that don't break them; each has its own pool."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+from directory.redisserver import RedisCluster, RedisServer
+
+from tiffin.kvstore.directory.base import REGISTRATION_TTL_S
+from tiffin.kvstore.directory.redis import RedisDirectory
+from tiffin.kvstore.directory.url import parse_redis
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture(scope="session")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A server that nobody stops."""
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    """Three shards that nobody stops."""
+    with RedisCluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A server that the test may stop, kill and empty."""
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def pool() -> str:
+    """A pool that no other test uses."""
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def open_redis(pool: str) -> Iterator[Callable[..., RedisDirectory]]:
+    """Opens handles of one pool: `open_redis(url, registration_ttl_s=...)`."""
+    with contextlib.ExitStack() as stack:
+
+        def open_handle(
+            url: str, registration_ttl_s: float = REGISTRATION_TTL_S, **times: float
+        ) -> RedisDirectory:
+            directory = RedisDirectory(
+                parse_redis(url), pool=pool, registration_ttl_s=registration_ttl_s, **times
+            )
+            stack.callback(directory.close)
+            return directory
+
+        yield open_handle

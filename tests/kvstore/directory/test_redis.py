@@ -1,0 +1,504 @@
+"""What only Redis can do: die, stop, come back empty, and hold what somebody else wrote."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+from directory.redisserver import RedisServer, free_port
+
+from tiffin.kvstore.directory import open_directory
+from tiffin.kvstore.directory.layout import HOLDERS_MAX, encode_number
+from tiffin.kvstore.directory.testing import eventually, keys_of, record
+from tiffin.kvstore.errors import ClientClosed, DirectoryUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tiffin.kvstore.directory.redis import RedisDirectory
+
+    OpenRedis = Callable[..., RedisDirectory]
+
+KEYS = keys_of("redis", 40)
+
+
+def answers(directory: RedisDirectory) -> bool:
+    try:
+        directory.locate(KEYS[:1])
+    except DirectoryUnavailable:
+        return False
+    return True
+
+
+def located(directory: RedisDirectory, number: int) -> bool:
+    return directory.locate(KEYS) == [(number,)] * len(KEYS)
+
+
+def name_of(pool: str, key: bytes) -> bytes:
+    return f"tiffin:{{{pool}:0}}:b:".encode() + key
+
+
+# -- Redis goes away -------------------------------------------------------------------------------
+
+
+def test_a_redis_that_was_never_there(open_redis: OpenRedis) -> None:
+    directory = open_redis(f"redis://127.0.0.1:{free_port()}")
+    calls: list[Callable[[], object]] = [
+        lambda: directory.locate(KEYS),
+        lambda: directory.register(record()),
+        lambda: directory.heartbeat(record(number=1)),
+        lambda: directory.publish(1, KEYS, [], 1),
+        lambda: directory.events("0"),
+        lambda: directory.withdraw(1),
+        directory.nodes,
+    ]
+    for call in calls:
+        with pytest.raises(DirectoryUnavailable, match=r"127\.0\.0\.1"):
+            call()
+    assert not directory.statistics()["healthy"]
+    assert "refused" in directory.statistics()["down"][0]
+
+
+def test_kill_9_and_an_empty_restart(own_redis: RedisServer, open_redis: OpenRedis) -> None:
+    directory, reader = open_redis(own_redis.url), open_redis(own_redis.url)
+    number = directory.register(record())
+    directory.publish(number, KEYS, [], 1)
+    assert located(reader, number)
+    own_redis.kill()
+    for handle in (directory, reader):
+        with pytest.raises(DirectoryUnavailable):
+            handle.locate(KEYS)
+    own_redis.start()
+    eventually(lambda: answers(directory), "the publisher's connection is back")
+    eventually(lambda: answers(reader), "the reader's connection is back")
+    eventually(lambda: reader.locate(KEYS) == [()] * len(KEYS), "the locations are gone")
+    assert not directory.heartbeat(record(number=number))
+    again = directory.register(record())
+    assert again != number, "the number of before names nobody else now"
+    directory.publish(again, KEYS, [], 1)
+    eventually(lambda: located(reader, again), "all is published again")
+
+
+def test_flushall(own_redis: RedisServer, open_redis: OpenRedis) -> None:
+    directory, reader = open_redis(own_redis.url), open_redis(own_redis.url)
+    number = directory.register(record())
+    directory.publish(number, KEYS, [], 1)
+    own_redis.client().flushall()
+    assert reader.locate(KEYS) == [()] * len(KEYS)
+    assert not directory.heartbeat(record(number=number))
+    # Something that an old registration says late is about a number that nobody has.
+    directory.publish(number, KEYS, [], 41)
+    again = directory.register(record())
+    assert again != number
+    assert directory.locate(KEYS) == [()] * len(KEYS)
+
+
+def test_a_stopped_redis_costs_one_timeout(own_redis: RedisServer, open_redis: OpenRedis) -> None:
+    directory = open_redis(own_redis.url + "?timeout=0.1")
+    number = directory.register(record())
+    directory.publish(number, KEYS, [], 1)
+    own_redis.pause()
+    try:
+        with pytest.raises(DirectoryUnavailable):  # returns at all
+            directory.locate(KEYS)
+        # The next ones do not wait: the server is left alone for a moment.
+        server = directory._fleet.server(0)
+        assert not server.answers
+        assert not server.admits() or not server.admits()
+        with pytest.raises(DirectoryUnavailable):
+            directory.publish(number, KEYS, [], 41)
+    finally:
+        own_redis.resume()
+    eventually(lambda: answers(directory), "it answers again")
+    assert located(directory, number)
+
+
+def test_scripts_that_the_server_forgot(own_redis: RedisServer, open_redis: OpenRedis) -> None:
+    directory = open_redis(own_redis.url)
+    client = own_redis.client()
+    number = directory.register(record())
+    for i in range(3):
+        client.script_flush()
+        directory.publish(number, KEYS, [], 1 + i * len(KEYS))
+        client.script_flush()
+        assert directory.heartbeat(record(number=number))
+    assert located(directory, number)
+    assert len(directory.events("0")[1]) == 3
+
+
+def test_connections_that_were_cut_are_replaced(
+    own_redis: RedisServer, open_redis: OpenRedis
+) -> None:
+    directory = open_redis(own_redis.url)
+    number = directory.register(record())
+    for _ in range(3):
+        own_redis.client().client_kill_filter(_type="normal", skipme=True)
+        assert directory.heartbeat(record(number=number)), "nobody noticed"
+
+
+def test_a_full_redis_refuses_to_publish_and_is_still_read(
+    own_redis: RedisServer, open_redis: OpenRedis
+) -> None:
+    directory = open_redis(own_redis.url)
+    number = directory.register(record())
+    directory.publish(number, KEYS, [], 1)
+    client = own_redis.client()
+    client.config_set("maxmemory", "1")
+    with pytest.raises(DirectoryUnavailable, match="memory"):
+        directory.publish(number, KEYS, [], 41)
+    assert located(directory, number)
+    client.config_set("maxmemory", "0")
+    directory.publish(number, KEYS, [], 41)
+
+
+def test_a_replica_is_read_and_not_written(
+    own_redis: RedisServer, open_redis: OpenRedis, tmp_path: Path
+) -> None:
+    writer = open_redis(own_redis.url)
+    number = writer.register(record())
+    writer.publish(number, KEYS, [], 1)
+    with RedisServer(tmp_path, "--replicaof", f"127.0.0.1 {own_redis.port}") as replica:
+        reader = open_redis(replica.url)
+        eventually(lambda: answers(reader) and located(reader, number), "the replica is in step")
+        with pytest.raises(DirectoryUnavailable):
+            reader.publish(number, KEYS, [], 41)
+        with pytest.raises(DirectoryUnavailable):
+            reader.register(record())
+        assert located(reader, number)
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+def test_locations_that_nobody_repeats_leave(
+    shared_redis: RedisServer, open_redis: OpenRedis
+) -> None:
+    directory = open_redis(shared_redis.url, location_ttl_s=0.3)
+    number = directory.register(record())
+    directory.publish(number, KEYS, [], 1)
+    eventually(lambda: directory.locate(KEYS) == [()] * len(KEYS), "the locations have left")
+    directory.publish(number, KEYS, [], 41)
+    assert directory.locate(KEYS[:1]) in ([(number,)], [()])  # or it took longer than that
+
+
+def test_publishing_again_keeps_locations(
+    shared_redis: RedisServer, open_redis: OpenRedis, pool: str
+) -> None:
+    brief = open_redis(shared_redis.url, location_ttl_s=5.0)
+    number = brief.register(record())
+    brief.publish(number, KEYS, [], 1)
+    open_redis(shared_redis.url, location_ttl_s=3600.0).publish(number, KEYS[:1], [], 41)
+    client = shared_redis.client()
+    assert client.pttl(name_of(pool, KEYS[0])) > 3_000_000
+    assert 0 < client.pttl(name_of(pool, KEYS[1])) <= 5000
+
+
+def test_dead_registrations_are_swept_out(
+    shared_redis: RedisServer, open_redis: OpenRedis, pool: str
+) -> None:
+    directory = open_redis(shared_redis.url, registration_ttl_s=0.1)
+    client = shared_redis.client()
+    for _ in range(5):
+        directory.register(record())
+    eventually(lambda: not directory.nodes(), "all have expired")
+    directory.register(record())
+    assert client.hlen(f"tiffin:{{{pool}:m}}:nodes") == 1
+
+
+# -- what somebody else wrote ----------------------------------------------------------------------
+
+
+def test_the_number_of_holders_is_bounded(
+    shared_redis: RedisServer, open_redis: OpenRedis, pool: str
+) -> None:
+    directory = open_redis(shared_redis.url)
+    (key,) = KEYS[:1]
+    name, client = name_of(pool, key), shared_redis.client()
+    stale = list(range(1, HOLDERS_MAX + 1))
+    client.set(name, b"".join(map(encode_number, stale)))
+    number = directory.register(record())
+    directory.publish(number, [key], [], 1)
+    assert directory.locate([key]) == [(number,)], "who publishes is named"
+    value = client.get(name)
+    assert isinstance(value, bytes)
+    assert list(struct.unpack(f"<{HOLDERS_MAX}I", value)) == [*stale[1:], number]
+    directory.publish(number, [], [key], 2)
+    value = client.get(name)
+    assert value == b"".join(map(encode_number, stale[1:]))
+
+
+GARBAGE: list[object] = [
+    b"",
+    b"x",
+    b"abc",
+    b"\0" * 4,
+    b"\xff" * 4,
+    b"\xff" * 256,
+    b"\xff" * 260,
+    os.urandom(4096),
+    "a list",
+    "a hash",
+    "a set",
+    "a stream",
+]
+
+
+def forge(client: object, name: bytes | str, value: object) -> None:
+    """Replace what lies under `name`."""
+    client.delete(name)  # type: ignore[attr-defined]
+    match value:
+        case "a list":
+            client.rpush(name, b"x")  # type: ignore[attr-defined]
+        case "a hash":
+            client.hset(name, b"x", b"y")  # type: ignore[attr-defined]
+        case "a set":
+            client.sadd(name, b"x")  # type: ignore[attr-defined]
+        case "a stream":
+            client.xadd(name, {b"e": b"x"})  # type: ignore[attr-defined]
+        case _:
+            client.set(name, value)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", GARBAGE, ids=lambda v: v if isinstance(v, str) else f"{len(v)}B")
+def test_a_broken_location_costs_a_miss_and_is_mended(
+    shared_redis: RedisServer, open_redis: OpenRedis, pool: str, value: object
+) -> None:
+    directory = open_redis(shared_redis.url)
+    number = directory.register(record())
+    bad, good = KEYS[:2]
+    directory.publish(number, [bad, good], [], 1)
+    forge(shared_redis.client(), name_of(pool, bad), value)
+    assert directory.locate([bad, good]) == [(), (number,)]
+    directory.publish(number, [bad], [], 3)
+    assert directory.locate([bad, good]) == [(number,), (number,)]
+    forge(shared_redis.client(), name_of(pool, bad), value)
+    directory.publish(number, [], [bad], 4)
+    assert directory.locate([bad, good]) == [(), (number,)]
+
+
+@pytest.mark.parametrize("value", GARBAGE, ids=lambda v: v if isinstance(v, str) else f"{len(v)}B")
+@pytest.mark.parametrize("place", ["nodes", "number", "events"])
+def test_a_broken_membership_is_an_empty_one_until_it_is_mended(
+    shared_redis: RedisServer, open_redis: OpenRedis, pool: str, place: str, value: object
+) -> None:
+    directory = open_redis(shared_redis.url)
+    number = directory.register(record())
+    directory.publish(number, KEYS, [], 1)
+    forge(shared_redis.client(), f"tiffin:{{{pool}:m}}:{place}", value)
+    reader = open_redis(shared_redis.url)
+    expected = {} if place == "nodes" else {number: record(number=number)}
+    assert reader.nodes() == expected
+    assert reader.locate(KEYS[:1]) == ([()] if place == "nodes" else [(number,)])
+    position, _ = reader.events("0")
+    assert directory.heartbeat(record(number=number)) == (place != "nodes")
+    after = directory.register(record())
+    assert after not in (0, number)
+    directory.publish(after, KEYS[:3], [], 1)
+    assert after in directory.locate(KEYS[:1])[0]
+    (event,) = [e for e in reader.events(position)[1] if e.number == after]
+    assert event.added == KEYS[:3]
+
+
+def edit(client: object, pool: str, rng: random.Random) -> None:
+    """One random change of one random thing."""
+    members = f"tiffin:{{{pool}:m}}:"
+    match rng.randrange(6):
+        case 0:
+            forge(client, name_of(pool, rng.choice(KEYS)), rng.choice(GARBAGE))
+        case 1:
+            forge(client, members + rng.choice(["nodes", "number", "events"]), rng.choice(GARBAGE))
+        case 2:
+            flip(client, name_of(pool, rng.choice(KEYS)), rng)
+        case 3:
+            fields = client.hkeys(members + "nodes") if is_hash(client, members + "nodes") else []  # type: ignore[attr-defined]
+            for field in fields[:1]:
+                value = bytearray(client.hget(members + "nodes", field))  # type: ignore[attr-defined]
+                value[rng.randrange(len(value))] ^= 1 << rng.randrange(8)
+                client.hset(members + "nodes", field, bytes(value))  # type: ignore[attr-defined]
+        case 4:
+            name = rng.choice(["-1", "x", "0", "4294967296", str(rng.randrange(1 << 32))])
+            if is_hash(client, members + "nodes"):
+                client.hset(members + "nodes", name, rng.randbytes(rng.randrange(200)))  # type: ignore[attr-defined]
+        case 5:
+            client.delete(members + rng.choice(["nodes", "number", "events"]))  # type: ignore[attr-defined]
+
+
+def is_hash(client: object, name: str) -> bool:
+    return bool(client.type(name) == b"hash")  # type: ignore[attr-defined]
+
+
+def flip(client: object, name: bytes, rng: random.Random) -> None:
+    if client.type(name) != b"string":  # type: ignore[attr-defined]
+        return
+    value = bytearray(client.get(name))  # type: ignore[attr-defined]
+    if value:
+        value[rng.randrange(len(value))] ^= 1 << rng.randrange(8)
+        client.set(name, bytes(value))  # type: ignore[attr-defined]
+
+
+def survive_edits(
+    server: RedisServer, open_redis: OpenRedis, pool: str, seed: int, edits: int
+) -> None:
+    rng, client = random.Random(seed), server.client()
+    directory = open_redis(server.url)
+    number, position = directory.register(record()), "0"
+    for turn in range(edits):
+        edit(client, pool, rng)
+        if not directory.heartbeat(record(number=number)):
+            number = directory.register(record())
+        directory.publish(number, KEYS[: rng.randrange(40)], KEYS[-1:], 1 + turn)
+        for numbers in directory.locate(KEYS):
+            assert all(0 < n < 1 << 32 for n in numbers)
+        nodes = directory.nodes()
+        assert all(node.number == n for n, node in nodes.items())
+        position, events = directory.events(position)
+        assert all(len(key) == 16 for event in events for key in event.added)
+    if not directory.heartbeat(record(number=number)):
+        number = directory.register(record())
+    directory.publish(number, KEYS, [], 1)
+    assert all(number in numbers for numbers in directory.locate(KEYS)), f"seed {seed}"
+
+
+def test_random_edits_of_everything(
+    shared_redis: RedisServer, open_redis: OpenRedis, pool: str
+) -> None:
+    survive_edits(shared_redis, open_redis, pool, seed=1, edits=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_ten_thousand_random_edits(
+    shared_redis: RedisServer, open_redis: OpenRedis, pool: str, seed: int
+) -> None:
+    survive_edits(shared_redis, open_redis, pool, seed=seed, edits=1000)
+
+
+# -- being let in ----------------------------------------------------------------------------------
+
+
+def test_passwords(tmp_path: Path, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret, wrong = "correct horse/battery@staple", "wr0ng-secret"
+    with RedisServer(tmp_path, password=secret) as server:
+        file = tmp_path / "password"
+        file.write_text(secret + "\n")
+        file.chmod(0o600)
+        quoted = secret.replace("/", "%2F").replace("@", "%40").replace(" ", "%20")
+        good = [
+            f"redis://:{quoted}@{server.address}/0",
+            f"redis://default:{quoted}@{server.address}/0",
+            f"redis://{server.address}/0?password_file={file}",
+        ]
+        monkeypatch.setenv("TIFFIN_REDIS_PASSWORD", secret)
+        for url in [*good, server.url]:
+            directory = open_directory(url, pool=pool)
+            assert directory.locate(KEYS[:1]) == [()]
+            assert secret not in repr(directory)
+            directory.close()
+        monkeypatch.delenv("TIFFIN_REDIS_PASSWORD")
+        for url in (server.url, f"redis://:{wrong}@{server.address}/0"):
+            directory = open_directory(url, pool=pool)
+            with pytest.raises(DirectoryUnavailable) as raised:
+                directory.locate(KEYS[:1])
+            assert wrong not in str(raised.value)
+            directory.close()
+
+
+def test_the_least_that_a_user_may_do(own_redis: RedisServer, open_redis: OpenRedis) -> None:
+    """The two users of docs/directory.md."""
+    client = own_redis.client()
+    pattern = "~tiffin:{test-*"
+    common = f"on >secret resetkeys {pattern} -@all +mget +hgetall +time +xread"
+    client.execute_command("ACL", "SETUSER", "reader", *common.split())
+    client.execute_command(
+        "ACL",
+        "SETUSER",
+        "node",
+        *f"{common} +eval +evalsha +get +set +del +hget +hset +hdel +xadd".split(),
+    )
+    node = open_redis(f"redis://node:secret@{own_redis.address}/0")
+    number = node.register(record())
+    assert node.heartbeat(record(number=number))
+    node.publish(number, KEYS, [], 1)
+    reader = open_redis(f"redis://reader:secret@{own_redis.address}/0")
+    assert located(reader, number)
+    assert reader.nodes().keys() == {number}
+    assert len(reader.events("0")[1]) == 1
+    with pytest.raises(DirectoryUnavailable, match="permission"):
+        reader.publish(number, KEYS, [], 41)
+    node.withdraw(number)
+
+
+def certificates(folder: Path) -> None:
+    """A CA and a certificate for 127.0.0.1 of it."""
+    run = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    for name, extra in (
+        ("ca", ["-subj", "/CN=ca"]),
+        (
+            "server",
+            [
+                *("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),
+                *("-CA", str(folder / "ca.crt"), "-CAkey", str(folder / "ca.key")),
+            ],
+        ),
+    ):
+        files = ["-keyout", str(folder / f"{name}.key"), "-out", str(folder / f"{name}.crt")]
+        subprocess.run([*run, *files, *extra], check=True, capture_output=True)
+
+
+def test_tls(tmp_path: Path, pool: str) -> None:
+    certificates(tmp_path)
+    tls_port = free_port()
+    server = RedisServer(
+        tmp_path,
+        *("--tls-port", str(tls_port), "--tls-ca-cert-file", str(tmp_path / "ca.crt")),
+        *("--tls-cert-file", str(tmp_path / "server.crt")),
+        *("--tls-key-file", str(tmp_path / "server.key")),
+    )
+    pair = f"&cert={tmp_path}/server.crt&key={tmp_path}/server.key"
+    with server:
+        url = f"rediss://127.0.0.1:{tls_port}/0?ca={tmp_path}/ca.crt"
+        directory = open_directory(url + pair, pool=pool)
+        number = directory.register(record())
+        directory.publish(number, KEYS, [], 1)
+        assert directory.locate(KEYS[:1]) == [(number,)]
+        directory.close()
+        without_certificate = open_directory(url, pool=pool)
+        with pytest.raises(DirectoryUnavailable):
+            without_certificate.locate(KEYS[:1])
+        without_certificate.close()
+        unknown = open_directory(f"rediss://127.0.0.1:{tls_port}/0", pool=pool)
+        with pytest.raises(DirectoryUnavailable, match=r"(?i)certificate"):
+            unknown.locate(KEYS[:1])
+        unknown.close()
+
+
+# -- closing ---------------------------------------------------------------------------------------
+
+
+def test_closing_gives_back_every_connection(own_redis: RedisServer, open_redis: OpenRedis) -> None:
+    client = own_redis.client()
+    before = len(client.client_list())
+    directory = open_redis(own_redis.url)
+    directory.register(record())
+    assert len(client.client_list()) == before + 1
+    directory.close()
+    eventually(lambda: len(client.client_list()) == before, "the connection is closed")
+    with pytest.raises(ClientClosed):
+        directory.nodes()
+
+
+def test_pools_know_nothing_of_each_other(shared_redis: RedisServer, pool: str) -> None:
+    one = open_directory(shared_redis.url, pool=pool + ".one")
+    other = open_directory(shared_redis.url, pool=pool + ".other")
+    number = one.register(record())
+    one.publish(number, KEYS, [], 1)
+    assert other.nodes() == {}
+    assert other.locate(KEYS) == [()] * len(KEYS)
+    assert other.events("0") == ("0", [])
+    one.close()
+    other.close()

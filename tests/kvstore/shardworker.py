@@ -1,0 +1,67 @@
+"""One rank of a tensor-parallel writer, in a process of its own.
+
+    shardworker.py URL NAMESPACE BLOCKS RANK RANKS
+
+Reserves its slice, writes half of it and says `ready`; waits for a line; writes the rest, commits,
+and says what became of its blocks: `stored`, `pending`, `refused` or `stale`. Then it waits again.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from kvsupport import payload_of
+
+from tiffin.kvstore import Client, KVSchema, Prefix
+from tiffin.kvstore.errors import StaleLease
+
+SHARDED = KVSchema.gqa(
+    model="sharded",
+    layers=3,
+    kv_heads=8,
+    head_dim=16,
+    dtype="float16",
+    block_tokens=16,
+    shards=8,
+)
+
+
+def say(word: str) -> None:
+    print(word, flush=True)
+
+
+def prefix_of(namespace: str, blocks: int, schema: KVSchema = SHARDED) -> Prefix:
+    """The same prompt in every process."""
+    return schema.prefix(np.arange(blocks * schema.block_tokens), namespace=namespace)
+
+
+def main(url: str, namespace: str, blocks: str, rank: str, ranks: str) -> None:
+    prefix = prefix_of(namespace, int(blocks))
+    with Client.open(url, name=f"rank {rank}") as client:
+        slots = client.reserve(prefix, shard=(int(rank), int(ranks)))
+        runs = slots[0].selection.ranges
+        half = len(runs) // 2
+        for number, part in enumerate((runs[:half], runs[half:])):
+            for slot in slots:
+                right = payload_of(prefix.keys[slot.index], SHARDED)
+                for run in part:
+                    slot.view[run.offset : run.end] = right[run.offset : run.end]
+            if number == 0:
+                say("ready")
+                sys.stdin.readline()
+        try:
+            slots.commit()
+        except StaleLease:
+            say("stale")
+        else:
+            say("stored" if slots.stored else "pending" if slots.pending else "refused")
+        sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

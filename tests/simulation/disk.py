@@ -1,0 +1,96 @@
+"""A simulated NVMe tier: slow, sometimes very, and it lives on when its node dies.
+
+The product's `Tier` checks what is asked of it; `Mover` and `Node` use it unchanged. A write goes to
+the platter piece by piece, so that a crash leaves half of it; only extents that were marked after
+all of their bytes were written are found again, damaged ones included.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiffin.kvstore.arena import Extent
+from tiffin.kvstore.block import read_header
+from tiffin.kvstore.errors import CorruptBlock, TierUnavailable, VersionMismatch
+from tiffin.kvstore.tiers.base import Tier, TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tiffin.kvstore.block import Header
+    from tiffin.messenger.local import ByteArray
+
+    from .world import World
+
+PIECE_BYTES = 4096
+PIECE_S = (0.00005, 0.001)
+SLOW_PIECE_S = (0.05, 0.4)
+
+
+class Disk:
+    """What is on the platter, whoever uses it."""
+
+    def __init__(self, world: World, nbytes: int) -> None:
+        self.world = world
+        self.bytes = np.zeros(nbytes, np.uint8)
+        self.marks: dict[int, int] = {}  # offset -> length of what a restart finds
+        self.slow = False
+        self.failing = False
+
+    def wait(self) -> None:
+        """The time that one piece takes."""
+        self.world.sleep(self.world.random.uniform(*(SLOW_PIECE_S if self.slow else PIECE_S)))
+        if self.failing:
+            raise TierUnavailable("the simulated disk refuses")
+
+    def rot(self, dice: random.Random) -> None:
+        """One bit of one extent flips."""
+        if self.marks:
+            offset = dice.choice(sorted(self.marks))
+            place = offset + dice.randrange(self.marks[offset])
+            self.bytes[place] ^= np.uint8(1 << dice.randrange(8))
+
+
+class SimulatedNvme(Tier):
+    """The tier of one node's life on its disk."""
+
+    def __init__(self, disk: Disk) -> None:
+        super().__init__(TierName.NVME, len(disk.bytes))
+        self._disk = disk
+
+    def scan(self) -> Iterator[tuple[Extent, Header]]:
+        """See `Tier.scan`."""
+        for offset, length in sorted(self._disk.marks.items()):
+            try:
+                header = read_header(
+                    self._disk.bytes[offset : offset + length], offset_expected=offset
+                )
+            except (CorruptBlock, VersionMismatch):
+                del self._disk.marks[offset]
+            else:
+                yield Extent(offset, length), header
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+
+    def _write(self, start: int, data: ByteArray) -> None:
+        for at in range(0, len(data), PIECE_BYTES):
+            self._disk.wait()
+            piece = data[at : at + PIECE_BYTES]
+            self._disk.bytes[start + at : start + at + len(piece)] = piece
+
+    def _read(self, start: int, data: ByteArray) -> None:
+        for at in range(0, len(data), PIECE_BYTES):
+            self._disk.wait()
+            piece = data[at : at + PIECE_BYTES]
+            piece[:] = self._disk.bytes[start + at : start + at + len(piece)]
+
+    def _mark(self, extent: Extent) -> None:
+        # As in a slab's map: one entry per offset, and what it overlaps is not looked at.
+        self._disk.marks[extent.offset] = extent.length
+
+    def _unmark(self, extent: Extent) -> None:
+        self._disk.marks.pop(extent.offset, None)

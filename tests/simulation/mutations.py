@@ -1,0 +1,345 @@
+"""Planted bugs: each takes one rule out of the product, and names the invariants that notice it.
+
+A simulation that finds nothing proves nothing unless it finds these. Each is a patch of the running
+product, as an engineer might have written it on a bad day.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tiffin.kvstore.block import BlockState
+from tiffin.kvstore.errors import StaleLease
+from tiffin.kvstore.node import core as core_module
+from tiffin.kvstore.node import mover
+from tiffin.kvstore.node.core import NodeCore
+from tiffin.kvstore.node.node import Node
+from tiffin.kvstore.node.publishing import PublisherCore
+from tiffin.kvstore.node.records import Block, MoveOutcome
+from tiffin.kvstore.node.residency import Residency
+from tiffin.kvstore.pool import fetch as fetch_module
+from tiffin.kvstore.pool import verbs as pool_verbs
+from tiffin.kvstore.pool.fetch import Arrivals
+
+from .cluster import simulate
+from .world import Violation, patched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Patches = list[tuple[Any, str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One planted bug. `caught_by`: the kinds of violation that may notice it."""
+
+    name: str
+    patches: Callable[[], Patches]
+    caught_by: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Catch:
+    """The seed that found it, and how."""
+
+    seed: int
+    kind: str
+    message: str
+
+
+def hunt(mutation: Mutation, seeds: range) -> Catch | None:
+    """Simulate with the bug planted until a seed notices it."""
+    with patched(mutation.patches()):
+        for seed in seeds:
+            try:
+                simulate(seed)
+            except Violation as error:
+                return Catch(seed, error.kind, str(error))
+    return None
+
+
+def _no_fence(*, writes: bool) -> Patches:
+    """A transfer relies on its lease alone: what it touches is reused when that has ended."""
+
+    def begin(self: NodeCore, session: Any, lease_id: int, **kind: bool) -> Any:
+        replicas = original_begin(self, session, lease_id, **kind)
+        if kind["writes"] == writes:
+            session.leases[lease_id].transfers -= 1
+            self._let_go(replicas)
+            bare.append(replicas)
+        return replicas
+
+    def end(self: NodeCore, session: Any, lease_id: int, replicas: Any) -> None:
+        for position, one in enumerate(bare):
+            if one is replicas:
+                del bare[position]
+                return
+        original_end(self, session, lease_id, replicas)
+
+    bare: list[Any] = []
+    original_begin, original_end = NodeCore.begin_transfer, NodeCore.end_transfer
+    return [(NodeCore, "begin_transfer", begin), (NodeCore, "end_transfer", end)]
+
+
+def _no_fence_for_reads() -> Patches:
+    """What a node sends is not held but by the reader's lease, which expires."""
+    return _no_fence(writes=False)
+
+
+def _no_fence_for_writes() -> Patches:
+    """Nor is what it receives: a late writer writes into somebody else's block."""
+    return _no_fence(writes=True)
+
+
+def _early_reuse() -> Patches:
+    """An extent whose block is dropped is free at once, whoever still reads it."""
+
+    def detach(self: Residency, replica: Any) -> None:
+        held, replica.holds = replica.holds, 0
+        original(self, replica)
+        # Those who hold it let go of something that is nobody's any more.
+        replica.holds = held + 1_000_000
+
+    original = Residency._detach
+    return [(Residency, "_detach", detach)]
+
+
+def _commit_while_writing() -> Patches:
+    """A commit does not ask whether another stream of the client still writes."""
+    original = NodeCore.write_lease
+
+    def write_lease(self: NodeCore, session: Any, lease_id: int) -> Any:
+        lease = session.leases.get(lease_id)
+        return lease if lease is not None and lease.writes else original(self, session, lease_id)
+
+    return [(NodeCore, "write_lease", write_lease)]
+
+
+def _commit_unseen() -> Patches:
+    """A node publishes what a writer commits without looking at the header."""
+    return [(Node, "_intact", lambda self, replica: True)]
+
+
+def _any_generation() -> Patches:
+    """A commit does not compare the generation: yesterday's header will do."""
+
+    def intact(self: Node, replica: Any) -> bool:
+        generation = replica.generation
+        view = self.dram.view(mover.extent_of(replica))
+        with contextlib.suppress(Exception):
+            found = mover.read_header(view, offset_expected=replica.offset)
+            replica.generation = found.generation
+        try:
+            return bool(original(self, replica))
+        finally:
+            replica.generation = generation
+
+    original = Node._intact
+    return [(Node, "_intact", intact)]
+
+
+def _release_twice() -> Patches:
+    """A released lease stays in the book, and can be released again."""
+
+    def release(self: NodeCore, session: Any, lease_id: int) -> None:
+        lease = session.leases.get(lease_id)
+        if lease is None or lease.writes:
+            raise StaleLease("not held")
+        self._expiring.pop(lease_id, None)
+        if any(replica.holds == 0 for replica in lease.replicas):
+            return
+        self._let_go(lease.replicas)
+
+    return [(NodeCore, "release", release)]
+
+
+def _removed_stays() -> Patches:
+    """A dropped block is still in the index."""
+
+    def forget(self: Residency, block: Block) -> None:
+        if block.parent is not None:
+            block.parent.children -= 1
+            block.parent = None
+
+    return [(Residency, "_forget", forget)]
+
+
+def _publish_before_commit() -> Patches:
+    """A block is announced when its room is reserved, and an aborted one is not taken back."""
+
+    def begin_write(self: Residency, key: bytes, *rest: Any) -> Any:
+        replica = original(self, key, *rest)
+        if replica is not None:
+            self.events.added(key)
+        return replica
+
+    original = Residency.begin_write
+    return [(Residency, "begin_write", begin_write)]
+
+
+def _visible_before_commit() -> Patches:
+    """A block can be leased from the moment its room is reserved."""
+
+    def begin_write(self: Residency, key: bytes, *rest: Any) -> Any:
+        replica = original(self, key, *rest)
+        if replica is not None:
+            self.dram.set_state(replica, BlockState.COMMITTED)
+            self._attach(replica)
+            self.index[key] = replica.block
+        return replica
+
+    def commit_write(self: Residency, replica: Any) -> None:
+        self.index.pop(replica.block.key, None)
+        self.dram.set_state(replica, BlockState.RESERVED)
+        replica.block.where = 0
+        commit(self, replica)
+
+    original, commit = Residency.begin_write, Residency.commit_write
+    return [(Residency, "begin_write", begin_write), (Residency, "commit_write", commit_write)]
+
+
+def _overwrite_in_place() -> Patches:
+    """A put of a resident block writes over it where it is."""
+
+    def reserve(
+        self: NodeCore, session: Any, keys: Any, parent: bytes, depth: int, length: int, now: float
+    ) -> Any:
+        made = original(self, session, keys, parent, depth, length, now)
+        if made.lease is not None or not made.statuses:
+            return made
+        replicas = [self.index[k].dram for k in keys if k in self.index and self.index[k].dram]
+        if len(replicas) != len(keys):
+            return made
+        for replica in replicas:
+            self.residency.hold(replica)
+            replica.generation = next(self._generations)
+        lease = self._grant(session, replicas, writes=True)
+        self._expire_at(lease, now + self.options.write_lease_s)
+        return core_module.Reservation(b"\1" * len(keys), lease, made.reason)
+
+    def commit(self: NodeCore, lease: Any, good: Any) -> None:
+        if lease.replicas[0].block.key in self.residency.writing:
+            original_commit(self, lease, good)
+            return
+        self._forget(lease)
+        self._let_go(lease.replicas)
+
+    original, original_commit = NodeCore.reserve, NodeCore.commit
+    return [(NodeCore, "reserve", reserve), (NodeCore, "commit", commit)]
+
+
+def _leases_for_ever() -> Patches:
+    """A remote client's lease has no end: nobody can tell that it is dead."""
+    return [(NodeCore, "_expire_at", lambda self, lease, when: None)]
+
+
+def _abort_leaks() -> Patches:
+    """An aborted reservation keeps its extents in quarantine for ever."""
+
+    def cancel_write(self: Residency, replica: Any, *, fenced: bool) -> None:
+        original(self, replica, fenced=False)
+
+    original = Residency.cancel_write
+    return [(Residency, "cancel_write", cancel_write)]
+
+
+def _outage_forgets() -> Patches:
+    """A batch that the directory did not acknowledge is not sent again."""
+
+    def failed(self: PublisherCore, now: float) -> None:
+        original(self, now)
+        self._batch = None
+
+    original = PublisherCore.failed
+    return [(PublisherCore, "failed", failed)]
+
+
+def _removals_unsaid() -> Patches:
+    """The directory is told what comes, and not what goes."""
+
+    def take(self: PublisherCore) -> Any:
+        batch = original(self)
+        return type(batch)(batch.number, batch.added, [], batch.first_seq)
+
+    original = PublisherCore._take_pending
+    return [(PublisherCore, "_take_pending", take)]
+
+
+def _deaf_to_flushes() -> Patches:
+    """A directory that has forgotten the node is not told anew."""
+    original = PublisherCore.heard
+    return [(PublisherCore, "heard", lambda self, alive, now: original(self, True, now))]
+
+
+def _disk_believed() -> Patches:
+    """A block from NVMe is not verified on its way to DRAM."""
+
+    def verify(view: Any, replica: Any) -> Any:
+        return mover.read_header(view)
+
+    return [(mover, "verify_block", verify)]
+
+
+def _checksums_unread() -> Patches:
+    """A client that verifies does not compare the checksums of what it read from a peer."""
+
+    def check(self: Arrivals, block: int) -> None:
+        self._verified[block] = False
+        original(self, block)
+
+    original = Arrivals._check
+    return [(Arrivals, "_check", check)]
+
+
+def _promotion_too_early() -> Patches:
+    """A block counts as promoted before its bytes have come from the disk."""
+    return [(mover.Mover, "_promote", lambda self, move: MoveOutcome.DONE)]
+
+
+def _patience() -> Patches:
+    """A read waits for its node as long as it takes."""
+
+    def at_once(peer: Any, prefix: Any, arrivals: Any, deadline: float, stall_s: Any) -> None:
+        original(peer, prefix, arrivals, deadline + 60.0, None)
+
+    original = fetch_module._at_once
+    return [(fetch_module, "_at_once", at_once)]
+
+
+def _home_forgotten() -> Patches:
+    """What home had is not counted when nothing had to be read elsewhere (found by a seed)."""
+
+    def init(self: Any, prefix: Any, start: int, *rest: Any) -> None:
+        original(self, prefix, start, *rest)
+        self.outcome.blocks = 0
+
+    original = pool_verbs._Reading.__init__
+    return [(pool_verbs._Reading, "__init__", init)]
+
+
+MUTATIONS = [
+    Mutation("no_fence_for_reads", _no_fence_for_reads, ("bytes",)),
+    Mutation("no_fence_for_writes", _no_fence_for_writes, ("bytes", "findable", "conservation")),
+    Mutation("early_reuse", _early_reuse, ("bytes", "findable", "conservation", "exception")),
+    Mutation("commit_while_writing", _commit_while_writing, ("bytes", "findable")),
+    Mutation("commit_unseen", _commit_unseen, ("commit", "findable")),
+    Mutation("any_generation", _any_generation, ("commit", "findable")),
+    Mutation("release_twice", _release_twice, ("lease", "bytes", "conservation", "exception")),
+    Mutation("removed_stays", _removed_stays, ("conservation",)),
+    Mutation("publish_before_commit", _publish_before_commit, ("convergence",)),
+    Mutation("visible_before_commit", _visible_before_commit, ("bytes", "findable", "conservation")),
+    Mutation("overwrite_in_place", _overwrite_in_place, ("bytes", "findable", "conservation")),
+    Mutation("leases_for_ever", _leases_for_ever, ("leak",)),
+    Mutation("abort_leaks", _abort_leaks, ("leak",)),
+    Mutation("outage_forgets", _outage_forgets, ("convergence",)),
+    Mutation("removals_unsaid", _removals_unsaid, ("convergence",)),
+    Mutation("deaf_to_flushes", _deaf_to_flushes, ("convergence",)),
+    Mutation("disk_believed", _disk_believed, ("bytes", "findable")),
+    Mutation("checksums_unread", _checksums_unread, ("bytes",)),
+    Mutation("promotion_too_early", _promotion_too_early, ("bytes", "findable")),
+    Mutation("patience", _patience, ("deadline",)),
+    Mutation("home_forgotten", _home_forgotten, ("reason",)),
+]

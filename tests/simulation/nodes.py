@@ -1,0 +1,255 @@
+"""Simulated nodes: the product's daemon without its unix socket, one process per life."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiffin.kvstore import daemon
+from tiffin.kvstore.block import read_header
+from tiffin.kvstore.daemon import DaemonOptions, in_a_pool, listening
+from tiffin.kvstore.errors import CorruptBlock, NodeUnavailable, VersionMismatch
+from tiffin.kvstore.eviction import POLICIES
+from tiffin.kvstore.link import LocalLink
+from tiffin.kvstore.node import node as node_module
+from tiffin.kvstore.node.core import CoreOptions
+from tiffin.kvstore.node.mover import extent_of
+from tiffin.kvstore.node.node import Node, NodeOptions
+from tiffin.kvstore.node.publisher import Publisher, PublisherOptions
+from tiffin.kvstore.pool import caretaker, engine
+from tiffin.kvstore.pool import client as pool_client
+
+from .blocks import EXTENT_BYTES, LIED_ABOUT, is_right
+from .directories import DirectoryService, SimulatedDirectory
+from .disk import Disk, SimulatedNvme
+from .world import VExecutor, Violation
+
+if TYPE_CHECKING:
+    from tiffin.kvstore.node.records import Replica, Session
+
+    from .network import Network
+    from .world import Process, World
+
+WRITE_LEASE_S = 1.5
+REMOTE_LEASE_S = 0.8
+PUBLISHER = PublisherOptions(
+    heartbeat_s=0.5, poll_s=0.2, batch_keys=8, republish_s=4.0, retry_max_s=0.4, pending_max=24
+)
+
+
+class SimulatedNode:
+    """One node through all its lives; `disk` outlasts them."""
+
+    def __init__(self, cluster: Machinery, number: int) -> None:
+        dice = cluster.world.random
+        self.cluster = cluster
+        self.name = f"node{number}"
+        self.address = ("127.0.0.1", 7000 + number)
+        self.disk = Disk(cluster.world, dice.randint(12, 40) * EXTENT_BYTES)
+        self.options = NodeOptions(
+            dram_bytes=dice.randint(12, 30) * EXTENT_BYTES,
+            nvme_path=Path(self.name) if dice.random() < 0.7 else None,
+            nvme_bytes=len(self.disk.bytes),
+            policy=dice.choice(sorted(POLICIES)),
+            prefault=False,
+            flush_s=1.0,
+            core=CoreOptions(
+                write_lease_s=WRITE_LEASE_S,
+                remote_lease_s=REMOTE_LEASE_S,
+                demote_on_second_use=dice.random() < 0.3,
+            ),
+        )
+        self.process: Process | None = None
+        self.node: Node | None = None
+        self.number = lambda: 0  # what the directory calls it
+        self.lives = 0
+
+    @property
+    def up(self) -> bool:
+        """Whether it serves."""
+        return self.node is not None and self.process is not None and not self.process.dead
+
+    def start(self) -> None:
+        """Power on."""
+        assert self.process is None or self.process.dead
+        self.lives += 1
+        world = self.cluster.world
+        self.process = world.process(self.name)
+        self.cluster.network.forget(self.name)
+        world.spawn(self.process, self._live, f"{self.name}.{self.lives}")
+
+    def crash(self, *, silently: bool) -> None:
+        """The process dies; `silently`: its machine does, and no kernel tells the peers."""
+        process, node = self.process, self.node
+        assert process is not None
+        self.node = None
+        self.cluster.world.kill(process)
+        if not silently:
+            self.cluster.network.hang_up(process)
+        for address, sock in list(self.cluster.network.listeners.items()):
+            if sock.process is process and not silently:
+                del self.cluster.network.listeners[address]
+        if node is not None:
+            node.dram.close()
+
+    def _live(self) -> None:
+        options = DaemonOptions(
+            self.options, self.name, Path(self.name), listen=self.address, directory="simulated"
+        )
+        node = Node(self.options, name=self.name)
+        with listening(node, options) as address:
+            assert address is not None
+            with in_a_pool(node, options, address):
+                self.number = node.extra_numbers["directory"]
+                self.node = node
+                threading.Event().wait()
+
+    # -- looking, from outside all processes -------------------------------------------------------
+
+    def published_number(self) -> int:
+        """What the directory calls it; 0 if nothing yet."""
+        return int(self.number()["number"]) if self.up else 0  # type: ignore[index]
+
+    def check(self) -> None:
+        """The invariants of one node at this moment. Raises Violation."""
+        node = self.node
+        if node is None:
+            return
+        try:
+            node.core.check()
+        except AssertionError as error:
+            raise Violation("conservation", f"{self.name}: {error!r}") from error
+        for block in list(node.core.index.values()):
+            if block.dram is not None:
+                self._check_bytes(node, block.dram)
+
+    def _check_bytes(self, node: Node, replica: Replica) -> None:
+        """What can be found is whole: its own header, its own bytes."""
+        view = node.dram.view(extent_of(replica))
+        try:
+            header = read_header(view, offset_expected=replica.offset)
+        except (CorruptBlock, VersionMismatch) as error:
+            raise Violation("findable", f"{self.name}: {replica}: {error}") from error
+        if (header.key, header.generation) != (replica.key, replica.generation):
+            raise Violation("findable", f"{self.name}: {replica} has the header of another block")
+        if replica.key not in LIED_ABOUT and not is_right(replica.key, view[header.header_bytes :]):
+            raise Violation("findable", f"{self.name}: {replica} has other bytes than its key's")
+
+    def check_empty_handed(self) -> None:
+        """After everybody has left: nothing is held, written or on its way."""
+        node = self.node
+        assert node is not None
+        core = node.core
+        left = [s for s in core.sessions.values() if s.leases or s.zombies]
+        if left:
+            raise Violation("leak", f"{self.name}: leases of {[s.name for s in left]} are left")
+        if core.residency.moves or node._parked or node._tickets:
+            raise Violation("leak", f"{self.name}: moves or waiting requests are left")
+        for space in (core.residency.dram, core.residency.nvme):
+            numbers = None if space is None else space.statistics()
+            if numbers is not None and numbers.reserved_bytes + numbers.quarantined_bytes:
+                raise Violation("leak", f"{self.name}: {numbers}")
+
+
+class Machinery:
+    """What all simulated processes stand on, and the patches that put the product there."""
+
+    def __init__(self, world: World, network: Network) -> None:
+        self.world = world
+        self.network = network
+        self.directory = DirectoryService(world)
+        self.nodes: list[SimulatedNode] = []
+
+    def patches(self) -> list[tuple[Any, str, Any]]:
+        """Where the product meets the outside world."""
+        return [
+            *self.network.patches(),
+            (node_module, "NvmeTier", self._open_nvme),
+            (daemon, "open_directory", self._open_directory),
+            (daemon, "Publisher", partial(Publisher, options=PUBLISHER)),
+            (engine, "ThreadPoolExecutor", VExecutor),
+            (caretaker, "ThreadPoolExecutor", VExecutor),
+            (pool_client, "ThreadPoolExecutor", VExecutor),
+        ]
+
+    def _open_nvme(self, path: Path, nbytes: int, **_: Any) -> SimulatedNvme:
+        return SimulatedNvme(next(n.disk for n in self.nodes if n.name == str(path)))
+
+    def _open_directory(self, url: str, pool: str) -> SimulatedDirectory:
+        assert self.world.current is not None
+        return SimulatedDirectory(self.directory, self.world.current.process.name)
+
+
+class HomeLink:
+    """A client's way to the node on its host: what `SocketLink` does, without a socket.
+
+    The node and the client are two processes. When the node dies, calls raise NodeUnavailable until
+    it is up again; the memory stays mapped. When the client dies, the node learns it later.
+    """
+
+    def __init__(self, home: SimulatedNode, process: Process) -> None:
+        self._home = home
+        self._process = process
+        self._link: LocalLink | None = None
+        self._node: Node | None = None
+        self.gate = self
+
+    def _current(self) -> LocalLink:
+        home = self._home
+        if not home.up:
+            raise NodeUnavailable(f"{home.name} is down")
+        if self._link is None or self._node is not home.node:
+            assert home.node is not None
+            self._node = home.node
+            self._link = LocalLink(home.node, self._process.name, owns_node=False)
+        return self._link
+
+    @property
+    def memory(self) -> Any:
+        """See `Link.memory`."""
+        return self._current().memory
+
+    def call(self, request: Any, timeout_s: float) -> Any:
+        """See `Link.call`."""
+        world = self._process.world
+        world.sleep(world.jitter())
+        answer = self._current().call(request, timeout_s)
+        world.sleep(world.jitter())
+        return answer
+
+    def post(self, request: Any) -> None:
+        """See `Link.post`. What a dead node granted has gone with it."""
+        if self._link is not None and self._home.up and self._node is self._home.node:
+            self._link.post(request)
+
+    def run(self, action: Any) -> Any:
+        """See `Gate.run`: copying a block takes its time."""
+        world = self._process.world
+        world.sleep(world.random.uniform(0, 0.003))
+        result = action()
+        world.sleep(world.random.uniform(0, 0.003))
+        return result
+
+    def close(self) -> None:
+        """See `Link.close`."""
+        if self._link is not None and self._home.up and self._node is self._home.node:
+            self._link.close()
+
+    def died(self) -> None:
+        """The client was killed: the node's kernel says so, sooner or later."""
+        if self._link is None or self._node is not self._home.node:
+            return
+        node, session = self._node, self._link._session
+        process = self._home.process
+        assert process is not None
+        process.world.spawn(process, lambda: _bury(process.world, node, session), "funeral")
+
+
+def _bury(world: World, node: Node, session: Session) -> None:
+    world.sleep(world.random.uniform(0, 0.5))
+    if not node.disconnect(session, fenced=False):
+        world.sleep(world.random.uniform(0, 1.0))
+        node.fence(session)
+
