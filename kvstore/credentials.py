@@ -31,7 +31,7 @@ NONCE_BYTES = 16
 # Shorter tokens can be guessed offline by who has seen one handshake.
 TOKEN_BYTES_MIN = 16
 TOKEN_BYTES_MAX = 4096
-# The longest name that DNS has. What would be another part of a URL, or is not printable, is no host.
+# The longest name that DNS has. What would be another part of a URL, or is not printable, is none.
 HOST_BYTES_MAX = 253
 _NO_HOST = re.compile(r"[@/\\\s\x00-\x1f\x7f]")
 TOKEN_FILE_VARIABLE = "TIFFIN_TOKEN_FILE"

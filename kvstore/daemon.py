@@ -15,7 +15,7 @@ from .credentials import Credentials
 from .directory import NodeRecord, host_id, open_directory
 from .errors import InvalidInput
 from .node.node import Node, NodeOptions
-from .node.publisher import Publisher
+from .node.publisher import Publisher, PublisherOptions
 from .node.remote import RemoteService
 from .node.server import Server
 from .pool.caretaker import Caretaker
@@ -49,6 +49,10 @@ class DaemonOptions:
     def __post_init__(self) -> None:
         if self.directory and self.listen is None:
             raise InvalidInput("a node in a directory needs --listen, for others to reach it")
+        if self.directory and self.credentials.tls_cert and self.credentials.tls_ca is None:
+            raise InvalidInput(
+                "a node of a pool connects to the others as well: with TLS, give --tls-ca too"
+            )
         if self.listen is not None and self.advertise is None and _anywhere(self.listen[0]):
             raise InvalidInput(
                 f"--listen {self.listen[0]} is every address of this machine: say with --advertise "
@@ -92,7 +96,12 @@ def listening(node: Node, options: DaemonOptions) -> Iterator[str | None]:
 
 
 @contextlib.contextmanager
-def in_a_pool(node: Node, options: DaemonOptions, address: str) -> Iterator[None]:
+def in_a_pool(
+    node: Node,
+    options: DaemonOptions,
+    address: str,
+    publishing: PublisherOptions | None = None,
+) -> Iterator[None]:
     """The node's place in the directory, and what it does for the others."""
     directory = open_directory(options.directory, pool=options.pool)
     engine = Engine(directory, options.credentials, f"node {options.name}")
@@ -110,7 +119,7 @@ def in_a_pool(node: Node, options: DaemonOptions, address: str) -> Iterator[None
             links=engine.link_summary(),
         )
 
-    publisher = Publisher(node, directory, record)
+    publisher = Publisher(node, directory, record, publishing)
     node.on_remote_miss = lambda key: publisher.not_mine([key])
     node.extra_numbers["directory"] = lambda: {
         "number": publisher.number,

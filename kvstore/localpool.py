@@ -24,6 +24,7 @@ from urllib.parse import urlencode
 
 from .children import Child
 from .client import Client
+from .credentials import read_token
 from .directory import open_directory
 from .directory.url import check_pool
 from .errors import InvalidInput, NodeUnavailable, TiffinError
@@ -235,7 +236,9 @@ class LocalPool:
         return self
 
     def _start(self, tell: Callable[[Happening], None], timeout_s: float) -> None:
-        if self.options.networked and self.token_file is None:
+        if self.token_file is not None:
+            read_token(self.token_file)
+        elif self.options.networked:
             self.token_file = make_secret_file(self.folder / "token")
         if self.options.redis:
             self._start_redis(tell, timeout_s)

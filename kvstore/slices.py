@@ -1,7 +1,7 @@
 """Copies between a block's payload and the packed bytes of a selection, hashed on the way.
 
-A selection that is one run of bytes is copied by as many threads as are worth it; a slice of many
-short runs segment by segment, about 2 us beside the 10 that one head of 512 tokens takes.
+Whole layers are copied by as many threads as are worth it; groups of heads, neighbours together,
+by one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from .blocks import Selection
+    from .blocks import Piece, Selection
     from .schema import Shard
 
     Bytes = NDArray[np.uint8]
@@ -73,35 +73,59 @@ def gather(target: Bytes, payload: Bytes, selection: Selection) -> None:
 
 def gather_hashed(target: Bytes, payload: Bytes, selection: Selection) -> Checksums:
     """`gather` of an aligned selection; the checksums of its segments, over what arrived."""
-    if selection.contiguous:
-        begin, end = selection.ranges[0].offset, selection.ranges[0].end
-        spans = [(offset - begin, length) for offset, length in selection.spans]
-        return local.copy_segments_hashed(target, payload[begin:end], spans)
-    return np.array(
-        [
-            local.copy_hashed(target[at:stop], payload[offset : offset + length])
-            for (offset, length), (at, stop) in zip(
-                selection.spans, _packed(selection), strict=True
-            )
-        ],
-        np.uint64,
-    )
+    at, targets = 0, []
+    for piece in selection.pieces:
+        targets.append(at)
+        at += piece.length
+    return _copy_hashed(target, targets, payload, _offsets(selection), selection)
 
 
 def scatter_hashed(payload: Bytes, source: Bytes, selection: Selection) -> Checksums:
     """Copy an aligned selection into a payload, and hash what arrived: from a `source` that has
     the selection packed, or that is a whole payload too."""
+    offsets = _offsets(selection)
     if len(source) == len(payload):
-        return local.copy_segments_hashed(payload, source, selection.spans)
-    return np.array(
-        [
-            local.copy_hashed(payload[offset : offset + length], source[at:stop])
-            for (offset, length), (at, stop) in zip(
-                selection.spans, _packed(selection), strict=True
-            )
-        ],
-        np.uint64,
-    )
+        return _copy_hashed(payload, offsets, source, offsets, selection)
+    at, sources = 0, []
+    for piece in selection.pieces:
+        sources.append(at)
+        at += piece.length
+    return _copy_hashed(payload, offsets, source, sources, selection)
+
+
+def _copy_hashed(
+    target: Bytes, targets: list[int], source: Bytes, sources: list[int], selection: Selection
+) -> Checksums:
+    """Copy each piece of a selection from its place in `source` to its place in `target`.
+
+    Segments that are shorter than their pieces are copied together: many short copies take twice
+    as long as one (see `local.py`), and a piece is still in the cache when its segments are hashed.
+    """
+    pieces = selection.pieces
+    if len(pieces) == len(selection.spans) and selection.contiguous:
+        spans = [(at - targets[0], piece.length) for at, piece in zip(targets, pieces, strict=True)]
+        end = spans[-1][0] + spans[-1][1]
+        return local.copy_segments_hashed(
+            target[targets[0] : targets[0] + end], source[sources[0] : sources[0] + end], spans
+        )
+    checksums = np.empty(len(selection.spans), np.uint64)
+    for to, at, piece in zip(targets, sources, pieces, strict=True):
+        copied = target[to : to + piece.length]
+        local.copy(copied, source[at : at + piece.length])
+        checksums[piece.first : piece.first + piece.count] = piece_checksums(
+            copied, selection, piece
+        )
+    return checksums
+
+
+def piece_checksums(copied: Bytes, selection: Selection, piece: Piece) -> Checksums:
+    """The checksums of the segments of one piece, whose bytes are `copied`."""
+    spans = selection.spans[piece.first : piece.first + piece.count]
+    return local.hash_segments(copied, [(at - piece.offset, length) for at, length in spans])
+
+
+def _offsets(selection: Selection) -> list[int]:
+    return [piece.offset for piece in selection.pieces]
 
 
 def checksums_of(source: Bytes, selection: Selection) -> Checksums:

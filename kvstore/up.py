@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.2
 
-ALL_ENDED = 1
-
 
 def up(
     nodes: Annotated[int, typer.Option(help="How many nodes.", min=1)] = 1,
@@ -66,7 +64,7 @@ def up(
     """Start a pool on this machine: nodes, and Redis as their directory; stop it with Ctrl-C.
 
     It runs in the foreground. What dies is reported with its last words, and stays dead without
-    `--restart`; with the last node the command ends, with status 1. Nothing outlives the command,
+    `--restart`; with the last node the command ends, with status 2. Nothing outlives the command,
     even if it is killed. Several nodes without `--redis` or `--directory` get `--redis`.
 
     **Examples**
@@ -94,33 +92,37 @@ def up(
         more=node_options,
     )
     local = LocalPool(options)
-    try:
-        with _interruptible():
+    killed: list[str] = []
+    with _interruptible():
+        try:
             local.start(_tell)
             _announce(local, as_json)
             _supervise(local)
-    except KeyboardInterrupt:
-        warn("stopping; Ctrl-C again to stop at once")
-    finally:
-        killed = local.stop()
+        except KeyboardInterrupt:
+            warn("stopping; Ctrl-C again to stop at once")
+        finally:
+            killed = local.stop()
     if killed:
         warn(f"did not stop in time and had to be killed: {', '.join(killed)}")
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM, and a SIGINT that the shell has made ignored, are a Ctrl-C; once."""
+    """SIGTERM, and a SIGINT that the shell has made ignored, are a Ctrl-C; the first one begins an
+    orderly stop, which only another Ctrl-C cuts short."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the stop is under way
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in before:
         signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _supervise(local: LocalPool) -> None:

@@ -12,6 +12,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 from .credentials import parse_address
 from .directory.url import PARAMETERS as OF_DIRECTORY
+from .directory.url import check_pool
 from .errors import InvalidInput
 from .node.core import CoreOptions
 from .node.node import NodeOptions
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 EMBEDDED_DRAM_BYTES = 1 << 30
+# Every call asks each of them: more would be slower than a directory.
+ADDRESSES_MAX = 16
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -72,10 +75,11 @@ def parse_url(url: str) -> Embedded | Daemon | Pool:
         path = Path(unquote(parts.path))
         return Daemon(path if parts.path else default_socket())
     if parts.scheme == "tiffin":
-        addresses = tuple(parse_address(text) for text in parts.netloc.split(","))
-        return Pool(addresses, **_pool_options(parts.query, ()))  # type: ignore[arg-type]
+        options = _pool_options(parts.query, ())
+        return Pool(_addresses(url, parts), **options)  # type: ignore[arg-type]
     if parts.scheme.startswith(("redis", "valkey")):
-        kept = urlencode([(k, v) for k, v in parse_qsl(parts.query) if k in OF_DIRECTORY])
+        given = parse_qsl(parts.query, keep_blank_values=True)
+        kept = urlencode([(name, text) for name, text in given if name in OF_DIRECTORY])
         directory = parts._replace(query=kept).geturl()
         return Pool((), directory, **_pool_options(parts.query, OF_DIRECTORY))  # type: ignore[arg-type]
     raise InvalidInput(
@@ -92,6 +96,22 @@ def _split(url: str) -> SplitResult:
         return urlsplit(url)
     except ValueError as error:
         raise InvalidInput(f"{url!r} is not a URL: {error}") from error
+
+
+def _addresses(url: str, parts: SplitResult) -> tuple[tuple[str, int], ...]:
+    """The nodes of a `tiffin:` URL: each is another one, at a port that can be connected to."""
+    if parts.path.strip("/") or parts.fragment:
+        raise InvalidInput(f"{url!r}: write tiffin://host:7700,host:7700?name=value")
+    addresses = tuple(parse_address(text) for text in parts.netloc.split(","))
+    if len(addresses) > ADDRESSES_MAX:
+        raise InvalidInput(
+            f"{len(addresses)} nodes in one URL; the limit is {ADDRESSES_MAX}, because each is "
+            "asked for everything. Use a directory: redis://host:6379"
+        )
+    for address in addresses:
+        if addresses.count(address) > 1 or not address[1]:
+            raise InvalidInput(f"{url!r}: name each node once, with the port that it listens on")
+    return addresses
 
 
 def parse_nvme(text: str) -> tuple[Path, int]:
@@ -140,6 +160,8 @@ _CORE: dict[str, tuple[str, Callable[[str], object]]] = {
 
 _CREDENTIALS = ("token_file", "tls_ca", "tls_cert", "tls_key")
 _WORDS = ("pool", "home", "admission")
+# Which blocks that were read from elsewhere leave a copy at home (`pool/homecopy.py`).
+ADMISSIONS = ("always", "second", "never")
 _NUMBERS = {"hedge_s": _number, "hedge_share": _number, "streams": _count}
 
 
@@ -151,13 +173,23 @@ def _pool_options(query: str, others: tuple[str, ...]) -> dict[str, object]:
         if name in _CREDENTIALS:
             credentials[name] = text
         elif name in _WORDS:
-            options[name] = text
+            options[name] = _word(name, text)
         elif name in _NUMBERS:
             numbers[name] = _NUMBERS[name](text)
         elif name not in others:
             known = ", ".join(sorted([*_CREDENTIALS, *_WORDS, *_NUMBERS, *others]))
             raise InvalidInput(f"unknown parameter {name!r} in the URL; known: {known}")
     return {**options, "credentials": credentials, "numbers": numbers}
+
+
+def _word(name: str, text: str) -> str:
+    if name == "pool":
+        return check_pool(text)
+    if name == "admission" and text not in ADMISSIONS:
+        raise InvalidInput(f"admission={text!r}; choose one of {', '.join(ADMISSIONS)}")
+    if not text:
+        raise InvalidInput(f"{name}= is empty; write auto, none or the path of a node's socket")
+    return text
 
 
 def _node_options(query: str) -> NodeOptions:

@@ -376,12 +376,13 @@ def note_outcome(
     flags = iter(kept)
     for index, status in enumerate(statuses, start=position):
         if status == Status.GRANTED:
-            outcome[_KEPT[next(flags)]].append(index)
+            # What a node does not say in words that we know, it has not stored.
+            outcome[_KEPT.get(next(flags, Kept.REFUSED), "refused")].append(index)
         else:
             outcome["resident" if status == Status.RESIDENT else "busy"].append(index)
 
 
-_KEPT = {Kept.REFUSED: "refused", Kept.STORED: "stored", Kept.PENDING: "pending"}
+_KEPT: dict[int, str] = {Kept.STORED: "stored", Kept.PENDING: "pending"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,7 +255,7 @@ class _Connection:
     def forget(self) -> None:
         """See `Listener.forget`."""
         if self._stream is not None:
-            self._stream.close()
+            self._stream.forget()
         elif self._socket is not None:
             self._socket.close()
 

@@ -93,6 +93,8 @@ class NixlTransport:
         in_place: bool = False,
         notify: bool = False,
     ) -> None:
+        """Raises FrameError for a description that can't be one."""
+        description.check()
         self._agent = agent
         self._description = description
         self._resolve = resolve

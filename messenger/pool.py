@@ -40,9 +40,9 @@ class StreamPool:
         """Also in a forked child: the connections are the parent's. Only their descriptors are
         closed here, and the peer does not notice."""
         for stream in getattr(self, "_busy", ()):
-            stream.close()
+            stream.forget()
         for stream, _ in getattr(self, "_idle", ()):
-            stream.close()
+            stream.forget()
         # Invariant: len(_idle) + len(_busy) + _opening <= streams_max.
         self._changed = threading.Condition()
         self._idle: list[tuple[Stream, float]] = []  # and since when, the latest last

@@ -285,6 +285,11 @@ class Stream:
             self._cut = True
             self._socket.close()
 
+    def forget(self) -> None:
+        """In a forked child: close the child's descriptor; the connection stays the parent's."""
+        self._closing = threading.Lock()  # another thread may have held it
+        self.close()
+
     def alive(self) -> bool:
         """Whether an idle stream still leads to a peer that has nothing to say. Never waits."""
         raise NotImplementedError

@@ -135,7 +135,7 @@ def table(summary: dict[str, Any]) -> Table:
     made.add_row("read at home", "", f"{found['home']} blocks")
     if summary["nodes"] > 1:
         moved = f"{found['network']} blocks, {format_bytes(summary['network_bytes'])}"
-        made.add_row("read from another node, over TCP", "", moved)
+        made.add_row("read over TCP", "", moved)
     promoted = f"{summary['nvme_blocks']} blocks, {format_bytes(summary['nvme_bytes'])}"
     made.add_row("of all these from NVMe", "", promoted)
     made.add_row("load, median of hits", "", _ms(summary["load_p50_s"]))
@@ -189,9 +189,8 @@ def _dress(axes: Any, summary: dict[str, Any]) -> None:
     )  # fmt: skip
     axes.text(
         0, 1.025,
-        f"{summary['requests']} requests of a chat service's trace, {summary['workers']} processes "
-        f"at {_count(summary['nodes'], 'node')} of one pool, {summary['hit_rate']:.0%} of all prompt "
-        "tokens found. "
+        f"{summary['requests']} requests of a chat service, {summary['workers']} processes, "
+        f"{_count(summary['nodes'], 'node')}; {summary['hit_rate']:.0%} of all tokens found. "
         "Lines join a request's two passes.",
         transform=axes.transAxes, color="#666666", fontsize=8.5, in_layout=False,
     )  # fmt: skip

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .server import Connection, Reply
     from .url import RedisOptions
 
-# How often the map of a cluster is asked for while it does not fit.
+# How often the map of a cluster is asked for while a shard does not answer.
 _REFRESH_S = 0.25
 
 # Servers that one call asks for the map: each may cost a timeout.
@@ -37,8 +37,12 @@ class Fleet(Protocol):
         """Where a bucket is. Raises DirectoryUnavailable if nobody knows."""
         ...
 
-    def mistaken(self, server: Server) -> None:
-        """The server did not answer, or is not the one to ask (any more)."""
+    def lost(self, server: Server) -> None:
+        """The server did not answer: perhaps another one has taken its place."""
+        ...
+
+    def moved(self, server: Server) -> None:
+        """The server says that it is not the one to ask (any more)."""
         ...
 
     def down(self) -> list[str]:
@@ -70,7 +74,10 @@ class _One:
     def server(self, bucket: int) -> Server:
         return self._server
 
-    def mistaken(self, server: Server) -> None:
+    def lost(self, server: Server) -> None:
+        server.hang_up()
+
+    def moved(self, server: Server) -> None:
         server.hang_up()
 
     def down(self) -> list[str]:
@@ -166,8 +173,12 @@ class _Cluster:
             )
         return server
 
-    def mistaken(self, server: Server) -> None:
+    def lost(self, server: Server) -> None:
         self._stale = True
+
+    def moved(self, server: Server) -> None:
+        self._stale = True
+        self._refresh_at = 0.0  # who says so knows better already
 
     def down(self) -> list[str]:
         with self._lock:

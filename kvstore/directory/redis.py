@@ -89,12 +89,14 @@ class RedisDirectory(Directory):
         pool: str = "default",
         registration_ttl_s: float = REGISTRATION_TTL_S,
         location_ttl_s: float = LOCATION_TTL_S,
+        membership_age_s: float = MEMBERSHIP_AGE_S,
     ) -> None:
         self._options = options
         self._layout = Layout(pool, CLUSTER_BUCKETS if options.kind == "cluster" else 1)
         self._fleet = open_fleet(options, self._layout.tags)
         self._registration_ttl_ms = round(registration_ttl_s * 1000)
         self._location_ttl_ms = round(location_ttl_s * 1000)
+        self._membership_age_s = membership_age_s
         self._closed = False
         self._lock = threading.Lock()  # protects all below
         self._membership: _Membership | None = None
@@ -175,7 +177,7 @@ class RedisDirectory(Directory):
         """See `Directory.nodes`; up to `MEMBERSHIP_AGE_S` old."""
         self._check_open()
         known = self._membership
-        if known is None or time.monotonic() >= known.read_at + MEMBERSHIP_AGE_S:
+        if known is None or time.monotonic() >= known.read_at + self._membership_age_s:
             known = self._ask_for_membership()
         return dict(known.nodes)
 
@@ -251,7 +253,7 @@ class RedisDirectory(Directory):
             known = self._membership
             if known is not None:
                 last = max(known.read_at, self._membership_asked_at)
-                if now < last + MEMBERSHIP_AGE_S:
+                if now < last + self._membership_age_s:
                     return False
             self._membership_asked_at = now
             return True
@@ -335,13 +337,13 @@ class RedisDirectory(Directory):
         again = []
         for call, places in zip(calls, by_server.values(), strict=True):
             if call.error is not None:
-                self._fleet.mistaken(call.server)
+                self._fleet.lost(call.server)
             for index, place in enumerate(places):
                 reply = replies[place] = call.error or call.replies[index]
                 if isinstance(reply, redis.exceptions.NoScriptError):
                     again.append(place)
                 elif _elsewhere(reply):
-                    self._fleet.mistaken(call.server)
+                    self._fleet.moved(call.server)
                     again.append(place)
         return again
 
@@ -351,7 +353,8 @@ class RedisDirectory(Directory):
             self._counters["failures"] += 1
         if isinstance(reply, DirectoryUnavailable):
             return reply
-        why = str(reply) if isinstance(reply, Exception) else f"it answered {reply!r}"
+        is_error = isinstance(reply, Exception)
+        why = f"{reply} ({type(reply).__name__})" if is_error else f"it answered {reply!r}"
         return DirectoryUnavailable(f"the directory at {self._options.address}: {why[:300]}")
 
     # -- the rest --------------------------------------------------------------------------------
@@ -387,9 +390,10 @@ def _of_wrong_type(reply: Reply) -> bool:
 
 def _elsewhere(reply: Reply) -> bool:
     """Whether the server says that another one has (or may change) this."""
-    return isinstance(reply, redis.exceptions.ReadOnlyError) or (
-        isinstance(reply, redis.ResponseError) and str(reply).startswith("MOVED")
-    )
+    if isinstance(reply, redis.exceptions.ReadOnlyError | redis.exceptions.MovedError):
+        return True
+    # Not every version of the library has a class for it outside its cluster client.
+    return isinstance(reply, redis.ResponseError) and str(reply).startswith("MOVED ")
 
 
 def _decode_entries(entries: Sequence[Reply], after: str) -> tuple[str, list[DirectoryEvent]]:

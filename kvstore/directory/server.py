@@ -31,7 +31,7 @@ _IDLE_MAX = 16
 
 
 class Down(Exception):
-    """The server did not answer lately and was not asked again."""
+    """The server was not asked: it did not answer lately, or there was no time left."""
 
 
 class Connection(Protocol):
@@ -155,7 +155,10 @@ class Call:
         self.error: Exception | None = None
         self._connection: Connection | None = None
 
-    def send(self) -> None:
+    def send(self, deadline: float) -> None:
+        if time.monotonic() >= deadline:  # dialling the servers before this one took it all
+            self.error = Down("not asked, others took too long")
+            return
         if not self.server.admits():
             self.error = Down(self.server.last_error)
             return
@@ -196,9 +199,9 @@ class Call:
 
 
 def exchange(calls: Sequence[Call], timeout_s: float) -> None:
-    """Send all, then receive all. Never raises: see `Call`."""
+    """Send all, then receive all, within about twice `timeout_s`. Never raises: see `Call`."""
     deadline = time.monotonic() + timeout_s
     for call in calls:
-        call.send()
+        call.send(deadline)
     for call in calls:
         call.receive(deadline)

@@ -32,7 +32,7 @@ from .records import Block, Kept, Lease, MoveOutcome, Pin, Reason, Replica, Sess
 from .residency import Residency
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from .records import Move
     from .shared import Share
@@ -282,6 +282,9 @@ class NodeCore:
 
     def abort(self, session: Session, lease_id: int) -> None:
         """The writer gave up and has stopped writing."""
+        if session.remote and lease_id in session.leases and session.leases[lease_id].writes:
+            self.give_back(session, [lease_id])  # a broken WRITE of it may still be under way
+            return
         lease = self.write_lease(session, lease_id)
         self.commit(lease, [False] * len(lease.replicas))
 
@@ -548,6 +551,14 @@ class NodeCore:
                 self.residency.cancel_write(replica, fenced=True)
         else:
             self._let_go(lease.replicas)
+
+    def give_back(self, session: Session, lease_ids: Iterable[int]) -> None:
+        """End those of a remote session's leases that it still has, whatever their kind: transfers
+        of them hold what they touch."""
+        assert session.remote
+        for lease in [session.leases[i] for i in lease_ids if i in session.leases]:
+            self._end(lease)
+            self._forget(lease)
 
     def check(self) -> None:
         """Assert every invariant; O(blocks). For tests, at every quiet moment."""

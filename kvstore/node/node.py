@@ -48,7 +48,7 @@ from .shared import names, share_of
 from .space import TierSpace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from tiffin.messenger.local import ByteArray
@@ -222,6 +222,12 @@ class Node:
             with self._lock:
                 self.core.end_transfer(session, lease_id, replicas)
                 self._after()
+
+    def give_back(self, session: Session, lease_ids: Iterable[int]) -> None:
+        """End those of a remote session's leases that it still has."""
+        with self._lock:
+            self.core.give_back(session, lease_ids)
+            self._after()
 
     def events_since(self, seq: int, limit: int) -> Events | None:
         """What was added and removed after event `seq`; None if that was forgotten. Thread-safe."""

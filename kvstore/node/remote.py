@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tiffin.messenger.errors import FrameError
 from tiffin.messenger.tcp import Answer, Listener
 
 from ..credentials import NONCE_BYTES, Credentials, is_loopback
@@ -31,6 +32,7 @@ from ..errors import (
 )
 from . import messages
 from .arrival import Arrival
+from .node import LEASES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +54,8 @@ SESSION_BYTES = 16
 _LATE_S = 5.0
 # How often who waits for a decision looks whether the service is being closed.
 _SLICE_S = 0.2
+# A stranger who does not know the token does not guess it: three tries are for honest mistakes.
+_REFUSALS_MAX = 3
 _NOT_A_REQUEST = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -140,6 +144,9 @@ class _Conversation:
         self._session: Session | None = None
         self._session_name = b""
         self._last_lease = 0
+        self._refusals = 0
+        # Leases that were granted on this connection; some have ended.
+        self._granted: set[int] = set()
 
     def greet(self) -> bytes:
         """The challenge that the client's hello has to answer."""
@@ -171,8 +178,9 @@ class _Conversation:
 
     def closed(self) -> None:
         """The connection has ended."""
-        if self._session is not None:
-            self._session = None
+        session, self._session = self._session, None
+        if session is not None:
+            self._node.give_back(session, self._granted)
             self._service.leave(self._session_name)
 
     def _hello(self, hello: messages.Request) -> Answer:
@@ -209,6 +217,10 @@ class _Conversation:
     def _refuse(self, request_id: int, error: TiffinError) -> Answer:
         """Say why. A stranger who is refused has what is left of its time for another hello."""
         log.warning("refusing %s: %s", self._peer, error)
+        if self._session is None:
+            self._refusals += 1
+            if self._refusals > _REFUSALS_MAX:
+                raise FrameError("too many hellos that were refused")
         refusal = messages.Refused(request_id, type(error).__name__, str(error))
         return Answer(messages.encoder.encode(refusal))
 
@@ -225,10 +237,24 @@ class _Conversation:
             return self._refuse(request.id, late)
         grant = 0
         if isinstance(reply, messages.Leased | messages.Reserved):
-            grant = self._last_lease = reply.lease
+            grant = reply.lease
+            self._remember(session, grant)
+        self._last_lease = grant
         if request.id == messages.UNAWAITED:
             return Answer(None, grant)
         return Answer(messages.encoder.encode(reply), grant)
 
+    def _remember(self, session: Session, grant: int) -> None:
+        """What a connection was granted ends with it: nobody knows whether its peer heard of it."""
+        self._granted.add(grant)
+        if len(self._granted) > 2 * LEASES_MAX:
+            self._granted &= set(session.leases)
+
     def _undo(self, reply: messages.AnyReply) -> None:
-        """Too late: the connection ends, and the session's leases with its last one."""
+        """Too late: what it grants goes back. In a thread of its own: this one is in the node."""
+        session = self._session
+        grant = getattr(reply, "lease", 0)
+        if session is not None and grant:
+            threading.Thread(
+                target=self._node.give_back, args=(session, {grant}), daemon=True
+            ).start()

@@ -2,7 +2,8 @@
 
 Bulk bytes are received by blocking system calls, which cost a fraction of what an event loop costs
 per gigabyte (docs/decisions/tcp.md), so each verb runs in a worker thread. A cancelled call returns
-only when its thread has let go of the caller's memory, at the latest when its time is up.
+only when its thread has let go of the caller's memory, at the latest when its time is up; what the
+thread got by then is given back.
 """
 
 from __future__ import annotations
@@ -10,20 +11,23 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..aio import AsyncBlocks, AsyncClient, AsyncSlots, Opening, in_thread
+from ..client import LeasedBlocks, Slots
+from ..errors import ClientClosed
 from ..verbs import DEFAULT_TIMEOUT_S, Hit, PutResult, Verify
 from .client import PoolClient
 from .open import open_pool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
-    from ..client import LeasedBlocks, Slots
     from ..keys import Prefix
-    from ..schema import HeadRange, LayerRange
+    from ..schema import HeadRange, LayerRange, Shard
     from ..url import Pool
+
+T = TypeVar("T")
 
 # Calls of one client that run side by side; more wait for their turn. Each is a thread that sleeps
 # in system calls.
@@ -36,26 +40,31 @@ class AsyncPoolClient(AsyncClient):
     def __init__(self, client: PoolClient) -> None:
         self._client = client
         self._access = client._access
-        self._threads = ThreadPoolExecutor(CALLS, thread_name_prefix="tiffin-aio")
+        self._threads: ThreadPoolExecutor | None = ThreadPoolExecutor(
+            CALLS, thread_name_prefix="tiffin-aio"
+        )
 
     @classmethod
     async def open_pool(cls, target: Pool, verify: Verify, name: str) -> AsyncPoolClient:
         """Open the pool that `target` names."""
-        return cls(await asyncio.to_thread(open_pool, target, verify, name))
+        return cls(await _awaited(partial(open_pool, target, verify, name), None))
 
-    async def _call(self, verb: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    async def _call(self, verb: Callable[..., T], *args: Any, **options: Any) -> T:
         self._check(options.get("timeout_s", DEFAULT_TIMEOUT_S))
-        return await in_thread(partial(verb, *args, **options), self._threads)
+        return await self._run(partial(verb, *args, **options))
+
+    async def _run(self, action: Callable[[], T]) -> T:
+        if self._threads is None:
+            raise ClientClosed("this client is closed; open another")
+        return await _awaited(action, self._threads)
 
     async def match(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hit:
         """See `PoolClient.match`."""
-        hit: Hit = await self._call(self._client.match, prefix, timeout_s=timeout_s)
-        return hit
+        return await self._call(self._client.match, prefix, timeout_s=timeout_s)
 
     async def exists(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
         """See `PoolClient.exists`."""
-        flags: list[bool] = await self._call(self._client.exists, prefix, timeout_s=timeout_s)
-        return flags
+        return await self._call(self._client.exists, prefix, timeout_s=timeout_s)
 
     def get(
         self,
@@ -70,7 +79,7 @@ class AsyncPoolClient(AsyncClient):
         """See `PoolClient.get`; await it, or enter it with `async with`."""
 
         async def run() -> AsyncBlocks:
-            blocks: LeasedBlocks = await self._call(
+            blocks = await self._call(
                 self._client.get,
                 prefix,
                 into=into,
@@ -88,24 +97,39 @@ class AsyncPoolClient(AsyncClient):
         prefix: Prefix,
         payloads: Sequence[Any],
         *,
+        shard: Shard | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         replicas: int = 1,
         sync: bool = True,
+        node: int | None = None,
     ) -> PutResult:
         """See `PoolClient.put`."""
-        result: PutResult = await self._call(
-            self._client.put, prefix, payloads, timeout_s=timeout_s, replicas=replicas, sync=sync
+        return await self._call(
+            self._client.put,
+            prefix,
+            payloads,
+            shard=shard,
+            timeout_s=timeout_s,
+            replicas=replicas,
+            sync=sync,
+            node=node,
         )
-        return result
 
     def reserve(
-        self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        prefix: Prefix,
+        *,
+        shard: Shard | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        node: int | None = None,
     ) -> Opening[AsyncSlots]:
         """See `PoolClient.reserve`; await it, or enter it with `async with`."""
 
         async def run() -> AsyncSlots:
-            slots: Slots = await self._call(self._client.reserve, prefix, timeout_s=timeout_s)
-            return _AsyncPoolSlots(slots, self._threads)
+            slots = await self._call(
+                self._client.reserve, prefix, shard=shard, timeout_s=timeout_s, node=node
+            )
+            return _AsyncPoolSlots(slots, self._run)
 
         return Opening(run())
 
@@ -118,45 +142,74 @@ class AsyncPoolClient(AsyncClient):
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> int:
         """See `PoolClient.pin`."""
-        return int(
-            await self._call(
-                self._client.pin, prefix, ttl_s=ttl_s, hard=hard, timeout_s=timeout_s
-            )
+        return await self._call(
+            self._client.pin, prefix, ttl_s=ttl_s, hard=hard, timeout_s=timeout_s
         )
 
     async def unpin(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """See `PoolClient.unpin`."""
-        return int(await self._call(self._client.unpin, prefix, timeout_s=timeout_s))
+        return await self._call(self._client.unpin, prefix, timeout_s=timeout_s)
 
     async def remove(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """See `PoolClient.remove`."""
-        return int(await self._call(self._client.remove, prefix, timeout_s=timeout_s))
+        return await self._call(self._client.remove, prefix, timeout_s=timeout_s)
 
     async def replicate(
         self, prefix: Prefix, to: Sequence[int], *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> dict[int, int]:
         """See `PoolClient.replicate`."""
-        counts: dict[int, int] = await self._call(
-            self._client.replicate, prefix, to, timeout_s=timeout_s
-        )
-        return counts
+        return await self._call(self._client.replicate, prefix, to, timeout_s=timeout_s)
 
     async def evacuate(self, node: int, *, timeout_s: float = 600.0) -> int:
         """See `PoolClient.evacuate`."""
-        return int(await self._call(self._client.evacuate, node, timeout_s=timeout_s))
+        return await self._call(self._client.evacuate, node, timeout_s=timeout_s)
+
+    async def nodes(self) -> dict[int, Any]:
+        """See `PoolClient.nodes`."""
+        return await self._call(self._client.nodes)
 
     async def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """See `PoolClient.statistics`."""
-        numbers: dict[str, Any] = await self._call(self._client.statistics, timeout_s=timeout_s)
-        return numbers
+        return await self._call(self._client.statistics, timeout_s=timeout_s)
 
     async def close(self) -> None:
         """See `PoolClient.close`. Cuts what is under way and waits for its threads."""
-        if self._access is None:
+        threads, self._threads, self._access = self._threads, None, None
+        if threads is None:
             return
-        self._access = None
         await asyncio.to_thread(self._client.close)
-        await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.to_thread(threads.shutdown)
+
+
+async def _awaited(action: Callable[[], T], threads: ThreadPoolExecutor | None) -> T:
+    """As `in_thread`; of a cancelled call, give back what it got."""
+    got: list[T] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            got.append(action())
+        except Exception as error:  # noqa: BLE001 - raised below, unless nobody waits any more
+            failed.append(error)
+
+    try:
+        await in_thread(run, threads)
+    except asyncio.CancelledError:
+        for outcome in got:
+            _give_back(outcome)
+        raise
+    if failed:
+        raise failed[0]
+    return got[0]
+
+
+def _give_back(outcome: object) -> None:
+    if isinstance(outcome, LeasedBlocks):
+        outcome.release()
+    elif isinstance(outcome, Slots):
+        outcome.abort()
+    elif isinstance(outcome, PoolClient):
+        outcome.close()
 
 
 class _AsyncPoolBlocks(AsyncBlocks):
@@ -175,16 +228,18 @@ class _AsyncPoolBlocks(AsyncBlocks):
 class _AsyncPoolSlots(AsyncSlots):
     """`Slots` of a pool, for `async with`."""
 
-    def __init__(self, slots: Slots, threads: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, slots: Slots, run: Callable[[Callable[[], None]], Coroutine[Any, Any, None]]
+    ) -> None:
         self.__dict__.update(slots.__dict__)
         self._inner = slots
-        self._threads = threads
+        self._run = run
 
     async def commit(self) -> None:  # type: ignore[override]
         """Send or publish what was written."""
         self._end()
-        await in_thread(self._inner.commit, self._threads)
-        self.stored = self._inner.stored
+        await self._run(self._inner.commit)
+        self.stored, self.pending = self._inner.stored, self._inner.pending
 
     def abort(self) -> None:
         """Give the slots back unwritten."""

@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidInput, TiffinError
+from ..errors import Draining, NodeUnavailable, TiffinError
 from ..link import LocalLink
 from ..node import messages
-from ..node.core import KEY_BYTES
+from ..node.core import KEY_BYTES, split_keys
 from .copy import copy_from
 from .plan import place
 
@@ -59,6 +59,15 @@ class Chain:
     def __len__(self) -> int:
         return len(self.keys) // KEY_BYTES
 
+    def after(self, count: int) -> Chain:
+        """The chain without its first `count` blocks."""
+        if not count:
+            return self
+        at = count * KEY_BYTES
+        parent = self.keys[at - KEY_BYTES : at]
+        left = len(self) - count
+        return Chain(self.keys[at:], parent, self.depth + count, self.nbytes * left // len(self))
+
 
 @dataclass(slots=True)
 class Watch:
@@ -74,9 +83,13 @@ class Watch:
         found = []
         seen = dict.fromkeys(pinned[:WATCHED_MAX], 0)
         for key, numbers in zip(pinned[:WATCHED_MAX], holders, strict=False):
-            # Whatever the directory says, this node has it.
-            live = {*numbers, me}
             before = self.known.get(key, 0)
+            if me not in numbers:
+                # This node has it, whatever the directory says. So it is being filled, perhaps for
+                # the second time: what else it lacks may only not be there yet.
+                seen[key] = max(before, 1)
+                continue
+            live = set(numbers)
             seen[key] = max(before, len(live))
             if len(live) < before and me == min(live):
                 found.append(key)
@@ -98,7 +111,11 @@ class Caretaker:
         self._dice = random.Random()
         self._watch = Watch()
         self._queued = 0
+        self._counting = threading.Lock()
         self._workers = ThreadPoolExecutor(COPIERS, thread_name_prefix="tiffin-copier")
+        # Handing over waits for other nodes' copiers: in a thread of its own, so that two nodes
+        # that hand over to each other do not wait for each other.
+        self._evacuator = ThreadPoolExecutor(1, thread_name_prefix="tiffin-evacuator")
         self._closing = threading.Event()
         node.handle(messages.Pull, self._pull)
         node.handle(messages.Evacuate, self._evacuate)
@@ -110,6 +127,7 @@ class Caretaker:
         self._closing.set()
         self._engine.close()
         self._workers.shutdown(wait=True, cancel_futures=True)
+        self._evacuator.shutdown(wait=True, cancel_futures=True)
         self._thread.join()
         self._home.close()
 
@@ -127,21 +145,35 @@ class Caretaker:
                 time.monotonic() + request.timeout_s,
             )
 
+        split_keys(request.keys)  # raises InvalidInput
         if self._node.draining:
-            raise InvalidInput(f"node {self._node.name} is being drained; copy to another")
-        self._begin(work, request.id, reply if request.wait else None)
+            raise Draining(f"node {self._node.name} is being drained; copy to another")
+        self._begin(self._workers, work, request.id, reply if request.wait else None)
         if not request.wait:
             reply(messages.Done(request.id))
 
     def _evacuate(self, session: Session, request: messages.Evacuate, reply: ReplyTo) -> None:
         chains = self._chains(list(self._node.core.index))
         deadline = time.monotonic() + request.timeout_s
-        self._begin(lambda: self._hand_over(chains, deadline, spare=True), request.id, reply)
+        self._begin(
+            self._evacuator,
+            lambda: self._hand_over(chains, deadline, spare=True),
+            request.id,
+            reply,
+        )
 
-    def _begin(self, work: Callable[[], int], request_id: int, reply: ReplyTo | None) -> None:
+    def _begin(
+        self,
+        threads: ThreadPoolExecutor,
+        work: Callable[[], int],
+        request_id: int,
+        reply: ReplyTo | None,
+    ) -> None:
         if self._queued >= QUEUED_MAX:
-            raise InvalidInput(f"{QUEUED_MAX} copies wait already; ask again later")
-        self._queued += 1
+            raise NodeUnavailable(f"{QUEUED_MAX} copies wait already; ask again later")
+        if self._closing.is_set():
+            raise NodeUnavailable(f"node {self._node.name} is being closed")
+        self._count(1)
 
         def run() -> None:
             try:
@@ -153,11 +185,15 @@ class Caretaker:
                 log.exception("a copy failed unexpectedly")
                 answer = messages.Refused(request_id, "NodeUnavailable", repr(error))
             finally:
-                self._queued -= 1
+                self._count(-1)
             if reply is not None:
                 reply(answer)
 
-        self._workers.submit(run)
+        threads.submit(run)
+
+    def _count(self, change: int) -> None:
+        with self._counting:
+            self._queued += change
 
     # -- handing over ------------------------------------------------------------------------------
 
@@ -203,21 +239,22 @@ class Caretaker:
         return done
 
     def _order(self, chain: Chain, without: set[int], deadline: float) -> int:
-        """Ask nodes, the best placed first, to copy a chain from here."""
-        nodes = self._engine.members.nodes()
+        """Ask nodes, the best placed first, to copy a chain from here: what one has no room for,
+        the next one gets."""
+        nodes, done = self._engine.nodes(), 0
         for target in place(nodes, 3, chain.nbytes, self._dice, without=without):
             left_s = min(ORDER_TIMEOUT_S, deadline - time.monotonic())
             if left_s <= 0:
                 break
-            pull = messages.Pull(0, chain.keys, chain.parent, chain.depth, self._number(), left_s)
+            rest = chain.after(done)
+            pull = messages.Pull(0, rest.keys, rest.parent, rest.depth, self._number(), left_s)
             try:
-                copied = int(self._engine.ask(target, pull, left_s).count)
+                done += int(self._engine.ask(target, pull, left_s).count)
             except TiffinError as error:
                 log.info("node %d did not copy: %s", target, error)
-                continue
-            if copied:
-                return copied
-        return 0
+            if done == len(chain):
+                break
+        return done
 
     # -- pins --------------------------------------------------------------------------------------
 

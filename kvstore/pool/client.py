@@ -232,7 +232,10 @@ class PoolClient(Client):
             return None
         left_s = max(0.0, deadline - time.monotonic())
         held = self._at_home(local_verbs.get(prefix, access, *part, left_s), None)
-        return None if held is None else LeasedBlocks(*held, self._home)
+        if held is None:
+            return None
+        blocks, lease = held
+        return LeasedBlocks(blocks, lease, self._home)
 
     def _read(
         self,

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 # room that readers and writers of this node need.
 AT_ONCE_BYTES = 256 << 20
 AT_ONCE_BLOCKS = 64
+# For room here: another node may have some.
+ROOM_WAIT_S = 1.0
 
 
 def copy_from(
@@ -107,8 +109,9 @@ def _copy_leased(
 ) -> int:
     left_s = max(0.0, deadline - time.monotonic())
     length = leased.lengths[0]
-    request = messages.Reserve(0, keys[: count * KEY_BYTES], parent, depth, length, left_s)
-    reserved, _ = home.call(request, left_s)
+    room_s = min(left_s, ROOM_WAIT_S)
+    request = messages.Reserve(0, keys[: count * KEY_BYTES], parent, depth, length, room_s)
+    reserved, _ = home.call(request, room_s)
     if not reserved.lease:
         return 0
     granted = [i for i, status in enumerate(reserved.statuses) if status == Status.GRANTED]

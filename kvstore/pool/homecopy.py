@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING
@@ -12,16 +13,16 @@ from ..blocks import select
 from ..client import drive
 from ..errors import InvalidInput, TiffinError
 from ..node import messages
+from ..url import ADMISSIONS
 from ..verbs import Access
 from . import verbs
 from .engine import Reader
 
 if TYPE_CHECKING:
+    from ..blocks import Slot
     from ..keys import Prefix
     from ..link import Link
     from .engine import Engine
-
-ADMISSIONS = ("always", "second", "never")
 
 # Keys whose first read is remembered: 2 MiB or so, blocks of 33 million tokens.
 _SEEN_MAX = 65_536
@@ -35,8 +36,7 @@ class HomeCopies:
     """The admission policy: "always", "second" (from the second read on) or "never".
 
     A block that is read once would push out, at home, one that may be read again: that is why
-    "second" is the default. Not thread-safe beyond what the interpreter's lock gives: a lost note
-    costs one more read from afar.
+    "second" is the default. Thread-safe.
     """
 
     def __init__(self, admission: str) -> None:
@@ -44,6 +44,7 @@ class HomeCopies:
             raise InvalidInput(f"admission={admission!r}; choose one of {', '.join(ADMISSIONS)}")
         self._admission = admission
         self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._lock = threading.Lock()
 
     def wants(self, prefix: Prefix, start: int) -> bool:
         """Whether blocks from `start` on should be copied home, if they are found elsewhere."""
@@ -53,11 +54,12 @@ class HomeCopies:
 
     def saw(self, prefix: Prefix, start: int, stop: int) -> None:
         """Blocks [start, stop) were read from elsewhere."""
-        for key in prefix.keys[start:stop]:
-            self._seen[key] = None
-            self._seen.move_to_end(key)
-        while len(self._seen) > _SEEN_MAX:
-            self._seen.popitem(last=False)
+        with self._lock:
+            for key in prefix.keys[start:stop]:
+                self._seen[key] = None
+                self._seen.move_to_end(key)
+            while len(self._seen) > _SEEN_MAX:
+                self._seen.popitem(last=False)
 
     def bring(self, part: Prefix, home: Link, engine: Engine, deadline: float) -> int:
         """Read the blocks of `part` into slots at home; how many leading ones are there then.
@@ -72,9 +74,12 @@ class HomeCopies:
             log.debug("nothing is copied home: %s", error)
             return 0
         slots = {slot.index: slot for slot in reserved.slots}
-        good = 0
+        good, missing = 0, False
         try:
             for first, stop in _runs(sorted(slots)):
+                if missing:  # what comes behind a block that is not to be had is of no use
+                    _skip(slots, first, stop)
+                    continue
                 verb = verbs.read(part[first:stop], 0, deadline, engine.context)
                 reader = Reader(
                     part[first:stop],
@@ -83,8 +88,8 @@ class HomeCopies:
                     lambda index, first=first: slots[first + index].view,  # type: ignore[misc]
                 )
                 outcome = engine.run(verb, reader)
-                for index in range(first + outcome.blocks, stop):
-                    slots[index].skip()
+                _skip(slots, first + outcome.blocks, stop)
+                missing = first + outcome.blocks < stop
             flags = drive(local_verbs.commit(part, reserved.slots, reserved.lease), home)
         except BaseException:
             if reserved.lease:
@@ -98,6 +103,11 @@ class HomeCopies:
         while good in here:
             good += 1
         return good
+
+
+def _skip(slots: dict[int, Slot], start: int, stop: int) -> None:
+    for index in range(start, stop):
+        slots[index].skip()
 
 
 def _runs(indices: list[int]) -> list[tuple[int, int]]:

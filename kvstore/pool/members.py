@@ -7,9 +7,10 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Protocol
 
 from ..directory.base import NodeRecord
+from ..errors import DirectoryUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 # A node tells the directory of a new block within 50 ms, and clients may know its membership a
 # second late. After this, what the directory says is right.
@@ -61,6 +62,32 @@ class FixedMembers:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+class HomeNumber:
+    """What the directory calls the node behind one unix socket of this host: it gets another number
+    with each registration. None while the directory does not know it, or does not answer."""
+
+    def __init__(self, nodes: Callable[[], dict[int, NodeRecord]], host: str, socket: str) -> None:
+        self._nodes = nodes
+        self._host = host
+        self._socket = socket
+        self._last = 0
+
+    def __call__(self) -> int | None:
+        """The number now."""
+        try:
+            records = self._nodes()
+        except DirectoryUnavailable:
+            return self._last or None
+        if not self._is_home(records.get(self._last)):
+            self._last = max((n for n, r in records.items() if self._is_home(r)), default=0)
+        return self._last or None
+
+    def _is_home(self, record: NodeRecord | None) -> bool:
+        return (
+            record is not None and record.socket == self._socket and record.host == self._host
+        )
 
 
 class Placements:

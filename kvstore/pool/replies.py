@@ -1,7 +1,7 @@
-"""Whether a reply can be one to its request: what another machine says is looked at before use. Pure.
+"""Whether a reply can be one to its request: what another machine says is looked at first. Pure.
 
-A node that is well never fails here. One of another make, or one that was taken over, could say that
-it granted more blocks than were asked for, or put them at negative places.
+A node that is well never fails here. One of another make, or one that was taken over, could say
+that it granted more blocks than were asked for, or that they lie at negative places.
 """
 
 from __future__ import annotations

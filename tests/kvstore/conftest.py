@@ -6,7 +6,19 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kvsupport import NVME_BLOCKS, WAYS, Daemon, LoopThread, Pool, PoolOptions
+from kvsupport import (
+    NVME_BLOCKS,
+    WAYS,
+    Daemon,
+    Host,
+    LoopThread,
+    NetworkNode,
+    Pool,
+    PoolOptions,
+    TwoNodes,
+)
+
+from tiffin.kvstore.node.node import Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,13 +81,22 @@ def make_pool(
     with contextlib.ExitStack() as nodes:
 
         def make(way: str, options: PoolOptions) -> Pool:
-            if way.endswith("embedded"):
-                host = options.start_node(tmp_path / f"nvme-{len(pools)}")
-                nodes.callback(host.close)
-                pools.append(Pool(way, host, options, loop_thread))
-            else:
-                pools.append(Pool(way, shared_daemon(options), options, loop_thread))
+            pools.append(Pool(way, host(way, options), options, loop_thread))
             return pools[-1]
+
+        def host(way: str, options: PoolOptions) -> Host:
+            folder = tmp_path / f"nvme-{len(pools)}"
+            if way.endswith("daemon"):
+                return shared_daemon(options)
+            started: Node | NetworkNode | TwoNodes
+            if way.endswith("pool"):
+                started = TwoNodes(options, folder)
+            elif way.endswith("network"):
+                started = NetworkNode(options.start_node(folder))
+            else:
+                started = options.start_node(folder)
+            nodes.callback(started.close)
+            return started
 
         yield make
         for pool in pools:

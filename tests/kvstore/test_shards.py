@@ -181,9 +181,7 @@ def test_the_ranks_slices_make_up_the_block(schema: KVSchema, ranks: int) -> Non
 @pytest.mark.parametrize(("shards", "match"), [(3, "divides the heads of no"), (0, "shards is 0")])
 def test_shards_that_split_nothing_are_a_schema_error(shards: int, match: str) -> None:
     with pytest.raises(SchemaError, match=match):
-        KVSchema.gqa(
-            model="m", layers=1, kv_heads=8, head_dim=8, dtype="int8", shards=shards
-        )
+        KVSchema.gqa(model="m", layers=1, kv_heads=8, head_dim=8, dtype="int8", shards=shards)
 
 
 def test_more_segments_than_a_header_holds_are_a_schema_error() -> None:
@@ -303,9 +301,8 @@ def test_ranks_write_their_heads_in_place(any_client: Client) -> None:
                 for part in MIXED.layers[layer].parts:
                     where = slot.selection.where(layer, part.name)
                     target = slot.layer(layer).part(part.name)
-                    target[:] = right[where.offset : where.end].view(target.dtype).reshape(
-                        target.shape
-                    )
+                    wanted = right[where.offset : where.end].view(target.dtype)
+                    target[:] = wanted.reshape(target.shape)
         slots.commit()
         wrote.append((slots.stored, slots.pending))
     assert wrote == [((), (0, 1))] * 3 + [((0, 1), ())]
@@ -397,9 +394,7 @@ def test_a_rank_that_writes_anothers_part_is_not_believed(node: Node, client: Cl
     replies: list[Any] = []
     size = SHARDED.extent_bytes
     for rank, owned in enumerate([b"\xff" * 6, b"\1" + bytes(5)]):
-        request = messages.Reserve(
-            1, prefix.key_bytes, prefix.parent, 0, size, 0.0, rank, 2, owned
-        )
+        request = messages.Reserve(1, prefix.key_bytes, prefix.parent, 0, size, 0.0, rank, 2, owned)
         node.submit(session, request, replies.append)
     assert replies[0].lease
     assert (replies[1].error, node.core.sessions[session.id]) == ("InvalidInput", session)
@@ -456,7 +451,8 @@ def test_readers_of_another_degree_read_their_own_heads(
                 assert np.array_equal(block.bytes, wanted)
                 k = block.layer(2).k
                 where = SHARDED.range(2, "k", heads)
-                assert np.array_equal(k.reshape(-1), right[where.offset : where.end].view(k.dtype))
+                assert k.shape == (heads[1] - heads[0], 16, 16)
+                assert np.array_equal(k.reshape(-1).view(np.uint8), right[where.offset : where.end])
 
 
 def test_a_slice_is_verified_by_moving_nothing_but_the_slice(node: Node, far: Client) -> None:
@@ -552,7 +548,9 @@ def test_ranks_agree_on_a_node_without_talking() -> None:
     renumbered = {9 - n: record for n, record in nodes.items()}
     assert [9 - shard_node(renumbered, prefix) for prefix in prefixes] == chosen
     without = {n: record for n, record in nodes.items() if n != 3}
-    moved = [a != b for a, b in zip(chosen, [shard_node(without, p) for p in prefixes], strict=True)]
+    moved = [
+        a != b for a, b in zip(chosen, [shard_node(without, p) for p in prefixes], strict=True)
+    ]
     assert moved == [n == 3 for n in chosen], "a node that left moved others' prefixes"
     nodes[chosen[0]].draining = True
     assert shard_node(nodes, prefixes[0]) != chosen[0]
@@ -662,9 +660,7 @@ def test_a_rank_that_is_late_is_told_that_its_blocks_were_not_stored(
     with Client.open(daemon.url) as slow, Client.open(daemon.url) as quick:
         slots = slow.reserve(prefix, shard=(0, 2))
         assert quick.put(prefix, payloads_of(prefix), shard=(1, 2)).pending == (0,)
-        wait_until(
-            lambda: quick.statistics()["counters"]["expired"], "the reservation has expired"
-        )
+        wait_until(lambda: quick.statistics()["counters"]["expired"], "the reservation has expired")
         with pytest.raises(StaleLease, match="were not stored"):
             slots.commit()
         wait_until(lambda: is_quiet(quick.statistics()), "all is free")

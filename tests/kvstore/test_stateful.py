@@ -6,6 +6,7 @@ and say so; it may never return anything else. After every step the node's own i
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,18 @@ SMALL = KVSchema.gqa(model="a", layers=2, kv_heads=2, head_dim=4, dtype="int8", 
 LARGE = KVSchema.gqa(
     model="b", layers=2, kv_heads=2, head_dim=256, dtype="bfloat16", block_tokens=4
 )
+SHARDED = KVSchema.gqa(
+    model="c", layers=2, kv_heads=4, head_dim=32, dtype="bfloat16", block_tokens=4, shards=4
+)
 DRAM_BYTES = 12 * LARGE.extent_bytes
 NVME_BYTES = 24 * LARGE.extent_bytes
 BLOCKS = 5  # of each prompt
 
 
 def prompts() -> list[Prefix]:
-    """Of both schemas: prompts that share their first blocks, and prompts that share nothing."""
+    """Of all schemas: prompts that share their first blocks, and prompts that share nothing."""
     found = []
-    for schema in (SMALL, LARGE):
+    for schema in (SMALL, LARGE, SHARDED):
         base = np.arange(BLOCKS * schema.block_tokens)
         for shared in (0, 2, 4):
             tokens = base.copy()
@@ -63,6 +67,7 @@ def _parts(draw: st.DrawFn) -> Prefix:
 
 
 PART = _parts()
+SHARDED_PART = PART.filter(lambda part: part.schema is SHARDED)
 
 
 class StoreAgainstDict(RuleBasedStateMachine):
@@ -144,6 +149,35 @@ class StoreAgainstDict(RuleBasedStateMachine):
         wanted = [s.index for s in slots][1 if ending == "skip" else 0 :]
         assert list(slots.stored) == wanted
         self._remember(part, slots.stored, payloads)
+
+    @rule(
+        part=SHARDED_PART,
+        version=st.integers(0, 3),
+        order=st.sampled_from([2, 4]).flatmap(lambda ranks: st.permutations(range(ranks))),
+        coming=st.sampled_from([4, 4, 4, 1, 2, 3]),
+    )
+    def put_by_ranks(self, part: Prefix, version: int, order: list[int], coming: int) -> None:
+        """Each rank puts its slice, in some order; sometimes not all of them come."""
+        payloads = [self._payload(key, part.schema, version) for key in part.keys]
+        ranks = len(order)
+        for rank in order[:coming]:
+            before = self.client.exists(part)
+            result = self.client.put(
+                part, payloads, shard=(rank, ranks), timeout_s=0.05 if self.held else 2
+            )
+            assert not result.refused
+            assert not {i for i in result.stored if before[i]}, "a visible block was written again"
+            assert not result.stored or rank == order[-1], "stored before all ranks were in"
+            self._remember(part, result.stored, payloads)
+        self._give_up(part, ranks)
+
+    def _give_up(self, part: Prefix, ranks: int) -> None:
+        """A rank that has not come yet cancels what would wait for it for a minute."""
+        for index in range(len(part)):
+            for rank in range(ranks):
+                with contextlib.suppress(NoRoom):
+                    one = part[index : index + 1]
+                    self.client.reserve(one, shard=(rank, ranks), timeout_s=0).abort()
 
     @rule(part=PART)
     def get(self, part: Prefix) -> None:

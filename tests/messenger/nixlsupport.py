@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from tiffin.messenger.local import ByteArray
 
 REGION_BYTES = 40 << 20
-# UCX_TLS: what every machine has. "" is everything that UCX finds: here memory of the other
-# process, read by system call (cma), beside tcp.
-LANES = ["tcp", ""]
 
 
 def require_nixl() -> None:

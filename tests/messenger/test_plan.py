@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import threading
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 from tiffin.messenger.links import Link
 from tiffin.messenger.plan import InOrder, Run, Slice, coalesce, cut, order_paths, sliced, split
 from tiffin.messenger.transport import NOTHING, Range, Served
+
+if TYPE_CHECKING:
+    import random
 
 LENGTHS = st.lists(st.integers(0, 50), max_size=20)
 
@@ -31,7 +35,7 @@ def test_chunks_are_the_ranges_in_order(lengths: list[int], chunk_bytes: int) ->
         assert mine, "every range, also one of no bytes, has a slice"
         assert mine[0].start == 0
         assert mine[-1].stop == length
-        assert all(a.stop == b.start for a, b in zip(mine, mine[1:], strict=False))
+        assert all(a.stop == b.start for a, b in pairwise(mine))
     assert [one.item for one in slices] == sorted(one.item for one in slices)
     sizes = [sum(stop - start for _, start, stop in chunk) for chunk in chunks]
     assert all(size == chunk_bytes for size in sizes[:-1])

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 GRACE_S = 0.5
 # A call may wait for a directory that does not answer before it looks at its own clock.
 DIRECTORY_S = 0.51
-TIMEOUTS_S = (0.05, 0.3, 1.0, 4.0)
+TIMEOUTS_S = (0.05, 0.3, 1.0, 4.0, 4.0)
 
 
 class User:
@@ -106,14 +106,14 @@ class User:
     def _open(self) -> PoolClient:
         assert self.process is not None
         directory = SimulatedDirectory(self.machinery.directory, self.name)
-        options = PoolOptions(hedge_s=0.1)
+        options = PoolOptions(hedge_s=self._dice.choice((0.1, 5.0)))
         engine = Engine(directory, Credentials(), self.name, options)
-        number = self.home.published_number() if self.home is not None else 0
+        home = self.home
         return PoolClient(
             engine,
             self.verify,  # type: ignore[arg-type]
             home=self._link,  # type: ignore[arg-type]
-            home_number=number or None,
+            home_number=lambda: home.published_number() or None if home is not None else None,
             admission=self._dice.choice(("always", "second", "never")),
         )
 
@@ -245,6 +245,9 @@ class Stranger:
             self._write_slowly,
             self._write_slowly,
             self._abort_while_writing,
+            self._purge,
+            self._purge,
+            self._purge,
         ]
         while self.world.now < self.until:
             self.world.sleep(self._dice.uniform(0.01, 0.3))
@@ -387,6 +390,16 @@ class Stranger:
         parts = self._parts(prefix, reply, payloads_of(prefix))
         self._write(peer, reply, *parts, pause_s=self._dice.uniform(0.2, 1.2))
         peer.call(messages.Commit(0, reply.lease), 0.3)
+
+    def _purge(self, peer: Peer) -> None:
+        """Remove much, and write something else where it was."""
+        for prefix in self._dice.sample(PREFIXES, 3):
+            peer.call(messages.Remove(0, prefix.key_bytes), 0.3)
+        for prefix in self._dice.sample(ODD, 2):
+            reply = self._reserve(peer, prefix)
+            if reply.lease:
+                self._write(peer, reply, *self._parts(prefix, reply, payloads_of(prefix)))
+                peer.call(messages.Commit(0, reply.lease), 0.3)
 
     def _abort_while_writing(self, peer: Peer) -> None:
         """The reservation is given back while its bytes still come."""

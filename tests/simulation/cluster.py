@@ -143,7 +143,8 @@ class Cluster:
         faults: dict[Callable[[], None], int] = {
             self._break: 6,
             self._stop: 5,
-            self._stop_reader: 4,
+            self._stop_reader: 5,
+            self._cut_off_reader: 4,
             self._crash_node: 3,
             self._crash_user: 2,
             self._vanish: 2,
@@ -169,9 +170,20 @@ class Cluster:
         self._stop_for(self.dice.choice(processes), self.dice.uniform(0.1, 2.5))
 
     def _stop_reader(self) -> None:
-        """Longer than its leases live, in the middle of what it does."""
-        user = self.dice.choice(self.users)
-        self._stop_for(user.process, self.dice.uniform(1.0, 2.5))
+        """Longer than its leases live, in the middle of a read."""
+        user, seconds = self.dice.choice(self.users), self.dice.uniform(0.3, 2.5)
+        self.network.trap(user.name, lambda _: self._stop_for(user.process, seconds))
+
+    def _cut_off_reader(self) -> None:
+        """The same by the network: the node goes on sending, and nothing arrives for a while."""
+        user, seconds = self.dice.choice(self.users), self.dice.uniform(0.8, 2.5)
+
+        def cut_off(node: str) -> None:
+            self.world.note(f"fate: {node} to {user.name} for {seconds:.2f} s")
+            self.network.wall(node, user.name)
+            self._at(seconds, lambda: self.network.heal(node, user.name))
+
+        self.network.trap(user.name, cut_off)
 
     def _stop_for(self, process: Process | None, seconds: float) -> None:
         if process is not None and not process.dead and not process.stopped:
@@ -206,16 +218,19 @@ class Cluster:
     def _partition(self) -> None:
         names = [node.name for node in self.nodes] + [user.name for user in self.users]
         one, other = self.dice.sample(names, 2)
+        cut_off = self.machinery.directory.cut_off
         self.network.wall(one, other)
         if self.dice.random() < 0.5:
             self.network.wall(other, one)
         if self.dice.random() < 0.3:
-            self.machinery.directory.cut_off.add(one)
-        self._at(self.dice.uniform(0.2, 2.0), self._heal)
+            cut_off.add(one)
 
-    def _heal(self) -> None:
-        self.network.heal()
-        self.machinery.directory.cut_off.clear()
+        def heal() -> None:
+            self.network.heal(one, other)
+            self.network.heal(other, one)
+            cut_off.discard(one)
+
+        self._at(self.dice.uniform(0.2, 2.0), heal)
 
     def _slow_disk(self) -> None:
         disk = self.dice.choice(self.nodes).disk
@@ -262,7 +277,8 @@ class Cluster:
     def _calm_down(self) -> None:
         """No more faults; those that last end now or when they were to end."""
         self.world.note("fate: calm")
-        self._heal()
+        self.network.heal()
+        self.machinery.directory.cut_off.clear()
         directory = self.machinery.directory
         directory.down, directory.unanswered = False, 0.0
         for node in self.nodes:

@@ -67,6 +67,8 @@ class Pipe:
             if len(data) >= limit:
                 break
         self._room_bytes -= len(data)
+        if len(data) == PIECE_BYTES:
+            self._network.spring(self)
         self._put(memoryview(bytes(data)))
         # The wire is taken for so long; who writes a block is in the middle of it meanwhile.
         self._world.sleep(len(data) / self._bytes_s)
@@ -162,7 +164,11 @@ class Endpoint(socket.socket):
         """Streams pass their deadlines along with every wait."""
 
     def hang_up(self) -> None:
-        """The other side reads to the end of what is on its way, and can send no more."""
+        """The other side reads to the end of what is on its way, and can send no more. What a dead
+        process does while its fibers unwind, nobody sees."""
+        current = self.network.world.current
+        if current is not None and current.process.dead:
+            return
         self.outgoing.end()
         self.incoming.break_()
 
@@ -263,6 +269,7 @@ class Network:
         self.connections: list[tuple[Endpoint, Endpoint]] = []
         # Of names, so that a process that starts again is cut off as the one before it was.
         self._walls: set[tuple[str, str]] = set()
+        self._traps: dict[str, Callable[[str], None]] = {}
 
     def patches(self) -> list[tuple[Any, str, Any]]:
         """What makes the product use this network."""
@@ -309,13 +316,26 @@ class Network:
         """Whether what `source` sends does not reach `target` now."""
         return (source.name, target.name) in self._walls
 
+    def trap(self, name: str, action: Callable[[str], None]) -> None:
+        """Call `action` when `name` is next sent a piece of a block, with the sender's name."""
+        self._traps[name] = action
+
+    def spring(self, pipe: Pipe) -> None:
+        """A piece of a block is on its way through `pipe`."""
+        action = self._traps.pop(pipe.target.name, None)
+        if action is not None:
+            action(pipe.source.name)
+
     def wall(self, source: str, target: str) -> None:
         """Nothing passes in this direction until `heal`."""
         self._walls.add((source, target))
 
-    def heal(self) -> None:
-        """All can reach all, and what was held back arrives."""
-        self._walls.clear()
+    def heal(self, source: str = "", target: str = "") -> None:
+        """This wall falls, or all of them, and what was held back arrives."""
+        if source:
+            self._walls.discard((source, target))
+        else:
+            self._walls.clear()
         for pair in self.connections:
             for endpoint in pair:
                 endpoint.outgoing.heal()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -18,13 +19,11 @@ from tiffin.kvstore.node.core import CoreOptions
 from tiffin.kvstore.node.mover import extent_of
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.node.publisher import Publisher, PublisherOptions
-from tiffin.kvstore.pool import caretaker, engine
-from tiffin.kvstore.pool import client as pool_client
 
 from .blocks import EXTENT_BYTES, LIED_ABOUT, is_right
 from .directories import DirectoryService, SimulatedDirectory
 from .disk import Disk, SimulatedNvme
-from .world import VExecutor, Violation
+from .world import VExecutor, Violation, wait
 
 if TYPE_CHECKING:
     from tiffin.kvstore.node.records import Replica, Session
@@ -49,7 +48,7 @@ class SimulatedNode:
         self.address = ("127.0.0.1", 7000 + number)
         self.disk = Disk(cluster.world, dice.randint(12, 40) * EXTENT_BYTES)
         self.options = NodeOptions(
-            dram_bytes=dice.randint(12, 30) * EXTENT_BYTES,
+            dram_bytes=dice.randint(8, 24) * EXTENT_BYTES,
             nvme_path=Path(self.name) if dice.random() < 0.7 else None,
             nvme_bytes=len(self.disk.bytes),
             policy=dice.choice(sorted(POLICIES)),
@@ -169,9 +168,7 @@ class Machinery:
             (node_module, "NvmeTier", self._open_nvme),
             (daemon, "open_directory", self._open_directory),
             (daemon, "Publisher", partial(Publisher, options=PUBLISHER)),
-            (engine, "ThreadPoolExecutor", VExecutor),
-            (caretaker, "ThreadPoolExecutor", VExecutor),
-            (pool_client, "ThreadPoolExecutor", VExecutor),
+            *_executors(),
         ]
 
     def _open_nvme(self, path: Path, nbytes: int, **_: Any) -> SimulatedNvme:
@@ -180,6 +177,17 @@ class Machinery:
     def _open_directory(self, url: str, pool: str) -> SimulatedDirectory:
         assert self.world.current is not None
         return SimulatedDirectory(self.directory, self.world.current.process.name)
+
+
+def _executors() -> list[tuple[Any, str, Any]]:
+    """Wherever the pool's modules have imported thread pools: fibers instead."""
+    stand_ins = {"ThreadPoolExecutor": VExecutor, "wait": wait}
+    return [
+        (module, name, stand_in)
+        for name, stand_in in stand_ins.items()
+        for title, module in sorted(sys.modules.items())
+        if title.startswith("tiffin.kvstore.pool.") and hasattr(module, name)
+    ]
 
 
 class HomeLink:

@@ -21,12 +21,12 @@ import time
 import zlib
 from collections import deque
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import greenlet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 # How long a thread takes to notice what it waited for.
 WAKE_S_MAX = 0.0001
@@ -583,18 +583,30 @@ class VThread:
 class VFuture:
     """`concurrent.futures.Future`, as far as the pool uses it."""
 
-    def __init__(self, done: VEvent) -> None:
-        self._done = done
+    def __init__(self, action: Callable[[], Any]) -> None:
+        self._action = action
+        self._done = threading.Event()
+        self._begun = self._cancelled = False
         self._result: Any = None
         self._error: BaseException | None = None
 
-    def run(self, action: Callable[[], Any]) -> None:
-        """Carry it out."""
+    def run(self) -> None:
+        """Carry it out, unless it was cancelled."""
+        if self._cancelled:
+            return
+        self._begun = True
         try:
-            self._result = action()
+            self._result = self._action()
         except Exception as error:  # noqa: BLE001 - raised again by `result`
             self._error = error
         self._done.set()
+
+    def cancel(self) -> bool:
+        """See `Future.cancel`."""
+        if not self._begun:
+            self._cancelled = True
+            self._done.set()
+        return self._cancelled
 
     def done(self) -> bool:
         """See `Future.done`."""
@@ -608,6 +620,28 @@ class VFuture:
             raise self._error
         return self._result
 
+    def settled(self, timeout: float | None) -> bool:
+        """Whether it has ended, or does within this time."""
+        return self._done.wait(timeout)
+
+
+class Waited(NamedTuple):
+    """What `wait` returns."""
+
+    done: set[VFuture]
+    not_done: set[VFuture]
+
+
+def wait(futures: Iterable[VFuture], timeout: float | None = None) -> Waited:
+    """`concurrent.futures.wait` for all of them."""
+    futures = list(futures)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    for future in futures:
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        future.settled(left_s)
+    done = {future for future in futures if future.done()}
+    return Waited(done, set(futures) - done)
+
 
 class VExecutor:
     """`ThreadPoolExecutor`: as many fibers at a time as it has workers."""
@@ -615,7 +649,7 @@ class VExecutor:
     def __init__(self, max_workers: int, thread_name_prefix: str = "worker") -> None:
         self._name = thread_name_prefix
         self._idle = max_workers
-        self._queue: deque[Callable[[], None]] = deque()
+        self._queue: deque[VFuture] = deque()
         self._running: list[Any] = []
         self._shut = False
 
@@ -623,8 +657,8 @@ class VExecutor:
         """See `Executor.submit`."""
         if self._shut:
             raise RuntimeError("cannot schedule new futures after shutdown")
-        future = VFuture(threading.Event())  # type: ignore[arg-type]
-        self._queue.append(lambda: future.run(lambda: action(*args)))
+        future = VFuture(lambda: action(*args))
+        self._queue.append(future)
         if self._idle:
             self._idle -= 1
             self._running = [thread for thread in self._running if thread.is_alive()]
@@ -635,13 +669,15 @@ class VExecutor:
 
     def _work(self) -> None:
         while self._queue:
-            self._queue.popleft()()
+            self._queue.popleft().run()
         self._idle += 1
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """See `Executor.shutdown`."""
         self._shut = True
         if cancel_futures:
+            for future in self._queue:
+                future.cancel()
             self._queue.clear()
         for thread in self._running if wait else ():
             thread.join()

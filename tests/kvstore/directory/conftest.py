@@ -52,6 +52,8 @@ def open_redis(pool: str) -> Iterator[Callable[..., RedisDirectory]]:
         def open_handle(
             url: str, registration_ttl_s: float = REGISTRATION_TTL_S, **times: float
         ) -> RedisDirectory:
+            # Readers see changes after a moment rather than a second.
+            times = {"membership_age_s": 0.05, **times}
             directory = RedisDirectory(
                 parse_redis(url), pool=pool, registration_ttl_s=registration_ttl_s, **times
             )

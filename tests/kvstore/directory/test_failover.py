@@ -11,6 +11,7 @@ from directory.redisserver import RedisCluster, RedisSentinels, wait_until
 from tiffin.kvstore.directory.layout import CLUSTER_BUCKETS
 from tiffin.kvstore.directory.testing import eventually, keys_of, record
 from tiffin.kvstore.errors import DirectoryUnavailable
+from tiffin.kvstore.node.events import EventLog
 from tiffin.kvstore.node.publisher import Publisher, PublisherOptions
 
 if TYPE_CHECKING:
@@ -26,18 +27,36 @@ KEYS = keys_of("failover", 500)
 
 
 class Node:
-    """A feed that has `KEYS`, always."""
+    """A feed that has `KEYS`, always, and others that come and go."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.log = EventLog()
+        self.others: set[bytes] = set()
+
+    def churn(self) -> None:
+        """One more key in any shard, or one less."""
+        key = keys_of("churn", 60)[self.log.seq % 60]
+        with self.lock:
+            if key in self.others:
+                self.others.remove(key)
+                self.log.removed(key)
+            else:
+                self.others.add(key)
+                self.log.added(key)
 
     def events_since(self, seq: int, limit: int) -> Events | None:
-        from tiffin.kvstore.node.events import Events
-
-        return Events(seq + 1, b"", b"", seq)
+        with self.lock:
+            return self.log.since(seq, limit)
 
     def inventory(self) -> tuple[int, bytes]:
-        return 0, b"".join(KEYS)
+        with self.lock:
+            return self.log.seq, b"".join([*KEYS, *self.others])
 
     def exists(self, keys: bytes) -> bytes:
-        return b"\1" * (len(keys) // 16)
+        with self.lock:
+            here = {*KEYS, *self.others}
+        return bytes(keys[i : i + 16] in here for i in range(0, len(keys), 16))
 
 
 def found(directory: RedisDirectory) -> int:
@@ -120,13 +139,15 @@ def survive(
     publisher_side: RedisDirectory, reader_side: RedisDirectory, kill: Callable[[], None]
 ) -> None:
     """With a publisher on one side and a reader on the other, all is found again after `kill`."""
-    publisher = Publisher(Node(), publisher_side, record, OPTIONS)
+    node = Node()
+    publisher = Publisher(node, publisher_side, record, OPTIONS)
     publisher.start()
     wrong: list[object] = []
     stop = threading.Event()
 
     def read() -> None:
         while not stop.wait(0.005):
+            node.churn()
             try:
                 reader_side.locate(KEYS)
             except DirectoryUnavailable:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import pytest
 from directory.redisserver import RedisServer
 
-from tiffin.kvstore.directory import open_directory
 from tiffin.kvstore.directory.embedded import EmbeddedDirectory
+from tiffin.kvstore.directory.redis import RedisDirectory
 from tiffin.kvstore.directory.testing import eventually, record
+from tiffin.kvstore.directory.url import parse_redis
 from tiffin.kvstore.errors import DirectoryUnavailable, InvalidInput
 from tiffin.kvstore.node import messages
 from tiffin.kvstore.node.events import EventLog, Events
@@ -761,8 +762,8 @@ def test_redis_dies_comes_back_and_is_emptied(
     node: FakeNode, publish: Callable[[Directory], Publisher], tmp_path: Path
 ) -> None:
     with RedisServer(tmp_path) as server:
-        directory = open_directory(server.url + "?timeout=0.2")
-        reader = open_directory(server.url + "?timeout=0.2")
+        options = parse_redis(server.url + "?timeout=0.2")
+        directory, reader = RedisDirectory(options), RedisDirectory(options, membership_age_s=0.05)
         try:
             node.add(*KEYS)
             publisher = publish(directory)

@@ -271,9 +271,7 @@ def test_headers_unite_to_the_one_that_a_lone_writer_would_have_written(ranks: i
     header = read_header(pages, offset_expected=OFFSET)
     assert header.checksums.tolist() == [1000 + i for i in range(len(SCHEMA.segments))]
     assert header.tokens == PREFIX.token_bytes(0)
-    alone = shard_header(
-        PREFIX, 0, generation=7, offset=OFFSET, checksums=header.checksums.copy()
-    )
+    alone = shard_header(PREFIX, 0, generation=7, offset=OFFSET, checksums=header.checksums.copy())
     assert pages.tobytes().startswith(alone)
 
 

@@ -1,0 +1,117 @@
+"""A pool of real processes: nodes as daemons, a real Redis, two replicas of what is put."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from directory.redisserver import RedisServer
+from kvsupport import EXTENT, SCHEMA, Daemon, fresh_prefix, payload_of, payloads_of, wait_until
+
+from tiffin.kvstore import Client
+from tiffin.kvstore.errors import DirectoryUnavailable, TiffinError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tiffin.kvstore import Prefix
+
+BLOCKS = 4
+
+
+@dataclass
+class Tally:
+    """What the gets of a run returned. `waits_s` has one entry each."""
+
+    gets: int = 0
+    short: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    waits_s: list[float] = field(default_factory=list)
+    wrong: int = 0
+
+
+class FaultPool:
+    """`nodes` daemons and a Redis, on loopback."""
+
+    def __init__(self, commands_folder: Path, folder: Path, *, nodes: int = 2) -> None:
+        self._stack = contextlib.ExitStack()
+        self.redis = self._stack.enter_context(RedisServer(folder))
+        self.name = f"faults-{random.randrange(1 << 40):x}"
+        self.nodes = [self._start(commands_folder, index) for index in range(nodes)]
+        self.url = f"{self.redis.url}?pool={self.name}&home=none"
+        wait_until(lambda: len(self._numbers()) == nodes, "all nodes are in the directory")
+
+    def _start(self, commands_folder: Path, index: int) -> Daemon:
+        options = ["--listen", "127.0.0.1:0", "--directory", self.redis.url, "--pool", self.name]
+        options += ["--name", f"n{index}", "--no-prefault"]
+        daemon = Daemon(commands_folder, dram=512 * EXTENT, options=options)
+        self._stack.callback(daemon.close)
+        return daemon
+
+    def _numbers(self) -> dict[int, Any]:
+        with Client.open(self.url, name="counting") as client:
+            return client.nodes()  # type: ignore[attr-defined,no-any-return]
+
+    def open(self, **options: str) -> Any:
+        """A client without a home: every byte crosses a socket."""
+        extra = "".join(f"&{name}={value}" for name, value in options.items())
+        return Client.open(self.url + extra, name="faults")
+
+    def fill(self, client: Any, prompts: int) -> list[Prefix]:
+        """Prompts that both of two nodes have, published."""
+        prefixes = [fresh_prefix(BLOCKS) for _ in range(prompts)]
+        for prefix in prefixes:
+            assert client.put(prefix, payloads_of(prefix), replicas=2).complete
+        wait_until(lambda: self.replicated(client, prefixes), "both replicas are published")
+        return prefixes
+
+    @staticmethod
+    def replicated(client: Any, prefixes: list[Prefix]) -> bool:
+        """Whether the directory names two nodes for every block."""
+        keys = [key for prefix in prefixes for key in prefix.keys]
+        try:
+            return all(len(nodes) == 2 for nodes in client._engine.members.locate(keys))
+        except DirectoryUnavailable:
+            return False
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_once(client: Any, prefix: Prefix, tally: Tally, *, timeout_s: float = 5.0) -> None:
+    """One get into memory of ours, timed and compared."""
+    into = [np.zeros(SCHEMA.block_bytes, np.uint8) for _ in range(len(prefix))]
+    began = time.monotonic()
+    try:
+        with client.get(prefix, into=into, timeout_s=timeout_s) as blocks:
+            tally.waits_s.append(time.monotonic() - began)
+            if not blocks.complete:
+                tally.short.append(str(blocks.reason))
+            for index in range(len(blocks)):
+                tally.wrong += not np.array_equal(into[index], payload_of(prefix.keys[index]))
+    except TiffinError as error:
+        tally.waits_s.append(time.monotonic() - began)
+        tally.failed.append(f"{type(error).__name__}: {error}")
+    tally.gets += 1
+
+
+def read_for(
+    client: Any, prefixes: list[Prefix], seconds: float, tally: Tally | None = None
+) -> Tally:
+    """Gets of random prompts for a while."""
+    tally = tally or Tally()
+    dice = random.Random(7)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        read_once(client, dice.choice(prefixes), tally)
+    return tally
