@@ -17,23 +17,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from .budget import SHARED, Budget, Priority
 from .errors import FrameError, TransferError
 from .links import Link
-from .plan import InOrder, Slice, cut, order_paths, sliced
+from .plan import Slice, cut, order_paths, sliced
 from .stream import views_of
+from .transport import NOTHING, Served
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from .local import ByteArray
-    from .transport import Arrived, Range, Served, Transport
+    from .transport import Arrived, Range, Transport
+
+    Arrays = Sequence[ByteArray]
 
 # Between chunks something more urgent goes first: 64 MiB are 20 ms at 3 GB/s, and a pause of 0.1 ms
 # between two is half a percent.
 _CHUNK_BYTES = 64 << 20
 
-
 # One path's `read` or `write` of (grant, ranges, arrays, deadline, arrived).
 _Attempt: TypeAlias = (
-    "Callable[[Transport, int, Sequence[Range], Sequence[ByteArray], float, Arrived], Served]"
+    "Callable[[Transport, int, Sequence[Range], Arrays, float, Arrived | None], Served]"
 )
 
 
@@ -43,7 +45,7 @@ class _Job(NamedTuple):
     attempt: _Attempt
     grant: int
     ranges: Sequence[Range]
-    arrays: Sequence[ByteArray]
+    arrays: Arrays
     deadline: float
     priority: Priority
 
@@ -51,6 +53,10 @@ class _Job(NamedTuple):
         """These slices of it."""
         ranges, arrays = sliced(self.ranges, self.arrays, chunk)
         return self._replace(ranges=ranges, arrays=arrays)
+
+    def served(self, count: int) -> Served:
+        """The first `count` ranges."""
+        return Served(count, sum(length for _, length in self.ranges[:count]))
 
     def after(self, count: int) -> _Job:
         """Without the first `count` ranges."""
@@ -74,7 +80,7 @@ class Messenger:
         self,
         grant: int,
         ranges: Sequence[Range],
-        targets: Sequence[ByteArray],
+        targets: Arrays,
         *,
         deadline: float,
         priority: Priority = Priority.PREFILL,
@@ -88,7 +94,7 @@ class Messenger:
         self,
         grant: int,
         ranges: Sequence[Range],
-        sources: Sequence[ByteArray],
+        sources: Arrays,
         *,
         deadline: float,
         priority: Priority = Priority.PREFILL,
@@ -120,44 +126,53 @@ class Messenger:
             path.close()
 
     def _move(self, job: _Job, arrived: Arrived | None) -> Served:
-        chunks = cut(job.ranges, _CHUNK_BYTES)
-        progress = InOrder(job.ranges, chunks, arrived)
-        if len(chunks) > 1:
-            # Not only when the chunk comes that they are in: nothing moves before all are checked.
-            views_of(job.ranges, job.arrays, writable=job.attempt is _read)
-        for index, chunk in enumerate(chunks):
-            part = job.only(chunk) if len(chunks) > 1 else job
+        if sum(length for _, length in job.ranges) <= _CHUNK_BYTES:
+            return self._move_chunk(job, arrived)
+        # Not only when the chunk comes that they are in: nothing moves before all are checked.
+        views_of(job.ranges, job.arrays, writable=job.attempt is _read)
+        done = NOTHING
+        for chunk in cut(job.ranges, _CHUNK_BYTES):
+            tell = None if arrived is None else partial(_tell, job.ranges, chunk, arrived)
             try:
-                whole = self._move_chunk(part, chunk, partial(progress.mark, index))
+                served = self._move_chunk(job.only(chunk), tell)
             except TransferError as error:
-                error.served = progress.served
+                error.served = _add(done, job.ranges, chunk[: error.served.ranges])
                 raise
-            if not whole:
+            done = _add(done, job.ranges, chunk[: served.ranges])
+            if served.ranges < len(chunk):
                 break
-        return progress.served
+        return done
 
-    def _move_chunk(self, job: _Job, chunk: Sequence[Slice], mark: Callable[[], None]) -> bool:
-        """Whether all of it was served; False where the peer's grant ends."""
-        nbytes = sum(stop - start for _, start, stop in chunk)
-        done = 0
+    def _move_chunk(self, job: _Job, arrived: Arrived | None) -> Served:
+        """All of it; less where the peer's grant ends. A TransferError says how far all the paths
+        came."""
+        nbytes = sum(length for _, length in job.ranges)
+        done = told = 0
 
-        def arrived(_: int) -> None:
-            nonlocal done
-            done += 1
-            mark()
+        def tell(index: int) -> None:
+            nonlocal told
+            told += 1
+            if arrived is not None:
+                arrived(done + index)
 
         with self._budget.hold(nbytes, job.priority, job.deadline):
             paths = self._choose(nbytes)
             while True:
-                path = paths.pop(0)
+                path, told = paths.pop(0), 0
+                heard = None if arrived is None else tell
                 try:
-                    self._try(path, job.after(done), arrived, last=not paths)
-                    return done == len(chunk)
-                except (TransferError, FrameError):
+                    served = self._try(path, job.after(done), heard, last=not paths)
+                    return job.served(done + served.ranges)
+                except (TransferError, FrameError) as error:
+                    moved = error.served.ranges if isinstance(error, TransferError) else 0
+                    # What was told is not told again, and what was not told is repeated.
+                    done += moved if arrived is None else told
                     if not paths or time.monotonic() >= job.deadline:
+                        if isinstance(error, TransferError):
+                            error.served = job.served(done)
                         raise
 
-    def _try(self, path: int, job: _Job, arrived: Arrived, *, last: bool) -> None:
+    def _try(self, path: int, job: _Job, arrived: Arrived | None, *, last: bool) -> Served:
         """One attempt. While there are other paths, it may take half the time that is left."""
         started = time.monotonic()
         until = job.deadline if last else started + (job.deadline - started) / 2
@@ -170,6 +185,7 @@ class Messenger:
             raise
         with self._lock:
             self._links[path].succeeded(served.nbytes, time.monotonic() - started)
+        return served
 
     def _choose(self, nbytes: int) -> list[int]:
         with self._lock:
@@ -180,9 +196,9 @@ def _read(
     path: Transport,
     grant: int,
     ranges: Sequence[Range],
-    targets: Sequence[ByteArray],
+    targets: Arrays,
     deadline: float,
-    arrived: Arrived,
+    arrived: Arrived | None,
 ) -> Served:
     return path.read(grant, ranges, targets, deadline=deadline, arrived=arrived)
 
@@ -191,19 +207,21 @@ def _write(
     path: Transport,
     grant: int,
     ranges: Sequence[Range],
-    sources: Sequence[ByteArray],
+    sources: Arrays,
     deadline: float,
-    arrived: Arrived,
+    _: Arrived | None,
 ) -> Served:
-    try:
-        served = path.write(grant, ranges, sources, deadline=deadline)
-    except TransferError as error:
-        _tell(arrived, error.served.ranges)
-        raise
-    _tell(arrived, served.ranges)
-    return served
+    return path.write(grant, ranges, sources, deadline=deadline)
 
 
-def _tell(arrived: Arrived, count: int) -> None:
-    for index in range(count):
-        arrived(index)
+def _tell(ranges: Sequence[Range], chunk: Sequence[Slice], arrived: Arrived, index: int) -> None:
+    """A slice has arrived; the caller is told if it was the last of its range."""
+    item, _, stop = chunk[index]
+    if stop == ranges[item].length:
+        arrived(item)
+
+
+def _add(done: Served, ranges: Sequence[Range], slices: Sequence[Slice]) -> Served:
+    """`done` and the ranges that end in these slices."""
+    ended = [ranges[item].length for item, _, stop in slices if stop == ranges[item].length]
+    return Served(done.ranges + len(ended), done.nbytes + sum(ended))

@@ -159,9 +159,10 @@ class PoolClient(Client):
     ) -> LeasedBlocks:
         generations: list[int] = []
         why: str | None = None
+        answered = False  # by home
 
         def from_home() -> None:
-            nonlocal why
+            nonlocal answered, why
             done = len(generations)
             left_s = max(0.0, deadline - time.monotonic())
             rest = prefix[done:]
@@ -169,14 +170,16 @@ class PoolClient(Client):
             blocks = self._at_home(copied, None)
             if blocks is not None:
                 generations.extend(block.generation for block in blocks)
-                why = blocks.reason
+                answered, why = True, blocks.reason
 
         if self._home is not None and len(prefix):
             from_home()
             if self._bring_home(prefix, len(generations), deadline):
                 from_home()
         count = len(generations)
-        outcome = self._read(prefix, count, access, selection, targets.__getitem__, deadline)
+        outcome = self._read(
+            prefix, count, access, selection, targets.__getitem__, deadline, answered
+        )
         generations += [outcome.generations[i] for i in range(count, outcome.blocks)]
 
         def make(index: int) -> Block:
@@ -211,7 +214,8 @@ class PoolClient(Client):
                     far[index] = np.empty(selection.nbytes, np.uint8)
                 return far[index]
 
-            outcome = self._read(prefix, count, access, selection, memory, deadline)
+            answered = near is not None
+            outcome = self._read(prefix, count, access, selection, memory, deadline, answered)
         except BaseException:
             if near is not None and not near.released:
                 near.release()
@@ -245,9 +249,14 @@ class PoolClient(Client):
         selection: Selection,
         memory: Callable[[int], Bytes],
         deadline: float,
+        home_answered: bool,
     ) -> verbs.Outcome:
+        """Read from block `start` on. A home that has answered is not asked once more, by its port:
+        it may wait for room that its own answer takes."""
         reader = Reader(prefix, selection, access, memory)
-        verb = verbs.read(prefix, start, deadline, self._engine.context)
+        home = self._home_number if home_answered else None
+        without = () if home is None else (home,)
+        verb = verbs.read(prefix, start, deadline, self._engine.context, without)
         outcome = self._engine.run(verb, reader)
         if self._copies is not None:
             self._copies.saw(prefix, start, outcome.blocks)

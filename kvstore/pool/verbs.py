@@ -10,7 +10,7 @@ one question; a node that it does not name costs a miss; what arrives proves its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -89,8 +89,15 @@ class Outcome:
     retries: int = 0
 
 
-def read(prefix: Prefix, start: int, deadline: float, context: Context) -> Verb[Outcome]:
-    """Read the leading blocks of `prefix` from block `start` on, wherever they are."""
+def read(
+    prefix: Prefix,
+    start: int,
+    deadline: float,
+    context: Context,
+    without: Collection[int] = (),
+) -> Verb[Outcome]:
+    """Read the leading blocks of `prefix` from block `start` on, wherever they are, but not from
+    the nodes `without`: those were asked before."""
     reading = _Reading(prefix, start, deadline, context)
     if start >= len(prefix):
         return reading.outcome
@@ -99,7 +106,7 @@ def read(prefix: Prefix, start: int, deadline: float, context: Context) -> Verb[
     except DirectoryUnavailable:
         reading.outcome.reason = "directory"
         return reading.outcome
-    reading.holders = [set(nodes) for nodes in located]
+    reading.holders = [set(nodes).difference(without) for nodes in located]
     while runs := reading.next_runs():
         steps = [Read(run, deadline, patient=reading.patient(run)) for run in runs]
         outcomes = yield Together(list(steps))

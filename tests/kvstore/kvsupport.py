@@ -188,7 +188,10 @@ class Daemon:
         dram: int = DRAM_BLOCKS * EXTENT,
         nvme: int = 0,
         options: Sequence[str] = (),
+        before: Sequence[str] = (),
     ) -> None:
+        """`before`: words in front of the command, such as those of `ip netns exec`."""
+        self._before = before
         # Paths of unix sockets have 107 bytes at most, and pytest's folders are deep.
         self.folder = Path(tempfile.mkdtemp(prefix="tiffin-test-"))
         self.socket = self.folder / "n.sock"
@@ -205,7 +208,7 @@ class Daemon:
         """Start, or start again on the same socket and folder; returns when it answers."""
         with open(self.folder / "log", "ab") as log:
             self.process = subprocess.Popen(
-                [*TIFFIN, *self._arguments],
+                [*self._before, *TIFFIN, *self._arguments],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

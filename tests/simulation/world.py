@@ -569,7 +569,8 @@ class VThread:
 
     def is_alive(self) -> bool:
         """See `threading.Thread.is_alive`."""
-        return self._fiber is not None and not self._fiber.done
+        fiber = self._fiber
+        return fiber is not None and not fiber.done and not fiber.process.dead
 
     def join(self, timeout: float | None = None) -> None:
         """See `threading.Thread.join`."""
@@ -636,9 +637,13 @@ def wait(futures: Iterable[VFuture], timeout: float | None = None) -> Waited:
     """`concurrent.futures.wait` for all of them."""
     futures = list(futures)
     deadline = None if timeout is None else time.monotonic() + timeout
-    for future in futures:
-        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        future.settled(left_s)
+    try:
+        for future in futures:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            future.settled(left_s)
+    except ProcessDied:
+        # Who waits until nothing runs any more need not: nothing does.
+        return Waited(set(futures), set())
     done = {future for future in futures if future.done()}
     return Waited(done, set(futures) - done)
 

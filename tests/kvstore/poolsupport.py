@@ -1,0 +1,284 @@
+"""Pools of several nodes in one process, and networks that fail between them and their clients."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvsupport import DRAM_BLOCKS, assert_conserved, is_quiet, payloads_of, wait_until
+
+from tiffin.kvstore import Client, KVSchema
+from tiffin.kvstore.credentials import Credentials
+from tiffin.kvstore.daemon import DaemonOptions, in_a_pool, listening
+from tiffin.kvstore.directory import EmbeddedDirectory, host_id
+from tiffin.kvstore.errors import DirectoryUnavailable
+from tiffin.kvstore.link import LocalLink
+from tiffin.kvstore.node.core import CoreOptions
+from tiffin.kvstore.node.node import Node, NodeOptions
+from tiffin.kvstore.node.publisher import PublisherOptions
+from tiffin.kvstore.pool.client import PoolClient
+from tiffin.kvstore.pool.engine import Engine, PoolOptions
+from tiffin.kvstore.pool.members import HomeNumber
+from tiffin.messenger.doubles import Relay
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Sequence
+
+    from tiffin.kvstore import Prefix
+
+# Blocks of a quarter of a MiB, so that the transfer of a few has a middle.
+LARGE = KVSchema.gqa(
+    model="large", layers=4, kv_heads=4, head_dim=64, dtype="bfloat16", block_tokens=64
+)
+PUBLISHING = PublisherOptions(poll_s=0.002, heartbeat_s=0.2)
+# A node that stops is out of the directory after this.
+REGISTRATION_TTL_S = 1.0
+
+_numbers = itertools.count(1)
+
+
+class Network(Relay):
+    """A relay that can go silent after so many more bytes from the node."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._until_silence: float = float("inf")
+        super().__init__(target)
+
+    def stall_after(self, nbytes: int) -> None:
+        """Go silent then; `resume` ends it."""
+        self._until_silence = nbytes
+
+    def resume(self) -> None:
+        """See `Relay.resume`."""
+        self._until_silence = float("inf")
+        super().resume()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, counted: bool) -> None:
+        super()._pump(_Counted(source, self) if counted else source, sink, counted)  # type: ignore[arg-type]
+
+    def count(self, nbytes: int) -> None:
+        """So many bytes came from the node."""
+        self._until_silence -= nbytes
+        if self._until_silence <= 0:
+            self.pause()
+
+
+class _Counted:
+    """A socket of a node whose bytes are counted as they are received."""
+
+    def __init__(self, source: socket.socket, network: Network) -> None:
+        self._source = source
+        self._network = network
+
+    def recv(self, nbytes: int) -> bytes:
+        data = self._source.recv(nbytes)
+        self._network.count(len(data))
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
+class Flaky(EmbeddedDirectory):
+    """A handle of a directory that can be away."""
+
+    away = False
+
+    def _locked(self) -> Any:
+        if self.away:
+            raise DirectoryUnavailable("the directory is away")
+        return super()._locked()
+
+
+class Member:
+    """One node of a `Cluster`."""
+
+    def __init__(self, cluster: Cluster, name: str, node: Node, relayed: bool) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.node = node
+        self.network: Network | None = None
+        self.socket = f"/nowhere/{cluster.name}/{name}"
+        self._stack = contextlib.ExitStack()
+        self._stack.callback(node.close)
+        options = DaemonOptions(
+            node.options,
+            name,
+            Path(self.socket),
+            listen=("127.0.0.1", 0),
+            directory=f"embedded:{cluster.name}",
+            credentials=cluster.credentials,
+        )
+        self._port = contextlib.ExitStack()
+        self._stack.push(self._port)
+        address = self._port.enter_context(listening(node, options))
+        assert address is not None
+        if relayed:
+            host, _, port = address.rpartition(":")
+            self.network = Network((host, int(port)))
+            self._stack.callback(self.network.close)
+            address = f"127.0.0.1:{self.network.address[1]}"
+        self.address = address
+        self._stack.enter_context(in_a_pool(node, options, address, PUBLISHING))
+        self.number: int = wait_until(lambda: self._told()["number"], f"{name} registers")
+
+    def _told(self) -> dict[str, Any]:
+        told: dict[str, Any] = self.node.extra_numbers["directory"]()
+        return told
+
+    def put(self, prefix: Prefix) -> Prefix:
+        """Store the right bytes here and nowhere else."""
+        with Client.attach(self.node) as client:
+            assert client.put(prefix, payloads_of(prefix)).complete
+        return prefix
+
+    def has(self, prefix: Prefix) -> list[bool]:
+        """Which blocks are here."""
+        return [bool(flag) for flag in self.node.exists(prefix.key_bytes)]
+
+    def flip(self, prefix: Prefix, at: int = 100) -> None:
+        """Damage one bit of the payload of the first block of `prefix`."""
+        replica = self.node.core.index[prefix.keys[0]].dram
+        assert replica is not None
+        self.node.dram.region.array[replica.offset + prefix.schema.header_bytes + at] ^= 1
+
+    def hang_up(self) -> None:
+        """Its port is closed; the directory does not know."""
+        self._port.close()
+
+    def stop(self) -> None:
+        """It leaves as a daemon does that is stopped."""
+        self._stack.close()
+
+    def counters(self) -> dict[str, int]:
+        counters: dict[str, int] = self.node.statistics()["counters"]
+        return counters
+
+
+class Cluster:
+    """Nodes in this process, and one directory of theirs."""
+
+    def __init__(self, credentials: Credentials | None = None) -> None:
+        self.name = f"cluster-{os.getpid()}-{next(_numbers)}"
+        self.credentials = credentials or Credentials()
+        self.directory = EmbeddedDirectory.named(
+            f"default:{self.name}", registration_ttl_s=REGISTRATION_TTL_S
+        )
+        self.members: dict[str, Member] = {}
+        self._stack = contextlib.ExitStack()
+        self._stack.callback(self.directory.close)
+
+    def start(
+        self,
+        name: str,
+        blocks: int = DRAM_BLOCKS,
+        *,
+        schema: KVSchema = LARGE,
+        relayed: bool = False,
+        core: CoreOptions | None = None,
+        **options: Any,
+    ) -> Member:
+        """One more node, with DRAM for so many blocks."""
+        dram_bytes = blocks * schema.extent_bytes
+        core = core or CoreOptions()
+        node_options = NodeOptions(dram_bytes, prefault=False, core=core, **options)
+        member = Member(self, name, Node(node_options, name=name), relayed)
+        self._stack.callback(member.stop)
+        self.members[name] = member
+        return member
+
+    def open(
+        self,
+        home: Member | None = None,
+        *,
+        admission: str = "never",
+        verify: Any = "always",
+        members: Any = None,
+        credentials: Credentials | None = None,
+        name: str = "client",
+        **numbers: Any,
+    ) -> PoolClient:
+        """A client; closed with the cluster, if the test does not."""
+        members = members or EmbeddedDirectory.named(f"default:{self.name}")
+        engine = Engine(members, credentials or self.credentials, name, PoolOptions(**numbers))
+        link, number = None, None
+        if home is not None:
+            link = LocalLink(home.node, name, owns_node=False)
+            number = HomeNumber(engine.nodes, host_id(), home.socket)
+        client = PoolClient(
+            engine,
+            verify,
+            home=link,
+            home_number=number or (lambda: None),
+            admission=admission,
+        )
+        self._stack.callback(client.close)
+        return client
+
+    def flaky(self) -> Flaky:
+        """A handle of the directory that can be taken away."""
+        handle = Flaky.__new__(Flaky)
+        handle._open(self.directory._state)
+        return handle
+
+    def forge(self, number: int, prefix: Prefix) -> None:
+        """Tell the directory that a node has these blocks."""
+        self.directory.publish(number, list(prefix.keys), [], 1)
+
+    def settle(self) -> None:
+        """Wait until the directory knows what the nodes have."""
+
+        def told() -> bool:
+            with self.directory._state.lock:
+                found = {n: set(r.keys) for n, r in self.directory._state.registrations.items()}
+            return all(
+                found.get(member._told()["number"]) == set(member.node.core.index)
+                for member in self.members.values()
+            )
+
+        wait_until(told, "the directory is told")
+
+    def remember(self, *members: Member) -> None:
+        """Only these are waited for from here on."""
+        self.members = {member.name: member for member in members}
+
+    def quiet(self) -> None:
+        """Nobody holds or moves anything, and nothing is lost."""
+        for member in self.members.values():
+            wait_until(lambda m=member: is_quiet(m.node.statistics()), f"{member.name} is at rest")
+            assert_conserved(member.node.statistics())
+            member.node.check()
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def holders(cluster: Cluster, prefix: Prefix) -> list[list[str]]:
+    """Per block, the names of the nodes that have it."""
+    found = {name: member.has(prefix) for name, member in cluster.members.items()}
+    return [[n for n in found if found[n][i]] for i in range(len(prefix))]
+
+
+class Held:
+    """Something that happens in the middle of a call: `reached` when the call is there, and it goes
+    on with `go`."""
+
+    def __init__(self, action: Callable[..., Any]) -> None:
+        self._action = action
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self.reached.set()
+        assert self.go.wait(30)
+        return self._action(*arguments, **keywords)
+
+
+def sessions_of(node: Node) -> Sequence[dict[str, Any]]:
+    """What `tiffin status` shows of a node's clients."""
+    sessions: list[dict[str, Any]] = node.statistics()["sessions"]
+    return sessions
