@@ -1,10 +1,13 @@
 # Each target sets up what it needs in .venv, so that every one of them works on a fresh clone.
 #
-#   make demo     the main job: two workers, one pool, a real transformer
+#   make demo     the main job: two workers, two nodes, one pool, a real transformer
 #   make test     the tests that fit in ten minutes on two cores
 #   make test-slow  the kill -9 and corruption campaigns
 #   make lint     ruff and mypy
-#   make bench    the store's performance table, each row against a limit measured in the same run
+#   make bench    the performance tables of the store and of the network, each row against a limit
+#                 measured in the same run
+#
+# Demo, tests and the network's table start a Redis of their own: apt-get install redis-server.
 #
 # TORCH names the torch requirement. The default is the release that this project is tested with;
 # on a machine without a GPU, choose a CPU build, for example: make demo TORCH=torch==2.13.0+cpu
@@ -27,7 +30,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[engines,bench,dev]"
+	$(BIN)/pip install --quiet --editable ".[engines,bench,redis,dev]"
 	touch $@
 
 # Type checkers do not follow editable installs: they read this folder of links instead.
@@ -56,6 +59,7 @@ format: venv
 
 bench: venv
 	$(BIN)/tiffin bench store
+	$(BIN)/tiffin bench network
 
 clean:
 	rm -rf $(VENV) build out

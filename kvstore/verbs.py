@@ -356,7 +356,7 @@ def _filled(part: Prefix, lease: int, slots: list[Slot], sources: list[Bytes]) -
     except BaseException:
         yield Post(messages.Abort(0, lease))
         raise
-    reply, _ = yield Call(_commit(lease, [], headers), DEFAULT_TIMEOUT_S)
+    reply, _ = yield Call(_commit(lease, slots, headers), DEFAULT_TIMEOUT_S)
     return cast("bytes", reply.flags)
 
 
@@ -434,14 +434,15 @@ def commit(prefix: Prefix, slots: Sequence[Slot], lease: int) -> Verb[bytes]:
     except BaseException:
         yield Post(messages.Abort(0, lease))
         raise
-    skip = [i for i, slot in enumerate(slots) if slot.skipped]
-    reply, _ = yield Call(_commit(lease, skip, headers), DEFAULT_TIMEOUT_S)
+    reply, _ = yield Call(_commit(lease, slots, headers), DEFAULT_TIMEOUT_S)
     return cast("bytes", reply.flags)
 
 
-def _commit(lease: int, skip: list[int], headers: list[bytes]) -> messages.Commit:
+def _commit(lease: int, slots: Sequence[Slot], headers: list[bytes]) -> messages.Commit:
     """The request; only ranks of a shared write send headers."""
-    return messages.Commit(0, lease, skip, headers if any(headers) else [])
+    skip = [i for i, slot in enumerate(slots) if slot.skipped]
+    shared = slots[0].selection.shard is not None
+    return messages.Commit(0, lease, skip, headers if shared else [])
 
 
 def reserve_request(prefix: Prefix, selection: Selection, timeout_s: float) -> messages.Reserve:

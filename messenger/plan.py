@@ -1,4 +1,4 @@
-"""How a transfer is cut, joined and routed. No I/O happens here.
+"""How a transfer is cut and routed. No I/O happens here.
 
 Cutting serves two ends: parts that travel at the same time over several streams, and chunks between
 which something more urgent can go first. Both cut the list of ranges, in order, at equal numbers of
@@ -31,16 +31,6 @@ class Slice(NamedTuple):
     item: int
     start: int
     stop: int
-
-
-class Run(NamedTuple):
-    """Ranges [first, stop) of a list, which lie side by side in the grant and in memory."""
-
-    first: int
-    stop: int
-    offset: int
-    length: int
-    address: int
 
 
 def cut(ranges: Sequence[Range], chunk_bytes: int) -> list[list[Slice]]:
@@ -124,25 +114,6 @@ class InOrder:
         self._served = Served(one.item + 1, self._served.nbytes + length)
         if self._arrived is not None:
             self._arrived(one.item)
-
-
-def coalesce(ranges: Sequence[Range], addresses: Sequence[int]) -> list[Run]:
-    """Neighbours joined: those that follow each other in the grant and in memory both.
-
-    `addresses` are of the arrays that the ranges are copied to or from. For transports where each
-    range costs something, as descriptors do; order is kept, and ranges of no bytes join any.
-    """
-    runs: list[Run] = []
-    for index, ((offset, length), address) in enumerate(zip(ranges, addresses, strict=True)):
-        if runs:
-            last = runs[-1]
-            if not length or (
-                last.offset + last.length == offset and last.address + last.length == address
-            ):
-                runs[-1] = last._replace(stop=index + 1, length=last.length + length)
-                continue
-        runs.append(Run(index, index + 1, offset, length, address))
-    return runs
 
 
 def order_paths(links: Sequence[Link], nbytes: int, now: float) -> list[int]:

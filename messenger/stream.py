@@ -19,7 +19,6 @@ import socket
 import struct
 import threading
 import time
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -88,7 +87,7 @@ class Cursor:
         if len(first) >= nbytes_max:
             return [first[:nbytes_max]]
         batch, room = [first], nbytes_max - len(first)
-        for view in islice(self._views, self.index + 1, self.index + _PIECES_MAX):
+        for view in self._views[self.index + 1 : self.index + _PIECES_MAX]:
             if len(view) >= room:
                 batch.append(view[:room])
                 break

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from .errors import GrantError, PeerLost, TransferError, TransferTimeout
 from .frames import LAST_GRANT, RANGES_MAX
-from .listener import Answer, Conversation, Listener, tune
+from .listener import Answer, Conversation, Listener, stay_close, tune
 from .plan import PART_BYTES_MIN, InOrder, Slice, split
 from .pool import StreamPool
 from .stream import PlainStream, Stream, TlsStream, views_of
@@ -59,18 +59,23 @@ def connect(
             raise
     except TimeoutError as error:
         raise TransferTimeout(f"no connection to {where} by the deadline") from error
-    except OSError as error:
+    except (OSError, UnicodeError, OverflowError) as error:  # the latter of names and ports
         raise PeerLost(f"no connection to {where}: {error}") from error
 
 
 def _open_socket(address: tuple[str, int], deadline: float) -> socket.socket:
+    """The first of the host's addresses that answers; each may take its share of the time."""
     failure: OSError = OSError("the name has no address")
-    for family, kind, protocol, _, target in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    for left, (family, kind, protocol, _, target) in zip(
+        range(len(found), 0, -1), found, strict=True
+    ):
         sock = socket.socket(family, kind, protocol)
         try:
             tune(sock)
-            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            sock.settimeout(max(0.001, (deadline - time.monotonic()) / left))
             sock.connect(target)
+            stay_close(sock)
             if sock.getsockname() == sock.getpeername():
                 # Nobody listens there, and the kernel chose that very port for our end.
                 raise ConnectionRefusedError("connected to itself")
@@ -175,6 +180,9 @@ class TcpTransport:
         deadline: float,
         arrived: Arrived | None,
     ) -> Served:
+        if grant == LAST_GRANT:
+            # Whoever used the stream before us had the last grant.
+            raise GrantError(f"{LAST_GRANT} is the last grant of one stream, not of a transport")
         if self._parallel_max > 1 and sum(map(len, views)) >= 2 * PART_BYTES_MIN:
             parts = split(ranges, self._parallel_max)
             return _Parts(self._pool, one, grant, self._stall_s).move(

@@ -8,7 +8,6 @@ The data model and what happens when Redis fails: docs/directory.md
 
 from __future__ import annotations
 
-from ..errors import InvalidInput
 from .base import Directory, DirectoryEvent, NodeRecord
 from .embedded import EmbeddedDirectory
 from .host import host_id
@@ -25,8 +24,8 @@ def open_directory(url: str, *, pool: str = "default") -> Directory:
     check_pool(pool)
     scheme, _, name = url.partition(":")
     if scheme == "embedded":
-        if name and check_pool(name) != name:
-            raise InvalidInput(f"{url!r}: write embedded: or embedded:NAME")
+        if name:
+            check_pool(name)
         return EmbeddedDirectory.named(f"{pool}:{name}")
     options = parse_redis(url)
     # Only pools of many machines need the library: 60 ms of imports.

@@ -321,9 +321,19 @@ class Node:
         share = share_of(request.rank, request.ranks, request.owned)
 
         def attempt(final: bool) -> bool:
-            made = self.core.reserve(
-                session, keys, request.parent, request.depth, request.extent_bytes, _now(), share
-            )
+            try:
+                made = self.core.reserve(
+                    session,
+                    keys,
+                    request.parent,
+                    request.depth,
+                    request.extent_bytes,
+                    _now(),
+                    share,
+                )
+            except InvalidInput as error:  # a parked one is tried in somebody else's call
+                reply(_refusal(request.id, error))
+                return True
             if made.reason is Reason.NO_ROOM and not made.statuses and not final:
                 return False
             replicas = made.lease.replicas if made.lease else []

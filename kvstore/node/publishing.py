@@ -46,9 +46,10 @@ class PublisherOptions:
     """How eager a node publishes.
 
     `poll_s` is how old an event gets before it is published. `republish_keys_s` bounds the rounds:
-    50,000 keys are about 0.2 s of Redis' time, so a million blocks are back after 20 s. Rounds that
-    nobody waits for spread over half of `republish_s`. `pending_max` bounds what is kept while the
-    directory is away; beyond it, forgetting all and publishing anew is cheaper.
+    50,000 keys are about 0.2 s of Redis' time; a million blocks are back after 20 s, or later if
+    Redis is slow. Rounds that nobody waits for spread over half of `republish_s`. `pending_max`
+    bounds what is kept while the directory is away; beyond it, forgetting all and publishing anew
+    is cheaper.
     """
 
     heartbeat_s: float = HEARTBEAT_S

@@ -102,7 +102,7 @@ def store(
     prefix = seals.prefix
     while outcome.decided < len(prefix):
         if not peer.region_bytes:
-            peer.call(messages.Match(0, b""), max(0.0, deadline - time.monotonic()))
+            peer.call(messages.Match(0, b""), max(0.0, patience - time.monotonic()))
         share = peer.region_bytes // PUT_SHARE // prefix.schema.extent_bytes
         at_once = max(1, min(share, _at_once_max(seals.selection)))
         part = prefix[outcome.decided : outcome.decided + at_once]

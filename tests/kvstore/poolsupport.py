@@ -43,41 +43,43 @@ _numbers = itertools.count(1)
 
 
 class Network(Relay):
-    """A relay that can go silent after so many more bytes from the node."""
+    """A relay that can go silent after so many more bytes."""
 
     def __init__(self, target: tuple[str, int]) -> None:
-        self._until_silence: float = float("inf")
+        self._left = {"from": float("inf"), "to": float("inf")}
         super().__init__(target)
 
-    def stall_after(self, nbytes: int) -> None:
-        """Go silent then; `resume` ends it."""
-        self._until_silence = nbytes
+    def stall_after(self, nbytes: int, direction: str = "from") -> None:
+        """Go silent once so many more bytes came from the node, or went to it; `resume` ends it."""
+        self._left[direction] = nbytes
 
     def resume(self) -> None:
         """See `Relay.resume`."""
-        self._until_silence = float("inf")
+        self._left = {"from": float("inf"), "to": float("inf")}
         super().resume()
 
     def _pump(self, source: socket.socket, sink: socket.socket, counted: bool) -> None:
-        super()._pump(_Counted(source, self) if counted else source, sink, counted)  # type: ignore[arg-type]
+        watched: Any = _Counted(source, self, "from" if counted else "to")
+        super()._pump(watched, sink, counted)
 
-    def count(self, nbytes: int) -> None:
-        """So many bytes came from the node."""
-        self._until_silence -= nbytes
-        if self._until_silence <= 0:
+    def count(self, nbytes: int, direction: str) -> None:
+        """So many bytes have come."""
+        self._left[direction] -= nbytes
+        if self._left[direction] <= 0:
             self.pause()
 
 
 class _Counted:
-    """A socket of a node whose bytes are counted as they are received."""
+    """A socket whose bytes are counted as they are received."""
 
-    def __init__(self, source: socket.socket, network: Network) -> None:
+    def __init__(self, source: socket.socket, network: Network, direction: str) -> None:
         self._source = source
         self._network = network
+        self._direction = direction
 
     def recv(self, nbytes: int) -> bytes:
         data = self._source.recv(nbytes)
-        self._network.count(len(data))
+        self._network.count(len(data), self._direction)
         return data
 
     def __getattr__(self, name: str) -> Any:

@@ -30,17 +30,20 @@ from shardworker import SHARDED
 
 from tiffin.kvstore import AsyncClient, Client, KVSchema
 from tiffin.kvstore.blocks import select, select_shard
+from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import InvalidInput, NoRoom, SchemaError, StaleLease
 from tiffin.kvstore.node import messages
 from tiffin.kvstore.node.core import CoreOptions
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.node.remote import RemoteService
 from tiffin.kvstore.pool.fetch import Arrivals
+from tiffin.kvstore.pool.peer import Peer
 from tiffin.kvstore.pool.shards import shard_node
 from tiffin.kvstore.schema import LayerSpec
 from tiffin.kvstore.sealing import shard_blocks_max
 from tiffin.kvstore.slices import slice_schema
-from tiffin.kvstore.verbs import Access
+from tiffin.kvstore.verbs import Access, reserve_request
+from tiffin.messenger.wire import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -408,13 +411,116 @@ def test_a_rank_that_writes_anothers_part_is_not_believed(node: Node, client: Cl
     write(client, prefix, 2)
 
 
+def test_a_rank_that_skips_every_block_gives_them_all_back(any_client: Client) -> None:
+    prefix = fresh_prefix(2, SHARDED)
+    slots = any_client.reserve(prefix, shard=(0, 2))
+    for slot in slots:
+        slot.skip()
+    slots.commit()
+    assert slots.stored == slots.pending == ()
+    write(any_client, prefix, 2)
+
+
+def test_a_waiting_rank_that_turns_out_to_be_wrong_is_refused_alone(
+    node: Node, client: Client
+) -> None:
+    """Its claim is looked at when there is room for it, in some other client's call."""
+    held = client.reserve(fresh_prefix(BLOCKS, SHARDED))
+    prefix = fresh_prefix(1, SHARDED)
+    session = node.connect("two ranks", 1)
+    replies: dict[int, Any] = {}
+    for number, owned in ((1, b"\1"), (2, b"\1")):
+        request = messages.Reserve(
+            number,
+            prefix.key_bytes,
+            prefix.parent,
+            0,
+            SHARDED.extent_bytes,
+            30.0,
+            number - 1,
+            2,
+            owned,
+        )
+        node.submit(session, request, lambda reply: replies.update({reply.id: reply}))
+    assert not replies, "there was room, so nobody waits"
+    held.abort()
+    wait_until(lambda: len(replies) == 2, "both are answered")
+    assert replies[1].lease
+    assert replies[2].error == "InvalidInput"
+    assert client.match(prefix).blocks == 0, "the node answers no more"
+    node.disconnect(session, fenced=True)
+
+
+def test_a_remote_rank_whose_connection_breaks_takes_the_block_with_it(
+    node: Node, client: Client
+) -> None:
+    prefix = fresh_prefix(1, SHARDED)
+    service = RemoteService(node, ("127.0.0.1", 0))
+    try:
+        peer = Peer(service.address, Credentials())
+        request = reserve_request(prefix, select_shard(SHARDED, (0, 2)), 1.0)
+        assert peer.call(request, 1.0).lease
+        slots = client.reserve(prefix, shard=(1, 2))
+        peer.close()
+        wait_until(lambda: not node.core.residency.shared, "the node notices")
+        slots[0].view[:] = payload_of(prefix.keys[0], SHARDED)
+        slots.commit()
+        assert slots.stored == slots.pending == ()
+        write(client, prefix, 2)
+    finally:
+        service.close()
+
+
+def test_ranks_of_a_pool_write_at_home_and_from_afar_to_one_node(
+    node: Node, client: Client
+) -> None:
+    """Two ranks on the node's host, two elsewhere that name the node by its number."""
+    service = RemoteService(node, ("127.0.0.1", 0))
+    url = f"tiffin://127.0.0.1:{service.address[1]}"
+    prefix = fresh_prefix(2, SHARDED)
+    try:
+        with Client.open(url) as far:
+            outcomes = [
+                one.put(prefix, slices_of(prefix, (rank, 4)), shard=(rank, 4))
+                for rank, one in enumerate([client, far, client, far])
+            ]
+        assert [result.pending for result in outcomes] == [(0, 1)] * 3 + [()]
+        assert outcomes[3].stored == (0, 1)
+        with client.get(prefix) as blocks:
+            assert_right(blocks, prefix)
+    finally:
+        service.close()
+
+
+def test_the_asyncio_client_of_a_pool_writes_ranks_too(node: Node) -> None:
+    service = RemoteService(node, ("127.0.0.1", 0))
+    prefix, other = fresh_prefix(2, SHARDED), fresh_prefix(1, SHARDED)
+
+    async def run() -> None:
+        url = f"tiffin://127.0.0.1:{service.address[1]}"
+        async with AsyncClient.open(url) as client:
+            results = await asyncio.gather(
+                *(client.put(prefix, slices_of(prefix, (r, 4)), shard=(r, 4)) for r in range(4))
+            )
+            assert sorted(len(result.stored) for result in results) == [0, 0, 0, 2]
+            for rank in range(2):
+                async with client.reserve(other, shard=(rank, 2)) as slots:
+                    slots[0].view[:] = payload_of(other.keys[0], SHARDED)
+                assert (slots.stored, slots.pending) == (((), (0,)) if rank == 0 else ((0,), ()))
+            async with client.get(prefix) as blocks:
+                assert_right(blocks, prefix)
+
+    try:
+        asyncio.run(run())
+    finally:
+        service.close()
+
+
 def test_the_headers_of_one_commit_fit_one_frame(client: Client) -> None:
     most = shard_blocks_max(SHARDED)
     used = SHARDED.header.used_bytes
     headers = [bytes(used)] * most
     body = messages.encoder.encode(messages.Commit(1 << 62, 1 << 62, [], headers))
-    from tiffin.messenger.wire import FRAME_BYTES_MAX
-
     assert len(body) <= FRAME_BYTES_MAX
     tokens = np.zeros((most + 1) * SHARDED.block_tokens, np.uint32)
     with pytest.raises(InvalidInput, match="reserve slices of the prefix"):

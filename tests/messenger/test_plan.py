@@ -1,4 +1,4 @@
-"""Cutting loses nothing, arrivals are told in order, neighbours are joined, paths are ranked."""
+"""Cutting loses nothing, arrivals are told in order, paths are ranked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiffin.messenger.links import Link
-from tiffin.messenger.plan import InOrder, Run, Slice, coalesce, cut, order_paths, sliced, split
+from tiffin.messenger.plan import InOrder, Slice, cut, order_paths, sliced, split
 from tiffin.messenger.transport import NOTHING, Range, Served
 
 if TYPE_CHECKING:
@@ -101,26 +101,6 @@ def test_arrivals_from_threads() -> None:
 
 def test_nothing_has_arrived_at_first() -> None:
     assert InOrder(ranges_of([5]), cut(ranges_of([5]), 3), None).served == NOTHING
-
-
-def test_coalesce_needs_neighbours_on_both_sides() -> None:
-    ranges = [Range(0, 10), Range(10, 5), Range(15, 5), Range(30, 5), Range(35, 0), Range(35, 5)]
-    assert coalesce(ranges, [100, 110, 115, 120, 0, 125]) == [
-        Run(0, 3, 0, 20, 100),
-        Run(3, 6, 30, 10, 120),
-    ]
-    assert len(coalesce(ranges[:3], [100, 111, 116])) == 2
-    assert coalesce([], []) == []
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4), st.integers(0, 9)), max_size=15))
-def test_coalesced_runs_are_the_same_bytes(triples: list[tuple[int, int, int]]) -> None:
-    ranges = [Range(offset, length) for offset, length, _ in triples]
-    addresses = [address for _, _, address in triples]
-    runs = coalesce(ranges, addresses)
-    each = [(o + i, a + i) for (o, n), a in zip(ranges, addresses, strict=True) for i in range(n)]
-    assert [(r.offset + i, r.address + i) for r in runs for i in range(r.length)] == each
-    assert [i for run in runs for i in range(run.first, run.stop)] == list(range(len(ranges)))
 
 
 def test_paths_by_predicted_time_and_health() -> None:

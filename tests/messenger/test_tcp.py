@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from netsupport import HELLO, serving, soon
 
 from tiffin.messenger import frames, tcp
+from tiffin.messenger.doubles import Relay
 from tiffin.messenger.errors import (
     FrameError,
     GrantError,
@@ -320,9 +322,10 @@ def test_no_answer_to_the_connection() -> None:
             connect(full.getsockname(), soon(0.1))
 
 
-def test_a_name_that_does_not_exist() -> None:
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "x" * 70, "127.0.0.1"])
+def test_addresses_that_do_not_exist(host: str) -> None:
     with pytest.raises(PeerLost, match="no connection to"):
-        connect(("no-such-host.invalid", 1), soon())
+        connect((host, 1 if host[0].isalpha() else 70_000), soon())
 
 
 def test_ipv6() -> None:
@@ -378,6 +381,18 @@ def test_a_refused_grant_costs_no_connection(server: Server, transport: TcpTrans
         with pytest.raises(GrantError):
             transport.write(77, TEN, ten(), deadline=soon())
     assert len(server.talks) == 1
+
+
+def test_the_last_grant_is_not_of_a_transport(server: Server, transport: TcpTransport) -> None:
+    """The stream it would take may have been granted something for somebody else."""
+    grant = server.book.add([np.ones(10, np.uint8)], writes=True)
+    with transport.stream(soon()) as stream:
+        stream.message(b"grant %d" % grant)
+        stream.flush(soon())
+        stream.receive_message(soon())
+    for verb in (transport.read, transport.write):
+        with pytest.raises(GrantError, match="of one stream"):
+            verb(LAST_GRANT, TEN, ten(), deadline=soon())
 
 
 def test_a_restarted_peer_is_found_again(transport: TcpTransport, server: Server) -> None:
@@ -511,6 +526,66 @@ def test_parts_fail_together(server: Server) -> None:
         assert not target.any()
         assert transport.read(grant, ranges, targets, deadline=soon()) == Served(1, nbytes)
         assert target.all()
+
+
+@pytest.mark.parametrize("parallel_max", [1, 3])
+def test_ctrl_c_in_the_middle(server: Server, parallel_max: int) -> None:
+    """It is raised once nothing writes to the target any more, from any thread."""
+    nbytes = 32 << 20
+    grant = server.book.add([np.ones(nbytes, np.uint8)])
+    target = np.zeros(nbytes, np.uint8)
+    main = threading.get_ident()
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with closing(Relay(server.address)) as relay:
+            transport = TcpTransport(server.opener(relay.address), parallel_max=parallel_max)
+            with closing(transport):
+                transport.read(grant, [Range(0, nbytes)], [target], deadline=soon())
+                relay.pause()
+                timer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGUSR1))
+                timer.start()
+                with pytest.raises(KeyboardInterrupt):
+                    transport.read(grant, [Range(0, nbytes)], [target], deadline=soon())
+                timer.join()
+                target[:] = 0
+                relay.resume()
+                time.sleep(0.05)
+                assert not target.any()
+                transport.read(grant, [Range(0, nbytes)], [target], deadline=soon())
+                assert target.all()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_transport_closed_while_it_connects(server: Server) -> None:
+    opening, go_on = threading.Event(), threading.Event()
+    errors: list[PeerLost] = []
+
+    def opener(deadline: float) -> Stream:
+        opening.set()
+        go_on.wait()
+        return server.opener()(deadline)
+
+    transport = TcpTransport(opener)
+
+    def read() -> None:
+        try:
+            transport.read(1, TEN, ten(), deadline=soon())
+        except PeerLost as error:
+            errors.append(error)
+
+    reader, closer = threading.Thread(target=read), threading.Thread(target=transport.close)
+    reader.start()
+    opening.wait()
+    closer.start()
+    go_on.set()
+    reader.join()
+    closer.join()
+    assert len(errors) == 1
 
 
 def test_a_forked_child_uses_none_of_the_parents_connections() -> None:

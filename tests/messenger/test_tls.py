@@ -30,7 +30,7 @@ def server(certificates: Path) -> Iterator[Server]:
     tls = server_tls(
         certificates / "server.pem", certificates / "server.key", certificates / "ca.pem"
     )
-    with serving(tls=tls, hello_timeout_s=2.0, stall_s=0.5) as server:
+    with serving(tls=tls, hello_timeout_s=1.0, stall_s=0.5) as server:
         yield server
 
 

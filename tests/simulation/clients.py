@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiffin.kvstore.block import relocate_header
+from tiffin.kvstore.blocks import select
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import StaleLease, TiffinError
 from tiffin.kvstore.node import messages
 from tiffin.kvstore.pool.client import PoolClient
 from tiffin.kvstore.pool.engine import Engine, PoolOptions
+from tiffin.kvstore.pool.fetch import Arrivals, fetch
 from tiffin.kvstore.pool.peer import Peer, as_ours
 from tiffin.kvstore.pool.store import Seals
+from tiffin.kvstore.verbs import Access
 from tiffin.messenger.transport import Range
 
 from .blocks import EXTENT_BYTES, LIED_ABOUT, LIES, ODD, PREFIXES, SCHEMA, is_right, payloads_of
@@ -84,7 +87,7 @@ class User:
         client = self._open()
         verbs: dict[Callable[[PoolClient, float], None], int] = {
             self._get: 30,
-            self._view: 8,
+            self._view: 14,
             self._put: 22,
             self._put_twice: 4,
             self._remove: 4,
@@ -136,7 +139,7 @@ class User:
             )
 
     def _some(self) -> Prefix:
-        prefixes = [*PREFIXES, LIES] if self.verify == "always" else PREFIXES
+        prefixes = [*PREFIXES, LIES, LIES, LIES] if self.verify == "always" else PREFIXES
         prefix = self._dice.choice(prefixes)
         return prefix[: self._dice.randint(1, len(prefix))]
 
@@ -211,7 +214,7 @@ class User:
 
 
 class Stranger:
-    """Speaks the protocol by hand, badly: every way in which a client can be late, wrong or gone."""
+    """Speaks the protocol by hand, badly: every way in which one can be late, wrong or gone."""
 
     def __init__(self, machinery: Machinery, name: str, until: float) -> None:
         self.machinery = machinery
@@ -242,12 +245,15 @@ class Stranger:
             self._commit_too_soon,
             self._commit_garbage,
             self._lie,
+            self._lie,
             self._write_slowly,
             self._write_slowly,
             self._abort_while_writing,
             self._purge,
             self._purge,
-            self._purge,
+            self._read_slowly,
+            self._read_slowly,
+            self._read_slowly,
         ]
         while self.world.now < self.until:
             self.world.sleep(self._dice.uniform(0.01, 0.3))
@@ -390,6 +396,20 @@ class Stranger:
         parts = self._parts(prefix, reply, payloads_of(prefix))
         self._write(peer, reply, *parts, pause_s=self._dice.uniform(0.2, 1.2))
         peer.call(messages.Commit(0, reply.lease), 0.3)
+
+    def _read_slowly(self, peer: Peer) -> None:
+        """Past the end of its lease, in sips, and without a look at the checksums."""
+        prefix = self._dice.choice(PREFIXES)
+        deadline = self.world.now + 8.0
+        with as_ours("stranger"), peer.transport.stream(deadline) as stream:
+            stream.sip_s = self._dice.uniform(0.05, 0.4)  # type: ignore[attr-defined]
+        targets = [np.zeros(SCHEMA.block_bytes, np.uint8) for _ in prefix.keys]
+        access = Access("off", self._dice)
+        arrivals = Arrivals(prefix, select(SCHEMA), access, targets)
+        fetched = fetch(peer, prefix, arrivals, deadline=deadline)
+        for key, target in list(zip(prefix.keys, targets, strict=True))[: fetched.blocks]:
+            if not is_right(key, target):
+                raise Violation("bytes", f"{self.name} sipped wrong bytes of {key.hex()[:8]}")
 
     def _purge(self, peer: Peer) -> None:
         """Remove much, and write something else where it was."""

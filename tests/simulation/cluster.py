@@ -152,8 +152,8 @@ class Cluster:
             self._slow_disk: 3,
             self._fail_disk: 1,
             self._rot: 3,
-            self._silence_directory: 4,
-            self._lose_answers: 2,
+            self._silence_directory: 5,
+            self._lose_answers: 4,
             self._flush: 1,
             self._falsify: 4 if self.forgery else 0,
         }
@@ -254,7 +254,7 @@ class Cluster:
         self.machinery.directory.down = False
 
     def _lose_answers(self) -> None:
-        self.machinery.directory.unanswered = 0.3
+        self.machinery.directory.unanswered = 0.5
         self._at(1.0, lambda: setattr(self.machinery.directory, "unanswered", 0.0))
 
     def _flush(self) -> None:

@@ -24,11 +24,9 @@ class DirectoryService:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.truth = EmbeddedDirectory(
-            registration_ttl_s=REGISTRATION_TTL_S, clock=world.monotonic
-        )
+        self.truth = EmbeddedDirectory(registration_ttl_s=REGISTRATION_TTL_S, clock=world.monotonic)
         self.down = False
-        # Of all calls, how many are carried out without an answer.
+        # The share of calls without an answer; half of them were carried out all the same.
         self.unanswered = 0.0
         self.cut_off: set[str] = set()
         self._snapshot: dict[int, set[bytes]] = {}
@@ -123,9 +121,13 @@ class SimulatedDirectory(Directory):
         if service.down or self._user in service.cut_off:
             world.sleep(TIMEOUT_S)
             raise DirectoryUnavailable("the simulated directory does not answer")
+        lost = world.random.random()
+        if lost < service.unanswered / 2:
+            world.sleep(TIMEOUT_S)
+            raise DirectoryUnavailable("the question to the simulated directory was lost")
         result = action(service.truth)
         world.sleep(world.random.uniform(*ANSWER_S))
-        if world.random.random() < service.unanswered:
+        if lost < service.unanswered:
             world.sleep(TIMEOUT_S)
             raise DirectoryUnavailable("the simulated directory's answer was lost")
         return result

@@ -1,13 +1,12 @@
 """A simulated NVMe tier: slow, sometimes very, and it lives on when its node dies.
 
-The product's `Tier` checks what is asked of it; `Mover` and `Node` use it unchanged. A write goes to
-the platter piece by piece, so that a crash leaves half of it; only extents that were marked after
-all of their bytes were written are found again, damaged ones included.
+The product's `Tier` checks what is asked of it; `Mover` and `Node` use it unchanged. A write goes
+to the platter piece by piece, so that a crash leaves half of it; only extents that were marked
+after all of their bytes were written are found again, damaged ones included.
 """
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +17,7 @@ from tiffin.kvstore.errors import CorruptBlock, TierUnavailable, VersionMismatch
 from tiffin.kvstore.tiers.base import Tier, TierName
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Iterator
 
     from tiffin.kvstore.block import Header

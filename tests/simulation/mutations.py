@@ -204,10 +204,8 @@ def _visible_before_commit() -> Patches:
 def _overwrite_in_place() -> Patches:
     """A put of a resident block writes over it where it is."""
 
-    def reserve(
-        self: NodeCore, session: Any, keys: Any, parent: bytes, depth: int, length: int, now: float
-    ) -> Any:
-        made = original(self, session, keys, parent, depth, length, now)
+    def reserve(self: NodeCore, session: Any, keys: Any, *rest: Any) -> Any:
+        made = original(self, session, keys, *rest)
         if made.lease is not None or not made.statuses:
             return made
         replicas = [self.index[k].dram for k in keys if k in self.index and self.index[k].dram]
@@ -217,15 +215,15 @@ def _overwrite_in_place() -> Patches:
             self.residency.hold(replica)
             replica.generation = next(self._generations)
         lease = self._grant(session, replicas, writes=True)
-        self._expire_at(lease, now + self.options.write_lease_s)
+        self._expire_at(lease, rest[3] + self.options.write_lease_s)
         return core_module.Reservation(b"\1" * len(keys), lease, made.reason)
 
-    def commit(self: NodeCore, lease: Any, good: Any) -> None:
+    def commit(self: NodeCore, lease: Any, good: Any) -> Any:
         if lease.replicas[0].block.key in self.residency.writing:
-            original_commit(self, lease, good)
-            return
+            return original_commit(self, lease, good)
         self._forget(lease)
         self._let_go(lease.replicas)
+        return bytes(good)
 
     original, original_commit = NodeCore.reserve, NodeCore.commit
     return [(NodeCore, "reserve", reserve), (NodeCore, "commit", commit)]
@@ -323,14 +321,16 @@ def _home_forgotten() -> Patches:
 MUTATIONS = [
     Mutation("no_fence_for_reads", _no_fence_for_reads, ("bytes",)),
     Mutation("no_fence_for_writes", _no_fence_for_writes, ("bytes", "findable", "conservation")),
-    Mutation("early_reuse", _early_reuse, ("bytes", "findable", "conservation", "exception")),
+    Mutation("early_reuse", _early_reuse, ("bytes", "findable")),
     Mutation("commit_while_writing", _commit_while_writing, ("bytes", "findable")),
     Mutation("commit_unseen", _commit_unseen, ("commit", "findable")),
     Mutation("any_generation", _any_generation, ("commit", "findable")),
-    Mutation("release_twice", _release_twice, ("lease", "bytes", "conservation", "exception")),
-    Mutation("removed_stays", _removed_stays, ("conservation",)),
+    Mutation("release_twice", _release_twice, ("lease", "conservation", "exception")),
+    Mutation("removed_stays", _removed_stays, ("conservation", "exception")),
     Mutation("publish_before_commit", _publish_before_commit, ("convergence",)),
-    Mutation("visible_before_commit", _visible_before_commit, ("bytes", "findable", "conservation")),
+    Mutation(
+        "visible_before_commit", _visible_before_commit, ("bytes", "findable", "conservation")
+    ),
     Mutation("overwrite_in_place", _overwrite_in_place, ("bytes", "findable", "conservation")),
     Mutation("leases_for_ever", _leases_for_ever, ("leak",)),
     Mutation("abort_leaks", _abort_leaks, ("leak",)),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DELAY_S = (0.00005, 0.002)
 # Little, so that a reader that stops soon stops its writer in the middle of a block.
-BUFFER_BYTES = (4096, 65536)
+BUFFER_BYTES = (4096, 32768)
 PIECE_BYTES = 4096
 BYTES_S = (10e6, 200e6)
 # How long the kernel tries to connect to a host that does not answer.
@@ -181,8 +181,9 @@ class SimulatedStream(Stream):
     """The product's framing on an `Endpoint`."""
 
     _socket: Endpoint
-    # A client that sends slowly waits so long after every piece.
+    # A slow client waits so long before every piece that it sends, or receives.
     pause_s = 0.0
+    sip_s = 0.0
 
     def alive(self) -> bool:
         """See `Stream.alive`."""
@@ -202,6 +203,9 @@ class SimulatedStream(Stream):
 
     def _receive_some(self, views: list[memoryview], wait_s: float, *, whole: bool) -> int:
         try:
+            if self.sip_s:
+                self._socket.network.world.sleep(min(self.sip_s, wait_s))
+                views = [views[0][:PIECE_BYTES]]
             return self._socket.incoming.receive(views, wait_s)
         except OSError as error:
             raise self._lost(error) from error
@@ -349,7 +353,7 @@ class Network:
         return True
 
     def forget(self, name: str) -> None:
-        """A machine of this name has started: what its last life had open is refused from now on."""
+        """A machine of this name has started: what its last life had open is refused now."""
         for pair in self.connections:
             if any(end.outgoing.source.name == name for end in pair):
                 _break(pair)

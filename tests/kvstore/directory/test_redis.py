@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    import redis
+
     from tiffin.kvstore.directory.redis import RedisDirectory
 
     OpenRedis = Callable[..., RedisDirectory]
@@ -248,20 +250,20 @@ GARBAGE: list[object] = [
 ]
 
 
-def forge(client: object, name: bytes | str, value: object) -> None:
+def forge(client: redis.Redis, name: bytes | str, value: object) -> None:
     """Replace what lies under `name`."""
-    client.delete(name)  # type: ignore[attr-defined]
+    client.delete(name)
     match value:
         case "a list":
-            client.rpush(name, b"x")  # type: ignore[attr-defined]
+            client.rpush(name, b"x")
         case "a hash":
-            client.hset(name, b"x", b"y")  # type: ignore[attr-defined]
+            client.hset(name, b"x", b"y")
         case "a set":
-            client.sadd(name, b"x")  # type: ignore[attr-defined]
+            client.sadd(name, b"x")
         case "a stream":
-            client.xadd(name, {b"e": b"x"})  # type: ignore[attr-defined]
+            client.xadd(name, {b"e": b"x"})
         case _:
-            client.set(name, value)  # type: ignore[attr-defined]
+            client.set(name, value)
 
 
 @pytest.mark.parametrize("value", GARBAGE, ids=lambda v: v if isinstance(v, str) else f"{len(v)}B")
@@ -304,41 +306,33 @@ def test_a_broken_membership_is_an_empty_one_until_it_is_mended(
     assert event.added == KEYS[:3]
 
 
-def edit(client: object, pool: str, rng: random.Random) -> None:
+def edit(client: redis.Redis, pool: str, rng: random.Random) -> None:
     """One random change of one random thing."""
     members = f"tiffin:{{{pool}:m}}:"
+    nodes, place = members + "nodes", members + rng.choice(["nodes", "number", "events"])
+    location = name_of(pool, rng.choice(KEYS))
     match rng.randrange(6):
         case 0:
-            forge(client, name_of(pool, rng.choice(KEYS)), rng.choice(GARBAGE))
+            forge(client, location, rng.choice(GARBAGE))
         case 1:
-            forge(client, members + rng.choice(["nodes", "number", "events"]), rng.choice(GARBAGE))
-        case 2:
-            flip(client, name_of(pool, rng.choice(KEYS)), rng)
-        case 3:
-            fields = client.hkeys(members + "nodes") if is_hash(client, members + "nodes") else []  # type: ignore[attr-defined]
-            for field in fields[:1]:
-                value = bytearray(client.hget(members + "nodes", field))  # type: ignore[attr-defined]
-                value[rng.randrange(len(value))] ^= 1 << rng.randrange(8)
-                client.hset(members + "nodes", field, bytes(value))  # type: ignore[attr-defined]
-        case 4:
+            forge(client, place, rng.choice(GARBAGE))
+        case 2 if client.type(location) == b"string":
+            client.set(location, flipped(client.get(location), rng))
+        case 3 if client.type(nodes) == b"hash":
+            field = rng.choice(client.hkeys(nodes))
+            client.hset(nodes, field, flipped(client.hget(nodes, field), rng))
+        case 4 if client.type(nodes) == b"hash":
             name = rng.choice(["-1", "x", "0", "4294967296", str(rng.randrange(1 << 32))])
-            if is_hash(client, members + "nodes"):
-                client.hset(members + "nodes", name, rng.randbytes(rng.randrange(200)))  # type: ignore[attr-defined]
+            client.hset(nodes, name, rng.randbytes(rng.randrange(200)))
         case 5:
-            client.delete(members + rng.choice(["nodes", "number", "events"]))  # type: ignore[attr-defined]
+            client.delete(place)
 
 
-def is_hash(client: object, name: str) -> bool:
-    return bool(client.type(name) == b"hash")  # type: ignore[attr-defined]
-
-
-def flip(client: object, name: bytes, rng: random.Random) -> None:
-    if client.type(name) != b"string":  # type: ignore[attr-defined]
-        return
-    value = bytearray(client.get(name))  # type: ignore[attr-defined]
-    if value:
-        value[rng.randrange(len(value))] ^= 1 << rng.randrange(8)
-        client.set(name, bytes(value))  # type: ignore[attr-defined]
+def flipped(value: bytes, rng: random.Random) -> bytes:
+    """One bit of it is another."""
+    changed = bytearray(value or b"\0")
+    changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
 
 
 def survive_edits(

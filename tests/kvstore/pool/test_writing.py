@@ -1,0 +1,674 @@
+"""Where puts go, how many copies there are, and what becomes of them when nodes leave."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from kvsupport import Background, assert_right, fresh_prefix, payloads_of, wait_until, within
+from poolsupport import LARGE, Cluster, Member, holders
+
+from tiffin.kvstore import Client
+from tiffin.kvstore.directory.base import NodeRecord
+from tiffin.kvstore.errors import (
+    DirectoryUnavailable,
+    Draining,
+    InvalidInput,
+    NodeUnavailable,
+    NoRoom,
+    StaleLease,
+)
+from tiffin.kvstore.node import messages
+from tiffin.kvstore.pool import caretaker, store
+from tiffin.kvstore.pool.caretaker import Watch
+from tiffin.kvstore.pool.plan import place
+
+if TYPE_CHECKING:
+    from tiffin.kvstore import Prefix
+    from tiffin.kvstore.pool.client import PoolClient
+
+
+def prompt(blocks: int = 3) -> Prefix:
+    return fresh_prefix(blocks, LARGE)
+
+
+def check(client: PoolClient, prefix: Prefix) -> None:
+    """All of it is there, and right."""
+    with client.get(prefix) as blocks:
+        assert blocks.complete, blocks
+        assert_right(blocks, prefix)
+
+
+def fill(member: Member, blocks: int) -> list[Prefix]:
+    """Leave no room: pinned prompts of one block."""
+    prefixes = [member.put(prompt(1)) for _ in range(blocks)]
+    with Client.attach(member.node) as client:
+        assert all(client.pin(prefix, hard=True) for prefix in prefixes)
+    return prefixes
+
+
+class TestPlacement:
+    def test_home_comes_first(self, cluster: Cluster) -> None:
+        home, _ = cluster.start("home"), cluster.start("other")
+        client, prefix = cluster.open(home), prompt()
+        assert client.put(prefix, payloads_of(prefix)).stored == (0, 1, 2)
+        assert holders(cluster, prefix) == [["home"]] * 3
+        check(client, prefix)
+
+    def test_without_a_home_the_emptier_of_two_is_chosen(self, cluster: Cluster) -> None:
+        cluster.start("full", 8)
+        fill(cluster.members["full"], 6)
+        cluster.start("empty", 64)
+        cluster.settle()
+        client = cluster.open()
+        wait_until(
+            lambda: {r.free_bytes for r in client.nodes().values()}
+            == {2 * LARGE.extent_bytes, 64 * LARGE.extent_bytes},
+            "the directory knows what is free",
+        )
+        for _ in range(3):
+            prefix = prompt(1)
+            client.put(prefix, payloads_of(prefix))
+            assert holders(cluster, prefix) == [["empty"]]
+
+    def test_what_was_put_is_found_at_once(self, cluster: Cluster) -> None:
+        """The directory hears of it later."""
+        cluster.start("one"), cluster.start("two")
+        for _ in range(10):
+            client, prefix = cluster.open(), prompt(2)
+            assert client.put(prefix, payloads_of(prefix)).complete
+            check(client, prefix)
+            assert client.match(prefix).blocks == 2
+            assert client.pin(prefix) == 2
+            assert client.remove(prefix) == 2
+            assert client.exists(prefix)[0] in (False, True)  # a hint
+            client.close()
+
+    def test_nodes_without_room_are_passed_over(self, cluster: Cluster) -> None:
+        home, full = cluster.start("home", 4), cluster.start("full", 4)
+        cluster.start("roomy")
+        for member in (home, full):
+            fill(member, 4)
+        client, prefix = cluster.open(home), prompt()
+        with within(0.4, "a put that finds no room at two nodes"):
+            assert client.put(prefix, payloads_of(prefix)).stored == (0, 1, 2)
+        assert holders(cluster, prefix) == [["roomy"]] * 3
+
+    def test_home_with_room_for_a_part_leaves_the_whole_to_another(self, cluster: Cluster) -> None:
+        home = cluster.start("home", 4)
+        cluster.start("roomy")
+        fill(home, 2)
+        client, prefix = cluster.open(home), prompt(4)
+        assert client.put(prefix, payloads_of(prefix)).complete
+        assert cluster.members["roomy"].has(prefix) == [True] * 4
+
+    def test_no_room_anywhere_is_a_result(self, cluster: Cluster) -> None:
+        home, other = cluster.start("home", 4), cluster.start("other", 4)
+        for member in (home, other):
+            fill(member, 4)
+        prefix = prompt()
+        for client in (cluster.open(home), cluster.open()):
+            result = client.put(prefix, payloads_of(prefix), timeout_s=0.3)
+            assert (result.stored, result.reason) == ((), "no_room")
+
+    def test_a_put_waits_where_most_of_it_is(self, cluster: Cluster) -> None:
+        home, other = cluster.start("home", 4), cluster.start("other", 4)
+        pinned = fill(home, 3)
+        fill(other, 4)
+        client, prefix = cluster.open(home), prompt()
+        waiting = Background(lambda: client.put(prefix, payloads_of(prefix), timeout_s=30))
+        wait_until(lambda: home.node.statistics()["waiting_requests"], "the put waits at home")
+        with Client.attach(home.node) as operator:
+            for one in pinned:
+                operator.unpin(one)
+        result = waiting.result()
+        assert (result.stored, result.resident, result.reason) == ((0, 1, 2), (), None)
+
+    def test_draining_nodes_are_not_chosen(self, cluster: Cluster) -> None:
+        home, leaving, staying = (cluster.start(n) for n in ("home", "leaving", "staying"))
+        home.node.draining = leaving.node.draining = True
+        client = cluster.open(home)
+        wait_until(lambda: client.nodes()[leaving.number].draining, "the directory is told")
+        for _ in range(4):
+            prefix = prompt(1)
+            assert client.put(prefix, payloads_of(prefix)).complete
+            assert holders(cluster, prefix) == [["staying"]]
+        staying.node.draining = True
+        prefix = prompt(1)
+        with pytest.raises(Draining):
+            client.put(prefix, payloads_of(prefix))
+
+    def test_nodes_that_do_not_answer_are_passed_over(self, cluster: Cluster) -> None:
+        gone, mute = cluster.start("gone"), cluster.start("mute", relayed=True)
+        cluster.start("well", 4)
+        gone.hang_up()
+        assert mute.network is not None
+        mute.network.pause()
+        client = cluster.open()
+        for _ in range(4):
+            prefix = prompt(1)
+            with within(5, "a put that meets two sick nodes"):
+                assert client.put(prefix, payloads_of(prefix), timeout_s=30).complete
+            assert holders(cluster, prefix) == [["well"]]
+        mute.network.resume()
+
+    def test_a_node_that_stalls_under_a_put(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its reservation ends with the connection, so that nobody finds the keys busy."""
+        monkeypatch.setattr(store, "STALL_S", 0.2)
+        sick = cluster.start("sick", 64, relayed=True)
+        cluster.start("well", 8)
+        client, prefix = cluster.open(), prompt(4)
+        assert sick.network is not None
+        wait_until(lambda: len(client.nodes()) == 2, "both are known")
+        sick.network.stall_after(2 * LARGE.extent_bytes, "to")
+        assert client.put(prefix, payloads_of(prefix), timeout_s=30).complete
+        assert holders(cluster, prefix) == [["well"]] * 4
+        sick.network.resume()
+        wait_until(lambda: not any(s["write_leases"] for s in sessions(sick)), "it ends")
+        sick.put(prefix)
+
+    def test_a_block_larger_than_any_node_is_a_mistake(self, cluster: Cluster) -> None:
+        cluster.start("small", 1, schema=fresh_prefix(1).schema)
+        client, prefix = cluster.open(), prompt(1)
+        with pytest.raises(InvalidInput, match="does not fit"):
+            client.put(prefix, payloads_of(prefix))
+        assert client._engine.links.down(time.monotonic()) == set()  # which is not its fault
+
+    def test_a_pool_without_nodes(self, cluster: Cluster) -> None:
+        client, prefix = cluster.open(), prompt(1)
+        with pytest.raises(NodeUnavailable):
+            client.put(prefix, payloads_of(prefix))
+        assert client.match(prefix).blocks == 0
+        assert client.get(prefix).missing[0].reason == "miss"
+        assert client.statistics() == {"nodes": {}, "links": {}, "home": None}
+
+    def test_two_choices_are_even_enough(self) -> None:
+        dice = random.Random(7)
+        free = dict.fromkeys(range(1, 21), 1000)
+
+        def record(number: int) -> NodeRecord:
+            return NodeRecord(f"n{number}", "h:1", "", "", 1000, free[number], number=number)
+
+        for _ in range(2000):
+            (chosen,) = place({n: record(n) for n in free}, 1, 1, dice)
+            free[chosen] -= 1
+        assert max(free.values()) - min(free.values()) < 15
+
+
+def sessions(member: Member) -> list[dict[str, int]]:
+    found: list[dict[str, int]] = member.node.statistics()["sessions"]
+    return found
+
+
+class TestReplicas:
+    def test_synchronous_replicas_are_there_when_the_put_returns(self, cluster: Cluster) -> None:
+        home = cluster.start("home")
+        for name in ("a", "b", "c"):
+            cluster.start(name)
+        client, prefix = cluster.open(home), prompt()
+        assert client.put(prefix, payloads_of(prefix), replicas=3).stored == (0, 1, 2)
+        for names in holders(cluster, prefix):
+            assert len(names) == 3
+            assert "home" in names
+
+    def test_replicas_are_on_different_nodes_even_when_home_has_restarted(
+        self, cluster: Cluster
+    ) -> None:
+        """Its number is another one then."""
+        home = cluster.start("home")
+        cluster.start("other")
+        client = cluster.open(home)
+        assert client._home_number == home.number
+        renamed = client.nodes()[home.number]
+        again = cluster.directory.register(renamed)
+        cluster.directory.withdraw(home.number)
+        assert client._home_number == again
+        prefix = prompt()
+        client.put(prefix, payloads_of(prefix), replicas=2)
+        assert holders(cluster, prefix) == [["home", "other"]] * 3
+        wait_until(lambda: home._told()["number"] != home.number, "home registers again")
+        cluster.directory.withdraw(again)
+
+    def test_too_few_nodes(self, cluster: Cluster) -> None:
+        cluster.start("one"), cluster.start("two")
+        client, prefix = cluster.open(), prompt()
+        with pytest.raises(NoRoom, match="2 of 3"):
+            client.put(prefix, payloads_of(prefix), replicas=3)
+        assert holders(cluster, prefix) == [["one", "two"]] * 3  # those that could be
+
+    def test_too_little_room_for_the_second(self, cluster: Cluster) -> None:
+        home, small = cluster.start("home"), cluster.start("small", 4)
+        fill(small, 2)
+        client, prefix = cluster.open(home), prompt(4)
+        with pytest.raises(NoRoom, match="1 of 2"):
+            client.put(prefix, payloads_of(prefix), replicas=2, timeout_s=0.5)
+
+    def test_asynchronous_replicas_come_by_themselves(self, cluster: Cluster) -> None:
+        home = cluster.start("home")
+        cluster.start("a"), cluster.start("b")
+        client, prefix = cluster.open(home), prompt(5)
+        client.put(prefix, payloads_of(prefix), replicas=3, sync=False)
+        wait_until(
+            lambda: holders(cluster, prefix) == [["home", "a", "b"]] * 5, "copies are made"
+        )
+        check(cluster.open(), prefix)
+
+    def test_closing_waits_for_what_was_ordered(self, cluster: Cluster) -> None:
+        cluster.start("a"), cluster.start("b")
+        client = cluster.open()
+        prefixes = [prompt(2) for _ in range(5)]
+        for prefix in prefixes:
+            client.put(prefix, payloads_of(prefix), replicas=2, sync=False)
+        client.close()
+        for prefix in prefixes:
+            assert holders(cluster, prefix) == [["a", "b"]] * 2
+
+    @pytest.mark.parametrize("replicas", [0, -1, 17, "2", 1.5, None])
+    def test_numbers_that_cannot_be(self, cluster: Cluster, replicas: int) -> None:
+        client, prefix = cluster.open(), prompt(1)
+        with pytest.raises(InvalidInput, match="replicas"):
+            client.put(prefix, payloads_of(prefix), replicas=replicas)
+
+
+class TestReserving:
+    def test_without_a_home_slots_are_sent_when_committed(self, cluster: Cluster) -> None:
+        cluster.start("one")
+        client, prefix = cluster.open(), prompt(4)
+        client.put(prefix[:2], payloads_of(prefix[:2]))
+        with client.reserve(prefix) as slots:
+            assert (slots.resident, [slot.index for slot in slots]) == ((0, 1), [2, 3])
+            for slot in slots:
+                slot.view[:] = payloads_of(prefix)[slot.index]
+            assert client.match(prefix).blocks == 2
+        assert slots.stored == (2, 3)
+        check(client, prefix)
+
+    def test_what_finds_no_room_is_not_stored(self, cluster: Cluster) -> None:
+        one = cluster.start("one", 4)
+        fill(one, 4)
+        client = cluster.open()
+        slots = client.reserve(prompt(2), timeout_s=0.2)
+        for slot in slots:
+            slot.view[:] = 1
+        slots.commit()
+        assert slots.stored == ()
+        with pytest.raises(StaleLease):
+            slots.commit()
+
+
+class TestHomeCopies:
+    @pytest.fixture
+    def far(self, cluster: Cluster) -> tuple[Member, Prefix]:
+        cluster.start("home")
+        far = cluster.start("far")
+        prefix = far.put(prompt(4))
+        cluster.settle()
+        return far, prefix
+
+    @pytest.mark.parametrize(
+        ("admission", "reads"), [("always", 1), ("second", 2), ("never", 99)]
+    )
+    @pytest.mark.parametrize("into", [False, True], ids=["view", "into"])
+    def test_blocks_come_home_after_so_many_reads(
+        self, cluster: Cluster, far: tuple[Member, Prefix], admission: str, reads: int, into: bool
+    ) -> None:
+        home, (node, prefix) = cluster.members["home"], far
+        client = cluster.open(home, admission=admission)
+        target = bytearray(4 * LARGE.block_bytes) if into else None
+        for turn in range(1, 4):
+            with client.get(prefix, into=target) as blocks:
+                assert blocks.complete
+                assert_right(blocks, prefix)
+            assert home.has(prefix) == [turn >= reads] * 4, turn
+        served = node.counters()["dram_hits"]
+        assert served == 4 * min(reads, 3)
+
+    def test_a_copy_at_home_is_read_where_it_lies(
+        self, cluster: Cluster, far: tuple[Member, Prefix]
+    ) -> None:
+        import numpy as np
+
+        home, (_, prefix) = cluster.members["home"], far
+        client = cluster.open(home, admission="always")
+        with client.get(prefix, layers=1) as blocks:
+            assert all(np.shares_memory(b.bytes, home.node.dram.region.array) for b in blocks)
+
+    def test_copies_are_verified_whatever_the_client_trusts(
+        self, cluster: Cluster, far: tuple[Member, Prefix]
+    ) -> None:
+        home, (node, prefix) = cluster.members["home"], far
+        node.flip(prefix[2:])
+        client = cluster.open(home, admission="always", verify="off")
+        client.get(prefix).release()
+        assert home.has(prefix) == [True, True, False, False]
+
+    def test_a_full_home_is_no_obstacle(
+        self, cluster: Cluster, far: tuple[Member, Prefix]
+    ) -> None:
+        home, (_, prefix) = cluster.members["home"], far
+        fill(home, 14)  # there is room for half of it
+        client = cluster.open(home, admission="always")
+        with within(0.05, "a get that finds home full"):
+            check(client, prefix)
+        assert home.has(prefix) == [True, True, False, False]
+
+    def test_blocks_that_are_not_to_be_had_leave_no_reservation(
+        self, cluster: Cluster, far: tuple[Member, Prefix]
+    ) -> None:
+        home, (node, prefix) = cluster.members["home"], far
+        client = cluster.open(home, admission="always")
+        node.hang_up()
+        assert client.get(prefix).missing[0].reason == "lost"
+        assert home.node.statistics()["tiers"]["dram"]["reserved_bytes"] == 0
+
+    def test_admission_is_one_of_three(self, cluster: Cluster) -> None:
+        home = cluster.start("home")
+        with pytest.raises(InvalidInput, match="always, second, never"):
+            cluster.open(home, admission="sometimes")
+
+
+class TestWishes:
+    def test_pins_and_removals_reach_every_holder(self, cluster: Cluster) -> None:
+        nodes = [cluster.start(name) for name in ("home", "a", "b")]
+        prefix = prompt(2)
+        for node in nodes:
+            node.put(prefix)
+        cluster.settle()
+        client = cluster.open(nodes[0])
+        assert client.pin(prefix, hard=True) == 2
+        assert all(node.node.statistics()["pinned_blocks"] == 2 for node in nodes)
+        assert client.unpin(prefix) == 2
+        assert all(node.node.statistics()["pinned_blocks"] == 0 for node in nodes)
+        assert client.remove(prefix) == 2
+        assert holders(cluster, prefix) == [[], []]
+        assert client.remove(prefix) == 0
+
+    def test_a_removal_reaches_whom_the_directory_does_not_name(self, cluster: Cluster) -> None:
+        one = cluster.start("one")
+        prefix = one.put(prompt(1))
+        cluster.settle()
+        cluster.directory.publish(one.number, [], list(prefix.keys), 1)
+        assert cluster.open().remove(prefix) == 1
+
+    def test_a_removal_that_did_not_reach_everybody_is_an_error(self, cluster: Cluster) -> None:
+        one, two = cluster.start("one"), cluster.start("two")
+        prefix = one.put(prompt(1))
+        two.hang_up()
+        with pytest.raises(NodeUnavailable):
+            cluster.open().remove(prefix)
+        assert one.has(prefix) == [False]
+
+    @pytest.mark.parametrize("ttl_s", [0, -1, float("nan"), "1"])
+    def test_pins_that_end_before_they_begin(self, cluster: Cluster, ttl_s: float) -> None:
+        one = cluster.start("one")
+        prefix = one.put(prompt(1))
+        cluster.settle()
+        with pytest.raises(InvalidInput, match="ttl_s"):
+            cluster.open().pin(prefix, ttl_s=ttl_s)
+        assert one.node.statistics()["pinned_blocks"] == 0
+
+
+class TestReplicating:
+    def test_nodes_copy_from_each_other(self, cluster: Cluster) -> None:
+        one, two, three = (cluster.start(name) for name in ("one", "two", "three"))
+        prefix = prompt(5)
+        one.put(prefix[:3])
+        two.put(prefix[3:])
+        cluster.settle()
+        client = cluster.open()
+        assert client.replicate(prefix, [three.number, one.number]) == {
+            three.number: 5,
+            one.number: 5,
+        }
+        assert one.has(prefix) == three.has(prefix) == [True] * 5
+        for node in (one, two):
+            node.stop()
+        cluster.remember(three)
+        check(cluster.open(), prefix)  # headers were given their new place
+
+    def test_nobody_has_it(self, cluster: Cluster) -> None:
+        one = cluster.start("one")
+        with pytest.raises(NoRoom, match="first block"):
+            cluster.open().replicate(prompt(1), [one.number])
+
+    def test_targets_that_cannot(self, cluster: Cluster) -> None:
+        one, full = cluster.start("one"), cluster.start("full", 2)
+        prefix = one.put(prompt(2))
+        fill(full, 2)
+        cluster.settle()
+        client = cluster.open()
+        with pytest.raises(NoRoom):
+            client.replicate(prefix, [full.number], timeout_s=5)
+        with pytest.raises(NodeUnavailable):
+            client.replicate(prefix, [4711])
+        full.node.draining = True
+        with pytest.raises(Draining):
+            client.replicate(prefix, [full.number])
+
+    def test_damage_is_not_copied(self, cluster: Cluster) -> None:
+        one, two = cluster.start("one"), cluster.start("two")
+        prefix = one.put(prompt(3))
+        one.flip(prefix[1:])
+        cluster.settle()
+        assert cluster.open().replicate(prefix, [two.number]) == {two.number: 1}
+        assert two.has(prefix)[1] is False
+        cluster.quiet()
+
+    def test_a_pull_that_nobody_waits_for(self, cluster: Cluster) -> None:
+        one, two = cluster.start("one"), cluster.start("two")
+        prefix = one.put(prompt(3))
+        cluster.settle()
+        pull = messages.Pull(
+            0, prefix.key_bytes, prefix.parent, prefix.start, one.number, 5.0, wait=False
+        )
+        assert cluster.open()._engine.ask(two.number, pull, 5.0).count == 0
+        wait_until(lambda: two.has(prefix) == [True] * 3, "it is copied")
+
+    @pytest.mark.parametrize(
+        ("change", "error"),
+        [
+            ({"keys": b"x" * 15}, InvalidInput),
+            ({"keys": b""}, None),
+            ({"source": 0}, NodeUnavailable),
+            ({"source": 1 << 62}, NodeUnavailable),
+            ({"timeout_s": 0.0}, None),
+        ],
+        ids=str,
+    )
+    def test_pulls_that_cannot_be(
+        self, cluster: Cluster, change: dict[str, object], error: type[Exception] | None
+    ) -> None:
+        one = cluster.start("one")
+        client = cluster.open()
+        fields = {"keys": bytes(32), "parent": bytes(16), "depth": 0, "source": one.number}
+        pull = messages.Pull(0, **{**fields, "timeout_s": 1.0, **change})  # type: ignore[arg-type]
+        if error is None:
+            assert client._engine.ask(one.number, pull, 5.0).count == 0
+        else:
+            with pytest.raises(error):
+                client._engine.ask(one.number, pull, 5.0)
+
+
+class TestEvacuating:
+    def test_others_have_every_block_afterwards(self, cluster: Cluster) -> None:
+        leaving = cluster.start("leaving", 64)
+        stems = prompt(6)
+        fork = LARGE.prefix([*stems.tokens[:128], *range(1, 129)], namespace=stems.namespace)
+        prompts = [leaving.put(p) for p in (stems, fork, prompt(1), prompt(8))]
+        cluster.start("a", 24), cluster.start("b", 24)
+        cluster.settle()
+        client = cluster.open()
+        blocks = len(leaving.node.core.index)
+        assert blocks == 6 + 2 + 1 + 8
+        assert client.evacuate(leaving.number, timeout_s=60) == blocks
+        assert client.nodes()[leaving.number].draining or leaving.node.draining
+        leaving.stop()
+        cluster.remember(cluster.members["a"], cluster.members["b"])
+        for one in prompts:
+            assert client.match(one).blocks == len(one)
+            check(client, one)
+
+    def test_what_another_has_is_not_copied(self, cluster: Cluster) -> None:
+        one, two = cluster.start("one"), cluster.start("two")
+        prefix = one.put(prompt(3))
+        two.put(prefix)
+        cluster.settle()
+        before = two.counters()["commits"]
+        assert cluster.open().evacuate(one.number) == 3
+        assert two.counters()["commits"] == before
+
+    def test_a_chain_that_one_node_has_no_room_for_goes_to_two(self, cluster: Cluster) -> None:
+        leaving = cluster.start("leaving")
+        prefix = leaving.put(prompt(8))
+        small = [cluster.start(f"small{i}", 5) for i in range(2)]
+        cluster.settle()
+        for member in small:  # what it has not must not be evicted for what comes
+            fill(member, 0)
+        assert cluster.open().evacuate(leaving.number, timeout_s=60) == 8
+        assert all(names for names in holders(cluster, prefix))
+
+    def test_two_nodes_that_hand_over_to_each_other_do_not_wait_for_ever(
+        self, cluster: Cluster
+    ) -> None:
+        one, two = cluster.start("one", 64), cluster.start("two", 64)
+        for member in (one, two):
+            for _ in range(4):
+                member.put(prompt(2))
+        cluster.settle()
+        client = cluster.open()
+        both = [
+            Background(lambda n=n: client._engine.ask(n, messages.Evacuate(0, 30.0), 30.0).count)
+            for n in (one.number, two.number, one.number, two.number)
+        ]
+        with within(5, "two evacuations at a time"):
+            assert all(8 <= evacuation.result(30) <= 16 for evacuation in both)
+        assert len(one.node.core.index) == len(two.node.core.index) == 16
+
+    def test_nobody_to_hand_over_to(self, cluster: Cluster) -> None:
+        one = cluster.start("one")
+        one.put(prompt(2))
+        assert cluster.open().evacuate(one.number) == 0
+
+
+class TestWatchingPins:
+    def test_a_pinned_block_gets_another_replica_when_a_node_is_lost(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks = []
+        monkeypatch.setattr(caretaker, "WATCH_S", 0.05)
+        look = caretaker.Caretaker._look_after_pins
+        monkeypatch.setattr(
+            caretaker.Caretaker, "_look_after_pins", lambda c: (look(c), looks.append(c))
+        )
+        one, two, three = (cluster.start(name) for name in ("one", "two", "three"))
+        prefix = one.put(prompt(3))
+        two.put(prefix)
+        cluster.settle()
+        client = cluster.open()
+        assert client.pin(prefix, hard=True) == 3
+        looks.clear()
+        wait_until(lambda: len(set(looks)) == 3 and len(looks) > 6, "all caretakers have looked")
+        two.stop()
+        cluster.remember(one, three)
+        wait_until(lambda: three.has(prefix) == [True] * 3, "another replica is made", 20)
+
+    def test_the_lowest_number_of_those_that_are_left_acts(self) -> None:
+        key, others = b"k" * 16, Watch()
+        assert others.lost([key], [(1, 2, 3)], 2) == []
+        assert others.lost([key], [(2, 3)], 2) == [key]
+        assert others.lost([key], [(2, 3)], 2) == [key]  # until there is another
+        assert others.lost([key], [(2, 3, 4)], 2) == []
+        assert others.lost([key], [(1, 2)], 2) == []  # 1 is asked to
+
+    def test_a_directory_that_is_being_filled_anew_is_not_believed(self) -> None:
+        key, watch = b"k" * 16, Watch()
+        assert watch.lost([key], [(1, 2)], 1) == []
+        assert watch.lost([key], [()], 1) == []
+        assert watch.lost([key], [(1,)], 1) == [key]
+
+    def test_what_is_not_pinned_any_more_is_forgotten(self) -> None:
+        key, watch = b"k" * 16, Watch()
+        watch.lost([key], [(1, 2)], 1)
+        assert watch.lost([], [], 1) == []
+        assert watch.known == {}
+
+
+class TestDirectoryAway:
+    def test_home_goes_on_and_publishes_later(self, cluster: Cluster) -> None:
+        home, far = cluster.start("home"), cluster.start("far")
+        distant = far.put(prompt(2))
+        cluster.settle()
+        handle = cluster.flaky()
+        client = cluster.open(home, members=handle)
+        handle.away = True
+        prefix = prompt(2)
+        assert client.put(prefix, payloads_of(prefix)).complete
+        check(client, prefix)
+        assert client.match(prefix).blocks == 2
+        assert client.exists(prefix) == [True, True]
+        assert client.pin(prefix) == 2
+        assert client.get(distant).missing[0].reason == "directory"
+        with client.reserve(prompt(1)) as slots:
+            slots[0].view[:] = 0
+        assert slots.stored == (0,)
+        handle.away = False
+        check(client, distant)
+
+    def test_nodes_that_were_known_are_still_used(self, cluster: Cluster) -> None:
+        cluster.start("one")
+        handle = cluster.flaky()
+        client = cluster.open(members=handle)
+        assert len(client.nodes()) == 1
+        handle.away = True
+        prefix = prompt(2)
+        assert client.put(prefix, payloads_of(prefix)).complete
+        assert list(client.statistics()["nodes"]) == ["one"]
+        assert client.get(prefix).missing[0].reason == "directory"
+        assert client.remove(prefix) == 2
+
+    def test_a_client_that_never_knew_anybody_says_so(self, cluster: Cluster) -> None:
+        cluster.start("one")
+        handle = cluster.flaky()
+        handle.away = True
+        client, prefix = cluster.open(members=handle), prompt(1)
+        for verb in (
+            lambda: client.put(prefix, payloads_of(prefix)),
+            lambda: client.remove(prefix),
+            client.statistics,
+        ):
+            with pytest.raises(DirectoryUnavailable):
+                verb()
+        assert client.match(prefix).blocks == 0
+
+
+class TestStatistics:
+    def test_every_node_and_every_way_by_name(self, cluster: Cluster) -> None:
+        home, far = cluster.start("home"), cluster.start("far")
+        prefix = far.put(prompt(2))
+        cluster.settle()
+        client = cluster.open(home)
+        check(client, prefix)
+        numbers = client.statistics()
+        assert set(numbers) == {"nodes", "links", "home"}
+        assert set(numbers["nodes"]) == {"home", "far"}
+        assert numbers["home"] == "home"
+        assert numbers["nodes"]["far"]["directory"]["number"] == far.number
+        assert numbers["nodes"]["far"]["directory"]["healthy"]
+        link = numbers["links"]["far"]
+        assert (link["transfers"], link["errors"], link["up"]) == (1, 0, True)
+        assert link["bytes"] >= 2 * LARGE.block_bytes
+        assert link["latency_s"] > 0
+        assert link["bandwidth_bytes_s"] > 0
+
+    def test_two_nodes_of_one_name(self, cluster: Cluster) -> None:
+        from msgspec.structs import replace
+
+        one = cluster.start("one")
+        other = cluster.directory.register(replace(cluster.directory.nodes()[one.number]))
+        names = cluster.open().statistics()["nodes"]
+        assert set(names) == {f"one ({one.number})", f"one ({other})"}
+        cluster.directory.withdraw(other)

@@ -1,0 +1,18 @@
+"""The simulation finds planted bugs: each of them within 200 seeds, by the invariant it breaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from .cluster import INVARIANTS
+from .mutations import MUTATIONS, hunt
+
+SEEDS_MAX = 200
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_planted_bug_is_caught(mutation):
+    assert set(mutation.caught_by) <= set(INVARIANTS)
+    catch = hunt(mutation, range(SEEDS_MAX))
+    assert catch is not None, f"{SEEDS_MAX} seeds did not notice: {mutation.patches.__doc__}"
+    assert catch.kind in mutation.caught_by, catch
