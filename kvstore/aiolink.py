@@ -11,8 +11,6 @@ import os
 from itertools import count
 from typing import TYPE_CHECKING, Protocol, cast
 
-import msgspec
-
 from tiffin.messenger.errors import FrameError
 from tiffin.messenger.wire import FrameDecoder, encode_frame
 
@@ -305,7 +303,7 @@ class _Connection(asyncio.BufferedProtocol):
         try:
             self._decoder.buffer_updated(nbytes)
             replies = [messages.reply_decoder.decode(body) for body in self._decoder.take()]
-        except (FrameError, msgspec.DecodeError) as error:
+        except (FrameError, *messages.NOT_A_MESSAGE) as error:
             self._end(ProtocolError(f"the node at {self._path} sent garbage: {error}"))
             return
         for reply in replies:

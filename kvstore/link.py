@@ -20,8 +20,6 @@ import weakref
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-import msgspec
-
 from tiffin.messenger.errors import FrameError, RegionError
 from tiffin.messenger.region import Region
 from tiffin.messenger.wire import FrameDecoder, encode_frame
@@ -344,7 +342,7 @@ class SocketLink:
         try:
             self._decoder.buffer_updated(received)
             self._ready.extend(messages.reply_decoder.decode(b) for b in self._decoder.take())
-        except (FrameError, msgspec.DecodeError) as error:
+        except (FrameError, *messages.NOT_A_MESSAGE) as error:
             self._broken(error)
             raise ProtocolError(f"the node at {self._path} sent garbage: {error}") from error
 
@@ -425,7 +423,7 @@ def _read_welcome(path: Path, data: bytes) -> messages.Welcome:
     try:
         bodies = FrameDecoder().feed(data)
         reply = messages.reply_decoder.decode(bodies[0]) if bodies else None
-    except (FrameError, msgspec.DecodeError) as error:
+    except (FrameError, *messages.NOT_A_MESSAGE) as error:
         raise ProtocolError(f"{path} is not a Tiffin node: {error}") from error
     if reply is None:
         raise NodeUnavailable(f"the node at {path} closed the connection instead of a welcome")

@@ -157,6 +157,15 @@ def parse_answer(body: bytes | memoryview) -> tuple[Served, str | None]:
     raise FrameError(f"an answer with status {status}, {count} ranges and {nbytes} bytes")
 
 
+def parse_whole_answer(data: memoryview, at: int, kind: Kind) -> Served | None:
+    """What was served, if an answer of this kind lies at `at` that is whole and no refusal. None
+    for anything else, to be looked at in more detail."""
+    length, code, status, zero, count, zero_too, nbytes, zero_also = _HEAD.unpack_from(data, at)
+    if length != _HEAD_LENGTH or code != kind or status or zero or zero_too or zero_also:
+        return None
+    return Served(count, nbytes)
+
+
 def _parse_head(body: bytes | memoryview) -> tuple[int, int, int]:
     """Status, ranges, number."""
     if len(body) < _HEAD_BODY.size:

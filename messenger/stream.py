@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import frames
+from .cursor import PIECES_MAX, Cursor
 from .errors import (
     FrameError,
     GrantError,
@@ -35,7 +36,6 @@ from .errors import (
     TransferTimeout,
 )
 from .frames import HEAD_BYTES, HEADER, Header, Kind
-from .transport import Range, Served
 from .wire import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -43,10 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .local import ByteArray
-    from .transport import Arrived
+    from .transport import Arrived, Range, Served
 
-# Pieces of one system call: IOV_MAX of Linux.
-_PIECES_MAX = 1024
 # Bytes of one system call. Receiving: how late an arrival may be reported, and found in the cache
 # by whoever hashes it; anything from 1 to 16 MiB was equally fast. Sending: how often progress is
 # noticed; below 4 MiB it was a tenth slower.
@@ -62,62 +60,9 @@ _RECORD_BYTES = 16 << 10
 # 64 KiB took 190 us with none, 110 us with one end looking, 65 us with both. On busy cores it made
 # no difference; without yielding it did harm there.
 _LOOKS = 50
-# SO_RCVTIMEO and SO_SNDTIMEO in steps of powers of two, so that they seldom have to be set.
+# Of SO_RCVTIMEO and SO_SNDTIMEO.
 _WAIT_S_MIN, _WAIT_S_MAX = 2.0**-10, 2.0**10
 _TIMEVAL = struct.Struct("@ll")
-
-
-class Cursor:
-    """Where the next byte of a list of pieces comes from or goes to."""
-
-    __slots__ = ("_at", "_views", "index", "left")
-
-    def __init__(self, views: list[memoryview]) -> None:
-        self._views = views
-        self._at = 0
-        self.index = 0  # of the first piece that is not done
-        self.left = sum(map(len, views))  # bytes
-        self.advance(0)
-
-    def batch(self, nbytes_max: int) -> list[memoryview]:
-        """The next pieces, for one system call."""
-        first = self._views[self.index]
-        if self._at:
-            first = first[self._at :]
-        if len(first) >= nbytes_max:
-            return [first[:nbytes_max]]
-        batch, room = [first], nbytes_max - len(first)
-        for view in self._views[self.index + 1 : self.index + _PIECES_MAX]:
-            if len(view) >= room:
-                batch.append(view[:room])
-                break
-            batch.append(view)
-            room -= len(view)
-        return batch
-
-    def advance(self, nbytes: int) -> None:
-        """`nbytes` more are done."""
-        self.left -= nbytes
-        at, views, count = self._at + nbytes, self._views, len(self._views)
-        while self.index < count and at >= len(views[self.index]):
-            at -= len(views[self.index])
-            self.index += 1
-        self._at = at
-
-    def served(self) -> Served:
-        """The pieces that are done, as ranges."""
-        return Served(self.index, sum(map(len, self._views[: self.index])))
-
-    def fill(self, data: memoryview) -> int:
-        """Copy as much of `data` as fits; returns how much."""
-        taken = 0
-        while self.left and taken < len(data):
-            view = self._views[self.index]
-            nbytes = min(len(view) - self._at, len(data) - taken)
-            view[self._at : self._at + nbytes] = data[taken : taken + nbytes]
-            taken += nbytes
-            self.advance(nbytes)
-        return taken
 
 
 class Stream:
@@ -174,13 +119,11 @@ class Stream:
 
     def flush(self, deadline: float, stall_s: float | None = None) -> None:
         """Send all that is queued. Raises PeerLost, TransferTimeout, Stalled."""
-        if not self._out:
-            return
-        self._midway = True
-        cursor = Cursor(self._out)
-        self._out = []
-        self._send(cursor, deadline, stall_s)
-        self._midway = False
+        if self._out:
+            self._midway = True
+            out, self._out = self._out, []
+            self._send(out, deadline, stall_s)
+            self._midway = False
 
     # -- receiving --------------------------------------------------------------------------------
 
@@ -220,9 +163,10 @@ class Stream:
         self._midway = True
         served = self._receive_answer(Kind.DATA, deadline, stall_s)
         self._reads_due -= 1
-        if served.ranges > len(views) or served.nbytes != sum(map(len, views[: served.ranges])):
+        cursor = Cursor(views if served.ranges == len(views) else views[: served.ranges])
+        if served.ranges > len(views) or served.nbytes != cursor.left:
             raise FrameError(f"data of {served} for {len(views)} ranges")
-        self._receive(Cursor(views[: served.ranges]), deadline, stall_s, arrived)
+        self._receive(cursor, deadline, stall_s, arrived)
         self._midway = False
         return served
 
@@ -296,6 +240,13 @@ class Stream:
     # -- the wire ---------------------------------------------------------------------------------
 
     def _receive_answer(self, kind: Kind, deadline: float, stall_s: float | None) -> Served:
+        if not self.ahead_bytes:
+            self._receive_ahead(deadline, stall_s, HEAD_BYTES)
+        if self.ahead_bytes >= HEAD_BYTES:  # nearly always: all of it, and a good answer
+            whole = frames.parse_whole_answer(self._buffer, self._start, kind)
+            if whole is not None:
+                self._start += HEAD_BYTES
+                return whole
         header = self._receive_header(deadline, kind, stall_s, HEAD_BYTES)
         served, refused = frames.parse_answer(
             self._receive_body(header.body_bytes, deadline, stall_s)
@@ -328,7 +279,9 @@ class Stream:
 
     def _receive_ahead(self, deadline: float, stall_s: float | None, most: int) -> None:
         """Some bytes into the buffer, which holds less than a header."""
-        if self._start:
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start:
             rest = bytes(self._buffer[self._start : self._end])
             self._buffer[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
@@ -392,19 +345,35 @@ class Stream:
             now = time.monotonic()
         raise _late("received", stalled=limit < deadline)
 
-    def _send(self, cursor: Cursor, deadline: float, stall_s: float | None) -> None:
+    def _send(self, views: list[memoryview], deadline: float, stall_s: float | None) -> None:
+        cursor = None
+        if len(views) <= PIECES_MAX:
+            # Most are sent by one call: messages, requests, answers of some KiB.
+            total = sum(map(len, views))
+            if total <= _SEND_BYTES_MAX:
+                nbytes = self._send_patiently(views, deadline, stall_s)
+                if nbytes == total:
+                    return
+                cursor = Cursor(views)
+                cursor.advance(nbytes)
+        cursor = cursor or Cursor(views)
         while cursor.left:
-            views = cursor.batch(_SEND_BYTES_MAX)
+            batch = cursor.batch(_SEND_BYTES_MAX)
+            cursor.advance(self._send_patiently(batch, deadline, stall_s))
+
+    def _send_patiently(
+        self, views: list[memoryview], deadline: float, stall_s: float | None
+    ) -> int:
+        """Send at least one byte, and not much less than all of `views`."""
+        now = time.monotonic()
+        limit = deadline if stall_s is None else min(deadline, now + stall_s)
+        while now < limit:
+            nbytes = self._send_some(views, limit - now)
+            if nbytes:
+                self.sent_bytes += nbytes
+                return nbytes
             now = time.monotonic()
-            limit = deadline if stall_s is None else min(deadline, now + stall_s)
-            nbytes = 0
-            while not nbytes:
-                if now >= limit:
-                    raise _late("sent", stalled=limit < deadline)
-                nbytes = self._send_some(views, limit - now)
-                now = time.monotonic()
-            self.sent_bytes += nbytes
-            cursor.advance(nbytes)
+        raise _late("sent", stalled=limit < deadline)
 
     def _lost(self, why: object) -> PeerLost:
         return PeerLost("the connection was cut" if self._cut else f"the connection broke: {why}")
@@ -422,6 +391,29 @@ class Stream:
         raise NotImplementedError
 
 
+class _Wait:
+    """How long the kernel lets a call wait: at most what is allowed, at least half of it, in powers
+    of two, so that it seldom has to be told. The caller looks at the clock and comes again."""
+
+    __slots__ = ("_high_s", "_low_s", "_option", "_socket")
+
+    def __init__(self, sock: socket.socket, option: int) -> None:
+        self._socket = sock
+        self._option = option
+        self._low_s = self._high_s = -1.0  # not told yet
+
+    def allow(self, wait_s: float) -> None:
+        """The next call may wait for `wait_s`. Raises OSError."""
+        if self._low_s <= wait_s <= self._high_s:
+            return
+        step_s = math.ldexp(1.0, math.frexp(min(max(wait_s, _WAIT_S_MIN), _WAIT_S_MAX))[1] - 1)
+        seconds = int(step_s)
+        timeval = _TIMEVAL.pack(seconds, int((step_s - seconds) * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, self._option, timeval)
+        self._low_s = 0.0 if step_s == _WAIT_S_MIN else step_s
+        self._high_s = math.inf if step_s == _WAIT_S_MAX else 2 * step_s
+
+
 class PlainStream(Stream):
     """TCP without encryption."""
 
@@ -429,7 +421,8 @@ class PlainStream(Stream):
         """Takes over a connected socket."""
         super().__init__(sock)
         sock.settimeout(None)
-        self._waits_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
+        self._receive_wait = _Wait(sock, socket.SO_RCVTIMEO)
+        self._send_wait = _Wait(sock, socket.SO_SNDTIMEO)
 
     def alive(self) -> bool:
         """See `Stream.alive`."""
@@ -463,7 +456,7 @@ class PlainStream(Stream):
     def _receive_some(self, views: list[memoryview], wait_s: float, *, whole: bool) -> int:
         flags = socket.MSG_WAITALL if whole else 0
         try:
-            self._set_wait(socket.SO_RCVTIMEO, wait_s)
+            self._receive_wait.allow(wait_s)
             if len(views) == 1:
                 nbytes = self._socket.recv_into(views[0], 0, flags)
             else:
@@ -478,22 +471,12 @@ class PlainStream(Stream):
 
     def _send_some(self, views: list[memoryview], wait_s: float) -> int:
         try:
-            self._set_wait(socket.SO_SNDTIMEO, wait_s)
+            self._send_wait.allow(wait_s)
             return self._socket.sendmsg(views)
         except BlockingIOError:
             return 0
         except OSError as error:
             raise self._lost(error) from error
-
-    def _set_wait(self, option: int, wait_s: float) -> None:
-        """At most `wait_s`, at least half of it: the caller looks at the clock and comes again."""
-        bounded_s = min(max(wait_s, _WAIT_S_MIN), _WAIT_S_MAX)
-        step_s = math.ldexp(1.0, math.frexp(bounded_s)[1] - 1)
-        if self._waits_s[option] != step_s:
-            seconds = int(step_s)
-            timeval = _TIMEVAL.pack(seconds, int((step_s - seconds) * 1e6))
-            self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
-            self._waits_s[option] = step_s
 
 
 class TlsStream(Stream):

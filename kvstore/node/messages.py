@@ -310,3 +310,7 @@ AnyReply = (
 encoder = msgspec.msgpack.Encoder()
 request_decoder = msgspec.msgpack.Decoder(AnyRequest)
 reply_decoder = msgspec.msgpack.Decoder(AnyReply)
+
+# What decoding raises for bytes that are no message: besides msgspec's own error, text that is not
+# UTF-8 and arrays nested too deeply.
+NOT_A_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -16,8 +16,6 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from tiffin.messenger.errors import FrameError
 from tiffin.messenger.tcp import Answer, Listener
 
@@ -56,7 +54,6 @@ _LATE_S = 5.0
 _SLICE_S = 0.2
 # A stranger who does not know the token does not guess it: three tries are for honest mistakes.
 _REFUSALS_MAX = 3
-_NOT_A_REQUEST = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _RemoteSession:
@@ -157,7 +154,7 @@ class _Conversation:
         """Carry out one request."""
         try:
             request = messages.request_decoder.decode(body)
-        except _NOT_A_REQUEST as error:
+        except messages.NOT_A_MESSAGE as error:
             return self._refuse(0, ProtocolError(f"not a request: {error}"))
         if self._session is None:
             return self._hello(request)

@@ -24,8 +24,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, cast
 
-import msgspec
-
 from tiffin.messenger.errors import FrameError
 from tiffin.messenger.wire import FrameDecoder, encode_frame
 
@@ -50,7 +48,7 @@ PROCESS_CONNECTIONS_MAX = 100
 FRAME_TIMEOUT_S = 10.0
 _SWEEP_S = 2.0
 # The last two are what msgspec lets through: text that is not UTF-8, and arrays nested too deeply.
-_NOT_A_REQUEST = (FrameError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_NOT_A_REQUEST = (FrameError, *messages.NOT_A_MESSAGE)
 # Enough for all that a socket's buffers hold; who keeps sending does not keep the loop.
 _LAST_READS = 16
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)

@@ -125,6 +125,9 @@ def _copy_leased(
                 deadline=deadline,
             )
         skip = _prove(keys, leased, granted, targets, reserved)
+        names = split_keys(keys)
+        for index in (granted[slot] for slot in skip):
+            peer.post(messages.Report(0, names[index], leased.generations[index]))
         answer, _ = home.call(messages.Commit(0, reserved.lease, skip), left_s)
     except BaseException:
         home.post(messages.Abort(0, reserved.lease))

@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from tiffin.messenger import tcp
 from tiffin.messenger.errors import FrameError as BadFrame
 from tiffin.messenger.errors import GrantError, MessengerError, PeerLost, TransferTimeout
@@ -62,7 +60,7 @@ def as_ours(address: str) -> Iterator[None]:
                 f"the node at {address} and we don't take each other's certificates: {error}"
             ) from error
         raise NodeUnavailable(f"lost the node at {address}: {error}") from error
-    except (BadFrame, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (BadFrame, *messages.NOT_A_MESSAGE) as error:
         raise ProtocolError(f"the node at {address} sent garbage: {error}") from error
     except GrantError as error:
         raise NodeUnavailable(f"the node at {address} took a lease back: {error}") from error

@@ -21,24 +21,14 @@ def nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     yield
 
-
     def gone() -> bool:
-        # An error that was logged has a traceback, that a view of a region, and that a descriptor.
+        # An error that was logged has a traceback, that a view of a region, that a descriptor.
         for when in ("call", "teardown"):
             caplog.get_records(when).clear()  # type: ignore[arg-type]
         gc.collect()
         more = [t for t in threading.enumerate() if t not in threads and t.name != "asyncio_0"]
         return not more and len(os.listdir("/proc/self/fd")) <= files
 
-    try:
-        wait_until(gone, "x", 1)
-    except AssertionError:
-        for f in os.listdir("/proc/self/fd"):
-            try: print("FD", f, os.readlink(f"/proc/self/fd/{f}"))
-            except OSError: pass
-        from tiffin.messenger.region import Region
-        for o in gc.get_objects():
-            if isinstance(o, BaseException): print("EXC", repr(o)[:100], [type(r).__name__ + (":" + str(getattr(r,"f_code",""))[:120] if hasattr(r,"f_code") else str(r)[:150]) for r in gc.get_referrers(o)])
     wait_until(gone, f"threads and descriptors end: {set(threading.enumerate()) - threads}")
 
 

@@ -386,6 +386,7 @@ class TestDamage:
         bad.flip(prefix[1:], at=-LARGE.header_bytes + 20)
         with cluster.open(verify="off").get(prefix) as blocks:
             assert (len(blocks), blocks.reason) == (1, "corrupt")
+        wait_until(lambda: bad.counters()["corrupt"] == 1, "the node drops it")
 
     def test_layers_are_verified_by_themselves(self, cluster: Cluster) -> None:
         bad = cluster.start("bad")
@@ -396,6 +397,7 @@ class TestDamage:
         for layers, heads, complete in ((0, None, True), ((0, 2), (1, 2), True), (2, None, False)):
             with client.get(prefix, layers=layers, heads=heads) as blocks:
                 assert blocks.complete == complete, layers
+        wait_until(lambda: bad.counters()["corrupt"] == 1, "the node drops it")
 
 
 class TestSpread:
@@ -409,6 +411,7 @@ class TestSpread:
         assert read(client, prefix) == "72 None"
         one.flip(prefix[40:])
         assert read(client, prefix) == "40 corrupt"
+        wait_until(lambda: one.counters()["corrupt"] == 1, "the node drops it")
 
     @pytest.mark.parametrize(
         "numbers",

@@ -345,6 +345,7 @@ class TestHomeCopies:
         client = cluster.open(home, admission="always", verify="off")
         client.get(prefix).release()
         assert home.has(prefix) == [True, True, False, False]
+        wait_until(lambda: node.counters()["corrupt"] == 1, "the node is told")
 
     def test_a_full_home_is_no_obstacle(
         self, cluster: Cluster, far: tuple[Member, Prefix]
@@ -456,7 +457,7 @@ class TestReplicating:
         cluster.settle()
         assert cluster.open().replicate(prefix, [two.number]) == {two.number: 1}
         assert two.has(prefix)[1] is False
-        cluster.quiet()
+        wait_until(lambda: one.has(prefix) == [True, False, True], "the source is told")
 
     def test_a_pull_that_nobody_waits_for(self, cluster: Cluster) -> None:
         one, two = cluster.start("one"), cluster.start("two")
