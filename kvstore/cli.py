@@ -139,6 +139,12 @@ def node(
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="This node's certificate.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    nixl: Annotated[
+        bool, typer.Option(help="Offer DRAM for one-sided reads by NIXL (RDMA).")
+    ] = False,
+    nixl_lanes: Annotated[
+        str, typer.Option(help="What UCX may use for it, such as rc,ud; empty: all but tcp.")
+    ] = "",
     name: Annotated[str, typer.Option(help="Shown in `tiffin status`.")] = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
@@ -179,6 +185,8 @@ def node(
         directory=directory,
         pool=pool,
         credentials=load_credentials(token_file, tls_ca, tls_cert, tls_key),
+        nixl=nixl,
+        nixl_lanes=nixl_lanes,
     )
     with contextlib.suppress(KeyboardInterrupt):
         uvloop.run(serve(surroundings))

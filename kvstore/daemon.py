@@ -15,6 +15,7 @@ from .credentials import Credentials
 from .directory import NodeRecord, host_id, open_directory
 from .errors import InvalidInput
 from .node.node import Node, NodeOptions
+from .node.onesided import offering
 from .node.publisher import Publisher, PublisherOptions
 from .node.remote import RemoteService
 from .node.server import Server
@@ -35,6 +36,7 @@ class DaemonOptions:
 
     `listen`: the address of its network port; port 0 takes any. `advertise`: the address under
     which others reach it, when that is another. `directory`: a URL for `open_directory`.
+    `nixl`: offer DRAM for one-sided reads, over `nixl_lanes` of UCX.
     """
 
     node: NodeOptions
@@ -45,6 +47,8 @@ class DaemonOptions:
     directory: str = ""
     pool: str = "default"
     credentials: Credentials = field(default_factory=Credentials)
+    nixl: bool = False
+    nixl_lanes: str = ""
 
     def __post_init__(self) -> None:
         if self.directory and self.listen is None:
@@ -71,6 +75,8 @@ async def serve(options: DaemonOptions) -> None:
         async with Server(node, options.socket):
             with contextlib.ExitStack() as stack:
                 address = stack.enter_context(listening(node, options))
+                if options.nixl:
+                    stack.enter_context(offering(node, options.nixl_lanes))
                 if options.directory:
                     assert address is not None
                     stack.enter_context(in_a_pool(node, options, address))

@@ -162,7 +162,7 @@ _CREDENTIALS = ("token_file", "tls_ca", "tls_cert", "tls_key")
 _WORDS = ("pool", "home", "admission")
 # Which blocks that were read from elsewhere leave a copy at home (`pool/homecopy.py`).
 ADMISSIONS = ("always", "second", "never")
-_NUMBERS = {"hedge_s": _number, "hedge_share": _number, "streams": _count}
+_NUMBERS = {"hedge_s": _number, "hedge_share": _number, "streams": _count, "nixl": _flag}
 
 
 def _pool_options(query: str, others: tuple[str, ...]) -> dict[str, object]:

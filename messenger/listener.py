@@ -18,6 +18,7 @@ import errno
 import logging
 import math
 import os
+import select
 import socket
 import ssl
 import threading
@@ -168,8 +169,13 @@ class Listener:
                 if now - logged_at > _LOG_EVERY_S:
                     logged_at = now
                     _log.warning("cannot accept a connection on %s: %s", self.address, error)
-                with self._lock:  # its descriptor is the one that is missed least
-                    self._crowd_out()
+                # Linux wants a descriptor before it looks whether anybody waits. If so, the oldest
+                # stranger's is the one that is missed least.
+                waiting = select.poll()
+                waiting.register(self._socket, select.POLLIN)
+                if waiting.poll(_ACCEPT_RETRY_S * 1000):
+                    with self._lock:
+                        self._crowd_out()
                 self._closed.wait(_ACCEPT_RETRY_S)
             else:
                 self._admit(sock, f"{peer[0]}:{peer[1]}")

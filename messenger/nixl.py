@@ -198,6 +198,7 @@ class NixlTransport:
             with self._agent.use():
                 if time.monotonic() >= deadline:
                     raise TransferTimeout("the deadline had passed: allow more time")
+                self._agent.reap()
                 yield
         finally:
             with self._changed:
@@ -280,6 +281,10 @@ class NixlTransport:
             else:
                 time.sleep(min(nap_s, max(0.0, deadline - now)))
                 nap_s = min(2 * nap_s, NAP_S_MAX)
+
+    def keep(self, flights: Sequence[Flight]) -> None:
+        """Of transfers that are given up, and in no staging piece's quarantine."""
+        self._agent.keep(flights)
 
     def quarantined(self, memory: Registered, flights: Sequence[Flight]) -> Quarantined:
         """For StillMoving."""

@@ -6,7 +6,7 @@ sides, and with RDMA the peer's processor takes no part. What it lacks is added 
 
 - It never gives up. A transfer to a process that is stopped stays "in progress" for ever.
 - It cannot cancel. Releasing a transfer under way, or removing its peer, returns success, and the
-  bytes arrive all the same: 50 MB were written after both. Removing the peer also makes the state
+  bytes arrive all the same: all 64 MiB did after both. Removing the peer also makes the state
   unreadable. So a handle is released, and a peer removed, only when nothing of it is under way.
 - It does not close the connection to a peer that is removed while it lives (ai-dynamo/nixl#2025):
   two sockets stayed open every time. So a peer stays connected until it is lost, in use or not.
@@ -187,7 +187,7 @@ class Flight:
     def _look(self) -> None:
         self._step(lambda raw: raw.getXferStatus(self._handle))
 
-    def _step(self, action: Any) -> None:
+    def _step(self, action: Callable[[Any], Any]) -> None:
         raw = self._agent.raw
         if raw is None:  # destroyed, and what was under way with it
             self._end("the agent was closed")
@@ -283,6 +283,7 @@ class NixlAgent:
         self._closed = False
         self._registered: list[Registered] = []
         self._remotes: dict[bytes, Remote] = {}
+        self._given_up: list[Flight] = []
         self._staging: tuple[Staging, Registered] | None = None
         self._staging_bytes, self._piece_bytes = staging_bytes, piece_bytes
         config = bindings.nixlAgentConfig()
@@ -404,19 +405,19 @@ class NixlAgent:
             for remote in [one for one in self._remotes.values() if one.lost] + spare:
                 if not remote.flights and self._remotes.pop(remote.name, None) is not None:
                     remote.lost = True  # for who still holds it: connect again
-                    self._quietly(lambda raw, name=remote.name: raw.invalidateRemoteMD(name))
+                    self._quietly("invalidateRemoteMD", remote.name)
             for one in [one for one in self._registered if one.leaving and not one.flights]:
                 self._registered.remove(one)
-                self._quietly(lambda raw, one=one: raw.deregisterMem(_regions(one), []))
+                self._quietly("deregisterMem", _regions(one), [])
                 one.let_go()
 
-    def _quietly(self, action: Any) -> None:
+    def _quietly(self, method: str, *arguments: object) -> None:
         if self.raw is None:
             return
         try:
-            action(self.raw)
+            getattr(self.raw, method)(*arguments)
         except errors() as error:
-            _log.warning("NIXL failed to let go of something: %s", error)
+            _log.warning("NIXL failed to let go of something: %s: %s", method, error)
 
     # -- transfers -------------------------------------------------------------------------------
 
@@ -448,6 +449,20 @@ class NixlAgent:
             memory.flights += 1
         return Flight(self, handle, remote, memory)
 
+    def keep(self, flights: Sequence[Flight]) -> None:
+        """Look after transfers that their callers gave up, so that what they use is let go."""
+        with self._lock:
+            self._given_up += flights
+
+    def reap(self) -> None:
+        """Be done with those of them that have ended."""
+        with self._lock:
+            flights = list(self._given_up)
+        ended = {flight for flight in flights if flight.ended()}
+        if ended:
+            with self._lock:
+                self._given_up = [flight for flight in self._given_up if flight not in ended]
+
     def ended(self, handle: int, remote: Remote, memory: Registered, *, failed: bool) -> None:
         """A flight's last word."""
         with self._lock:
@@ -455,7 +470,7 @@ class NixlAgent:
             memory.flights -= 1
             if failed:
                 remote.lost = True
-            self._quietly(lambda raw: raw.releaseXferReq(handle))
+            self._quietly("releaseXferReq", handle)
             if memory.leaving:
                 self.sweep()
 

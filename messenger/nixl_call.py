@@ -115,6 +115,7 @@ class Call:
         except BaseException as error:
             flights = self._under_way(memory)
             if not flights.wait(2 * _patience_s(error)):
+                self._transport.keep([one.flight for one in self._window])
                 raise StillMoving(f"given up, and not ended: {error}", flights) from error
             if isinstance(error, TransferError):
                 error.served = self._told

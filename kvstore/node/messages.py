@@ -183,6 +183,16 @@ class Evacuate(Request, tag="evacuate"):
     timeout_s: Timeout
 
 
+class Describe(Request, tag="describe"):
+    """How is this node's DRAM read by NIXL?"""
+
+
+class Confirm(Request, tag="confirm"):
+    """Is this read lease still held? Asked after a one-sided read of it, which nobody can stop."""
+
+    lease: Natural
+
+
 class Drain(Request, tag="drain"):
     """Take no more reservations (`on`), or take them again. What is here stays readable."""
 
@@ -210,6 +220,8 @@ AnyRequest = (
     | Events
     | Pull
     | Evacuate
+    | Describe
+    | Confirm
     | Drain
     | Goodbye
 )
@@ -296,6 +308,17 @@ class EventPage(Reply, tag="event_page"):
     gap: bool = False
 
 
+class Described(Reply, tag="described"):
+    """What NIXL needs to read this node's DRAM; `metadata` is empty if it is not offered. The
+    region of `nbytes` begins at `base_address`, in `memory` ("DRAM") of `device`."""
+
+    metadata: Annotated[bytes, Meta(max_length=65_536)] = b""
+    base_address: Annotated[int, Meta(ge=0)] = 0
+    nbytes: Natural = 0
+    memory: Name = "DRAM"
+    device: Natural = 0
+
+
 class Refused(Reply, tag="refused"):
     """The request failed; `error` names a class of `tiffin.kvstore.errors`."""
 
@@ -304,7 +327,17 @@ class Refused(Reply, tag="refused"):
 
 
 AnyReply = (
-    Challenge | Welcome | Flags | Reserved | Leased | Done | Numbers | KeyPage | EventPage | Refused
+    Challenge
+    | Welcome
+    | Flags
+    | Reserved
+    | Leased
+    | Done
+    | Numbers
+    | KeyPage
+    | EventPage
+    | Described
+    | Refused
 )
 
 encoder = msgspec.msgpack.Encoder()

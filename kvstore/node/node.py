@@ -43,6 +43,7 @@ from .adoption import adopt
 from .core import KEY_BYTES, CoreOptions, NodeCore, split_keys
 from .mover import Mover, extent_of, verify_block
 from .numbers import numbers_of
+from .onesided import confirm, not_offered
 from .records import Erase, Move, MoveOutcome, Pin, Reason, Replica, Session, Ticket
 from .shared import names, share_of
 from .space import TierSpace
@@ -142,6 +143,8 @@ class Node:
             messages.Inventory: self._inventory,
             messages.Events: self._events,
             messages.Drain: self._drain,
+            messages.Describe: not_offered,
+            messages.Confirm: confirm,
         }
         self._lock = threading.RLock()
         self._parked: deque[_Parked] = deque()

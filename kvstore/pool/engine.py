@@ -62,12 +62,14 @@ class PoolOptions:
     node answers in well under a millisecond, and no get should wait 250 ms for a sick one.
     `hedge_share`: at most this share of reads may be asked for twice, so that a pool that is slow
     as a whole is not made slower. `streams`: TCP streams over which one large read is spread.
+    `nixl`: read by NIXL from nodes that offer it.
     """
 
     hedge_s: float = 0.1
     hedge_share: float = 0.1
     streams: int = 1
     streams_max: int = 8
+    nixl: bool = False
 
     def __post_init__(self) -> None:
         if not self.hedge_s > 0:
@@ -176,7 +178,13 @@ class Engine:
             address = parse_address(record.address)
         except InvalidInput as error:  # the directory is a hint
             raise NodeUnavailable(f"node {record.name}: {error}") from error
-        return Peer(address, self._credentials, self._name, streams_max=self.options.streams_max)
+        return Peer(
+            address,
+            self._credentials,
+            self._name,
+            streams_max=self.options.streams_max,
+            nixl=self.options.nixl,
+        )
 
     def _retire(self) -> list[Peer]:
         """Peers at addresses that no node has any more, if there are many. Under the lock."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiffin.messenger.errors import GrantError
+from tiffin.messenger.errors import GrantError, PeerLost
 from tiffin.messenger.frames import RANGES_MAX
 from tiffin.messenger.transport import Range
 
@@ -47,6 +47,9 @@ log = logging.getLogger(__name__)
 # Larger reads are leased first and then spread over several streams; smaller ones are one round
 # trip on one stream. 8 MiB take about 2 ms on loopback, a hundred times what a round trip costs.
 SPREAD_BYTES_MIN = 16 << 20
+# By NIXL, from where two more round trips (the lease, and the question whether it was still held)
+# are a small part.
+ONE_SIDED_BYTES_MIN = 1 << 20
 # Up to this size, what is read of a block is moved in one and hashed when it is complete: it is in
 # the processor's cache then. To move and hash each of the 32 layers of a block of 64 KiB on its own
 # took 160 us longer than not to verify it, this 50 us.
@@ -232,7 +235,9 @@ def fetch(
         with as_ours(peer.label):
             # One request has so many ranges at most; the transport sends as many as it takes.
             many = len(arrivals.ranges) > RANGES_MAX
-            if many or (streams > 1 and nbytes >= SPREAD_BYTES_MIN):
+            spread = streams > 1 and nbytes >= SPREAD_BYTES_MIN
+            one_sided = peer.one_sided is not None and nbytes >= ONE_SIDED_BYTES_MIN
+            if many or spread or one_sided:
                 _spread(peer, prefix, arrivals, deadline)
             else:
                 _at_once(peer, prefix, arrivals, deadline, stall_s)
@@ -290,15 +295,26 @@ def _spread(peer: Peer, prefix: Prefix, arrivals: Arrivals, deadline: float) -> 
     if not reply.lease:
         return
     try:
-        peer.transport.read(
-            reply.lease,
-            arrivals.ranges,
-            arrivals.targets,
-            deadline=deadline,
-            arrived=arrivals.arrived,
-        )
+        _read_leased(peer, reply, arrivals, deadline)
     finally:
         peer.post(messages.Release(0, reply.lease))
+
+
+def _read_leased(peer: Peer, reply: messages.Leased, arrivals: Arrivals, deadline: float) -> None:
+    ranges, targets, arrived = arrivals.ranges, arrivals.targets, arrivals.arrived
+    one_sided = peer.one_sided
+    messenger = one_sided.messenger() if one_sided is not None else None
+    if one_sided is None or messenger is None:
+        peer.transport.read(reply.lease, ranges, targets, deadline=deadline, arrived=arrived)
+        return
+    one_sided.hold(reply)
+    try:
+        messenger.read(reply.lease, ranges, targets, deadline=deadline, arrived=arrived)
+    except PeerLost:
+        one_sided.forget()
+        raise
+    finally:
+        one_sided.let_go(reply.lease)
 
 
 def _report(peer: Peer, prefix: Prefix, arrivals: Arrivals) -> None:

@@ -33,6 +33,7 @@ from ..errors import (
 )
 from ..link import GRACE_S, raise_refusal
 from ..node import messages
+from .onesided import OneSided
 from .replies import check_reply
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Peer:
         name: str = "",
         *,
         streams_max: int = 8,
+        nixl: bool = False,
     ) -> None:
         self.address = address
         self.label = f"{address[0]}:{address[1]}"
@@ -102,6 +104,7 @@ class Peer:
         self._cut = False
         self._patience = _Patience()
         self.transport = tcp.TcpTransport(self._open, streams_max=streams_max)
+        self.one_sided = OneSided(self) if nixl else None
 
     def close(self) -> None:
         """Say goodbye by hanging up: the node ends the session with its last connection. Whoever
@@ -109,6 +112,8 @@ class Peer:
         with self._lock:
             self._cut = True
         self.cut()
+        if self.one_sided is not None:
+            self.one_sided.forget()
         self.transport.close()
 
     def cut(self) -> None:

@@ -175,24 +175,27 @@ def test_friends_fill_the_listener_and_strangers_never_take_their_place() -> Non
 
 
 def test_out_of_descriptors_is_survived(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    """Accepting fails, is tried again now and then, and said once."""
+    """The oldest stranger makes room for the next one; it is said once, and nothing spins."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket() as early:
-        early.settimeout(20)
-        with caplog.at_level(logging.WARNING, "tiffin.messenger.listener"):
-            highest = max(map(int, os.listdir("/proc/self/fd")))
-            holes = [os.open("/dev/null", os.O_RDONLY) for _ in range(highest - descriptors() + 2)]
-            try:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (max(holes) + 1, hard))
-                early.connect(server.address)
-                assert eventually(lambda: "cannot accept" in caplog.text)
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-                for hole in holes:
-                    os.close(hole)
-        assert early.recv(5), "accepted after all, and greeted"
-    assert caplog.text.count("cannot accept") == 1
-    assert works(server)
+    with contextlib.ExitStack() as stack, caplog.at_level(logging.WARNING):
+        socks = [stack.enter_context(socket.socket()) for _ in range(6)]
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        holes = [os.open("/dev/null", os.O_RDONLY) for _ in range(highest - descriptors() + 2)]
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(holes) + 1, hard))
+            os.close(holes.pop())  # or nobody could be let in, ever
+            for sock in socks:
+                sock.settimeout(20)
+                sock.connect(server.address)
+                assert sock.recv(5), "accepted, and greeted"
+            assert ended(socks[0])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for hole in holes:
+                os.close(hole)
+        assert server.listener.statistics()["crowded_out"] >= 2
+        assert caplog.text.count("cannot accept") == 1
+        assert works(server)
 
 
 # -- endings ---------------------------------------------------------------------------------------

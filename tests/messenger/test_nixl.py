@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -306,6 +308,32 @@ def test_memory_read_in_place_is_in_quarantine_after_a_stall(over_tcp: Ends) -> 
             other.resume()
         assert raised.value.quarantined.wait(30.0)
         assert np.array_equal(memory, other.region.array[: 4 * MIB])  # so late, and in place
+
+
+def test_memory_that_nobody_waits_for_is_let_go_in_the_end(over_tcp: Ends) -> None:
+    agent, other = over_tcp
+    memory = np.zeros(4 * MIB, np.uint8)
+    alive = weakref.ref(memory)
+    registered = agent.register(memory)
+    with closing(transport_of(over_tcp, stall_s=0.2, in_place=True)) as transport:
+        grant = grant_of(other, 4 * MIB)
+        other.stop()
+        try:
+            with pytest.raises(StillMoving):
+                transport.read(grant, [Range(0, 4 * MIB)], [memory], deadline=soon())
+            registered.close()
+            del memory
+            gc.collect()
+            assert alive() is not None
+        finally:
+            other.resume()
+
+        def gone() -> bool:
+            agent.reap()
+            gc.collect()
+            return alive() is None
+
+        assert eventually(gone)
 
 
 def test_ranges_are_read_to_offsets_of_registered_memory(over_memory: Ends) -> None:

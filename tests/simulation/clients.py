@@ -23,7 +23,7 @@ from tiffin.messenger.transport import Range
 
 from .blocks import EXTENT_BYTES, LIED_ABOUT, LIES, ODD, PREFIXES, SCHEMA, is_right, payloads_of
 from .directories import SimulatedDirectory
-from .nodes import HomeLink
+from .nodes import REMOTE_LEASE_S, HomeLink
 from .world import Violation
 
 if TYPE_CHECKING:
@@ -359,10 +359,11 @@ class Stranger:
         if not reply.lease:
             return
         ranges, sources = self._parts(prefix, reply, payloads_of(prefix))
+        right = [source.copy() for source in sources]
         for slot in range(0, len(sources), 2):
             kind = self._dice.randrange(4)
             if kind == 0:
-                sources[slot] = sources[(slot + 2) % len(sources)] if len(sources) > 2 else None
+                sources[slot] = right[(slot + 2) % len(right)] if len(right) > 2 else None
             elif kind == 1:
                 relocate_header(sources[slot], extent_offset=reply.offsets[slot // 2] + 4096)
             elif kind == 2:
@@ -406,7 +407,26 @@ class Stranger:
         targets = [np.zeros(SCHEMA.block_bytes, np.uint8) for _ in prefix.keys]
         access = Access("off", self._dice)
         arrivals = Arrivals(prefix, select(SCHEMA), access, targets)
-        fetched = fetch(peer, prefix, arrivals, deadline=deadline)
+
+        def replace_them() -> None:
+            """What is being read is removed, and its room given to others, when the lease is over.
+
+            By another session, and over a connection that is not in sips."""
+            self.world.sleep(self._dice.uniform(0.5, 2.0) * REMOTE_LEASE_S)
+            other = Peer(peer.address, Credentials(), self.name)
+            try:
+                with contextlib.suppress(TiffinError):
+                    other.call(messages.Remove(0, prefix.key_bytes), 0.3)
+                    self._purge(other)
+            finally:
+                other.close()
+
+        replacer = threading.Thread(target=replace_them, name="replacer")
+        replacer.start()
+        try:
+            fetched = fetch(peer, prefix, arrivals, deadline=deadline)
+        finally:
+            replacer.join()
         for key, target in list(zip(prefix.keys, targets, strict=True))[: fetched.blocks]:
             if not is_right(key, target):
                 raise Violation("bytes", f"{self.name} sipped wrong bytes of {key.hex()[:8]}")

@@ -1,0 +1,775 @@
+"""Who may speak to a node over its port, and what one client may do to another's blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from kvsupport import Background, NetworkNode, fresh_prefix, is_quiet, payloads_of, wait_until
+from poolsupport import LARGE, Network
+
+from tiffin.kvstore import Client
+from tiffin.kvstore.credentials import Credentials, is_loopback, load_credentials, parse_address
+from tiffin.kvstore.daemon import DaemonOptions
+from tiffin.kvstore.errors import (
+    DeadlineExceeded,
+    InvalidInput,
+    NodeUnavailable,
+    NotAuthenticated,
+    ProtocolError,
+    StaleLease,
+    VersionMismatch,
+)
+from tiffin.kvstore.node import messages
+from tiffin.kvstore.node.core import CoreOptions
+from tiffin.kvstore.node.node import Node, NodeOptions
+from tiffin.kvstore.node.remote import SESSION_CONNECTIONS_MAX, RemoteService
+from tiffin.kvstore.pool.peer import Peer, as_ours
+from tiffin.kvstore.pool.store import Seals
+from tiffin.messenger import tcp
+from tiffin.messenger.errors import GrantError, PeerLost
+from tiffin.messenger.frames import LAST_GRANT, Kind
+from tiffin.messenger.transport import Range
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tiffin.kvstore import Prefix
+    from tiffin.messenger.stream import Stream
+
+TOKEN = b"0123456789abcdef-of-the-pool"
+OTHER = b"another-token-0123456789abcdef"
+BLOCK = LARGE.extent_bytes
+
+
+def soon(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+@pytest.fixture
+def serve(nothing_left: None) -> Iterator[Callable[..., tuple[Node, tuple[str, int]]]]:
+    """Starts a node and its port; afterwards it must be whole and hold nothing."""
+    with contextlib.ExitStack() as stack:
+        nodes: list[Node] = []
+
+        def start(
+            credentials: Credentials | None = None, core: CoreOptions | None = None
+        ) -> tuple[Node, tuple[str, int]]:
+            options = NodeOptions(16 * BLOCK, prefault=False, core=core or CoreOptions())
+            node = Node(options)
+            stack.callback(node.close)
+            service = RemoteService(node, ("127.0.0.1", 0), credentials)
+            stack.callback(service.close)
+            nodes.append(node)
+            return node, service.address
+
+        yield start
+        for node in nodes:
+            wait_until(lambda n=node: is_quiet(n.statistics()), "the node comes to rest")
+            node.check()
+
+
+@pytest.fixture
+def connect(nothing_left: None) -> Iterator[Callable[..., Peer]]:
+    """Peers that are closed with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(
+            address: tuple[str, int], credentials: Credentials | None = None, **options: Any
+        ) -> Peer:
+            peer = Peer(address, credentials or Credentials(), "test", **options)
+            stack.callback(peer.close)
+            return peer
+
+        yield make
+
+
+def hello_by_hand(
+    address: tuple[str, int], proof: Callable[[messages.Challenge, bytes], bytes]
+) -> tuple[Stream, Any]:
+    """A stream and what the node answers to a hello with this proof."""
+    stream = tcp.connect(address, soon())
+    challenge: Any = messages.reply_decoder.decode(stream.receive_message(soon()))
+    nonce = b"n" * 16
+    hello = messages.Hello(
+        1, messages.PROTOCOL_VERSION, "", 1, b"s" * 16, nonce, proof(challenge, nonce)
+    )
+    return stream, say(stream, hello)
+
+
+def say(stream: Stream, message: messages.Request | bytes) -> Any:
+    body = message if isinstance(message, bytes) else messages.encoder.encode(message)
+    stream.message(body)
+    stream.flush(soon())
+    return messages.reply_decoder.decode(stream.receive_message(soon()))
+
+
+class TestTokens:
+    @pytest.mark.parametrize("node_token", [b"", TOKEN], ids=["open node", "node with token"])
+    @pytest.mark.parametrize("client_token", [b"", TOKEN, OTHER], ids=["none", "right", "wrong"])
+    def test_both_sides_know_the_same(
+        self, serve: Any, connect: Any, node_token: bytes, client_token: bytes
+    ) -> None:
+        _, address = serve(Credentials(node_token))
+        peer = connect(address, Credentials(client_token))
+        if node_token == client_token:
+            assert peer.call(messages.Match(0, b""), 5.0).flags == b""
+        else:
+            with pytest.raises(NotAuthenticated, match="token"):
+                peer.call(messages.Match(0, b""), 5.0)
+
+    @pytest.mark.parametrize("proof", [b"", b"x" * 32])
+    def test_a_client_refuses_a_node_that_does_not_know_the_token(
+        self, serve: Any, connect: Any, proof: bytes
+    ) -> None:
+        class Rogue(Credentials):
+            """Lets everybody in, and proves nothing."""
+
+            def accepts(self, *_: bytes) -> bool:
+                return True
+
+            def prove(self, *_: bytes) -> bytes:
+                return proof
+
+        _, address = serve(Rogue())
+        with pytest.raises(NotAuthenticated, match="does not know our token"):
+            connect(address, Credentials(TOKEN)).call(messages.Match(0, b""), 5.0)
+
+    def test_a_proof_is_good_for_one_connection(self, serve: Any) -> None:
+        _, address = serve(Credentials(TOKEN))
+        right = Credentials(TOKEN)
+        proofs = []
+
+        def prove(challenge: messages.Challenge, nonce: bytes) -> bytes:
+            proofs.append(right.prove(b"client", nonce, challenge.nonce))
+            return proofs[-1]
+
+        stream, welcome = hello_by_hand(address, prove)
+        stream.close()
+        assert isinstance(welcome, messages.Welcome)
+        for stale in (proofs[0], welcome.proof):  # the node's own, sent back, is none either
+            stream, refused = hello_by_hand(address, lambda _, __, stale=stale: stale)
+            stream.close()
+            assert isinstance(refused, messages.Refused)
+            assert refused.error == "NotAuthenticated"
+
+    def test_guessing_ends_the_connection(self, serve: Any) -> None:
+        _, address = serve(Credentials(TOKEN))
+        stream, refused = hello_by_hand(address, lambda *_: b"y" * 32)
+        with contextlib.closing(stream):
+            with pytest.raises(PeerLost):
+                for _ in range(5):
+                    hello = messages.Hello(
+                        1, messages.PROTOCOL_VERSION, "", 1, b"s" * 16, b"n" * 16, b"z" * 32
+                    )
+                    refused = say(stream, hello)
+            assert refused.error == "NotAuthenticated"
+
+    @pytest.mark.parametrize(
+        ("first", "error"),
+        [
+            (messages.Match(1, b""), "ProtocolError"),
+            (messages.Drain(1, True), "ProtocolError"),
+            (messages.Hello(1, 99, "", 1, b"s" * 16, b"n" * 16), "VersionMismatch"),
+            (messages.Hello(1, 1, "", 1, b"s", b"n" * 16), "ProtocolError"),
+            (messages.Hello(1, 1, "", 1, b"s" * 16, b""), "ProtocolError"),
+            (b"\xc1 garbage", "ProtocolError"),
+        ],
+        ids=["match", "drain", "version", "session", "nonce", "garbage"],
+    )
+    def test_nothing_but_a_right_hello_comes_first(
+        self, serve: Any, first: Any, error: str
+    ) -> None:
+        node, address = serve()
+        stream = tcp.connect(address, soon())
+        with contextlib.closing(stream):
+            stream.receive_message(soon())
+            refused = say(stream, first)
+            assert (type(refused), refused.error) == (messages.Refused, error)
+        assert not node.draining
+        assert not node.core.sessions
+
+    @pytest.mark.parametrize("kind", [Kind.READ, Kind.WRITE])
+    def test_a_stranger_moves_no_bytes(self, serve: Any, kind: Kind) -> None:
+        _, address = serve()
+        stream = tcp.connect(address, soon())
+        with contextlib.closing(stream):
+            stream.receive_message(soon())
+            if kind is Kind.READ:
+                stream.ask_read(1, [Range(0, 8)])
+            else:
+                stream.ask_write(1, [Range(0, 8)], [np.zeros(8, np.uint8)])
+            stream.flush(soon())
+            with pytest.raises(PeerLost):
+                stream.receive_message(soon())
+
+    def test_a_second_hello_is_refused(self, serve: Any, connect: Any) -> None:
+        _, address = serve()
+        peer = connect(address)
+        with pytest.raises(ProtocolError, match="one hello"):
+            peer.call(messages.Hello(0, 1), 5.0)
+        assert peer.call(messages.Match(0, b""), 5.0).flags == b""
+
+    def test_a_node_of_another_version(self, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        host = NetworkNode(Node(NodeOptions(BLOCK, prefault=False)))
+        with contextlib.closing(host):
+            address = parse_address(host.url.removeprefix("tiffin://"))
+            monkeypatch.setattr(messages, "PROTOCOL_VERSION", 2)
+            encode = messages.encoder.encode
+
+            def as_version_3(message: Any) -> bytes:
+                if isinstance(message, messages.Challenge):
+                    message.version = 3
+                return encode(message)
+
+            class Encoder:
+                encode = staticmethod(as_version_3)
+
+            monkeypatch.setattr(messages, "encoder", Encoder)
+            with pytest.raises(VersionMismatch, match="speaks protocol 3, this client 2"):
+                connect(address).call(messages.Match(0, b""), 5.0)
+
+
+class TestTokenFiles:
+    def test_a_token_comes_from_a_file_or_a_files_name_in_the_environment(
+        self, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "token"
+        path.write_bytes(TOKEN + b"\n")
+        path.chmod(0o600)
+        assert load_credentials(path, environ={}).token == TOKEN
+        assert load_credentials(environ={"TIFFIN_TOKEN_FILE": str(path)}).token == TOKEN
+        assert load_credentials(environ={}).token == b""
+        assert "0123" not in repr(load_credentials(path, environ={}))
+
+    @pytest.mark.parametrize(
+        ("content", "mode", "message"),
+        [
+            (TOKEN, 0o640, "chmod 600"),
+            (TOKEN, 0o604, "chmod 600"),
+            (b"short", 0o600, "5 bytes"),
+            (b"", 0o600, "0 bytes"),
+            (b"x" * 5000, 0o600, "5000 bytes"),
+            (None, 0, "can't read"),
+        ],
+    )
+    def test_files_that_are_refused(
+        self, tmp_path: Path, content: bytes | None, mode: int, message: str
+    ) -> None:
+        path = tmp_path / "token"
+        if content is not None:
+            path.write_bytes(content)
+            path.chmod(mode)
+        with pytest.raises(InvalidInput, match=message):
+            load_credentials(path, environ={})
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "host", "host:", ":1", "host:x", "host:65536", "host:-1", "a b:1", "a@b:1", "a/b:1",
+         "::1:7", "[]:1", "[::1]", "host:123456", "a..b:1", "x" * 64 + ":1", "a:\uff11"],
+    )  # fmt: skip
+    def test_what_is_no_address(self, text: str) -> None:
+        with pytest.raises(InvalidInput, match=r"HOST:PORT|brackets"):
+            parse_address(text)
+
+    def test_addresses(self) -> None:
+        assert parse_address("10.0.0.5:7700") == ("10.0.0.5", 7700)
+        assert parse_address("[::1]:0") == ("::1", 0)
+        assert parse_address("node-7.pool.example:1") == ("node-7.pool.example", 1)
+        assert is_loopback("127.0.0.1")
+        assert not is_loopback("0.0.0.0")
+        with pytest.raises(InvalidInput, match="name of a host"):
+            is_loopback("no-such-host.invalid")
+
+
+class TestListening:
+    @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3"])
+    def test_beyond_loopback_only_with_authentication(self, host: str) -> None:
+        node = Node(NodeOptions(BLOCK, prefault=False))
+        with contextlib.closing(node), pytest.raises(InvalidInput, match="--token-file"):
+            RemoteService(node, (host, 0))
+
+    @pytest.mark.parametrize(
+        ("host", "shown"), [("127.0.0.1", "0100007F"), ("0.0.0.0", "00000000")]
+    )
+    def test_exactly_the_address_that_was_given(self, host: str, shown: str) -> None:
+        node = Node(NodeOptions(BLOCK, prefault=False))
+        with contextlib.closing(node):
+            service = RemoteService(node, (host, 0), Credentials(TOKEN))
+            with contextlib.closing(service):
+                lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+                listening = {line.split()[1] for line in lines if line.split()[3] == "0A"}
+                assert f"{shown}:{service.address[1]:04X}" in listening
+
+    def test_an_address_that_cannot_be_had(self) -> None:
+        node = Node(NodeOptions(BLOCK, prefault=False))
+        with contextlib.closing(node), socket.create_server(("127.0.0.1", 0)) as taken:
+            with pytest.raises(NodeUnavailable, match="can't listen"):
+                RemoteService(node, taken.getsockname())
+            with pytest.raises(NodeUnavailable, match="can't listen"):
+                RemoteService(node, ("203.0.113.7", 1), Credentials(TOKEN))
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"directory": "embedded:x"}, "--listen"),
+            ({"listen": ("0.0.0.0", 1)}, "--advertise"),
+            (
+                {
+                    "directory": "embedded:x",
+                    "listen": ("127.0.0.1", 1),
+                    "credentials": Credentials(tls_cert=Path("c"), tls_key=Path("k")),
+                },
+                "--tls-ca",
+            ),
+        ],
+    )
+    def test_a_daemons_options_go_together(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(InvalidInput, match=message):
+            DaemonOptions(NodeOptions(BLOCK), "n", Path("/s"), **options)
+
+
+# -- TLS -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Authority:
+    """A CA and certificates of it."""
+
+    folder: Path
+
+    @property
+    def ca(self) -> Path:
+        return self.folder / "ca.crt"
+
+    def certificate(self, name: str, address: str = "127.0.0.1") -> tuple[Path, Path]:
+        key, crt = self.folder / f"{name}.key", self.folder / f"{name}.crt"
+        if not crt.exists():
+            openssl(
+                "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+                "-keyout", key, "-out", crt, "-days", "2", "-subj", f"/CN={name}",
+                "-addext", f"subjectAltName=IP:{address}", "-addext", "basicConstraints=CA:FALSE",
+                "-CA", self.ca, "-CAkey", self.folder / "ca.key",
+            )  # fmt: skip
+        return crt, key
+
+
+def openssl(*arguments: object) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+
+
+def make_authority(folder: Path) -> Authority:
+    authority = Authority(folder)
+    openssl(
+        "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+        "-keyout", folder / "ca.key", "-out", authority.ca, "-days", "2", "-subj", "/CN=ca",
+    )  # fmt: skip
+    return authority
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return make_authority(tmp_path_factory.mktemp("ours"))
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return make_authority(tmp_path_factory.mktemp("theirs"))
+
+
+class TestTls:
+    def ask(self, peer: Peer) -> None:
+        assert peer.call(messages.Match(0, b""), 5.0).flags == b""
+
+    def node_with(self, authority: Authority, *, mutual: bool = False) -> Credentials:
+        crt, key = authority.certificate("node")
+        return Credentials(tls_ca=authority.ca if mutual else None, tls_cert=crt, tls_key=key)
+
+    def test_bytes_go_through_tls(self, serve: Any, connect: Any, ours: Authority) -> None:
+        node, address = serve(self.node_with(ours))
+        peer = connect(address, Credentials(tls_ca=ours.ca))
+        prefix = fresh_prefix(2, LARGE)
+        with Client.attach(node) as local:
+            local.put(prefix, payloads_of(prefix))
+        leased = peer.call(messages.Lease(0, prefix.key_bytes, 1.0), 1.0)
+        target = np.zeros(LARGE.block_bytes, np.uint8)
+        where = Range(BLOCK + LARGE.header_bytes, LARGE.block_bytes)
+        peer.transport.read(leased.lease, [where], [target], deadline=soon())
+        assert np.array_equal(target, payloads_of(prefix)[1])
+
+    def test_a_node_that_proves_nothing_is_refused(
+        self, serve: Any, connect: Any, ours: Authority, theirs: Authority
+    ) -> None:
+        _, foreign = serve(self.node_with(theirs))
+        with pytest.raises(NotAuthenticated, match="certificates"):
+            self.ask(connect(foreign, Credentials(tls_ca=ours.ca)))
+        crt, key = ours.certificate("elsewhere", "10.9.9.9")
+        _, elsewhere = serve(Credentials(tls_cert=crt, tls_key=key))
+        with pytest.raises(NotAuthenticated, match="certificates"):
+            self.ask(connect(elsewhere, Credentials(tls_ca=ours.ca)))
+        _, plain = serve()
+        with pytest.raises(NodeUnavailable):
+            self.ask(connect(plain, Credentials(tls_ca=ours.ca)))
+
+    def test_a_client_without_tls_gets_nowhere(
+        self, serve: Any, connect: Any, ours: Authority
+    ) -> None:
+        _, address = serve(self.node_with(ours))
+        with pytest.raises(DeadlineExceeded):  # each waits for the other to begin
+            connect(address).call(messages.Match(0, b""), 0.1)
+
+    def test_with_a_ca_the_node_wants_to_see_the_clients_certificate(
+        self, serve: Any, connect: Any, ours: Authority, theirs: Authority
+    ) -> None:
+        _, address = serve(self.node_with(ours, mutual=True))
+        crt, key = ours.certificate("client")
+        self.ask(connect(address, Credentials(tls_ca=ours.ca, tls_cert=crt, tls_key=key)))
+        with pytest.raises(NotAuthenticated, match="certificates"):
+            self.ask(connect(address, Credentials(tls_ca=ours.ca)))
+        crt, key = theirs.certificate("client")
+        with pytest.raises(NotAuthenticated, match="certificates"):
+            self.ask(connect(address, Credentials(tls_ca=ours.ca, tls_cert=crt, tls_key=key)))
+
+    def test_a_token_inside_tls(self, serve: Any, connect: Any, ours: Authority) -> None:
+        crt, key = ours.certificate("node")
+        _, address = serve(Credentials(TOKEN, tls_cert=crt, tls_key=key))
+        self.ask(connect(address, Credentials(TOKEN, tls_ca=ours.ca)))
+        with pytest.raises(NotAuthenticated, match="token"):
+            self.ask(connect(address, Credentials(OTHER, tls_ca=ours.ca)))
+
+    def test_files_that_do_not_go_together(self, ours: Authority, tmp_path: Path) -> None:
+        crt, key = ours.certificate("node")
+        other_key = ours.certificate("client")[1]
+        with pytest.raises(InvalidInput, match="both or neither"):
+            load_credentials(tls_cert=crt, environ={})
+        with pytest.raises(InvalidInput, match="--tls-cert and --tls-key"):
+            Credentials(tls_ca=ours.ca).server_context()
+        with pytest.raises(InvalidInput, match="tls_ca as well"):
+            Credentials(tls_cert=crt, tls_key=key).client_context()
+        with pytest.raises(InvalidInput, match="can't load"):
+            Credentials(tls_cert=crt, tls_key=other_key).server_context()
+        with pytest.raises(InvalidInput, match="can't load"):
+            Credentials(tls_ca=tmp_path / "none").client_context()
+
+
+# -- sessions --------------------------------------------------------------------------------------
+
+
+def reserve(peer: Peer, prefix: Prefix) -> messages.Reserved:
+    request = messages.Reserve(0, prefix.key_bytes, prefix.parent, prefix.start, BLOCK, 1.0)
+    reply: messages.Reserved = peer.call(request, 1.0)
+    return reply
+
+
+def lease(peer: Peer, prefix: Prefix) -> messages.Leased:
+    reply: messages.Leased = peer.call(messages.Lease(0, prefix.key_bytes, 1.0), 1.0)
+    return reply
+
+
+def whole(reply: messages.Reserved, prefix: Prefix) -> list[np.ndarray]:
+    """The extents of reserved blocks as a client writes them."""
+    seals = Seals(prefix, payloads_of(prefix))
+    slots = zip(range(len(prefix)), reply.offsets, reply.generations, strict=True)
+    return [
+        np.concatenate([seals.header(i, offset, generation), seals.payloads[i]])
+        for i, offset, generation in slots
+    ]
+
+
+def write(peer: Peer, reply: messages.Reserved, prefix: Prefix) -> None:
+    extents = whole(reply, prefix)
+    ranges = [Range(i * BLOCK, len(extent)) for i, extent in enumerate(extents)]
+    peer.transport.write(reply.lease, ranges, extents, deadline=soon())
+
+
+def held(node: Node) -> int:
+    return sum(session["held_bytes"] for session in node.statistics()["sessions"])
+
+
+class TestSessions:
+    def test_leases_of_another_session_are_none_of_ours(self, serve: Any, connect: Any) -> None:
+        node, address = serve()
+        mine, other = connect(address), connect(address)
+        prefix, more = fresh_prefix(2, LARGE), fresh_prefix(1, LARGE)
+        with Client.attach(node) as local:
+            local.put(prefix, payloads_of(prefix))
+        read, written = lease(mine, prefix), reserve(mine, more)
+        assert read.lease
+        assert written.lease
+        target = np.zeros(BLOCK, np.uint8)
+        for grant in (read.lease, written.lease, 1, 1 << 62):
+            with pytest.raises(GrantError):
+                other.transport.read(grant, [Range(0, BLOCK)], [target], deadline=soon())
+            with pytest.raises(GrantError):
+                other.transport.write(grant, [Range(0, BLOCK)], [target], deadline=soon())
+            for request in (messages.Release, messages.Commit, messages.Abort):
+                with pytest.raises(StaleLease):
+                    other.call(request(0, grant), 5.0)
+        assert not target.any()
+        assert held(node) == 3 * BLOCK
+        mine.call(messages.Release(0, read.lease), 5.0)
+        mine.call(messages.Abort(0, written.lease), 5.0)
+
+    def test_a_lease_is_for_reading_and_a_reservation_for_writing(
+        self, serve: Any, connect: Any
+    ) -> None:
+        node, address = serve()
+        peer = connect(address)
+        prefix, more = fresh_prefix(1, LARGE), fresh_prefix(1, LARGE)
+        with Client.attach(node) as local:
+            local.put(prefix, payloads_of(prefix))
+        read, written = lease(peer, prefix), reserve(peer, more)
+        target = np.zeros(BLOCK, np.uint8)
+        with pytest.raises(GrantError):
+            peer.transport.write(read.lease, [Range(0, BLOCK)], [target], deadline=soon())
+        with pytest.raises(GrantError):
+            peer.transport.read(written.lease, [Range(0, BLOCK)], [target], deadline=soon())
+        with Client.attach(node) as local, local.get(prefix) as blocks:
+            assert blocks.complete
+        peer.call(messages.Release(0, read.lease), 5.0)
+        peer.call(messages.Abort(0, written.lease), 5.0)
+
+    def test_ranges_beyond_the_lease_are_not_served(self, serve: Any, connect: Any) -> None:
+        node, address = serve()
+        peer = connect(address)
+        prefix = fresh_prefix(2, LARGE)
+        with Client.attach(node) as local:
+            local.put(prefix, payloads_of(prefix))
+        read = lease(peer, prefix[:1])
+        for where in (Range(BLOCK, 8), Range(BLOCK - 4, 8), Range(2**64 - 4, 8), Range(0, BLOCK + 1)):
+            target = np.zeros(where.length, np.uint8)
+            served = peer.transport.read(read.lease, [where], [target], deadline=soon())
+            assert served.ranges == 0
+            assert not target.any()
+        peer.call(messages.Release(0, read.lease), 5.0)
+
+    def test_the_last_grant_is_of_one_connection(self, serve: Any, connect: Any) -> None:
+        node, address = serve()
+        peer = connect(address)
+        prefix = fresh_prefix(1, LARGE)
+        with Client.attach(node) as local:
+            local.put(prefix, payloads_of(prefix))
+        target = np.zeros(BLOCK, np.uint8)
+        with peer.stream(soon()) as one, peer.stream(soon()) as two:
+            request = messages.Lease(0, prefix.key_bytes, 1.0)
+            peer.queue(one, request)
+            one.flush(soon())
+            assert peer.receive(one, request, soon()).lease  # type: ignore[union-attr]
+            for stream, served in ((two, False), (one, True)):
+                stream.ask_read(LAST_GRANT, [Range(0, BLOCK)])
+                stream.flush(soon())
+                if served:
+                    assert stream.receive_data([Range(0, BLOCK)], [target], soon()).ranges == 1
+                else:
+                    with pytest.raises(GrantError, match="last message"):
+                        stream.receive_data([Range(0, BLOCK)], [target], soon())
+            # A release of "the last one" on the other connection releases nothing.
+            two.message(messages.encoder.encode(messages.Release(0, 0)))
+            question = messages.Match(0, b"")
+            peer.queue(two, question)
+            two.flush(soon())
+            peer.receive(two, question, soon())
+            assert held(node) == BLOCK
+            # And of a refused request nothing either, whatever was granted before it.
+            bad = messages.Lease(0, b"odd", 1.0)
+            peer.queue(one, bad)
+            one.message(messages.encoder.encode(messages.Release(0, 0)))
+            one.flush(soon())
+            assert isinstance(peer.receive(one, bad, soon()), messages.Refused)
+            peer.queue(one, question)
+            one.flush(soon())
+            peer.receive(one, question, soon())
+            assert held(node) == BLOCK
+
+    def test_what_a_connection_was_granted_ends_with_it(self, serve: Any, connect: Any) -> None:
+        """The reply may be what was lost with it. The session lives on with the others."""
+        node, address = serve()
+        peer = connect(address)
+        prefix = fresh_prefix(2, LARGE)
+        with peer.stream(soon()) as kept:
+            reservation = reserve(peer, prefix)
+            with peer.stream(soon()) as other:
+                assert other is not kept
+                other.cut()
+            wait_until(lambda: not held(node), "the reservation ends")
+            with pytest.raises(StaleLease):
+                peer.call(messages.Commit(0, reservation.lease), 5.0)
+            again = reserve(peer, prefix)
+            assert again.lease
+            question = messages.Match(0, b"")
+            peer.queue(kept, question)
+            kept.flush(soon())
+            peer.receive(kept, question, soon())
+        peer.call(messages.Abort(0, again.lease), 5.0)
+
+    def test_the_end_of_a_session_frees_everything(self, serve: Any, connect: Any) -> None:
+        node, address = serve()
+        peer = connect(address)
+        prefix, more = fresh_prefix(2, LARGE), fresh_prefix(2, LARGE)
+        with Client.attach(node) as local:
+            local.put(prefix, payloads_of(prefix))
+        lease(peer, prefix)
+        lease(peer, prefix[:1])
+        write(peer, reserve(peer, more), more)
+        assert held(node) == 5 * BLOCK
+        peer.close()
+        wait_until(lambda: not node.core.sessions, "the session ends")
+        assert is_quiet(node.statistics())
+        assert node.exists(prefix.key_bytes + more.key_bytes) == b"\1\1\0\0"
+
+    def test_a_session_has_so_many_connections(self, serve: Any, connect: Any) -> None:
+        _, address = serve()
+        peer = connect(address, streams_max=SESSION_CONNECTIONS_MAX + 1)
+        with contextlib.ExitStack() as stack:
+            for _ in range(SESSION_CONNECTIONS_MAX):
+                stack.enter_context(peer.stream(soon()))
+            with pytest.raises(NodeUnavailable, match="64 connections"):
+                peer.call(messages.Match(0, b""), 5.0)
+            connect(address).call(messages.Match(0, b""), 5.0)  # others may
+        assert peer.call(messages.Match(0, b""), 5.0).flags == b""
+
+
+class TestExpiry:
+    CORE = CoreOptions(remote_lease_s=0.15, write_lease_s=0.15)
+
+    def test_a_silent_readers_lease_ends(self, serve: Any, connect: Any) -> None:
+        node, address = serve(core=self.CORE)
+        peer = connect(address)
+        prefix = fresh_prefix(1, LARGE)
+        with Client.attach(node) as local:
+            local.put(prefix, payloads_of(prefix))
+        read = lease(peer, prefix)
+        wait_until(lambda: not held(node), "the lease ends")
+        target = np.zeros(BLOCK, np.uint8)
+        with pytest.raises(NodeUnavailable, match="took a lease back"), as_ours("it"):
+            peer.transport.read(read.lease, [Range(0, BLOCK)], [target], deadline=soon())
+        with pytest.raises(GrantError):
+            peer.transport.read(read.lease, [Range(0, BLOCK)], [target], deadline=soon())
+        with pytest.raises(StaleLease):
+            peer.call(messages.Release(0, read.lease), 5.0)
+
+    def test_a_transfer_that_has_begun_outlives_its_lease(self, serve: Any, connect: Any) -> None:
+        """Whoever else writes gets other extents until it has ended."""
+        node, address = serve(core=self.CORE)
+        network = Network(address)
+        with contextlib.closing(network):
+            peer = connect(network.address)
+            prefix = fresh_prefix(12, LARGE)
+            with Client.attach(node) as local:
+                local.put(prefix, payloads_of(prefix))
+            read = lease(peer, prefix)
+            network.stall_after(BLOCK)
+            target = np.zeros((12, BLOCK), np.uint8)
+            ranges = [Range(i * BLOCK, BLOCK) for i in range(12)]
+            reading = Background(
+                lambda: peer.transport.read(read.lease, ranges, list(target), deadline=soon(30))
+            )
+            wait_until(lambda: node.statistics()["counters"]["expired"], "the lease expires")
+            with Client.attach(node) as local:
+                assert local.remove(prefix) == 12
+                others = [fresh_prefix(1, LARGE) for _ in range(16)]
+                for other in others:
+                    local.put(other, [np.full(LARGE.block_bytes, 255, np.uint8)], timeout_s=0)
+            network.resume()
+            assert reading.result().ranges == 12
+            for extent, payload in zip(target, payloads_of(prefix), strict=True):
+                begin = LARGE.header_bytes
+                assert np.array_equal(extent[begin : begin + LARGE.block_bytes], payload)
+            wait_until(lambda: is_quiet(node.statistics()), "its extents are free")
+
+    def test_a_reservation_that_expired_takes_no_bytes(self, serve: Any, connect: Any) -> None:
+        node, address = serve(core=self.CORE)
+        peer, prefix = connect(address), fresh_prefix(2, LARGE)
+        reservation = reserve(peer, prefix)
+        wait_until(lambda: not held(node), "it expires")
+        with Client.attach(node) as local:
+            local.put(prefix, payloads_of(prefix))
+            junk = np.full(BLOCK, 9, np.uint8)
+            with pytest.raises(GrantError):
+                peer.transport.write(reservation.lease, [Range(0, BLOCK)], [junk], deadline=soon())
+            for request in (messages.Commit, messages.Abort):
+                with pytest.raises(StaleLease):
+                    peer.call(request(0, reservation.lease), 5.0)
+            with local.get(prefix) as blocks:
+                assert blocks.complete
+
+
+class TestWriting:
+    def test_a_commit_while_another_connection_writes_is_refused(
+        self, serve: Any, connect: Any
+    ) -> None:
+        """What is committed must not change any more. Giving up is always possible."""
+        node, address = serve()
+        network = Network(address)
+        with contextlib.closing(network):
+            slow, quick = connect(network.address), connect(address)
+            slow._session = quick._session
+            prefix = fresh_prefix(3, LARGE)
+            reservation = reserve(quick, prefix)
+            slow.call(messages.Match(0, b""), 5.0)
+            network.stall_after(BLOCK, "to")
+            writing = Background(lambda: write(slow, reservation, prefix))
+            wait_until(
+                lambda: any(x.transfers for s in node.core.sessions.values()
+                            for x in s.leases.values()),
+                "the bytes begin to arrive",
+            )  # fmt: skip
+            with pytest.raises(StaleLease, match="still being written"):
+                quick.call(messages.Commit(0, reservation.lease), 5.0)
+            assert node.match(prefix.key_bytes) == b""
+            quick.call(messages.Abort(0, reservation.lease), 5.0)
+            # Its extents wait for the transfer, its keys don't.
+            dram = node.statistics()["tiers"]["dram"]
+            assert dram["quarantined_bytes"] == 3 * BLOCK
+            with Client.attach(node) as local:
+                assert local.put(prefix, payloads_of(prefix)).stored == (0, 1, 2)
+                network.resume()
+                writing.result()
+                with local.get(prefix) as blocks:
+                    assert blocks.complete
+            wait_until(lambda: is_quiet(node.statistics()), "the extents are free")
+
+    def test_half_a_write_and_a_commit_is_no_block(self, serve: Any, connect: Any) -> None:
+        node, address = serve()
+        peer, prefix = connect(address), fresh_prefix(2, LARGE)
+        reservation = reserve(peer, prefix)
+        extents = whole(reservation, prefix)
+        header = extents[0][: LARGE.header_bytes]
+        peer.transport.write(
+            reservation.lease, [Range(0, len(header))], [header.copy()], deadline=soon()
+        )
+        # A header alone is its writer's word for bytes that a reader does not find.
+        assert peer.call(messages.Commit(0, reservation.lease), 5.0).flags == b"\1\0"
+        with Client.attach(node) as local, local.get(prefix) as blocks:
+            assert (len(blocks), blocks.reason) == (0, "corrupt")
+
+    def test_a_writer_that_is_cut_off_leaves_nothing(self, serve: Any, connect: Any) -> None:
+        node, address = serve()
+        network = Network(address)
+        with contextlib.closing(network):
+            peer, prefix = connect(network.address), fresh_prefix(3, LARGE)
+            reservation = reserve(peer, prefix)
+            network.stall_after(BLOCK, "to")
+
+            def try_to_write() -> None:
+                with contextlib.suppress(PeerLost):
+                    write(peer, reservation, prefix)
+
+            writing = Background(try_to_write)
+            wait_until(
+                lambda: any(x.transfers for s in node.core.sessions.values()
+                            for x in s.leases.values()),
+                "the bytes begin to arrive",
+            )  # fmt: skip
+            peer.close()
+            writing.result()
+            network.resume()
+            wait_until(lambda: is_quiet(node.statistics()), "nothing is left")
+            assert node.match(prefix.key_bytes) == b""
