@@ -34,7 +34,8 @@ from ..verbs import DEFAULT_TIMEOUT_S, Hit, PutResult, check_verify
 from . import verbs
 from .engine import Engine, Reader
 from .homecopy import HomeCopies
-from .placing import Placing
+from .members import FixedMembers, names_of
+from .placing import Placing, check_replicas
 from .replication import Orders, replicate_from, replicate_to
 from .results import MixedBlocks, StagedSlots
 from .shards import shard_node
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..blocks import Selection
-    from ..directory.base import NodeRecord
     from ..keys import Prefix
     from ..link import Link
     from ..schema import HeadRange, LayerRange, Shard
@@ -58,8 +58,6 @@ log = logging.getLogger(__name__)
 
 # In `Hit.where`: some other node of the pool has the block.
 IN_PEER = 4
-# More copies of one prompt are a mistake: each costs its bytes.
-REPLICAS_MAX = 16
 
 
 class PoolClient(Client):
@@ -78,6 +76,7 @@ class PoolClient(Client):
         self._access = local_verbs.Access(check_verify(verify), random.Random())
         self._engine = engine
         self._home = home
+        self._home_lost = False
         self._find_home_number = home_number
         self._copies = HomeCopies(admission) if home is not None else None
         self._dice = random.Random()
@@ -298,7 +297,7 @@ class PoolClient(Client):
         """
         self._check(timeout_s)
         deadline = time.monotonic() + timeout_s
-        _check_replicas(replicas)
+        check_replicas(replicas)
         if prefix.schema.check_shard(shard) is not None or node is not None:
             if replicas != 1:
                 raise InvalidInput("slices, and blocks for one node, are put once: use replicate()")
@@ -382,7 +381,9 @@ class PoolClient(Client):
             node = self._node_for(prefix, node)
         if self._home is not None and node is None:
             verb = local_verbs.reserve(prefix, timeout_s, shard)
-            return Slots(prefix, drive(verb, self._home), self._home)
+            reserved = self._at_home(verb, None)
+            if reserved is not None:
+                return Slots(prefix, reserved, self._home)
         return StagedSlots(prefix, self, timeout_s, shard, node)
 
     # -- wishes ----------------------------------------------------------------------------------
@@ -408,14 +409,17 @@ class PoolClient(Client):
         self._check(timeout_s)
         local_verbs.check_blocks(prefix)
         until_s = local_verbs.check_ttl(ttl_s)
-        at_home = 0
+        at_home: int | None = None
         if self._home is not None:
-            at_home = self._at_home(local_verbs.pin(prefix, level, ttl_s, timeout_s), 0)
+            at_home = self._at_home(local_verbs.pin(prefix, level, ttl_s, timeout_s), None)
         holders = {node for nodes in self._locate(prefix.keys) for node in nodes}
-        remote = self._count(
-            prefix, holders, lambda: messages.Pin(0, prefix.key_bytes, level, until_s), timeout_s
+        return self._count(
+            prefix,
+            at_home,
+            holders,
+            lambda: messages.Pin(0, prefix.key_bytes, level, until_s),
+            timeout_s,
         )
-        return max(at_home, remote)
 
     def remove(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Forget the resident blocks on every node that has them: all nodes are told, whatever the
@@ -423,15 +427,18 @@ class PoolClient(Client):
         DeadlineExceeded if a node could not be told: it may still have them."""
         self._check(timeout_s)
         local_verbs.check_blocks(prefix)
-        at_home = 0
+        at_home: int | None = None
         if self._home is not None:
-            at_home = self._at_home(local_verbs.remove(prefix, timeout_s), 0)
+            at_home = self._at_home(local_verbs.remove(prefix, timeout_s), None)
         self._engine.placements.forget(prefix.keys)
-        nodes = self._known_nodes()
-        remote = self._count(
-            prefix, nodes, lambda: messages.Remove(0, prefix.key_bytes), timeout_s, strict=True
+        return self._count(
+            prefix,
+            at_home,
+            self._known_nodes(),
+            lambda: messages.Remove(0, prefix.key_bytes),
+            timeout_s,
+            strict=True,
         )
-        return max(at_home, remote)
 
     def replicate(
         self, prefix: Prefix, to: Sequence[int], *, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -464,7 +471,7 @@ class PoolClient(Client):
     def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """Every node's numbers by name, and what this client knows of its ways to them."""
         self._check(timeout_s)
-        names = _names(self._engine.nodes())
+        names = names_of(self._engine.nodes())
         replies = self._ask_all(lambda: messages.Statistics(0), timeout_s)
         nodes = {names[n]: reply.numbers for n, reply in replies.items() if n in names}
         links = {
@@ -496,8 +503,6 @@ class PoolClient(Client):
 
     @property
     def _fixed(self) -> bool:
-        from .members import FixedMembers
-
         return isinstance(self._engine.members, FixedMembers)
 
     def _link_home(self) -> Link:
@@ -508,10 +513,13 @@ class PoolClient(Client):
     def _at_home(self, verb: local_verbs.Verb[Any], otherwise: Any) -> Any:
         """The verb's result at home; `otherwise` if home does not answer: others may."""
         try:
-            return drive(verb, self._link_home())
+            result = drive(verb, self._link_home())
         except (ConnectionError, DeadlineExceeded) as error:
-            log.warning("home does not answer: %s", error)
+            log.log(logging.DEBUG if self._home_lost else logging.WARNING, "no home: %s", error)
+            self._home_lost = True
             return otherwise
+        self._home_lost = False
+        return result
 
     def _locate(
         self, keys: Sequence[bytes], *, without_home: bool = False
@@ -548,21 +556,23 @@ class PoolClient(Client):
     def _count(
         self,
         prefix: Prefix,
+        at_home: int | None,
         nodes: set[int],
         make: Callable[[], messages.Request],
         timeout_s: float,
         *,
         strict: bool = False,
     ) -> int:
-        """The largest count of the nodes' answers, without home's. Raises what the first met if
-        none answers or, if `strict`, if one does not."""
-        asked = sorted(nodes - {self._home_number or 0}) if len(prefix) else []
+        """The largest count of these nodes and home, which is not asked again if it has answered.
+        Raises what the first met if none answers or, if `strict`, if one does not."""
+        home = self._home_number if at_home is not None else None
+        asked = sorted(nodes - {home}) if len(prefix) else []
         replies = self._engine.run(verbs.ask_all(asked, make, timeout_s))
         failures = [reply for reply in replies.values() if isinstance(reply, TiffinError)]
-        if failures and (strict or (len(failures) == len(asked) and self._home is None)):
+        if failures and (strict or (len(failures) == len(asked) and at_home is None)):
             raise failures[0]
         counts = [int(r.count) for r in replies.values() if isinstance(r, messages.Done)]
-        return max(counts, default=0)
+        return max(counts, default=0) if at_home is None else max([at_home, *counts])
 
 
 def _reason(outcome: verbs.Outcome, blocks: int, at_home: int, why: str | None) -> str | None:
@@ -572,20 +582,6 @@ def _reason(outcome: verbs.Outcome, blocks: int, at_home: int, why: str | None) 
     if outcome.blocks == at_home and why is not None and outcome.reason in ("miss", "directory"):
         return outcome.reason if why == "miss" else why
     return outcome.reason
-
-
-def _check_replicas(replicas: int) -> None:
-    if not (isinstance(replicas, int) and 1 <= replicas <= REPLICAS_MAX):
-        raise InvalidInput(f"replicas={replicas!r}; it is a number from 1 to {REPLICAS_MAX}")
-
-
-def _names(records: dict[int, NodeRecord]) -> dict[int, str]:
-    """What to call each node: its name, with its number if others are called the same."""
-    names = [record.name for record in records.values()]
-    return {
-        number: record.name if names.count(record.name) == 1 else f"{record.name} ({number})"
-        for number, record in records.items()
-    }
 
 
 def _result(stored: Stored) -> PutResult:

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 ROOM_WAIT_S = 0.2
 # Nodes that are asked for room by one put. If that many have none, the pool is full.
 TRIES_MAX = 6
+# More copies of one prompt are a mistake: each costs its bytes.
+REPLICAS_MAX = 16
 
 HOME = 0  # in place of a number: home may have none, while the directory does not know it
 NO_ROOM = "no_room"
@@ -151,10 +153,14 @@ class Placing:
         return error
 
 
+def check_replicas(replicas: int) -> None:
+    """Raise InvalidInput unless it can be a number of copies."""
+    if not (isinstance(replicas, int) and 1 <= replicas <= REPLICAS_MAX):
+        raise InvalidInput(f"replicas={replicas!r}; it is a number from 1 to {REPLICAS_MAX}")
+
+
 def _joined(first: PutResult, second: PutResult) -> PutResult:
     """What two puts to the same node came to."""
     stored = {*first.stored, *second.stored}
     resident = tuple(index for index in second.resident if index not in stored)
-    return PutResult(
-        tuple(sorted(stored)), resident, second.busy, second.refused, second.reason
-    )
+    return PutResult(tuple(sorted(stored)), resident, second.busy, second.refused, second.reason)

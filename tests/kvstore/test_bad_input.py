@@ -59,9 +59,7 @@ def client(node: Node, request: pytest.FixtureRequest) -> Iterator[Client]:
     stored = fresh_prefix(1)
     with contextlib.ExitStack() as stack:
         if request.param == "network":
-            service = stack.enter_context(
-                contextlib.closing(RemoteService(node, ("127.0.0.1", 0)))
-            )
+            service = stack.enter_context(contextlib.closing(RemoteService(node, ("127.0.0.1", 0))))
             client = Client.open(f"tiffin://127.0.0.1:{service.address[1]}")
         else:
             client = Client.attach(node)

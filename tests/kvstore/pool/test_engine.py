@@ -10,8 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kvsupport import Background, fresh_prefix, wait_until, within
-from poolsupport import Cluster
+from kvsupport import Background, fresh_prefix, within
 
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.directory.base import NodeRecord
@@ -35,6 +34,8 @@ from tiffin.kvstore.verbs import PutResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from poolsupport import Cluster
 
 
 class Speeds:
@@ -219,14 +220,11 @@ class TestTogether:
         stuck, go, real = threading.Semaphore(0), threading.Event(), engine._do
 
         def do(step: Ask, _: Any) -> int:
-            if threading.current_thread() in slow:
-                stuck.release()
             if step.timeout_s > 1000:
                 stuck.release()
                 go.wait(30)
             return step.node
 
-        slow: set[threading.Thread] = set()
         monkeypatch.setattr(
             engine, "_do", lambda s, r: do(s, r) if isinstance(s, Ask) else real(s, r)
         )
@@ -338,4 +336,3 @@ def test_waiting_for_threads_outlasts_an_interruption() -> None:
             raise AssertionError("the interruption was swallowed")
     assert future.done()
     assert len(waits) == 2
-    wait_until(lambda: True, "nothing")

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from kvsupport import EXTENT, Daemon, assert_right, fresh_prefix, payloads_of, within
-from poolsupport import Cluster
+from kvsupport import Daemon, assert_right, fresh_prefix, payloads_of, within
 
 from tiffin.kvstore import AsyncClient, Client
 from tiffin.kvstore.errors import (
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvsupport import LoopThread
+    from poolsupport import Cluster
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ def daemon(own_daemon: Callable[..., Daemon], token: Path) -> Daemon:
 
 
 def address_of(daemon: Daemon) -> str:
-    found = re.search(r"and (127\.0\.0\.1:\d+)", daemon.log().replace("\n", " "))
-    assert found is not None, daemon.log()
-    return found[1]
+    found = re.findall(r"and\s+(127\.0\.0\.1:\d+)", daemon.log())
+    assert found, daemon.log()
+    return str(found[-1])
 
 
 class TestDaemon:
@@ -252,7 +252,7 @@ class TestHome:
         self, cluster: Cluster, own_daemon: Callable[..., Daemon]
     ) -> None:
         daemon = own_daemon()
-        far = cluster.start("far", dram_blocks_of_small(), schema=fresh_prefix(1).schema)
+        far = cluster.start("far")
         prefix, more = far.put(fresh_prefix(2)), fresh_prefix(2)
         cluster.settle()
         target = Pool(directory=f"embedded:{cluster.name}", home=str(daemon.socket))
@@ -270,9 +270,3 @@ class TestHome:
             with client.reserve(fresh_prefix(1)) as slots:
                 slots[0].view[:] = 0
             assert slots.stored == (0,)
-
-
-def dram_blocks_of_small() -> int:
-    """Room for a dozen small blocks."""
-    assert EXTENT > 0
-    return 12
