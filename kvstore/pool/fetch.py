@@ -256,7 +256,8 @@ def fetch(
         reason = Reason(code or Reason.MISS).name.lower()
     generations = reply.generations[:good] if reply is not None else []
     seconds = time.monotonic() - started
-    fetched = Fetched(good, reason, generations, nbytes, seconds, answered=reply is not None)
+    arrived_bytes = nbytes * good // max(1, len(prefix))
+    fetched = Fetched(good, reason, generations, arrived_bytes, seconds, answered=reply is not None)
     if arrivals.first_at is not None:
         fetched.first_byte_s = arrivals.first_at - started
     return fetched

@@ -29,12 +29,14 @@ def nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
 
     def gone() -> bool:
+        more = [t for t in threading.enumerate() if t not in threads and t.name != "asyncio_0"]
+        if not more and len(os.listdir("/proc/self/fd")) <= files:
+            return True
         # An error that was logged has a traceback, that a view of a region, that a descriptor.
         for when in ("call", "teardown"):
             caplog.get_records(when).clear()  # type: ignore[arg-type]
         gc.collect()
-        more = [t for t in threading.enumerate() if t not in threads and t.name != "asyncio_0"]
-        return not more and len(os.listdir("/proc/self/fd")) <= files
+        return False
 
     wait_until(gone, f"threads and descriptors end: {set(threading.enumerate()) - threads}")
 
