@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Ends the lease that the same stream was granted last.
+_RELEASE_LAST = messages.encoder.encode(messages.Release(messages.UNAWAITED, 0))
 # Larger reads are leased first and then spread over several streams; smaller ones are one round
 # trip on one stream. 8 MiB take about 2 ms on loopback, a hundred times what a round trip costs.
 SPREAD_BYTES_MIN = 16 << 20
@@ -229,7 +231,7 @@ def fetch(
     else behind an address of the directory. Raises what a wrong request gets (InvalidInput).
     """
     started = time.monotonic()
-    nbytes = sum(len(target) for target in arrivals.targets)
+    nbytes = sum(map(len, arrivals.targets))
     reason: str | None = None
     try:
         with as_ours(peer.label):
@@ -278,13 +280,15 @@ def _at_once(
         first = late if stall_s is None else min(late, time.monotonic() + stall_s)
         peer.queue(stream, lease)
         stream.ask_read(0, arrivals.ranges)
-        stream.message(messages.encoder.encode(messages.Release(messages.UNAWAITED, 0)))
+        stream.message(_RELEASE_LAST)
         stream.flush(first)
         reply = peer.receive(stream, lease, first)
         if isinstance(reply, messages.Leased):
             arrivals.reply = reply
-        with contextlib.suppress(GrantError):  # no lease: the reply says why
+        try:
             stream.receive_data(arrivals.ranges, arrivals.targets, late, arrivals.arrived, stall_s)
+        except GrantError:
+            pass  # no lease: the reply says why
     raise_refusal(reply)
 
 

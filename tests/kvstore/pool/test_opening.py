@@ -270,3 +270,5 @@ class TestHome:
             with client.reserve(fresh_prefix(1)) as slots:
                 slots[0].view[:] = 0
             assert slots.stored == (0,)
+            assert client.pin(more) == client.remove(more) == 2
+            assert far.has(more) == [False, False]

@@ -397,6 +397,23 @@ class TestWishes:
             cluster.open().remove(prefix)
         assert one.has(prefix) == [False]
 
+    def test_a_home_whose_socket_broke_is_told_by_its_port(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        home = cluster.start("home")
+        prefix = home.put(prompt(2))
+        cluster.settle()
+        client = cluster.open(home)
+
+        def broken(*_: object) -> None:
+            raise NodeUnavailable("the socket broke")
+
+        monkeypatch.setattr(client._home, "call", broken)
+        check(client, prefix)
+        assert client.pin(prefix) == 2
+        assert client.remove(prefix) == 2
+        assert home.has(prefix) == [False, False]
+
     @pytest.mark.parametrize("ttl_s", [0, -1, float("nan"), "1"])
     def test_pins_that_end_before_they_begin(self, cluster: Cluster, ttl_s: float) -> None:
         one = cluster.start("one")
