@@ -289,8 +289,7 @@ def test_a_pool_with_a_directory_is_shown_drained_and_undrained(local: LocalPool
         wait_until(
             lambda: states(run, local)["node-1"] == "draining", "the directory says so", 15.0
         )
-        found = json.loads(run("status", local.url, "--json").stdout)
-        assert found["replicas"]["blocks"]["2"] == 4, "node-2 has them too"
+        wait_until(lambda: twice(run, local) == 4, "node-2 has them too", 15.0)
         # A node tells what it measured with its next heartbeat.
         wait_until(lambda: linked(run, local), "the link that the blocks took is shown", 15.0)
 
@@ -303,6 +302,12 @@ def published(local: LocalPool, prefix: Prefix) -> int:
     assert isinstance(target, Pool)
     with closing(open_directory(target.directory)) as directory:
         return sum(bool(nodes) for nodes in directory.locate(prefix.keys))
+
+
+def twice(run: Run, local: LocalPool) -> int:
+    """How many blocks two nodes have."""
+    blocks = json.loads(run("status", local.url, "--json").stdout)["replicas"]["blocks"]
+    return int(blocks["2"])
 
 
 def linked(run: Run, local: LocalPool) -> bool:
