@@ -4,6 +4,7 @@ or, on many machines, `tiffin://host:7700` and `redis://host:6379`."""
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ EMBEDDED_DRAM_BYTES = 1 << 30
 # Every call asks each of them: more would be slower than a directory.
 ADDRESSES_MAX = 16
 
+_USER = re.compile("//.*@", re.DOTALL)
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -48,7 +50,7 @@ class Pool:
     URL for `open_directory`) knows. `home`: "auto", "none", or the socket of the node to prefer."""
 
     addresses: tuple[tuple[str, int], ...] = ()
-    directory: str = ""
+    directory: str = field(default="", repr=False)  # perhaps with a password
     pool: str = "default"
     home: str = "auto"
     admission: str = "second"
@@ -71,7 +73,9 @@ def parse_url(url: str) -> Embedded | Daemon | Pool:
         return Embedded(_node_options(parts.query))
     if parts.scheme == "unix":
         if parts.netloc or parts.query:
-            raise InvalidInput(f"{url!r}: write unix:/path/to/socket, with three slashes or one")
+            raise InvalidInput(
+                f"{_shown(url)}: write unix:/path/to/socket, with three slashes or one"
+            )
         path = Path(unquote(parts.path))
         return Daemon(path if parts.path else default_socket())
     if parts.scheme == "tiffin":
@@ -83,7 +87,7 @@ def parse_url(url: str) -> Embedded | Daemon | Pool:
         directory = parts._replace(query=kept).geturl()
         return Pool((), directory, **_pool_options(parts.query, OF_DIRECTORY))  # type: ignore[arg-type]
     raise InvalidInput(
-        f"{url!r} is not a Tiffin URL; write embedded:?dram=8GiB&nvme=/path:100GiB, "
+        f"{_shown(url)} is not a Tiffin URL; write embedded:?dram=8GiB&nvme=/path:100GiB, "
         "unix:/path/to/socket, unix: for the default socket, tiffin://host:7700, or "
         "redis://host:6379"
     )
@@ -91,17 +95,28 @@ def parse_url(url: str) -> Embedded | Daemon | Pool:
 
 def _split(url: str) -> SplitResult:
     if not isinstance(url, str) or "\0" in unquote(url):
-        raise InvalidInput(f"{url!r} is not a Tiffin URL; it is text without null bytes")
+        raise InvalidInput(f"{_shown(url)} is not a Tiffin URL; it is text without null bytes")
     try:
         return urlsplit(url)
-    except ValueError as error:
-        raise InvalidInput(f"{url!r} is not a URL: {error}") from error
+    except ValueError as error:  # which may repeat the host's part, and a password in it
+        why = error if "@" not in url else "what follows // is no host"
+        raise InvalidInput(f"{_shown(url)} is not a URL: {why}") from None
+
+
+def _shown(url: object) -> str:
+    """How a URL stands in a message: what comes before an @ may be a password."""
+    return repr(_USER.sub("//***@", url) if isinstance(url, str) else url)
 
 
 def _addresses(url: str, parts: SplitResult) -> tuple[tuple[str, int], ...]:
     """The nodes of a `tiffin:` URL: each is another one, at a port that can be connected to."""
     if parts.path.strip("/") or parts.fragment:
-        raise InvalidInput(f"{url!r}: write tiffin://host:7700,host:7700?name=value")
+        raise InvalidInput(f"{_shown(url)}: write tiffin://host:7700,host:7700?name=value")
+    if "@" in parts.netloc:
+        raise InvalidInput(
+            f"{_shown(url)}: nodes know no user and no password; they have a token, in a file: "
+            "tiffin://host:7700?token_file=PATH"
+        )
     addresses = tuple(parse_address(text) for text in parts.netloc.split(","))
     if len(addresses) > ADDRESSES_MAX:
         raise InvalidInput(
@@ -110,7 +125,9 @@ def _addresses(url: str, parts: SplitResult) -> tuple[tuple[str, int], ...]:
         )
     for address in addresses:
         if addresses.count(address) > 1 or not address[1]:
-            raise InvalidInput(f"{url!r}: name each node once, with the port that it listens on")
+            raise InvalidInput(
+                f"{_shown(url)}: name each node once, with the port that it listens on"
+            )
     return addresses
 
 

@@ -420,7 +420,9 @@ def reserve(prefix: Prefix, timeout_s: float, shard: Shard | None = None) -> Ver
     return Reserved(slots, reply.lease, resident, busy, _why(reply.reason))
 
 
-def commit(prefix: Prefix, slots: Sequence[Slot], lease: int) -> Verb[bytes]:
+def commit(
+    prefix: Prefix, slots: Sequence[Slot], lease: int, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Verb[bytes]:
     """Checksum what was written in place and make it visible. A `Kept` per slot."""
     if not slots:
         return b""
@@ -434,7 +436,7 @@ def commit(prefix: Prefix, slots: Sequence[Slot], lease: int) -> Verb[bytes]:
     except BaseException:
         yield Post(messages.Abort(0, lease))
         raise
-    reply, _ = yield Call(_commit(lease, slots, headers), DEFAULT_TIMEOUT_S)
+    reply, _ = yield Call(_commit(lease, slots, headers), timeout_s)
     return cast("bytes", reply.flags)
 
 

@@ -76,6 +76,8 @@ class Conversation(Protocol):
     # messages are limited to 64 KiB, and hello_timeout_s runs.
     trusted: bool
     grants: Grants
+    # Set by the listener: whether the peer has hung up. For a `message` that takes long to answer.
+    hung_up: Callable[[], bool]
 
     def greet(self) -> bytes | None:
         """The first message to send on accept, such as a challenge."""
@@ -287,6 +289,7 @@ class _Connection:
         stream = self._open_stream()
         try:
             conversation = self._listener.converse(self._peer)
+            conversation.hung_up = stream.hung_up
             try:
                 self._serve(stream, conversation)
             finally:

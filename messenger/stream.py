@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import select
 import socket
 import struct
 import threading
@@ -237,6 +238,16 @@ class Stream:
     def alive(self) -> bool:
         """Whether an idle stream still leads to a peer that has nothing to say. Never waits."""
         raise NotImplementedError
+
+    def hung_up(self) -> bool:
+        """Whether the peer has closed its end, though bytes of it may still be to be read. For the
+        thread that uses the stream, while it waits for something else. Never waits."""
+        descriptor = self._socket.fileno()
+        if descriptor < 0:  # closed, or no socket of the kernel's
+            return self._cut
+        poller = select.poll()
+        poller.register(descriptor, select.POLLRDHUP)
+        return bool(poller.poll(0))
 
     # -- the wire ---------------------------------------------------------------------------------
 

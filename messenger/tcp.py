@@ -146,10 +146,11 @@ class TcpTransport:
         *,
         deadline: float,
         arrived: Arrived | None = None,
+        stall_s: float | None = None,
     ) -> Served:
-        """See `Transport.read`."""
+        """See `Transport.read`. `stall_s`: another one than the transport's, for this read."""
         views = views_of(ranges, targets, writable=True)
-        return self._move(_read, grant, ranges, views, deadline, arrived)
+        return self._move(_read, grant, ranges, views, deadline, arrived, stall_s)
 
     def write(
         self,
@@ -179,17 +180,19 @@ class TcpTransport:
         views: list[memoryview],
         deadline: float,
         arrived: Arrived | None,
+        stall_s: float | None = None,
     ) -> Served:
+        stall_s = self._stall_s if stall_s is None else stall_s
         if grant == LAST_GRANT:
             # Whoever used the stream before us had the last grant.
             raise GrantError(f"{LAST_GRANT} is the last grant of one stream, not of a transport")
         if self._parallel_max > 1 and sum(map(len, views)) >= 2 * PART_BYTES_MIN:
             parts = split(ranges, self._parallel_max)
-            return _Parts(self._pool, one, grant, self._stall_s).move(
+            return _Parts(self._pool, one, grant, stall_s).move(
                 parts, ranges, views, deadline, arrived
             )
         with _stream(self._pool, deadline) as stream:
-            transfer = _Transfer(stream, grant, deadline, self._stall_s)
+            transfer = _Transfer(stream, grant, deadline, stall_s)
             return one(transfer, ranges, views, arrived)
 
 

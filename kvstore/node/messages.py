@@ -29,7 +29,8 @@ UNAWAITED = 0
 
 Keys = Annotated[bytes, Meta(max_length=KEYS_BYTES_MAX)]
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
-Name = Annotated[str, Meta(max_length=NAME_MAX)]
+# No control characters: it is shown on the terminals of others, and must not command them.
+Name = Annotated[str, Meta(max_length=NAME_MAX, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z")]
 Timeout = Annotated[float, Meta(ge=0, le=TIMEOUT_S_MAX)]
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 # Writers of one block: no more than it has segments. A header comes without the zeros at its end.

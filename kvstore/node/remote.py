@@ -14,9 +14,10 @@ import logging
 import secrets
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
-from tiffin.messenger.errors import FrameError
+from tiffin.messenger.errors import FrameError, PeerLost
 from tiffin.messenger.tcp import Answer, Listener
 
 from ..credentials import NONCE_BYTES, Credentials, is_loopback
@@ -33,7 +34,7 @@ from .arrival import Arrival
 from .node import LEASES_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from tiffin.messenger.local import ByteArray
@@ -134,6 +135,7 @@ class _Conversation:
     def __init__(self, service: RemoteService, peer: str) -> None:
         self.trusted = False
         self.grants: Grants = self
+        self.hung_up: Callable[[], bool] = lambda: False
         self._service = service
         self._node = service.node
         self._peer = peer
@@ -222,13 +224,17 @@ class _Conversation:
         return Answer(messages.encoder.encode(refusal))
 
     def _submit(self, session: Session, request: messages.Request) -> Answer:
-        arrival = Arrival(self._undo)
+        arrival = Arrival(partial(self._undo, session))
         self._node.submit(session, request, arrival.put)
         deadline = time.monotonic() + getattr(request, "timeout_s", 0.0) + _LATE_S
-        while not (arrival.here(_SLICE_S) or self._service.closing):
+        left = False  # a client that is gone must not keep a thread, and get room, for an hour
+        while not (arrival.here(_SLICE_S) or self._service.closing or left):
             if time.monotonic() > deadline:
                 break
+            left = self.hung_up()
         reply = arrival.wait(0.0)
+        if reply is None and left:
+            raise PeerLost("the client left before its request was decided")
         if reply is None:
             late = NodeUnavailable("the node did not decide in time; it may be closing")
             return self._refuse(request.id, late)
@@ -247,11 +253,10 @@ class _Conversation:
         if len(self._granted) > 2 * LEASES_MAX:
             self._granted &= set(session.leases)
 
-    def _undo(self, reply: messages.AnyReply) -> None:
+    def _undo(self, session: Session, reply: messages.AnyReply) -> None:
         """Too late: what it grants goes back. In a thread of its own: this one is in the node."""
-        session = self._session
         grant = getattr(reply, "lease", 0)
-        if session is not None and grant:
+        if grant:
             threading.Thread(
                 target=self._node.give_back, args=(session, {grant}), daemon=True
             ).start()

@@ -9,13 +9,14 @@ thread got by then is given back.
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..aio import AsyncBlocks, AsyncClient, AsyncSlots, Opening, in_thread
 from ..client import LeasedBlocks, Slots
-from ..errors import ClientClosed
+from ..errors import ClientClosed, DeadlineExceeded
 from ..verbs import DEFAULT_TIMEOUT_S, Hit, PutResult, Verify
 from .client import PoolClient
 from .open import open_pool
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Calls of one client that run side by side; more wait for their turn. Each is a thread that sleeps
-# in system calls.
+# Calls of one client that run side by side; more wait for their turn, as long as they have time.
+# Each is a thread that sleeps in system calls.
 CALLS = 16
 
 
@@ -43,6 +44,8 @@ class AsyncPoolClient(AsyncClient):
         self._threads: ThreadPoolExecutor | None = ThreadPoolExecutor(
             CALLS, thread_name_prefix="tiffin-aio"
         )
+        # Waited for here, not in the executor's queue, which knows no deadline and no cancelling.
+        self._turns = asyncio.Semaphore(CALLS)
 
     @classmethod
     async def open_pool(cls, target: Pool, verify: Verify, name: str) -> AsyncPoolClient:
@@ -50,13 +53,31 @@ class AsyncPoolClient(AsyncClient):
         return cls(await _awaited(partial(open_pool, target, verify, name), None))
 
     async def _call(self, verb: Callable[..., T], *args: Any, **options: Any) -> T:
-        self._check(options.get("timeout_s", DEFAULT_TIMEOUT_S))
-        return await self._run(partial(verb, *args, **options))
+        timeout_s = options.get("timeout_s", DEFAULT_TIMEOUT_S)
+        self._check(timeout_s)
+        began = time.monotonic()
 
-    async def _run(self, action: Callable[[], T]) -> T:
-        if self._threads is None:
-            raise ClientClosed("this client is closed; open another")
-        return await _awaited(action, self._threads)
+        def action() -> T:
+            if "timeout_s" in options:  # some of it went by while others had their turn
+                options["timeout_s"] = max(0.0, timeout_s - (time.monotonic() - began))
+            return verb(*args, **options)
+
+        return await self._run(action, timeout_s)
+
+    async def _run(self, action: Callable[[], T], wait_s: float | None = None) -> T:
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{CALLS} other calls of this client took all the time; open another client"
+            ) from None
+        try:
+            if self._threads is None:
+                raise ClientClosed("this client is closed; open another")
+            return await _awaited(action, self._threads)
+        finally:
+            self._turns.release()
 
     async def match(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hit:
         """See `PoolClient.match`."""

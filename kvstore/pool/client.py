@@ -88,18 +88,20 @@ class PoolClient(Client):
         """How many leading blocks are resident: at home, for sure; elsewhere, as the directory has
         it, so that a get may find fewer."""
         self._check(timeout_s)
+        deadline = time.monotonic() + timeout_s
         local_verbs.check_blocks(prefix)
         where = b""
         if self._home is not None:
             where = self._at_home(local_verbs.match(prefix, timeout_s), Hit(0, 0)).where
-        where += self._elsewhere(prefix, len(where), timeout_s)
+        where += self._elsewhere(prefix, len(where), deadline)
         return Hit(len(where), len(where) * prefix.schema.block_tokens, where)
 
-    def _elsewhere(self, prefix: Prefix, start: int, timeout_s: float) -> bytes:
+    def _elsewhere(self, prefix: Prefix, start: int, deadline: float) -> bytes:
         if start >= len(prefix):
             return b""
         if self._fixed:
-            hits = self._ask_all(lambda: messages.Match(0, prefix[start:].key_bytes), timeout_s)
+            rest, left_s = prefix[start:], deadline - time.monotonic()
+            hits = self._ask_all(lambda: messages.Match(0, rest.key_bytes), left_s)
             longest = max((reply.flags for reply in hits.values()), key=len, default=b"")
             return bytes(flag | IN_PEER for flag in longest)
         located = self._locate(prefix.keys[start:], without_home=True)
@@ -110,13 +112,14 @@ class PoolClient(Client):
         """Which blocks are resident, each on its own; elsewhere as the directory has it."""
         self._check(timeout_s)
         local_verbs.check_blocks(prefix)
-        found = [False] * len(prefix)
+        deadline, found = time.monotonic() + timeout_s, [False] * len(prefix)
         if not len(prefix):
             return found
         if self._home is not None:
             found = self._at_home(local_verbs.exists(prefix, timeout_s), found)
         if self._fixed:
-            replies = self._ask_all(lambda: messages.Exists(0, prefix.key_bytes), timeout_s)
+            left_s = deadline - time.monotonic()
+            replies = self._ask_all(lambda: messages.Exists(0, prefix.key_bytes), left_s)
             for reply in replies.values():
                 found = [a or bool(b) for a, b in zip(found, reply.flags, strict=True)]
             return found
@@ -264,7 +267,7 @@ class PoolClient(Client):
     def _bring_home(self, prefix: Prefix, start: int, deadline: float) -> bool:
         """Read blocks from `start` on into slots at home, if they were wanted often enough, and
         commit them; whether there are any more at home then."""
-        if self._copies is None or not self._copies.wants(prefix, start):
+        if self._copies is None or self._home_lost or not self._copies.wants(prefix, start):
             return False
         located = self._locate(prefix.keys[start:], without_home=True)
         held = next((i for i, nodes in enumerate(located) if not nodes), len(located))
@@ -408,7 +411,7 @@ class PoolClient(Client):
     def _pin(self, prefix: Prefix, level: int, ttl_s: float | None, timeout_s: float) -> int:
         self._check(timeout_s)
         local_verbs.check_blocks(prefix)
-        until_s = local_verbs.check_ttl(ttl_s)
+        until_s, deadline = local_verbs.check_ttl(ttl_s), time.monotonic() + timeout_s
         at_home: int | None = None
         if self._home is not None:
             at_home = self._at_home(local_verbs.pin(prefix, level, ttl_s, timeout_s), None)
@@ -418,7 +421,7 @@ class PoolClient(Client):
             at_home,
             holders,
             lambda: messages.Pin(0, prefix.key_bytes, level, until_s),
-            timeout_s,
+            deadline - time.monotonic(),
         )
 
     def remove(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
@@ -427,6 +430,7 @@ class PoolClient(Client):
         DeadlineExceeded if a node could not be told: it may still have them."""
         self._check(timeout_s)
         local_verbs.check_blocks(prefix)
+        deadline = time.monotonic() + timeout_s
         at_home: int | None = None
         if self._home is not None:
             at_home = self._at_home(local_verbs.remove(prefix, timeout_s), None)
@@ -436,7 +440,7 @@ class PoolClient(Client):
             at_home,
             self._known_nodes(),
             lambda: messages.Remove(0, prefix.key_bytes),
-            timeout_s,
+            deadline - time.monotonic(),
             strict=True,
         )
 

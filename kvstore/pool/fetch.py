@@ -109,7 +109,8 @@ class Arrivals:
         self._scratch: dict[int, Bytes] = {}
         self._where: list[tuple[int, int]] = []  # per range: its block and piece, -1 for the header
         self._headers = np.empty((len(targets), self._schema.header_bytes), np.uint8)
-        self._hashes = np.zeros((len(targets), len(selection.spans)), np.uint64)
+        hashed = len(targets) if any(self._verified) else 0
+        self._hashes = np.zeros((hashed, len(selection.spans)), np.uint64)
         self._missing: list[int] = []
         self._good: set[int] = set()
         self._lock = threading.Lock()
@@ -127,9 +128,9 @@ class Arrivals:
 
     def _plan(self, block: int) -> None:
         schema, selection = self._schema, self._selection
-        base = block * schema.extent_bytes
-        self._add(block, -1, Range(base, schema.header_bytes), self._headers[block])
-        base += schema.header_bytes
+        base, header_bytes = block * schema.extent_bytes, schema.header_bytes
+        self._add(block, -1, Range(base, header_bytes), self._headers[block])
+        base += header_bytes
         # Layers that follow each other are one range, unless somebody waits for each.
         pieces: Sequence[Piece | ByteRange] = selection.ranges
         by_layer = self._verified[block] or (self._piece is not None and not self._cut)
@@ -240,7 +241,7 @@ def fetch(
             spread = streams > 1 and nbytes >= SPREAD_BYTES_MIN
             one_sided = peer.one_sided is not None and nbytes >= ONE_SIDED_BYTES_MIN
             if many or spread or one_sided:
-                _spread(peer, prefix, arrivals, deadline)
+                _spread(peer, prefix, arrivals, deadline, stall_s)
             else:
                 _at_once(peer, prefix, arrivals, deadline, stall_s)
     except CorruptBlock:
@@ -285,32 +286,41 @@ def _at_once(
         reply = peer.receive(stream, lease, first)
         if isinstance(reply, messages.Leased):
             arrivals.reply = reply
-        try:
+        with contextlib.suppress(GrantError):  # no lease: the reply says why
             stream.receive_data(arrivals.ranges, arrivals.targets, late, arrivals.arrived, stall_s)
-        except GrantError:
-            pass  # no lease: the reply says why
     raise_refusal(reply)
 
 
-def _spread(peer: Peer, prefix: Prefix, arrivals: Arrivals, deadline: float) -> None:
+def _spread(
+    peer: Peer, prefix: Prefix, arrivals: Arrivals, deadline: float, stall_s: float | None
+) -> None:
     """Lease, then read over several streams at a time."""
     left_s = max(0.0, deadline - time.monotonic())
-    reply = peer.call(messages.Lease(0, prefix.key_bytes, left_s), left_s)
+    wait_s = left_s if stall_s is None else min(left_s, max(0.0, stall_s - GRACE_S))
+    reply = peer.call(messages.Lease(0, prefix.key_bytes, left_s), wait_s)
     arrivals.reply = reply
     if not reply.lease:
         return
     try:
-        _read_leased(peer, reply, arrivals, deadline)
+        _read_leased(peer, reply, arrivals, deadline, stall_s)
     finally:
         peer.post(messages.Release(0, reply.lease))
 
 
-def _read_leased(peer: Peer, reply: messages.Leased, arrivals: Arrivals, deadline: float) -> None:
+def _read_leased(
+    peer: Peer,
+    reply: messages.Leased,
+    arrivals: Arrivals,
+    deadline: float,
+    stall_s: float | None,
+) -> None:
     ranges, targets, arrived = arrivals.ranges, arrivals.targets, arrivals.arrived
     one_sided = peer.one_sided
-    messenger = one_sided.messenger() if one_sided is not None else None
+    messenger = one_sided.messenger(deadline) if one_sided is not None else None
     if one_sided is None or messenger is None:
-        peer.transport.read(reply.lease, ranges, targets, deadline=deadline, arrived=arrived)
+        peer.transport.read(
+            reply.lease, ranges, targets, deadline=deadline, arrived=arrived, stall_s=stall_s
+        )
         return
     one_sided.hold(reply)
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .. import verbs as local_verbs
 from ..blocks import select
 from ..client import drive
-from ..errors import InvalidInput, TiffinError
+from ..errors import ClientClosed, InvalidInput, TiffinError
 from ..node import messages
 from ..url import ADMISSIONS
 from ..verbs import Access
@@ -65,7 +65,8 @@ class HomeCopies:
         """Read the blocks of `part` into slots at home; how many leading ones are there then.
 
         They are verified whole as they arrive, whatever the client's policy is: others will read
-        them. Blocks that can't be read are given back. Never raises for a pool's conditions.
+        them. Blocks that can't be read are given back. Never raises for a pool's conditions: what
+        happens to home meanwhile costs the copy, not the read.
         """
         left_s = max(0.0, deadline - time.monotonic())
         try:
@@ -90,11 +91,15 @@ class HomeCopies:
                 outcome = engine.run(verb, reader)
                 _skip(slots, first + outcome.blocks, stop)
                 missing = first + outcome.blocks < stop
-            flags = drive(local_verbs.commit(part, reserved.slots, reserved.lease), home)
-        except BaseException:
+            left_s = max(0.0, deadline - time.monotonic())
+            flags = drive(local_verbs.commit(part, reserved.slots, reserved.lease, left_s), home)
+        except BaseException as error:
             if reserved.lease:
                 home.post(messages.Abort(0, reserved.lease))
-            raise
+            if isinstance(error, ClientClosed) or not isinstance(error, TiffinError):
+                raise
+            log.warning("nothing was copied home: %s", error)
+            return 0
         finally:
             for slot in reserved.slots:
                 slot.let_go()

@@ -15,6 +15,7 @@ from tiffin.messenger.messenger import Messenger
 from tiffin.messenger.transport import Range
 
 from ..errors import DeadlineExceeded, InvalidInput, TiffinError
+from ..link import GRACE_S
 from ..node import messages
 
 if TYPE_CHECKING:
@@ -58,20 +59,26 @@ class OneSided:
         self._messenger: Messenger | None = None
         self._asked_at = float("-inf")
 
-    def messenger(self) -> Messenger | None:
-        """What to read with; None if the node offers nothing that we can use."""
-        with self._lock:
-            if self._messenger is None and time.monotonic() - self._asked_at > _ASK_AGAIN_S:
-                self._asked_at = time.monotonic()
-                self._connect()
+    def messenger(self, deadline: float) -> Messenger | None:
+        """What to read with; None if the node offers nothing that we can use, or has not said so
+        by the deadline."""
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return None  # another thread asks
+        try:
+            now = time.monotonic()
+            if self._messenger is None and now - self._asked_at > _ASK_AGAIN_S:
+                self._asked_at = now
+                self._connect(max(0.0, min(DESCRIBE_TIMEOUT_S, deadline - now - GRACE_S)))
             return self._messenger
+        finally:
+            self._lock.release()
 
-    def _connect(self) -> None:
+    def _connect(self, timeout_s: float) -> None:
         from tiffin.messenger.nixl import NixlTransport
         from tiffin.messenger.nixl_agent import Description
 
         try:
-            found = self._peer.call(messages.Describe(0), DESCRIBE_TIMEOUT_S)
+            found = self._peer.call(messages.Describe(0), timeout_s)
         except TiffinError as error:
             log.info("%s does not say whether it offers NIXL: %s", self._peer.label, error)
             return

@@ -76,6 +76,8 @@ class Placing:
         candidates = self._candidates()
         for candidate in candidates:
             left_s = max(0.0, self._deadline - time.monotonic())
+            if not left_s and isinstance(self._failure, DeadlineExceeded):
+                break  # each further one that is silent would cost its own grace
             room_s = left_s if len(candidates) == 1 else min(left_s, ROOM_WAIT_S)
             result = self._try(candidate, room_s)
             if result is None:

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
-from ..errors import NoRoom, TiffinError
+from ..errors import ClientClosed, NoRoom, TiffinError
 from ..node import messages
 from ..verbs import DEFAULT_TIMEOUT_S
 from .plan import place
@@ -40,6 +40,8 @@ def replicate_to(
         before = count
         for source in [n for n in holders[count] if n != target] or holders[count]:
             left_s = max(0.0, deadline - time.monotonic())
+            if failure is not None and not left_s:
+                break  # each further one may cost its own grace
             try:
                 count += pull(engine, prefix[count:], source, target, left_s)
             except TiffinError as error:
@@ -86,7 +88,7 @@ class Orders:
         self._ordered: list[Future[None]] = []
 
     def add(self, order: Callable[[], None]) -> None:
-        """Do it in the background, unless too many wait already."""
+        """Do it in the background, unless too many wait already. Raises ClientClosed."""
 
         def run() -> None:
             try:
@@ -96,7 +98,10 @@ class Orders:
 
         self._ordered = [future for future in self._ordered if not future.done()]
         if len(self._ordered) < ORDERS_MAX:
-            self._ordered.append(self._thread.submit(run))
+            try:
+                self._ordered.append(self._thread.submit(run))
+            except RuntimeError as error:  # it was shut down
+                raise ClientClosed("this client is closed; open another") from error
         else:
             log.warning("a replication was not ordered: %d wait already", ORDERS_MAX)
 

@@ -28,7 +28,16 @@ def check_reply(request: messages.Request, reply: messages.AnyReply) -> bool:
             return False
         whole = isinstance(request, messages.Exists)
         return len(reply.flags) == keys if whole else len(reply.flags) <= keys
-    return isinstance(reply, _KINDS.get(type(request), messages.Done))
+    if not isinstance(reply, _KINDS.get(type(request), messages.Done)):
+        return False
+    return not isinstance(reply, messages.Done) or 0 <= reply.count <= _count_max(request)
+
+
+def _count_max(request: messages.Request) -> int:
+    """Who is asked about some blocks has done it to no more than these."""
+    if isinstance(request, messages.Pin | messages.Remove | messages.Pull):
+        return len(request.keys) // KEY_BYTES
+    return _NUMBER_MAX - 1
 
 
 def _is_lease(keys_bytes: int, reply: messages.Leased) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ def node(
 
 def paths(client: Any) -> dict[str, Any]:
     (peer,) = client._engine._peers.values()
-    messenger = peer.one_sided.messenger()
+    messenger = peer.one_sided.messenger(time.monotonic() + 5.0)
     return dict(messenger.statistics()) if messenger is not None else {}
 
 
