@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..aio import AsyncBlocks, AsyncClient, AsyncSlots, Opening, in_thread
 from ..client import LeasedBlocks, Slots
 from ..errors import ClientClosed
+from ..streaming import AsyncLayerStream
 from ..verbs import DEFAULT_TIMEOUT_S, Hit, PutResult, Verify
 from .client import PoolClient
 from .open import open_pool
@@ -133,6 +134,19 @@ class AsyncPoolClient(AsyncClient):
 
         return Opening(run())
 
+    def stream(
+        self,
+        prefix: Prefix,
+        *,
+        verify: Verify | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        node: int | None = None,
+    ) -> AsyncLayerStream:
+        """See `PoolClient.stream`; for `async for` and `async with`."""
+        self._check(timeout_s)
+        course = self._client._course(prefix, verify, timeout_s, node)
+        return AsyncLayerStream(course, lambda verb: self._run(partial(self._client._drive, verb)))
+
     async def pin(
         self,
         prefix: Prefix,
@@ -234,6 +248,12 @@ class _AsyncPoolSlots(AsyncSlots):
         self.__dict__.update(slots.__dict__)
         self._inner = slots
         self._run = run
+
+    async def publish(  # type: ignore[override]
+        self, layer: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """See `Slots.publish`."""
+        await self._run(partial(self._inner.publish, layer, timeout_s=timeout_s))
 
     async def commit(self) -> None:  # type: ignore[override]
         """Send or publish what was written."""

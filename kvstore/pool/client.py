@@ -30,15 +30,18 @@ from ..node import messages
 from ..node.records import Pin
 from ..payloads import payload_views, target_views
 from ..slices import source_views
+from ..streaming import LayerStream
 from ..verbs import DEFAULT_TIMEOUT_S, Hit, PutResult, check_verify
 from . import verbs
 from .engine import Engine, Reader
 from .homecopy import HomeCopies
+from .members import names_of
 from .placing import Placing
 from .replication import Orders, replicate_from, replicate_to
-from .results import MixedBlocks, StagedSlots
+from .results import MixedBlocks, StagedSlots, check_replicas, reason_of
 from .shards import shard_node
-from .store import Seals, Stored, store
+from .store import Seals, store
+from .streaming import Searching
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,7 +49,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..blocks import Selection
-    from ..directory.base import NodeRecord
     from ..keys import Prefix
     from ..link import Link
     from ..schema import HeadRange, LayerRange, Shard
@@ -58,8 +60,6 @@ log = logging.getLogger(__name__)
 
 # In `Hit.where`: some other node of the pool has the block.
 IN_PEER = 4
-# More copies of one prompt are a mistake: each costs its bytes.
-REPLICAS_MAX = 16
 
 
 class PoolClient(Client):
@@ -186,7 +186,7 @@ class PoolClient(Client):
             key = prefix.keys[index]
             return Block(targets[index], selection, key, generations[index], packed=True)
 
-        reason = _reason(outcome, len(prefix), count, why)
+        reason = reason_of(outcome, len(prefix), count, why)
         return LeasedBlocks(Blocks(prefix, outcome.blocks, reason, make), 0, None)
 
     def _view(
@@ -221,7 +221,7 @@ class PoolClient(Client):
                 near.release()
             raise
         why = near.reason if near is not None else None
-        outcome.reason = _reason(outcome, len(prefix), count, why)
+        outcome.reason = reason_of(outcome, len(prefix), count, why)
         return MixedBlocks(prefix, near, far, outcome, selection)
 
     def _view_home(
@@ -298,7 +298,7 @@ class PoolClient(Client):
         """
         self._check(timeout_s)
         deadline = time.monotonic() + timeout_s
-        _check_replicas(replicas)
+        check_replicas(replicas)
         if prefix.schema.check_shard(shard) is not None or node is not None:
             if replicas != 1:
                 raise InvalidInput("slices, and blocks for one node, are put once: use replicate()")
@@ -356,7 +356,7 @@ class PoolClient(Client):
         selection = select_shard(prefix.schema, shard)
         views = source_views(selection, payloads, len(prefix))
         seals = Seals(prefix, views, selection)
-        return _result(store(self._engine.peer(node), seals, 0, deadline=deadline))
+        return store(self._engine.peer(node), seals, 0, deadline=deadline).result()
 
     def _node_for(self, prefix: Prefix, node: int | None) -> int | None:
         """The number of the node to write to; None for home. Raises NoRoom."""
@@ -384,6 +384,36 @@ class PoolClient(Client):
             verb = local_verbs.reserve(prefix, timeout_s, shard)
             return Slots(prefix, drive(verb, self._home), self._home)
         return StagedSlots(prefix, self, timeout_s, shard, node)
+
+    # -- streaming -------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prefix: Prefix,
+        *,
+        verify: Verify | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        node: int | None = None,
+    ) -> LayerStream:
+        """As `Client.stream`, from one node: `node`, the writer's, by its number. Without, from the
+        first of home and the nodes that the directory names for the first block which has all
+        blocks, else the one that has most. The directory knows nothing of reservations."""
+        return LayerStream(self._course(prefix, verify, timeout_s, node), self._drive)
+
+    def _course(
+        self, prefix: Prefix, verify: Verify | None, timeout_s: float, node: int | None
+    ) -> Searching:
+        self._check(timeout_s)
+        how = prefix, self._reading(verify), timeout_s
+        number = self._find_home_number if self._home is not None else None
+        return Searching(*how, self._engine.peer, number, node, self._locate_first)
+
+    def _locate_first(self, prefix: Prefix) -> tuple[int, ...]:
+        return self._locate(prefix.keys[:1], without_home=True)[0]
+
+    def _drive(self, verb: local_verbs.Verb[Any]) -> Any:
+        """Carry out a verb; only one that goes to home has steps for its link."""
+        return drive(verb, self._home)  # type: ignore[arg-type]
 
     # -- wishes ----------------------------------------------------------------------------------
 
@@ -464,7 +494,7 @@ class PoolClient(Client):
     def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """Every node's numbers by name, and what this client knows of its ways to them."""
         self._check(timeout_s)
-        names = _names(self._engine.nodes())
+        names = names_of(self._engine.nodes())
         replies = self._ask_all(lambda: messages.Statistics(0), timeout_s)
         nodes = {names[n]: reply.numbers for n, reply in replies.items() if n in names}
         links = {
@@ -563,37 +593,3 @@ class PoolClient(Client):
             raise failures[0]
         counts = [int(r.count) for r in replies.values() if isinstance(r, messages.Done)]
         return max(counts, default=0)
-
-
-def _reason(outcome: verbs.Outcome, blocks: int, at_home: int, why: str | None) -> str | None:
-    """Why there are not more blocks: home's own reason tells more than that nobody else has it."""
-    if outcome.blocks == blocks:
-        return None
-    if outcome.blocks == at_home and why is not None and outcome.reason in ("miss", "directory"):
-        return outcome.reason if why == "miss" else why
-    return outcome.reason
-
-
-def _check_replicas(replicas: int) -> None:
-    if not (isinstance(replicas, int) and 1 <= replicas <= REPLICAS_MAX):
-        raise InvalidInput(f"replicas={replicas!r}; it is a number from 1 to {REPLICAS_MAX}")
-
-
-def _names(records: dict[int, NodeRecord]) -> dict[int, str]:
-    """What to call each node: its name, with its number if others are called the same."""
-    names = [record.name for record in records.values()]
-    return {
-        number: record.name if names.count(record.name) == 1 else f"{record.name} ({number})"
-        for number, record in records.items()
-    }
-
-
-def _result(stored: Stored) -> PutResult:
-    return PutResult(
-        tuple(stored.stored),
-        tuple(stored.resident),
-        tuple(stored.busy),
-        tuple(stored.refused),
-        stored.reason,
-        tuple(stored.pending),
-    )

@@ -85,9 +85,7 @@ class HomeNumber:
         return self._last or None
 
     def _is_home(self, record: NodeRecord | None) -> bool:
-        return (
-            record is not None and record.socket == self._socket and record.host == self._host
-        )
+        return record is not None and record.socket == self._socket and record.host == self._host
 
 
 class Placements:
@@ -128,6 +126,15 @@ class Placements:
                 if node and node not in found[index]:
                     found[index] = *found[index], node
         return found
+
+
+def names_of(records: dict[int, NodeRecord]) -> dict[int, str]:
+    """What to call each node: its name, with its number if others are called the same."""
+    names = [record.name for record in records.values()]
+    return {
+        number: record.name if names.count(record.name) == 1 else f"{record.name} ({number})"
+        for number, record in records.items()
+    }
 
 
 def _joined(address: tuple[str, int]) -> str:

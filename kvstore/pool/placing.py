@@ -133,14 +133,7 @@ class Placing:
         stored = store(peer, self._seals, 0, deadline=late, room_until=now + room_s)
         there = [*stored.stored, *stored.resident]
         self._engine.placements.note(number, [prefix.keys[i] for i in there], now)
-        return PutResult(
-            tuple(stored.stored),
-            tuple(stored.resident),
-            tuple(stored.busy),
-            tuple(stored.refused),
-            stored.reason,
-            tuple(stored.pending),
-        )
+        return stored.result()
 
     def _why_nobody(self) -> TiffinError:
         failure = self._failure
@@ -155,6 +148,4 @@ def _joined(first: PutResult, second: PutResult) -> PutResult:
     """What two puts to the same node came to."""
     stored = {*first.stored, *second.stored}
     resident = tuple(index for index in second.resident if index not in stored)
-    return PutResult(
-        tuple(sorted(stored)), resident, second.busy, second.refused, second.reason
-    )
+    return PutResult(tuple(sorted(stored)), resident, second.busy, second.refused, second.reason)
