@@ -143,7 +143,6 @@ class Following(ABC):
         self._access = access
         self._timeout_s = timeout_s
         self._held: messages.Leased | None = None
-        self._began = False
         self._ended = False
         self._next = 0
         self._verified: list[bool] = []
@@ -153,9 +152,10 @@ class Following(ABC):
 
     def begin(self) -> Verb[None]:
         """See `Course.begin`."""
-        if self._began or not len(self.prefix):
+        if self._ended:
+            raise ClientClosed("this stream has ended; begin another")
+        if self._held is not None or not len(self.prefix):
             return
-        self._began = True
         request = messages.Lease(0, self.prefix.key_bytes, self._timeout_s, follow=True)
         self._held = held = yield from self._lease(request)
         self.count = len(held.offsets)
@@ -166,8 +166,6 @@ class Following(ABC):
     def advance(self) -> Verb[StreamedLayer | None]:
         """See `Course.advance`."""
         yield from self.begin()
-        if self._ended:
-            raise ClientClosed("this stream has ended; begin another")
         if not self.count:
             return None
         if self._next == len(self.schema.layers):

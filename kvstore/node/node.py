@@ -367,7 +367,7 @@ class Node:
         skip = set(request.skip)
         if lease.rank is None:
             good = [
-                position not in skip and intact(replica, self._view)
+                position not in skip and self._intact(replica)
                 for position, replica in enumerate(lease.replicas)
             ]
         else:
@@ -376,6 +376,9 @@ class Node:
         kept = self.core.commit(lease, good)
         self.core.residency.trim(self.options.core.high_watermark, self.options.core.low_watermark)
         reply(messages.Flags(request.id, kept))
+
+    def _intact(self, replica: Replica) -> bool:
+        return intact(replica, self._view)
 
     def _view(self, replica: Replica) -> ByteArray:
         return self.dram.view(extent_of(replica))

@@ -16,7 +16,6 @@ from ..blocks import Payload, select
 from ..errors import (
     ClientClosed,
     InvalidInput,
-    NodeUnavailable,
     ProtocolError,
     StaleLease,
     TiffinError,
@@ -156,7 +155,7 @@ class Searching:
         self._node = node
         self._locate = locate
         self._found: Following | None = None
-        self._began = False
+        self._ended = False
 
     @property
     def count(self) -> int:
@@ -166,14 +165,16 @@ class Searching:
     @property
     def reason(self) -> str | None:
         """See `Course.reason`."""
-        return self._found.reason if self._found is not None else None
+        if self._found is None:
+            return "miss" if len(self.prefix) else None
+        return self._found.reason
 
     def begin(self) -> Verb[None]:
-        """See `Course.begin`. Raises what the last node met if none could be asked, and
-        NodeUnavailable if there is none."""
-        if self._began or not len(self.prefix):
+        """See `Course.begin`. Raises what the last node met if none of those asked answered."""
+        if self._ended:
+            raise ClientClosed("this stream has ended; begin another")
+        if self._found is not None or not len(self.prefix):
             return
-        self._began = True
         failure: TiffinError | None = None
         for following in islice(self._ways(), ASKED_MAX):
             try:
@@ -185,9 +186,8 @@ class Searching:
                 failure = error
             if self.count == len(self.prefix):
                 return
-        if self._found is None:
-            text = "no node of the pool is known to have, or to write, the first block: name one"
-            raise failure or NodeUnavailable(f"{text} with node=")
+        if self._found is None and failure is not None:
+            raise failure
 
     def _ways(self) -> Iterator[Following]:
         how = self.prefix, self._access, self._timeout_s
@@ -217,5 +217,6 @@ class Searching:
 
     def end(self) -> Verb[None]:
         """See `Course.end`."""
+        self._ended = True
         if self._found is not None:
             yield from self._found.end()

@@ -186,6 +186,8 @@ def test_a_stream_has_the_leading_blocks_that_are_there(writer: Client, reader: 
     with reader.stream(prefix) as stream:
         assert (stream.blocks, stream.reason, stream.complete) == (1, "miss", False)
         assert [len(layer.blocks) for layer in stream] == [1] * LAYERS
+    with pytest.raises(ClientClosed):
+        stream.step()
     nothing = reader.stream(fresh_prefix(2, STREAMED))
     assert list(nothing) == []
     assert (nothing.blocks, nothing.reason) == (0, "miss")
@@ -580,7 +582,10 @@ def test_a_pool_streams_from_the_writers_node(cluster: Cluster) -> None:
     for layer in range(LAYERS):
         fill(slots, layer)
         slots.publish(layer)
-    assert list(far.stream(prefix)) == [], "the directory knows nothing of reservations"
+    for unaware in (far, cluster.open()):
+        stream = unaware.stream(prefix)
+        assert list(stream) == [], "the directory knows nothing of reservations"
+        assert (stream.blocks, stream.reason) == (0, "miss")
     streams = [near.stream(prefix), near.stream(prefix, node=one.number)]
     streams.append(far.stream(prefix, node=one.number))
     courses = [iter(stream) for stream in streams]
