@@ -78,6 +78,9 @@ _HEAD_LENGTH = HEAD_BYTES - 4
 _RANGE_BYTES = 16
 _ONE_RANGE = struct.Struct("<IBBHIIQQQQ")
 
+# Half the time of `Kind(code)`, which is called for every frame.
+_KINDS = {int(kind): kind for kind in Kind}
+
 # The longest body of each kind, without length and kind.
 BODY_BYTES_MAX = {
     Kind.MESSAGE: FRAME_BYTES_MAX,
@@ -127,15 +130,17 @@ def refusal(kind: Kind, reason: str) -> bytes:
     return _HEAD.pack(_HEAD_LENGTH + len(why), kind, Status.REFUSED, 0, 0, 0, 0, 0) + why
 
 
-def parse_header(data: memoryview, message_bytes_max: int) -> Header:
-    """Raises FrameError for an unknown kind or a length above what that kind can have."""
-    length, code = HEADER.unpack_from(data)
-    limit = message_bytes_max if code == Kind.MESSAGE else BODY_BYTES_MAX.get(code, -1)
-    if limit < 0:
+def parse_header(data: memoryview, message_bytes_max: int, at: int = 0) -> Header:
+    """The header at `at`. Raises FrameError for an unknown kind or a length above what that kind
+    can have."""
+    length, code = HEADER.unpack_from(data, at)
+    kind = _KINDS.get(code)
+    if kind is None:
         raise FrameError(f"a frame of unknown kind {code}")
+    limit = message_bytes_max if kind is Kind.MESSAGE else BODY_BYTES_MAX[kind]
     if not 1 <= length <= limit + 1:
-        raise FrameError(f"a {Kind(code).name} frame of {length} bytes; the limit is {limit + 1}")
-    return Header(Kind(code), length - 1)
+        raise FrameError(f"a {kind.name} frame of {length} bytes; the limit is {limit + 1}")
+    return Header(kind, length - 1)
 
 
 def parse_request(body: bytes | memoryview) -> tuple[int, NDArray[np.uint64]]:

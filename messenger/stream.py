@@ -63,6 +63,7 @@ _LOOKS = 50
 # Of SO_RCVTIMEO and SO_SNDTIMEO.
 _WAIT_S_MIN, _WAIT_S_MAX = 2.0**-10, 2.0**10
 _TIMEVAL = struct.Struct("@ll")
+_HEADER_BYTES = HEADER.size
 
 
 class Stream:
@@ -184,7 +185,7 @@ class Stream:
     ) -> tuple[Kind, bytes | memoryview]:
         """The next frame of any kind: the serving side's way. Waits for its first byte until the
         deadline, and for later ones no longer than `stall_s`."""
-        if not self.ahead_bytes:
+        if self._start == self._end:
             self._receive_ahead(deadline, None, _AHEAD_BYTES)
         header = self._receive_header(deadline, None, stall_s)
         return header.kind, self._receive_body(header.body_bytes, deadline, stall_s)
@@ -269,12 +270,12 @@ class Stream:
     ) -> Header:
         """Five bytes. `most` limits what else comes into the buffer: no raw bytes, if they are
         all that can follow."""
-        while self.ahead_bytes < HEADER.size:
+        while self._end - self._start < _HEADER_BYTES:
             self._receive_ahead(deadline, stall_s, most)
-        header = frames.parse_header(self._buffer[self._start : self._end], self.message_bytes_max)
-        if wanted is not None and header.kind != wanted:
+        header = frames.parse_header(self._buffer, self.message_bytes_max, self._start)
+        if wanted is not None and header.kind is not wanted:
             raise FrameError(f"a {header.kind.name} frame instead of {wanted.name}")
-        self._start += HEADER.size
+        self._start += _HEADER_BYTES
         return header
 
     def _receive_ahead(self, deadline: float, stall_s: float | None, most: int) -> None:
@@ -291,9 +292,10 @@ class Stream:
     def _receive_body(
         self, nbytes: int, deadline: float, stall_s: float | None
     ) -> bytes | memoryview:
-        if nbytes <= self.ahead_bytes:
-            self._start += nbytes
-            return bytes(self._buffer[self._start - nbytes : self._start])
+        start = self._start
+        if nbytes <= self._end - start:
+            self._start = start + nbytes
+            return bytes(self._buffer[start : start + nbytes])
         # Not zeroed: memory is taken as bytes arrive, not as they are announced.
         body = np.empty(nbytes, np.uint8).data
         self._receive(Cursor([body]), deadline, stall_s)

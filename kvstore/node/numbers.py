@@ -22,6 +22,7 @@ def numbers_of(node: Node, *, waiting_requests: int, queued_moves: int) -> dict[
         "pid": os.getpid(),
         "uptime_s": time.time() - node.started_at,
         "policy": node.options.policy,
+        "draining": node.draining,
         "blocks": len(core.index),
         "pinned_blocks": len(core.residency.pins),
         "waiting_requests": waiting_requests,

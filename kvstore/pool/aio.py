@@ -14,10 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..aio import AsyncBlocks, AsyncClient, AsyncSlots, Opening, in_thread
-from ..client import LeasedBlocks, Slots
+from ..client import LeasedBlocks, Slots, drive
 from ..errors import ClientClosed
 from ..streaming import AsyncLayerStream
-from ..verbs import DEFAULT_TIMEOUT_S, Hit, PutResult, Verify
+from ..verbs import DEFAULT_TIMEOUT_S, Hit, PutResult, Verb, Verify
 from .client import PoolClient
 from .open import open_pool
 
@@ -145,7 +145,12 @@ class AsyncPoolClient(AsyncClient):
         """See `PoolClient.stream`; for `async for` and `async with`."""
         self._check(timeout_s)
         course = self._client._course(prefix, verify, timeout_s, node)
-        return AsyncLayerStream(course, lambda verb: self._run(partial(self._client._drive, verb)))
+        run = partial(drive, link=self._client._home)  # type: ignore[arg-type]
+
+        def step(verb: Verb[Any]) -> Coroutine[Any, Any, Any]:
+            return self._run(partial(run, verb))
+
+        return AsyncLayerStream(course, step)
 
     async def pin(
         self,

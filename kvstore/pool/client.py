@@ -35,10 +35,10 @@ from ..verbs import DEFAULT_TIMEOUT_S, Hit, PutResult, check_verify
 from . import verbs
 from .engine import Engine, Reader
 from .homecopy import HomeCopies
-from .members import names_of
-from .placing import Placing
+from .members import FixedMembers, names_of
+from .placing import Placing, check_replicas
 from .replication import Orders, replicate_from, replicate_to
-from .results import MixedBlocks, StagedSlots, check_replicas, reason_of
+from .results import MixedBlocks, StagedSlots, reason_of
 from .shards import shard_node
 from .store import Seals, store
 from .streaming import Searching
@@ -78,6 +78,7 @@ class PoolClient(Client):
         self._access = local_verbs.Access(check_verify(verify), random.Random())
         self._engine = engine
         self._home = home
+        self._home_lost = False
         self._find_home_number = home_number
         self._copies = HomeCopies(admission) if home is not None else None
         self._dice = random.Random()
@@ -274,6 +275,28 @@ class PoolClient(Client):
             return False
         return self._copies.bring(part, self._link_home(), self._engine, deadline) > 0
 
+    def stream(
+        self,
+        prefix: Prefix,
+        *,
+        verify: Verify | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        node: int | None = None,
+    ) -> LayerStream:
+        """As `Client.stream`, from one node: number `node`, the writer's; without, whoever of home
+        and the first block's holders has all blocks, or most. No directory knows reservations."""
+        course = self._course(prefix, verify, timeout_s, node)
+        return LayerStream(course, partial(drive, link=self._home))  # type: ignore[arg-type]
+
+    def _course(
+        self, prefix: Prefix, verify: Verify | None, timeout_s: float, node: int | None
+    ) -> Searching:
+        self._check(timeout_s)
+        how = prefix, self._reading(verify), timeout_s, self._engine.peer
+        number = self._find_home_number if self._home is not None else None
+        first = partial(self._locate, without_home=True)
+        return Searching(*how, number, node, lambda part: first(part.keys[:1])[0])
+
     # -- writing ---------------------------------------------------------------------------------
 
     def put(
@@ -382,38 +405,10 @@ class PoolClient(Client):
             node = self._node_for(prefix, node)
         if self._home is not None and node is None:
             verb = local_verbs.reserve(prefix, timeout_s, shard)
-            return Slots(prefix, drive(verb, self._home), self._home)
+            reserved = self._at_home(verb, None)
+            if reserved is not None:
+                return Slots(prefix, reserved, self._home)
         return StagedSlots(prefix, self, timeout_s, shard, node)
-
-    # -- streaming -------------------------------------------------------------------------------
-
-    def stream(
-        self,
-        prefix: Prefix,
-        *,
-        verify: Verify | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        node: int | None = None,
-    ) -> LayerStream:
-        """As `Client.stream`, from one node: `node`, the writer's, by its number. Without, from the
-        first of home and the nodes that the directory names for the first block which has all
-        blocks, else the one that has most. The directory knows nothing of reservations."""
-        return LayerStream(self._course(prefix, verify, timeout_s, node), self._drive)
-
-    def _course(
-        self, prefix: Prefix, verify: Verify | None, timeout_s: float, node: int | None
-    ) -> Searching:
-        self._check(timeout_s)
-        how = prefix, self._reading(verify), timeout_s
-        number = self._find_home_number if self._home is not None else None
-        return Searching(*how, self._engine.peer, number, node, self._locate_first)
-
-    def _locate_first(self, prefix: Prefix) -> tuple[int, ...]:
-        return self._locate(prefix.keys[:1], without_home=True)[0]
-
-    def _drive(self, verb: local_verbs.Verb[Any]) -> Any:
-        """Carry out a verb; only one that goes to home has steps for its link."""
-        return drive(verb, self._home)  # type: ignore[arg-type]
 
     # -- wishes ----------------------------------------------------------------------------------
 
@@ -438,14 +433,17 @@ class PoolClient(Client):
         self._check(timeout_s)
         local_verbs.check_blocks(prefix)
         until_s = local_verbs.check_ttl(ttl_s)
-        at_home = 0
+        at_home: int | None = None
         if self._home is not None:
-            at_home = self._at_home(local_verbs.pin(prefix, level, ttl_s, timeout_s), 0)
+            at_home = self._at_home(local_verbs.pin(prefix, level, ttl_s, timeout_s), None)
         holders = {node for nodes in self._locate(prefix.keys) for node in nodes}
-        remote = self._count(
-            prefix, holders, lambda: messages.Pin(0, prefix.key_bytes, level, until_s), timeout_s
+        return self._count(
+            prefix,
+            at_home,
+            holders,
+            lambda: messages.Pin(0, prefix.key_bytes, level, until_s),
+            timeout_s,
         )
-        return max(at_home, remote)
 
     def remove(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Forget the resident blocks on every node that has them: all nodes are told, whatever the
@@ -453,15 +451,18 @@ class PoolClient(Client):
         DeadlineExceeded if a node could not be told: it may still have them."""
         self._check(timeout_s)
         local_verbs.check_blocks(prefix)
-        at_home = 0
+        at_home: int | None = None
         if self._home is not None:
-            at_home = self._at_home(local_verbs.remove(prefix, timeout_s), 0)
+            at_home = self._at_home(local_verbs.remove(prefix, timeout_s), None)
         self._engine.placements.forget(prefix.keys)
-        nodes = self._known_nodes()
-        remote = self._count(
-            prefix, nodes, lambda: messages.Remove(0, prefix.key_bytes), timeout_s, strict=True
+        return self._count(
+            prefix,
+            at_home,
+            self._known_nodes(),
+            lambda: messages.Remove(0, prefix.key_bytes),
+            timeout_s,
+            strict=True,
         )
-        return max(at_home, remote)
 
     def replicate(
         self, prefix: Prefix, to: Sequence[int], *, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -526,8 +527,6 @@ class PoolClient(Client):
 
     @property
     def _fixed(self) -> bool:
-        from .members import FixedMembers
-
         return isinstance(self._engine.members, FixedMembers)
 
     def _link_home(self) -> Link:
@@ -538,10 +537,13 @@ class PoolClient(Client):
     def _at_home(self, verb: local_verbs.Verb[Any], otherwise: Any) -> Any:
         """The verb's result at home; `otherwise` if home does not answer: others may."""
         try:
-            return drive(verb, self._link_home())
+            result = drive(verb, self._link_home())
         except (ConnectionError, DeadlineExceeded) as error:
-            log.warning("home does not answer: %s", error)
+            log.log(logging.DEBUG if self._home_lost else logging.WARNING, "no home: %s", error)
+            self._home_lost = True
             return otherwise
+        self._home_lost = False
+        return result
 
     def _locate(
         self, keys: Sequence[bytes], *, without_home: bool = False
@@ -578,18 +580,20 @@ class PoolClient(Client):
     def _count(
         self,
         prefix: Prefix,
+        at_home: int | None,
         nodes: set[int],
         make: Callable[[], messages.Request],
         timeout_s: float,
         *,
         strict: bool = False,
     ) -> int:
-        """The largest count of the nodes' answers, without home's. Raises what the first met if
-        none answers or, if `strict`, if one does not."""
-        asked = sorted(nodes - {self._home_number or 0}) if len(prefix) else []
+        """The largest count of these nodes and home, which is not asked again if it has answered.
+        Raises what the first met if none answers or, if `strict`, if one does not."""
+        home = self._home_number if at_home is not None else None
+        asked = sorted(nodes - {home}) if len(prefix) else []
         replies = self._engine.run(verbs.ask_all(asked, make, timeout_s))
         failures = [reply for reply in replies.values() if isinstance(reply, TiffinError)]
-        if failures and (strict or (len(failures) == len(asked) and self._home is None)):
+        if failures and (strict or (len(failures) == len(asked) and at_home is None)):
             raise failures[0]
         counts = [int(r.count) for r in replies.values() if isinstance(r, messages.Done)]
-        return max(counts, default=0)
+        return max(counts, default=0) if at_home is None else max([at_home, *counts])

@@ -38,6 +38,7 @@ from .replies import check_reply
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from tiffin.messenger.stream import Stream
 
@@ -48,25 +49,42 @@ CONNECT_TIMEOUT_S = 5.0
 POST_TIMEOUT_S = GRACE_S
 
 
-@contextmanager
-def as_ours(address: str) -> Iterator[None]:
-    """Turn the messenger's errors into the store's."""
-    try:
-        yield
-    except TransferTimeout as error:
-        raise DeadlineExceeded(f"the node at {address} did not answer in time: {error}") from error
-    except PeerLost as error:
+class as_ours:  # noqa: N801 - used as `contextlib.suppress` is
+    """A context that turns the messenger's errors into the store's. A class: a generator would cost
+    every small read a microsecond."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            ours = _ours(self._address, error)
+            if ours is not None:
+                raise ours from error
+
+
+def _ours(address: str, error: BaseException) -> TiffinError | None:
+    """What to raise instead; None for what is not the messenger's."""
+    if isinstance(error, TransferTimeout):
+        return DeadlineExceeded(f"the node at {address} did not answer in time: {error}")
+    if isinstance(error, PeerLost):
         if _refused_certificate(error.__cause__):
-            raise NotAuthenticated(
+            return NotAuthenticated(
                 f"the node at {address} and we don't take each other's certificates: {error}"
-            ) from error
-        raise NodeUnavailable(f"lost the node at {address}: {error}") from error
-    except (BadFrame, *messages.NOT_A_MESSAGE) as error:
-        raise ProtocolError(f"the node at {address} sent garbage: {error}") from error
-    except GrantError as error:
-        raise NodeUnavailable(f"the node at {address} took a lease back: {error}") from error
-    except MessengerError as error:
-        raise NodeUnavailable(f"the node at {address}: {error}") from error
+            )
+        return NodeUnavailable(f"lost the node at {address}: {error}")
+    if isinstance(error, (BadFrame, *messages.NOT_A_MESSAGE)):
+        return ProtocolError(f"the node at {address} sent garbage: {error}")
+    if isinstance(error, GrantError):
+        return NodeUnavailable(f"the node at {address} took a lease back: {error}")
+    if isinstance(error, MessengerError):
+        return NodeUnavailable(f"the node at {address}: {error}")
+    return None
 
 
 def _refused_certificate(error: BaseException | None) -> bool:
@@ -124,10 +142,17 @@ class Peer:
             stream.cut()
         self.transport.cut()
 
-    @contextmanager
-    def stream(self, deadline: float, connect_s: float = CONNECT_TIMEOUT_S) -> Iterator[Stream]:
+    def stream(
+        self, deadline: float, connect_s: float = CONNECT_TIMEOUT_S
+    ) -> AbstractContextManager[Stream]:
         """As `TcpTransport.stream`. A new stream is given up on after `connect_s`; one that others
         use is waited for until the deadline, because their being busy says nothing of the node."""
+        if connect_s == CONNECT_TIMEOUT_S:
+            return self.transport.stream(deadline)
+        return self._impatient_stream(deadline, connect_s)
+
+    @contextmanager
+    def _impatient_stream(self, deadline: float, connect_s: float) -> Iterator[Stream]:
         self._patience.connect_s = connect_s
         try:
             with self.transport.stream(deadline) as stream:

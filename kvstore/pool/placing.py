@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 ROOM_WAIT_S = 0.2
 # Nodes that are asked for room by one put. If that many have none, the pool is full.
 TRIES_MAX = 6
+# More copies of one prompt are a mistake: each costs its bytes.
+REPLICAS_MAX = 16
 
 HOME = 0  # in place of a number: home may have none, while the directory does not know it
 NO_ROOM = "no_room"
@@ -142,6 +144,12 @@ class Placing:
         error = NodeUnavailable("no node of the pool takes these blocks; look at `tiffin status`")
         error.__cause__ = failure
         return error
+
+
+def check_replicas(replicas: int) -> None:
+    """Raise InvalidInput unless it can be a number of copies."""
+    if not (isinstance(replicas, int) and 1 <= replicas <= REPLICAS_MAX):
+        raise InvalidInput(f"replicas={replicas!r}; it is a number from 1 to {REPLICAS_MAX}")
 
 
 def _joined(first: PutResult, second: PutResult) -> PutResult:

@@ -68,4 +68,5 @@ _KINDS: dict[type, type] = {
     messages.Statistics: messages.Numbers,
     messages.Inventory: messages.KeyPage,
     messages.Events: messages.EventPage,
+    messages.Describe: messages.Described,
 }

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-# More copies of one prompt are a mistake: each costs its bytes.
-REPLICAS_MAX = 16
-
 
 class MixedBlocks(LeasedBlocks):
     """Leading blocks at home, leased; the rest in memory of this process."""
@@ -137,9 +134,3 @@ def reason_of(outcome: verbs.Outcome, blocks: int, at_home: int, why: str | None
     if outcome.blocks == at_home and why is not None and outcome.reason in ("miss", "directory"):
         return outcome.reason if why == "miss" else why
     return outcome.reason
-
-
-def check_replicas(replicas: int) -> None:
-    """Raises InvalidInput for what is no number of replicas."""
-    if not (isinstance(replicas, int) and 1 <= replicas <= REPLICAS_MAX):
-        raise InvalidInput(f"replicas={replicas!r}; it is a number from 1 to {REPLICAS_MAX}")

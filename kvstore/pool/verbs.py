@@ -108,12 +108,15 @@ def read(
         return reading.outcome
     reading.holders = [set(nodes).difference(without) for nodes in located]
     while runs := reading.next_runs():
-        steps = [Read(run, deadline, patient=reading.patient(run)) for run in runs]
-        outcomes = yield Together(list(steps))
+        steps: list[Step] = [Read(run, deadline, reading.patient(run)) for run in runs]
+        # One is nearly always all there is, and needs no other thread.
+        outcomes = (yield Together(steps)) if len(steps) > 1 else [(yield steps[0])]
         for run, fetched in zip(runs, outcomes, strict=True):
             if isinstance(fetched, TiffinError):
                 raise fetched
             reading.note(run, fetched)
+        if reading.complete:
+            break
     return reading.finish()
 
 
@@ -123,6 +126,7 @@ class _Reading:
     def __init__(self, prefix: Prefix, start: int, deadline: float, context: Context) -> None:
         self._prefix = prefix
         self._start = start
+        self._stop = len(prefix)
         self._deadline = deadline
         self._context = context
         self._why: dict[int, str] = {}
@@ -139,23 +143,27 @@ class _Reading:
         self._asked = True
         done = self.outcome.generations
         runs: list[Run] = []
-        position = self._start
-        while position < len(self._prefix) and len(runs) < TOGETHER_MAX:
+        position, stop, size = self._start, self._stop, self._prefix.schema.extent_bytes
+        while position < stop and len(runs) < TOGETHER_MAX:
             if position in done:
                 position += 1
                 continue
             end = position
-            while end < len(self._prefix) and end not in done:
+            while end < stop and end not in done:
                 end += 1
             holders = self.holders[position - self._start : end - self._start]
-            size = self._prefix.schema.extent_bytes
-            able = [nodes - self._failed for nodes in holders]
+            able = [nodes - self._failed for nodes in holders] if self._failed else holders
             found = plan_reads(able, position, size, self._context.costs)
             runs += found
             position = end
             if not found or found[-1].stop < end:
                 break  # what comes behind a block that nobody has is of no use
         return runs[:TOGETHER_MAX]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that was asked for is there."""
+        return len(self.outcome.generations) == self._stop - self._start
 
     def patient(self, run: Run) -> bool:
         """Whether to give the node the whole deadline: there is no other, or no budget for it."""
@@ -189,7 +197,7 @@ class _Reading:
         while at in outcome.generations:
             at += 1
         outcome.blocks = at
-        if at < len(self._prefix):
+        if at < self._stop:
             late = self._context.now() >= self._deadline
             alone = "lost" if self.holders[at - self._start] else "miss"
             outcome.reason = self._why.get(at, "deadline" if late else alone)

@@ -9,16 +9,14 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tiffin.bench.demo import report, trace
 from tiffin.bench.demo.run import Options, Outcome
 from tiffin.bench.demo.worker import Row
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DEMO = [sys.executable, "-m", "tiffin.bench.demo", "--quick"]
 
@@ -124,13 +122,15 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def descendants(folder: Path) -> list[int]:
-    """Processes that were started with this TMPDIR."""
+    """Processes that were started with this TMPDIR, or work in it: Redis overwrites its
+    environment when it names itself."""
     mark, found = f"TMPDIR={folder}".encode(), []
     for process in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{process}/environ", "rb") as variables:
-                if mark in variables.read().split(b"\0"):
-                    found.append(int(process))
+                marked = mark in variables.read().split(b"\0")
+            if marked or Path(os.readlink(f"/proc/{process}/cwd")).is_relative_to(folder):
+                found.append(int(process))
         except OSError:
             continue
     return found

@@ -6,23 +6,14 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kvsupport import (
-    NVME_BLOCKS,
-    WAYS,
-    Daemon,
-    Host,
-    LoopThread,
-    NetworkNode,
-    Pool,
-    PoolOptions,
-    TwoNodes,
-)
-
-from tiffin.kvstore.node.node import Node
+from kvsupport import NVME_BLOCKS, Daemon, LoopThread, PoolOptions
+from waysupport import WAYS, Host, NetworkNode, Pool, TwoNodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from tiffin.kvstore.node.node import Node
 
 
 @pytest.fixture(scope="session")

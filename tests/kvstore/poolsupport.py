@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,11 @@ PUBLISHING = PublisherOptions(poll_s=0.002, heartbeat_s=0.2)
 REGISTRATION_TTL_S = 1.0
 
 _numbers = itertools.count(1)
+
+
+def soon(seconds: float = 20.0) -> float:
+    """A deadline that only a hang misses."""
+    return time.monotonic() + seconds
 
 
 class Network(Relay):

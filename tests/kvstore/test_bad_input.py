@@ -6,6 +6,7 @@ After every mistake the pool must still be whole (`Node.check`) and still hold w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from tiffin.kvstore.errors import (
     TiffinError,
     TokenError,
 )
+from tiffin.kvstore.node.remote import RemoteService
 from tiffin.kvstore.sizes import format_bytes, parse_bytes
 from tiffin.kvstore.url import parse_url
 
@@ -51,15 +53,21 @@ def node() -> Iterator[Node]:
     node.close()
 
 
-@pytest.fixture
-def client(node: Node) -> Iterator[Client]:
+@pytest.fixture(params=["attached", "network"])
+def client(node: Node, request: pytest.FixtureRequest) -> Iterator[Client]:
     """A client of a pool with one block in it, which no mistake may harm."""
     stored = fresh_prefix(1)
-    with Client.attach(node) as client:
+    with contextlib.ExitStack() as stack:
+        if request.param == "network":
+            service = stack.enter_context(contextlib.closing(RemoteService(node, ("127.0.0.1", 0))))
+            client = Client.open(f"tiffin://127.0.0.1:{service.address[1]}")
+        else:
+            client = Client.attach(node)
+        stack.enter_context(client)
         client.put(stored, payloads_of(stored))
         yield client
         node.check()
-        numbers = client.statistics()
+        numbers = node.statistics()
         assert is_quiet(numbers)
         assert numbers["tiers"]["dram"]["committed_bytes"] == EXTENT
         with client.get(stored) as blocks:
@@ -318,8 +326,35 @@ class TestUrls:
             "",
             "x",
             "http://host",
-            "tiffin://host:7700",
-            "redis://host",
+            "tiffin:",
+            "tiffin://",
+            "tiffin://host",
+            "tiffin://host:0",
+            "tiffin://host:99999",
+            "tiffin://host:7700/path",
+            "tiffin://host:7700#part",
+            "tiffin://user@host:7700",
+            "tiffin://user:secret@host:7700",
+            "tiffin://host:7700,",
+            "tiffin://host:7700,host:7700",
+            "tiffin://" + ",".join(f"host:{port}" for port in range(1, 18)),
+            "tiffin://host:7700?speed=9",
+            "tiffin://host:7700?admission=sometimes",
+            "tiffin://host:7700?home=",
+            "tiffin://host:7700?hedge_s=0",
+            "tiffin://host:7700?hedge_s=soon",
+            "tiffin://host:7700?hedge_share=2",
+            "tiffin://host:7700?streams=0",
+            "tiffin://host:7700?streams=many",
+            "tiffin://host:7700?token_file=/nowhere/token",
+            "tiffin://host:7700?tls_cert=/nowhere/cert",
+            "tiffin://host:7700?tls_ca=/nowhere/ca",
+            "tiffin://host:7700?pool=a/b",
+            "tiffin://a..b:7700",
+            "redis://host?speed=9",
+            "redis://host?pool=a/b",
+            "redis://host?admission=",
+            "redis://host?streams=9",
             "unix://host/path",
             "unix:/path?dram=1MiB",
             "unix://[bad",
@@ -367,6 +402,9 @@ class TestUrls:
             ("embedded:?dram=1MiB&nvme={tmp}:1MiB&nvme_queue_depth=65", InvalidInput),
             ("embedded:?dram=500TiB", TierUnavailable),
             ("unix:{tmp}/none", NodeUnavailable),
+            ("tiffin://127.0.0.1:1", NodeUnavailable),
+            ("tiffin://127.0.0.1:1,[::1]:1", NodeUnavailable),
+            ("tiffin://no-such-host.invalid:7700", NodeUnavailable),
             ("unix:{tmp}", NodeUnavailable),
             ("unix:/" + "x" * 200, NodeUnavailable),
         ],
@@ -389,6 +427,20 @@ class TestUrls:
         socket: Any = parse_url("unix:/run/a%20b.sock")
         assert socket.path == Path("/run/a b.sock")
         assert parse_url("unix:///run/x") == parse_url("unix:/run/x")
+
+    def test_urls_of_pools_say_whom_to_ask(self) -> None:
+        fixed: Any = parse_url(
+            "tiffin://10.0.0.5:7700,[::1]:7701?token_file=/t&hedge_s=0.2&streams=4&home=none"
+        )
+        assert fixed.addresses == (("10.0.0.5", 7700), ("::1", 7701))
+        assert fixed.credentials == {"token_file": "/t"}
+        assert fixed.numbers == {"hedge_s": 0.2, "streams": 4}
+        assert (fixed.home, fixed.admission, fixed.directory) == ("none", "second", "")
+        redis: Any = parse_url(
+            "redis://10.0.0.1:6379/2?pool=prod&password_file=/p&timeout=0.2&admission=never"
+        )
+        assert (redis.addresses, redis.pool, redis.admission) == ((), "prod", "never")
+        assert redis.directory == "redis://10.0.0.1:6379/2?password_file=%2Fp&timeout=0.2"
 
 
 async def _open(url: Any) -> None:

@@ -11,12 +11,15 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
-from kvsupport import SCHEMA, fresh_prefix, payloads_of, wait_until
+from kvsupport import SCHEMA, assert_right, fresh_prefix, is_quiet, payloads_of, wait_until
+from poolsupport import LARGE, Cluster
 
 from tiffin.kvstore import AsyncClient, Client
 from tiffin.kvstore.errors import ClientClosed
 from tiffin.kvstore.node.node import Node, NodeOptions
+from tiffin.kvstore.pool.aio import AsyncPoolClient
 from tiffin.messenger import local
 
 if TYPE_CHECKING:
@@ -135,3 +138,147 @@ def test_a_waiting_call_of_a_loop_that_was_closed_does_not_stop_the_node(node: N
     with Client.attach(node) as client:
         assert client.statistics()["node"] == "node"
         wait_until(lambda: not client.statistics()["waiting_requests"], "the deadline to pass")
+
+
+# -- over the network ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with contextlib.closing(Cluster()) as cluster:
+        yield cluster
+        cluster.quiet()
+
+
+async def settled(task: asyncio.Task[Any]) -> None:
+    """Cancel it, more than once, while it does not end."""
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0.02)
+        assert not task.done()
+
+
+def test_a_network_get_that_is_cancelled_lets_go_of_the_buffer_first(cluster: Cluster) -> None:
+    far = cluster.start("far", relayed=True)
+    prefix = far.put(fresh_prefix(4, LARGE))
+    cluster.settle()
+    assert far.network is not None
+    network = far.network
+    target = np.zeros((4, LARGE.block_bytes), np.uint8)
+
+    async def run() -> None:
+        client = AsyncPoolClient(cluster.open(hedge_s=30.0))
+        (await client.get(prefix, into=target)).release()
+        target[:] = 0
+        network.stall_after(LARGE.extent_bytes)
+        get = asyncio.ensure_future(_await(client.get(prefix, into=target, timeout_s=0.5)))
+        await asyncio.to_thread(wait_until, lambda: target.any(), "the first bytes arrive")
+        await settled(get)
+        with pytest.raises(asyncio.CancelledError):
+            await get
+        target[:] = 7  # it is ours again
+        network.resume()
+        await asyncio.sleep(0.1)
+        assert (target == 7).all()
+        async with client.get(prefix) as blocks:
+            assert_right(blocks, prefix)
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_network_put_that_is_cancelled_lets_go_of_its_payloads_first(cluster: Cluster) -> None:
+    far = cluster.start("far", relayed=True)
+    prefix = fresh_prefix(4, LARGE)
+    assert far.network is not None
+    network = far.network
+
+    async def run() -> None:
+        client = AsyncPoolClient(cluster.open())
+        assert (await client.match(prefix)).blocks == 0
+        network.stall_after(LARGE.extent_bytes, "to")
+        payloads = payloads_of(prefix)
+        put = asyncio.ensure_future(client.put(prefix, payloads, timeout_s=0.5))
+        await asyncio.to_thread(
+            wait_until, lambda: far.node.statistics()["sessions"], "the put begins"
+        )
+        await settled(put)
+        with pytest.raises(asyncio.CancelledError):
+            await put
+        for payload in payloads:
+            payload[:] = 0  # too late to be sent
+        network.resume()
+        await asyncio.to_thread(
+            wait_until, lambda: is_quiet(far.node.statistics()), "nothing is left of it"
+        )
+        async with client.get(prefix) as blocks:
+            assert_right(blocks, prefix)
+        await client.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("verb", ["get", "reserve"])
+def test_what_a_cancelled_call_got_at_home_is_given_back(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    home = cluster.start("home")
+    prefix = fresh_prefix(2, LARGE)
+    if verb == "get":
+        home.put(prefix)
+    pool = cluster.open(home)
+    begun, go = threading.Event(), threading.Event()
+    method = getattr(pool, verb)
+
+    def slow(*arguments: Any, **keywords: Any) -> Any:
+        got = method(*arguments, **keywords)
+        begun.set()
+        assert go.wait(30)
+        return got
+
+    monkeypatch.setattr(pool, verb, slow)
+
+    async def run() -> None:
+        client = AsyncPoolClient(pool)
+        task = asyncio.ensure_future(_await(getattr(client, verb)(prefix)))
+        await asyncio.to_thread(begun.wait, 30)
+        assert not is_quiet(home.node.statistics())
+        await settled(task)
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert is_quiet(home.node.statistics())
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_an_async_close_cuts_calls_of_a_stalled_node(cluster: Cluster) -> None:
+    far = cluster.start("far", relayed=True)
+    prefix = far.put(fresh_prefix(2, LARGE))
+    cluster.settle()
+    assert far.network is not None
+    network = far.network
+
+    async def run() -> None:
+        client = AsyncPoolClient(cluster.open(hedge_s=60.0))
+        async with client.get(prefix) as blocks:
+            assert blocks.complete
+        network.pause()
+        calls = [asyncio.ensure_future(_await(client.get(prefix, timeout_s=60))) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(10):
+            await client.close()
+            await client.close()
+            for one in calls:
+                with contextlib.suppress(ClientClosed):
+                    assert len(await one) == 0
+        with pytest.raises(ClientClosed):
+            await client.match(prefix)
+        network.resume()
+
+    asyncio.run(run())
+
+
+async def _await(opening: Any) -> Any:
+    return await opening

@@ -2,7 +2,7 @@
 
 Eight ways: synchronous and asyncio clients, of a node in this process, of a daemon, of a node over
 the network, and of two nodes of which one is at home. The asyncio client runs behind an adapter
-with the synchronous verbs (`kvsupport.PoolClient`). Every test finds the pool empty, and afterwards
+with the synchronous verbs (`waysupport.PoolClient`). Every test finds the pool empty, and after it
 nothing may be held, lost or leaked (`Pool.finish`). `pool.scatter` puts a prompt on all nodes that
 there are.
 """
@@ -22,12 +22,10 @@ import pytest
 from kvsupport import (
     DRAM_BLOCKS,
     EXTENT,
-    IN_PLACE_WAYS,
     NVME_BLOCKS,
     SCHEMA,
     Background,
     Daemon,
-    Pool,
     PoolOptions,
     assert_conserved,
     assert_right,
@@ -39,6 +37,7 @@ from kvsupport import (
     wait_until,
     within,
 )
+from waysupport import IN_PLACE_WAYS, Pool
 
 from tiffin.kvstore import AsyncClient, Client, KVSchema, LayerSpec, Prefix
 from tiffin.kvstore.errors import (

@@ -289,9 +289,9 @@ def test_a_pool_with_a_directory_is_shown_drained_and_undrained(local: LocalPool
         wait_until(
             lambda: states(run, local)["node-1"] == "draining", "the directory says so", 15.0
         )
-        found = json.loads(run("status", local.url, "--json").stdout)
-        assert found["replicas"]["blocks"]["2"] == 4, "node-2 has them too"
-        assert "node-2" in found["links"].get("node-1", {}) or "node-1" in found["links"]["node-2"]
+        wait_until(lambda: twice(run, local) == 4, "node-2 has them too", 15.0)
+        # A node tells what it measured with its next heartbeat.
+        wait_until(lambda: linked(run, local), "the link that the blocks took is shown", 15.0)
 
         assert "takes new blocks again" in run("drain", local.url, "node-1", "--undo").stdout
         client.remove(prefix)
@@ -302,6 +302,18 @@ def published(local: LocalPool, prefix: Prefix) -> int:
     assert isinstance(target, Pool)
     with closing(open_directory(target.directory)) as directory:
         return sum(bool(nodes) for nodes in directory.locate(prefix.keys))
+
+
+def twice(run: Run, local: LocalPool) -> int:
+    """How many blocks two nodes have."""
+    blocks = json.loads(run("status", local.url, "--json").stdout)["replicas"]["blocks"]
+    return int(blocks["2"])
+
+
+def linked(run: Run, local: LocalPool) -> bool:
+    """Whether either node has measured its way to the other."""
+    links = json.loads(run("status", local.url, "--json").stdout)["links"]
+    return "node-2" in links.get("node-1", {}) or "node-1" in links.get("node-2", {})
 
 
 def states(run: Run, local: LocalPool) -> dict[str, str]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tiffin.kvstore import Prefix
+
 RESERVE_AND_WAIT = """
 import sys
 from tiffin.kvstore.credentials import Credentials, parse_address
@@ -49,6 +51,12 @@ def address_of(pool: FaultPool) -> tuple[str, int]:
     return host, int(port)
 
 
+def seen_by_others(pool: FaultPool, prefix: Prefix) -> bool:
+    """Whether a client that did not put them finds all blocks."""
+    with pool.open() as other:
+        return bool(other.match(prefix).blocks == len(prefix))
+
+
 def reserved_bytes(pool: FaultPool) -> int:
     with Client.open(pool.nodes[0].url) as client:
         dram = client.statistics()["tiers"]["dram"]
@@ -73,7 +81,7 @@ def test_half_open_connections_lock_nobody_out(pool: FaultPool, count: int) -> N
     with pool.open() as client, contextlib.ExitStack() as crowd:
         prefix = fresh_prefix(4)
         assert client.put(prefix, payloads_of(prefix)).complete
-        wait_until(lambda: client.match(prefix).blocks == 4, "the blocks are published")
+        wait_until(lambda: seen_by_others(pool, prefix), "the blocks are published")
         address = address_of(pool)
         for _ in range(count):
             # Those that the node crowds out are reset; the rest say nothing for ever.
@@ -96,7 +104,7 @@ def test_running_out_of_descriptors_ends_nothing(pool: FaultPool) -> None:
     with pool.open() as client:
         prefix = fresh_prefix(4)
         assert client.put(prefix, payloads_of(prefix)).complete
-        wait_until(lambda: client.match(prefix).blocks == 4, "the blocks are published")
+        wait_until(lambda: seen_by_others(pool, prefix), "the blocks are published")
         address = address_of(pool)
         used = len(os.listdir(f"/proc/{pid}/fd"))
         old = resource.prlimit(pid, resource.RLIMIT_NOFILE)

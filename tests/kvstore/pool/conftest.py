@@ -1,18 +1,25 @@
-"""A pool of several nodes for each test; afterwards all of them are at rest, and nothing is open."""
+"""A pool of several nodes for each test; afterwards all are at rest, and nothing is open."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from kvsupport import wait_until
-from poolsupport import Cluster
+from kvsupport import is_quiet, wait_until
+from poolsupport import LARGE, Cluster
+
+from tiffin.kvstore.credentials import Credentials
+from tiffin.kvstore.node.core import CoreOptions
+from tiffin.kvstore.node.node import Node, NodeOptions
+from tiffin.kvstore.node.remote import RemoteService
+from tiffin.kvstore.pool.peer import Peer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture
@@ -22,12 +29,14 @@ def nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
 
     def gone() -> bool:
+        more = [t for t in threading.enumerate() if t not in threads and t.name != "asyncio_0"]
+        if not more and len(os.listdir("/proc/self/fd")) <= files:
+            return True
         # An error that was logged has a traceback, that a view of a region, that a descriptor.
         for when in ("call", "teardown"):
             caplog.get_records(when).clear()  # type: ignore[arg-type]
         gc.collect()
-        more = [t for t in threading.enumerate() if t not in threads and t.name != "asyncio_0"]
-        return not more and len(os.listdir("/proc/self/fd")) <= files
+        return False
 
     wait_until(gone, f"threads and descriptors end: {set(threading.enumerate()) - threads}")
 
@@ -40,3 +49,43 @@ def cluster(nothing_left: None) -> Iterator[Cluster]:
         cluster.quiet()
     finally:
         cluster.close()
+
+
+@pytest.fixture
+def serve(nothing_left: None) -> Iterator[Callable[..., tuple[Node, tuple[str, int]]]]:
+    """Starts a node and its port; afterwards it must be whole and hold nothing."""
+    with contextlib.ExitStack() as stack:
+        nodes: list[Node] = []
+
+        def start(
+            credentials: Credentials | None = None, core: CoreOptions | None = None
+        ) -> tuple[Node, tuple[str, int]]:
+            options = NodeOptions(
+                16 * LARGE.extent_bytes, prefault=False, core=core or CoreOptions()
+            )
+            node = Node(options)
+            stack.callback(node.close)
+            service = RemoteService(node, ("127.0.0.1", 0), credentials)
+            stack.callback(service.close)
+            nodes.append(node)
+            return node, service.address
+
+        yield start
+        for node in nodes:
+            wait_until(lambda n=node: is_quiet(n.statistics()), "the node comes to rest")
+            node.check()
+
+
+@pytest.fixture
+def connect(nothing_left: None) -> Iterator[Callable[..., Peer]]:
+    """Peers that are closed with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(
+            address: tuple[str, int], credentials: Credentials | None = None, **options: Any
+        ) -> Peer:
+            peer = Peer(address, credentials or Credentials(), "test", **options)
+            stack.callback(peer.close)
+            return peer
+
+        yield make

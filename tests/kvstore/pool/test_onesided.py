@@ -12,6 +12,7 @@ import pytest
 from kvsupport import Daemon, assert_right, fresh_prefix, payloads_of
 
 from tiffin.kvstore import Client, KVSchema
+from tiffin.kvstore.pool.onesided import process_agent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,11 +30,18 @@ SCHEMA = KVSchema.gqa(
 
 
 @pytest.fixture
-def node(own_daemon: Callable[..., Daemon]) -> Iterator[tuple[Daemon, str]]:
+def node(
+    own_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Daemon, str]]:
+    # Without RDMA hardware: memory of the same host, and TCP to find each other.
+    monkeypatch.setenv("UCX_TLS", "all")
+    process_agent.cache_clear()
     port = random.randrange(21_000, 29_000)
-    options = ["--listen", f"127.0.0.1:{port}", "--nixl", "--no-prefault"]
+    options = ["--listen", f"127.0.0.1:{port}", "--nixl", "--nixl-lanes", "all"]
     daemon = own_daemon(dram=64 << 20, options=options)
     yield daemon, f"tiffin://127.0.0.1:{port}?nixl=true"
+    process_agent().close()
+    process_agent.cache_clear()
 
 
 def paths(client: Any) -> dict[str, Any]:

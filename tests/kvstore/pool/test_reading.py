@@ -287,7 +287,8 @@ class TestHints:
                 state.holders[key] = state.holders[key][1:]
 
     @pytest.mark.parametrize(
-        "address", ["", "nonsense", "a..b:1", "127.0.0.1:0", "x" * 300 + ":1", "::1:7", "127.0.0.1:1"]
+        "address",
+        ["", "nonsense", "a..b:1", "127.0.0.1:0", "x" * 300 + ":1", "::1:7", "127.0.0.1:1"],
     )
     def test_a_record_with_an_address_that_leads_nowhere(
         self, cluster: Cluster, address: str

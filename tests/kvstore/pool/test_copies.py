@@ -1,0 +1,228 @@
+"""Nodes that copy from each other: at a client's wish, before one leaves, after one was lost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from kvsupport import Background, assert_right, fresh_prefix, wait_until, within
+from poolsupport import LARGE, Cluster, Member, holders
+
+from tiffin.kvstore import Client
+from tiffin.kvstore.errors import (
+    Draining,
+    InvalidInput,
+    NodeUnavailable,
+    NoRoom,
+)
+from tiffin.kvstore.node import messages
+from tiffin.kvstore.pool import caretaker
+from tiffin.kvstore.pool.caretaker import Watch
+
+if TYPE_CHECKING:
+    from tiffin.kvstore import Prefix
+    from tiffin.kvstore.pool.client import PoolClient
+
+
+def prompt(blocks: int = 3) -> Prefix:
+    return fresh_prefix(blocks, LARGE)
+
+
+def check(client: PoolClient, prefix: Prefix) -> None:
+    """All of it is there, and right."""
+    with client.get(prefix) as blocks:
+        assert blocks.complete, blocks
+        assert_right(blocks, prefix)
+
+
+def fill(member: Member, blocks: int) -> list[Prefix]:
+    """Leave no room: pinned prompts of one block."""
+    prefixes = [member.put(prompt(1)) for _ in range(blocks)]
+    with Client.attach(member.node) as client:
+        assert all(client.pin(prefix, hard=True) for prefix in prefixes)
+    return prefixes
+
+
+class TestReplicating:
+    def test_nodes_copy_from_each_other(self, cluster: Cluster) -> None:
+        one, two, three = (cluster.start(name) for name in ("one", "two", "three"))
+        prefix = prompt(5)
+        one.put(prefix[:3])
+        two.put(prefix[3:])
+        cluster.settle()
+        client = cluster.open()
+        assert client.replicate(prefix, [three.number, one.number]) == {
+            three.number: 5,
+            one.number: 5,
+        }
+        assert one.has(prefix) == three.has(prefix) == [True] * 5
+        for node in (one, two):
+            node.stop()
+        cluster.remember(three)
+        check(cluster.open(), prefix)  # headers were given their new place
+
+    def test_nobody_has_it(self, cluster: Cluster) -> None:
+        one = cluster.start("one")
+        with pytest.raises(NoRoom, match="first block"):
+            cluster.open().replicate(prompt(1), [one.number])
+
+    def test_targets_that_cannot(self, cluster: Cluster) -> None:
+        one, full = cluster.start("one"), cluster.start("full", 2)
+        prefix = one.put(prompt(2))
+        fill(full, 2)
+        cluster.settle()
+        client = cluster.open()
+        with pytest.raises(NoRoom):
+            client.replicate(prefix, [full.number], timeout_s=5)
+        with pytest.raises(NodeUnavailable):
+            client.replicate(prefix, [4711])
+        full.node.draining = True
+        with pytest.raises(Draining):
+            client.replicate(prefix, [full.number])
+
+    def test_damage_is_not_copied(self, cluster: Cluster) -> None:
+        one, two = cluster.start("one"), cluster.start("two")
+        prefix = one.put(prompt(3))
+        one.flip(prefix[1:])
+        cluster.settle()
+        assert cluster.open().replicate(prefix, [two.number]) == {two.number: 1}
+        assert two.has(prefix)[1] is False
+        wait_until(lambda: one.has(prefix) == [True, False, True], "the source is told")
+
+    def test_a_pull_that_nobody_waits_for(self, cluster: Cluster) -> None:
+        one, two = cluster.start("one"), cluster.start("two")
+        prefix = one.put(prompt(3))
+        cluster.settle()
+        pull = messages.Pull(
+            0, prefix.key_bytes, prefix.parent, prefix.start, one.number, 5.0, wait=False
+        )
+        assert cluster.open()._engine.ask(two.number, pull, 5.0).count == 0
+        wait_until(lambda: two.has(prefix) == [True] * 3, "it is copied")
+
+    @pytest.mark.parametrize(
+        ("change", "error"),
+        [
+            ({"keys": b"x" * 15}, InvalidInput),
+            ({"keys": b""}, None),
+            ({"source": 0}, NodeUnavailable),
+            ({"source": 1 << 62}, NodeUnavailable),
+            ({"timeout_s": 0.0}, None),
+        ],
+        ids=str,
+    )
+    def test_pulls_that_cannot_be(
+        self, cluster: Cluster, change: dict[str, object], error: type[Exception] | None
+    ) -> None:
+        one = cluster.start("one")
+        client = cluster.open()
+        fields = {"keys": bytes(32), "parent": bytes(16), "depth": 0, "source": one.number}
+        pull = messages.Pull(0, **{**fields, "timeout_s": 1.0, **change})  # type: ignore[arg-type]
+        if error is None:
+            assert client._engine.ask(one.number, pull, 5.0).count == 0
+        else:
+            with pytest.raises(error):
+                client._engine.ask(one.number, pull, 5.0)
+
+
+class TestEvacuating:
+    def test_others_have_every_block_afterwards(self, cluster: Cluster) -> None:
+        leaving = cluster.start("leaving", 64)
+        stems = prompt(6)
+        fork = LARGE.prefix([*stems.tokens[:128], *range(1, 129)], namespace=stems.namespace)
+        prompts = [leaving.put(p) for p in (stems, fork, prompt(1), prompt(8))]
+        cluster.start("a", 24), cluster.start("b", 24)
+        cluster.settle()
+        client = cluster.open()
+        blocks = len(leaving.node.core.index)
+        assert blocks == 6 + 2 + 1 + 8
+        assert client.evacuate(leaving.number, timeout_s=60) == blocks
+        assert client.nodes()[leaving.number].draining or leaving.node.draining
+        leaving.stop()
+        cluster.remember(cluster.members["a"], cluster.members["b"])
+        for one in prompts:
+            assert client.match(one).blocks == len(one)
+            check(client, one)
+
+    def test_what_another_has_is_not_copied(self, cluster: Cluster) -> None:
+        one, two = cluster.start("one"), cluster.start("two")
+        prefix = one.put(prompt(3))
+        two.put(prefix)
+        cluster.settle()
+        before = two.counters()["commits"]
+        assert cluster.open().evacuate(one.number) == 3
+        assert two.counters()["commits"] == before
+
+    def test_a_chain_that_one_node_has_no_room_for_goes_to_two(self, cluster: Cluster) -> None:
+        leaving = cluster.start("leaving")
+        prefix = leaving.put(prompt(8))
+        small = [cluster.start(f"small{i}", 5) for i in range(2)]
+        cluster.settle()
+        for member in small:  # what it has not must not be evicted for what comes
+            fill(member, 0)
+        assert cluster.open().evacuate(leaving.number, timeout_s=60) == 8
+        assert all(names for names in holders(cluster, prefix))
+
+    def test_two_nodes_that_hand_over_to_each_other_do_not_wait_for_ever(
+        self, cluster: Cluster
+    ) -> None:
+        one, two = cluster.start("one", 64), cluster.start("two", 64)
+        for member in (one, two):
+            for _ in range(4):
+                member.put(prompt(2))
+        cluster.settle()
+        client = cluster.open()
+        both = [
+            Background(lambda n=n: client._engine.ask(n, messages.Evacuate(0, 30.0), 30.0).count)
+            for n in (one.number, two.number, one.number, two.number)
+        ]
+        with within(5, "two evacuations at a time"):
+            assert all(8 <= evacuation.result(30) <= 16 for evacuation in both)
+        assert len(one.node.core.index) == len(two.node.core.index) == 16
+
+    def test_nobody_to_hand_over_to(self, cluster: Cluster) -> None:
+        one = cluster.start("one")
+        one.put(prompt(2))
+        assert cluster.open().evacuate(one.number) == 0
+
+
+class TestWatchingPins:
+    def test_a_pinned_block_gets_another_replica_when_a_node_is_lost(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks = []
+        monkeypatch.setattr(caretaker, "WATCH_S", 0.05)
+        look = caretaker.Caretaker._look_after_pins
+        monkeypatch.setattr(
+            caretaker.Caretaker, "_look_after_pins", lambda c: (look(c), looks.append(c))
+        )
+        one, two, three = (cluster.start(name) for name in ("one", "two", "three"))
+        prefix = one.put(prompt(3))
+        two.put(prefix)
+        cluster.settle()
+        client = cluster.open()
+        assert client.pin(prefix, hard=True) == 3
+        looks.clear()
+        wait_until(lambda: len(set(looks)) == 3 and len(looks) > 6, "all caretakers have looked")
+        two.stop()
+        cluster.remember(one, three)
+        wait_until(lambda: three.has(prefix) == [True] * 3, "another replica is made", 20)
+
+    def test_the_lowest_number_of_those_that_are_left_acts(self) -> None:
+        key, others = b"k" * 16, Watch()
+        assert others.lost([key], [(1, 2, 3)], 2) == []
+        assert others.lost([key], [(2, 3)], 2) == [key]
+        assert others.lost([key], [(2, 3)], 2) == [key]  # until there is another
+        assert others.lost([key], [(2, 3, 4)], 2) == []
+        assert others.lost([key], [(1, 2)], 2) == []  # 1 is asked to
+
+    def test_a_directory_that_is_being_filled_anew_is_not_believed(self) -> None:
+        key, watch = b"k" * 16, Watch()
+        assert watch.lost([key], [(1, 2)], 1) == []
+        assert watch.lost([key], [()], 1) == []
+        assert watch.lost([key], [(1,)], 1) == [key]
+
+    def test_what_is_not_pinned_any_more_is_forgotten(self) -> None:
+        key, watch = b"k" * 16, Watch()
+        watch.lost([key], [(1, 2)], 1)
+        assert watch.lost([], [], 1) == []
+        assert watch.known == {}
