@@ -18,6 +18,7 @@ from .aiolink import AsyncLink, AsyncLocalLink, AsyncSocketLink
 from .client import ClientBase, LeasedBlocks, Slots
 from .node.node import Node
 from .node.records import Pin
+from .streaming import AsyncLayerStream, NearFollowing, publish
 from .url import Daemon, Pool, parse_url
 from .verbs import DEFAULT_TIMEOUT_S, Call, Hit, Post, PutResult, Verb, Verify
 
@@ -106,6 +107,14 @@ class AsyncSlots(Slots):
     """`Slots` for `async with`; `commit` is a coroutine."""
 
     _link: AsyncLink  # type: ignore[assignment]
+
+    async def publish(  # type: ignore[override]
+        self, layer: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """See `Slots.publish`."""
+        self._check_open()
+        verb = publish(self._slots, self._lease, layer, verbs.check_timeout(timeout_s))
+        await drive(verb, self._link)
 
     async def commit(self) -> None:  # type: ignore[override]
         """Checksum and publish what was written. Raises StaleLease if the reservation expired."""
@@ -225,6 +234,18 @@ class AsyncClient(ClientBase):
             return AsyncSlots(prefix, await drive(verb, self._link), self._link)  # type: ignore[arg-type]
 
         return Opening(run())
+
+    def stream(
+        self,
+        prefix: Prefix,
+        *,
+        verify: Verify | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> AsyncLayerStream:
+        """See `Client.stream`; for `async for` and `async with`."""
+        self._check(timeout_s)
+        following = NearFollowing(prefix, self._reading(verify), timeout_s)
+        return AsyncLayerStream(following, lambda verb: drive(verb, self._link))
 
     async def pin(
         self,

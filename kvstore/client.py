@@ -17,6 +17,7 @@ from .link import Link, LocalLink, SocketLink
 from .node import messages
 from .node.node import Node
 from .node.records import Kept, Pin
+from .streaming import LayerStream, NearFollowing, publish
 from .url import Daemon, Embedded, Pool, parse_url
 from .verbs import DEFAULT_TIMEOUT_S, Access, Call, Hit, Post, PutResult, Reserved, Verb, Verify
 
@@ -130,9 +131,12 @@ class Slots(Sequence[Slot]):
         return len(self._slots)
 
     def _end(self) -> None:
+        self._check_open()
+        self._ended = True
+
+    def _check_open(self) -> None:
         if self._ended:
             raise StaleLease("this reservation was committed or aborted before")
-        self._ended = True
 
     def _begin_commit(self) -> None:
         self._end()
@@ -145,6 +149,14 @@ class Slots(Sequence[Slot]):
         self.pending = tuple(index for index, flag in settled if flag == Kept.PENDING)
         for slot in self._slots:
             slot.let_go()
+
+    def publish(self, layer: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """This layer of all slots (but skipped ones) is complete: `stream` may read it before the
+        commit. It must not be changed any more. Raises StaleLease, SchemaError and, for a layer
+        that was published before, InvalidInput."""
+        self._check_open()
+        verb = publish(self._slots, self._lease, layer, verbs.check_timeout(timeout_s))
+        drive(verb, self._link)
 
     def commit(self) -> None:
         """Checksum and publish what was written. Raises StaleLease if the reservation expired."""
@@ -307,6 +319,22 @@ class Client(ClientBase):
         """
         verb = verbs.reserve(prefix, self._check(timeout_s), shard)
         return Slots(prefix, drive(verb, self._link), self._link)
+
+    def stream(
+        self,
+        prefix: Prefix,
+        *,
+        verify: Verify | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> LayerStream:
+        """The leading blocks of `prefix` layer by layer, committed or still being written: iterate
+        over it, or enter it with `with`. Each layer is waited for up to `timeout_s`.
+
+        What it yields is provisional until the iteration ends without an error (docs/client.md).
+        """
+        self._check(timeout_s)
+        following = NearFollowing(prefix, self._reading(verify), timeout_s)
+        return LayerStream(following, lambda verb: drive(verb, self._link))
 
     def pin(
         self,

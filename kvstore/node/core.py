@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from ..block import BlockState
 from ..errors import InvalidInput, StaleLease
+from .following import Followed
 from .records import Block, Kept, Lease, MoveOutcome, Pin, Reason, Replica, Session, Ticket
 from .residency import Residency
 
@@ -290,14 +291,15 @@ class NodeCore:
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def lease(self, session: Session, keys: Sequence[bytes]) -> Ticket:
-        """Hold the leading resident blocks of `keys`, promoting those that are only in NVMe.
+    def lease(self, session: Session, keys: Sequence[bytes], *, follows: bool = False) -> Ticket:
+        """Hold the leading resident blocks of `keys`, promoting those that are only in NVMe; if it
+        `follows` writers, those that are being written as well (`following.py`).
 
         The ticket is `ready` at once if nothing had to move. Else it becomes so when its moves
         have ended (`moved`) and, if it was `blocked`, room was found (`advance`); `settle` makes a
         lease of it at any time.
         """
-        ticket = Ticket(session, keys)
+        ticket = Ticket(session, keys, follows=follows)
         self.advance(ticket)
         return ticket
 
@@ -309,8 +311,13 @@ class NodeCore:
         for key in ticket.keys[len(ticket.replicas) :]:
             block = self.index.get(key)
             if block is None:
-                ticket.reason = Reason.BUSY if key in residency.writing else Reason.MISS
-                return
+                writing = residency.writing.get(key)
+                if writing is None or not ticket.follows:
+                    ticket.reason = Reason.MISS if writing is None else Reason.BUSY
+                    return
+                writing.holds += 1  # as its writer's own hold: not in the eviction order
+                ticket.replicas.append(writing)
+                continue
             replica = block.dram
             if replica is not None:
                 residency.hold(replica)
@@ -357,7 +364,8 @@ class NodeCore:
             self.residency.counters.misses += len(ticket.keys) - len(ticket.replicas)
         ready = 0
         for replica in ticket.replicas:
-            if replica.state not in _READABLE:
+            followed = ticket.follows and self.residency.writing.get(replica.key) is replica
+            if not followed and replica.state not in _READABLE:
                 break
             ready += 1
         rest = ticket.replicas[ready:]
@@ -371,9 +379,14 @@ class NodeCore:
         if ready == 0:
             return None, ticket.reason
         lease = self._grant(ticket.session, ticket.replicas[:ready], writes=False)
-        if ticket.session.remote:
-            self._expire_at(lease, now + self.options.remote_lease_s)
+        lease.followed = Followed() if ticket.follows else None
+        self.renew(lease, now)
         return lease, ticket.reason
+
+    def renew(self, lease: Lease, now: float) -> None:
+        """Its reader is there at `now`: count `remote_lease_s` from then, if it is a remote one."""
+        if lease.session.remote:
+            self._expire_at(lease, now + self.options.remote_lease_s)
 
     def release(self, session: Session, lease_id: int) -> None:
         """End a read lease. Raises `StaleLease` if the session holds no such lease."""
@@ -393,12 +406,15 @@ class NodeCore:
     def begin_transfer(self, session: Session, lease_id: int, *, writes: bool) -> list[Replica]:
         """The replicas of a lease, each held once more until `end_transfer`.
 
-        Raises StaleLease unless the session holds that lease, and it is of that kind.
+        Raises StaleLease unless the session holds that lease, and it is of that kind; also for one
+        that follows writers and has nothing exposed (`Followed.exposed`).
         """
         lease = session.leases.get(lease_id)
         if lease is None or lease.writes != writes:
             kind = "reservation" if writes else "lease"
             raise StaleLease(f"{kind} {lease_id} is not one that this client holds")
+        if lease.followed is not None and not lease.followed.exposed:
+            raise StaleLease(f"lease {lease_id} follows writers: await what is to be read first")
         lease.transfers += 1
         for replica in lease.replicas:
             replica.holds += 1  # held already, by the lease: not in the eviction order

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import InvalidInput
+from . import messages
 
 # A follower may be this far behind: at 5,000 new blocks a second, 13 s. 1.1 MiB of tables, and at
 # most 3 MiB of keys that are in no index any more.
@@ -82,3 +83,10 @@ class EventLog:
             keys += self._keys[: end - self._kept]
             added += self._added[: end - self._kept]
         return Events(seq + 1, bytes(added), b"".join(keys), self.seq)
+
+    def page(self, request: messages.Events) -> messages.EventPage:
+        """The answer to a follower."""
+        found = self.since(request.after, messages.EVENTS_MAX)
+        if found is None:
+            return messages.EventPage(request.id, self.seq + 1, b"", b"", gap=True)
+        return messages.EventPage(request.id, found.first_seq, found.added, found.keys)

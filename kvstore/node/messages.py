@@ -37,6 +37,14 @@ Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Ranks = Annotated[int, Meta(ge=1, le=MAX_SEGMENTS)]
 Bitmap = Annotated[bytes, Meta(max_length=MAX_SEGMENTS // 8)]
 HeaderBytes = Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
+# Of one publication: 131,072 checksums, a layer of 16 segments of 8,192 blocks; more go in several.
+# And of one answer to an await: a layer of one segment of every block of a lease, 16 times.
+PUBLISHED_BYTES_MAX = 1 << 20
+AWAITED_BYTES_MAX = 8 << 20
+Segments = Annotated[list[Natural], Meta(max_length=MAX_SEGMENTS)]
+Spans = Annotated[list[Natural], Meta(max_length=2 * MAX_SEGMENTS)]
+Slots = Annotated[list[Natural], Meta(max_length=KEYS_BYTES_MAX // 16)]
+Checksums = Annotated[bytes, Meta(max_length=PUBLISHED_BYTES_MAX)]
 # Nonces, proofs and session names of the network handshake (`handshake.py`).
 Secret = Annotated[bytes, Meta(max_length=32)]
 
@@ -115,9 +123,32 @@ class Abort(Request, tag="abort"):
 
 
 class Lease(Request, tag="lease"):
-    """Hold the leading resident blocks and bring them into DRAM."""
+    """Hold the leading resident blocks and bring them into DRAM. With `follow` also those that are
+    being written: of such a lease only what was awaited can be read."""
 
     keys: Keys
+    timeout_s: Timeout
+    follow: bool = False
+
+
+class Publish(Request, tag="publish"):
+    """These `segments` of these slots of a reservation are complete and will not change. `spans`:
+    offset and length of each segment in its extent; `checksums`: of 8 bytes each, little-endian,
+    those of the first slot's segments first."""
+
+    lease: Natural
+    slots: Slots
+    segments: Segments
+    spans: Spans
+    checksums: Checksums
+
+
+class Await(Request, tag="await"):
+    """Wait until these segments of all blocks of a follower's lease are published, or their blocks
+    committed, and expose them to reads; without segments, until all blocks are committed."""
+
+    lease: Natural
+    segments: Segments
     timeout_s: Timeout
 
 
@@ -212,6 +243,8 @@ AnyRequest = (
     | Commit
     | Abort
     | Lease
+    | Publish
+    | Await
     | Release
     | Report
     | Pin
@@ -279,6 +312,14 @@ class Leased(Reply, tag="leased"):
     lengths: list[int] = []
 
 
+class Awaited(Reply, tag="awaited"):
+    """Whether what was awaited is there, and only it can be read now. `checksums` of its segments
+    by the writers' word, 8 bytes each, little-endian, those of the first block first."""
+
+    ready: bool
+    checksums: bytes = b""
+
+
 class Done(Reply, tag="done"):
     """It was done to `count` blocks."""
 
@@ -333,6 +374,7 @@ AnyReply = (
     | Flags
     | Reserved
     | Leased
+    | Awaited
     | Done
     | Numbers
     | KeyPage

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from tiffin.messenger.errors import GrantError
 
 from ..arena import Extent
-from ..block import read_header
 from ..errors import (
     CorruptBlock,
     Draining,
@@ -41,11 +40,13 @@ from ..tiers.nvme import NvmeTier
 from . import messages
 from .adoption import adopt
 from .core import KEY_BYTES, CoreOptions, NodeCore, split_keys
+from .following import Watch, publish
+from .headers import intact, sealed, united
 from .mover import Mover, extent_of, verify_block
 from .numbers import numbers_of
 from .onesided import confirm, not_offered
 from .records import Erase, Move, MoveOutcome, Pin, Reason, Replica, Session, Ticket
-from .shared import names, share_of
+from .shared import share_of
 from .space import TierSpace
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from tiffin.messenger.local import ByteArray
 
     from .events import Events
-    from .records import Lease
 
     ReplyTo = Callable[[messages.AnyReply], None]
 
@@ -135,6 +135,8 @@ class Node:
             messages.Commit: self._commit,
             messages.Abort: self._abort,
             messages.Lease: self._lease,
+            messages.Publish: self._publish,
+            messages.Await: self._await,
             messages.Release: self._release,
             messages.Report: self._report,
             messages.Pin: self._pin,
@@ -213,14 +215,20 @@ class Node:
         self, session: Session, lease_id: int, *, writes: bool
     ) -> Iterator[list[ByteArray]]:
         """The extents of a lease, in order, which stay what they are until the context ends, even
-        if the lease does not. Raises GrantError if the session holds no such lease."""
+        if the lease does not; of one that follows writers, what it awaited last. Raises GrantError
+        if the session holds no such lease."""
         with self._lock:
             try:
                 replicas = self.core.begin_transfer(session, lease_id, writes=writes)
             except StaleLease as error:
                 raise GrantError(str(error)) from error
+            followed = session.leases[lease_id].followed
+            exposed = followed.exposed if followed is not None else None
         try:
-            yield [self.dram.view(extent_of(replica)) for replica in replicas]
+            if exposed is None:
+                yield [self._view(replica) for replica in replicas]
+            else:
+                yield [self._view(r)[at : at + length] for r, at, length in exposed]
         finally:
             with self._lock:
                 self.core.end_transfer(session, lease_id, replicas)
@@ -363,41 +371,17 @@ class Node:
                 for position, replica in enumerate(lease.replicas)
             ]
         else:
-            good = self._united(lease, lease.rank, skip, request.headers)
+            shared = self.core.residency.shared
+            good = united(lease, skip, request.headers, shared, self._view)
         kept = self.core.commit(lease, good)
         self.core.residency.trim(self.options.core.high_watermark, self.options.core.low_watermark)
         reply(messages.Flags(request.id, kept))
 
     def _intact(self, replica: Replica) -> bool:
-        """Whether the writer left a header that belongs here. Its payload is the writer's word,
-        backed by the checksums in this header, which every reader verifies."""
-        view = self.dram.view(extent_of(replica))
-        try:
-            header = read_header(view, offset_expected=replica.offset)
-        except (CorruptBlock, VersionMismatch) as error:
-            log.warning("commit refused: %s", error)
-            return False
-        return names(header, replica)
+        return intact(replica, self._view)
 
-    def _united(self, lease: Lease, rank: int, skip: set[int], headers: list[bytes]) -> list[bool]:
-        """Take the headers of one rank; write those of blocks whose last rank this is. Whether each
-        is good. Raises InvalidInput."""
-        if len(headers) != len(lease.replicas):
-            raise InvalidInput(
-                f"a rank of several commits a header per slot: {len(lease.replicas)}, "
-                f"not {len(headers)}"
-            )
-        good = []
-        for position, (replica, raw) in enumerate(zip(lease.replicas, headers, strict=True)):
-            shared = self.core.residency.shared.get(replica)  # None: another rank gave up
-            keeps = shared is not None and position not in skip and shared.unite(rank, raw, replica)
-            if keeps and shared is not None and shared.completes(rank):
-                pages = shared.header_pages()
-                keeps = pages is not None
-                if pages is not None:
-                    self.dram.view(extent_of(replica))[: len(pages)] = pages
-            good.append(keeps)
-        return good
+    def _view(self, replica: Replica) -> ByteArray:
+        return self.dram.view(extent_of(replica))
 
     def _abort(self, session: Session, request: messages.Abort, reply: ReplyTo) -> None:
         self.core.abort(session, request.lease)
@@ -405,7 +389,7 @@ class Node:
 
     def _lease(self, session: Session, request: messages.Lease, reply: ReplyTo) -> None:
         self._check_limits(session)
-        ticket = self.core.lease(session, split_keys(request.keys))
+        ticket = self.core.lease(session, split_keys(request.keys), follows=request.follow)
         self._tickets[ticket] = _now() + request.timeout_s, request.id, reply
         if ticket.ready or request.timeout_s <= 0:
             self._settle(ticket)
@@ -430,6 +414,27 @@ class Node:
         if ticket.session.remote and reason is Reason.MISS and self.on_remote_miss is not None:
             self.on_remote_miss(ticket.keys[len(replicas)])
 
+    def _publish(self, session: Session, request: messages.Publish, reply: ReplyTo) -> None:
+        reply(messages.Done(request.id, publish(self.core, session, request)))
+
+    def _await(self, session: Session, request: messages.Await, reply: ReplyTo) -> None:
+        self._check_waiting(session)
+        watch = Watch(self.core, session, request)
+        self.core.renew(session.leases[request.lease], _now() + request.timeout_s)
+
+        def attempt(final: bool) -> bool:
+            try:
+                answer = watch.look(_now(), lambda r: sealed(r, self._view), final=final)
+            except TiffinError as error:  # it may be tried in somebody else's call
+                reply(_refusal(request.id, error))
+                return True
+            if answer is None:
+                return False
+            reply(answer)
+            return True
+
+        self._attempt(session, request.timeout_s, attempt)
+
     def _release(self, session: Session, request: messages.Release, reply: ReplyTo) -> None:
         self.core.release(session, request.lease)
         reply(messages.Done(request.id, 1))
@@ -441,7 +446,7 @@ class Node:
         damaged = 0
         if replica is not None and replica.generation == request.generation:
             try:
-                verify_block(self.dram.view(extent_of(replica)), replica)
+                verify_block(self._view(replica), replica)
             except (CorruptBlock, VersionMismatch) as error:
                 log.warning("dropping a block that a reader found damaged: %s", error)
                 self.core.condemn(request.key, request.generation)
@@ -468,12 +473,7 @@ class Node:
         reply(messages.KeyPage(request.id, seq, keys[begin:end], end < len(keys)))
 
     def _events(self, session: Session, request: messages.Events, reply: ReplyTo) -> None:
-        log_ = self.core.residency.events
-        found = log_.since(request.after, messages.EVENTS_MAX)
-        if found is None:
-            reply(messages.EventPage(request.id, log_.seq + 1, b"", b"", gap=True))
-        else:
-            reply(messages.EventPage(request.id, found.first_seq, found.added, found.keys))
+        reply(self.core.residency.events.page(request))
 
     def _drain(self, session: Session, request: messages.Drain, reply: ReplyTo) -> None:
         self.draining = request.on
@@ -483,6 +483,9 @@ class Node:
         """One client must not fill the node's tables. Raises InvalidInput."""
         if len(session.leases) + len(session.zombies) >= LEASES_MAX:
             raise InvalidInput(f"this client holds {LEASES_MAX} leases; release some")
+        self._check_waiting(session)
+
+    def _check_waiting(self, session: Session) -> None:
         waiting = sum(parked.session is session for parked in self._parked)
         waiting += sum(ticket.session is session for ticket in self._tickets)
         if waiting >= WAITING_MAX:

@@ -56,6 +56,8 @@ def not_offered(session: Session, request: messages.Describe, reply: ReplyTo) ->
 
 
 def confirm(session: Session, request: messages.Confirm, reply: ReplyTo) -> None:
-    """Whether the session holds this read lease now: what it read before is what it leased."""
+    """Whether the session holds this read lease now: what it read before is what it leased. What a
+    follower's lease holds is read by its awaits only."""
     lease = session.leases.get(request.lease)
-    reply(messages.Done(request.id, int(lease is not None and not lease.writes)))
+    held = lease is not None and not lease.writes and lease.followed is None
+    reply(messages.Done(request.id, int(held)))

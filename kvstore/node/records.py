@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..tiers.base import TierName
+    from .following import Followed
 
 # Bits of `Block.where`, and of the byte per block that `match` returns.
 IN_DRAM = 1
@@ -210,9 +211,19 @@ class Lease:
     """A session's hold on some replicas. A write lease ends at `expires_at`, and so does a read
     lease of a remote session; a read lease on the same host ends with its release or with its
     process (see docs/leases.md). `transfers` counts transfers of it that are under way; `rank` is
-    its writer's among those that write these blocks together, None if it is alone."""
+    its writer's among those that write these blocks together, None if it is alone. `followed` is
+    set for a read lease that also holds blocks which are still being written."""
 
-    __slots__ = ("expires_at", "id", "rank", "replicas", "session", "transfers", "writes")
+    __slots__ = (
+        "expires_at",
+        "followed",
+        "id",
+        "rank",
+        "replicas",
+        "session",
+        "transfers",
+        "writes",
+    )
 
     def __init__(
         self, lease_id: int, session: Session, replicas: list[Replica], *, writes: bool
@@ -222,6 +233,7 @@ class Lease:
         self.replicas = replicas
         self.writes = writes
         self.rank: int | None = None
+        self.followed: Followed | None = None
         self.expires_at = math.inf
         self.transfers = 0
 
@@ -250,14 +262,25 @@ class Session:
 class Ticket:
     """A read request on its way to a lease: some of `keys` held, some still being promoted.
 
-    `replicas[i]` is for `keys[i]`; `blocked` while the next one waits for room in DRAM.
+    `replicas[i]` is for `keys[i]`; `blocked` while the next one waits for room in DRAM. `follows`:
+    blocks that are being written are held as well.
     """
 
-    __slots__ = ("abandoned", "blocked", "keys", "pending", "reason", "replicas", "session")
+    __slots__ = (
+        "abandoned",
+        "blocked",
+        "follows",
+        "keys",
+        "pending",
+        "reason",
+        "replicas",
+        "session",
+    )
 
-    def __init__(self, session: Session, keys: Sequence[bytes]) -> None:
+    def __init__(self, session: Session, keys: Sequence[bytes], *, follows: bool = False) -> None:
         self.session = session
         self.keys = keys
+        self.follows = follows
         self.replicas: list[Replica] = []
         self.pending = 0
         self.blocked = False

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from ..block import BlockState
 from ..tiers.base import TierName
 from .events import EventLog
+from .following import Published
 from .records import (
     IN_DRAM,
     IN_NVME,
@@ -62,6 +63,7 @@ class Residency:
         self.index: dict[bytes, Block] = {}
         self.writing: dict[bytes, Replica] = {}
         self.shared = SharedWrites()  # those of `writing` that several ranks write together
+        self.published = Published()  # what followers may read of those of `writing`
         self.actions: list[Erase | Move] = []
         self.moves: set[Move] = set()
         self.pins: dict[bytes, float] = {}  # until when; an entry leaves with its block
@@ -171,6 +173,7 @@ class Residency:
         """The writer is done, or the last of its writers, and its header was checked: the block
         becomes visible."""
         block = replica.block
+        self.published.pop(replica, None)
         self.shared.pop(replica, None)  # its hold is the one that ends below
         del self.writing[block.key]
         self.dram.set_state(replica, BlockState.COMMITTED)
@@ -192,6 +195,7 @@ class Residency:
                 block.parent.children -= 1
             self.dram.set_state(replica, BlockState.QUARANTINED)
             self.counters.aborts += 1
+            self.published.pop(replica, None)
             if self.shared.pop(replica, None) is not None:
                 self.unhold(replica)
         if fenced:
@@ -566,6 +570,7 @@ class Residency:
         for replica in self.shared:
             assert self.writing.get(replica.key) is replica, replica
             assert replica.holds > 0, replica
+        assert all(self.writing.get(replica.key) is replica for replica in self.published)
         children: dict[int, int] = {}
         for block in [*self.index.values(), *(r.block for r in self.writing.values())]:
             if block.parent is not None:

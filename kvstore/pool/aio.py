@@ -15,9 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..aio import AsyncBlocks, AsyncClient, AsyncSlots, Opening, in_thread
-from ..client import LeasedBlocks, Slots
+from ..client import LeasedBlocks, Slots, drive
 from ..errors import ClientClosed, DeadlineExceeded
-from ..verbs import DEFAULT_TIMEOUT_S, Hit, PutResult, Verify
+from ..streaming import AsyncLayerStream
+from ..verbs import DEFAULT_TIMEOUT_S, Hit, PutResult, Verb, Verify
 from .client import PoolClient
 from .open import open_pool
 
@@ -154,6 +155,24 @@ class AsyncPoolClient(AsyncClient):
 
         return Opening(run())
 
+    def stream(
+        self,
+        prefix: Prefix,
+        *,
+        verify: Verify | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        node: int | None = None,
+    ) -> AsyncLayerStream:
+        """See `PoolClient.stream`; for `async for` and `async with`."""
+        self._check(timeout_s)
+        course = self._client._course(prefix, verify, timeout_s, node)
+        run = partial(drive, link=self._client._home)  # type: ignore[arg-type]
+
+        def step(verb: Verb[Any]) -> Coroutine[Any, Any, Any]:
+            return self._run(partial(run, verb))
+
+        return AsyncLayerStream(course, step)
+
     async def pin(
         self,
         prefix: Prefix,
@@ -255,6 +274,12 @@ class _AsyncPoolSlots(AsyncSlots):
         self.__dict__.update(slots.__dict__)
         self._inner = slots
         self._run = run
+
+    async def publish(  # type: ignore[override]
+        self, layer: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """See `Slots.publish`."""
+        await self._run(partial(self._inner.publish, layer, timeout_s=timeout_s))
 
     async def commit(self) -> None:  # type: ignore[override]
         """Send or publish what was written."""

@@ -30,6 +30,7 @@ from ..node import messages
 from ..node.records import Pin
 from ..payloads import payload_views, target_views
 from ..slices import source_views
+from ..streaming import LayerStream
 from ..verbs import DEFAULT_TIMEOUT_S, Hit, PutResult, check_verify
 from . import verbs
 from .engine import Engine, Reader
@@ -37,9 +38,10 @@ from .homecopy import HomeCopies
 from .members import FixedMembers, names_of
 from .placing import Placing, check_replicas
 from .replication import Orders, replicate_from, replicate_to
-from .results import MixedBlocks, StagedSlots
+from .results import MixedBlocks, StagedSlots, reason_of
 from .shards import shard_node
-from .store import Seals, Stored, store
+from .store import Seals, store
+from .streaming import Searching
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -188,7 +190,7 @@ class PoolClient(Client):
             key = prefix.keys[index]
             return Block(targets[index], selection, key, generations[index], packed=True)
 
-        reason = _reason(outcome, len(prefix), count, why)
+        reason = reason_of(outcome, len(prefix), count, why)
         return LeasedBlocks(Blocks(prefix, outcome.blocks, reason, make), 0, None)
 
     def _view(
@@ -223,7 +225,7 @@ class PoolClient(Client):
                 near.release()
             raise
         why = near.reason if near is not None else None
-        outcome.reason = _reason(outcome, len(prefix), count, why)
+        outcome.reason = reason_of(outcome, len(prefix), count, why)
         return MixedBlocks(prefix, near, far, outcome, selection)
 
     def _view_home(
@@ -275,6 +277,28 @@ class PoolClient(Client):
         if not len(part):
             return False
         return self._copies.bring(part, self._link_home(), self._engine, deadline) > 0
+
+    def stream(
+        self,
+        prefix: Prefix,
+        *,
+        verify: Verify | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        node: int | None = None,
+    ) -> LayerStream:
+        """As `Client.stream`, from one node: number `node`, the writer's; without, whoever of home
+        and the first block's holders has all blocks, or most. No directory knows reservations."""
+        course = self._course(prefix, verify, timeout_s, node)
+        return LayerStream(course, partial(drive, link=self._home))  # type: ignore[arg-type]
+
+    def _course(
+        self, prefix: Prefix, verify: Verify | None, timeout_s: float, node: int | None
+    ) -> Searching:
+        self._check(timeout_s)
+        how = prefix, self._reading(verify), timeout_s, self._engine.peer
+        number = self._find_home_number if self._home is not None else None
+        first = partial(self._locate, without_home=True)
+        return Searching(*how, number, node, lambda part: first(part.keys[:1])[0])
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -358,7 +382,7 @@ class PoolClient(Client):
         selection = select_shard(prefix.schema, shard)
         views = source_views(selection, payloads, len(prefix))
         seals = Seals(prefix, views, selection)
-        return _result(store(self._engine.peer(node), seals, 0, deadline=deadline))
+        return store(self._engine.peer(node), seals, 0, deadline=deadline).result()
 
     def _node_for(self, prefix: Prefix, node: int | None) -> int | None:
         """The number of the node to write to; None for home. Raises NoRoom."""
@@ -577,23 +601,3 @@ class PoolClient(Client):
             raise failures[0]
         counts = [int(r.count) for r in replies.values() if isinstance(r, messages.Done)]
         return max(counts, default=0) if at_home is None else max([at_home, *counts])
-
-
-def _reason(outcome: verbs.Outcome, blocks: int, at_home: int, why: str | None) -> str | None:
-    """Why there are not more blocks: home's own reason tells more than that nobody else has it."""
-    if outcome.blocks == blocks:
-        return None
-    if outcome.blocks == at_home and why is not None and outcome.reason in ("miss", "directory"):
-        return outcome.reason if why == "miss" else why
-    return outcome.reason
-
-
-def _result(stored: Stored) -> PutResult:
-    return PutResult(
-        tuple(stored.stored),
-        tuple(stored.resident),
-        tuple(stored.busy),
-        tuple(stored.refused),
-        stored.reason,
-        tuple(stored.pending),
-    )

@@ -137,14 +137,7 @@ class Placing:
         stored = store(peer, self._seals, 0, deadline=late, room_until=now + room_s)
         there = [*stored.stored, *stored.resident]
         self._engine.placements.note(number, [prefix.keys[i] for i in there], now)
-        return PutResult(
-            tuple(stored.stored),
-            tuple(stored.resident),
-            tuple(stored.busy),
-            tuple(stored.refused),
-            stored.reason,
-            tuple(stored.pending),
-        )
+        return stored.result()
 
     def _why_nobody(self) -> TiffinError:
         failure = self._failure

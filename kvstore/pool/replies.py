@@ -73,6 +73,7 @@ def _is_reason(reason: int) -> bool:
 
 _KINDS: dict[type, type] = {
     messages.Commit: messages.Flags,
+    messages.Await: messages.Awaited,
     messages.Statistics: messages.Numbers,
     messages.Inventory: messages.KeyPage,
     messages.Events: messages.EventPage,

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..blocks import Block, Blocks, Slot, select_shard
 from ..client import LeasedBlocks, Slots
-from ..verbs import Reserved
+from ..errors import InvalidInput
+from ..verbs import DEFAULT_TIMEOUT_S, Reserved
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,6 +80,13 @@ class StagedSlots(Slots):
         self._shard = selection.shard
         self._node = node
 
+    def publish(self, layer: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Not of these slots: raises InvalidInput."""
+        raise InvalidInput(
+            f"layer {layer} can't be published: without a node on this host slots are memory of "
+            "this process, sent when they are committed; run a node here, or only commit"
+        )
+
     def commit(self) -> None:
         """Send what was written, of one rank its slice. Raises NoRoom, NodeUnavailable."""
         self._end()
@@ -117,3 +125,12 @@ def _consecutive(slots: Sequence[Slot]) -> list[tuple[int, list[Slot]]]:
         else:
             runs.append((slot.index, [slot]))
     return runs
+
+
+def reason_of(outcome: verbs.Outcome, blocks: int, at_home: int, why: str | None) -> str | None:
+    """Why there are not more blocks: home's own reason tells more than that nobody else has it."""
+    if outcome.blocks == blocks:
+        return None
+    if outcome.blocks == at_home and why is not None and outcome.reason in ("miss", "directory"):
+        return outcome.reason if why == "miss" else why
+    return outcome.reason

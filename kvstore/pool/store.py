@@ -19,7 +19,7 @@ from ..node.core import Status
 from ..node.records import Reason
 from ..sealing import seal, shard_blocks_max, shard_header
 from ..slices import all_checksums, checksums_of, runs_of
-from ..verbs import PUT_SHARE, note_outcome, reserve_request
+from ..verbs import PUT_SHARE, PutResult, note_outcome, reserve_request
 from .peer import as_ours
 
 if TYPE_CHECKING:
@@ -51,6 +51,12 @@ class Stored:
     pending: list[int] = field(default_factory=list)
     decided: int = 0
     reason: str | None = None
+
+    def result(self) -> PutResult:
+        """The same for the caller of a put."""
+        lists = (self.stored, self.resident, self.busy, self.refused)
+        stored, resident, busy, refused = map(tuple, lists)
+        return PutResult(stored, resident, busy, refused, self.reason, tuple(self.pending))
 
 
 class Seals:

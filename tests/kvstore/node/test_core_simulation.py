@@ -16,9 +16,11 @@ import pytest
 
 from tiffin.kvstore.arena import Arena
 from tiffin.kvstore.block import BlockState
-from tiffin.kvstore.errors import StaleLease
+from tiffin.kvstore.errors import InvalidInput, StaleLease
 from tiffin.kvstore.eviction import POLICIES, make_policy
+from tiffin.kvstore.node import messages
 from tiffin.kvstore.node.core import CoreOptions, NodeCore
+from tiffin.kvstore.node.following import publish
 from tiffin.kvstore.node.records import Move, MoveOutcome, Pin
 from tiffin.kvstore.node.space import TierSpace
 from tiffin.kvstore.tiers.base import TierName
@@ -44,6 +46,7 @@ class Process:
         self.session = session
         self.writing = {}  # lease id -> replicas it may still scribble on
         self.reading = {}  # lease id -> [(replica, key, granule name it must keep seeing)]
+        self.following = {}  # lease id -> [(replica, names that each granule may have)]
         self.stopped = False
 
 
@@ -65,6 +68,7 @@ class Simulation:
         self.moves: list[Move] = []
         self.tickets = []
         self.reads_checked = 0
+        self.follows_checked = 0
 
     def connect(self) -> Process:
         return Process(self.core.connect("simulated", 0))
@@ -127,7 +131,8 @@ class Simulation:
         chain = self.random.randrange(CHAINS)
         first = self.random.choice([0, 0, 0, self.random.randrange(DEPTH)])
         keys = [key(chain, i) for i in range(first, DEPTH)]
-        ticket = self.core.lease(process.session, keys)
+        follows = self.random.random() < 0.3
+        ticket = self.core.lease(process.session, keys, follows=follows)
         self.tickets.append((process, keys, ticket))
 
     def advance(self, process: Process) -> None:
@@ -142,11 +147,29 @@ class Simulation:
     def finish_ticket(self, position: int) -> None:
         process, keys, ticket = self.tickets.pop(position)
         lease, _ = self.core.settle(ticket)
-        if lease is not None:
+        if lease is not None and ticket.follows:
+            # Of a block that is being written: what was there before, or its own bytes.
+            process.following[lease.id] = [
+                (replica, [{self.memory[replica.tier][place], (k, replica.generation)}
+                           for place in self.granules(replica)])
+                for replica, k in zip(lease.replicas, keys, strict=False)
+            ]  # fmt: skip
+        elif lease is not None:
             seen = list(zip(lease.replicas, keys, strict=False))
             process.reading[lease.id] = [(replica, k, replica.generation) for replica, k in seen]
 
+    def publish(self, process: Process) -> None:
+        for lease_id, replicas in process.writing.items():
+            spans, sums = [GRANULE, 8], bytes(8 * len(replicas))
+            segment, slots = self.random.randrange(1 << 20), list(range(len(replicas)))
+            request = messages.Publish(1, lease_id, slots, [segment], spans, sums)
+            with contextlib.suppress(StaleLease, InvalidInput):  # expired; or a block of one page
+                publish(self.core, process.session, request)
+
     def release(self, process: Process) -> None:
+        if process.following:
+            lease_id, _ = process.following.popitem()
+            self.core.release(process.session, lease_id)
         if process.reading:
             lease_id, _ = process.reading.popitem()
             self.core.release(process.session, lease_id)
@@ -247,11 +270,17 @@ class Simulation:
                     for place in self.granules(replica):
                         seen = self.memory[replica.tier][place]
                         assert seen == (wanted, generation), (replica, seen)
+            for followed in process.following.values():
+                for replica, allowed in followed:
+                    for place, names in zip(self.granules(replica), allowed, strict=True):
+                        self.follows_checked += 1
+                        assert self.memory[replica.tier][place] in names, replica
 
     def run(self, steps: int) -> None:
         verbs = {
             self.reserve: 12, self.write: 6, self.commit: 12, self.abort: 2, self.read: 14,
-            self.settle: 4, self.advance: 6, self.release: 12, self.pin: 2, self.remove: 2,
+            self.publish: 4, self.settle: 4, self.advance: 6, self.release: 12, self.pin: 2,
+            self.remove: 2,
             self.stop_or_wake: 2, self.kill: 3, self.break_connection: 1,
             self.scribble_of_the_stopped: 3,
             self.time_passes: 5, self.finish_move: 14,
@@ -297,6 +326,12 @@ def test_a_lease_shows_the_bytes_of_its_key_whatever_happens(seed):
     simulation = Simulation(seed, policy=sorted(POLICIES)[seed % len(POLICIES)])
     simulation.run(600)
     assert simulation.reads_checked > 0
+
+
+def test_a_follower_sees_what_was_there_before_or_bytes_of_its_key():
+    simulation = Simulation(seed=7)
+    simulation.run(1500)
+    assert simulation.follows_checked > 0
 
 
 @pytest.mark.slow

@@ -87,6 +87,11 @@ def wild_message(dice: random.Random) -> bytes:
             "extent_bytes": SCHEMA.extent_bytes,
             "lease": dice.choice([0, 1, 1 << 40]),
             "level": dice.randrange(3),
+            "follow": dice.choice([False, True]),
+            "slots": dice.choice([[0], [0, 1], [7]]),
+            "segments": dice.choice([[], [0], [0, 1]]),
+            "spans": dice.choice([[], [4096, 8], [4096, 8, 4104, 8]]),
+            "checksums": bytes(8 * dice.randrange(5)),
             "ttl_s": 0.01,
             "wait": dice.random() < 0.5,
         }

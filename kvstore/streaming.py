@@ -1,0 +1,436 @@
+"""Blocks layer by layer, also while they are being written: a reader that does not wait for the
+whole of a prompt before it begins.
+
+A stream holds the leading blocks of a prefix, those that are committed and those that a writer has
+reserved. It awaits each layer of all of them, verifies it by the checksums that the writer gave it,
+and hands it out. At the end it waits until every block is committed, and compares: key, parent,
+schema, namespace, tokens, and the checksums of every segment with those that it was told before.
+Until that has passed, what was handed out is provisional.
+
+`Following` is what both clients and both ways to a node share. Like the verbs of `verbs.py` it is
+made of generators, and those of a node on this host do no I/O themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import numpy as np
+
+from tiffin.messenger import local
+
+from .block import verify_identity
+from .blocks import Layer, Payload, select
+from .errors import (
+    ClientClosed,
+    CorruptBlock,
+    DeadlineExceeded,
+    InvalidInput,
+    ProtocolError,
+)
+from .node import messages
+from .node.records import Reason
+from .verbs import Call, Post, Work, check_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from .blocks import Slot
+    from .keys import Prefix
+    from .verbs import Access, Verb
+
+    Bytes = NDArray[np.uint8]
+
+# One await is parked in the node for so long at most, then asked again: a remote node's thread that
+# waits for it learns that its client is gone when it answers, and on a daemon's socket the client's
+# other threads have their turn.
+POLL_S = 2.0
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def publish(slots: Sequence[Slot], lease: int, layer: int, timeout_s: float) -> Verb[None]:
+    """Tell the node that this layer of these slots is complete. Raises SchemaError for a layer that
+    the schema has not, InvalidInput for one that was published before, StaleLease."""
+    kept = [(number, slot) for number, slot in enumerate(slots) if not slot.skipped]
+    if not kept:
+        return
+    selection = kept[0][1].selection
+    schema = selection.schema
+    select(schema, layers=layer)  # raises what is wrong with it
+    if selection.shard is None:
+        segments = list(schema.layer_segments(layer))
+    else:
+        segments = schema.shard_segments(layer, selection.shard)
+    if not segments:  # of a layer that is not split, on another rank than 0
+        return
+    chosen = [schema.segments[index] for index in segments]
+    in_payload = [(segment.offset, segment.length) for segment in chosen]
+    spans = [n for at, length in in_payload for n in (schema.header_bytes + at, length)]
+    at_once = max(1, messages.PUBLISHED_BYTES_MAX // (8 * len(segments)))
+    for first in range(0, len(kept), at_once):
+        part = kept[first : first + at_once]
+        sums = b""
+        for _, slot in part:
+            found = yield Work(partial(local.hash_segments, slot.view, in_payload))
+            sums += found.astype("<u8").tobytes()
+        numbers = [number for number, _ in part]
+        yield Call(messages.Publish(0, lease, numbers, segments, spans, sums), timeout_s)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedLayer:
+    """One layer of every block of a stream; `blocks[i]` has its arrays `k`, `v`, `part(name)`.
+
+    Provisional until the stream has ended well.
+    """
+
+    index: int
+    blocks: tuple[Layer, ...]
+
+
+class Course(Protocol):
+    """What a stream goes through, as verbs. `count` blocks are followed, `reason` says why not
+    more."""
+
+    prefix: Prefix
+
+    @property
+    def count(self) -> int:
+        """How many leading blocks it has, once it has begun."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why not more."""
+
+    def begin(self) -> Verb[None]:
+        """Hold the leading blocks; does nothing the second time."""
+
+    def advance(self) -> Verb[StreamedLayer | None]:
+        """The next layer; None at the end, once all blocks have proved themselves."""
+
+    def end(self) -> Verb[None]:
+        """Let go of the blocks; does nothing the second time."""
+
+
+class Following(ABC):
+    """A `Course` at one node."""
+
+    count = 0
+    reason: str | None = None
+
+    def __init__(self, prefix: Prefix, access: Access, timeout_s: float) -> None:
+        check_blocks(prefix)
+        schema = prefix.schema
+        most = max(map(len, map(schema.layer_segments, range(len(schema.layers)))))
+        if len(prefix) * most * 8 > messages.AWAITED_BYTES_MAX:
+            raise InvalidInput(
+                f"{len(prefix)} blocks of {most} segments a layer; a stream has at most "
+                f"{messages.AWAITED_BYTES_MAX // 8} of them in a layer: stream slices of the prefix"
+            )
+        self.prefix = prefix
+        self.schema = schema
+        self._access = access
+        self._timeout_s = timeout_s
+        self._held: messages.Leased | None = None
+        self._ended = False
+        self._next = 0
+        self._verified: list[bool] = []
+        self._said = np.zeros((0, 0), np.uint64)  # [blocks, segments], as the node told us
+
+    # -- the course ------------------------------------------------------------------------------
+
+    def begin(self) -> Verb[None]:
+        """See `Course.begin`."""
+        if self._ended:
+            raise ClientClosed("this stream has ended; begin another")
+        if self._held is not None or not len(self.prefix):
+            return
+        request = messages.Lease(0, self.prefix.key_bytes, self._timeout_s, follow=True)
+        self._held = held = yield from self._lease(request)
+        self.count = len(held.offsets)
+        self.reason = None if held.reason == Reason.NONE else Reason(held.reason).name.lower()
+        self._verified = [self._access.checks_payload() for _ in range(self.count)]
+        self._said = np.zeros((self.count, len(self.schema.segments)), np.uint64)
+
+    def advance(self) -> Verb[StreamedLayer | None]:
+        """See `Course.advance`."""
+        yield from self.begin()
+        if not self.count:
+            return None
+        if self._next == len(self.schema.layers):
+            yield from self._finish()
+            return None
+        index = self._next
+        segments = list(self.schema.layer_segments(index))
+        payloads, sums = yield from self._awaited(segments)
+        said = self._told(sums, len(segments))
+        for block, payload in enumerate(payloads):
+            self._said[block, segments] = said[block]
+            if self._verified[block]:
+                found = yield from self._work(partial(self._hash, payload, segments))
+                yield from self._compare(block, index, found, said[block])
+        self._next += 1
+        return StreamedLayer(index, tuple(payload.layer(index) for payload in payloads))
+
+    def _finish(self) -> Verb[None]:
+        """Wait for every block's commit and compare. Raises CorruptBlock, VersionMismatch."""
+        headers, _ = yield from self._awaited([])
+        assert self._held is not None
+        for block, raw in enumerate(headers):
+            try:
+                sums = self._recognised(block, raw)
+                if not np.array_equal(sums, self._said[block]):
+                    raise CorruptBlock("it was committed with other bytes than were published")
+            except CorruptBlock as error:
+                yield from self._report(block)
+                raise CorruptBlock(f"block {block} of a stream: {error}") from error
+
+    def _recognised(self, block: int, raw: bytes) -> NDArray[np.uint64]:
+        """The checksums of a header, checked against all that the prefix knows."""
+        assert self._held is not None
+        prefix, shape = self.prefix, self.schema.header
+        key = prefix.keys[block]
+        parent = prefix.keys[block - 1] if block else prefix.parent
+        names = (key, parent, prefix.schema_fingerprint, prefix.namespace_fingerprint)
+        generation, offset = self._held.generations[block], self._held.offsets[block]
+        tokens = prefix.token_bytes(block)
+        if not shape.matches(raw, b"".join(names), generation, offset, tokens):
+            verify_identity(raw, *names, generation, tokens, offset_expected=offset)
+            raise CorruptBlock("another block's header: its sizes differ")
+        return shape.checksums(raw)
+
+    def _awaited(self, segments: list[int]) -> Verb[tuple[list[Any], bytes]]:
+        """Ask until the segments are there: a payload per block, or without segments a header, and
+        the checksums. Raises DeadlineExceeded."""
+        assert self._held is not None
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            request = messages.Await(0, self._held.lease, segments, min(left_s, POLL_S))
+            reply, found = yield from self._ask(request)
+            if reply.ready:
+                return found, reply.checksums
+            if time.monotonic() >= deadline:
+                what = f"layer {self._next}" if segments else "the blocks' commit"
+                raise DeadlineExceeded(f"{what} did not come within {self._timeout_s} s")
+
+    def _told(self, sums: bytes, segments: int) -> NDArray[np.uint64]:
+        """[blocks, segments] of the node's answer. Raises ProtocolError."""
+        if len(sums) != 8 * self.count * segments:
+            raise ProtocolError(
+                f"{len(sums)} bytes of checksums for {self.count} blocks of {segments} segments"
+            )
+        return np.frombuffer(sums, "<u8").reshape(self.count, segments)
+
+    def _hash(self, payload: Payload, segments: list[int]) -> NDArray[np.uint64]:
+        first = 0 if len(payload.memory) == self.schema.block_bytes else self._origin(segments)
+        chosen = [self.schema.segments[index] for index in segments]
+        return local.hash_segments(payload.memory, [(s.offset - first, s.length) for s in chosen])
+
+    def _origin(self, segments: list[int]) -> int:
+        return self.schema.segments[segments[0]].offset
+
+    def _compare(
+        self, block: int, layer: int, found: NDArray[np.uint64], said: NDArray[np.uint64]
+    ) -> Verb[None]:
+        if not np.array_equal(found, said):
+            yield from self._report(block)
+            raise CorruptBlock(f"block {block} of a stream: checksum of layer {layer} differs")
+
+    def end(self) -> Verb[None]:
+        """See `Course.end`."""
+        if self._ended:
+            return
+        self._ended = True
+        held = self._held
+        if held is not None and held.lease:
+            yield from self._post(messages.Release(0, held.lease))
+
+    def _report(self, block: int) -> Verb[None]:
+        """Have the node look at a block itself."""
+        assert self._held is not None
+        key, generation = self.prefix.keys[block], self._held.generations[block]
+        yield from self._post(messages.Report(0, key, generation))
+
+    # -- the way ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _lease(self, request: messages.Lease) -> Verb[messages.Leased]:
+        """Take the lease."""
+
+    @abstractmethod
+    def _ask(self, request: messages.Await) -> Verb[tuple[messages.Awaited, list[Any]]]:
+        """One await and, if it is ready, what it is about: a `Payload` per block, or a header."""
+
+    @abstractmethod
+    def _work(self, action: Callable[[], Any]) -> Verb[Any]:
+        """Do what takes a while to payload bytes."""
+
+    @abstractmethod
+    def _post(self, request: messages.Request) -> Verb[None]:
+        """Send what gets no reply."""
+
+
+class NearFollowing(Following):
+    """A stream of a node on this host: layers are views of where they lie."""
+
+    def __init__(self, prefix: Prefix, access: Access, timeout_s: float) -> None:
+        super().__init__(prefix, access, timeout_s)
+        self._memory: Bytes | None = None
+        self._payloads: list[Payload] = []
+
+    def _lease(self, request: messages.Lease) -> Verb[messages.Leased]:
+        reply, self._memory = yield Call(request, self._timeout_s)
+        return reply  # type: ignore[no-any-return]
+
+    def _ask(self, request: messages.Await) -> Verb[tuple[messages.Awaited, list[Any]]]:
+        reply, _ = yield Call(request, request.timeout_s)
+        if not reply.ready:
+            return reply, []
+        assert self._held is not None
+        assert self._memory is not None
+        begins, size = self._held.offsets, self.schema.header_bytes
+        if not request.segments:
+            return reply, [self._memory[at : at + size].tobytes() for at in begins]
+        layer = select(self.schema, layers=self._next)
+        payloads = []
+        for at in begins:
+            view = self._memory[at + size : at + size + self.schema.block_bytes]
+            view.flags.writeable = False
+            payloads.append(Payload(view, layer, packed=False))
+        self._payloads += payloads
+        return reply, payloads
+
+    def _work(self, action: Callable[[], Any]) -> Verb[Any]:
+        return (yield Work(action))
+
+    def _post(self, request: messages.Request) -> Verb[None]:
+        yield Post(request)
+
+    def end(self) -> Verb[None]:
+        """See `Course.end`: no more views."""
+        for payload in self._payloads:
+            payload.let_go()
+        self._payloads.clear()
+        self._memory = None
+        yield from super().end()
+
+
+class _Stream:
+    """What both clients' streams have. Numbers are known once the stream has begun."""
+
+    def __init__(self, course: Course) -> None:
+        self._course = course
+        self._entered = False
+
+    @property
+    def prefix(self) -> Prefix:
+        """What was asked for."""
+        return self._course.prefix
+
+    @property
+    def blocks(self) -> int:
+        """How many leading blocks it has."""
+        return self._course.count
+
+    @property
+    def tokens(self) -> int:
+        """Tokens covered by these."""
+        return self.blocks * self.prefix.schema.block_tokens
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block that was asked for is among them."""
+        return self.blocks == len(self.prefix)
+
+    @property
+    def reason(self) -> str | None:
+        """Why there are not more blocks, as in `Blocks.reason`."""
+        return self._course.reason
+
+
+class LayerStream(_Stream):
+    """The layers of leading blocks, in order: iterate over it, once.
+
+    Views are valid until the iteration ends, or in a `with` block until that ends; layers are
+    provisional until the iteration has ended without an error.
+    """
+
+    def __init__(self, course: Course, run: Callable[[Verb[Any]], Any]) -> None:
+        super().__init__(course)
+        self._run = run
+
+    def __enter__(self) -> Self:
+        self._entered = True
+        try:
+            self._run(self._course.begin())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[StreamedLayer]:
+        """Raises CorruptBlock, StaleLease (a writer gave up, or died), DeadlineExceeded,
+        NodeUnavailable."""
+        try:
+            while (layer := self.step()) is not None:
+                yield layer
+        finally:
+            if not self._entered:
+                self.close()
+
+    def step(self) -> StreamedLayer | None:
+        """The next layer, None at the end: what iterating does."""
+        layer: StreamedLayer | None = self._run(self._course.advance())
+        return layer
+
+    def close(self) -> None:
+        """Let go of the blocks, wherever the stream is."""
+        self._run(self._course.end())
+
+
+class AsyncLayerStream(_Stream):
+    """`LayerStream` for `async for` and `async with`."""
+
+    def __init__(self, course: Course, run: Callable[[Verb[Any]], Awaitable[Any]]) -> None:
+        super().__init__(course)
+        self._run = run
+
+    async def __aenter__(self) -> Self:
+        self._entered = True
+        try:
+            await self._run(self._course.begin())
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def __aiter__(self) -> AsyncIterator[StreamedLayer]:
+        """See `LayerStream.__iter__`."""
+        try:
+            while (layer := await self._run(self._course.advance())) is not None:
+                yield layer
+        finally:
+            if not self._entered:
+                await self.close()
+
+    async def close(self) -> None:
+        """See `LayerStream.close`."""
+        await self._run(self._course.end())
