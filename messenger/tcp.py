@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from .errors import GrantError, PeerLost, TransferError, TransferTimeout
 from .frames import LAST_GRANT, RANGES_MAX
-from .listener import Answer, Conversation, Listener, stay_close, tune
+from .listener import Answer, Conversation, Listener, tune
 from .plan import PART_BYTES_MIN, InOrder, Slice, split
 from .pool import StreamPool
 from .stream import PlainStream, Stream, TlsStream, views_of
@@ -75,7 +75,6 @@ def _open_socket(address: tuple[str, int], deadline: float) -> socket.socket:
             tune(sock)
             sock.settimeout(max(0.001, (deadline - time.monotonic()) / left))
             sock.connect(target)
-            stay_close(sock)
             if sock.getsockname() == sock.getpeername():
                 # Nobody listens there, and the kernel chose that very port for our end.
                 raise ConnectionRefusedError("connected to itself")
