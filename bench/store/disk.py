@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from tiffin.kvstore.block import pack_header
 from tiffin.kvstore.client import Client
 from tiffin.kvstore.node.node import Node, NodeOptions
+from tiffin.kvstore.sealing import seal
 from tiffin.kvstore.tiers.base import TierWarning
 from tiffin.kvstore.tiers.directio import PIECE_BYTES, QUEUE_DEPTH
 from tiffin.kvstore.tiers.nvme import NvmeTier
@@ -27,8 +28,10 @@ from .setting import MIB, prefix_of, schema_of, size_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tiffin.kvstore.arena import Extent
+    from numpy.typing import NDArray
+
     from tiffin.kvstore.keys import Prefix
+    from tiffin.kvstore.schema import KVSchema
 
     from ..limits import Bytes, Direction, Disk
     from .setting import Setting
@@ -76,13 +79,17 @@ class _Blocks:
         self.extents = [tier.reserve(self.schema.extent_bytes) for _ in range(count)]
         self.memory = filled(aligned(self.schema.extent_bytes))
         payload = self.memory[self.schema.header_bytes :]
-        self._checksums = [
-            xxh3_64_intdigest(payload[segment.offset : segment.end].data)
-            for segment in self.schema.segments
-        ]
+        checksums = _checksums(payload, self.schema)
         self._headers = [aligned(self.schema.header_bytes) for _ in range(count)]
-        for index, extent in enumerate(self.extents):
-            _header(self._headers[index], self.prefix, index, extent, self._checksums)
+        for index, (extent, header) in enumerate(zip(self.extents, self._headers, strict=True)):
+            seal(
+                header,
+                self.prefix,
+                index,
+                generation=1,
+                offset=extent.offset,
+                checksums=checksums,
+            )
 
     @property
     def nbytes(self) -> int:
@@ -106,24 +113,10 @@ class _Blocks:
         return time.perf_counter() - start_s
 
 
-def _header(
-    target: Bytes, prefix: Prefix, index: int, extent: Extent, checksums: list[int]
-) -> None:
-    schema = prefix.schema
-    pack_header(
-        target,
-        key=prefix.keys[index],
-        parent=prefix.keys[index - 1] if index else prefix.parent,
-        schema_fingerprint=prefix.schema_fingerprint,
-        namespace_fingerprint=prefix.namespace_fingerprint,
-        generation=1,
-        payload_bytes=schema.block_bytes,
-        extent_offset=extent.offset,
-        extent_bytes=extent.length,
-        tokens=prefix.token_bytes(index),
-        segment_bytes=[segment.length for segment in schema.segments],
-        checksums=checksums,
-    )
+def _checksums(payload: Bytes, schema: KVSchema) -> NDArray[np.uint64]:
+    """XXH3-64 of every segment, uint64 [segments]."""
+    found = [xxh3_64_intdigest(payload[s.offset : s.end].data) for s in schema.segments]
+    return np.array(found, np.uint64)
 
 
 def _nvme(setting: Setting, block_bytes: int) -> list[Row]:
@@ -222,14 +215,21 @@ def _fill(
     assert len(prefixes) * chain == count
     memory = filled(aligned(schema.extent_bytes))
     payload = memory[schema.header_bytes :]
-    checksums = [xxh3_64_intdigest(payload[s.offset : s.end].data) for s in schema.segments]
+    checksums = _checksums(payload, schema)
     header = memory[: schema.header_bytes]
     offsets = []
     with _tier(folder, nbytes) as tier:
         for prefix in prefixes:
             for index in range(chain):
                 extent = tier.reserve(schema.extent_bytes)
-                _header(header, prefix, index, extent, checksums)
+                seal(
+                    header,
+                    prefix,
+                    index,
+                    generation=1,
+                    offset=extent.offset,
+                    checksums=checksums,
+                )
                 tier.write(extent, schema.header_bytes, payload)
                 tier.commit(extent, header)
                 offsets.append(tier.layout.data_offset + extent.offset)

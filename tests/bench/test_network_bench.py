@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from shutil import which
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from tiffin.bench.network import cli, setting
+from tiffin.bench.network import cli, mooncake, setting
 from tiffin.bench.network.plain import PlainSockets
-from tiffin.bench.network.report import MEASUREMENTS, run
 from tiffin.bench.network.setting import Metered, Setting, Sizes, cpu_seconds
-from tiffin.bench.store.report import markdown, table
+from tiffin.bench.network.suite import SUITE
 from tiffin.bench.store.rows import Row, Target, single
 from tiffin.bench.store.setting import KIB, MIB
 from tiffin.kvstore.errors import NodeUnavailable
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TINY = Sizes(
     rounds=2,
@@ -71,7 +69,7 @@ def check(rows: list[Row]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_measurements_give_rows_with_limits(name: str) -> None:
-    found = run(Setting(TINY), [name], lambda _: None)
+    found = SUITE.run(Setting(TINY), [name], lambda _: None)
     assert not found.crashed
     assert not found.missing
     assert [row.name for row in found.rows] == NAMES[name]
@@ -83,7 +81,7 @@ def test_measurements_give_rows_with_limits(name: str) -> None:
     reason="needs the extra redis, and a redis-server",
 )
 def test_a_prefix_is_located_in_redis_in_one_round_trip() -> None:
-    found = run(Setting(TINY), ["locate"], lambda _: None)
+    found = SUITE.run(Setting(TINY), ["locate"], lambda _: None)
     assert not found.crashed
     check(found.rows)
     leased, trips = found.rows
@@ -99,27 +97,14 @@ def test_what_is_not_installed_is_left_out_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(setting.shutil, "which", lambda _: None)
-    found = run(Setting(TINY), ["locate", "mooncake"], lambda _: None)
+    found = SUITE.run(Setting(TINY), ["locate", "mooncake"], lambda _: None)
     assert not found.crashed
     assert not found.rows
     assert "apt install redis-server" in found.missing["locate"]
     assert "--mooncake" in found.missing["mooncake"]
 
-    found = run(Setting(TINY, tmp_path / "bin" / "python"), ["mooncake"], lambda _: None)
+    found = SUITE.run(Setting(TINY, tmp_path / "bin" / "python"), ["mooncake"], lambda _: None)
     assert "docs/benchmarks.md" in found.missing["mooncake"]
-
-
-def test_a_crash_is_reported_and_the_others_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(_: Setting) -> list[Row]:
-        raise OSError("no such network")
-
-    monkeypatch.setitem(MEASUREMENTS, "readers", crash)
-    monkeypatch.setitem(MEASUREMENTS, "scattered", lambda _: [ROW])
-    found = run(Setting(TINY), ["readers", "scattered"], lambda _: None)
-    assert found.crashed == {"readers": "OSError: no such network"}
-    assert found.rows == [ROW]
-    assert table(found).row_count == 2
-    assert "`scattered`" in markdown(found)
 
 
 def test_a_node_that_ends_at_once_is_an_error_and_not_a_minute() -> None:
@@ -135,7 +120,7 @@ def test_a_node_that_ends_at_once_is_an_error_and_not_a_minute() -> None:
 
 def test_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sizes, "quick", classmethod(lambda cls: TINY))
-    monkeypatch.setitem(MEASUREMENTS, "scattered", lambda _: [ROW])
+    monkeypatch.setitem(SUITE.measurements, "scattered", lambda _: [ROW])
     app, bench = typer.Typer(), typer.Typer()
     app.add_typer(bench, name="bench")
     bench.callback()(lambda: None)
@@ -249,7 +234,7 @@ def python(tmp_path: Path) -> Path:
 
 def test_mooncake_takes_turns_with_us(python: Path) -> None:
     sizes = replace(TINY, block_bytes=(1 * MIB,))
-    found = run(Setting(sizes, python), ["mooncake"], lambda _: None)
+    found = SUITE.run(Setting(sizes, python), ["mooncake"], lambda _: None)
     assert not found.crashed
     assert not found.missing
     names = [row.name for row in found.rows]
@@ -257,15 +242,63 @@ def test_mooncake_takes_turns_with_us(python: Path) -> None:
     check(found.rows)
 
 
+def test_mooncake_is_stopped_whenever_we_are_measured(
+    python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[str]] = []
+    theirs: list[mooncake._Mooncake] = []
+    ours, stop = mooncake.get, mooncake._Mooncake.stop
+
+    def stop_and_remember(self: mooncake._Mooncake) -> None:
+        theirs.append(self)
+        stop(self)
+
+    def look_and_get(*arguments: Any) -> None:
+        seen.append({state_of(pid) for pid in theirs[-1].pids} if theirs else {"never stopped"})
+        ours(*arguments)
+
+    monkeypatch.setattr(mooncake._Mooncake, "stop", stop_and_remember)
+    monkeypatch.setattr(mooncake, "get", look_and_get)
+    found = SUITE.run(
+        Setting(replace(TINY, block_bytes=(1 * MIB,)), python), ["mooncake"], lambda _: None
+    )
+    assert not found.crashed
+    assert len(seen) > mooncake._WARM_CALLS
+    assert {state for states in seen for state in states} == {"T"}
+    # Whoever is stopped must be told to go on, or it would never notice its end.
+    assert all(not Path(f"/proc/{pid}").exists() for one in theirs for pid in one.pids)
+
+
+def state_of(pid: int) -> str:
+    """The letter of ps(1), for example `T` for a process that is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_process_of_mooncake_that_died_is_noticed_when_it_is_to_be_stopped(
+    python: Path,
+) -> None:
+    with mooncake._mooncake(Setting(TINY, python), 64 * KIB, 2) as theirs:
+        theirs.stop()
+        theirs.resume()
+        assert len(theirs.get(2, times=3)) == 3
+        os.kill(theirs.pids[-1], signal.SIGKILL)
+        os.waitid(os.P_PID, theirs.pids[-1], os.WEXITED | os.WNOWAIT)
+        with pytest.raises(NodeUnavailable, match="has ended"):
+            theirs.stop()
+    assert all(not Path(f"/proc/{pid}").exists() for pid in theirs.pids)
+
+
 def test_a_mooncake_that_does_not_start_says_why(python: Path, tmp_path: Path) -> None:
     store = tmp_path / "packages" / "mooncake" / "store.py"
     store.write_text(_STORE.replace("return 0", "return -1", 1))
-    found = run(Setting(TINY, python), ["mooncake"], lambda _: None)
-    assert "setup failed with -1" in found.crashed["mooncake"]
+    found = SUITE.run(Setting(TINY, python), ["mooncake"], lambda _: None)
+    assert "Mooncake's holder has ended" in found.crashed["mooncake"]
+    assert found.crashed["mooncake"].rstrip().endswith("setup failed with -1")
 
 
 def test_bytes_that_mooncake_does_not_have_are_no_measurement(python: Path, tmp_path: Path) -> None:
     store = tmp_path / "packages" / "mooncake" / "store.py"
     store.write_text(_STORE.replace("return self.sizes[key]", "return -704"))
-    found = run(Setting(TINY, python), ["mooncake"], lambda _: None)
+    found = SUITE.run(Setting(TINY, python), ["mooncake"], lambda _: None)
     assert "Mooncake's reader has ended" in found.crashed["mooncake"]
+    assert found.crashed["mooncake"].rstrip().endswith("get_into bench-1048576-0 failed with -704")

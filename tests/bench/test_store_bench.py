@@ -9,11 +9,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tiffin.bench.display import markdown, table
 from tiffin.bench.environment import environment, environment_lines
 from tiffin.bench.store import cli
-from tiffin.bench.store.report import MEASUREMENTS, markdown, run, table
 from tiffin.bench.store.rows import Row, Side, Target, interleave, single
 from tiffin.bench.store.setting import KIB, MIB, Setting, Sizes, schema_of
+from tiffin.bench.store.suite import SUITE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,9 +37,9 @@ TINY = Sizes(
 )
 
 
-@pytest.mark.parametrize("name", [name for name in MEASUREMENTS if name != "allocator"])
+@pytest.mark.parametrize("name", [name for name in SUITE.measurements if name != "allocator"])
 def test_every_measurement_gives_rows_with_limits(name: str, tmp_path: Path) -> None:
-    report = run(Setting(TINY, tmp_path), [name], lambda _: None)
+    report = SUITE.run(Setting(TINY, tmp_path), [name], lambda _: None)
 
     assert not report.crashed
     assert report.rows
@@ -53,7 +54,7 @@ def test_every_measurement_gives_rows_with_limits(name: str, tmp_path: Path) -> 
 
 
 def test_names_of_rows_are_unique_and_the_report_is_json(tmp_path: Path) -> None:
-    report = run(Setting(TINY, tmp_path), ["keys", "put"], lambda _: None)
+    report = SUITE.run(Setting(TINY, tmp_path), ["keys", "put"], lambda _: None)
     names = [row.name for row in report.rows]
     assert len(set(names)) == len(names)
 
@@ -63,19 +64,6 @@ def test_names_of_rows_are_unique_and_the_report_is_json(tmp_path: Path) -> None
     assert plain["sizes"]["rounds"] == TINY.rounds
     assert table(report).row_count == len(names)
     assert all(f"`{name}`" in markdown(report) for name in names)
-
-
-def test_a_crash_is_reported_and_the_others_still_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def crash(setting: Setting) -> list[Row]:
-        raise OSError("no such disk")
-
-    monkeypatch.setitem(MEASUREMENTS, "nvme", crash)
-    report = run(Setting(TINY, tmp_path), ["nvme", "keys"], lambda _: None)
-    assert report.crashed == {"nvme": "OSError: no such disk"}
-    assert report.rows
-    assert table(report).row_count == 1 + len(report.rows)
 
 
 def test_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,14 +79,6 @@ def test_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     done = CliRunner().invoke(app, ["bench", "store", "--row", "nothing"])
     assert done.exit_code == 2
-
-
-def test_the_command_joins_a_bench_that_is_there_already() -> None:
-    app, bench = typer.Typer(), typer.Typer()
-    app.add_typer(bench, name="bench")
-    cli.commands(app)
-    assert len(app.registered_groups) == 1
-    assert [command.name for command in bench.registered_commands] == ["store"]
 
 
 def test_ratios_and_targets() -> None:

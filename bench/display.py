@@ -1,0 +1,167 @@
+"""What people see of a suite: how far it is, a table, and what it lacked or died of."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .environment import environment_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from .store.rows import Row
+    from .suite import Report, S, Suite, Tell
+
+_console = Console()
+_progress_console = Console(stderr=True)
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def add_command(app: typer.Typer, name: str, command: Callable[..., None]) -> None:
+    """Add `bench NAME` to the program; `bench` is added if nothing has added it before."""
+    for group in app.registered_groups:
+        if group.name == "bench" and group.typer_instance is not None:
+            group.typer_instance.command(name)(command)
+            return
+    bench = typer.Typer(help="Measure Tiffin on this machine.", no_args_is_help=True)
+    bench.command(name)(command)
+    # Without a callback, typer would fold a group of one command into that command.
+    bench.callback()(_bench)
+    app.add_typer(bench, name="bench")
+
+
+def _bench() -> None:
+    """Measure Tiffin on this machine."""
+
+
+def rows_help(suite: Suite[S]) -> str:
+    """For the option that chooses among the measurements."""
+    return f"Only these: {', '.join(suite.measurements)}."
+
+
+def carry_out(
+    suite: Suite[S],
+    setting: Callable[[Tell], S],
+    names: Sequence[str],
+    out: Path,
+    *,
+    as_json: bool = False,
+    as_markdown: bool = False,
+) -> None:
+    """Run the named measurements, show and write what they found; the end of a command.
+
+    `setting(tell)` makes what they are given; `tell(text)` then says what they are at. Raises
+    typer.BadParameter for a name that the suite does not have, else typer.Exit: 1 after a crash.
+    """
+    if unknown := [name for name in names if name not in suite.measurements]:
+        known = ", ".join(suite.measurements)
+        raise typer.BadParameter(f"no row {unknown[0]!r}; there are: {known}")
+    report = _run(suite, setting, names)
+    path = report.write(out)
+    if as_json:
+        typer.echo(json.dumps(report.plain(), indent=2))
+    elif as_markdown:
+        typer.echo("\n".join([*environment_lines(report.environment), "", markdown(report)]))
+    else:
+        _console.print("\n".join(environment_lines(report.environment)), highlight=False)
+        _console.print(table(report))
+    for name, lack in (report.missing or {}).items():
+        _say(f"left out {name}: {lack}")
+    for name, trace in report.traces.items():
+        _say(f"{name} crashed:\n{trace.rstrip()}")
+    _say(f"{report.verdict()}; all numbers: {path}")
+    raise typer.Exit(1 if report.crashed else 0)
+
+
+def _say(text: str) -> None:
+    """To standard error, as it is: error messages have brackets too, and lines of their own."""
+    _progress_console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _run(suite: Suite[S], setting: Callable[[Tell], S], names: Sequence[str]) -> Report:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=_progress_console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        current = ""
+
+        def tell(text: str) -> None:
+            progress.update(task, description=f"{current}: {text}")
+
+        def started(name: str) -> None:
+            nonlocal current
+            current = f"{names.index(name) + 1}/{len(names)} {name}"
+            progress.update(task, description=current)
+
+        return suite.run(setting(tell), names, started)
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def table(report: Report) -> Table:
+    """One line per row: met green, missed red. Of a crash only the last line of what it died of:
+    the column is narrow."""
+    found = Table(show_lines=True)
+    for column in ("row", "measured", "limit in the same run"):
+        found.add_column(column, overflow="fold")
+    for column in ("p20 / p50 / p80", "best", "limit p50", "ratio", "best ratio"):
+        found.add_column(column, justify="right")
+    found.add_column("target")
+    for row in report.rows:
+        found.add_row(*_cells(row))
+    for name, why in report.crashed.items():
+        last = why.strip().splitlines()[-1]
+        found.add_row(f"[bold red]{name}[/]", f"[red]crashed: {escape(last)}[/]")
+    return found
+
+
+def _cells(row: Row) -> list[str]:
+    value, limit = row.value, row.limit
+    if value.samples > 1:
+        spread = f"{number(value.p20)} / {number(value.p50)} / {number(value.p80)} {row.unit}"
+    else:
+        spread = f"{number(value.p50)} {row.unit}"
+    verdict = {True: "[green]met[/]", False: "[red]missed[/]", None: "[dim]-[/]"}[row.met]
+    what = row.what + (f"\n[dim]{row.note}[/]" if row.note else "")
+    return [
+        row.name,
+        what,
+        row.limit_what,
+        spread,
+        number(value.best),
+        f"{number(limit.p50)} {row.unit}",
+        number(row.ratio),
+        number(row.best_ratio),
+        f"{row.target_text}\n{verdict}",
+    ]
+
+
+def number(value: float) -> str:
+    """Three digits, or four when they are there anyway."""
+    return f"{value:.0f}" if abs(value) >= 100 and value % 1 else f"{value:.3g}"
+
+
+def markdown(report: Report) -> str:
+    """The table of the docs."""
+    lines = [
+        "| row | p20 | p50 | p80 | unit | limit (p50) | ratio | best ratio | target | |",
+        "|---|--:|--:|--:|---|--:|--:|--:|---|---|",
+    ]
+    for row in report.rows:
+        spread = " | ".join(number(x) for x in (row.value.p20, row.value.p50, row.value.p80))
+        verdict = {True: "met", False: "**missed**", None: ""}[row.met]
+        lines.append(
+            f"| `{row.name}` | {spread} | {row.unit} | {number(row.limit.p50)} "
+            f"| {number(row.ratio)} | {number(row.best_ratio)} | {row.target_text} | {verdict} |"
+        )
+    return "\n".join(lines)

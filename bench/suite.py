@@ -1,0 +1,123 @@
+"""A suite: the measurements of one `tiffin bench` command, carried out one after the other.
+
+One that crashes does not take the others along, and one that lacks something is left out. What came
+of it is a Report: JSON for programs, `display.py` for people.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from tiffin.kvstore.errors import TiffinError
+from tiffin.messenger.errors import MessengerError
+
+from .environment import LIBRARIES, environment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from .store.rows import Row
+
+# What a measurement may die of without taking the others along.
+_CRASHES = (
+    TiffinError,
+    MessengerError,
+    OSError,
+    subprocess.SubprocessError,
+    AssertionError,
+    ValueError,
+    MemoryError,
+)
+
+Tell = Callable[[str], None]
+
+
+class Setting(Protocol):
+    """What a suite's measurements are given: how large the run is, and whatever else they need."""
+
+    @property
+    def sizes(self) -> Any:
+        """A dataclass of plain values, for the report."""
+
+
+S = TypeVar("S", bound=Setting)
+
+
+@dataclass(slots=True)
+class Report:
+    """What one run found.
+
+    `crashed` maps a measurement to what it died of, `traces` to where. `missing` maps one that was
+    left out to what it would have needed; None in a suite whose measurements need nothing.
+    """
+
+    suite: str
+    environment: dict[str, Any]
+    sizes: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    crashed: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] | None = None
+    traces: dict[str, str] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        found = {
+            "environment": self.environment,
+            "sizes": self.sizes,
+            "rows": [row.plain() for row in self.rows],
+            "crashed": self.crashed,
+        }
+        return found if self.missing is None else {**found, "missing": self.missing}
+
+    def write(self, folder: Path) -> Path:
+        """Write `bench-SUITE.json` into `folder`, which is made if need be; returns its path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"bench-{self.suite}.json"
+        path.write_text(json.dumps(self.plain(), indent=2) + "\n", encoding="utf-8")
+        return path
+
+    def verdict(self) -> str:
+        """In words: how many targets were met."""
+        judged = [row.met for row in self.rows if row.met is not None]
+        crashed = f", {len(self.crashed)} crashed" if self.crashed else ""
+        return f"{sum(judged)} of {len(judged)} targets met{crashed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Suite(Generic[S]):
+    """Measurements by name, in the order of the docs; each gives one or more rows.
+
+    `lack` is what one raises that needs what is not here; its message says how to get it. Without
+    one, all measurements run everywhere. `libraries` are those whose versions matter.
+    """
+
+    name: str
+    measurements: dict[str, Callable[[S], list[Row]]]
+    lack: type[Exception] | None = None
+    libraries: tuple[str, ...] = LIBRARIES
+
+    def run(self, setting: S, names: Iterable[str], started: Tell = print) -> Report:
+        """Carry out the named measurements; `started(name)` is called before each.
+
+        Raises KeyError for a name that is not one of `measurements`.
+        """
+        report = Report(self.name, environment(self.libraries), asdict(setting.sizes))
+        lacks = (self.lack,) if self.lack else ()
+        report.missing = {} if self.lack else None
+        for name in names:
+            started(name)
+            try:
+                report.rows += self.measurements[name](setting)
+            except lacks as lack:
+                assert report.missing is not None
+                report.missing[name] = str(lack)
+            except _CRASHES as error:
+                report.crashed[name] = f"{type(error).__name__}: {error}"
+                report.traces[name] = traceback.format_exc()
+        return report

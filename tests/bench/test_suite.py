@@ -1,0 +1,161 @@
+"""What every `tiffin bench` command has in common: a suite of toys, run and shown."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tiffin.bench.display import add_command, carry_out, markdown, table
+from tiffin.bench.store.rows import Row, Target, single
+from tiffin.bench.suite import Suite
+from tiffin.kvstore.errors import NodeUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from click.testing import Result
+
+
+@dataclass(frozen=True)
+class Sizes:
+    rounds: int = 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    sizes: Sizes
+    tell: Callable[[str], None] = print
+
+
+class Missing(Exception):
+    pass
+
+
+FAST, SLOW = (
+    Row(name, "what", "us", single(value), "limit", single(10.0), (Target("ratio", "<=", 2),))
+    for name, value in (("fast", 12.0), ("slow", 30.0))
+)
+# What a process said before it died: brackets are no markup, and only the last line is short.
+LAST_WORDS = """it has ended: Traceback (most recent call last):
+  File "peer.py", line 7, in <module>
+ValueError: no [red] paint
+"""
+
+
+def both(setting: Setting) -> list[Row]:
+    setting.tell("mixing")
+    return [FAST, SLOW]
+
+
+def crash(_: Setting) -> list[Row]:
+    raise NodeUnavailable(LAST_WORDS)
+
+
+def lack(_: Setting) -> list[Row]:
+    raise Missing("apt install paint")
+
+
+TOYS: Suite[Setting] = Suite("toys", {"both": both, "crash": crash})
+NEEDY: Suite[Setting] = Suite("needy", {"lack": lack, "both": both}, lack=Missing)
+
+
+def program(suite: Suite[Setting], out: Path, names: list[str]) -> Callable[..., Result]:
+    app = typer.Typer()
+
+    def command(as_json: bool = False, as_markdown: bool = False) -> None:
+        """Toys."""
+        setting = partial(Setting, Sizes())
+        carry_out(suite, setting, names, out, as_json=as_json, as_markdown=as_markdown)
+
+    add_command(app, suite.name, command)
+    return lambda *options: CliRunner().invoke(app, ["bench", suite.name, *options])
+
+
+def test_rows_come_in_the_order_asked_for_and_the_report_is_json(tmp_path: Path) -> None:
+    started: list[str] = []
+    report = TOYS.run(Setting(Sizes()), ["both"], started.append)
+    assert started == ["both"]
+    assert report.rows == [FAST, SLOW]
+    assert report.verdict() == "1 of 2 targets met"
+    path = report.write(tmp_path / "new" / "out")
+    assert path.name == "bench-toys.json"
+    plain = json.loads(path.read_text())
+    assert list(plain) == ["environment", "sizes", "rows", "crashed"]
+    assert plain["sizes"] == asdict(Sizes())
+    assert [row["met"] for row in plain["rows"]] == [True, False]
+
+
+def test_a_crash_is_reported_and_the_others_still_run() -> None:
+    report = TOYS.run(Setting(Sizes()), ["crash", "both"], lambda _: None)
+    assert report.crashed == {"crash": f"NodeUnavailable: {LAST_WORDS}"}
+    assert report.rows == [FAST, SLOW]
+    assert report.verdict() == "1 of 2 targets met, 1 crashed"
+    assert "`fast`" in markdown(report)
+
+
+def test_what_a_measurement_lacks_is_named_in_suites_that_lack_something() -> None:
+    report = NEEDY.run(Setting(Sizes()), ["lack", "both"], lambda _: None)
+    assert report.plain()["missing"] == {"lack": "apt install paint"}
+    assert report.rows == [FAST, SLOW]
+    assert not report.crashed
+
+    found = TOYS.run(Setting(Sizes()), [], lambda _: None)
+    assert "missing" not in found.plain()
+
+
+def test_errors_that_are_nobodys_fault_but_ours_are_not_hidden() -> None:
+    def wrong(_: Setting) -> list[Row]:
+        raise TypeError("a mistake in the benchmark")
+
+    suite: Suite[Setting] = Suite("wrong", {"wrong": wrong})
+    with pytest.raises(TypeError, match="a mistake"):
+        suite.run(Setting(Sizes()), ["wrong"], lambda _: None)
+
+
+def test_of_a_crash_the_table_has_the_last_line() -> None:
+    report = TOYS.run(Setting(Sizes()), ["crash", "both"], lambda _: None)
+    console = Console(width=300)
+    with console.capture() as captured:
+        console.print(table(report))
+    text = captured.get()
+    assert "crashed: ValueError: no [red] paint" in text
+    assert "Traceback" not in text
+
+
+def test_the_program_says_below_the_table_what_went_wrong(tmp_path: Path) -> None:
+    done = program(TOYS, tmp_path, ["crash", "both"])()
+    assert done.exit_code == 1
+    # From the measurement that crashed to the last words of the process it depended on.
+    assert "crash crashed:\nTraceback" in done.stderr
+    assert "in crash" in done.stderr
+    assert LAST_WORDS in done.stderr
+    assert "1 of 2 targets met, 1 crashed" in done.stderr
+
+    done = program(NEEDY, tmp_path, ["lack", "both"])("--as-json")
+    assert done.exit_code == 0
+    assert "left out lack: apt install paint" in done.stderr
+    assert json.loads(done.stdout) == json.loads((tmp_path / "bench-needy.json").read_text())
+
+
+def test_a_name_that_is_no_measurement_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    done = program(TOYS, tmp_path, ["both", "nothing"])("--as-markdown")
+    assert done.exit_code == 2
+    assert "'nothing'" in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_commands_join_the_bench_that_is_there_already() -> None:
+    app = typer.Typer()
+    add_command(app, "first", lambda: None)
+    add_command(app, "second", lambda: None)
+    (group,) = app.registered_groups
+    assert group.typer_instance is not None
+    assert [one.name for one in group.typer_instance.registered_commands] == ["first", "second"]
