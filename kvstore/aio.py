@@ -18,7 +18,7 @@ from .aiolink import AsyncLink, AsyncLocalLink, AsyncSocketLink
 from .client import ClientBase, LeasedBlocks, Slots
 from .node.node import Node
 from .node.records import Pin
-from .streaming import AsyncLayerStream, NearFollowing, publish
+from .streaming import AsyncLayerStream, NearFollowing, check_ahead, publish
 from .url import Daemon, Pool, parse_url
 from .verbs import DEFAULT_TIMEOUT_S, Call, Hit, Post, PutResult, Verb, Verify
 
@@ -239,12 +239,15 @@ class AsyncClient(ClientBase):
         self,
         prefix: Prefix,
         *,
+        heads: HeadRange | None = None,
         verify: Verify | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        ahead: int = 1,
     ) -> AsyncLayerStream:
         """See `Client.stream`; for `async for` and `async with`."""
         self._check(timeout_s)
-        following = NearFollowing(prefix, self._reading(verify), timeout_s)
+        check_ahead(ahead)
+        following = NearFollowing(prefix, self._reading(verify), timeout_s, heads)
         return AsyncLayerStream(following, lambda verb: drive(verb, self._link))
 
     async def pin(

@@ -17,7 +17,7 @@ from .link import Link, LocalLink, SocketLink
 from .node import messages
 from .node.node import Node
 from .node.records import Kept, Pin
-from .streaming import LayerStream, NearFollowing, publish
+from .streaming import LayerStream, NearFollowing, check_ahead, publish
 from .url import Daemon, Embedded, Pool, parse_url
 from .verbs import DEFAULT_TIMEOUT_S, Access, Call, Hit, Post, PutResult, Reserved, Verb, Verify
 
@@ -115,6 +115,8 @@ class Slots(Sequence[Slot]):
         self.reason = reserved.reason
         self.stored: tuple[int, ...] = ()
         self.pending: tuple[int, ...] = ()
+        # In a pool: the number of the node that has the slots, which readers elsewhere stream from.
+        self.node: int | None = None
         self._slots = reserved.slots
         self._lease = reserved.lease
         self._link = link
@@ -324,16 +326,21 @@ class Client(ClientBase):
         self,
         prefix: Prefix,
         *,
+        heads: HeadRange | None = None,
         verify: Verify | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        ahead: int = 1,
     ) -> LayerStream:
         """The leading blocks of `prefix` layer by layer, committed or still being written: iterate
         over it, or enter it with `with`. Each layer is waited for up to `timeout_s`.
 
-        What it yields is provisional until the iteration ends without an error (docs/client.md).
+        `heads`: only these of each layer (half-open). `ahead`: how many layers are fetched before
+        they are asked for, over the network; on the node's host nothing travels. What it yields is
+        provisional until the iteration ends without an error (docs/client.md).
         """
         self._check(timeout_s)
-        following = NearFollowing(prefix, self._reading(verify), timeout_s)
+        check_ahead(ahead)
+        following = NearFollowing(prefix, self._reading(verify), timeout_s, heads)
         return LayerStream(following, lambda verb: drive(verb, self._link))
 
     def pin(

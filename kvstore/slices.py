@@ -147,6 +147,14 @@ def runs_of(source: Bytes, selection: Selection) -> list[Bytes]:
     return runs
 
 
+def cut(target: Bytes, spans: Bytes, selection: Selection) -> None:
+    """Copy the selection, packed, out of memory that has all segments it touches, packed."""
+    at = 0
+    for offset, length in selection.cuts():
+        local.copy(target[at : at + length], spans[offset : offset + length])
+        at += length
+
+
 def all_checksums(selection: Selection, found: Checksums) -> Checksums:
     """The checksums of a whole block, uint64 [segments], of which the selection's are known; zero
     for the others."""

@@ -21,6 +21,7 @@ from ..streaming import AsyncLayerStream
 from ..verbs import DEFAULT_TIMEOUT_S, Hit, PutResult, Verb, Verify
 from .client import PoolClient
 from .open import open_pool
+from .streaming import interruptible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -159,17 +160,19 @@ class AsyncPoolClient(AsyncClient):
         self,
         prefix: Prefix,
         *,
+        heads: HeadRange | None = None,
         verify: Verify | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        ahead: int = 1,
         node: int | None = None,
     ) -> AsyncLayerStream:
         """See `PoolClient.stream`; for `async for` and `async with`."""
         self._check(timeout_s)
-        course = self._client._course(prefix, verify, timeout_s, node)
+        course = self._client._course(prefix, heads, verify, timeout_s, ahead, node)
         run = partial(drive, link=self._client._home)  # type: ignore[arg-type]
 
         def step(verb: Verb[Any]) -> Coroutine[Any, Any, Any]:
-            return self._run(partial(run, verb))
+            return interruptible(course, self._run(partial(run, verb)))
 
         return AsyncLayerStream(course, step)
 
@@ -280,6 +283,11 @@ class _AsyncPoolSlots(AsyncSlots):
     ) -> None:
         """See `Slots.publish`."""
         await self._run(partial(self._inner.publish, layer, timeout_s=timeout_s))
+        self.node, self.resident, self.busy = (
+            self._inner.node,
+            self._inner.resident,
+            self._inner.busy,
+        )
 
     async def commit(self) -> None:  # type: ignore[override]
         """Send or publish what was written."""

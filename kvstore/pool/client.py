@@ -20,7 +20,6 @@ from ..blocks import Block, Blocks, select, select_shard
 from ..client import Client, LeasedBlocks, Slots, drive
 from ..errors import (
     ClientClosed,
-    DeadlineExceeded,
     DirectoryUnavailable,
     InvalidInput,
     NoRoom,
@@ -30,16 +29,18 @@ from ..node import messages
 from ..node.records import Pin
 from ..payloads import payload_views, target_views
 from ..slices import source_views
-from ..streaming import LayerStream
+from ..streaming import LayerStream, check_ahead
 from ..verbs import DEFAULT_TIMEOUT_S, Hit, PutResult, check_verify
 from . import verbs
 from .engine import Engine, Reader
+from .home import Home
 from .homecopy import HomeCopies
 from .members import FixedMembers, names_of
 from .placing import Placing, check_replicas
 from .replication import Orders, replicate_from, replicate_to
-from .results import MixedBlocks, StagedSlots, reason_of
+from .results import MixedBlocks, Wanted, joined, reason_of
 from .shards import shard_node
+from .staged import StagedSlots
 from .store import Seals, store
 from .streaming import Searching
 
@@ -48,11 +49,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..blocks import Selection
     from ..keys import Prefix
     from ..link import Link
     from ..schema import HeadRange, LayerRange, Shard
-    from ..verbs import Access, Verify
+    from ..verbs import Verify
 
     Bytes = NDArray[np.uint8]
 
@@ -77,9 +77,7 @@ class PoolClient(Client):
         """`home_number()` is what the directory calls home now: another number after a restart."""
         self._access = local_verbs.Access(check_verify(verify), random.Random())
         self._engine = engine
-        self._home = home
-        self._home_lost = False
-        self._find_home_number = home_number
+        self._home = Home(home, home_number, engine) if home is not None else None
         self._copies = HomeCopies(admission) if home is not None else None
         self._dice = random.Random()
         self._orders = Orders()
@@ -94,7 +92,7 @@ class PoolClient(Client):
         local_verbs.check_blocks(prefix)
         where = b""
         if self._home is not None:
-            where = self._at_home(local_verbs.match(prefix, timeout_s), Hit(0, 0)).where
+            where = self._home.ask(local_verbs.match(prefix, timeout_s), Hit(0, 0)).where
         where += self._elsewhere(prefix, len(where), deadline)
         return Hit(len(where), len(where) * prefix.schema.block_tokens, where)
 
@@ -107,8 +105,7 @@ class PoolClient(Client):
             longest = max((reply.flags for reply in hits.values()), key=len, default=b"")
             return bytes(flag | IN_PEER for flag in longest)
         located = self._locate(prefix.keys[start:], without_home=True)
-        count = next((i for i, nodes in enumerate(located) if not nodes), len(located))
-        return bytes([IN_PEER]) * count
+        return bytes([IN_PEER]) * _leading(located)
 
     def exists(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
         """Which blocks are resident, each on its own; elsewhere as the directory has it."""
@@ -118,7 +115,7 @@ class PoolClient(Client):
         if not len(prefix):
             return found
         if self._home is not None:
-            found = self._at_home(local_verbs.exists(prefix, timeout_s), found)
+            found = self._home.ask(local_verbs.exists(prefix, timeout_s), found)
         if self._fixed:
             left_s = deadline - time.monotonic()
             replies = self._ask_all(lambda: messages.Exists(0, prefix.key_bytes), left_s)
@@ -144,70 +141,57 @@ class PoolClient(Client):
         what is (or comes to be) at home, copies of the rest; with `into`, copies of all."""
         self._check(timeout_s)
         local_verbs.check_blocks(prefix)
-        access = self._reading(verify)
-        selection = select(prefix.schema, layers, heads)
-        deadline = time.monotonic() + timeout_s
+        wanted = Wanted(
+            prefix,
+            self._reading(verify),
+            select(prefix.schema, layers, heads),
+            (layers, heads),
+            time.monotonic() + timeout_s,
+            home_away=self._home is not None and self._home.away,
+        )
         if into is not None:
-            targets = target_views(into, len(prefix), selection.nbytes)
-            return self._copy(prefix, access, selection, (layers, heads), targets, deadline)
-        return self._view(prefix, access, selection, (layers, heads), deadline)
+            return self._copy(wanted, target_views(into, len(prefix), wanted.selection.nbytes))
+        return self._view(wanted)
 
-    def _copy(
-        self,
-        prefix: Prefix,
-        access: Access,
-        selection: Selection,
-        part: tuple[LayerRange | None, HeadRange | None],
-        targets: list[Bytes],
-        deadline: float,
-    ) -> LeasedBlocks:
+    def _copy(self, wanted: Wanted, targets: list[Bytes]) -> LeasedBlocks:
+        prefix = wanted.prefix
         generations: list[int] = []
         why: str | None = None
         answered = False  # by home
 
-        def from_home() -> None:
+        def from_home(home: Home) -> None:
             nonlocal answered, why
             done = len(generations)
-            left_s = max(0.0, deadline - time.monotonic())
-            rest = prefix[done:]
-            copied = local_verbs.get_into(rest, access, targets[done:], *part, left_s)
-            blocks = self._at_home(copied, None)
+            how = wanted.access, targets[done:], *wanted.part, wanted.left_s
+            blocks = home.ask(local_verbs.get_into(prefix[done:], *how), None)
             if blocks is not None:
                 generations.extend(block.generation for block in blocks)
                 answered, why = True, blocks.reason
 
         if self._home is not None and len(prefix):
-            from_home()
-            if self._bring_home(prefix, len(generations), deadline):
-                from_home()
+            from_home(self._home)
+            if self._bring_home(wanted, len(generations)):
+                from_home(self._home)
         count = len(generations)
-        outcome = self._read(
-            prefix, count, access, selection, targets.__getitem__, deadline, answered
-        )
+        outcome = self._read(wanted, count, targets.__getitem__, answered)
         generations += [outcome.generations[i] for i in range(count, outcome.blocks)]
 
         def make(index: int) -> Block:
-            key = prefix.keys[index]
-            return Block(targets[index], selection, key, generations[index], packed=True)
+            target, key = targets[index], prefix.keys[index]
+            return Block(target, wanted.selection, key, generations[index], packed=True)
 
         reason = reason_of(outcome, len(prefix), count, why)
         return LeasedBlocks(Blocks(prefix, outcome.blocks, reason, make), 0, None)
 
-    def _view(
-        self,
-        prefix: Prefix,
-        access: Access,
-        selection: Selection,
-        part: tuple[LayerRange | None, HeadRange | None],
-        deadline: float,
-    ) -> LeasedBlocks:
-        near = self._view_home(prefix, access, part, deadline)
+    def _view(self, wanted: Wanted) -> LeasedBlocks:
+        prefix, selection = wanted.prefix, wanted.selection
+        near = self._view_home(wanted)
         try:
             count = len(near) if near is not None else 0
-            if self._bring_home(prefix, count, deadline):
+            if self._bring_home(wanted, count):
                 if near is not None:
                     near.release()
-                near = self._view_home(prefix, access, part, deadline)
+                near = self._view_home(wanted)
                 count = len(near) if near is not None else 0
             if near is not None and near.complete:
                 return near
@@ -218,8 +202,7 @@ class PoolClient(Client):
                     far[index] = np.empty(selection.nbytes, np.uint8)
                 return far[index]
 
-            answered = near is not None
-            outcome = self._read(prefix, count, access, selection, memory, deadline, answered)
+            outcome = self._read(wanted, count, memory, near is not None)
         except BaseException:
             if near is not None and not near.released:
                 near.release()
@@ -228,77 +211,87 @@ class PoolClient(Client):
         outcome.reason = reason_of(outcome, len(prefix), count, why)
         return MixedBlocks(prefix, near, far, outcome, selection)
 
-    def _view_home(
-        self,
-        prefix: Prefix,
-        access: Access,
-        part: tuple[LayerRange | None, HeadRange | None],
-        deadline: float,
-    ) -> LeasedBlocks | None:
+    def _view_home(self, wanted: Wanted) -> LeasedBlocks | None:
         """What home has, leased; None if it does not answer."""
         if self._home is None:
             return None
-        left_s = max(0.0, deadline - time.monotonic())
-        held = self._at_home(local_verbs.get(prefix, access, *part, left_s), None)
+        verb = local_verbs.get(wanted.prefix, wanted.access, *wanted.part, wanted.left_s)
+        held = self._home.ask(verb, None)
         if held is None:
             return None
         blocks, lease = held
         return LeasedBlocks(blocks, lease, self._home)
 
     def _read(
-        self,
-        prefix: Prefix,
-        start: int,
-        access: Access,
-        selection: Selection,
-        memory: Callable[[int], Bytes],
-        deadline: float,
-        home_answered: bool,
+        self, wanted: Wanted, start: int, memory: Callable[[int], Bytes], home_answered: bool
     ) -> verbs.Outcome:
         """Read from block `start` on. A home that has answered is not asked once more, by its port:
-        it may wait for room that its own answer takes."""
-        reader = Reader(prefix, selection, access, memory)
-        home = self._home_number if home_answered else None
-        without = () if home is None else (home,)
-        verb = verbs.read(prefix, start, deadline, self._engine.context, without)
-        outcome = self._engine.run(verb, reader)
+        it may wait for room that its own answer takes. Nor is one that is silent; but the call that
+        found it so waits for it after all, by its port, for blocks that nobody else has."""
+        prefix, home, context = wanted.prefix, self._home, self._engine.context
+        reader = Reader(prefix, wanted.selection, wanted.access, memory)
+
+        def read(start: int, context: verbs.Context, without: tuple[int, ...]) -> verbs.Outcome:
+            verb = verbs.read(prefix, start, wanted.deadline, context, without)
+            return self._engine.run(verb, reader)
+
+        if home is None or home_answered or not home.away:
+            number = self._home_number if home_answered else None
+            outcome = read(start, context, () if number is None else (number,))
+        else:
+            outcome = read(start, home.shunned(context), ())
+            if outcome.reason == "lost" and not wanted.home_away and wanted.left_s:
+                outcome = joined(outcome, read(outcome.blocks, context, ()))
         if self._copies is not None:
             self._copies.saw(prefix, start, outcome.blocks)
         return outcome
 
-    def _bring_home(self, prefix: Prefix, start: int, deadline: float) -> bool:
+    def _bring_home(self, wanted: Wanted, start: int) -> bool:
         """Read blocks from `start` on into slots at home, if they were wanted often enough, and
         commit them; whether there are any more at home then."""
-        if self._copies is None or self._home_lost or not self._copies.wants(prefix, start):
+        prefix, home = wanted.prefix, self._home
+        if home is None or self._copies is None or home.lost:
+            return False
+        if not self._copies.wants(prefix, start):
             return False
         located = self._locate(prefix.keys[start:], without_home=True)
-        held = next((i for i, nodes in enumerate(located) if not nodes), len(located))
-        part = prefix[start : start + held]
+        part = prefix[start : start + _leading(located)]
         if not len(part):
             return False
-        return self._copies.bring(part, self._link_home(), self._engine, deadline) > 0
+        return self._copies.bring(part, home, self._engine, wanted.deadline) > 0
 
     def stream(
         self,
         prefix: Prefix,
         *,
+        heads: HeadRange | None = None,
         verify: Verify | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        ahead: int = 1,
         node: int | None = None,
     ) -> LayerStream:
         """As `Client.stream`, from one node: number `node`, the writer's; without, whoever of home
-        and the first block's holders has all blocks, or most. No directory knows reservations."""
-        course = self._course(prefix, verify, timeout_s, node)
+        and the first block's holders has all blocks, or most. No directory knows reservations. If
+        that node is lost, it goes on at another that has the same blocks committed."""
+        course = self._course(prefix, heads, verify, timeout_s, ahead, node)
         return LayerStream(course, partial(drive, link=self._home))  # type: ignore[arg-type]
 
     def _course(
-        self, prefix: Prefix, verify: Verify | None, timeout_s: float, node: int | None
+        self,
+        prefix: Prefix,
+        heads: HeadRange | None,
+        verify: Verify | None,
+        timeout_s: float,
+        ahead: int,
+        node: int | None,
     ) -> Searching:
         self._check(timeout_s)
         how = prefix, self._reading(verify), timeout_s, self._engine.peer
-        number = self._find_home_number if self._home is not None else None
+        number = (lambda: self._home_number) if self._home is not None else None
         first = partial(self._locate, without_home=True)
-        return Searching(*how, number, node, lambda part: first(part.keys[:1])[0])
+        return Searching(
+            *how, number, node, lambda part: first(part.keys[:1])[0], heads, check_ahead(ahead)
+        )
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -343,14 +336,10 @@ class PoolClient(Client):
         return first
 
     def _placing(self, prefix: Prefix, views: list[Bytes], deadline: float) -> Placing:
-        def put_home(room_s: float) -> PutResult | None:
-            region_bytes = self._link_home().memory.nbytes
-            return drive(local_verbs.put(prefix, views, region_bytes, room_s), self._link_home())
-
-        seals, number = Seals(prefix, views), self._home_number
-        return Placing(
-            self._engine, seals, deadline, put_home if self._home is not None else None, number
-        )
+        home = self._home
+        put_home = partial(home.put, prefix, views) if home is not None else None
+        seals = Seals(prefix, views)
+        return Placing(self._engine, seals, deadline, put_home, self._home_number)
 
     def _put_another(self, placing: Placing, done: int, replicas: int) -> None:
         """One more replica, on another node. Raises NoRoom."""
@@ -375,10 +364,10 @@ class PoolClient(Client):
     ) -> PutResult:
         """Store at this node, or nowhere: other ranks do not know where else. None is home."""
         if node is None:
+            if self._home is None:
+                raise ClientClosed("this client has no home node")
             left_s = max(0.0, deadline - time.monotonic())
-            region_bytes = self._link_home().memory.nbytes
-            verb = local_verbs.put(prefix, payloads, region_bytes, left_s, shard)
-            return drive(verb, self._link_home())
+            return self._home.put(prefix, payloads, left_s, shard, patient=True)
         selection = select_shard(prefix.schema, shard)
         views = source_views(selection, payloads, len(prefix))
         seals = Seals(prefix, views, selection)
@@ -401,16 +390,19 @@ class PoolClient(Client):
         node: int | None = None,
     ) -> Slots:
         """Slots for the blocks that are not resident: at home in place; without a home, or with a
-        `node`, in memory of this process, sent when they are committed. `shard` as in `put`."""
+        `node`, in memory of this process, sent when they are published or committed. `shard` as in
+        `put`. `slots.node` is the number of the node that has them, for who streams them."""
         self._check(timeout_s)
         shard = prefix.schema.check_shard(shard)
         if shard is not None or node is not None:
             node = self._node_for(prefix, node)
         if self._home is not None and node is None:
             verb = local_verbs.reserve(prefix, timeout_s, shard)
-            reserved = self._at_home(verb, None)
+            reserved = self._home.ask(verb, None)
             if reserved is not None:
-                return Slots(prefix, reserved, self._home)
+                slots = Slots(prefix, reserved, self._home.patient)
+                slots.node = self._home_number
+                return slots
         return StagedSlots(prefix, self, timeout_s, shard, node)
 
     # -- wishes ----------------------------------------------------------------------------------
@@ -438,7 +430,7 @@ class PoolClient(Client):
         until_s, deadline = local_verbs.check_ttl(ttl_s), time.monotonic() + timeout_s
         at_home: int | None = None
         if self._home is not None:
-            at_home = self._at_home(local_verbs.pin(prefix, level, ttl_s, timeout_s), None)
+            at_home = self._home.ask(local_verbs.pin(prefix, level, ttl_s, timeout_s), None)
         holders = {node for nodes in self._locate(prefix.keys) for node in nodes}
         return self._count(
             prefix,
@@ -457,7 +449,7 @@ class PoolClient(Client):
         deadline = time.monotonic() + timeout_s
         at_home: int | None = None
         if self._home is not None:
-            at_home = self._at_home(local_verbs.remove(prefix, timeout_s), None)
+            at_home = self._home.ask(local_verbs.remove(prefix, timeout_s), None)
         self._engine.placements.forget(prefix.keys)
         return self._count(
             prefix,
@@ -527,27 +519,11 @@ class PoolClient(Client):
 
     @property
     def _home_number(self) -> int | None:
-        return self._find_home_number()
+        return self._home.number if self._home is not None else None
 
     @property
     def _fixed(self) -> bool:
         return isinstance(self._engine.members, FixedMembers)
-
-    def _link_home(self) -> Link:
-        if self._home is None:
-            raise ClientClosed("this client has no home node")
-        return self._home
-
-    def _at_home(self, verb: local_verbs.Verb[Any], otherwise: Any) -> Any:
-        """The verb's result at home; `otherwise` if home does not answer: others may."""
-        try:
-            result = drive(verb, self._link_home())
-        except (ConnectionError, DeadlineExceeded) as error:
-            log.log(logging.DEBUG if self._home_lost else logging.WARNING, "no home: %s", error)
-            self._home_lost = True
-            return otherwise
-        self._home_lost = False
-        return result
 
     def _locate(
         self, keys: Sequence[bytes], *, without_home: bool = False
@@ -559,7 +535,7 @@ class PoolClient(Client):
         except DirectoryUnavailable as error:
             log.warning("%s", error)
             return [()] * len(keys)
-        home = self._home_number if without_home and self._home is not None else None
+        home = self._home_number if without_home else None
         if home is None:
             return located
         return [tuple(n for n in nodes if n != home) if home in nodes else nodes
@@ -591,9 +567,13 @@ class PoolClient(Client):
         *,
         strict: bool = False,
     ) -> int:
-        """The largest count of these nodes and home, which is not asked again if it has answered.
-        Raises what the first met if none answers or, if `strict`, if one does not."""
-        home = self._home_number if at_home is not None else None
+        """The largest count of these nodes and home, which is not asked again if it has answered
+        nor, unless it is `strict` or has them alone, if it is silent. Raises what the first met if
+        none answers or, if `strict`, if one does not."""
+        silent = self._home is not None and self._home.away and not strict
+        home = self._home_number if at_home is not None or silent else None
+        if silent and nodes == {home}:
+            home = None
         asked = sorted(nodes - {home}) if len(prefix) else []
         replies = self._engine.run(verbs.ask_all(asked, make, timeout_s))
         failures = [reply for reply in replies.values() if isinstance(reply, TiffinError)]
@@ -601,3 +581,8 @@ class PoolClient(Client):
             raise failures[0]
         counts = [int(r.count) for r in replies.values() if isinstance(r, messages.Done)]
         return max(counts, default=0) if at_home is None else max([at_home, *counts])
+
+
+def _leading(located: Sequence[Sequence[int]]) -> int:
+    """How many leading blocks somebody is said to have."""
+    return next((i for i, nodes in enumerate(located) if not nodes), len(located))

@@ -1,28 +1,43 @@
-"""What a pool's verbs hand out: blocks of several places, slots that are sent when committed."""
+"""What a pool's get is about, and what it hands out: blocks of several places, and why there are
+not more."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ..blocks import Block, Blocks, Slot, select_shard
-from ..client import LeasedBlocks, Slots
-from ..errors import InvalidInput
-from ..verbs import DEFAULT_TIMEOUT_S, Reserved
+from ..blocks import Block, Blocks
+from ..client import LeasedBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    import numpy as np
     from numpy.typing import NDArray
 
     from ..blocks import Selection
     from ..keys import Prefix
-    from ..schema import Shard
+    from ..schema import HeadRange, LayerRange
+    from ..verbs import Access
     from . import verbs
-    from .client import PoolClient
 
     Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one get asks for. `home_away`: home was known to be silent when it began."""
+
+    prefix: Prefix
+    access: Access
+    selection: Selection
+    part: tuple[LayerRange | None, HeadRange | None]
+    deadline: float
+    home_away: bool
+
+    @property
+    def left_s(self) -> float:
+        """The time that is left."""
+        return max(0.0, self.deadline - time.monotonic())
 
 
 class MixedBlocks(LeasedBlocks):
@@ -55,78 +70,6 @@ class MixedBlocks(LeasedBlocks):
             self._near.release()
 
 
-class StagedSlots(Slots):
-    """Slots of a client without a home: private memory, put when committed."""
-
-    def __init__(
-        self,
-        prefix: Prefix,
-        client: PoolClient,
-        timeout_s: float,
-        shard: Shard | None = None,
-        node: int | None = None,
-    ) -> None:
-        selection, size = select_shard(prefix.schema, shard), prefix.schema.extent_bytes
-        flags = client.exists(prefix, timeout_s=timeout_s)
-        slots = [
-            Slot(np.zeros(size, np.uint8), selection, index, 0, 0)
-            for index, resident in enumerate(flags)
-            if not resident
-        ]
-        resident = tuple(index for index, flag in enumerate(flags) if flag)
-        super().__init__(prefix, Reserved(slots, 0, resident), None)  # type: ignore[arg-type]
-        self._client = client
-        self._timeout_s = timeout_s
-        self._shard = selection.shard
-        self._node = node
-
-    def publish(self, layer: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Not of these slots: raises InvalidInput."""
-        raise InvalidInput(
-            f"layer {layer} can't be published: without a node on this host slots are memory of "
-            "this process, sent when they are committed; run a node here, or only commit"
-        )
-
-    def commit(self) -> None:
-        """Send what was written, of one rank its slice. Raises NoRoom, NodeUnavailable."""
-        self._end()
-        kept = [slot for slot in self._slots if not slot.skipped]
-        try:
-            stored: list[int] = []
-            pending: list[int] = []
-            for first, part in _consecutive(kept):
-                piece = self.prefix[first : first + len(part)]
-                result = self._client.put(
-                    piece,
-                    [slot.view for slot in part],
-                    shard=self._shard,
-                    node=self._node,
-                    timeout_s=self._timeout_s,
-                )
-                stored += [first + index for index in result.stored]
-                pending += [first + index for index in result.pending]
-            self.stored, self.pending = tuple(stored), tuple(pending)
-        finally:
-            for slot in self._slots:
-                slot.let_go()
-
-    def abort(self) -> None:
-        """Forget what was written."""
-        self._end()
-        for slot in self._slots:
-            slot.let_go()
-
-
-def _consecutive(slots: Sequence[Slot]) -> list[tuple[int, list[Slot]]]:
-    runs: list[tuple[int, list[Slot]]] = []
-    for slot in slots:
-        if runs and runs[-1][0] + len(runs[-1][1]) == slot.index:
-            runs[-1][1].append(slot)
-        else:
-            runs.append((slot.index, [slot]))
-    return runs
-
-
 def reason_of(outcome: verbs.Outcome, blocks: int, at_home: int, why: str | None) -> str | None:
     """Why there are not more blocks: home's own reason tells more than that nobody else has it."""
     if outcome.blocks == blocks:
@@ -134,3 +77,12 @@ def reason_of(outcome: verbs.Outcome, blocks: int, at_home: int, why: str | None
     if outcome.blocks == at_home and why is not None and outcome.reason in ("miss", "directory"):
         return outcome.reason if why == "miss" else why
     return outcome.reason
+
+
+def joined(first: verbs.Outcome, rest: verbs.Outcome) -> verbs.Outcome:
+    """What two reads came to, of which the second began where the first had ended."""
+    rest.generations = {**first.generations, **rest.generations}
+    rest.sources = {**first.sources, **rest.sources}
+    rest.stale = first.stale + rest.stale
+    rest.retries += first.retries
+    return rest

@@ -1,53 +1,69 @@
-"""Streams of a pool: layers from a remote node, and which node to follow."""
+"""Streams of a pool: layers from a remote node, which node to follow, and who takes over."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import threading
 import time
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from tiffin.messenger.errors import GrantError
+from tiffin.messenger.frames import RANGES_MAX
 from tiffin.messenger.transport import Range
 
-from ..blocks import Payload, select
+from ..blocks import Payload
 from ..errors import (
     ClientClosed,
+    DeadlineExceeded,
     InvalidInput,
+    NodeUnavailable,
     ProtocolError,
     StaleLease,
     TiffinError,
 )
 from ..link import GRACE_S, raise_refusal
 from ..node import messages
+from ..slices import cut
 from ..streaming import Following, NearFollowing, StreamedLayer
+from .ahead import Ahead, NotYet
 from .peer import as_ours
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from tiffin.messenger.stream import Stream
+
+    from ..blocks import Selection
     from ..keys import Prefix
+    from ..schema import HeadRange
     from ..verbs import Access, Verb
     from .peer import Peer
 
     Bytes = NDArray[np.uint8]
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Nodes that are asked whether they have the first block, or its writer. The directory names a few
 # holders at most; a list of fixed nodes may be long.
 ASKED_MAX = 8
+# How often one stream goes on at another node: more, and the pool is not worth following.
+MOVES_MAX = 8
 
 
 class FarFollowing(Following):
     """A stream of a node over the network: layers are memory of this process, packed.
 
     An await and the read of what it exposes leave together, so a layer that is there costs one
-    round trip. The node refuses the read if the await came to nothing.
+    round trip. The node refuses the read if the await came to nothing. Up to `ahead` layers are
+    fetched before they are asked for, in a thread that `end` waits for.
     """
 
     def __init__(
@@ -57,17 +73,22 @@ class FarFollowing(Following):
         access: Access,
         timeout_s: float,
         node: int,
+        heads: HeadRange | None = None,
+        ahead: int = 0,
     ) -> None:
         """`connect(node)` gives the connections to it; asked when the stream begins."""
-        super().__init__(prefix, access, timeout_s)
+        super().__init__(prefix, access, timeout_s, heads)
+        self.node = node
         self._connect = connect
-        self._node = node
         self._connected: Peer | None = None
+        self._ahead = Ahead(self._fetch, ahead, timeout_s) if ahead else None
+        self._lock = threading.Lock()
+        self._using: Stream | None = None  # what its thread waits on
 
     @property
     def _peer(self) -> Peer:
         if self._connected is None:
-            self._connected = self._connect(self._node)
+            self._connected = self._connect(self.node)
         return self._connected
 
     def _lease(self, request: messages.Lease) -> Verb[messages.Leased]:
@@ -79,46 +100,139 @@ class FarFollowing(Following):
             raise ProtocolError(f"extents of {reply.lengths} bytes; blocks have {size}")
         return reply
 
-    def _ask(self, request: messages.Await) -> Verb[tuple[messages.Awaited, list[Any]]]:
+    def advance(self) -> Verb[StreamedLayer | None]:
+        """See `Course.advance`."""
+        yield from self.begin()
+        if self._ahead is None or not self.count:
+            return (yield from super().advance())
+        return self._ahead.take()
+
+    def _fetch(self) -> StreamedLayer | None:
+        """The next layer, in the thread that runs ahead."""
+        try:
+            return _at_once(super().advance())
+        except DeadlineExceeded as error:
+            if self.overdue:
+                raise NotYet(error) from error
+            raise
+
+    def _due(self, began: float) -> float:
+        if self._ahead is None or self._interrupted:
+            return super()._due(began)
+        return self._ahead.due(began)
+
+    def _ask(
+        self, request: messages.Await, selection: Selection | None
+    ) -> Verb[tuple[messages.Awaited, list[Any]]]:
         yield from ()
-        schema = self.schema
-        if request.segments:
-            chosen = [schema.segments[index] for index in request.segments]
-            size = stride = sum(segment.length for segment in chosen)
-        else:
-            size, stride = schema.header_bytes, schema.extent_bytes
-        memory = np.empty((self.count, size), np.uint8)
-        ranges = [Range(block * stride, size) for block in range(self.count)]
-        reply = self._exchange(request, ranges, list(memory))
+        ranges: list[Range] = []
+        memories: list[Bytes] = []
+        targets: list[Bytes] = []
+        for block in range(self.count):
+            memory, parts = self._place(block, selection)
+            memories.append(memory)
+            at = 0
+            for part in parts:
+                ranges.append(part)
+                targets.append(memory[at : at + part.length])
+                at += part.length
+        reply = self._exchange(request, ranges, targets)
         if not reply.ready:
             return reply, []
-        if not request.segments:
-            return reply, [memory[block].tobytes() for block in range(self.count)]
-        layer = select(schema, layers=self._next)
-        return reply, [Payload(memory[i], layer, packed=True) for i in range(self.count)]
+        if selection is None:
+            return reply, [memory.tobytes() for memory in memories]
+        return reply, memories
+
+    def _place(self, block: int, selection: Selection | None) -> tuple[Bytes, list[Range]]:
+        """Memory for what is read of a block, and where that lies in what the await exposes: all
+        blocks' extents, or all blocks' awaited segments, end to end."""
+        if selection is None:
+            where = Range(block * self.schema.extent_bytes, self.schema.header_bytes)
+            return np.empty(where.length, np.uint8), [where]
+        base = block * selection.spans_bytes
+        if self._verified[block] or selection.aligned:
+            return np.empty(selection.spans_bytes, np.uint8), [Range(base, selection.spans_bytes)]
+        parts = [Range(base + offset, length) for offset, length in selection.cuts()]
+        return np.empty(selection.nbytes, np.uint8), parts
+
+    def _payload(self, block: int, memory: Bytes, selection: Selection) -> Payload:
+        if len(memory) != selection.nbytes:  # read whole, to verify it
+            whole, memory = memory, np.empty(selection.nbytes, np.uint8)
+            cut(memory, whole, selection)
+        return Payload(memory, selection, packed=True)
 
     def _exchange(
         self, request: messages.Await, ranges: list[Range], targets: list[Bytes]
     ) -> messages.Awaited:
         """One await and one read. Raises what the node refuses with, and what happens to it."""
         deadline = time.monotonic() + request.timeout_s + GRACE_S
-        served = 0
         with as_ours(self._peer.label), self._peer.stream(deadline) as stream:
-            self._peer.queue(stream, request)
-            stream.ask_read(request.lease, ranges)
-            stream.flush(deadline)
-            reply = self._peer.receive(stream, request, deadline)
+            self._use(stream)
             try:
-                # From here on the bytes come, as many as there are: a layer of a long prompt.
-                late = time.monotonic() + self._timeout_s + GRACE_S
-                served = stream.receive_data(ranges, targets, late).ranges
-            except GrantError as error:
-                log.debug("nothing to read yet: %s", error)
+                reply, served = self._converse(stream, request, ranges, targets, deadline)
+            finally:
+                self._use(None)
         raise_refusal(reply)
         assert isinstance(reply, messages.Awaited)
         if reply.ready and served < len(ranges):
             raise StaleLease(f"node {self._peer.label} did not send all that it said is there")
         return reply
+
+    def _converse(
+        self,
+        stream: Stream,
+        request: messages.Await,
+        ranges: list[Range],
+        targets: list[Bytes],
+        deadline: float,
+    ) -> tuple[messages.AnyReply, int]:
+        """The node's answer, and how many ranges it sent."""
+        starts = range(0, len(ranges), RANGES_MAX)
+        self._peer.queue(stream, request)
+        for at in starts:
+            stream.ask_read(request.lease, ranges[at : at + RANGES_MAX])
+        stream.flush(deadline)
+        reply = self._peer.receive(stream, request, deadline)
+        # From here on the bytes come, as many as there are: a layer of a long prompt.
+        late = time.monotonic() + self._timeout_s + GRACE_S
+        served = 0
+        for at in starts:
+            part, into = ranges[at : at + RANGES_MAX], targets[at : at + RANGES_MAX]
+            try:
+                served += stream.receive_data(part, into, late).ranges
+            except GrantError as error:
+                log.debug("nothing to read yet: %s", error)
+        return reply, served
+
+    def _use(self, stream: Stream | None) -> None:
+        """What `_cut` ends. Raises ClientClosed if the stream of layers has ended meanwhile."""
+        with self._lock:
+            if stream is not None and self._ended:
+                raise ClientClosed("this stream has ended; begin another")
+            self._using = stream
+
+    def _cut(self) -> None:
+        """Whoever waits for the node, or for the rest of a layer, is to wait no more."""
+        with self._lock:
+            if self._using is not None:
+                self._using.cut()
+
+    def interrupt(self) -> None:
+        """See `Following.interrupt`."""
+        super().interrupt()
+        if self._ahead is not None:
+            self._ahead.halt()
+
+    def end(self) -> Verb[None]:
+        """See `Course.end`. Returns when nothing is received any more."""
+        if self._ended:
+            return
+        if self._ahead is not None:
+            self._ahead.halt()
+        # Answers an await that is parked in the node, so that its connection lives on.
+        yield from super().end()
+        if self._ahead is not None and self._ahead.stop(self._cut) and self._held is not None:
+            self._peer.post(messages.Release(0, self._held.lease))  # the first may have got stuck
 
     def _work(self, action: Callable[[], Any]) -> Verb[Any]:
         yield from ()
@@ -129,12 +243,22 @@ class FarFollowing(Following):
         self._peer.post(request)
 
 
+def _at_once(verb: Verb[T]) -> T:
+    """The result of a verb that has no steps."""
+    try:
+        step = next(verb)
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+    raise AssertionError(f"{step} can't be carried out here")
+
+
 class Searching:
     """A `Course` that finds its node when it begins: the first that has all blocks, else the one
-    that has most of them.
+    that has most of them. When that node is lost, it goes on at another that can `resume`.
 
     Asked are the node of number `node` and no other, or without one home and then the nodes that
-    `locate` names. `home()` is home's number; None for a client without a home.
+    `locate` names; after a loss, home and these. `home()` is home's number; None for a client
+    without a home.
     """
 
     def __init__(
@@ -146,6 +270,8 @@ class Searching:
         home: Callable[[], int | None] | None,
         node: int | None,
         locate: Callable[[Prefix], Sequence[int]],
+        heads: HeadRange | None = None,
+        ahead: int = 0,
     ) -> None:
         self.prefix = prefix
         self._access = access
@@ -154,7 +280,11 @@ class Searching:
         self._home = home
         self._node = node
         self._locate = locate
+        self._heads = heads
+        self._ahead = ahead
         self._found: Following | None = None
+        self._left: list[Following] = []  # at nodes that were lost; what they handed out is in use
+        self._reason = "miss" if len(prefix) else None
         self._ended = False
 
     @property
@@ -165,9 +295,7 @@ class Searching:
     @property
     def reason(self) -> str | None:
         """See `Course.reason`."""
-        if self._found is None:
-            return "miss" if len(self.prefix) else None
-        return self._found.reason
+        return self._reason
 
     def begin(self) -> Verb[None]:
         """See `Course.begin`. Raises what the last node met if none of those asked answered."""
@@ -190,14 +318,20 @@ class Searching:
             raise failure
 
     def _ways(self) -> Iterator[Following]:
-        how = self.prefix, self._access, self._timeout_s
         away = self._node is not None and (self._home is None or self._node != self._home())
         if self._home is not None and not away:
-            yield NearFollowing(*how)
+            yield self._near(self.prefix)
         if self._node is None:
-            yield from (FarFollowing(self._connect, *how, n) for n in self._locate(self.prefix))
+            yield from (self._far(self.prefix, node) for node in self._locate(self.prefix))
         elif away:
-            yield FarFollowing(self._connect, *how, self._node)
+            yield self._far(self.prefix, self._node)
+
+    def _near(self, prefix: Prefix) -> Following:
+        return NearFollowing(prefix, self._access, self._timeout_s, self._heads)
+
+    def _far(self, prefix: Prefix, node: int) -> Following:
+        how = self._access, self._timeout_s, node, self._heads, self._ahead
+        return FarFollowing(self._connect, prefix, *how)
 
     def _try(self, another: Following) -> Verb[None]:
         """Begin there; keep it if it has more than what was found before."""
@@ -205,18 +339,87 @@ class Searching:
         worse: Following | None = another
         if self._found is None or another.count > self._found.count:
             worse, self._found = self._found, another
+            self._reason = another.reason
         if worse is not None:
             yield from worse.end()
 
     def advance(self) -> Verb[StreamedLayer | None]:
-        """See `Course.advance`."""
+        """See `Course.advance`. Raises what happened to the node if no other one can take over."""
         yield from self.begin()
-        if self._found is None:
-            return None
-        return (yield from self._found.advance())
+        while self._found is not None:
+            if self._ended:
+                raise ClientClosed("this stream has ended; begin another")
+            try:
+                return (yield from self._found.advance())
+            except (NodeUnavailable, DeadlineExceeded, ProtocolError, StaleLease) as error:
+                if self._ended or self._found.overdue or not (yield from self._move(error)):
+                    raise
+        return None
+
+    def _move(self, error: TiffinError) -> Verb[bool]:
+        """Go on at another node that has all blocks committed; whether there is one."""
+        lost = self._found
+        assert lost is not None
+        if len(self._left) >= MOVES_MAX:
+            return False
+        # A lease that has ended may be all that went wrong: then the node itself may take over.
+        again = isinstance(error, StaleLease)
+        until = time.monotonic() + self._timeout_s + GRACE_S
+        for another in islice(self._others(lost, again=again), ASKED_MAX):
+            if time.monotonic() > until:
+                break
+            resumed = False
+            try:
+                resumed = yield from another.resume(lost)
+            except (ClientClosed, InvalidInput):
+                raise
+            except TiffinError as failure:
+                log.debug("not resumed at another node: %s", failure)
+            finally:
+                if not resumed:
+                    yield from another.end()
+            if resumed:
+                log.info("a stream goes on at another node: %s", error)
+                self._left.append(lost)
+                self._found = another
+                return True
+        return False
+
+    def _others(self, lost: Following, *, again: bool) -> Iterator[Following]:
+        """Who may have the blocks that were followed at a node that was lost."""
+        prefix = self.prefix[: lost.count]
+        if self._home is not None and (again or not isinstance(lost, NearFollowing)):
+            yield self._near(prefix)
+        gone = lost.node if isinstance(lost, FarFollowing) and not again else None
+        yield from (self._far(prefix, node) for node in self._locate(prefix) if node != gone)
+
+    def interrupt(self) -> None:
+        """From any thread: who waits in `advance` is to come back soon. `end` is to follow."""
+        self._ended = True
+        if self._found is not None:
+            self._found.interrupt()
 
     def end(self) -> Verb[None]:
         """See `Course.end`."""
         self._ended = True
-        if self._found is not None:
-            yield from self._found.end()
+        followings, self._left = [*self._left, self._found], []
+        for following in followings:
+            if following is not None:
+                yield from following.end()
+
+
+async def interruptible(course: Searching, step: Coroutine[Any, Any, T]) -> T:
+    """Await a step of a course; a cancellation interrupts it, and is raised when it has ended: no
+    thread works for the course then."""
+    running = asyncio.ensure_future(step)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        course.interrupt()
+        running.cancel()  # perhaps it still waits for its turn
+        while not running.done():
+            with contextlib.suppress(asyncio.CancelledError):  # perhaps not the last one
+                await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # nobody asks for it any more
+        raise

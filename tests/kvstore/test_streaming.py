@@ -233,6 +233,59 @@ def test_ranks_publish_their_own_heads(reader: Client, node: Node) -> None:
             assert next(course, None) is None
 
 
+@pytest.mark.parametrize("heads", [(0, 2), (1, 3), (3, 4)])
+@pytest.mark.parametrize("schema", [STREAMED, SHARDED], ids=["whole segments", "one of each head"])
+@pytest.mark.parametrize("verify", ["always", "off"])
+def test_heads_are_those_of_a_get(
+    writer: Client, reader: Client, schema: KVSchema, heads: tuple[int, int], verify: Any
+) -> None:
+    prefix = fresh_prefix(2, schema)
+    slots = writer.reserve(prefix)
+    with reader.stream(prefix, heads=heads, verify=verify, timeout_s=30) as stream:
+        layers = []
+        course = iter(stream)
+        for index in range(len(schema.layers)):
+            fill(slots, index)
+            slots.publish(index)
+            layers.append(next(course))
+        slots.commit()
+        assert next(course, None) is None
+        with writer.get(prefix, heads=heads) as blocks:
+            for layer in layers:
+                for got, wanted in zip(layer.blocks, blocks, strict=True):
+                    for name in ("k", "v"):
+                        part = got.part(name)
+                        assert part.shape[0] == heads[1] - heads[0]
+                        assert np.array_equal(
+                            part.view(np.uint8), wanted.layer(layer.index).part(name).view(np.uint8)
+                        )
+
+
+def test_heads_that_are_not_there_are_refused(reader: Client) -> None:
+    for heads in ((0, 5), (2, 2), "k"):
+        with pytest.raises(SchemaError):
+            list(reader.stream(fresh_prefix(1, STREAMED), heads=heads))  # type: ignore[arg-type]
+
+
+def test_damage_beside_the_chosen_heads_is_not_theirs(
+    writer: Client, reader: Client, node: Node
+) -> None:
+    """Where heads have segments of their own, only these are read and verified."""
+    prefix = fresh_prefix(1, SHARDED)
+    slots = writer.reserve(prefix)
+    offset = slots[0].offset
+    for layer in range(3):
+        fill(slots, layer)
+    slots.commit()
+    node.dram.region.array[
+        offset + SHARDED.header_bytes + SHARDED.range(1, "v", (5, 6)).offset
+    ] ^= 1
+    for heads in ((0, 5), (6, 8)):
+        assert [layer.index for layer in reader.stream(prefix, heads=heads)] == [0, 1, 2]
+    with pytest.raises(CorruptBlock, match="layer 1"):
+        list(reader.stream(prefix, heads=(4, 6)))
+
+
 # -- how it ends -----------------------------------------------------------------------------------
 
 
@@ -385,7 +438,7 @@ def test_a_remote_lease_lasts_as_long_as_it_is_awaited() -> None:
     with Client.attach(node) as writer, url_of(node) as url, Client.open(url) as reader:
         prefix = fresh_prefix(1, STREAMED)
         slots = writer.reserve(prefix)
-        with reader.stream(prefix, timeout_s=30) as stream:
+        with reader.stream(prefix, timeout_s=30, ahead=0) as stream:
             course = iter(stream)
             waiting = Background(lambda: next(course))
             expired = time.monotonic() + 1.0
@@ -557,11 +610,10 @@ def test_a_stream_too_wide_for_one_answer_is_refused(writer: Client) -> None:
         writer.stream(wide.prefix(np.arange(1000)))
 
 
-def test_slots_that_are_sent_at_their_commit_cannot_be_published(url: str) -> None:
-    with Client.open(url) as far, far.reserve(fresh_prefix(1, STREAMED)) as slots:
-        with pytest.raises(InvalidInput, match="sent when they are committed"):
-            slots.publish(0)
-        slots[0].skip()
+@pytest.mark.parametrize("ahead", [-1, 17, "1", 0.5, None])
+def test_numbers_of_layers_that_cannot_be_fetched_ahead(reader: Client, ahead: Any) -> None:
+    with pytest.raises(InvalidInput, match="ahead"):
+        reader.stream(fresh_prefix(1, STREAMED), ahead=ahead)
 
 
 # -- a pool ----------------------------------------------------------------------------------------
