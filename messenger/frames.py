@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import FrameError, RangeError
@@ -76,7 +77,8 @@ assert HEAD_BYTES == HEADER.size + _HEAD_BODY.size == 32
 # A `length` does not count its own four bytes.
 _HEAD_LENGTH = HEAD_BYTES - 4
 _RANGE_BYTES = 16
-_ONE_RANGE = struct.Struct("<IBBHIIQQQQ")
+# Requests of few ranges are packed at once, in a third of the time of the general way.
+_FEW = [struct.Struct("<IBBHIIQQ" + "QQ" * count) for count in range(9)]
 
 # Half the time of `Kind(code)`, which is called for every frame.
 _KINDS = {int(kind): kind for kind in Kind}
@@ -112,8 +114,9 @@ def request(kind: Kind, grant: int, ranges: Sequence[Range]) -> bytes:
         raise RangeError(f"{count} ranges in one frame; the limit is {RANGES_MAX}")
     length = _HEAD_LENGTH + _RANGE_BYTES * count
     try:
-        if count == 1:  # a third of the time of the general way
-            return _ONE_RANGE.pack(length, kind, 0, 0, 1, 0, grant, 0, *ranges[0])
+        if count < len(_FEW):
+            numbers = chain.from_iterable(ranges)
+            return _FEW[count].pack(length, kind, 0, 0, count, 0, grant, 0, *numbers)
         return _HEAD.pack(length, kind, 0, 0, count, 0, grant, 0) + pack_ranges(ranges)
     except struct.error as error:
         raise RangeError(f"grants, offsets and lengths are numbers below 2**64: {error}") from error

@@ -7,8 +7,12 @@ import random
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from tiffin.messenger.budget import SHARED, Priority
+from tiffin.messenger.errors import TransferTimeout
 
 from ..credentials import Credentials, parse_address
 from ..errors import (
@@ -28,6 +32,7 @@ from .verbs import Ask, Context, Locate, Read, Together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     import numpy as np
     from numpy.typing import NDArray
@@ -51,6 +56,8 @@ WORKERS = 8
 PEERS_SPARE = 8
 # Links that a node tells the directory about; a record has 16 KiB at most.
 SUMMARY_MAX = 64
+# Smaller reads are over before anybody notices them: they do not wait for room in flight.
+_BUDGETED_BYTES_MIN = 1 << 20
 _CLOSED = "this client is closed; open another"
 
 
@@ -82,13 +89,15 @@ class PoolOptions:
 
 @dataclass(slots=True)
 class Reader:
-    """Where and how the blocks of one read arrive. `memory(i)` is the target of block i."""
+    """Where and how the blocks of one read arrive. `memory(i)` is the target of block i. Large
+    reads wait for their turn among all of this process by `priority`."""
 
     prefix: Prefix
     selection: Selection
     access: Access
     memory: Callable[[int], Bytes]
     piece: Callable[[int, int], None] | None = None
+    priority: Priority = Priority.PREFILL
 
 
 class Engine:
@@ -290,14 +299,19 @@ class Engine:
             [reader.memory(index) for index in range(run.start, run.stop)],
             piece=_shifted(reader.piece, run.start),
         )
-        fetched = fetch(
-            peer,
-            part,
-            arrivals,
-            deadline=step.deadline,
-            stall_s=None if step.patient else options.hedge_s,
-            streams=options.streams,
-        )
+        try:
+            # Not the node's fault, nor counted as its time: others of this process were first.
+            with _turn(arrivals.nbytes, reader.priority, step.deadline):
+                fetched = fetch(
+                    peer,
+                    part,
+                    arrivals,
+                    deadline=step.deadline,
+                    stall_s=None if step.patient else options.hedge_s,
+                    streams=options.streams,
+                )
+        except TransferTimeout:
+            return Fetched(0, "deadline")
         self._note(run.node, fetched)
         return fetched
 
@@ -312,6 +326,13 @@ class Engine:
             self.links.moved(node, fetched.nbytes, fetched.seconds)
         else:
             self.links.answered(node)
+
+
+def _turn(nbytes: int, priority: Priority, deadline: float) -> AbstractContextManager[None]:
+    """Room for so many bytes in flight. Raises TransferTimeout if there is none by the deadline."""
+    if nbytes < _BUDGETED_BYTES_MIN:
+        return nullcontext()
+    return SHARED.hold(nbytes, priority, deadline)
 
 
 def _wait_for(futures: list[Future[Any]]) -> None:

@@ -93,30 +93,24 @@ class Arrivals:
         self._prefix = prefix
         self._schema = prefix.schema
         self._selection = selection
-        self._targets = targets
+        self._memory = targets
         self._piece = piece
-        self._keys = prefix.keys
-        self._tokens = prefix.token_chunks()
-        self._common = prefix.schema_fingerprint + prefix.namespace_fingerprint
-        self.reply: messages.Leased | None = None
-        self.ranges: list[Range] = []
-        self.targets: list[Bytes] = []
-        self.generations: list[int] = []
         self._verified = [access.checks_payload() for _ in targets]
         # A checksum covers a whole segment: a part of it can only be checked by moving all.
         self._cut = not selection.aligned
         self._at_end = piece is None and not self._cut and selection.nbytes <= _AT_END_BYTES_MAX
+        self.reply: messages.Leased | None = None
+        self.first_at: float | None = None
+        self.ranges: list[Range] = []
+        self.targets: list[Bytes] = []
         self._scratch: dict[int, Bytes] = {}
         self._where: list[tuple[int, int]] = []  # per range: its block and piece, -1 for the header
-        self._headers = np.empty((len(targets), self._schema.header_bytes), np.uint8)
-        hashed = len(targets) if any(self._verified) else 0
-        self._hashes = np.zeros((hashed, len(selection.spans)), np.uint64)
         self._missing: list[int] = []
         self._good: set[int] = set()
         self._lock = threading.Lock()
-        self.first_at: float | None = None
         for block in range(len(targets)):
             self._plan(block)
+        self.nbytes = sum(length for _, length in self.ranges)
 
     @property
     def good(self) -> int:
@@ -127,29 +121,42 @@ class Arrivals:
         return count
 
     def _plan(self, block: int) -> None:
+        """Which ranges of the lease hold the header and the pieces of a block."""
         schema, selection = self._schema, self._selection
         base, header_bytes = block * schema.extent_bytes, schema.header_bytes
-        self._add(block, -1, Range(base, header_bytes), self._headers[block])
+        self.ranges.append(Range(base, header_bytes))
+        self._where.append((block, -1))
         base += header_bytes
         # Layers that follow each other are one range, unless somebody waits for each.
         pieces: Sequence[Piece | ByteRange] = selection.ranges
         by_layer = self._verified[block] or (self._piece is not None and not self._cut)
         if by_layer and not self._at_end:
             pieces = selection.pieces
-        memory = self._targets[block]
-        if self._verified[block] and self._cut:
-            memory = self._scratch[block] = np.empty(selection.spans_bytes, np.uint8)
-        at = 0
         for number, piece in enumerate(pieces):
-            where = Range(base + piece.offset, piece.length)
-            self._add(block, number, where, memory[at : at + piece.length])
-            at += piece.length
+            self.ranges.append(Range(base + piece.offset, piece.length))
+            self._where.append((block, number))
         self._missing.append(len(pieces) + 1)
 
-    def _add(self, block: int, piece: int, where: Range, target: Bytes) -> None:
-        self.ranges.append(where)
-        self.targets.append(target)
-        self._where.append((block, piece))
+    def prepare(self) -> None:
+        """Make `targets`, where each range goes, and what else is needed when the first arrives. On
+        its own, so that the node can work on the request meanwhile."""
+        selection, blocks = self._selection, len(self._memory)
+        self._keys, self._tokens = self._prefix.keys, self._prefix.token_chunks()
+        self._common = self._prefix.schema_fingerprint + self._prefix.namespace_fingerprint
+        self._headers = np.empty((blocks, self._schema.header_bytes), np.uint8)
+        hashed = blocks if any(self._verified) else 0
+        self._hashes = np.zeros((hashed, len(selection.spans)), np.uint64)
+        targets = self.targets
+        memory, at = self._headers[:0], 0
+        for (block, piece), (_, length) in zip(self._where, self.ranges, strict=True):
+            if piece < 0:
+                targets.append(self._headers[block])
+                memory, at = self._memory[block], 0
+                if self._verified[block] and self._cut:
+                    memory = self._scratch[block] = np.empty(selection.spans_bytes, np.uint8)
+            else:
+                targets.append(memory[at : at + length])
+                at += length
 
     def arrived(self, index: int) -> None:
         """All bytes of range `index` are in their target. Raises CorruptBlock, VersionMismatch."""
@@ -187,7 +194,7 @@ class Arrivals:
             self._complain(raw, key, parent, generation, tokens, offset)
         if self._verified[block]:
             if self._at_end:
-                self._hashes[block] = checksums_of(self._targets[block], self._selection)
+                self._hashes[block] = checksums_of(self._memory[block], self._selection)
             segments = self._selection.segments
             differs = self._hashes[block] != schema.header.checksums(raw)[segments]
             if differs.any():
@@ -211,7 +218,7 @@ class Arrivals:
 
     def _cut_out(self, block: int) -> None:
         """Copy the head range out of the whole segments that were moved to verify it."""
-        whole, target, at = self._scratch.pop(block), self._targets[block], 0
+        whole, target, at = self._scratch.pop(block), self._memory[block], 0
         for offset, length in self._selection.cuts():
             target[at : at + length] = whole[offset : offset + length]
             at += length
@@ -232,7 +239,7 @@ def fetch(
     else behind an address of the directory. Raises what a wrong request gets (InvalidInput).
     """
     started = time.monotonic()
-    nbytes = sum(map(len, arrivals.targets))
+    nbytes = arrivals.nbytes
     reason: str | None = None
     try:
         with as_ours(peer.label):
@@ -283,11 +290,13 @@ def _at_once(
         stream.ask_read(0, arrivals.ranges)
         stream.message(_RELEASE_LAST)
         stream.flush(first)
+        arrivals.prepare()
         reply = peer.receive(stream, lease, first)
         if isinstance(reply, messages.Leased):
             arrivals.reply = reply
         with contextlib.suppress(GrantError):  # no lease: the reply says why
-            stream.receive_data(arrivals.ranges, arrivals.targets, late, arrivals.arrived, stall_s)
+            views = [target.data for target in arrivals.targets]
+            stream.receive_data_views(views, late, arrivals.arrived, stall_s)
     raise_refusal(reply)
 
 
@@ -302,6 +311,7 @@ def _spread(
     if not reply.lease:
         return
     try:
+        arrivals.prepare()
         _read_leased(peer, reply, arrivals, deadline, stall_s)
     finally:
         peer.post(messages.Release(0, reply.lease))

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kvsupport import Background, fresh_prefix, within
+from kvsupport import Background, fresh_prefix, payloads_of, within
 
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.directory.base import NodeRecord
@@ -31,6 +31,7 @@ from tiffin.kvstore.pool.plan import Run, cheapest, plan_reads
 from tiffin.kvstore.pool.replication import ORDERS_MAX, Orders
 from tiffin.kvstore.pool.verbs import Ask, Together
 from tiffin.kvstore.verbs import PutResult
+from tiffin.messenger.budget import SHARED, Priority
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -296,6 +297,23 @@ class TestAsking:
         assert len(done) == ORDERS_MAX
         assert "this one failed" in caplog.text
         orders.close()
+
+
+def test_a_large_read_waits_for_its_turn_and_does_not_blame_the_node(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiffin.kvstore.pool.engine._BUDGETED_BYTES_MIN", 1)
+    cluster.start("one")
+    client, prefix = cluster.open(), fresh_prefix(3)
+    assert client.put(prefix, payloads_of(prefix)).complete
+    with SHARED.hold(SHARED.limit_bytes, Priority.DECODE, time.monotonic() + 5):
+        with client.get(prefix, timeout_s=0.05) as none:
+            assert (len(none), none.reason) == (0, "deadline")
+        assert SHARED.waiting == 0
+    assert client._engine.links.down(time.monotonic()) == set()
+    with client.get(prefix) as blocks:
+        assert blocks.complete
+    assert SHARED.used_bytes == 0
 
 
 def test_a_summary_of_links_fits_a_record(cluster: Cluster) -> None:
