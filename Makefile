@@ -8,6 +8,7 @@
 #                 measured in the same run
 #
 # Demo, tests and the network's table start a Redis of their own: apt-get install redis-server.
+# As root, test-slow also breaks networks, in namespaces of its own: apt-get install iptables.
 #
 # TORCH names the torch requirement. The default is the release that this project is tested with;
 # on a machine without a GPU, choose a CPU build, for example: make demo TORCH=torch==2.13.0+cpu
@@ -16,7 +17,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
-PACKAGES := kvstore messenger bench
+PACKAGES := kvstore messenger conductor bench
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-slow lint format bench clean
@@ -30,7 +31,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[engines,bench,redis,dev]"
+	$(BIN)/pip install --quiet --editable ".[engines,bench,redis,conductor,dev]"
 	touch $@
 
 # Type checkers do not follow editable installs: they read this folder of links instead.

@@ -1,0 +1,1 @@
+"""What a decision costs, and what the index does in a second."""

@@ -1,0 +1,1 @@
+"""The conductor's REST service."""

@@ -1,0 +1,1 @@
+"""What tells the index which blocks are where: nodes, engines, and what was routed."""

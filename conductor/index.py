@@ -1,0 +1,502 @@
+"""Which block of a prompt is where: one walk over a prompt's keys gives every holder's length.
+
+    key of a block -> group -> the holders of all blocks of that group, a bit each
+
+A holder is a tier of an instance or a node ("prefill-3/hbm", "node-a/dram") and has a small number,
+its bit. Blocks with the same holders share one group, and neighbours in a prompt mostly have the
+same holders: a walk over 256 keys is 256 lookups, and a set operation only where the group changes.
+As keys are chained (`kvstore.keys`), that a key is found says that its whole prefix was the same.
+
+Groups also make the rare things cheap. That a holder has nothing any more, or exactly what an
+inventory says, changes a bit in every group instead of a value of every block, so an engine that
+restarts with a hundred thousand blocks does not stop the decisions. A block that is left without
+holders that way lies dead until there are many of them.
+
+Everything here is a hint: it may be old (`age_s`), and forgets the oldest blocks that nobody asked
+for when it is full. Being wrong costs time, never correctness. Pure: no I/O, no clock; for one
+thread.
+
+Memory: 110 to 130 bytes per block, measured by `bench/conductor/index.py`: 64 are the key, the rest
+is the table. Groups come on top, about 100 bytes and a bit per holder each; there are as many as
+there are different sets of holders, some hundreds to thousands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+
+from .errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    Numbers = NDArray[np.int64]
+
+Tier = Literal["hbm", "dram", "nvme"]
+TIERS: tuple[Tier, ...] = ("hbm", "dram", "nvme")
+
+# HBM of 16,384 instances, DRAM and NVMe of 4,096 nodes, and room. A mask of them has 4 KiB.
+HOLDERS_MAX = 32_768
+
+# Half a gigabyte of this process; 2 billion tokens in blocks of 512.
+BLOCKS_MAX = 4_000_000
+
+# Of a full index so many of the oldest leave at a time; a scan to the oldest costs as much for one.
+_EVICTED_SHARE = 64
+# What was asked for is remembered once the index is this full, as many blocks as this share of it.
+_NEARLY_FULL = 0.75
+_TOUCHED_SHARE = 16
+# Fewer dead blocks are not worth a pass over the table.
+_DEAD_MIN = 4096
+
+# Leading ones of a byte, the highest bit first.
+_LEADING_ONES = np.array([8 - (~n & 0xFF).bit_length() for n in range(256)], np.int64)
+
+
+class Run(NamedTuple):
+    """Blocks [start, stop) of a prompt are held by the same `holders`, a bit per number."""
+
+    start: int
+    stop: int
+    holders: int
+
+
+@dataclass(slots=True)
+class Match:
+    """What is known of a prompt: runs from block 0 on without a hole, the last one before the first
+    block that nobody holds."""
+
+    runs: tuple[Run, ...] = ()
+    _columns: NDArray[np.uint8] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def blocks(self) -> int:
+        """Leading blocks that somebody holds, whoever."""
+        return self.runs[-1].stop if self.runs else 0
+
+    def lengths(self, width: int) -> Numbers:
+        """Leading consecutive blocks that each single holder has, int64 [width]."""
+        lengths = np.zeros(width, np.int64)
+        if self.runs:
+            columns = self._packed()
+            count = min(width, columns.shape[1] - 1)
+            lengths[:count] = self._leading(columns[:, :count])
+        return lengths
+
+    def leading(self, columns: Numbers) -> Numbers:
+        """Leading consecutive blocks that at least one of the holders of each row has.
+
+        `columns` [k, rows] are numbers of holders, -1 for none. Returns int64 [rows].
+        """
+        if not self.runs:
+            return np.zeros(columns.shape[1], np.int64)
+        packed = self._packed()
+        # The last column is nobody's: -1 finds it, and so does whoever is newer than this match.
+        places = np.minimum(columns, packed.shape[1] - 1)
+        have = packed[:, places[0]]
+        for more in places[1:]:
+            have |= packed[:, more]
+        return self._leading(have)
+
+    def _packed(self) -> NDArray[np.uint8]:
+        """Per holder a column of bits, the first run's highest, and then at least one zero."""
+        if self._columns is None:
+            nbytes = (max(run.holders.bit_length() for run in self.runs) + 7) // 8
+            masks = b"".join([run.holders.to_bytes(nbytes, "little") for run in self.runs])
+            rows = np.frombuffer(masks, np.uint8).reshape(len(self.runs), nbytes)
+            bits = np.packbits(np.unpackbits(rows, axis=1, bitorder="little"), axis=0)
+            columns = np.zeros((len(self.runs) // 8 + 1, 8 * nbytes + 1), np.uint8)
+            columns[: len(bits), :-1] = bits
+            self._columns = columns
+        return self._columns
+
+    def _leading(self, have: NDArray[np.uint8]) -> Numbers:
+        """The stop of the last of the leading runs of each column of bits."""
+        stops = np.array([0, *[run.stop for run in self.runs]], np.int64)
+        if len(have) == 1:
+            runs = _LEADING_ONES[have[0]]
+        else:
+            first = np.argmax(have != 0xFF, axis=0)
+            runs = 8 * first + _LEADING_ONES[have[first, np.arange(have.shape[1])]]
+        found: Numbers = stops[runs]
+        return found
+
+
+class _Group:
+    """All blocks that these holders have, and nobody else. Compared by identity."""
+
+    __slots__ = ("blocks", "holders")
+
+    def __init__(self, holders: int) -> None:
+        self.holders = holders
+        self.blocks = 0
+
+
+@dataclass(slots=True)
+class _Holder:
+    """`blocks` counts what it has. `staged` is the hidden number that an inventory is taken into;
+    -1 for none."""
+
+    name: str
+    tier: str
+    blocks: int = 0
+    heard_at: float = float("-inf")
+    seq: int = -1
+    staged: int = -1
+
+
+class PrefixIndex:
+    """Blocks and their holders. Invariants, for every group g but `_nobody`:
+
+    - g.blocks counts the keys of `_blocks` that lead to g, and is not 0;
+    - `_by_holders[m].holders == m`; groups that became equal may have one of them there;
+    - `_dead` counts the keys that lead to groups without holders;
+    - `_holders[n].blocks` counts the keys whose group has bit n.
+    """
+
+    def __init__(self, max_blocks: int = BLOCKS_MAX) -> None:
+        if max_blocks < 1:
+            raise InvalidRequest(f"an index of {max_blocks} blocks: allow at least one")
+        self.max_blocks = max_blocks
+        self.evicted_blocks = 0
+        self._blocks: dict[bytes, _Group] = {}
+        self._groups: set[_Group] = set()
+        self._by_holders: dict[int, _Group] = {}
+        self._nobody = _Group(0)
+        self._dead = 0
+        self._holders: list[_Holder | None] = []
+        self._numbers: dict[tuple[str, str], int] = {}
+        self._free: list[int] = []
+        self._hidden = 0  # staged numbers, a bit each
+        self._touched: set[bytes] = set()
+        self._touched_before: set[bytes] = set()
+
+    def __len__(self) -> int:
+        """Blocks that somebody holds."""
+        return len(self._blocks) - self._dead
+
+    def __repr__(self) -> str:
+        return f"<PrefixIndex {len(self)} blocks, {len(self._numbers)} holders>"
+
+    # -- holders ---------------------------------------------------------------------------------
+
+    @property
+    def width(self) -> int:
+        """All numbers are below this."""
+        return len(self._holders)
+
+    def holder(self, name: str, tier: str) -> int:
+        """The number of a tier of an instance or node, given if it is new. Raises InvalidRequest
+        for a tier that there is not, and when there are too many holders."""
+        number = self._numbers.get((name, tier))
+        if number is None:
+            if tier not in TIERS:
+                raise InvalidRequest(f"no tier {tier!r}; there are {', '.join(TIERS)}")
+            number = self._new_number(_Holder(name, tier))
+            self._numbers[name, tier] = number
+        return number
+
+    def find(self, name: str, tier: str) -> int | None:
+        """The number of a holder that is known."""
+        return self._numbers.get((name, tier))
+
+    def label(self, number: int) -> str:
+        """ "name/tier". Raises InvalidRequest for a number that nobody has."""
+        holder = self._holder(number)
+        return f"{holder.name}/{holder.tier}"
+
+    def numbers(self) -> list[int]:
+        """Of all holders, those without blocks too."""
+        return list(self._numbers.values())
+
+    def blocks_of(self, number: int) -> int:
+        """How many blocks it has. Raises InvalidRequest for a number that nobody has."""
+        return self._holder(number).blocks
+
+    def heard(self, number: int, now: float, seq: int | None = None) -> None:
+        """What is known of this holder was true at `now`. `seq` is the number of the last of its
+        events that is in. Raises InvalidRequest for a number that nobody has."""
+        holder = self._holder(number)
+        holder.heard_at = max(holder.heard_at, now)
+        if seq is not None:
+            holder.seq = seq
+
+    def age_s(self, number: int, now: float) -> float:
+        """How old what is known of it may be; infinite if it was never heard of."""
+        return max(0.0, now - self._holder(number).heard_at)
+
+    def seq_of(self, number: int) -> int:
+        """The number of the last of its events that is in; -1 if events have no numbers."""
+        return self._holder(number).seq
+
+    def drop(self, name: str) -> None:
+        """Forget all tiers of an instance or node; others will get their numbers."""
+        for tier in TIERS:
+            number = self._numbers.pop((name, tier), None)
+            if number is not None:
+                self.abandon_inventory(number)
+                self._give_back(number)
+
+    # -- blocks ----------------------------------------------------------------------------------
+
+    def add(self, number: int, keys: Iterable[bytes], now: float) -> None:
+        """It has these blocks (again). Keys are 16 bytes each. Raises InvalidRequest for a number
+        that nobody has."""
+        holder = self._holder(number)
+        holder.heard_at = max(holder.heard_at, now)
+        self._add(number, holder, keys)
+
+    def remove(self, number: int, keys: Iterable[bytes], now: float) -> None:
+        """It has these blocks no more; unknown ones are ignored. Raises InvalidRequest for a number
+        that nobody has."""
+        holder = self._holder(number)
+        holder.heard_at = max(holder.heard_at, now)
+        blocks, nobody, bit = self._blocks, self._nobody, 1 << number
+        before = after = nobody
+        moved = 0
+        for key in keys:
+            group = blocks.get(key, nobody)
+            if group is not before:
+                if not group.holders & bit:
+                    continue
+                self._moved(before, after, moved)
+                holder.blocks -= moved
+                before, after, moved = group, self._group(group.holders ^ bit), 0
+            elif before is nobody:
+                continue
+            if after is nobody:
+                del blocks[key]
+            else:
+                blocks[key] = after
+            moved += 1
+        self._moved(before, after, moved)
+        holder.blocks -= moved
+
+    def clear(self, number: int, now: float) -> None:
+        """It has no blocks any more; costs the groups, not the blocks. Raises InvalidRequest for a
+        number that nobody has."""
+        holder = self._holder(number)
+        holder.heard_at = max(holder.heard_at, now)
+        self._clear(number)
+
+    def missing(self, number: int, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of `keys` that it is not known to have."""
+        get, nobody, bit = self._blocks.get, self._nobody, 1 << number
+        return [key for key in keys if not get(key, nobody).holders & bit]
+
+    def match(self, keys: Sequence[bytes]) -> Match:
+        """Who holds the beginning of a prompt. Costs the blocks up to the first that nobody has."""
+        get, nobody, hidden = self._blocks.get, self._nobody, self._hidden
+        runs: list[Run] = []
+        group, holders, start, at = nobody, 0, 0, -1
+        for at, key in enumerate(keys):
+            found = get(key, nobody)
+            if found is not group:
+                theirs = found.holders & ~hidden if hidden else found.holders
+                if theirs != holders:
+                    if holders:
+                        runs.append(Run(start, at, holders))
+                    start, holders = at, theirs
+                group = found
+            if not holders:
+                break
+        else:
+            at += 1
+        if holders:
+            runs.append(Run(start, at, holders))
+        if len(self._blocks) >= _NEARLY_FULL * self.max_blocks:
+            self._touch(keys[:at])
+        return Match(tuple(runs))
+
+    def holders_of(self, key: bytes) -> list[int]:
+        """The numbers of all who have this block."""
+        return _bits(self._blocks.get(key, self._nobody).holders & ~self._hidden)
+
+    # -- inventories: all that a holder has, instead of what is known of it -----------------------
+
+    def begin_inventory(self, number: int) -> None:
+        """What `inventory` says from now on will replace all that is known of this holder, but not
+        before `end_inventory`: until then decisions see what was known. One that was begun and did
+        not end is forgotten. Raises InvalidRequest for a number that nobody has."""
+        self.abandon_inventory(number)
+        holder = self._holder(number)
+        holder.staged = self._new_number(_Holder(holder.name, holder.tier))
+        self._hidden |= 1 << holder.staged
+
+    def inventory(self, number: int, keys: Iterable[bytes]) -> None:
+        """It has these blocks too. Raises InvalidRequest if no inventory was begun."""
+        staged = self._staged(number)
+        self._add(staged, self._holder(staged), keys)
+
+    def end_inventory(self, number: int, now: float) -> None:
+        """It has exactly what the inventory said; costs the groups, not the blocks. Raises
+        InvalidRequest if no inventory was begun."""
+        staged = self._staged(number)
+        holder = self._holder(number)
+        self._clear(number)
+        self._change(1 << staged, 1 << number)
+        holder.blocks, self._holder(staged).blocks = self._holder(staged).blocks, 0
+        holder.heard_at = max(holder.heard_at, now)
+        self.abandon_inventory(number)
+
+    def abandon_inventory(self, number: int) -> None:
+        """Forget an inventory that did not come to its end; nothing if there is none."""
+        holder = self._holder(number)
+        if holder.staged >= 0:
+            self._give_back(holder.staged)
+            self._hidden &= ~(1 << holder.staged)
+            holder.staged = -1
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _new_number(self, holder: _Holder) -> int:
+        if self._free:
+            number = self._free.pop()
+            self._holders[number] = holder
+            return number
+        if len(self._holders) >= HOLDERS_MAX:
+            raise InvalidRequest(f"{HOLDERS_MAX} holders of blocks are known, which is the limit")
+        self._holders.append(holder)
+        return len(self._holders) - 1
+
+    def _give_back(self, number: int) -> None:
+        self._clear(number)
+        self._holders[number] = None
+        self._free.append(number)
+
+    def _holder(self, number: int) -> _Holder:
+        holder = self._holders[number] if 0 <= number < len(self._holders) else None
+        if holder is None:
+            raise InvalidRequest(f"no holder has number {number}; `holder` gives numbers")
+        return holder
+
+    def _staged(self, number: int) -> int:
+        staged = self._holder(number).staged
+        if staged < 0:
+            raise InvalidRequest(f"no inventory of {self.label(number)} was begun")
+        return staged
+
+    def _add(self, number: int, holder: _Holder, keys: Iterable[bytes]) -> None:
+        blocks, nobody, bit = self._blocks, self._nobody, 1 << number
+        before = after = _UNSEEN
+        moved = 0
+        for key in keys:
+            group = blocks.get(key, nobody)
+            if group is not before:
+                self._moved(before, after, moved)
+                holder.blocks += moved
+                before, moved = group, 0
+                after = group if group.holders & bit else self._group(group.holders | bit)
+            if after is not group:
+                blocks[key] = after
+                moved += 1
+        self._moved(before, after, moved)
+        holder.blocks += moved
+        if len(blocks) > self.max_blocks:
+            self._make_room()
+
+    def _group(self, holders: int) -> _Group:
+        """The group of these holders, made if there is none."""
+        if not holders:
+            return self._nobody
+        group = self._by_holders.get(holders)
+        if group is None:
+            group = self._by_holders[holders] = _Group(holders)
+            self._groups.add(group)
+        return group
+
+    def _moved(self, before: _Group, after: _Group, count: int) -> None:
+        """Keys that led to one group lead to another one now. Nothing of `_nobody` is counted."""
+        if not count:
+            return
+        if after is not self._nobody:
+            after.blocks += count
+        if before is not self._nobody:
+            before.blocks -= count
+            if not before.holders:
+                self._dead -= count
+            if not before.blocks:
+                self._forget(before)
+
+    def _forget(self, group: _Group) -> None:
+        self._groups.discard(group)
+        if self._by_holders.get(group.holders) is group:
+            del self._by_holders[group.holders]
+
+    def _clear(self, number: int) -> None:
+        holder = self._holder(number)
+        if holder.blocks:
+            holder.blocks = 0
+            self._change(1 << number, 0)
+            if self._dead > max(_DEAD_MIN, len(self)):
+                self._bury()
+
+    def _change(self, old: int, new: int) -> None:
+        """In every group with the bit `old`, have the bit `new` (0: none) in its place."""
+        changed = [group for group in self._groups if group.holders & old]
+        for group in changed:
+            if self._by_holders.get(group.holders) is group:
+                del self._by_holders[group.holders]
+            group.holders = group.holders & ~old | new
+        for group in changed:
+            if group.holders:
+                self._by_holders.setdefault(group.holders, group)
+            else:
+                self._dead += group.blocks
+
+    def _bury(self) -> None:
+        """Forget the dead; some 50 ns per block of the table, so only when most of them are."""
+        self._blocks = {key: group for key, group in self._blocks.items() if group.holders}
+        self._groups = {group for group in self._groups if group.holders}
+        self._dead = 0
+
+    # -- when it is full ---------------------------------------------------------------------------
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        self._touched.update(keys)
+        if len(self._touched) > self.max_blocks // _TOUCHED_SHARE:
+            self._touched_before, self._touched = self._touched, set()
+
+    def _make_room(self) -> None:
+        """Those that came first leave, unless somebody asked for them lately: prompts begin with
+        the oldest blocks, and those of a system prompt are the ones to keep."""
+        if self._dead:
+            self._bury()
+        spare = True
+        while len(self._blocks) > self.max_blocks:
+            self._evict(spare)
+            spare = False
+
+    def _evict(self, spare: bool) -> None:
+        blocks = self._blocks
+        count = max(len(blocks) - self.max_blocks, self.max_blocks // _EVICTED_SHARE)
+        left: dict[_Group, int] = {}
+        for key in list(islice(blocks, count)):
+            group = blocks.pop(key)
+            if spare and (key in self._touched or key in self._touched_before):
+                blocks[key] = group  # at the end: the youngest
+            else:
+                left[group] = left.get(group, 0) + 1
+        for group, gone in left.items():
+            for number in _bits(group.holders):
+                self._holder(number).blocks -= gone
+            self._moved(group, self._nobody, gone)
+            self.evicted_blocks += gone
+
+
+# No key leads to it.
+_UNSEEN = _Group(0)
+
+
+def _bits(mask: int) -> list[int]:
+    """The numbers of the bits that are set."""
+    data = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+    numbers: list[int] = np.flatnonzero(bits).tolist()
+    return numbers

@@ -1,0 +1,1 @@
+"""Where a prompt is prefilled: policies behind one interface, chosen by name."""

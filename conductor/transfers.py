@@ -1,0 +1,299 @@
+"""How long blocks take from node to node: measured links, tiers, and what is under way. Pure.
+
+Seconds of a transfer are modelled as
+
+    latency + waiting at the sender + nbytes / min(bandwidth of the link, of the source's tier)
+
+A link's latency and bandwidth are moving averages of what its receiver reports (`NodeRecord.links`
+of the store) and of transfers that were seen to end. Waiting is for what the sender has promised to
+others and can not have sent yet, at the rate of its fastest link: it has one network card. Reading
+within one node costs its tier's bandwidth alone.
+
+Numbers of nodes are the cluster's (`Cluster.node_number`), -1 for no node; two instances of no node
+are not on the same one. Ways are kept as square matrices, so that a thousand candidates are looked
+up at once; the last row and column, which is where -1 leads, stand for whoever is not known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Numbers = NDArray[np.int64] | NDArray[np.int32] | int
+
+# A holder's tier as a number, fastest first: the index in this tuple.
+TIERS = ("hbm", "dram", "nvme")
+
+# As many as one pool has (`kvstore.directory.base`): two matrices of 64 MiB. Nodes beyond it are
+# served at the default's speed.
+NODES_MAX = 4096
+_NODES_MIN = 64
+
+# No measurement is believed beyond these; a way that is slower or later than this is down.
+BANDWIDTH_BYTES_S_MIN, BANDWIDTH_BYTES_S_MAX = 1e6, 1e13
+LATENCY_S_MAX = 10.0
+
+Bandwidth = Annotated[float, Meta(ge=BANDWIDTH_BYTES_S_MIN, le=BANDWIDTH_BYTES_S_MAX)]
+
+
+class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is taken for true of links and tiers that nobody has measured. Bytes and seconds.
+
+    The defaults of tiers are those of a node with eight A800 (Mooncake, FAST '25, table 1: 128 GB/s
+    from host to device); the link's is 100 Gb/s at 0.87, what its transfer engine gets out of
+    800 Gb/s (figure 12); NVMe is one disk of PCIe 4.
+    """
+
+    link_bandwidth_bytes_s: Bandwidth = 10.9e9
+    """Of a way between two nodes that nobody has measured."""
+
+    link_latency_s: Annotated[float, Meta(ge=0, le=LATENCY_S_MAX)] = 1e-3
+    """Of a way that nobody has measured: lease, plan and first byte."""
+
+    hbm_bandwidth_bytes_s: Bandwidth = 128e9
+    """At which another instance's device memory is read, also by its neighbour on the same node."""
+
+    dram_bandwidth_bytes_s: Bandwidth = 128e9
+    """From a node's memory to the devices of an instance."""
+
+    nvme_bandwidth_bytes_s: Bandwidth = 5e9
+    """At which a node's disks are read."""
+
+    link_weight: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    """Weight of a new measurement of a link in its moving average."""
+
+
+class Transfers:
+    """All ways between nodes, and what each node is sending. Not thread-safe.
+
+    `node_number` gives a name its number: `Cluster.node_number`.
+    """
+
+    # [source, target]: seconds per byte; seconds before the first; measured in this direction;
+    # measured in this or the other one.
+    _byte_s: NDArray[np.float32]
+    _latency_s: NDArray[np.float32]
+    _own: NDArray[np.bool_]
+    _known: NDArray[np.bool_]
+    # [source]: what is in flight, when that can have been sent, and how fast.
+    _in_flight_bytes: Floats
+    _sent_at: Floats
+    _rate_bytes_s: Floats
+
+    def __init__(
+        self, node_number: Callable[[str], int], settings: TransferSettings | None = None
+    ) -> None:
+        self._number = node_number
+        self._names: dict[int, str] = {}
+        self._nodes = 0
+        self.ignored = 0  # measurements that nobody could believe
+        self.settings = settings or TransferSettings()
+        self._tier_byte_s = self._of_tiers()
+        self._grow(_NODES_MIN)
+
+    def configure(self, settings: TransferSettings) -> None:
+        """From now on; what was measured stays."""
+        self.settings = settings
+        self._tier_byte_s = self._of_tiers()
+        self._byte_s[~self._known] = 1 / settings.link_bandwidth_bytes_s
+        self._latency_s[~self._known] = settings.link_latency_s
+        self._settle()
+
+    # -- what is measured --------------------------------------------------------------------------
+
+    def observe(self, node: str, links: Mapping[str, Sequence[float]]) -> None:
+        """What a node reports of its ways *from* others: [bytes/s, seconds] by their names. The way
+        back is taken to be the same until it is reported too. Reports that make no sense are
+        ignored and counted: one node's broken clock must not stop the feed."""
+        target = self._named(node)
+        for name, way in links.items():
+            source = self._named(name)
+            if len(way) == 2 and min(source, target) >= 0 and source != target:
+                self._measured(source, target, float(way[0]), float(way[1]))
+            else:
+                self.ignored += 1
+
+    def moved(
+        self,
+        source_node: int,
+        target_node: int,
+        nbytes: int,
+        seconds: float,
+        waited_s: float = 0.0,
+    ) -> None:
+        """A transfer from a node's memory has ended, after so long, `waited_s` of it for others. Of
+        disks and within a node, it would say nothing about the link."""
+        low, high = sorted((source_node, target_node))
+        if low < 0 or low == high or high >= NODES_MAX or nbytes <= 0:
+            return
+        self._fit(high)
+        latency_s = float(self._latency_s[source_node, target_node])
+        moving_s = max(seconds - latency_s - waited_s, nbytes / BANDWIDTH_BYTES_S_MAX)
+        self._measured(source_node, target_node, nbytes / moving_s, latency_s)
+
+    def forget(self, node: str) -> None:
+        """A node has left: its ways are unknown again, and it sends nothing."""
+        number = self._named(node)
+        self._names.pop(number, None)
+        if number < 0:
+            return
+        for matrix in (self._known, self._own):
+            matrix[number, :] = matrix[:, number] = False
+        self._in_flight_bytes[number] = 0
+        self._sent_at[number] = 0.0
+        self.configure(self.settings)
+
+    def ways(self) -> dict[str, dict[str, tuple[float, float]]]:
+        """(bandwidth in bytes/s, latency in s) of what was measured, by source and target."""
+        found: dict[str, dict[str, tuple[float, float]]] = {}
+        for source, target in np.argwhere(self._own).tolist():
+            if source in self._names and target in self._names:
+                byte_s = float(self._byte_s[source, target])
+                way = (1 / byte_s, float(self._latency_s[source, target]))
+                found.setdefault(self._names[source], {})[self._names[target]] = way
+        return found
+
+    # -- what is under way -------------------------------------------------------------------------
+
+    def begin(self, source_node: int, nbytes: int, now: float | None = None) -> None:
+        """A transfer from a node was decided. With `now`, it is known when the node can have sent
+        it; without, it counts until `end`."""
+        if not 0 <= source_node < NODES_MAX:
+            return
+        self._fit(source_node)
+        self._in_flight_bytes[source_node] += nbytes
+        free_at = np.inf if now is None else max(float(self._sent_at[source_node]), now)
+        self._sent_at[source_node] = free_at + nbytes / float(self._rate_bytes_s[source_node])
+
+    def end(self, source_node: int, nbytes: int) -> None:
+        """It has ended, well or not. As many bytes as it began with."""
+        if not 0 <= source_node < self._nodes:
+            return
+        left = self._in_flight_bytes[source_node] - nbytes
+        self._in_flight_bytes[source_node] = max(left, 0)
+        if left <= 0:
+            self._sent_at[source_node] = 0.0
+
+    def in_flight_bytes(self, source_node: int) -> int:
+        """What a node has promised to send and nobody has called ended."""
+        return int(self._in_flight_bytes[source_node]) if 0 <= source_node < self._nodes else 0
+
+    # -- the estimate ------------------------------------------------------------------------------
+
+    def seconds(
+        self,
+        source_nodes: Numbers,
+        source_tiers: Numbers,
+        target_nodes: Numbers,
+        nbytes: NDArray[Any] | float,
+        now: float | None = None,
+    ) -> Floats:
+        """How long `nbytes` take from each source to each target, now. Arrays or numbers, which
+        broadcast; tiers are indices of `TIERS`. No bytes take no time."""
+        source, target = np.asarray(source_nodes), np.asarray(target_nodes)
+        highest = max(int(source.max(initial=-1)), int(target.max(initial=-1)))
+        same = None
+        if highest >= self._nodes:
+            self._fit(min(highest, NODES_MAX - 1))
+            if highest >= NODES_MAX:
+                same = (source == target) & (source >= 0)
+                source = np.where(source < NODES_MAX, source, -1)
+                target = np.where(target < NODES_MAX, target, -1)
+        # Flat indices are faster than pairs. With a -1 in them they lead into the last row or the
+        # last column, which all say the same.
+        at = source * (self._nodes + 1) + target
+        link, latency_s = self._byte_s.take(at).astype(np.float64), self._latency_s.take(at)
+        wait_s = self._waiting_s(now).take(source) * (link > 0)
+        tier = self._tier_byte_s.take(source_tiers)
+        if same is not None:
+            link, wait_s = np.where(same, 0.0, link), np.where(same, 0.0, wait_s)
+            latency_s = np.where(same, 0.0, latency_s)
+        seconds = wait_s + latency_s + nbytes * np.maximum(link, tier)
+        return np.asarray(seconds * (np.asarray(nbytes) > 0), np.float64)
+
+    def _waiting_s(self, now: float | None) -> Floats:
+        """Per sender: what is in flight at its rate, and not more than is left of it by now."""
+        in_flight_s: Floats = self._in_flight_bytes / self._rate_bytes_s
+        if now is None:
+            return in_flight_s
+        return np.minimum(in_flight_s, np.maximum(self._sent_at - now, 0.0))
+
+    # -- the matrices ------------------------------------------------------------------------------
+
+    def _named(self, name: str) -> int:
+        number = self._number(name)
+        if not 0 <= number < NODES_MAX:
+            return -1
+        self._fit(number)
+        self._names[number] = name
+        return number
+
+    def _measured(self, source: int, target: int, bandwidth: float, latency_s: float) -> None:
+        if not (
+            BANDWIDTH_BYTES_S_MIN <= bandwidth <= BANDWIDTH_BYTES_S_MAX
+            and 0 <= latency_s <= LATENCY_S_MAX
+        ):
+            self.ignored += 1
+            return
+        weight = self.settings.link_weight if self._own[source, target] else 1.0
+        byte_s = self._byte_s[source, target]
+        byte_s += weight * (1 / bandwidth - byte_s)
+        late_s = self._latency_s[source, target]
+        late_s += weight * (latency_s - late_s)
+        self._own[source, target] = True
+        self._write(source, target, byte_s, late_s)
+        if not self._own[target, source]:
+            self._write(target, source, byte_s, late_s)
+
+    def _write(self, source: int, target: int, byte_s: float, latency_s: float) -> None:
+        self._byte_s[source, target], self._latency_s[source, target] = byte_s, latency_s
+        self._known[source, target] = True
+        # A sender's fastest way is what its network card can do.
+        self._rate_bytes_s[source] = 1 / self._byte_s[source][self._known[source]].min()
+
+    def _of_tiers(self) -> Floats:
+        own = self.settings
+        tiers = (own.hbm_bandwidth_bytes_s, own.dram_bandwidth_bytes_s, own.nvme_bandwidth_bytes_s)
+        return 1 / np.array(tiers)
+
+    def _fit(self, number: int) -> None:
+        if number >= self._nodes:
+            self._grow(min(NODES_MAX, max(number + 1, 2 * self._nodes)))
+
+    def _grow(self, nodes: int) -> None:
+        """Room for `nodes`, and a last row and column for whoever is not known."""
+        had, size, own = self._nodes, nodes + 1, self.settings
+        grown: dict[str, NDArray[Any]] = {
+            "_byte_s": np.full((size, size), 1 / own.link_bandwidth_bytes_s, np.float32),
+            "_latency_s": np.full((size, size), own.link_latency_s, np.float32),
+            "_own": np.zeros((size, size), np.bool_),
+            "_known": np.zeros((size, size), np.bool_),
+            "_in_flight_bytes": np.zeros(size),
+            "_sent_at": np.zeros(size),
+            "_rate_bytes_s": np.full(size, own.link_bandwidth_bytes_s),
+        }
+        for name, array in grown.items():
+            if had:
+                kept = (slice(had),) * array.ndim
+                array[kept] = getattr(self, name)[kept]
+            setattr(self, name, array)
+        self._nodes = nodes
+        self._settle()
+
+    def _settle(self) -> None:
+        """What follows from the ways: senders' rates, and that within a node there is no link. The
+        last row and column, of the unknown, are never within one node."""
+        byte_s = np.where(self._known, self._byte_s, np.inf).min(axis=1).astype(np.float64)
+        default_s = 1 / self.settings.link_bandwidth_bytes_s
+        self._rate_bytes_s[:] = 1 / np.where(np.isinf(byte_s), default_s, byte_s)
+        inner = np.arange(self._nodes)
+        self._byte_s[inner, inner] = self._latency_s[inner, inner] = 0.0
