@@ -28,6 +28,7 @@ from .credentials import load_credentials, parse_address
 from .daemon import DaemonOptions, serve
 from .errors import InvalidInput, TiffinError
 from .eviction import POLICIES
+from .names import printable
 from .node.core import CoreOptions
 from .node.node import NodeOptions
 from .operate import drain, token
@@ -70,7 +71,7 @@ def main(*, installed: bool = True) -> None:
 
 def _explain(error: TiffinError) -> None:
     # One line, however narrow the terminal: logs count lines, and people copy commands from it.
-    text = Text.assemble((f"{type(error).__name__}:", "bold red"), f" {error}")
+    text = Text.assemble((f"{type(error).__name__}:", "bold red"), f" {printable(str(error))}")
     errors_console.print(text, soft_wrap=True)
 
 

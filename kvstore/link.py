@@ -18,8 +18,9 @@ import threading
 import time
 import weakref
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from tiffin.messenger import gate
 from tiffin.messenger.errors import FrameError, RegionError
 from tiffin.messenger.region import Region
 from tiffin.messenger.wire import FrameDecoder, encode_frame
@@ -37,7 +38,6 @@ from .node import messages
 from .node.arrival import Arrival
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     import numpy as np
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 _CLOSED = "this client is closed (a forked child has to open its own)"
 
 # A node answers parked requests at their deadline; this much later the node itself is late.
@@ -69,36 +68,15 @@ class Answer(NamedTuple):
     memory: Bytes
 
 
-class Gate:
-    """Steps that touch the region, in any thread; `close` lets no more begin and waits for them.
+class Gate(gate.Gate):
+    """Steps that touch the region, in any thread; after `close` they raise ClientClosed.
 
     A client that said goodbye while one of its threads still copies would write into memory that is
     somebody else's by then.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._running = 0
-        self._closed = False
-
-    def run(self, action: Callable[[], T]) -> T:
-        """Do `action`; raises ClientClosed after `close`."""
-        with self._changed:
-            if self._closed:
-                raise ClientClosed(_CLOSED)
-            self._running += 1
-        try:
-            return action()
-        finally:
-            with self._changed:
-                self._running -= 1
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        """Returns when nothing touches the region any more."""
-        with self._changed:
-            self._closed = True
-            self._changed.wait_for(lambda: not self._running)
+        super().__init__(lambda: ClientClosed(_CLOSED))
 
 
 class Link(Protocol):
@@ -129,6 +107,15 @@ def raise_refusal(reply: messages.AnyReply) -> messages.AnyReply:
             kind = ProtocolError
         raise kind(reply.message)
     return reply
+
+
+def check_version(version: int, where: str) -> None:
+    """Raise VersionMismatch unless the node at `where` speaks this client's version."""
+    if version != messages.PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"the node at {where} speaks protocol {version}, this client "
+            f"{messages.PROTOCOL_VERSION}; run the same version of tiffin on both sides"
+        )
 
 
 def undo(reply: messages.AnyReply) -> messages.Request | None:
@@ -430,11 +417,7 @@ def _read_welcome(path: Path, data: bytes) -> messages.Welcome:
     raise_refusal(reply)
     if not isinstance(reply, messages.Welcome):
         raise ProtocolError(f"{path} did not answer with a welcome and a region")
-    if reply.version != messages.PROTOCOL_VERSION:
-        raise VersionMismatch(
-            f"the node at {path} speaks protocol {reply.version}, this client "
-            f"{messages.PROTOCOL_VERSION}; run the same version of tiffin on both sides"
-        )
+    check_version(reply.version, str(path))
     return reply
 
 

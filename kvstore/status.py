@@ -17,6 +17,7 @@ from rich.text import Text
 from .client import Client
 from .console import JsonFlag, SocketOption, WatchOption, console
 from .errors import InvalidInput, TiffinError
+from .names import printable
 from .overview import Overview
 from .sizes import format_bytes
 from .url import Embedded, Pool, parse_url
@@ -112,7 +113,7 @@ def _show(
                 found = look()
                 live.update(draw(found))
             except TiffinError as error:  # it may be back at the next look
-                live.update(Group(Text(f"{error}", style="bold red"), draw(found)))
+                live.update(Group(Text(printable(f"{error}"), style="bold red"), draw(found)))
     return found
 
 
@@ -120,7 +121,8 @@ def _show(
 
 
 def status_table(numbers: dict[str, Any]) -> Group:
-    """`Client.statistics()` as tables for people."""
+    """`Client.statistics()` as tables for people; nothing in it commands their terminal."""
+    numbers = printable(numbers)
     return Group(_tiers_table(numbers), _counters_table(numbers), _clients_table(numbers))
 
 
@@ -192,7 +194,8 @@ def _clients_table(numbers: dict[str, Any]) -> Table:
 
 
 def pool_tables(found: Numbers) -> Group:
-    """`Overview.look()` as tables for people."""
+    """`Overview.look()` as tables for people; nothing in it commands their terminal."""
+    found = printable(found)
     parts: list[RenderableType] = [_directory_line(found), _nodes_table(found["nodes"])]
     if "replicas" in found:
         parts.append(_replicas_line(found["replicas"]))

@@ -32,6 +32,7 @@ from . import frames
 from .errors import FrameError, GrantError, MessengerError, PeerLost
 from .frames import LAST_GRANT, RANGE_BYTES_MAX, Kind
 from .ranges import Piece, lay_out
+from .ration import Ration
 from .stream import PlainStream, Stream, TlsStream
 from .transport import Served
 from .wire import FRAME_BYTES_MAX
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from .transport import Grants
 
 _log = logging.getLogger(__name__)
+_log.addFilter(Ration())
 
 # Of a peer that nobody has authenticated: a hello and its proof are a few hundred bytes.
 _STRANGER_BYTES_MAX = 64 << 10

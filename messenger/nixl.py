@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from .errors import GrantError, PeerLost, RangeError, Stalled, TransferTimeout
+from .gate import Gate
 from .nixl_agent import (
     LOOKS,
     NAP_S_MAX,
@@ -102,10 +103,9 @@ class NixlTransport:
         self._stall_s = stall_s
         self._in_place = in_place
         self._notify = notify
-        self._changed = threading.Condition()
-        self._inside = 0
-        self._closed = False
-        self._remote: Remote | None = None
+        self._gate = Gate(lambda: PeerLost("this transport is closed"))
+        self._lock = threading.Lock()
+        self._remote: Remote | None = None  # protected by `_lock`
 
     def read(
         self,
@@ -179,9 +179,8 @@ class NixlTransport:
 
     def close(self) -> None:
         """Let the peer go. What hangs stays in the agent's quarantine."""
-        with self._changed:
-            self._closed = True
-            self._changed.wait_for(lambda: not self._inside)
+        self._gate.close()
+        with self._lock:
             remote, self._remote = self._remote, None
         if remote is not None:
             self._agent.leave(remote)
@@ -190,20 +189,11 @@ class NixlTransport:
 
     @contextmanager
     def _call(self, deadline: float) -> Iterator[None]:
-        with self._changed:
-            if self._closed:
-                raise PeerLost("this transport is closed")
-            self._inside += 1
-        try:
-            with self._agent.use():
-                if time.monotonic() >= deadline:
-                    raise TransferTimeout("the deadline had passed: allow more time")
-                self._agent.reap()
-                yield
-        finally:
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
+        with self._gate, self._agent.use():
+            if time.monotonic() >= deadline:
+                raise TransferTimeout("the deadline had passed: allow more time")
+            self._agent.reap()
+            yield
 
     def _far(self, grant: int, ranges: Sequence[Range], *, writes: bool) -> tuple[Served, Runs]:
         """How much of the ranges the grant holds, and where that is at the peer."""
@@ -240,7 +230,7 @@ class NixlTransport:
         return grant.to_bytes(8, "little") if self._notify else b""
 
     def _connected(self) -> Remote:
-        with self._changed:
+        with self._lock:
             if self._remote is not None and self._remote.lost:
                 lost, self._remote = self._remote, None
                 self._agent.leave(lost)
@@ -261,8 +251,7 @@ class NixlTransport:
 
     def check(self) -> None:
         """Raises PeerLost once this transport or its agent is closed."""
-        if self._closed:
-            raise PeerLost("this transport was closed")
+        self._gate.check()
         self._agent.check()
 
     def wait(self, flight: Flight, since: float, deadline: float) -> None:

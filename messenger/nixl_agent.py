@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .errors import FrameError, MessengerError, PeerLost, RangeError
+from .gate import Gate
 from .nixl_load import NixlUnavailable, errors, load
 from .nixl_staging import Staging
 
@@ -278,9 +279,7 @@ class NixlAgent:
         self.raw: Any = None
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._inside = 0
-        self._closed = False
+        self._gate = Gate(lambda: PeerLost("the NIXL agent is closed"))
         self._registered: list[Registered] = []
         self._remotes: dict[bytes, Remote] = {}
         self._given_up: list[Flight] = []
@@ -487,29 +486,21 @@ class NixlAgent:
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
         """The agent is not destroyed during the block. Raises PeerLost when it is closed."""
-        with self._lock:
-            self.check()
-            self._inside += 1
-        try:
+        self.check()
+        with self._gate:
             yield
-        finally:
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
 
     def check(self) -> None:
         """Raises PeerLost when the agent is closed, or another process's."""
-        if self._closed:
-            raise PeerLost("the NIXL agent is closed")
+        self._gate.check()
         if os.getpid() != self._pid:
             raise PeerLost("a NIXL agent does not survive a fork: make one in this process")
 
     def close(self) -> None:
         """End everything: calls under way raise PeerLost. Destroying the agent is the one thing
         that stops transfers which do not end, so memory is let go after it."""
-        with self._changed:
-            self._closed = True
-            self._changed.wait_for(lambda: not self._inside)
+        self._gate.close()
+        with self._lock:
             self.raw = None
             self._staging = None
             registered, self._registered = self._registered, []

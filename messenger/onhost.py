@@ -8,13 +8,13 @@ looks up every 8 MiB (about a millisecond).
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from .errors import GrantError, PeerLost, TransferError, TransferTimeout
+from .gate import Gate
 from .ranges import Piece, lay_out, pack_ranges, unpack_ranges
 from .stream import views_of
 from .transport import NOTHING, Range, Served
@@ -36,7 +36,7 @@ class LocalTransport:
 
     def __init__(self, grants: Grants) -> None:
         self._grants = grants
-        self._gate = _Gate()
+        self._gate = Gate(lambda: PeerLost("this transport is closed"))
 
     def read(
         self,
@@ -49,7 +49,7 @@ class LocalTransport:
     ) -> Served:
         """See `Transport.read`."""
         views_of(ranges, targets, writable=True)
-        with self._gate.enter(deadline), self._grants.open(grant, writes=False) as arrays:
+        with self._copying(deadline), self._grants.open(grant, writes=False) as arrays:
             served, pieces = _lay_out(ranges, arrays)
             copy = _Copy(self._gate, ranges, deadline, arrived)
             copy.run(list(targets[: served.ranges]), _cut(arrays, pieces), into_ranges=False)
@@ -65,7 +65,7 @@ class LocalTransport:
     ) -> Served:
         """See `Transport.write`."""
         views_of(ranges, sources, writable=False)
-        with self._gate.enter(deadline), self._grants.open(grant, writes=True) as arrays:
+        with self._copying(deadline), self._grants.open(grant, writes=True) as arrays:
             served, pieces = _lay_out(ranges, arrays)
             copy = _Copy(self._gate, ranges, deadline, None)
             copy.run(list(sources[: served.ranges]), _cut(arrays, pieces), into_ranges=True)
@@ -74,6 +74,12 @@ class LocalTransport:
     def close(self) -> None:
         """Returns when no copy runs any more."""
         self._gate.close()
+
+    @contextlib.contextmanager
+    def _copying(self, deadline: float) -> Iterator[None]:
+        with self._gate:
+            _check_time(deadline)
+            yield
 
 
 class Resolve(Protocol):
@@ -116,45 +122,16 @@ class _Mapped:
         yield [self._memory[offset : offset + length] for offset, length in places]
 
 
-class _Gate:
-    """Calls that touch memory; `close` ends them, and waits until it has."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside = 0
-        self._closed = False
-
-    @contextlib.contextmanager
-    def enter(self, deadline: float) -> Iterator[None]:
-        """Raises PeerLost after `close`, TransferTimeout after the deadline."""
-        with self._changed:
-            self.check(deadline)
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
-
-    def check(self, deadline: float) -> None:
-        """Whether to go on; raises as `enter` does."""
-        if self._closed:
-            raise PeerLost("this transport is closed")
-        if time.monotonic() >= deadline:
-            raise TransferTimeout("not all bytes were copied by the deadline: allow more time")
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.wait_for(lambda: not self._inside)
+def _check_time(deadline: float) -> None:
+    if time.monotonic() >= deadline:
+        raise TransferTimeout("not all bytes were copied by the deadline: allow more time")
 
 
 class _Copy:
     """One transfer between a list of arrays, one for each range, and the pieces of a grant."""
 
     def __init__(
-        self, gate: _Gate, ranges: Sequence[Range], deadline: float, arrived: Arrived | None
+        self, gate: Gate, ranges: Sequence[Range], deadline: float, arrived: Arrived | None
     ) -> None:
         self._gate = gate
         self._ranges = ranges
@@ -182,7 +159,8 @@ class _Copy:
 
     def _check(self, served: Served) -> None:
         try:
-            self._gate.check(self._deadline)
+            self._gate.check()
+            _check_time(self._deadline)
         except TransferError as error:
             error.served = served
             raise

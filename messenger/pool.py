@@ -14,6 +14,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from .errors import PeerLost, TransferTimeout
+from .opening import Opening
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,11 +44,13 @@ class StreamPool:
             stream.forget()
         for stream, _ in getattr(self, "_idle", ()):
             stream.forget()
-        # Invariant: len(_idle) + len(_busy) + _opening <= streams_max.
+        for opening in getattr(self, "_openings", ()):
+            opening.forget()
+        # Invariant: len(_idle) + len(_busy) + len(_openings) <= streams_max.
         self._changed = threading.Condition()
         self._idle: list[tuple[Stream, float]] = []  # and since when, the latest last
         self._busy: set[Stream] = set()
-        self._opening = 0
+        self._openings: set[Opening] = set()
 
     def stream(self, deadline: float) -> AbstractContextManager[Stream]:
         """A stream for the block; put back if the block ends cleanly and nothing is pending on it,
@@ -55,11 +58,13 @@ class StreamPool:
         return _Turn(self, deadline)
 
     def cut(self) -> None:
-        """Everybody who waits on a stream gets PeerLost now. New ones can be opened."""
+        """Everybody who waits on a stream gets PeerLost now, also on one that is being opened. New
+        ones can be opened."""
         with self._changed:
-            streams = [*self._busy, *(stream for stream, _ in self._idle)]
-        for stream in streams:
-            stream.cut()
+            idle = [stream for stream, _ in self._idle]
+            ends: list[Stream | Opening] = [*self._busy, *idle, *self._openings]
+        for one in ends:
+            one.cut()
 
     def close(self) -> None:
         """Cut all, open no more, and wait until nobody uses one."""
@@ -68,7 +73,7 @@ class StreamPool:
             self._changed.notify_all()
         self.cut()
         with self._changed:
-            self._changed.wait_for(lambda: not self._busy and not self._opening)
+            self._changed.wait_for(lambda: not self._busy and not self._openings)
             idle, self._idle = self._idle, []
         for stream, _ in idle:
             stream.close()
@@ -76,22 +81,26 @@ class StreamPool:
     def counts(self) -> tuple[int, int]:
         """Streams that are idle, and in use."""
         with self._changed:
-            return len(self._idle), len(self._busy) + self._opening
+            return len(self._idle), len(self._busy) + len(self._openings)
 
     def _check_out(self, deadline: float) -> Stream:
-        while (stream := self._take(deadline)) is not None:
+        while not isinstance(stream := self._take(deadline), Opening):
             if stream.alive():
                 return stream
             self._check_in(stream, clean=False)
+        return self._open(stream, deadline)
+
+    def _open(self, opening: Opening, deadline: float) -> Stream:
         try:
-            stream = self._opener(deadline)
+            with opening.in_this_thread():
+                stream = self._opener(deadline)
         except BaseException:
             with self._changed:
-                self._opening -= 1
+                self._openings.discard(opening)
                 self._changed.notify_all()
             raise
         with self._changed:
-            self._opening -= 1
+            self._openings.discard(opening)
             self._busy.add(stream)
             closed = self._closed
         if closed:
@@ -99,17 +108,18 @@ class StreamPool:
             raise PeerLost(_CLOSED)
         return stream
 
-    def _take(self, deadline: float) -> Stream | None:
-        """An idle stream, or None and the right to open one."""
+    def _take(self, deadline: float) -> Stream | Opening:
+        """An idle stream, or the right to open one."""
         with self._changed:
             while not self._closed:
                 if self._idle:
                     stream, _ = self._idle.pop()
                     self._busy.add(stream)
                     return stream
-                if len(self._busy) + self._opening < self.streams_max:
-                    self._opening += 1
-                    return None
+                if len(self._busy) + len(self._openings) < self.streams_max:
+                    opening = Opening()
+                    self._openings.add(opening)
+                    return opening
                 left_s = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
                 if left_s <= 0 or not self._changed.wait(left_s):
                     raise TransferTimeout(

@@ -7,16 +7,19 @@ the same time, and what is told to the caller is what has arrived without a gap.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import select
 import socket
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .errors import GrantError, PeerLost, TransferError, TransferTimeout
 from .frames import LAST_GRANT, RANGES_MAX
 from .listener import Answer, Conversation, Listener, tune
+from .opening import Opening, current
 from .plan import PART_BYTES_MIN, InOrder, Slice, split
 from .pool import StreamPool
 from .stream import PlainStream, Stream, TlsStream, views_of
@@ -34,6 +37,8 @@ __all__ = ["LAST_GRANT", "Answer", "Conversation", "Listener", "TcpTransport", "
 
 # Streams of one transfer. One fills 3 GB/s of a core at each end; four fill a 100 Gb/s network.
 _PARALLEL_MAX = 4
+# The longest wait that poll(2) knows, 24 days.
+_POLL_MS_MAX = (1 << 31) - 1
 
 
 def connect(
@@ -47,24 +52,33 @@ def connect(
     `server_hostname`, or else the host. Raises PeerLost, TransferTimeout.
 
     A host's name is looked up by the system's resolver, which keeps its own time; addresses are not
-    looked up at all.
+    looked up at all. Nothing else outlasts a `StreamPool.cut` of the pool that asked for it.
     """
     where = f"{address[0]}:{address[1]}"
+    opening = current()
     try:
         sock = _open_socket(address, deadline)
         try:
-            return _secure(sock, deadline, tls, server_hostname or address[0])
+            stream = _secure(sock, deadline, tls, server_hostname or address[0])
         except BaseException:
-            sock.close()
+            opening.close(sock)
+            raise
+        try:
+            opening.has(stream)
+        except BaseException:
+            stream.close()
             raise
     except TimeoutError as error:
         raise TransferTimeout(f"no connection to {where} by the deadline") from error
     except (OSError, UnicodeError, OverflowError) as error:  # the latter of names and ports
-        raise PeerLost(f"no connection to {where}: {error}") from error
+        why = "it was cut" if opening.was_cut else error
+        raise PeerLost(f"no connection to {where}: {why}") from error
+    return stream
 
 
 def _open_socket(address: tuple[str, int], deadline: float) -> socket.socket:
     """The first of the host's addresses that answers; each may take its share of the time."""
+    opening = current()
     failure: OSError = OSError("the name has no address")
     found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     for left, (family, kind, protocol, _, target) in zip(
@@ -73,20 +87,35 @@ def _open_socket(address: tuple[str, int], deadline: float) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         try:
             tune(sock)
-            sock.settimeout(max(0.001, (deadline - time.monotonic()) / left))
-            sock.connect(target)
+            _connect(sock, target, max(0.001, (deadline - time.monotonic()) / left), opening)
             if sock.getsockname() == sock.getpeername():
                 # Nobody listens there, and the kernel chose that very port for our end.
                 raise ConnectionRefusedError("connected to itself")
         except OSError as error:
-            sock.close()
+            opening.close(sock)
             failure = error
         except BaseException:
-            sock.close()
+            opening.close(sock)
             raise
         else:
             return sock
     raise failure
+
+
+def _connect(sock: socket.socket, target: Any, timeout_s: float, opening: Opening) -> None:
+    """As `socket.connect`, but `opening` knows the socket once its first packet is out: before, a
+    `shutdown` has no effect, and Python's own `connect` would go on to wait."""
+    sock.setblocking(False)
+    failure = sock.connect_ex(target)
+    opening.has(sock)
+    if failure == errno.EINPROGRESS:
+        poller = select.poll()
+        poller.register(sock, select.POLLOUT)
+        if not poller.poll(min(timeout_s * 1000, _POLL_MS_MAX)):
+            raise TimeoutError("timed out")
+        failure = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if failure:
+        raise OSError(failure, os.strerror(failure))
 
 
 def _secure(
@@ -97,9 +126,10 @@ def _secure(
     sock.settimeout(max(0.001, deadline - time.monotonic()))
     secured = tls.wrap_socket(sock, server_hostname=hostname, do_handshake_on_connect=False)
     try:
+        current().has(secured)  # the old socket is detached
         secured.do_handshake()
     except BaseException:
-        secured.close()
+        current().close(secured)
         raise
     return TlsStream(secured)
 

@@ -16,12 +16,14 @@ become void at once, without anybody deleting them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from ..block import KEY_BYTES
 from ..errors import InvalidInput
+from ..names import NAME_MAX, PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,6 +59,16 @@ RECORD_BYTES_MAX = 16 * 1024
 # Numbers are stored as u32.
 NUMBER_MAX = 2**32 - 1
 
+# What a record may say, checked while it is decoded: others show it, connect to it and compute with
+# it. An address is a host's name of 253 characters, brackets and a port; a path is as long as Linux
+# knows one.
+Name = Annotated[str, Meta(max_length=NAME_MAX, pattern=PLAIN)]
+Address = Annotated[str, Meta(max_length=300, pattern=PLAIN)]
+SocketPath = Annotated[str, Meta(max_length=4096, pattern=PLAIN)]
+Nbytes = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+# Bandwidth and latency.
+Way = Annotated[list[Annotated[float, Meta(ge=0)]], Meta(min_length=2, max_length=2)]
+
 
 class NodeRecord(msgspec.Struct, frozen=True):
     """What a node says about itself.
@@ -67,16 +79,16 @@ class NodeRecord(msgspec.Struct, frozen=True):
     in s]. `started_at` is seconds since 1970; with the name it tells registrations apart.
     """
 
-    name: str
-    address: str
-    host: str
-    socket: str
-    capacity_bytes: int
-    free_bytes: int
+    name: Name
+    address: Address
+    host: Name
+    socket: SocketPath
+    capacity_bytes: Nbytes
+    free_bytes: Nbytes
     draining: bool = False
     number: int = 0
     started_at: float = 0.0
-    links: dict[str, list[float]] = {}
+    links: dict[Name, Way] = {}
 
 
 class DirectoryEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -106,8 +118,9 @@ class Directory(Protocol):
     """Every method is thread-safe and blocks for about `TIMEOUT_S` at most.
 
     Errors: DirectoryUnavailable when the directory does not answer, at once while it is known to be
-    down; InvalidInput for keys that are no keys and batches over the limits; ClientClosed after
-    `close`. What it stores is checked when it is read: broken entries are left out, never raised.
+    down; InvalidInput for keys that are no keys, records that no reader would take and batches over
+    the limits; ClientClosed after `close`. What it stores is checked when it is read: broken
+    entries are left out, never raised.
     """
 
     def register(self, record: NodeRecord) -> int:
@@ -162,6 +175,21 @@ class Directory(Protocol):
     def close(self) -> None:
         """Give back connections. Registrations live on until they expire."""
         ...
+
+
+def check_record(record: NodeRecord) -> None:
+    """Raise InvalidInput for a record that readers would leave out."""
+    try:
+        _record_decoder.decode(_encoder.encode(record))
+    except (msgspec.ValidationError, UnicodeEncodeError, OverflowError) as error:
+        raise InvalidInput(
+            f"no node can be registered as {record.name[:NAME_MAX]!r} with this record: {error}; "
+            "shorten its name, address and socket path, and leave control characters out"
+        ) from error
+
+
+_encoder = msgspec.msgpack.Encoder()
+_record_decoder = msgspec.msgpack.Decoder(NodeRecord)
 
 
 def check_keys(keys: Sequence[bytes], keys_max: int) -> None:

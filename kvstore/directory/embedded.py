@@ -28,6 +28,7 @@ from .base import (
     check_batch,
     check_keys,
     check_number,
+    check_record,
 )
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class EmbeddedDirectory(Directory):
 
     def register(self, record: NodeRecord) -> int:
         """See `Directory.register`."""
+        check_record(record)
         with self._locked() as state:
             if len(state.registrations) >= NODES_MAX:
                 raise DirectoryUnavailable(f"{NODES_MAX} nodes are registered; withdraw some first")
@@ -144,6 +146,7 @@ class EmbeddedDirectory(Directory):
 
     def heartbeat(self, record: NodeRecord) -> bool:
         """See `Directory.heartbeat`."""
+        check_record(record)
         with self._locked() as state:
             registration = state.registrations.get(record.number)
             if registration is None:

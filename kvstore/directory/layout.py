@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import xxhash
@@ -31,6 +31,7 @@ from .base import (
     RECORD_BYTES_MAX,
     DirectoryEvent,
     NodeRecord,
+    check_record,
 )
 
 if TYPE_CHECKING:
@@ -218,8 +219,9 @@ def encode_number(number: int) -> bytes:
 def encode_record(record: NodeRecord) -> bytes:
     """Identity and record. Links are for people: they are left out when they take too much room.
 
-    Raises InvalidInput for a record that is too large without them.
+    Raises InvalidInput for a record that is too large without them, or that nobody would take.
     """
+    check_record(record)
     identity = xxhash.xxh3_128_digest(_encoder.encode([record.name, record.started_at]))
     encoded = _encoder.encode(record)
     if len(encoded) > RECORD_BYTES_MAX:
@@ -232,25 +234,50 @@ def encode_record(record: NodeRecord) -> bytes:
     return identity + encoded
 
 
-def decode_nodes(pairs: Sequence[object], now_ms: int) -> dict[int, NodeRecord]:
-    """The live nodes in the reply to HGETALL; what is no record is left out."""
+class Found(NamedTuple):
+    """The live nodes by number, and how many entries are nothing that a node would have written."""
+
+    nodes: dict[int, NodeRecord]
+    ignored: int
+
+
+def decode_nodes(pairs: Sequence[object], now_ms: int) -> Found:
+    """What is in the reply to HGETALL; what is no record is left out, and counted."""
     nodes: dict[int, NodeRecord] = {}
+    ignored = 0
     for field, value in zip(pairs[::2], pairs[1::2], strict=False):
-        if not isinstance(field, bytes) or not isinstance(value, bytes):
+        if _has_ended(value, now_ms):
             continue
-        if not (field.isdigit() and len(field) <= 10 and 0 < int(field) <= NUMBER_MAX):
-            continue
-        if not _HEAD_BYTES < len(value) <= _HEAD_BYTES + RECORD_BYTES_MAX:
-            continue
-        if _EXPIRY.unpack_from(value)[0] <= now_ms or len(nodes) >= NODES_MAX:
-            continue
-        try:
-            record = _record_decoder.decode(memoryview(value)[_HEAD_BYTES:])
-        except _NOT_OURS:
-            continue
-        number = int(field)
-        nodes[number] = msgspec.structs.replace(record, number=number)
-    return nodes
+        number, record = _number(field), _decode_record(value)
+        if not number or record is None:
+            ignored += 1
+        elif len(nodes) < NODES_MAX:
+            nodes[number] = msgspec.structs.replace(record, number=number)
+    return Found(nodes, ignored)
+
+
+def _has_ended(value: object, now_ms: int) -> bool:
+    is_entry = isinstance(value, bytes) and len(value) > _HEAD_BYTES
+    return is_entry and _EXPIRY.unpack_from(value)[0] <= now_ms  # type: ignore[arg-type]
+
+
+def _number(field: object) -> int:
+    """The number of a registration; 0 for anything else."""
+    if not isinstance(field, bytes) or not field.isdigit() or len(field) > 10:
+        return 0
+    number = int(field)
+    return number if number <= NUMBER_MAX else 0
+
+
+def _decode_record(value: object) -> NodeRecord | None:
+    if not isinstance(value, bytes):
+        return None
+    if not _HEAD_BYTES < len(value) <= _HEAD_BYTES + RECORD_BYTES_MAX:
+        return None
+    try:
+        return _record_decoder.decode(memoryview(value)[_HEAD_BYTES:])
+    except _NOT_OURS:
+        return None
 
 
 def encode_event(event: DirectoryEvent) -> bytes:

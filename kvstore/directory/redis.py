@@ -6,6 +6,7 @@ nothing waits for replicas, and a call that does not come through is not repeate
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import threading
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
     from .server import Reply, Server, Word
     from .url import RedisOptions
+
+log = logging.getLogger(__name__)
 
 # While the shard with the membership is away, the others are read with what was known of it.
 STALE_MEMBERSHIP_S = 60.0
@@ -101,6 +104,7 @@ class RedisDirectory(Directory):
         self._lock = threading.Lock()  # protects all below
         self._membership: _Membership | None = None
         self._membership_asked_at = 0.0
+        self._ignored_records = 0  # of the membership that was last read
         self._epoch = 0  # changes of the membership by this handle
         self._counters = {"locates": 0, "located_keys": 0, "published_keys": 0, "failures": 0}
 
@@ -283,8 +287,10 @@ class RedisDirectory(Directory):
                 now_ms = int(seconds) * 1000 + int(microseconds) // 1000
             case _:
                 raise self._refused(clock if isinstance(pairs, list) else pairs)
-        nodes = layout.decode_nodes(pairs, now_ms)
+        nodes, ignored = layout.decode_nodes(pairs, now_ms)
         with self._lock:
+            is_news = ignored > self._ignored_records
+            self._ignored_records = ignored
             known = self._membership
             if known is not None and known.holders.alive == nodes.keys():
                 holders = known.holders
@@ -293,7 +299,12 @@ class RedisDirectory(Directory):
             read = _Membership(nodes, holders, time.monotonic())
             if epoch == self._epoch:  # else the question may be older than what we have changed
                 self._membership = read
-            return read
+        if is_news:
+            log.warning(
+                "%d entries of the directory at %s are no records of nodes, and ignored",
+                ignored, self._options.address,
+            )  # fmt: skip
+        return read
 
     def _forget_membership(self) -> None:
         """Who changes it reads it anew."""
@@ -370,6 +381,7 @@ class RedisDirectory(Directory):
                 "healthy": not down,
                 "down": down,
                 "nodes": len(known.nodes) if known is not None else 0,
+                "ignored_records": self._ignored_records,
                 **self._counters,
             }
 

@@ -52,7 +52,7 @@ def keys_of(seed: str, count: int) -> list[bytes]:
     return [hashlib.blake2b(name, digest_size=16).digest() for name in names]
 
 
-def record(name: str = "node-a", **fields: object) -> NodeRecord:
+def record(name: object = "node-a", **fields: object) -> NodeRecord:
     """A node's record with everything filled in."""
     filled: dict[str, object] = {
         "address": f"{name}.example:7700",
@@ -64,6 +64,26 @@ def record(name: str = "node-a", **fields: object) -> NodeRecord:
         "links": {"node-z": [1.25e9, 0.0001]},
     }
     return NodeRecord(name=name, **{**filled, **fields})  # type: ignore[arg-type]
+
+
+# What somebody who can write to the directory may try on those who read it.
+BAD_RECORDS: list[dict[str, object]] = [
+    {"name": "\x1b[2J"},
+    {"name": "two\nlines"},
+    {"name": "\x9b31m"},
+    {"name": "n" * 201},
+    {"address": "host\r:1"},
+    {"address": "h" * 400},
+    {"host": "\0"},
+    {"socket": "/run/\x1b]0;title\a"},
+    {"socket": "/" * 5000},
+    {"capacity_bytes": -1},
+    {"free_bytes": 1 << 63},
+    {"links": {"\x7f": [1.0, 1.0]}},
+    {"links": {"other": [1.0]}},
+    {"links": {"other": [1.0, -1.0]}},
+    {"links": {"other": [float("nan"), 1.0]}},
+]
 
 
 def eventually(holds: Callable[[], bool], what: str) -> None:
@@ -113,6 +133,16 @@ class DirectoryContract:
             numbers.append(directory.register(record()))
             directory.withdraw(numbers[-1])
         assert len(set(numbers)) == len(numbers)
+
+    def test_what_nobody_would_show_or_use_is_no_record(self, open_handle: OpenHandle) -> None:
+        directory = open_handle()
+        number = directory.register(record("rack 2, n\u00f6de 7"))
+        for bad in BAD_RECORDS:
+            with refused(InvalidInput, "shorten"):
+                directory.register(record(**bad))
+            with refused(InvalidInput, "shorten"):
+                directory.heartbeat(record(**{**bad, "number": number}))
+        assert list(directory.nodes()) == [number]
 
     def test_a_heartbeat_replaces_the_record(self, open_handle: OpenHandle) -> None:
         directory, reader = open_handle(), open_handle()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from tiffin.messenger.ration import Ration
+
 from ..block import read_header
 from ..errors import CorruptBlock, InvalidInput, VersionMismatch
 from .following import Sealed
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     View = Callable[[Replica], ByteArray]
 
 log = logging.getLogger(__name__)
+log.addFilter(Ration())
 
 
 def intact(replica: Replica, view: View) -> bool:

@@ -9,49 +9,66 @@ unix socket. Over the network nobody maps it, and only leases name memory (`remo
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from .. import names
 from ..block import MAX_HEADER_BYTES, MAX_SEGMENTS
 
 PROTOCOL_VERSION = 1
 
-# Limits of one request, checked while it is decoded. 65,536 keys are 33 million tokens; names are
-# for people to read in `tiffin status`.
-KEYS_BYTES_MAX = 65_536 * 16
+# Limits of one message, checked while it is decoded, by whoever it came from. 65,536 keys are 33
+# million tokens.
+KEYS_MAX = 65_536
+KEYS_BYTES_MAX = KEYS_MAX * 16
 TIMEOUT_S_MAX = 3600.0
-NAME_MAX = 200
+NAME_MAX = names.NAME_MAX
 
 # The id of a request that is not answered: releases, aborts, reports. Half of a reader's messages.
 UNAWAITED = 0
 
 Keys = Annotated[bytes, Meta(max_length=KEYS_BYTES_MAX)]
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
-# No control characters: it is shown on the terminals of others, and must not command them.
-Name = Annotated[str, Meta(max_length=NAME_MAX, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z")]
+Name = Annotated[str, Meta(max_length=NAME_MAX, pattern=names.PLAIN)]
 Timeout = Annotated[float, Meta(ge=0, le=TIMEOUT_S_MAX)]
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 # Writers of one block: no more than it has segments. A header comes without the zeros at its end.
 Ranks = Annotated[int, Meta(ge=1, le=MAX_SEGMENTS)]
 Bitmap = Annotated[bytes, Meta(max_length=MAX_SEGMENTS // 8)]
 HeaderBytes = Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
+# Of one slot per key at most: the slots of a commit, what a reservation or a lease grants.
+PerKey = Annotated[list[Natural], Meta(max_length=KEYS_MAX)]
+Headers = Annotated[list[HeaderBytes], Meta(max_length=KEYS_MAX)]
+# A byte per key.
+KeyFlags = Annotated[bytes, Meta(max_length=KEYS_MAX)]
 # Of one publication: 131,072 checksums, a layer of 16 segments of 8,192 blocks; more go in several.
 # And of one answer to an await: a layer of one segment of every block of a lease, 16 times.
 PUBLISHED_BYTES_MAX = 1 << 20
 AWAITED_BYTES_MAX = 8 << 20
 Segments = Annotated[list[Natural], Meta(max_length=MAX_SEGMENTS)]
 Spans = Annotated[list[Natural], Meta(max_length=2 * MAX_SEGMENTS)]
-Slots = Annotated[list[Natural], Meta(max_length=KEYS_BYTES_MAX // 16)]
 Checksums = Annotated[bytes, Meta(max_length=PUBLISHED_BYTES_MAX)]
+AwaitedChecksums = Annotated[bytes, Meta(max_length=AWAITED_BYTES_MAX)]
 # Nonces, proofs and session names of the network handshake (`handshake.py`).
 Secret = Annotated[bytes, Meta(max_length=32)]
 
 # Keys per page of an inventory: 1 MiB of frame.
 INVENTORY_KEYS = 65_536
+InventoryKeys = Annotated[bytes, Meta(max_length=16 * INVENTORY_KEYS)]
 # Events per answer; 16 bytes and a flag each.
 EVENTS_MAX = 16_384
+EventFlags = Annotated[bytes, Meta(max_length=EVENTS_MAX)]
+EventKeys = Annotated[bytes, Meta(max_length=16 * EVENTS_MAX)]
+# A node has some 20 kinds of numbers; what is in each is bounded by the frame.
+NestedNumbers = Annotated[dict[str, Any], Meta(max_length=256)]
+# Why something was refused: some lines for people, with no control characters but these two.
+REFUSAL_MAX = 4096
+ErrorName = Annotated[str, Meta(max_length=100)]
+Text = Annotated[str, Meta(max_length=REFUSAL_MAX, pattern=r"\A[^\x00-\x08\x0b-\x1f\x7f-\x9f]*\Z")]
+_NO_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Request(msgspec.Struct, array_like=True, forbid_unknown_fields=False, gc=False):
@@ -112,8 +129,8 @@ class Commit(Request, tag="commit"):
     """
 
     lease: Natural
-    skip: list[Natural] = []
-    headers: list[HeaderBytes] = []
+    skip: PerKey = []
+    headers: Headers = []
 
 
 class Abort(Request, tag="abort"):
@@ -137,7 +154,7 @@ class Publish(Request, tag="publish"):
     those of the first slot's segments first."""
 
     lease: Natural
-    slots: Slots
+    slots: PerKey
     segments: Segments
     spans: Spans
     checksums: Checksums
@@ -279,7 +296,7 @@ class Welcome(Reply, tag="welcome"):
     the network `proof` shows that the node knows the token as well."""
 
     version: int
-    node: str
+    node: Name
     region_bytes: int
     proof: Secret = b""
 
@@ -288,17 +305,17 @@ class Flags(Reply, tag="flags"):
     """One byte per key (`Match`, `Exists`) or per slot (`Commit`: 1 stored, 0 refused, 2 waiting
     for the other writers of the block)."""
 
-    flags: bytes
+    flags: KeyFlags
 
 
 class Reserved(Reply, tag="reserved"):
     """`statuses` per key decided on; offsets and generations of the granted ones, in order."""
 
-    statuses: bytes
+    statuses: KeyFlags
     reason: int
     lease: int
-    offsets: list[int]
-    generations: list[int]
+    offsets: PerKey
+    generations: PerKey
 
 
 class Leased(Reply, tag="leased"):
@@ -307,9 +324,9 @@ class Leased(Reply, tag="leased"):
 
     reason: int
     lease: int
-    offsets: list[int]
-    generations: list[int]
-    lengths: list[int] = []
+    offsets: PerKey
+    generations: PerKey
+    lengths: PerKey = []
 
 
 class Awaited(Reply, tag="awaited"):
@@ -317,7 +334,7 @@ class Awaited(Reply, tag="awaited"):
     by the writers' word, 8 bytes each, little-endian, those of the first block first."""
 
     ready: bool
-    checksums: bytes = b""
+    checksums: AwaitedChecksums = b""
 
 
 class Done(Reply, tag="done"):
@@ -329,14 +346,14 @@ class Done(Reply, tag="done"):
 class Numbers(Reply, tag="numbers"):
     """Statistics as nested plain values."""
 
-    numbers: dict[str, Any]
+    numbers: NestedNumbers
 
 
 class KeyPage(Reply, tag="key_page"):
     """A page of the inventory as it was at event number `seq`; `more` if others follow."""
 
     seq: int
-    keys: bytes
+    keys: InventoryKeys
     more: bool
 
 
@@ -345,8 +362,8 @@ class EventPage(Reply, tag="event_page"):
     `gap`: events after the one asked for were forgotten; take the inventory."""
 
     first: int
-    added: bytes
-    keys: bytes
+    added: EventFlags
+    keys: EventKeys
     gap: bool = False
 
 
@@ -364,8 +381,16 @@ class Described(Reply, tag="described"):
 class Refused(Reply, tag="refused"):
     """The request failed; `error` names a class of `tiffin.kvstore.errors`."""
 
-    error: str
-    message: str
+    error: ErrorName
+    message: Text
+
+
+def refusal(request_id: int, error: Exception) -> Refused:
+    """The reply that tells of an error, shortened and cleaned to what a `Refused` can say."""
+    text = _NO_TEXT.sub("?", str(error)[:REFUSAL_MAX])
+    # Paths may hold what is no UTF-8.
+    text = text.encode("utf-8", "replace").decode()
+    return Refused(request_id, type(error).__name__, text)
 
 
 AnyReply = (

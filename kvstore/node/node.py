@@ -25,15 +25,14 @@ from tiffin.messenger.errors import GrantError
 
 from ..arena import Extent
 from ..errors import (
-    CorruptBlock,
     Draining,
     InvalidInput,
     StaleLease,
     TierUnavailable,
     TiffinError,
-    VersionMismatch,
 )
 from ..eviction import make_policy
+from ..names import check_name
 from ..tiers.base import TierName
 from ..tiers.dram import DramTier
 from ..tiers.nvme import NvmeTier
@@ -42,7 +41,8 @@ from .adoption import adopt
 from .core import KEY_BYTES, CoreOptions, NodeCore, split_keys
 from .following import Watch, publish
 from .headers import intact, sealed, united
-from .mover import Mover, extent_of, verify_block
+from .inspector import Inspector
+from .mover import Mover, extent_of
 from .numbers import numbers_of
 from .onesided import confirm, not_offered
 from .records import Erase, Move, MoveOutcome, Pin, Reason, Replica, Session, Ticket
@@ -100,12 +100,12 @@ class _Parked:
 
 
 class Node:
-    """A running node. Raises InvalidInput for options that cannot work, TierUnavailable when a
-    tier's memory or disk is not to be had."""
+    """A running node. Raises InvalidInput for a name and options that cannot work, TierUnavailable
+    when a tier's memory or disk is not to be had."""
 
     def __init__(self, options: NodeOptions, *, name: str = "node") -> None:
         self.options = options
-        self.name = name
+        self.name = check_name(name)
         self.started_at = time.time()
         self.draining = False
         # More for `statistics`, by whoever puts the node to use.
@@ -128,6 +128,8 @@ class Node:
             # Grows across restarts without having been written down anywhere.
             first_generation=time.time_ns(),
         )
+        self._lock = threading.RLock()
+        self._inspector = Inspector(self.core, self._lock, self._view, self._after, self.submit)
         self._handlers: dict[type, Callable[[Session, Any, ReplyTo], None]] = {
             messages.Match: self._match,
             messages.Exists: self._exists,
@@ -138,7 +140,7 @@ class Node:
             messages.Publish: self._publish,
             messages.Await: self._await,
             messages.Release: self._release,
-            messages.Report: self._report,
+            messages.Report: self._inspector.report,
             messages.Pin: self._pin,
             messages.Remove: self._remove,
             messages.Statistics: self._statistics,
@@ -148,7 +150,6 @@ class Node:
             messages.Describe: not_offered,
             messages.Confirm: confirm,
         }
-        self._lock = threading.RLock()
         self._parked: deque[_Parked] = deque()
         self._tickets: dict[Ticket, tuple[float, int, ReplyTo]] = {}
         self._closed = threading.Event()
@@ -189,12 +190,14 @@ class Node:
         """Carry out one request of a session; thread-safe. Exactly one reply per request."""
         with self._lock:
             try:
+                if self._inspector.postpones(session, request, reply):
+                    return
                 handler = self._handlers.get(type(request))
                 if handler is None:
                     raise InvalidInput(f"{type(request).__name__} is not a request for a node")
                 handler(session, request, reply)
             except TiffinError as error:
-                reply(_refusal(request.id, error))
+                reply(messages.refusal(request.id, error))
             self._after()
 
     def disconnect(self, session: Session, *, fenced: bool) -> bool:
@@ -202,6 +205,7 @@ class Node:
         whether nothing is left of it; if not, `fence` is to follow."""
         with self._lock:
             session.gone = True  # so that settling its tickets grants nothing any more
+            self._inspector.forget(session)
             self._parked = deque(p for p in self._parked if p.session is not session)
             for ticket in [t for t in self._tickets if t.session is session]:
                 del self._tickets[ticket]
@@ -286,6 +290,7 @@ class Node:
         self._closed.set()
         self._hurry.set()
         self._ticker.join()
+        self._inspector.close()
         if self._mover is not None:
             self._mover.close()
         if self.nvme is not None:
@@ -343,7 +348,7 @@ class Node:
                     share,
                 )
             except InvalidInput as error:  # a parked one is tried in somebody else's call
-                reply(_refusal(request.id, error))
+                reply(messages.refusal(request.id, error))
                 return True
             if made.reason is Reason.NO_ROOM and not made.statuses and not final:
                 return False
@@ -426,7 +431,7 @@ class Node:
             try:
                 answer = watch.look(_now(), lambda r: sealed(r, self._view), final=final)
             except TiffinError as error:  # it may be tried in somebody else's call
-                reply(_refusal(request.id, error))
+                reply(messages.refusal(request.id, error))
                 return True
             if answer is None:
                 return False
@@ -438,20 +443,6 @@ class Node:
     def _release(self, session: Session, request: messages.Release, reply: ReplyTo) -> None:
         self.core.release(session, request.lease)
         reply(messages.Done(request.id, 1))
-
-    def _report(self, session: Session, request: messages.Report, reply: ReplyTo) -> None:
-        """A reader says that a block is damaged: look, rather than believe it."""
-        block = self.core.index.get(request.key)
-        replica = block.dram if block is not None else None
-        damaged = 0
-        if replica is not None and replica.generation == request.generation:
-            try:
-                verify_block(self._view(replica), replica)
-            except (CorruptBlock, VersionMismatch) as error:
-                log.warning("dropping a block that a reader found damaged: %s", error)
-                self.core.condemn(request.key, request.generation)
-                damaged = 1
-        reply(messages.Done(request.id, damaged))
 
     def _pin(self, session: Session, request: messages.Pin, reply: ReplyTo) -> None:
         until = _now() + request.ttl_s
@@ -590,10 +581,6 @@ class Node:
 
 def _now() -> float:
     return time.monotonic()
-
-
-def _refusal(request_id: int, error: TiffinError) -> messages.Refused:
-    return messages.Refused(request_id, type(error).__name__, str(error))
 
 
 __all__ = ["Node", "NodeOptions"]

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tiffin.messenger.errors import FrameError, PeerLost
+from tiffin.messenger.ration import Ration
 from tiffin.messenger.tcp import Answer, Listener
 
 from ..credentials import NONCE_BYTES, Credentials, is_loopback
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from .records import Session
 
 log = logging.getLogger(__name__)
+log.addFilter(Ration())
 
 # A session is one process: some dozens of streams at most.
 SESSION_CONNECTIONS_MAX = 64
@@ -220,8 +222,7 @@ class _Conversation:
             self._refusals += 1
             if self._refusals > _REFUSALS_MAX:
                 raise FrameError("too many hellos that were refused")
-        refusal = messages.Refused(request_id, type(error).__name__, str(error))
-        return Answer(messages.encoder.encode(refusal))
+        return Answer(messages.encoder.encode(messages.refusal(request_id, error)))
 
     def _submit(self, session: Session, request: messages.Request) -> Answer:
         arrival = Arrival(partial(self._undo, session))

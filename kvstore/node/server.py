@@ -25,6 +25,7 @@ import time
 from typing import TYPE_CHECKING, cast
 
 from tiffin.messenger.errors import FrameError
+from tiffin.messenger.ration import Ration
 from tiffin.messenger.wire import FrameDecoder, encode_frame
 
 from ..errors import InvalidInput, NodeUnavailable, ProtocolError, TiffinError, VersionMismatch
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from .records import Session
 
 log = logging.getLogger(__name__)
+log.addFilter(Ration())
 
 # One process per GPU and a few tools make some dozens; the default limit of descriptors is 1,024,
 # and each connection needs two.
@@ -216,7 +218,7 @@ class Connection(asyncio.BufferedProtocol):
     def _refuse(self, request_id: int, error: TiffinError) -> None:
         """Say why, and hang up."""
         log.warning("refusing a connection: %s", error)
-        self._write(messages.Refused(request_id, type(error).__name__, str(error)))
+        self._write(messages.refusal(request_id, error))
         if self._transport is not None:
             self._transport.close()
 

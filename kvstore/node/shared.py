@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from tiffin.messenger.ration import Ration
+
 from ..block import PAGE_BYTES, pack_header, read_header
 from ..errors import CorruptBlock, InvalidInput, VersionMismatch
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from .records import Replica
 
 log = logging.getLogger(__name__)
+log.addFilter(Ration())
 
 
 class Share(NamedTuple):

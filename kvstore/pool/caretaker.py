@@ -14,13 +14,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import Draining, NodeUnavailable, TiffinError
 from ..link import LocalLink
 from ..node import messages
-from ..node.core import KEY_BYTES, split_keys
-from .copy import copy_from
+from ..node.core import split_keys
+from .chains import Chain, chains_of, members_of, resident_keys
+from .copy import Copier
 from .plan import place
 
 if TYPE_CHECKING:
@@ -42,31 +43,7 @@ QUEUED_MAX = 256
 WATCH_S = 2.0
 # Pinned blocks that are watched; each costs 100 bytes and a place in a question every WATCH_S.
 WATCHED_MAX = 65_536
-# One order: as many blocks as are copied at a time.
-ORDER_BLOCKS = 64
 ORDER_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Consecutive blocks of one prefix: joined keys, the key before them, the first one's depth."""
-
-    keys: bytes
-    parent: bytes
-    depth: int
-    nbytes: int
-
-    def __len__(self) -> int:
-        return len(self.keys) // KEY_BYTES
-
-    def after(self, count: int) -> Chain:
-        """The chain without its first `count` blocks."""
-        if not count:
-            return self
-        at = count * KEY_BYTES
-        parent = self.keys[at - KEY_BYTES : at]
-        left = len(self) - count
-        return Chain(self.keys[at:], parent, self.depth + count, self.nbytes * left // len(self))
 
 
 @dataclass(slots=True)
@@ -135,15 +112,9 @@ class Caretaker:
 
     def _pull(self, session: Session, request: messages.Pull, reply: ReplyTo) -> None:
         def work() -> int:
-            return copy_from(
-                self._engine.peer(request.source),
-                self._node,
-                self._home,
-                request.keys,
-                request.parent,
-                request.depth,
-                time.monotonic() + request.timeout_s,
-            )
+            copier = Copier(self._engine.peer(request.source), self._node, self._home)
+            deadline = time.monotonic() + request.timeout_s
+            return copier.copy(request.keys, request.parent, request.depth, deadline)
 
         split_keys(request.keys)  # raises InvalidInput
         if self._node.draining:
@@ -153,14 +124,8 @@ class Caretaker:
             reply(messages.Done(request.id))
 
     def _evacuate(self, session: Session, request: messages.Evacuate, reply: ReplyTo) -> None:
-        chains = self._chains(list(self._node.core.index))
         deadline = time.monotonic() + request.timeout_s
-        self._begin(
-            self._evacuator,
-            lambda: self._hand_over(chains, deadline, spare=True),
-            request.id,
-            reply,
-        )
+        self._begin(self._evacuator, lambda: self._empty(deadline), request.id, reply)
 
     def _begin(
         self,
@@ -180,10 +145,10 @@ class Caretaker:
                 answer: messages.AnyReply = messages.Done(request_id, work())
             except TiffinError as error:
                 log.info("a copy failed: %s", error)
-                answer = messages.Refused(request_id, type(error).__name__, str(error))
+                answer = messages.refusal(request_id, error)
             except Exception as error:
                 log.exception("a copy failed unexpectedly")
-                answer = messages.Refused(request_id, "NodeUnavailable", repr(error))
+                answer = messages.refusal(request_id, NodeUnavailable(repr(error)))
             finally:
                 self._count(-1)
             if reply is not None:
@@ -197,29 +162,21 @@ class Caretaker:
 
     # -- handing over ------------------------------------------------------------------------------
 
-    def _chains(self, keys: Sequence[bytes]) -> list[Chain]:
-        """The resident ones of `keys` as chains, heads first. Under the node's lock."""
-        index = self._node.core.index
-        blocks = sorted((index[key] for key in keys if key in index), key=lambda b: b.depth)
-        chains: list[list[Any]] = []
-        ends: dict[bytes, list[Any]] = {}
-        for block in blocks:
-            parent = block.parent.key if block.parent is not None else b""
-            chain = ends.pop(parent, None) if parent else None
-            if chain is None or len(chain) >= ORDER_BLOCKS:
-                chain = []
-                chains.append(chain)
-            chain.append(block)
-            ends[block.key] = chain
-        return [
-            Chain(
-                b"".join(block.key for block in chain),
-                chain[0].parent.key if chain[0].parent is not None else bytes(KEY_BYTES),
-                chain[0].depth,
-                sum(replica.length for block in chain for replica in block.replicas()[:1]),
-            )
-            for chain in chains
-        ]
+    def _empty(self, deadline: float) -> int:
+        """Hand over every block; how many are elsewhere then. A node that is being drained gets new
+        ones only from who had reserved before: it looks again until there are none."""
+        done = 0
+        seen: set[bytes] = set()
+        while fresh := [key for key in resident_keys(self._node) if key not in seen]:
+            seen.update(fresh)
+            chains = chains_of(members_of(self._node, fresh))
+            done += self._hand_over(chains, deadline, spare=True)
+            if not self._node.draining or self._over(deadline):
+                break
+        return done
+
+    def _over(self, deadline: float) -> bool:
+        return time.monotonic() >= deadline or self._closing.is_set()
 
     def _hand_over(self, chains: Sequence[Chain], deadline: float, *, spare: bool) -> int:
         """Have other nodes copy these chains; how many blocks they have then. With `spare`, blocks
@@ -227,10 +184,9 @@ class Caretaker:
         done = 0
         me = self._number()
         for chain in chains:
-            if time.monotonic() >= deadline or self._closing.is_set():
+            if self._over(deadline):
                 break
-            keys = [chain.keys[at : at + KEY_BYTES] for at in range(0, len(chain.keys), KEY_BYTES)]
-            holders = self._directory.locate(keys)
+            holders = self._directory.locate(split_keys(chain.keys))
             if spare and all(set(numbers) - {me} for numbers in holders):
                 done += len(chain)
                 continue
@@ -276,8 +232,7 @@ class Caretaker:
         if not lost:
             return
         log.info("%d pinned blocks have lost a replica; making another", len(lost))
-        with self._node.held():
-            chains = self._chains(lost)
+        chains = chains_of(members_of(self._node, lost))
         self._hand_over(chains, time.monotonic() + ORDER_TIMEOUT_S, spare=False)
 
 

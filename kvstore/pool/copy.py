@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tiffin.messenger.transport import Range
 
@@ -21,6 +21,8 @@ from ..node.mover import verify_extent
 from .peer import as_ours
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tiffin.messenger.local import ByteArray as Bytes
 
     from ..link import LocalLink
@@ -37,55 +39,94 @@ AT_ONCE_BLOCKS = 64
 ROOM_WAIT_S = 1.0
 
 
-def copy_from(
-    peer: Peer,
-    node: Node,
-    home: LocalLink,
-    keys: bytes,
-    parent: bytes,
-    depth: int,
-    deadline: float,
-) -> int:
-    """Copy those of `keys`, consecutive blocks of one prefix, that are not here.
+class Copier:
+    """Copies from `peer` into `node`, which `home` is the way into."""
 
-    Returns how many leading ones of them are here afterwards. Raises NodeUnavailable and
-    DeadlineExceeded when the source is lost, Draining when this node takes nothing.
-    """
-    done = 0
-    total = len(keys) // KEY_BYTES
-    while done < total and time.monotonic() < deadline:
-        rest = keys[done * KEY_BYTES :]
-        here = len(node.match(rest))
-        done += here
-        if here or done == total:
-            parent = keys[(done - 1) * KEY_BYTES : done * KEY_BYTES] if done else parent
-            continue
-        part = rest[: AT_ONCE_BLOCKS * KEY_BYTES]
-        copied = _copy_part(peer, node, home, part, parent, depth + done, deadline)
-        if not copied and not node.match(part[:KEY_BYTES]):  # another writer may have brought it
-            break
-    return done
+    def __init__(self, peer: Peer, node: Node, home: LocalLink) -> None:
+        self._peer = peer
+        self._node = node
+        self._home = home
+
+    def copy(self, keys: bytes, parent: bytes, depth: int, deadline: float) -> int:
+        """Copy those of `keys`, consecutive blocks of one prefix, that are not here.
+
+        Returns how many leading ones of them are here afterwards. Raises NodeUnavailable and
+        DeadlineExceeded when the source is lost, Draining when this node takes nothing.
+        """
+        done = 0
+        total = len(keys) // KEY_BYTES
+        while done < total and time.monotonic() < deadline:
+            rest = keys[done * KEY_BYTES :]
+            here = len(self._node.match(rest))
+            done += here
+            if here or done == total:
+                parent = keys[(done - 1) * KEY_BYTES : done * KEY_BYTES] if done else parent
+                continue
+            part = _Part(rest[: AT_ONCE_BLOCKS * KEY_BYTES], parent, depth + done, deadline)
+            copied = self._copy_part(part)
+            # Another writer may have brought it.
+            if not copied and not self._node.match(part.keys[:KEY_BYTES]):
+                break
+        return done
+
+    def _copy_part(self, part: _Part) -> int:
+        """Lease from the source, reserve here, move, prove, commit; how many were committed."""
+        left_s = part.left_s()
+        leased = self._peer.call(messages.Lease(0, part.keys, left_s), left_s)
+        if not leased.lease:
+            return 0
+        try:
+            return self._copy_leased(part, leased)
+        finally:
+            self._peer.post(messages.Release(0, leased.lease))
+
+    def _copy_leased(self, part: _Part, leased: messages.Leased) -> int:
+        left_s = part.left_s()
+        keys = part.keys[: _alike(leased.lengths) * KEY_BYTES]
+        length = leased.lengths[0]
+        room_s = min(left_s, ROOM_WAIT_S)
+        request = messages.Reserve(0, keys, part.parent, part.depth, length, room_s)
+        reserved, _ = self._home.call(request, room_s)
+        if not reserved.lease:
+            return 0
+        try:
+            skip = self._move(part, leased, reserved)
+            answer, _ = self._home.call(messages.Commit(0, reserved.lease, skip), left_s)
+        except BaseException:
+            self._home.post(messages.Abort(0, reserved.lease))
+            raise
+        return sum(answer.flags)
+
+    def _move(self, part: _Part, leased: messages.Leased, reserved: messages.Reserved) -> list[int]:
+        """Read what was granted; the slots that are not to be kept, which the source is told of."""
+        length = leased.lengths[0]
+        granted = [i for i, status in enumerate(reserved.statuses) if status == Status.GRANTED]
+        targets = [self._node.dram.view(Extent(offset, length)) for offset in reserved.offsets]
+        with as_ours(self._peer.label):
+            self._peer.transport.read(
+                leased.lease,
+                [Range(index * length, length) for index in granted],
+                targets,
+                deadline=part.deadline,
+            )
+        names = split_keys(part.keys)
+        skip = _prove(names, leased, granted, targets, reserved)
+        for index in (granted[slot] for slot in skip):
+            self._peer.post(messages.Report(0, names[index], leased.generations[index]))
+        return skip
 
 
-def _copy_part(
-    peer: Peer,
-    node: Node,
-    home: LocalLink,
-    keys: bytes,
-    parent: bytes,
-    depth: int,
-    deadline: float,
-) -> int:
-    """Lease from the source, reserve here, move, prove, commit; how many blocks were committed."""
-    left_s = max(0.0, deadline - time.monotonic())
-    leased = peer.call(messages.Lease(0, keys, left_s), left_s)
-    if not leased.lease:
-        return 0
-    try:
-        count = _alike(leased.lengths)
-        return _copy_leased(peer, node, home, keys, parent, depth, leased, count, deadline)
-    finally:
-        peer.post(messages.Release(0, leased.lease))
+class _Part(NamedTuple):
+    """Consecutive blocks that are copied at a time: joined keys, the key before them, the first
+    one's depth."""
+
+    keys: bytes
+    parent: bytes
+    depth: int
+    deadline: float
+
+    def left_s(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
 
 
 def _alike(lengths: list[int]) -> int:
@@ -96,54 +137,14 @@ def _alike(lengths: list[int]) -> int:
     return min(same, max(1, AT_ONCE_BYTES // lengths[0]))
 
 
-def _copy_leased(
-    peer: Peer,
-    node: Node,
-    home: LocalLink,
-    keys: bytes,
-    parent: bytes,
-    depth: int,
-    leased: messages.Leased,
-    count: int,
-    deadline: float,
-) -> int:
-    left_s = max(0.0, deadline - time.monotonic())
-    length = leased.lengths[0]
-    room_s = min(left_s, ROOM_WAIT_S)
-    request = messages.Reserve(0, keys[: count * KEY_BYTES], parent, depth, length, room_s)
-    reserved, _ = home.call(request, room_s)
-    if not reserved.lease:
-        return 0
-    granted = [i for i, status in enumerate(reserved.statuses) if status == Status.GRANTED]
-    targets = [node.dram.view(Extent(offset, length)) for offset in reserved.offsets]
-    try:
-        with as_ours(peer.label):
-            peer.transport.read(
-                leased.lease,
-                [Range(index * length, length) for index in granted],
-                targets,
-                deadline=deadline,
-            )
-        skip = _prove(keys, leased, granted, targets, reserved)
-        names = split_keys(keys)
-        for index in (granted[slot] for slot in skip):
-            peer.post(messages.Report(0, names[index], leased.generations[index]))
-        answer, _ = home.call(messages.Commit(0, reserved.lease, skip), left_s)
-    except BaseException:
-        home.post(messages.Abort(0, reserved.lease))
-        raise
-    return sum(answer.flags)
-
-
 def _prove(
-    keys: bytes,
+    names: Sequence[bytes],
     leased: messages.Leased,
     granted: list[int],
     targets: list[Bytes],
     reserved: messages.Reserved,
 ) -> list[int]:
     """Check every block that arrived and give its header its place here; the slots that failed."""
-    names = split_keys(keys)
     failed = []
     for slot, index in enumerate(granted):
         view = targets[slot]
@@ -162,4 +163,4 @@ def _prove(
     return failed
 
 
-__all__ = ["copy_from"]
+__all__ = ["Copier"]

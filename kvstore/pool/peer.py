@@ -29,9 +29,8 @@ from ..errors import (
     NotAuthenticated,
     ProtocolError,
     TiffinError,
-    VersionMismatch,
 )
-from ..link import GRACE_S, raise_refusal
+from ..link import GRACE_S, check_version, raise_refusal
 from ..node import messages
 from .onesided import OneSided
 from .replies import check_reply
@@ -188,11 +187,7 @@ class Peer:
             raise_refusal(challenge)
         if not isinstance(challenge, messages.Challenge):
             raise ProtocolError(f"{self.label} is not a Tiffin node: it sent no challenge")
-        if challenge.version != messages.PROTOCOL_VERSION:
-            raise VersionMismatch(
-                f"the node at {self.label} speaks protocol {challenge.version}, this client "
-                f"{messages.PROTOCOL_VERSION}; run the same version of tiffin on both sides"
-            )
+        check_version(challenge.version, self.label)
         nonce = secrets.token_bytes(NONCE_BYTES)
         proof = self._credentials.prove(b"client", nonce, challenge.nonce)
         hello = messages.Hello(

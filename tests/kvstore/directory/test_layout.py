@@ -22,7 +22,7 @@ from tiffin.kvstore.directory.layout import (
     encode_number,
     encode_record,
 )
-from tiffin.kvstore.directory.testing import keys_of, record
+from tiffin.kvstore.directory.testing import BAD_RECORDS, keys_of, record
 from tiffin.kvstore.errors import InvalidInput
 
 KEY = bytes(range(16))
@@ -91,19 +91,20 @@ def entry(expires_ms: int, **fields: object) -> bytes:
 
 def test_living_nodes_are_read() -> None:
     pairs = [b"5", entry(1001), b"6", entry(1000), b"7", entry(5000, name="other", number=99)]
-    nodes = decode_nodes(pairs, now_ms=1000)
+    nodes, ignored = decode_nodes(pairs, now_ms=1000)
+    assert not ignored, "one whose time is over is no damage"
     assert nodes == {5: record(number=5), 7: record("other", number=7)}
 
 
 @pytest.mark.parametrize("field", [b"", b"0", b"-1", b"x", b"4294967296", b"1" * 11, b"5 ", None])
 def test_fields_that_are_no_numbers(field: object) -> None:
-    assert decode_nodes([field, entry(2000)], now_ms=1000) == {}
+    assert decode_nodes([field, entry(2000)], now_ms=1000) == ({}, 1)
 
 
 @given(anything)
 def test_any_other_record_is_left_out(value: object) -> None:
     encoded = struct.pack(">Q", 2000) + bytes(16) + msgspec.msgpack.encode(value)
-    assert decode_nodes([b"5", encoded], now_ms=1000) == {}
+    assert decode_nodes([b"5", encoded], now_ms=1000) == ({}, 1)
 
 
 @given(st.binary(max_size=100), st.integers(0, 200), st.integers(0, 255))
@@ -111,7 +112,7 @@ def test_no_bytes_raise(value: bytes, place: int, byte: int) -> None:
     decode_nodes([b"5", value], now_ms=0)
     damaged = bytearray(entry(2000))
     damaged[place % len(damaged)] ^= byte
-    for node in decode_nodes([b"5", bytes(damaged)], now_ms=1000).values():
+    for node in decode_nodes([b"5", bytes(damaged)], now_ms=1000).nodes.values():
         assert node.number == 5
 
 
@@ -120,15 +121,25 @@ def test_what_is_nested_too_deeply_is_left_out() -> None:
     assert decode_event(nested) is None
     assert decode_event(nested[:60_000]) is None
     value = struct.pack(">Q", 2000) + bytes(16) + nested[:RECORD_BYTES_MAX]
-    assert decode_nodes([b"5", value], now_ms=1000) == {}
+    assert decode_nodes([b"5", value], now_ms=1000) == ({}, 1)
 
 
 def test_an_odd_reply_and_too_many_nodes() -> None:
-    assert decode_nodes([b"5"], now_ms=0) == {}
+    assert decode_nodes([b"5"], now_ms=0).nodes == {}
     pairs: list[object] = []
     for number in range(1, NODES_MAX + 10):
         pairs += [str(number).encode(), entry(2000)]
-    assert len(decode_nodes(pairs, now_ms=0)) == NODES_MAX
+    assert len(decode_nodes(pairs, now_ms=0).nodes) == NODES_MAX
+
+
+@pytest.mark.parametrize("fields", BAD_RECORDS, ids=str)
+def test_what_others_may_not_be_shown_is_left_out(fields: dict[str, object]) -> None:
+    """Whoever can write to the directory can't command the terminals of those who read it."""
+    forged = struct.pack(">Q", 2000) + bytes(16) + msgspec.msgpack.encode(record(**fields))
+    pairs = [b"5", entry(2000), b"6", forged]
+    assert decode_nodes(pairs, now_ms=1000) == ({5: record(number=5)}, 1)
+    with pytest.raises(InvalidInput, match="shorten"):
+        encode_record(record(**fields))
 
 
 def test_a_restarted_node_has_another_identity() -> None:
@@ -142,7 +153,7 @@ def test_links_that_take_too_much_room_are_left_out() -> None:
     encoded = encode_record(record(links=links))
     assert len(encoded) <= RECORD_BYTES_MAX
     pairs = [b"5", struct.pack(">Q", 2000) + encoded]
-    assert decode_nodes(pairs, now_ms=0)[5] == record(number=5, links={})
+    assert decode_nodes(pairs, now_ms=0).nodes[5] == record(number=5, links={})
 
 
 def test_a_record_that_is_too_large_is_refused() -> None:

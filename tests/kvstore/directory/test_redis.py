@@ -8,12 +8,13 @@ import struct
 import subprocess
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from directory.redisserver import RedisServer, free_port
 
 from tiffin.kvstore.directory import open_directory
 from tiffin.kvstore.directory.layout import HOLDERS_MAX, encode_number
-from tiffin.kvstore.directory.testing import eventually, keys_of, record
+from tiffin.kvstore.directory.testing import BAD_RECORDS, eventually, keys_of, record
 from tiffin.kvstore.errors import ClientClosed, DirectoryUnavailable
 
 if TYPE_CHECKING:
@@ -281,6 +282,25 @@ def test_a_broken_location_costs_a_miss_and_is_mended(
     forge(shared_redis.client(), name_of(pool, bad), value)
     directory.publish(number, [], [bad], 4)
     assert directory.locate([bad, good]) == [(), (number,)]
+
+
+def test_forged_records_are_ignored_and_said_once(
+    shared_redis: RedisServer, open_redis: OpenRedis, pool: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = open_redis(shared_redis.url, membership_age_s=0.0)
+    number = directory.register(record())
+    never = struct.pack(">Q", (1 << 63) - 1)
+    for field, fields in enumerate(BAD_RECORDS, start=number + 1):
+        forged = never + bytes(16) + msgspec.msgpack.encode(record(**fields))
+        shared_redis.client().hset(f"tiffin:{{{pool}:m}}:nodes", str(field).encode(), forged)
+    with caplog.at_level("WARNING"):
+        for _ in range(5):
+            assert list(directory.nodes()) == [number]
+    assert directory.statistics()["ignored_records"] == len(BAD_RECORDS)
+    said = [line.getMessage() for line in caplog.records]
+    assert len(said) == 1
+    assert f"{len(BAD_RECORDS)} entries" in said[0]
+    assert said[0].isprintable()
 
 
 @pytest.mark.parametrize("value", GARBAGE, ids=lambda v: v if isinstance(v, str) else f"{len(v)}B")

@@ -235,6 +235,7 @@ def test_a_lying_reader_cannot_have_a_healthy_block_dropped(node: Node, client: 
     node.submit(session, messages.Report(1, prefix.keys[0], generation), replies.append)
     node.submit(session, messages.Report(2, prefix.keys[0], generation + 1), replies.append)
     node.submit(session, messages.Report(3, bytes(16), generation), replies.append)
+    wait_until(lambda: len(replies) == 3, "the block was looked at")
     assert [reply.count for reply in replies] == [0, 0, 0]
     assert client.match(prefix).blocks == 1
 

@@ -1,0 +1,172 @@
+"""A peer that is given up while a connection to it is being opened: nobody waits for the deadline.
+
+Each peer here leaves its clients waiting at another step: its kernel drops the first packet, or
+nobody answers in TLS, or nobody greets. Deadlines are so far away that only a cut ends the wait.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import warnings
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
+
+import pytest
+from netsupport import soon
+
+from tiffin.messenger.errors import PeerLost
+from tiffin.messenger.opening import Opening
+from tiffin.messenger.pool import StreamPool
+from tiffin.messenger.tcp import connect
+from tiffin.messenger.testing import eventually
+from tiffin.messenger.tls import client_tls
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tiffin.messenger.stream import Stream
+
+AN_HOUR_S = 3600.0
+STEPS = ["connect", "handshake", "hello"]
+
+
+@pytest.fixture
+def deaf() -> Iterator[tuple[str, int]]:
+    """Nobody accepts, and the queue is full: a client gets no answer to its first packet."""
+    with ExitStack() as stack:
+        sock = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(8):
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            assert one.connect_ex(sock.getsockname()) in (0, errno.EINPROGRESS)
+        yield sock.getsockname()
+
+
+@pytest.fixture
+def mute() -> Iterator[tuple[str, int]]:
+    """The kernel accepts, and nobody says anything."""
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as sock:
+        yield sock.getsockname()
+
+
+@pytest.fixture(params=STEPS)
+def opener(
+    request: pytest.FixtureRequest, deaf: tuple[str, int], mute: tuple[str, int], certificates: Path
+) -> Callable[[float], Stream]:
+    """Waits at one step, for an hour."""
+    step = request.param
+    tls: ssl.SSLContext | None = None
+    if step == "handshake":
+        tls = client_tls(certificates / "ca.pem")
+
+    def open_stream(deadline: float) -> Stream:
+        stream = connect(deaf if step == "connect" else mute, deadline, tls=tls)
+        try:
+            stream.receive_message(deadline)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    return open_stream
+
+
+class Waiting:
+    """A thread that asks a pool for a stream, and what it got instead."""
+
+    def __init__(self, pool: StreamPool) -> None:
+        self._pool = pool
+        self.errors: list[PeerLost] = []
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with self._pool.stream(soon(AN_HOUR_S)):
+                pass
+        except PeerLost as error:
+            self.errors.append(error)
+
+    def end(self) -> None:
+        self._thread.join(20)
+        assert not self._thread.is_alive(), "it still waits"
+        assert len(self.errors) == 1
+
+
+def at_work(pool: StreamPool) -> bool:
+    """Whether there is a socket that can be cut."""
+    return any(one._what is not None for one in pool._openings)
+
+
+def test_a_cut_ends_what_is_being_opened(opener: Callable[[float], Stream]) -> None:
+    with closing(StreamPool(opener, 8)) as pool:
+        for _ in range(2):  # a pool that was cut opens again
+            waiting = [Waiting(pool) for _ in range(3)]
+            assert eventually(lambda: sum(o._what is not None for o in pool._openings) == 3)
+            pool.cut()
+            for one in waiting:
+                one.end()
+            assert pool.counts() == (0, 0)
+
+
+def test_a_close_does_not_wait_for_the_peer(opener: Callable[[float], Stream]) -> None:
+    pool = StreamPool(opener, 8)
+    waiting = Waiting(pool)
+    assert eventually(lambda: at_work(pool))
+    closer = threading.Thread(target=pool.close)
+    closer.start()
+    closer.join(20)
+    assert not closer.is_alive(), "it waits for the peer"
+    waiting.end()
+
+
+def test_a_cut_at_any_moment(opener: Callable[[float], Stream]) -> None:
+    """Before the first packet, between two steps: a cut is never overlooked."""
+    with closing(StreamPool(opener, 2)) as pool:
+        for _ in range(30):
+            waiting = Waiting(pool)
+            while not pool._openings:
+                os.sched_yield()
+            pool.cut()
+            waiting.end()
+
+
+def test_the_error_says_that_it_was_cut(deaf: tuple[str, int]) -> None:
+    with closing(StreamPool(lambda deadline: connect(deaf, deadline), 1)) as pool:
+        waiting = Waiting(pool)
+        assert eventually(lambda: at_work(pool))
+        pool.cut()
+        waiting.end()
+    assert "was cut" in str(waiting.errors[0])
+
+
+def test_what_was_cut_before_it_had_anything(mute: tuple[str, int]) -> None:
+    opening = Opening()
+    opening.cut()
+    with opening.in_this_thread(), pytest.raises(PeerLost, match="was cut"):
+        connect(mute, soon())
+
+
+def test_a_forked_child_has_no_half_open_connection(deaf: tuple[str, int]) -> None:
+    pool = StreamPool(lambda deadline: connect(deaf, deadline), 1)
+    waiting = Waiting(pool)
+    assert eventually(lambda: at_work(pool))
+    (opening,) = pool._openings
+    descriptor = opening._what.fileno()
+    with warnings.catch_warnings(action="ignore"):  # the child touches no lock of other threads
+        child = os.fork()
+    if not child:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os._exit(0 if pool.counts() == (0, 0) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert at_work(pool), "it was the parent's"
+    pool.close()
+    waiting.end()
