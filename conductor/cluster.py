@@ -2,7 +2,7 @@
 
 A decision looks at every instance, and with a thousand of them a loop in Python would take a
 millisecond; a column takes a microsecond. Rows are given again when an instance has left; `version`
-counts registrations and departures, for whoever caches by row. Pure: no I/O, no clock.
+counts what changes who is there and may do what, for whoever caches by row. Pure: no I/O, no clock.
 
 What a column says is an estimate: the larger of what the instance reported last and of what was
 promised to it here, and what was promised since (`ledger.py`). Columns `own_...` are the promises
@@ -37,8 +37,7 @@ _COLUMNS: dict[str, tuple[Any, Any]] = {
     "node": (np.int32, -1),  # number of the kvstore node on its host
     "profile": (np.int32, -1),
     "block_bytes": (np.int64, 0),
-    # Prefill: when all that is queued will have ended, and how much of it there is.
-    "free_at": (np.float64, 0.0),
+    # Prefill: how much is queued. In what order, and how long that takes: `queues.py`.
     "queued": (np.int64, 0),
     "queued_tokens": (np.int64, 0),
     "others_s": (np.float64, 0.0),  # prefill work that others queued
@@ -66,7 +65,7 @@ _COLUMNS: dict[str, tuple[Any, Any]] = {
 
 
 class Cluster:
-    """All registered instances. Columns are attributes: `cluster.free_at[row]`."""
+    """All registered instances. Columns are attributes: `cluster.batch[row]`."""
 
     used: NDArray[np.bool_]
     ready: NDArray[np.bool_]
@@ -76,7 +75,6 @@ class Cluster:
     node: NDArray[np.int32]
     profile: NDArray[np.int32]
     block_bytes: NDArray[np.int64]
-    free_at: NDArray[np.float64]
     queued: NDArray[np.int64]
     queued_tokens: NDArray[np.int64]
     others_s: NDArray[np.float64]
@@ -184,14 +182,17 @@ class Cluster:
 
     def set_role(self, row: int, role: Role) -> None:
         """What it may be given from now on."""
+        self.version += 1
         self.prefills[row] = role is not Role.DECODE
         self.decodes[row] = role is not Role.PREFILL
 
     def set_status(self, instance: str, status: Status) -> None:
         """Raises UnknownInstance."""
         row = self.row(instance)
-        self.status[row] = status
-        self.ready[row] = status is Status.READY
+        if self.status[row] is not status:
+            self.version += 1
+            self.status[row] = status
+            self.ready[row] = status is Status.READY
 
     def heard(self, instance: str, load: Load, now: float) -> None:
         """A heartbeat: what the instance counts beyond what was promised here is others' work.
@@ -220,11 +221,6 @@ class Cluster:
         for name, amount in amounts.items():
             getattr(self, f"own_{name}")[row] += amount
             getattr(self, name)[row] += amount
-
-    def queue_s(self, rows: NDArray[np.int64], now: float) -> NDArray[np.float64]:
-        """How long a new prompt would wait at each of `rows`, first come, first served."""
-        waits: NDArray[np.float64] = np.maximum(self.free_at[rows] - now, 0.0) + self.others_s[rows]
-        return waits
 
     def rows_for(self, model: str, *, prefill: bool) -> NDArray[np.int64]:
         """The rows that are ready to prefill (or decode) this model, in order."""

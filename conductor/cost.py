@@ -1,7 +1,7 @@
-"""The formulas: seconds of prefill, of a decode step, of computing again; pure, on numbers or arrays.
+"""The formulas: seconds of prefill, of a decode step, of computing again. Pure.
 
-`docs/conductor/cost.md` has their sources and how well they hold. All of them take numpy arrays that
-broadcast, or plain numbers, and return float64.
+`docs/conductor/cost.md` has their sources and how well they hold. All of them take numpy arrays
+that broadcast, or plain numbers, and return float64.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def prefill_s(c0: Numbers, c1: Numbers, c2: Numbers, n: Numbers, p: Numbers) -> 
     c0 + c1 (n - p) + c2 (n² - p²).
 
     Linear layers work on each new token (c1); a new token attends to all before it, which sums up
-    to (n² - p²) / 2 pairs (c2). The last token is computed in any case, as its output is the answer's
-    first token: p counts up to n - 1.
+    to (n² - p²) / 2 pairs (c2). The last token is computed in any case, as its output is the first
+    token of the answer: p counts up to n - 1.
     """
     tokens = np.asarray(n, np.float64)
     cached = np.minimum(p, tokens - 1)
@@ -43,7 +43,9 @@ def recompute_s(c1: Numbers, c2: Numbers, start: Numbers, stop: Numbers) -> Floa
     return seconds
 
 
-def decode_step_s(d0: Numbers, d1: Numbers, d2: Numbers, batch: Numbers, context: Numbers) -> Floats:
+def decode_step_s(
+    d0: Numbers, d1: Numbers, d2: Numbers, batch: Numbers, context: Numbers
+) -> Floats:
     """Seconds of one decode step, the time between tokens, of `batch` requests with `context`
     tokens together: d0 + d1 batch + d2 context.
 

@@ -13,13 +13,17 @@ Which of those that fit is taken, `policy` says:
 
 - "tbt": the lowest time between tokens, with what it takes to bring the context there spread over
   the answer. Among candidates so near to the best that the model could not tell them apart, the one
-  with the fewest heavy decodes per light one.
+  with the fewest decodes of this request's kind, heavy or light.
 - "two-level": TetriInfer's (arXiv 2401.11181): two candidates at random, and of these the one with
-  fewer heavy decodes per light one. It needs no coefficients, and many conductors that do not know
-  of each other do not all pick the same instance.
+  fewer of its kind. It needs no coefficients, and many conductors that do not know of each other
+  do not all pick the same instance.
 
-Long answers are spread because they stay: a batch of them alone grows until it is slow for all, and
-the paper measured 23 % more latency from decodes that share a batch badly.
+Heavy decodes, those with long answers, are spread because they stay: where they gather, context
+grows until all are slow; the paper measured 23 % more latency from decodes that share a batch
+badly. It is said to compare heavy decodes per light one, for all requests. For heavy ones that is
+sound. A light one would go where light ones are, make the ratio there lower still, and attract the
+next: without a bound, instances drift apart. Each kind evened out by itself evens out the ratio,
+too.
 """
 
 from __future__ import annotations
@@ -56,8 +60,8 @@ class DecodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     latency model is wrong by some 5 % in the mean."""
 
     reserve_share: Annotated[float, Meta(ge=0.0, le=0.9)] = 0.05
-    """Of the KV capacity that is kept free, for answers that are longer than predicted. vLLM keeps
-    1 %, but counts blocks that are taken, not predicted ones."""
+    """Of the KV capacity that is kept free, for answers that are longer than predicted. The 1 % of
+    vLLM's block manager (as Vidur models it) is of what is taken, not of what is predicted."""
 
     growth_share: Share = 0.5
     """How much of the answer counts as context in the time between tokens: 0.5 is the mean over its
@@ -73,11 +77,12 @@ class DecodeQuestion:
     """Where should this request decode?
 
     `rows` [candidates] are rows of `cluster`; every other array has one number per candidate.
-    `output_tokens` is the predicted length of the answer. `batch` and `context_tokens` are what will
-    run there when the request comes; None: what runs now. `growing_tokens` are what those who run
-    will still add beyond what counts as used. `factor` corrects predicted step times
-    (`calibration.py`). `move_s` is how long the context takes to get there after prefill. Without
-    `enforce` the objective is ignored, and only room can refuse.
+    `output_tokens` is the predicted length of the answer, `heavy` whether that is a long one.
+    `batch` and `context_tokens` are what will run there when the request comes; None: what runs
+    now. `growing_tokens` are what those who run will still add beyond what counts as used. `factor`
+    corrects predicted step times (`calibration.py`). `move_s` is how long the context takes to get
+    there after prefill. Without `enforce` the objective is ignored, and only room can refuse.
+    `batch_now` and `context_now` are the two arrays in either case.
     """
 
     request: Request
@@ -89,21 +94,18 @@ class DecodeQuestion:
     batch: Rows | None = None
     context_tokens: Rows | None = None
     growing_tokens: Rows | int = 0
+    heavy: bool = False
     factor: Floats | float = 1.0
     move_s: Floats | float = 0.0
     enforce: bool = True
+    batch_now: Rows = field(init=False)
+    context_now: Rows = field(init=False)
 
-    @property
-    def batch_now(self) -> Rows:
-        """Requests that the new one will decode with."""
-        return self.cluster.batch.take(self.rows) if self.batch is None else self.batch
-
-    @property
-    def context_now(self) -> Rows:
-        """Context of those requests together, in tokens."""
-        if self.context_tokens is not None:
-            return self.context_tokens
-        return self.cluster.context_tokens.take(self.rows)
+    def __post_init__(self) -> None:
+        cluster, rows = self.cluster, self.rows
+        self.batch_now = cluster.batch.take(rows) if self.batch is None else self.batch
+        tokens = self.context_tokens
+        self.context_now = cluster.context_tokens.take(rows) if tokens is None else tokens
 
     @property
     def limit_s(self) -> float:
@@ -116,8 +118,9 @@ class DecodeQuestion:
     def room_tokens(self) -> Floats:
         """What each candidate has room for, behind the reserve, without this request."""
         cluster, rows = self.cluster, self.rows
-        usable = cluster.kv_capacity_tokens.take(rows) * (1.0 - self.settings.reserve_share)
-        room: Floats = np.floor(usable) - cluster.kv_used_tokens.take(rows) - self.growing_tokens
+        share = 1.0 - self.settings.reserve_share
+        usable = cluster.kv_capacity_tokens.take(rows).astype(np.float64) * share
+        room: Floats = usable - cluster.kv_used_tokens.take(rows) - self.growing_tokens
         return room
 
     def places(self) -> NDArray[np.bool_]:
@@ -129,12 +132,15 @@ class DecodeQuestion:
         self, more_tokens: Floats | float, more_requests: Rows | int = 1
     ) -> dict[str, Floats]:
         """The parts of one decode step with so much more context and batch than now, in seconds."""
-        cluster, rows, factor = self.cluster, self.rows, self.factor
-        return {
-            "base_s": cluster.d0.take(rows) * factor,
-            "batch_s": cluster.d1.take(rows) * (self.batch_now + more_requests) * factor,
-            "context_s": cluster.d2.take(rows) * (self.context_now + more_tokens) * factor,
+        cluster, rows = self.cluster, self.rows
+        terms: dict[str, Floats] = {
+            "base_s": cluster.d0.take(rows),
+            "batch_s": cluster.d1.take(rows) * (self.batch_now + more_requests),
+            "context_s": cluster.d2.take(rows) * (self.context_now + more_tokens),
         }
+        if not isinstance(self.factor, float) or self.factor != 1.0:
+            terms = {name: seconds * self.factor for name, seconds in terms.items()}
+        return terms
 
 
 @dataclass(slots=True)
@@ -144,7 +150,7 @@ class DecodeChoice:
     `cost` [candidates] is infinite where the request does not fit; lowest is best, but for ties and
     for "two-level". `tbt_s` [candidates] is predicted for each. `terms`, each [candidates]: the
     seconds that add up to `tbt_s` (`base_s`, `batch_s`, `context_s`), `move_s`, `room_tokens` after
-    the request (negative: too little) and `heavy_ratio`.
+    the request (negative: too little), and `alike_share`: decodes of its kind there, per place.
     """
 
     at: int
@@ -157,9 +163,10 @@ class DecodeChoice:
 class NoDecode:
     """Nobody can take the request, and why.
 
-    `reason`: "no_decode" (there is no candidate), "kv_room" (nobody has the room, or a place in its
-    batch) or "tbt" (who has room would be too slow). `at` is who came nearest: the one with the most
-    room, or the fastest with room; -1 without candidates. `best_tbt_s` is its time between tokens.
+    `reason`: "no_decode" (there is no candidate), "kv_room" (nobody has the room, or a place in
+    its batch) or "tbt" (who has room would be too slow). `at` is who came nearest: the one with the
+    most room, or the fastest with room; -1 without candidates. `best_tbt_s` is its time between
+    tokens.
     """
 
     reason: Literal["no_decode", "kv_room", "tbt"]
@@ -179,36 +186,39 @@ def choose(question: DecodeQuestion) -> DecodeChoice | NoDecode:
     tbt_s = terms["base_s"] + terms["batch_s"] + terms["context_s"]
     terms["move_s"] = np.full(len(q.rows), q.move_s, np.float64)
     terms["room_tokens"] = q.room_tokens() - (q.request.prompt_tokens + answer)
-    terms["heavy_ratio"] = _heavy_ratio(q)
+    terms["alike_share"] = _alike_share(q)
     fits = (terms["room_tokens"] >= 0) & q.places()
     eligible = fits & (tbt_s <= q.limit_s)
     if not eligible.any():
         return _refusal(fits, tbt_s, terms)
     cost = np.where(eligible, tbt_s + terms["move_s"] / max(answer, 1.0), np.inf)
     pick = _two_level if settings.policy == "two-level" else _nearest
-    return DecodeChoice(pick(q, cost, terms["heavy_ratio"]), cost, tbt_s, terms)
+    return DecodeChoice(pick(q, cost, terms["alike_share"]), cost, tbt_s, terms)
 
 
-def _heavy_ratio(question: DecodeQuestion) -> Floats:
-    """Heavy decodes per light one; the one added is for instances that have no light ones."""
-    heavy = question.cluster.heavy.take(question.rows)
-    ratio: Floats = heavy / (np.maximum(question.batch_now - heavy, 0) + 1.0)
-    return ratio
+def _alike_share(question: DecodeQuestion) -> Floats:
+    """Decodes of the request's kind, per place of the batch."""
+    cluster, rows = question.cluster, question.rows
+    alike = cluster.heavy.take(rows)
+    if not question.heavy:
+        alike = np.maximum(question.batch_now - alike, 0)
+    share: Floats = alike / np.maximum(cluster.batch_max.take(rows), 1)
+    return share
 
 
-def _nearest(question: DecodeQuestion, cost: Floats, ratio: Floats) -> int:
-    """Lowest cost; of those that are near to it, the fewest heavy ones, then the lowest cost."""
+def _nearest(question: DecodeQuestion, cost: Floats, alike: Floats) -> int:
+    """Of those near to the lowest cost, the fewest of its kind, then the lowest cost."""
     near = np.flatnonzero(cost <= cost.min() * (1.0 + question.settings.near_share))
-    near = _lowest(near, ratio)
+    near = _lowest(near, alike)
     near = _lowest(near, cost)
     return int(near[question.dice.randrange(len(near))])
 
 
-def _two_level(question: DecodeQuestion, cost: Floats, ratio: Floats) -> int:
-    """The power of two choices: of two at random, the one with fewer heavy ones per light one."""
+def _two_level(question: DecodeQuestion, cost: Floats, alike: Floats) -> int:
+    """The power of two choices: of two at random, the one with fewer of its kind."""
     able = np.flatnonzero(np.isfinite(cost))
     pair = np.array(question.dice.sample(range(len(able)), min(2, len(able))))
-    two = _lowest(able[pair], ratio)
+    two = _lowest(able[pair], alike)
     return int(_lowest(two, cost)[0])
 
 

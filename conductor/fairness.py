@@ -29,7 +29,8 @@ Order = Literal["fcfs", "shortest-first", "longest-first"]
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """One request that waits for prefill: `seconds` is how long that is estimated to take."""
+    """One request that waits for prefill: `seconds` is how long that is estimated to take,
+    `arrived_at` when it came to this queue."""
 
     request_id: str
     seconds: float

@@ -16,9 +16,10 @@ Everything here is a hint: it may be old (`age_s`), and forgets the oldest block
 for when it is full. Being wrong costs time, never correctness. Pure: no I/O, no clock; for one
 thread.
 
-Memory: 110 to 130 bytes per block, measured by `bench/conductor/index.py`: 64 are the key, the rest
-is the table. Groups come on top, about 100 bytes and a bit per holder each; there are as many as
-there are different sets of holders, some hundreds to thousands.
+Memory: 106 bytes per block, of a million, by `bench/conductor/index.py`: 64 are the key, the rest
+is the table. When that grows, which it does by doubling, it takes 0.1 s for a million. Groups come
+on top, about 100 bytes and a bit per holder each; there are as many as there are different sets of
+holders, some hundreds to thousands.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ _TOUCHED_SHARE = 16
 # Fewer dead blocks are not worth a pass over the table.
 _DEAD_MIN = 4096
 
+# The bits of a byte, the lowest first: [1, 8, 1].
+_BITS = np.left_shift(1, np.arange(8)).astype(np.uint8)[None, :, None]
 # Leading ones of a byte, the highest bit first.
 _LEADING_ONES = np.array([8 - (~n & 0xFF).bit_length() for n in range(256)], np.int64)
 
@@ -73,7 +76,7 @@ class Match:
     block that nobody holds."""
 
     runs: tuple[Run, ...] = ()
-    _columns: NDArray[np.uint8] | None = field(default=None, repr=False, compare=False)
+    _held: NDArray[np.uint8] | None = field(default=None, repr=False, compare=False)
 
     @property
     def blocks(self) -> int:
@@ -84,9 +87,9 @@ class Match:
         """Leading consecutive blocks that each single holder has, int64 [width]."""
         lengths = np.zeros(width, np.int64)
         if self.runs:
-            columns = self._packed()
-            count = min(width, columns.shape[1] - 1)
-            lengths[:count] = self._leading(columns[:, :count])
+            held = self._packed()
+            count = min(width, len(held) - 1)
+            lengths[:count] = self._leading(held[:count])
         return lengths
 
     def leading(self, columns: Numbers) -> Numbers:
@@ -96,34 +99,37 @@ class Match:
         """
         if not self.runs:
             return np.zeros(columns.shape[1], np.int64)
-        packed = self._packed()
-        # The last column is nobody's: -1 finds it, and so does whoever is newer than this match.
-        places = np.minimum(columns, packed.shape[1] - 1)
-        have = packed[:, places[0]]
+        held = self._packed()
+        # The last row is nobody's: -1 finds it, and so does whoever is newer than this match.
+        places = np.minimum(columns, len(held) - 1)
+        together = held[places[0]]
         for more in places[1:]:
-            have |= packed[:, more]
-        return self._leading(have)
+            together |= held[more]
+        return self._leading(together)
 
     def _packed(self) -> NDArray[np.uint8]:
-        """Per holder a column of bits, the first run's highest, and then at least one zero."""
-        if self._columns is None:
-            nbytes = (max(run.holders.bit_length() for run in self.runs) + 7) // 8
-            masks = b"".join([run.holders.to_bytes(nbytes, "little") for run in self.runs])
-            rows = np.frombuffer(masks, np.uint8).reshape(len(self.runs), nbytes)
-            bits = np.packbits(np.unpackbits(rows, axis=1, bitorder="little"), axis=0)
-            columns = np.zeros((len(self.runs) // 8 + 1, 8 * nbytes + 1), np.uint8)
-            columns[: len(bits), :-1] = bits
-            self._columns = columns
-        return self._columns
+        """Per holder a bit for each run, the first run's the highest of the first byte, and then at
+        least one zero: uint8 [holders + 1, runs // 8 + 1]."""
+        if self._held is None:
+            runs = self.runs
+            nbytes = (max(run.holders.bit_length() for run in runs) + 7) // 8
+            masks = b"".join([run.holders.to_bytes(nbytes, "little") for run in runs])
+            rows = np.frombuffer(masks, np.uint8).reshape(len(runs), nbytes)
+            across = np.ascontiguousarray(rows.T)  # `packbits` along memory is ten times faster
+            bits = np.packbits(across[:, None, :] & _BITS, axis=2)
+            held = np.zeros((8 * nbytes + 1, len(runs) // 8 + 1), np.uint8)
+            held[:-1, : bits.shape[2]] = bits.reshape(8 * nbytes, -1)
+            self._held = held
+        return self._held
 
-    def _leading(self, have: NDArray[np.uint8]) -> Numbers:
-        """The stop of the last of the leading runs of each column of bits."""
+    def _leading(self, held: NDArray[np.uint8]) -> Numbers:
+        """The stop of the last of the leading runs that each row of bits has."""
         stops = np.array([0, *[run.stop for run in self.runs]], np.int64)
-        if len(have) == 1:
-            runs = _LEADING_ONES[have[0]]
+        if held.shape[1] == 1:
+            runs = _LEADING_ONES[held[:, 0]]
         else:
-            first = np.argmax(have != 0xFF, axis=0)
-            runs = 8 * first + _LEADING_ONES[have[first, np.arange(have.shape[1])]]
+            first = np.argmax(held != 0xFF, axis=1)
+            runs = 8 * first + _LEADING_ONES[held[np.arange(len(held)), first]]
         found: Numbers = stops[runs]
         return found
 
@@ -165,6 +171,7 @@ class PrefixIndex:
             raise InvalidRequest(f"an index of {max_blocks} blocks: allow at least one")
         self.max_blocks = max_blocks
         self.evicted_blocks = 0
+        self.layout = 0  # counts numbers given and given back, for whoever caches by number
         self._blocks: dict[bytes, _Group] = {}
         self._groups: set[_Group] = set()
         self._by_holders: dict[int, _Group] = {}
@@ -245,18 +252,21 @@ class PrefixIndex:
 
     # -- blocks ----------------------------------------------------------------------------------
 
-    def add(self, number: int, keys: Iterable[bytes], now: float) -> None:
-        """It has these blocks (again). Keys are 16 bytes each. Raises InvalidRequest for a number
-        that nobody has."""
+    def add(self, number: int, keys: Iterable[bytes], now: float, *, guess: bool = False) -> None:
+        """It has these blocks (again). Keys are 16 bytes each. A guess is not news of the holder:
+        it grows no younger. Raises InvalidRequest for a number that nobody has."""
         holder = self._holder(number)
-        holder.heard_at = max(holder.heard_at, now)
+        if not guess:
+            holder.heard_at = max(holder.heard_at, now)
         self._add(number, holder, keys)
 
-    def remove(self, number: int, keys: Iterable[bytes], now: float) -> None:
-        """It has these blocks no more; unknown ones are ignored. Raises InvalidRequest for a number
-        that nobody has."""
+    def remove(
+        self, number: int, keys: Iterable[bytes], now: float, *, guess: bool = False
+    ) -> None:
+        """It has these blocks no more; unknown ones are ignored. As for `add`."""
         holder = self._holder(number)
-        holder.heard_at = max(holder.heard_at, now)
+        if not guess:
+            holder.heard_at = max(holder.heard_at, now)
         blocks, nobody, bit = self._blocks, self._nobody, 1 << number
         before = after = nobody
         moved = 0
@@ -356,6 +366,7 @@ class PrefixIndex:
     # -- inside ----------------------------------------------------------------------------------
 
     def _new_number(self, holder: _Holder) -> int:
+        self.layout += 1
         if self._free:
             number = self._free.pop()
             self._holders[number] = holder
@@ -366,6 +377,7 @@ class PrefixIndex:
         return len(self._holders) - 1
 
     def _give_back(self, number: int) -> None:
+        self.layout += 1
         self._clear(number)
         self._holders[number] = None
         self._free.append(number)

@@ -1,9 +1,9 @@
 """What was promised to whom: every request in flight, and the load it stands for. Pure.
 
-A decision reserves: prefill seconds in the queue of one instance, room for context and answer at
-another. Events of the request turn promises into load and end them; a request that is not heard of
-expires. Whatever happens, and in whatever order, each amount that was added to the cluster's
-columns is taken off once: when nothing is in flight, all `own_...` columns are zero.
+A decision reserves: a place in the queue of one instance, room for context and answer at another.
+Events of the request turn promises into load and end them; a request that is not heard of expires.
+Whatever happens, and in whatever order, each amount that was added to the cluster's columns is
+taken off once: when nothing is in flight, all `own_...` columns are zero.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from .fairness import Waiter
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from .cluster import Cluster
+    from .queues import Queues
     from .records import Decision, Request
 
 
@@ -30,38 +33,44 @@ class Phase(IntEnum):
 
 @dataclass(slots=True)
 class Flight:
-    """One request in flight. Rows are the cluster's; `versions` tell whether they still are those
-    of the same instances."""
+    """One request in flight.
+
+    Rows are the cluster's, -1 once their instance has gone. `own_s` is what was predicted for its
+    prefill without the queue, `factor` what that was corrected with. `kv_tokens` are reserved in
+    the HBM of each row of `shares`: its decode instance alone, or all that its context is spread
+    over.
+    """
 
     request: Request
     decision: Decision
     prefill_row: int
     decode_row: int
+    own_s: float
     prefill_s: float
     prefill_tokens: int
-    decode_tokens: int  # of context and expected answer, reserved in HBM
+    shares: dict[int, int]
     heavy: bool
     decided_at: float
     expires_at: float
+    factor: float = 1.0
+    tbt_factor: float = 1.0
+    transfers: tuple[tuple[int, int], ...] = ()  # (source node, bytes) that are being fetched
     phase: Phase = Phase.PREFILL
     prefill_done_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
     answered_tokens: int = 0
-    prefill_instance: str = ""
-    decode_instance: str = ""
-    context_tokens: int = 0  # counted in the decode instance's column
-    extra: dict[str, float] = field(default_factory=dict)
+    context: dict[int, int] = field(default_factory=dict)  # counted in columns, by row
 
 
 class Ledger:
-    """All requests in flight."""
+    """All requests in flight, and the queues that they wait in."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, queues: Queues) -> None:
         self._cluster = cluster
+        self._queues = queues
         self._flights: dict[str, Flight] = {}
-        # Per row: what is queued there, in order, and how long each should take.
-        self._queued: dict[int, dict[str, float]] = {}
+        self._running: dict[int, str] = {}  # per row, whose prefill should be under way
         self._expiry: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
@@ -74,56 +83,65 @@ class Ledger:
         """The request, if it is in flight."""
         return self._flights.get(request_id)
 
-    def begin(self, flight: Flight, now: float) -> None:
-        """Reserve what the decision promised."""
-        cluster, row = self._cluster, flight.prefill_row
-        self._flights[flight.request.id] = flight
-        flight.prefill_instance = cluster.name(row)
-        flight.decode_instance = cluster.name(flight.decode_row)
-        cluster.promise(row, queued=1, queued_tokens=flight.prefill_tokens)
-        self._queued.setdefault(row, {})[flight.request.id] = flight.prefill_s
-        cluster.free_at[row] = max(float(cluster.free_at[row]), now) + flight.prefill_s
-        cluster.promise(flight.decode_row, kv_used_tokens=flight.decode_tokens)
-        heapq.heappush(self._expiry, (flight.expires_at, flight.request.id))
+    def begin(self, flight: Flight, now: float) -> tuple[Flight, ...] | None:
+        """Reserve what the decision promised. Returns those that had to leave the queue for it, in
+        flight still: end them. None if the queue is full, and nothing was reserved."""
+        request, row = flight.request, flight.prefill_row
+        waiter = Waiter(request.id, flight.prefill_s, now, request.priority, request.tenant)
+        pushed = self._queues.push(row, waiter)
+        if not pushed.accepted:
+            return None
+        self._flights[request.id] = flight
+        self._cluster.promise(row, queued=1, queued_tokens=flight.prefill_tokens)
+        for at, tokens in flight.shares.items():
+            self._cluster.promise(at, kv_used_tokens=tokens)
+        heapq.heappush(self._expiry, (flight.expires_at, request.id))
+        self._go_on(row, now)
+        victims = (self._flights.get(one.request_id) for one in pushed.preempted)
+        return tuple(victim for victim in victims if victim is not None)
 
-    def prefill_done(self, flight: Flight, now: float) -> None:
-        """Its prompt is computed: it leaves the queue, and runs at its decode instance."""
+    def prefill_done(self, flight: Flight, now: float) -> bool:
+        """Its prompt is computed: it leaves the queue and runs at its decode instance. Whether that
+        is news."""
         if flight.phase is not Phase.PREFILL:
-            return
+            return False
         self._leave_queue(flight, now)
         flight.phase, flight.prefill_done_at = Phase.DECODE, now
-        row = self._decode_row(flight)
-        if row is not None:
-            flight.context_tokens = flight.request.prompt_tokens
-            self._cluster.promise(row, batch=1, context_tokens=flight.context_tokens)
-            self._cluster.heavy[row] += flight.heavy
+        for row in flight.shares:
+            self._count(flight, row, self._part(flight, row, flight.request.prompt_tokens))
+        if flight.decode_row >= 0:
+            self._cluster.promise(flight.decode_row, batch=1)
+            self._cluster.heavy[flight.decode_row] += flight.heavy
+        return True
 
     def tokens(self, flight: Flight, count: int, now: float) -> None:
         """It has answered `count` more tokens."""
         self.prefill_done(flight, now)
-        if flight.phase is not Phase.DECODE:
-            return
         flight.answered_tokens += count
         flight.last_token_at = now
-        row = self._decode_row(flight)
-        if row is not None:
-            flight.context_tokens += count
-            self._cluster.promise(row, context_tokens=count)
+        if flight.decode_row >= 0:
+            self._count(flight, flight.decode_row, count)
 
-    def end(self, flight: Flight, now: float) -> None:
-        """It has finished, was cancelled or preempted, or expired."""
+    def prolong(self, flight: Flight, until: float) -> None:
+        """It was heard of."""
+        flight.expires_at = max(flight.expires_at, until)
+
+    def end(self, flight: Flight, now: float) -> bool:
+        """It has finished, was cancelled or preempted, or expired. Whether that is news."""
         if flight.phase is Phase.ENDED:
-            return
+            return False
         if flight.phase is Phase.PREFILL:
             self._leave_queue(flight, now)
-        row = self._decode_row(flight)
-        if row is not None:
-            self._cluster.promise(row, kv_used_tokens=-flight.decode_tokens)
-            if flight.phase is Phase.DECODE:
-                self._cluster.promise(row, batch=-1, context_tokens=-flight.context_tokens)
-                self._cluster.heavy[row] -= flight.heavy
+        elif flight.decode_row >= 0:
+            self._cluster.promise(flight.decode_row, batch=-1)
+            self._cluster.heavy[flight.decode_row] -= flight.heavy
+        for row, tokens in flight.shares.items():
+            self._cluster.promise(row, kv_used_tokens=-tokens)
+        for row, tokens in flight.context.items():
+            self._cluster.promise(row, context_tokens=-tokens)
         flight.phase = Phase.ENDED
         del self._flights[flight.request.id]
+        return True
 
     def expired(self, now: float) -> list[Flight]:
         """Requests that were not heard of for too long. They are still in flight: end them."""
@@ -141,32 +159,47 @@ class Ledger:
 
     def of(self, instance: str) -> list[Flight]:
         """Requests that wait for, or run at, an instance."""
-        return [f for f in self if instance in (f.prefill_instance, f.decode_instance)]
+        row = self._cluster.row(instance)
+        return [
+            flight
+            for flight in self
+            if row in flight.shares or (row == flight.prefill_row and not flight.phase)
+        ]
 
     def forget_row(self, row: int) -> None:
         """An instance is removed: its row begins anew, and nothing is taken from it later."""
-        self._queued.pop(row, None)
+        self._queues.forget(row)
+        self._running.pop(row, None)
         for flight in self._flights.values():
-            if flight.prefill_row == row:
-                flight.prefill_row = -1
-            if flight.decode_row == row:
-                flight.decode_row = -1
+            flight.prefill_row = -1 if flight.prefill_row == row else flight.prefill_row
+            flight.decode_row = -1 if flight.decode_row == row else flight.decode_row
+            flight.shares.pop(row, None)
+            flight.context.pop(row, None)
 
-    def queued_s(self, row: int) -> float:
-        """Seconds of prefill that were promised to an instance and are not done."""
-        return sum(self._queued.get(row, {}).values())
+    def _part(self, flight: Flight, row: int, tokens: int) -> int:
+        """What a row holds of `tokens`, as its share is of all."""
+        total = sum(flight.shares.values())
+        return tokens * flight.shares[row] // total if total else 0
+
+    def _count(self, flight: Flight, row: int, tokens: int) -> None:
+        flight.context[row] = flight.context.get(row, 0) + tokens
+        self._cluster.promise(row, context_tokens=tokens)
 
     def _leave_queue(self, flight: Flight, now: float) -> None:
         row = flight.prefill_row
         if row < 0:
             return
-        queue = self._queued[row]
-        last = flight.request.id == next(iter(queue)) and len(queue) == 1
-        del queue[flight.request.id]
         self._cluster.promise(row, queued=-1, queued_tokens=-flight.prefill_tokens)
-        # What is left begins now at the latest: estimates do not add up their errors.
-        left_s = 0.0 if last else sum(queue.values())
-        self._cluster.free_at[row] = min(float(self._cluster.free_at[row]), now + left_s)
+        if self._running.get(row) == flight.request.id:
+            del self._running[row]
+            self._queues.done(row, now)
+        else:  # the engine has an order of its own, or it was given up
+            self._queues.remove(flight.request.id)
+        self._go_on(row, now)
 
-    def _decode_row(self, flight: Flight) -> int | None:
-        return flight.decode_row if flight.decode_row >= 0 else None
+    def _go_on(self, row: int, now: float) -> None:
+        """The instance begins with the next one, as far as we know."""
+        if row not in self._running:
+            waiter = self._queues.take(row, now)
+            if waiter is not None:
+                self._running[row] = waiter.request_id

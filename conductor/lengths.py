@@ -1,11 +1,11 @@
-"""How long an answer will be: what its caller says, else what answers of its class were before. Pure.
+"""How long an answer will be: what its caller says, else what those of its class were before. Pure.
 
 Decode is chosen, and admitted, for context that does not exist yet. TetriInfer (arXiv 2401.11181)
 asks a small model, which is right about the bucket of 200 tokens in three cases of four; Mooncake's
-admission takes one length for all. Here a class of requests, named by the caller ("chat", "summary",
-"agent-step"), remembers its last answers and offers a quantile of them: exact, a few microseconds,
-and it forgets what an application did before its last release. A reservoir would remember that for
-ever, a sketch (P², GK) saves memory that a few hundred numbers do not need.
+admission takes one length for all. Here a class of requests, named by the caller ("chat",
+"summary", "agent-step"), remembers its last answers and offers a quantile of them: exact, a few
+microseconds, and it forgets what an application did before its last release. A reservoir would
+remember that for ever, a sketch (P², GK) saves memory that a few hundred numbers do not need.
 
 Answers that were cut at their limit are remembered as they were, so a class whose answers are all
 cut is predicted to reach its limit, and no further.

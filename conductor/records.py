@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # Of a prompt: a million tokens in blocks of 16.
 KEYS_MAX = 65_536
@@ -157,8 +161,8 @@ class Decision:
     degraded: tuple[str, ...] = ()
     shards: tuple[tuple[str, int], ...] = ()
     alternatives: tuple[tuple[str, str], ...] = ()
-    candidates: tuple[Candidate, ...] = ()
-    decode_candidates: tuple[Candidate, ...] = ()
+    candidates: Sequence[Candidate] = ()
+    decode_candidates: Sequence[Candidate] = ()
     decided_at: float = 0.0
     expires_at: float = 0.0
 
@@ -178,7 +182,7 @@ class Rejection:
     predicted_tbt_s: float | None = None
     retry_after_s: float | None = None
     terms: dict[str, float] = field(default_factory=dict)
-    candidates: tuple[Candidate, ...] = ()
+    candidates: Sequence[Candidate] = ()
     decided_at: float = 0.0
 
     @property

@@ -50,7 +50,9 @@ if TYPE_CHECKING:
 # what the members exchange grows with each.
 MEMBERS_MAX = 32
 
-Bucket = tuple[Annotated[int, Meta(ge=1, le=TOKENS_MAX)], Annotated[int, Meta(ge=1, le=MEMBERS_MAX)]]
+Bucket = tuple[
+    Annotated[int, Meta(ge=1, le=TOKENS_MAX)], Annotated[int, Meta(ge=1, le=MEMBERS_MAX)]
+]
 
 
 class SpreadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -116,8 +118,8 @@ def waterfill(
 ) -> Tokens | None:
     """Split `tokens` so that the highest of `held_tokens + split` is as low as it can be.
 
-    All arrays are [members]. Shards are whole blocks, but one if `tokens` are not: the last block of
-    the context, which is the highest member's. None when they do not fit into `room_tokens`.
+    All arrays are [members]. Shards are whole blocks, but for the context's last one if that is not
+    full: it is with the highest member. None when they do not fit into `room_tokens`.
     """
     held = np.asarray(held_tokens, np.int64)
     blocks = -(-tokens // block_tokens)
@@ -129,7 +131,9 @@ def waterfill(
     level = _level(held, lids * block_tokens, blocks * block_tokens)
     split = np.clip((level - held) // block_tokens, 0, lids)
     # What whole blocks left below the level, less than one per member, goes to the lowest.
-    for _ in range(blocks - int(split.sum())):
+    left = blocks - int(split.sum())
+    assert 0 <= left < len(held)
+    for _ in range(left):
         next_up = np.where(split < lids, held + (split + 1) * block_tokens, np.iinfo(np.int64).max)
         split[next_up.argmin()] += 1
     poured: Tokens = split * block_tokens

@@ -22,6 +22,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from .index import TIERS as TIERS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -29,9 +31,6 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
     Numbers = NDArray[np.int64] | NDArray[np.int32] | int
-
-# A holder's tier as a number, fastest first: the index in this tuple.
-TIERS = ("hbm", "dram", "nvme")
 
 # As many as one pool has (`kvstore.directory.base`): two matrices of 64 MiB. Nodes beyond it are
 # served at the default's speed.
@@ -41,6 +40,9 @@ _NODES_MIN = 64
 # No measurement is believed beyond these; a way that is slower or later than this is down.
 BANDWIDTH_BYTES_S_MIN, BANDWIDTH_BYTES_S_MAX = 1e6, 1e13
 LATENCY_S_MAX = 10.0
+
+# Reports that differ by less than a thousandth, and a microsecond, say nothing new.
+_SAME, _LATENCY_S_SMALL = 1e-3, 1e-6
 
 Bandwidth = Annotated[float, Meta(ge=BANDWIDTH_BYTES_S_MIN, le=BANDWIDTH_BYTES_S_MAX)]
 
@@ -131,13 +133,18 @@ class Transfers:
         waited_s: float = 0.0,
     ) -> None:
         """A transfer from a node's memory has ended, after so long, `waited_s` of it for others. Of
-        disks and within a node, it would say nothing about the link."""
+        disks and within a node, it would say nothing about the link; nor if most of it was waiting.
+        At least half of the rest is taken for bytes that move: latency is an average too."""
         low, high = sorted((source_node, target_node))
         if low < 0 or low == high or high >= NODES_MAX or nbytes <= 0:
             return
+        if not 0 <= waited_s <= seconds / 2 or seconds <= 0:
+            self.ignored += 1
+            return
         self._fit(high)
         latency_s = float(self._latency_s[source_node, target_node])
-        moving_s = max(seconds - latency_s - waited_s, nbytes / BANDWIDTH_BYTES_S_MAX)
+        busy_s = seconds - waited_s
+        moving_s = max(busy_s - latency_s, busy_s / 2)
         self._measured(source_node, target_node, nbytes / moving_s, latency_s)
 
     def forget(self, node: str) -> None:
@@ -146,11 +153,17 @@ class Transfers:
         self._names.pop(number, None)
         if number < 0:
             return
-        for matrix in (self._known, self._own):
-            matrix[number, :] = matrix[:, number] = False
-        self._in_flight_bytes[number] = 0
-        self._sent_at[number] = 0.0
-        self.configure(self.settings)
+        unknown: list[tuple[NDArray[Any], Any]] = [
+            (self._known, False),
+            (self._own, False),
+            (self._byte_s, 1 / self.settings.link_bandwidth_bytes_s),
+            (self._latency_s, self.settings.link_latency_s),
+        ]
+        for matrix, value in unknown:
+            matrix[number, :] = matrix[:, number] = value
+        self._byte_s[number, number] = self._latency_s[number, number] = 0.0
+        self._in_flight_bytes[number] = self._sent_at[number] = 0.0
+        self._rate_bytes_s[number] = self.settings.link_bandwidth_bytes_s
 
     def ways(self) -> dict[str, dict[str, tuple[float, float]]]:
         """(bandwidth in bytes/s, latency in s) of what was measured, by source and target."""
@@ -244,10 +257,15 @@ class Transfers:
         ):
             self.ignored += 1
             return
-        weight = self.settings.link_weight if self._own[source, target] else 1.0
-        byte_s = self._byte_s[source, target]
+        byte_s = float(self._byte_s[source, target])
+        late_s = float(self._latency_s[source, target])
+        weight = 1.0
+        if self._own[source, target]:
+            weight = self.settings.link_weight
+            news = abs(1 / bandwidth - byte_s) / byte_s
+            if news < _SAME and abs(latency_s - late_s) < _SAME * late_s + _LATENCY_S_SMALL:
+                return  # most often: idle links report the same again, every few seconds
         byte_s += weight * (1 / bandwidth - byte_s)
-        late_s = self._latency_s[source, target]
         late_s += weight * (latency_s - late_s)
         self._own[source, target] = True
         self._write(source, target, byte_s, late_s)

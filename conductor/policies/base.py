@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ..computing import Computing
     from ..index import Match
     from ..records import Fetch, Request
-    from ..settings import PolicySettings
     from ..transfers import Transfers
+    from .settings import PolicySettings
 
     Floats = NDArray[np.float64]
     Blocks = NDArray[np.int64]

@@ -1,0 +1,285 @@
+"""The calls of the REST service, without the network: what to send, and what an answer means.
+
+`client.py` carries them out, blocking or in asyncio. Pure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from urllib.parse import quote, urlencode
+
+import msgspec
+
+from .api.codes import REJECTED, error_of
+from .api.models import (
+    DecisionReply,
+    DecisionsReply,
+    EntryReply,
+    ErrorReply,
+    HealthReply,
+    HotPrefixReply,
+    HotReply,
+    InstanceReply,
+    InstancesReply,
+    MatchReply,
+)
+from .errors import ConductorUnavailable, InvalidRequest, UnknownRequest
+from .records import Rejection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tiffin.kvstore import KVSchema
+
+    from .errors import ConductorError
+    from .records import InstanceSpec, Load, Request, RequestEvent, Role
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_encoder = msgspec.json.Encoder()
+_error = msgspec.json.Decoder(ErrorReply)
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One request and how to read its answer.
+
+    `repeatable`: sending it twice is as good as once, so it is sent again when its answer was lost.
+    `ends`: the second time the conductor may not know the request any more, and all is well.
+    """
+
+    method: str
+    path: str
+    read: Callable[[int, bytes], T]
+    body: bytes | None = None
+    repeatable: bool = True
+    ends: T | None = None
+
+    def answered(self, status: int, body: bytes, *, again: bool) -> T:
+        """What an answer means. Raises ConductorError."""
+        try:
+            return self.read(status, body)
+        except UnknownRequest:
+            if again and self.ends is not None:
+                return self.ends
+            raise
+
+
+def schedule(
+    request: Request, token_ids: Sequence[int] | None, namespace: str
+) -> Call[DecisionReply | Rejection]:
+    """With `token_ids`, the service makes the keys; else `request` has keys, or a length alone."""
+    body: dict[str, Any] = {
+        "request_id": request.id,
+        "model": request.model,
+        "objectives": asdict(request.objectives),
+        "priority": request.priority,
+        "tenant": request.tenant,
+        "output_tokens": request.output_tokens,
+        "output_tokens_max": request.output_tokens_max,
+        "output_class": request.output_class,
+        "urgent": request.urgent,
+    }
+    if token_ids is not None:
+        body |= {"token_ids": list(token_ids), "namespace": namespace}
+    else:
+        body["prompt_tokens"] = request.prompt_tokens
+        if request.keys:
+            body["block_keys"] = [key.hex() for key in request.keys]
+    return Call("POST", "/v1/schedule", _placed, _encode(body))
+
+
+def observe(event: RequestEvent) -> Call[bool]:
+    """All but "tokens" say the same when they are said twice."""
+    path = f"/v1/requests/{_segment(event.request_id)}/{_segment(event.kind)}"
+    body = _encode({"tokens": event.tokens}) if event.kind == "tokens" else None
+    repeatable = event.kind != "tokens"
+    return Call("POST", path, _nothing, body, repeatable, ends=repeatable or None)
+
+
+def register(spec: InstanceSpec, load: Load | None, schema: KVSchema | None) -> Call[bool]:
+    """All that an instance says of itself."""
+    body = asdict(spec)
+    path = _instance(body.pop("id"))
+    if load is not None:
+        body["load"] = asdict(load)
+    if schema is not None:
+        body["schema"] = {"canonical": schema.canonical_bytes().decode("ascii")}
+    return Call("PUT", path, _nothing, _encode(body))
+
+
+def heartbeat(instance: str, load: Load) -> Call[bool]:
+    return Call("PUT", _instance(instance), _nothing, _encode({"load": asdict(load)}))
+
+
+def leave(instance: str, *, now: bool) -> Call[bool]:
+    query = "?now=true" if now else ""
+    return Call("DELETE", _instance(instance) + query, _nothing)
+
+
+def flip(instance: str, role: Role) -> Call[bool]:
+    return Call("POST", f"{_instance(instance)}/role", _nothing, _encode({"role": role}))
+
+
+def instances() -> Call[list[InstanceReply]]:
+    read = _reader(InstancesReply)
+    return Call("GET", "/v1/instances", lambda status, body: read(status, body).instances)
+
+
+def instance(name: str) -> Call[InstanceReply]:
+    return Call("GET", _instance(name), _reader(InstanceReply))
+
+
+def match(keys: Sequence[bytes], limit: int) -> Call[MatchReply]:
+    body = _encode({"block_keys": [key.hex() for key in keys]})
+    return Call("POST", f"/v1/blocks/match?limit={limit:d}", _reader(MatchReply), body)
+
+
+def hot(limit: int) -> Call[list[HotPrefixReply]]:
+    read = _reader(HotReply)
+    path = f"/v1/blocks/hot?limit={limit:d}"
+    return Call("GET", path, lambda status, body: read(status, body).prefixes)
+
+
+def decisions(limit: int, candidates: int, instance: str | None) -> Call[list[EntryReply]]:
+    read = _reader(DecisionsReply)
+    asked: dict[str, int | str] = {"limit": limit, "candidates": candidates}
+    if instance is not None:
+        asked["instance"] = instance
+    path = f"/v1/decisions?{urlencode(asked)}"
+    return Call("GET", path, lambda status, body: read(status, body).decisions)
+
+
+def why(request_id: str) -> Call[EntryReply]:
+    return Call("GET", f"/v1/decisions/{_segment(request_id)}/why", _reader(EntryReply))
+
+
+def settings() -> Call[dict[str, Any]]:
+    return Call("GET", "/v1/policy", _reader(dict[str, Any]))
+
+
+def patch(changes: dict[str, Any]) -> Call[dict[str, Any]]:
+    return Call("PATCH", "/v1/policy", _reader(dict[str, Any]), _encode(changes))
+
+
+def ready() -> Call[HealthReply]:
+    """Not ready is an answer, too."""
+    read = msgspec.json.Decoder(HealthReply)
+
+    def health(status: int, body: bytes) -> HealthReply:
+        if status in (200, 503):
+            with contextlib.suppress(msgspec.DecodeError):
+                return read.decode(body)
+        raise _failure(status, body)
+
+    return Call("GET", "/readyz", health)
+
+
+def following(candidates: int) -> str:
+    """The path of the stream of decisions."""
+    return f"/v1/decisions/stream?candidates={candidates:d}"
+
+
+class EventLines:
+    """Reads a stream of server-sent events line by line: entries, and how many were missed."""
+
+    def __init__(self) -> None:
+        self._kind = ""
+        self._entry = msgspec.json.Decoder(EntryReply)
+        self.missed = 0
+
+    def read(self, line: str) -> EntryReply | None:
+        """The entry that this line completes, if any. Raises ConductorUnavailable for a line that
+        no conductor sends."""
+        if line.startswith("event: "):
+            self._kind = line.removeprefix("event: ")
+        if not line.startswith("data: "):
+            return None
+        data = line.removeprefix("data: ")
+        try:
+            if self._kind == "decision":
+                return self._entry.decode(data)
+            if self._kind == "missed":
+                self.missed += msgspec.json.decode(data, type=dict[str, int])["count"]
+        except (msgspec.DecodeError, KeyError) as error:
+            raise ConductorUnavailable(f"this is no stream of decisions: {error}") from error
+        return None
+
+
+def failure(status: int, body: bytes) -> ConductorError:
+    """The error that an answer stands for."""
+    return _failure(status, body)
+
+
+def _reader(kind: type[R]) -> Callable[[int, bytes], R]:
+    decoder = msgspec.json.Decoder(kind)
+
+    def read(status: int, body: bytes) -> R:
+        if status != 200:
+            raise _failure(status, body)
+        try:
+            return decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise ConductorUnavailable(f"this is no answer of a conductor: {error}") from error
+
+    return read
+
+
+_read_decision = _reader(DecisionReply)
+
+
+def _placed(status: int, body: bytes) -> DecisionReply | Rejection:
+    if status in (429, 503):
+        rejection = _rejection(body)
+        if rejection is not None:
+            return rejection
+    return _read_decision(status, body)
+
+
+def _rejection(body: bytes) -> Rejection | None:
+    """What a rejection's answer says; None for another error of the same status."""
+    try:
+        detail = _error.decode(body).error
+        if not detail.code.startswith(REJECTED) or detail.tiffin is None:
+            return None
+        return msgspec.convert({**detail.tiffin, "message": detail.message}, Rejection)
+    except msgspec.DecodeError:
+        return None
+
+
+def _nothing(status: int, body: bytes) -> bool:
+    if status != 204:
+        raise _failure(status, body)
+    return True
+
+
+def _failure(status: int, body: bytes) -> ConductorError:
+    try:
+        detail = _error.decode(body).error
+    except msgspec.DecodeError:  # a proxy's, perhaps
+        return error_of(status, "", f"the answer was {status}, and not a conductor's")
+    return error_of(status, detail.code, detail.message)
+
+
+def _instance(instance: str) -> str:
+    return f"/v1/instances/{_segment(instance)}"
+
+
+def _segment(text: str) -> str:
+    """As a part of a path. Raises InvalidRequest for what would be another path."""
+    if text in ("", ".", "..") or "/" in text:
+        raise InvalidRequest(f"{text!r} can't be an id: it is 1 to 256 characters without a slash")
+    try:
+        return quote(text, safe="")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"an id is text that encodes as UTF-8: {error.reason}") from error
+
+
+def _encode(body: Any) -> bytes:
+    try:
+        return _encoder.encode(body)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"this can't be sent as JSON: {error}") from error

@@ -1,0 +1,326 @@
+"""`tiffin conductor`: run it, look at it, ask it why, change its settings."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.logging import RichHandler
+from rich.markup import escape
+from rich.table import Table
+
+from tiffin.kvstore.console import JsonFlag, console, errors_console, warn
+from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.names import printable
+
+from .errors import ConductorError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .api.models import CandidateReply, EntryReply, InstanceReply
+    from .client import ConductorClient
+
+URL = "http://127.0.0.1:7800"
+# What the extra brings; anything else that is missing is a defect.
+_EXTRA = ("fastapi", "httpx", "prometheus_client", "starlette", "statsmodels", "uvicorn", "zmq")
+
+UrlOption = Annotated[str, typer.Option("--url", help="Where the conductor answers.")]
+TokenOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with a token, alone; else the one TIFFIN_CONDUCTOR_TOKEN_FILE names.",
+        show_default=False,
+    ),
+]
+CaOption = Annotated[Path | None, typer.Option(help="CA of its certificate, for https.")]
+
+
+def commands(app: typer.Typer) -> None:
+    """Add the conductor's commands."""
+    group = typer.Typer(rich_markup_mode="markdown")
+    group.callback(invoke_without_command=True)(conductor)
+    group.command("status")(status)
+    group.command("why")(why)
+    group.command("policy")(policy)
+    app.add_typer(group, name="conductor")
+
+
+# -- tiffin conductor ------------------------------------------------------------------------------
+
+
+def conductor(
+    context: typer.Context,
+    listen: Annotated[
+        str, typer.Option(help="Serve here; beyond loopback only with tokens.", metavar="HOST:PORT")
+    ] = "127.0.0.1:7800",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="Who may do what: a line per token, RIGHTS TOKEN.", show_default=False),
+    ] = None,
+    policy_name: Annotated[
+        str | None,
+        typer.Option("--policy", help="How instances are chosen.", show_default="of the settings"),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Settings, TOML or JSON, as `tiffin conductor policy` shows them."),
+    ] = None,
+    directory: Annotated[
+        str, typer.Option(help="Follow the nodes of the pool at redis://HOST:PORT.", metavar="URL")
+    ] = "",
+    pool: Annotated[str, typer.Option(help="Name of the pool in the directory.")] = "default",
+    pool_token_file: Annotated[
+        Path | None, typer.Option(help="The pool's token, to ask its nodes.", show_default=False)
+    ] = None,
+    pool_tls_ca: Annotated[Path | None, typer.Option(help="CA of the pool's nodes.")] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="Serve https with this certificate.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Run the conductor: it decides which instances serve which requests.
+
+    Instances register over HTTP and send heartbeats; whoever routes requests asks `POST
+    /v1/schedule` and reports what became of them. `/docs` describes all of it, `/metrics` is for
+    Prometheus. It stops on Ctrl-C or SIGTERM, and keeps nothing: after a restart everybody says
+    again what there is.
+
+    **Examples**
+
+    `tiffin conductor`
+
+    `tiffin conductor --listen 10.0.0.9:7800 --token-file /etc/tiffin/conductor-tokens --config
+    /etc/tiffin/conductor.toml`
+
+    `tiffin conductor --directory redis://10.0.0.1 --pool-token-file /etc/tiffin/token`
+    """
+    if context.invoked_subcommand is not None:
+        return
+    _set_up_logging(log_level)
+    with _explained():
+        import uvloop
+        from prometheus_client import disable_created_metrics
+
+        from tiffin.kvstore.credentials import load_credentials, parse_address
+
+        from .auth import Tokens, load_tokens
+        from .core import Conductor
+        from .server import ConductorOptions, read_settings, serve
+
+        disable_created_metrics()  # a second line per counter, of when this process began
+        settings = read_settings(config) if config else {}
+        if policy_name is not None:
+            settings.setdefault("policy", {})["name"] = policy_name
+        options = ConductorOptions(
+            listen=parse_address(listen),
+            tokens=load_tokens(token_file) if token_file else Tokens(),
+            directory=directory,
+            pool=pool,
+            credentials=load_credentials(pool_token_file, pool_tls_ca),
+            settings=settings,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+        )
+        with contextlib.suppress(KeyboardInterrupt):
+            uvloop.run(serve(Conductor(), options))
+
+
+# -- tiffin conductor status -----------------------------------------------------------------------
+
+
+def status(
+    url: UrlOption = URL,
+    token_file: TokenOption = None,
+    tls_ca: CaOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show the instances, and what keeps requests from being scheduled. Exits with 1 if anything
+    does.
+
+    **Examples**
+
+    `tiffin conductor status`, `tiffin conductor status --url https://10.0.0.9:7800 --json`
+    """
+    with _asking(url, token_file, tls_ca) as client:
+        health, instances = client.ready(), client.instances()
+    if as_json:
+        _print_json({"reasons": health.reasons, "instances": instances})
+    else:
+        console.print(_instances_table(instances))
+        for reason in health.reasons:
+            warn(f"not ready: {printable(reason)}")
+    raise typer.Exit(1 if health.reasons else 0)
+
+
+def _instances_table(instances: list[InstanceReply]) -> Table:
+    table = Table(title=f"{len(instances)} instances", title_justify="left")
+    for column in ("instance", "model", "role", "status", "node"):
+        table.add_column(column)
+    for column in ("heard", "queued tokens", "running", "context", "KV used"):
+        table.add_column(column, justify="right")
+    for one in instances:
+        heard = "-" if one.heard_s is None else f"{one.heard_s:.1f} s"
+        names = (one.id, one.model, one.role, one.status, one.node)
+        load = (_number(one.load.get(name)) for name in _SHOWN_LOAD)
+        table.add_row(*(escape(printable(name)) for name in names), heard, *load)
+    return table
+
+
+_SHOWN_LOAD = ("queued_tokens", "running", "context_tokens", "kv_used_tokens")
+
+
+# -- tiffin conductor why --------------------------------------------------------------------------
+
+
+def why(
+    request: Annotated[str, typer.Argument(help="The request's id.")],
+    url: UrlOption = URL,
+    token_file: TokenOption = None,
+    tls_ca: CaOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show why a request runs where it runs: the candidates and every term of their cost.
+
+    **Examples**
+
+    `tiffin conductor why chatcmpl-7f3a`
+    """
+    with _asking(url, token_file, tls_ca) as client:
+        entry = client.why(request)
+    if as_json:
+        _print_json(entry)
+        return
+    console.print(escape(printable(_in_words(entry))), highlight=False)
+    for title, candidates in (
+        ("prefill", entry.candidates),
+        ("decode", entry.decode_candidates),
+    ):
+        if candidates:
+            console.print(_candidates_table(title, candidates))
+
+
+def _in_words(entry: EntryReply) -> str:
+    predicted = f"predicted TTFT {_seconds(entry.predicted_ttft_s)}"
+    predicted += f", TBT {_seconds(entry.predicted_tbt_s)}"
+    if entry.outcome == "rejection":
+        return f"rejected, {entry.reason}: {entry.message} ({predicted})"
+    used = f"uses {entry.cached_tokens} of {entry.available_tokens} cached tokens"
+    words = f"prefill on {entry.prefill}, decode on {entry.decode}, by {entry.policy}; {used}"
+    return f"{words}; {predicted}"
+
+
+def _candidates_table(title: str, candidates: list[CandidateReply]) -> Table:
+    terms = list(dict.fromkeys(name for one in candidates for name in one.terms))
+    table = Table(title=f"{title}, the cheapest first", title_justify="left")
+    table.add_column("instance")
+    for column in ("cost", *terms):
+        table.add_column(escape(printable(column)), justify="right")
+    for one in candidates:
+        numbers = (_number(one.terms.get(name)) for name in terms)
+        table.add_row(escape(printable(one.instance)), _number(one.cost), *numbers)
+    return table
+
+
+# -- tiffin conductor policy -----------------------------------------------------------------------
+
+
+def policy(
+    changes: Annotated[
+        list[str] | None, typer.Argument(help="What to change.", metavar="[NAME=VALUE]...")
+    ] = None,
+    url: UrlOption = URL,
+    token_file: TokenOption = None,
+    tls_ca: CaOption = None,
+) -> None:
+    """Show all settings as JSON, after changing some of them. Values are JSON, or else text. If
+    anything is wrong, nothing is changed.
+
+    **Examples**
+
+    `tiffin conductor policy`
+
+    `tiffin conductor policy policy.name=least-loaded core.heartbeat_timeout_s=5`
+    """
+    wanted = parse_changes(changes or [])
+    with _asking(url, token_file, tls_ca) as client:
+        _print_json(client.patch(wanted) if wanted else client.settings())
+
+
+def parse_changes(changes: list[str]) -> dict[str, Any]:
+    """`a.b=1` as {"a": {"b": 1}}. Raises InvalidInput."""
+    tree: dict[str, Any] = {}
+    for change in changes:
+        path, equals, text = change.partition("=")
+        *groups, name = path.split(".")
+        if not equals or not all((*groups, name)):
+            raise InvalidInput(f"{change!r}: write NAME=VALUE, such as policy.name=random")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        at = tree
+        for group in groups:
+            at = at.setdefault(group, {})
+            if not isinstance(at, dict):
+                raise InvalidInput(f"{change!r}: {group!r} was given a value before")
+        at[name] = value
+    return tree
+
+
+# -- what they share -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _asking(url: str, token_file: Path | None, tls_ca: Path | None) -> Iterator[ConductorClient]:
+    with _explained():
+        from .client import ConductorClient
+
+        with ConductorClient(url, token_file=token_file, tls_ca=tls_ca) as client:
+            yield client
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Errors as one line, and what to install if the extra is missing."""
+    try:
+        yield
+    except ConductorError as error:
+        errors_console.print(
+            f"[bold red]{type(error).__name__}:[/] {escape(printable(str(error)))}", soft_wrap=True
+        )
+        raise typer.Exit(2) from error
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _EXTRA:
+            raise
+        raise InvalidInput(
+            f'the conductor needs the library {error.name}: pip install "tiffin[conductor]"'
+        ) from error
+
+
+def _set_up_logging(level: str) -> None:
+    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise typer.BadParameter(f"--log-level {level}: debug, info, warning or error")
+    handler = RichHandler(console=errors_console, show_path=False)
+    logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[handler])
+
+
+def _print_json(value: Any) -> None:
+    import msgspec
+
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
+
+
+def _seconds(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3g} s"

@@ -1,0 +1,336 @@
+"""Emptying a node, or an instance, before it leaves or changes its role. Pure.
+
+A node that is stopped without notice takes its blocks with it, and what only it had is computed
+again. So it is emptied first, and the most valuable goes first, because the time may not suffice:
+
+    CLOSING   the node is told to take nothing new
+    HOT       what is popular and on no other node is copied away, the hottest prefix first
+    REST      the node hands over everything else that is unique, by itself (`Evacuate`)
+    DONE      nobody else lacks anything of it
+    LATE      the deadline came first; `Progress` says what would be lost
+    FAILED    the node would not hand over the rest
+    LOST      the node went away before that
+
+An instance has requests instead of blocks to wait for: nothing new is assigned to it, and it is
+done when the last request has ended. Its HBM can't be copied from here; engines with a store write
+through to their node, which stays. What they have not written, hot blocks that no node has, is
+counted, so that who decides can see what the change will cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from .orders import LOST_S, NO_PARENT, ORDER_BLOCKS_MAX, Admit, Copy, Evacuate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from .orders import Ended, Order, Pool
+    from .popularity import HotPrefix
+
+
+class DrainSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How nodes and instances are emptied."""
+
+    deadline_s: Annotated[float, Meta(gt=0, le=86_400)] = 600.0
+    """For one node or instance, unless the caller says otherwise."""
+
+    hot_max: Annotated[int, Meta(ge=0, le=4096)] = 1024
+    """Prefixes that are copied in the order of their popularity; the rest goes as it lies."""
+
+    orders_max: Annotated[int, Meta(ge=1, le=64)] = 4
+    """Copies under way from a node that is drained: it still serves."""
+
+    tries_max: Annotated[int, Meta(ge=1, le=16)] = 3
+    """Targets that are tried for one block, and times that a node is told to hand over the rest."""
+
+
+class Phase(StrEnum):
+    """Where a drain is."""
+
+    CLOSING = "closing"
+    HOT = "hot"
+    REST = "rest"
+    WAITING = "waiting"  # an instance, for its requests
+    DONE = "done"
+    LATE = "late"
+    FAILED = "failed"
+    LOST = "lost"
+    CANCELLED = "cancelled"
+
+
+ENDED = (Phase.DONE, Phase.LATE, Phase.FAILED, Phase.LOST, Phase.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far it is. `unique_blocks` are hot ones that nobody else has yet; `moved_blocks` and
+    `moved_bytes` were copied as hot ones; `handed_over` is what the node itself counts at the end;
+    `failures` are orders that failed. `requests` are an instance's that have not ended."""
+
+    name: str
+    phase: Phase
+    left_s: float
+    unique_blocks: int = 0
+    moved_blocks: int = 0
+    moved_bytes: int = 0
+    handed_over: int = 0
+    failures: int = 0
+    requests: int = 0
+
+
+class NodeDrain:
+    """One node that is being emptied. Call `step` every second or so, and `ended` for each order.
+
+    `numbers` gives orders their numbers. The orders of a drain that has ended are void.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        begun_at: float,
+        numbers: Callable[[], int],
+        settings: DrainSettings | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> None:
+        self.node = node
+        self.settings = settings or DrainSettings()
+        self.phase = Phase.CLOSING
+        self.deadline = begun_at + (deadline_s or self.settings.deadline_s)
+        self._numbers = numbers
+        self._under_way: dict[int, tuple[Order, float]] = {}
+        # What was copied, whether or not the index has heard of it; and who has not taken what.
+        self._moved: set[bytes] = set()
+        self._refused: dict[bytes, set[str]] = {}
+        self._tries = 0
+        self._unique_blocks = 0
+        self._moved_blocks = self._moved_bytes = self._handed_over = self._failures = 0
+
+    def step(self, pool: Pool, now: float) -> list[Order]:
+        """What to order now; nothing once it has ended."""
+        if self.phase in ENDED:
+            return []
+        self._give_up_lost(now)
+        if self.node not in pool.nodes:
+            self.phase = Phase.LOST
+        elif now >= self.deadline:
+            self.phase = Phase.LATE
+        elif self.phase is Phase.CLOSING:
+            return self._close(now)
+        if self.phase is Phase.HOT:
+            orders: list[Order] = [*self._move_hot(pool, now)]
+            if orders or self._under_way:
+                return orders
+            self.phase = Phase.REST
+        if self.phase is Phase.REST and not self._under_way:
+            return self._hand_over(now)
+        return []
+
+    def ended(self, outcome: Ended, now: float) -> None:
+        """What became of an order of this drain; others are ignored."""
+        order, _ = self._under_way.pop(outcome.number, (None, 0.0))
+        if order is None or self.phase in ENDED:
+            return
+        self._failures += bool(outcome.error)
+        if isinstance(order, Admit):
+            # A node that can't be told may still be copied from; it only fills up again.
+            self.phase = Phase.HOT
+        elif isinstance(order, Copy):
+            self._copied(order, min(max(0, outcome.blocks), len(order.keys)))
+        elif isinstance(order, Evacuate) and not outcome.error:
+            self._handed_over = outcome.blocks
+            self.phase = Phase.DONE if now < self.deadline else Phase.LATE
+
+    def cancel(self) -> list[Order]:
+        """It stays: the node is to take new blocks again. What was copied remains where it is."""
+        if self.phase in ENDED:
+            return []
+        self.phase = Phase.CANCELLED
+        self._under_way.clear()
+        return [Admit(self._numbers(), self.node, on=True)]
+
+    def progress(self, now: float) -> Progress:
+        """How far it is."""
+        return Progress(
+            self.node,
+            self.phase,
+            max(0.0, self.deadline - now) if self.phase not in ENDED else 0.0,
+            self._unique_blocks,
+            self._moved_blocks,
+            self._moved_bytes,
+            self._handed_over,
+            self._failures,
+        )
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def _close(self, now: float) -> list[Order]:
+        if self._under_way:
+            return []
+        return [self._begin(Admit(self._numbers(), self.node, on=False), now)]
+
+    def _hand_over(self, now: float) -> list[Order]:
+        if self._tries >= self.settings.tries_max:
+            self.phase = Phase.FAILED
+            return []
+        self._tries += 1
+        return [self._begin(Evacuate(self._numbers(), self.node, self.deadline - now), now)]
+
+    def _move_hot(self, pool: Pool, now: float) -> list[Copy]:
+        """Copies of unique blocks, of the hottest prefix first, heads before tails."""
+        going = {key for order, _ in self._under_way.values() for key in _keys(order)}
+        orders: list[Copy] = []
+        self._unique_blocks = 0
+        decided: set[bytes] = set()
+        for prefix in pool.popularity.hot(self.settings.hot_max, now):
+            unique = [i for i in self._unique(prefix, pool) if prefix.keys[i] not in decided]
+            decided.update(prefix.keys)
+            self._unique_blocks += len(unique)
+            for begin, end in _runs([i for i in unique if prefix.keys[i] not in going]):
+                if len(self._under_way) < self.settings.orders_max:
+                    copy = self._copy(prefix, begin, end, pool)
+                    if copy is not None:
+                        self._begin(copy, now)
+                        orders.append(copy)
+        return orders
+
+    def _unique(self, prefix: HotPrefix, pool: Pool) -> list[int]:
+        """Which of the leading blocks that this node has nobody else has, as far as is known.
+        Another node that is being drained does not count."""
+        here = pool.leading(prefix.keys).get(self.node, 0)
+        others = {name for name, node in pool.nodes.items() if not node.draining} - {self.node}
+        keys = prefix.keys[:here]
+        return [
+            i
+            for i, key in enumerate(keys)
+            if key not in self._moved and not pool.holders(key) & others
+        ]
+
+    def _copy(self, prefix: HotPrefix, begin: int, end: int, pool: Pool) -> Copy | None:
+        """An order to the best target that has not refused it; None if nobody is left."""
+        keys = prefix.keys[begin : min(end, begin + ORDER_BLOCKS_MAX)]
+        refused = self._refused.get(keys[0], set())
+        if len(refused) >= self.settings.tries_max:
+            return None
+        targets = [n for n in pool.takers(prefix.model) if n != self.node and n not in refused]
+        targets = targets or [n for n in pool.takers("") if n != self.node and n not in refused]
+        if not targets:
+            return None
+        nbytes = len(keys) * prefix.block_bytes
+        has = pool.leading(prefix.keys[:begin]) if begin else {}
+        promised = self._promised()
+
+        def rank(name: str) -> tuple[bool, int, float, str]:
+            # Beside the blocks before them, if there is room: there they will be looked for.
+            free_bytes = pool.nodes[name].free_bytes - promised.get(name, 0)
+            return free_bytes < nbytes, -has.get(name, 0), -free_bytes, name
+
+        target = min(targets, key=rank)
+        parent = prefix.keys[begin - 1] if begin else NO_PARENT
+        reason = f"{self.node} is drained; wanted {prefix.popularity:.1f} times"
+        return Copy(self._numbers(), keys, parent, begin, self.node, target, nbytes, reason)
+
+    def _promised(self) -> dict[str, int]:
+        """Bytes that are under way to each target."""
+        found: dict[str, int] = {}
+        for order, _ in self._under_way.values():
+            if isinstance(order, Copy):
+                found[order.target] = found.get(order.target, 0) + order.nbytes
+        return found
+
+    def _copied(self, order: Copy, blocks: int) -> None:
+        self._moved_blocks += blocks
+        self._moved_bytes += order.nbytes // len(order.keys) * blocks
+        self._moved.update(order.keys[:blocks])
+        for key in order.keys[blocks:]:
+            self._refused.setdefault(key, set()).add(order.target)
+
+    def _begin(self, order: Order, now: float) -> Order:
+        self._under_way[order.number] = order, now
+        return order
+
+    def _give_up_lost(self, now: float) -> None:
+        for number, (order, at) in list(self._under_way.items()):
+            patience_s = order.timeout_s if isinstance(order, Evacuate) else 0.0
+            if now >= at + LOST_S + patience_s:
+                del self._under_way[number]
+                self._failures += 1
+                if isinstance(order, Copy):
+                    self._copied(order, 0)
+
+
+class InstanceDrain:
+    """One instance that is given nothing new until its requests have ended."""
+
+    def __init__(
+        self,
+        instance: str,
+        begun_at: float,
+        settings: DrainSettings | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> None:
+        self.instance = instance
+        self.phase = Phase.WAITING
+        self.deadline = begun_at + (deadline_s or (settings or DrainSettings()).deadline_s)
+        self._requests = 0
+        self._unique_blocks = 0
+
+    def step(self, requests: int | None, now: float, *, unique_blocks: int = 0) -> Phase:
+        """`requests` of it are in flight (None: it is gone); `unique_blocks` hot ones are in its
+        HBM only (`unique_in_hbm`). The phase then."""
+        if self.phase in ENDED:
+            return self.phase
+        self._requests, self._unique_blocks = requests or 0, unique_blocks
+        if requests is None:
+            self.phase = Phase.LOST
+        elif not requests:
+            self.phase = Phase.DONE
+        elif now >= self.deadline:
+            self.phase = Phase.LATE
+        return self.phase
+
+    def cancel(self) -> None:
+        """It stays as it is."""
+        if self.phase not in ENDED:
+            self.phase = Phase.CANCELLED
+
+    def progress(self, now: float) -> Progress:
+        """How far it is."""
+        left_s = max(0.0, self.deadline - now) if self.phase not in ENDED else 0.0
+        return Progress(
+            self.instance, self.phase, left_s, self._unique_blocks, requests=self._requests
+        )
+
+
+def unique_in_hbm(instance: str, hot: Sequence[HotPrefix], pool: Pool) -> int:
+    """How many hot blocks are in an instance's HBM and nowhere else: lost with its cache."""
+    found: set[bytes] = set()
+    for prefix in hot:
+        for key in prefix.keys:
+            labels = {pool.index.label(number) for number in pool.index.holders_of(key)}
+            if labels == {f"{instance}/hbm"}:
+                found.add(key)
+    return len(found)
+
+
+def _keys(order: Order) -> Collection[bytes]:
+    return order.keys if isinstance(order, Copy) else ()
+
+
+def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Consecutive ones together, as [begin, end)."""
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index:
+            runs[-1] = runs[-1][0], index + 1
+        else:
+            runs.append((index, index + 1))
+    return runs

@@ -1,0 +1,136 @@
+"""The feeds of a running conductor: started from options, emptied by the event loop, stopped.
+
+Feeds live in threads of their own and put what they hear into an inbox; the loop takes it out in
+pieces of a millisecond or two, so that decisions come in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from tiffin.kvstore.directory import open_directory
+
+from .errors import ConductorError, InvalidRequest
+from .feeds.inbox import Inbox
+from .feeds.nodes import NodesFeed
+from .folding import Chain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tiffin.kvstore import KVSchema
+    from tiffin.kvstore.credentials import Credentials
+    from tiffin.kvstore.directory import Directory
+
+    from .feeds.updates import Update
+    from .feeds.vllm import VllmFeed
+    from .records import InstanceSpec
+
+log = logging.getLogger("tiffin.conductor")
+
+# Labels of an instance that publishes KV events as vLLM does, with tcp:// endpoints as seen from
+# the conductor.
+EVENTS_LABEL = "kv_events"
+REPLAY_LABEL = "kv_events_replay"
+TOPIC_LABEL = "kv_events_topic"
+
+# Of one turn of the loop: about a millisecond of the index.
+_KEYS_PER_TURN = 8192
+
+
+class Feeding:
+    """What is heard goes to `apply`, in the loop's thread. Make it there; close it there."""
+
+    def __init__(self, apply: Callable[[Update], None], loop: asyncio.AbstractEventLoop) -> None:
+        self._apply = apply
+        self._loop = loop
+        self._inbox = Inbox(self._wake)
+        self._directory: Directory | None = None
+        self._nodes: NodesFeed | None = None
+        self._engines: VllmFeed | None = None
+        self._followed: dict[str, tuple[str, ...]] = {}
+        self._closed = False
+
+    def follow_pool(self, directory: str, pool: str, credentials: Credentials) -> Directory:
+        """Follow the kvstore nodes of a pool. Raises InvalidInput for a URL that can't work."""
+        self._directory = open_directory(directory, pool=pool)
+        self._nodes = NodesFeed(self._directory, credentials, self._inbox)
+        return self._directory
+
+    def follow_instance(self, spec: InstanceSpec, schema: KVSchema | None) -> None:
+        """Follow what an instance publishes, if its labels say where. Raises InvalidRequest for an
+        endpoint that can't work, and for one without a schema: whose keys?"""
+        endpoint = spec.labels.get(EVENTS_LABEL, "")
+        replay, topic = spec.labels.get(REPLAY_LABEL, ""), spec.labels.get(TOPIC_LABEL, "")
+        if not endpoint:
+            self.forget_instance(spec.id)
+            return
+        if schema is None:
+            raise InvalidRequest(
+                f"the label {EVENTS_LABEL} takes a schema, of this or another instance of the "
+                "model: events tell token ids, and keys follow from them by the schema"
+            )
+        wanted = (endpoint, replay, topic, schema.fingerprint.hex())
+        if self._followed.get(spec.id) == wanted:
+            return
+        # Only who has such engines needs the library.
+        from .feeds.vllm import Publisher, VllmFeed
+
+        if self._engines is None:
+            self._engines = VllmFeed(self._inbox)
+        chain = Chain.of(schema)
+        self._engines.follow(Publisher(spec.id, endpoint, chain, replay=replay, topic=topic))
+        self._followed[spec.id] = wanted
+
+    def forget_instance(self, instance: str) -> None:
+        """It has left."""
+        if self._followed.pop(instance, None) is not None and self._engines is not None:
+            self._engines.unfollow(instance)
+
+    @property
+    def followed(self) -> list[str]:
+        """Instances whose events are followed."""
+        return list(self._followed)
+
+    def missing(self) -> str:
+        """What is not known yet, or not any more; "" if all is well."""
+        if self._nodes is None:
+            return ""
+        found = self._nodes.statistics()
+        if found["directory_error"]:
+            return f"the directory does not answer: {found['directory_error']}"
+        behind = sorted(name for name, node in found["nodes"].items() if not node["synced"])
+        if behind:
+            return f"the blocks of {len(behind)} nodes are not known yet, {behind[0]!r} among them"
+        return ""
+
+    async def close(self) -> None:
+        """End all feeds; idempotent. Their threads end within seconds, a node's answer at most."""
+        self._closed = True
+        self._inbox.close()
+        feeds = [feed for feed in (self._nodes, self._engines) if feed is not None]
+        for feed in feeds:
+            await asyncio.to_thread(feed.close)
+        if self._directory is not None:
+            await asyncio.to_thread(self._directory.close)
+
+    def _wake(self) -> None:
+        """By a feed's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._take)
+        except RuntimeError:  # the loop has ended
+            log.debug("nobody takes updates any more")
+
+    def _take(self) -> None:
+        for update in self._inbox.take(_KEYS_PER_TURN):
+            try:
+                self._apply(update)
+            except ConductorError as error:  # too many holders: what it is of is not used
+                log.warning("not taken in: %s", error)
+        if len(self._inbox) and not self._closed:
+            self._loop.call_soon(self._take)
+
+
+__all__ = ["EVENTS_LABEL", "REPLAY_LABEL", "TOPIC_LABEL", "Feeding"]

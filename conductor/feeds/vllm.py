@@ -1,0 +1,392 @@
+"""Follows the KV events of engines that publish them over ZeroMQ as vLLM does (SGLang too).
+
+One thread for all engines: it subscribes, asks for replays, folds and hands updates on. An engine
+that is not there (yet, any more) costs nothing; ZeroMQ connects again by itself. Events need not be
+complete nor in time for anything to be right: `numbering.py` finds what is missing.
+
+Nothing here listens; connections go out to where the engines' operators say. The protocol has no
+authentication of its own: whoever can answer at that address can say what is cached there, which
+costs time and never gives anybody wrong bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from ..errors import InvalidRequest
+from ..folding import Folder, Removed, Stored
+from ..index import TIERS
+from .inbox import InboxClosed
+from .numbering import Apply, Ask, Current, Doubt, Numbering, Restarted
+from .updates import Added, Cleared, Doubted, Gone, Heard, slices
+from .updates import Removed as RemovedBlocks
+from .vllm_events import PAYLOAD_BYTES_MAX, BadEvents, EventReader, lora_namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from ..folding import Chain, Change
+    from .numbering import Step
+    from .updates import Update
+
+log = logging.getLogger(__name__)
+
+# As many engines as instances; a socket or two each.
+PUBLISHERS_MAX = 16_384
+# Batches that ZeroMQ keeps for us; more are lost at the publisher, and found missing here.
+_WAITING_BATCHES_MAX = 10_000
+# From one engine before the others have their turn.
+_TURN = 64
+# How often replays that are overdue and quiet publishers are looked for.
+_LOOK_S = 0.5
+_SCHEMES = ("tcp://", "ipc://")
+_END = b"\xff" * 8
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """An engine that publishes: `name` is its instance's id. `endpoint` is where it publishes and
+    `replay` where it replays ("" if it doesn't), as seen from here; of rank n of a data-parallel
+    engine, its ports plus n, and a name of its own. `chain` makes the keys of its model."""
+
+    name: str
+    endpoint: str
+    chain: Chain
+    replay: str = ""
+    topic: str = ""
+    namespace_of: Callable[[str], str | None] = lora_namespace
+    counts_copies: bool = True
+
+
+class _Engine:
+    """One publisher, its sockets, and what is known of it."""
+
+    def __init__(self, publisher: Publisher, context: zmq.Context[Any], now: float) -> None:
+        self.publisher = publisher
+        self.folder = Folder(publisher.chain, counts_copies=publisher.counts_copies)
+        self.reader = EventReader(publisher.namespace_of)
+        self.numbering = Numbering(replays=bool(publisher.replay), now=now)
+        self.counts: Counter[str] = Counter()
+        self._context = context
+        self.live = self._connect(zmq.SUB, publisher.endpoint)
+        try:
+            self.live.setsockopt(zmq.SUBSCRIBE, publisher.topic.encode())
+            self.replay: zmq.Socket[bytes] | None = None
+            if publisher.replay:
+                self.replay = self._connect(zmq.DEALER, publisher.replay)
+        except BaseException:
+            self.live.close()
+            raise
+
+    def close(self) -> None:
+        self.live.close()
+        if self.replay is not None:
+            self.replay.close()
+
+    def reconnect_replay(self) -> None:
+        """What still comes of an old answer would be taken for the new one."""
+        if self.replay is not None:
+            self.replay.close()
+            self.replay = self._connect(zmq.DEALER, self.publisher.replay)
+
+    def _connect(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, _WAITING_BATCHES_MAX)
+            socket.setsockopt(zmq.MAXMSGSIZE, PAYLOAD_BYTES_MAX)
+            socket.setsockopt(zmq.RECONNECT_IVL, 100)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+            # A host that vanishes without a word is noticed.
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
+            socket.connect(endpoint)
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        return socket
+
+
+class VllmFeed:
+    """Follows publishers and hands updates to `apply`, from a thread of its own. Thread-safe.
+
+    `apply` may wait; when it raises InboxClosed, the feed ends (close the inbox first). `close`
+    returns when it has ended.
+    """
+
+    def __init__(self, apply: Callable[[Update], None]) -> None:
+        self._apply = apply
+        self._context: zmq.Context[Any] = zmq.Context()
+        # One socket or two per engine, and some of its own.
+        self._context.setsockopt(zmq.MAX_SOCKETS, 2 * PUBLISHERS_MAX + 16)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._orders: SimpleQueue[Publisher | str] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._names: set[str] = set()
+        self._closing = False
+        self._engines: dict[str, _Engine] = {}
+        self._sockets: dict[zmq.Socket[bytes], _Engine] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="vllm-feed", daemon=True)
+        self._thread.start()
+
+    def follow(self, publisher: Publisher) -> None:
+        """Follow this publisher; one of the same name is not followed any more. Raises
+        InvalidRequest for an endpoint that nobody can connect to, and for too many publishers."""
+        for endpoint in filter(None, (publisher.endpoint, publisher.replay)):
+            _check_endpoint(endpoint)
+        if not publisher.endpoint:
+            raise InvalidRequest(f"{publisher.name!r} has no endpoint to subscribe to")
+        with self._lock:
+            if publisher.name not in self._names and len(self._names) >= PUBLISHERS_MAX:
+                raise InvalidRequest(f"{PUBLISHERS_MAX} engines are followed, which is the limit")
+            self._names.add(publisher.name)
+            self._order(publisher)
+
+    def unfollow(self, name: str) -> None:
+        """Follow it no more; its blocks are gone. Unknown names are ignored."""
+        with self._lock:
+            if name in self._names:
+                self._names.discard(name)
+                self._order(name)
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """Per publisher: counters, and how many parts are known and wait."""
+        with self._lock:
+            return {name: _numbers(engine) for name, engine in self._engines.items()}
+
+    def close(self) -> None:
+        """End; idempotent."""
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        with self._lock:
+            if self._wake >= 0:
+                os.close(self._wake)
+                self._wake = -1
+
+    def __enter__(self) -> VllmFeed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _order(self, order: Publisher | str) -> None:
+        self._orders.put(order)
+        if not self._closing:
+            os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        try:
+            look_at = time.monotonic() + _LOOK_S
+            while not self._closing:
+                left_s = max(0.0, look_at - time.monotonic())
+                self._turn([socket for socket, _ in self._poller.poll(int(1000 * left_s) + 1)])
+                if time.monotonic() >= look_at:
+                    look_at = time.monotonic() + _LOOK_S
+                    for engine in list(self._engines.values()):
+                        self._look(engine)
+        except InboxClosed:
+            log.debug("nobody takes updates any more")
+        finally:
+            with self._lock:
+                engines, self._engines = self._engines, {}
+            for engine in engines.values():
+                engine.close()
+            self._context.term()
+
+    def _turn(self, ready: Iterable[Any]) -> None:
+        for socket in ready:
+            if socket == self._wake:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+                self._take_orders()
+                continue
+            engine = self._sockets.get(socket)
+            if engine is not None:
+                self._receive(engine, socket)
+
+    def _take_orders(self) -> None:
+        while True:
+            try:
+                order = self._orders.get_nowait()
+            except Empty:
+                return
+            name = order if isinstance(order, str) else order.name
+            self._leave(name)
+            if isinstance(order, Publisher):
+                self._begin(order)
+
+    def _begin(self, publisher: Publisher) -> None:
+        now = time.monotonic()
+        try:
+            engine = _Engine(publisher, self._context, now)
+        except zmq.ZMQError as error:
+            log.warning("%s cannot be followed at %s: %s", publisher.name, publisher, error)
+            with self._lock:
+                self._names.discard(publisher.name)
+            return
+        with self._lock:
+            self._engines[publisher.name] = engine
+        self._register(engine)
+        self._carry_out(engine, engine.numbering.begin(now))
+
+    def _leave(self, name: str) -> None:
+        engine = self._engines.get(name)
+        if engine is None:
+            return
+        with self._lock:
+            del self._engines[name]
+        self._unregister(engine)
+        engine.close()
+        self._apply(Gone(name))
+
+    def _register(self, engine: _Engine) -> None:
+        for socket in (engine.live, engine.replay):
+            if socket is not None:
+                self._sockets[socket] = engine
+                self._poller.register(socket, zmq.POLLIN)
+
+    def _unregister(self, engine: _Engine) -> None:
+        for socket in (engine.live, engine.replay):
+            if socket is not None:
+                del self._sockets[socket]
+                self._poller.unregister(socket)
+
+    def _receive(self, engine: _Engine, socket: zmq.Socket[bytes]) -> None:
+        for _ in range(_TURN):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            steps = self._steps(engine, frames, replay=socket is engine.replay)
+            self._carry_out(engine, steps)
+            if socket.closed:
+                return
+
+    def _steps(self, engine: _Engine, frames: Sequence[bytes], *, replay: bool) -> list[Step]:
+        """What a message is: frames before the last two are a topic, or an empty one."""
+        if len(frames) < 2 or len(frames[-2]) != 8:
+            engine.counts["malformed"] += 1
+            return []
+        now, numbering = time.monotonic(), engine.numbering
+        if frames[-2] == _END:
+            return numbering.replay_ended(now) if replay else []
+        seq = int.from_bytes(frames[-2], "big")
+        if replay:
+            engine.counts["replayed"] += 1
+            return numbering.replayed(seq, frames[-1], now)
+        return numbering.live(seq, frames[-1], now)
+
+    def _look(self, engine: _Engine) -> None:
+        was_asking = engine.numbering.asking
+        steps = engine.numbering.look(time.monotonic())
+        if was_asking and not engine.numbering.asking:
+            engine.counts["unanswered"] += 1
+            self._unregister(engine)
+            engine.reconnect_replay()
+            self._register(engine)
+        self._carry_out(engine, steps)
+
+    def _carry_out(self, engine: _Engine, steps: Sequence[Step]) -> None:
+        name = engine.publisher.name
+        for step in steps:
+            if isinstance(step, Apply):
+                self._fold(engine, step)
+            elif isinstance(step, Ask):
+                self._ask(engine, step.seq)
+            elif isinstance(step, Doubt):
+                engine.counts["gaps"] += 1
+                self._doubt(engine)
+            elif isinstance(step, Restarted):
+                engine.counts["restarts"] += 1
+                self._reset(engine)
+            elif isinstance(step, Current):
+                self._apply(Heard(name, "hbm", engine.numbering.expected - 1))
+
+    def _ask(self, engine: _Engine, seq: int) -> None:
+        assert engine.replay is not None
+        engine.counts["asked"] += 1
+        with contextlib.suppress(zmq.Again):  # not connected: there will be no answer in time
+            engine.replay.send_multipart([b"", seq.to_bytes(8, "big")], zmq.NOBLOCK)
+
+    def _doubt(self, engine: _Engine) -> None:
+        for tier in TIERS:
+            keys = engine.folder.keys(tier)
+            for part in slices(keys) if keys else ():
+                self._apply(Doubted(engine.publisher.name, tier, part))
+
+    def _reset(self, engine: _Engine) -> None:
+        engine.folder.reset()
+        self._apply(Cleared(engine.publisher.name))
+
+    def _fold(self, engine: _Engine, batch: Apply) -> None:
+        name = engine.publisher.name
+        engine.counts["batches"] += 1
+        try:
+            events = engine.reader.read(batch.payload)
+        except BadEvents as error:
+            engine.counts["malformed"] += 1
+            log.warning("batch %d of %s: %s", batch.seq, name, error)
+            self._doubt(engine)  # it may have told of removals
+            return
+        now = time.monotonic()
+        for event in events:
+            engine.counts["events"] += 1
+            if isinstance(event, Stored):
+                self._hand_on(name, engine.folder.stored(event, now))
+            elif isinstance(event, Removed):
+                self._hand_on(name, engine.folder.removed(event))
+            else:
+                self._reset(engine)
+        self._apply(Heard(name, "hbm", batch.seq))
+
+    def _hand_on(self, name: str, changes: Sequence[Change]) -> None:
+        for change in changes:
+            kind = Added if change.added else RemovedBlocks
+            for part in slices(change.keys):
+                self._apply(kind(name, change.tier, part))
+
+
+def _check_endpoint(endpoint: str) -> None:
+    if not endpoint.startswith(_SCHEMES) or "*" in endpoint or len(endpoint) > 1024:
+        raise InvalidRequest(
+            f"{endpoint[:100]!r} is no endpoint to connect to; as in tcp://host:5557 or ipc:///path"
+        )
+
+
+def _numbers(engine: _Engine) -> dict[str, int]:
+    counts = engine.folder.counts
+    return {
+        **{
+            name: engine.counts[name]
+            for name in (
+                "batches",
+                "events",
+                "malformed",
+                "gaps",
+                "restarts",
+                "asked",
+                "replayed",
+                "unanswered",
+            )
+        },
+        "parts": len(engine.folder),
+        "waiting_parts": engine.folder.waiting_parts,
+        **{name: getattr(counts, name) for name in counts.__slots__},
+    }

@@ -1,0 +1,193 @@
+"""Fetching what the longest prefix has more than a candidate's own: Algorithm 1's second branch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..records import Fetch
+from .local import start_s
+from .places import places_of
+
+if TYPE_CHECKING:
+    from .base import Blocks, Floats, Question
+    from .local import Compute, Own
+    from .places import Places
+
+
+@dataclass(slots=True)
+class Longest:
+    """The place that has the longest leading part of the prompt: `blocks`, of which the first
+    `fast_blocks` are in its faster tier."""
+
+    question: Question
+    places: Places
+    place: int
+    fast_blocks: int
+    blocks: int
+
+    def transfer_s(self, start_blocks: Blocks) -> Floats:
+        """Seconds to bring what is beyond `start_blocks` [candidates] to each candidate."""
+        seconds = np.zeros(len(start_blocks))
+        for tier, start, stop in self._parts():
+            blocks = np.maximum(stop - np.maximum(start_blocks, start), 0)
+            seconds = seconds + self._seconds(tier, self.question.rows, blocks)
+        return seconds
+
+    def fetches(self, at: int, start_block: int) -> tuple[Fetch, ...]:
+        """The same for one candidate, as orders. None if the place is its own node, of which the
+        engine reads by itself."""
+        rows = self.question.rows[at : at + 1]
+        spec = self.question.cluster.specs[int(rows[0])]
+        assert spec is not None
+        if self.places.is_local(self.place, spec.node):
+            return ()
+        found = []
+        for tier, first, stop in self._parts():
+            start = max(first, start_block)
+            if start < stop:
+                seconds = float(self._seconds(tier, rows, np.array([stop - start]))[0])
+                nbytes = (stop - start) * spec.block_bytes
+                found.append(
+                    Fetch(start, stop, self.places.label(self.place, tier), nbytes, seconds)
+                )
+        return tuple(found)
+
+    def _parts(self) -> list[tuple[int, int, int]]:
+        """(tier, start, stop) of what is in each tier."""
+        parts = [(0, 0, self.fast_blocks), (1, self.fast_blocks, self.blocks)]
+        return [part for part in parts if part[1] < part[2]]
+
+    def _seconds(self, tier: int, rows: Blocks, blocks: Blocks) -> Floats:
+        question, cluster = self.question, self.question.cluster
+        return question.transfers.seconds(
+            int(self.places.nodes[self.place]),
+            int(self.places.tiers[tier, self.place]),
+            cluster.node[rows],
+            blocks * cluster.block_bytes[rows],
+            question.now,
+        )
+
+
+def longest(question: Question) -> Longest | None:
+    """Who has the longest leading part; None if nobody has any. Of several, who would send it
+    first, by tier and by what it is sending already; of equal ones, the dice decide, or one of a
+    hundred holders of a hot prefix would have to send it to all others."""
+    places = places_of(question)
+    if not len(places) or not question.match.blocks:
+        return None
+    blocks, few = question.match.blocks, _having_all(question, places)
+    if few:
+        return _asked(question, places, few)
+    fast, whole = places.lengths(question.match)
+    blocks = int(whole.max())
+    if not blocks:
+        return None
+    able = np.flatnonzero(whole == blocks)
+    place = int(able[0] if len(able) == 1 else _first_to_send(question, places, able, fast, blocks))
+    return Longest(question, places, place, int(fast[place]), blocks)
+
+
+# Sets of holders up to this size are gone through bit by bit, larger ones as arrays.
+_FEW = 16
+
+
+def _having_all(question: Question, places: Places) -> list[int]:
+    """The places of the few holders that have all that anybody has; empty if none has, or many.
+    Mostly there are some: whoever computed a prompt last has all of it."""
+    if question.best_blocks < question.match.blocks:
+        return []
+    holders = -1
+    for run in question.match.runs:
+        holders &= run.holders
+    return places.having(holders) if holders.bit_count() <= _FEW else []
+
+
+def _asked(question: Question, places: Places, few: list[int]) -> Longest:
+    blocks, fast = question.match.blocks, [_fast_blocks(question, places, p) for p in few]
+    if len({int(places.nodes[place]) for place in few}) == 1 and places.nodes[few[0]] >= 0:
+        # One sender and one way: the tier decides.
+        tiers = [int(places.tiers[int(f < blocks), p]) for f, p in zip(fast, few, strict=True)]
+        at = tiers.index(min(tiers))
+    else:
+        lengths = np.zeros(len(places), np.int64)
+        lengths[few] = fast
+        able = np.array(few, np.int64)
+        at = few.index(_first_to_send(question, places, able, lengths, blocks))
+    return Longest(question, places, few[at], fast[at], blocks)
+
+
+def _fast_blocks(question: Question, places: Places, place: int) -> int:
+    """Leading blocks in a place's faster tier."""
+    column, blocks = int(places.columns[0, place]), 0
+    if column >= 0:
+        for run in question.match.runs:
+            if not run.holders >> column & 1:
+                break
+            blocks = run.stop
+    return blocks
+
+
+def _first_to_send(
+    question: Question, places: Places, able: Blocks, fast: Blocks, blocks: int
+) -> int:
+    nbytes = int(question.cluster.block_bytes[question.rows[0]]) * blocks
+    slow = (fast[able] < blocks).astype(np.int64)
+    seconds = question.transfers.seconds(
+        places.nodes[able], places.tiers[slow, able], -1, nbytes, question.now
+    )
+    # Estimates that differ by less than a part in a million are equal.
+    first = able[seconds <= seconds.min() * (1 + 1e-6)]
+    return int(first[question.dice.randrange(len(first))])
+
+
+@dataclass(slots=True)
+class Extended:
+    """What each candidate does at best with its own blocks and those of the longest prefix, all
+    [candidates]: it uses `blocks`, of which those beyond its own come in `transfer_s`, and computes
+    the rest in `compute_s`."""
+
+    blocks: Blocks
+    transfer_s: Floats
+    compute_s: Floats
+    ttft_s: Floats
+    source: Longest | None
+
+    def fetches(self, at: int, own_blocks: int) -> tuple[Fetch, ...]:
+        """What one candidate fetches."""
+        if self.source is None or self.blocks[at] <= own_blocks:
+            return ()
+        return self.source.fetches(at, own_blocks)
+
+
+def extend(
+    question: Question,
+    mine: Own,
+    compute: Compute,
+    *,
+    threshold: float = 1.0,
+    overlap: bool = False,
+) -> Extended:
+    """Per candidate the better of its own prefix and the longest one, which must be longer by a
+    factor of `threshold` for that."""
+    ttft_s = start_s(question.queue_s, mine.load_s, overlap=overlap) + mine.compute_s
+    none = np.zeros(len(ttft_s))
+    # Nobody has more than the least that anybody uses: most prompts of a hot prefix end here.
+    source = longest(question) if question.pool_blocks > int(mine.blocks.min()) else None
+    if source is None:
+        return Extended(mine.blocks, none, mine.compute_s, ttft_s, None)
+    transfer_s, compute_s = source.transfer_s(mine.blocks), compute.seconds(source.blocks)
+    bring_s = mine.load_s + transfer_s
+    fetched_s = start_s(question.queue_s, bring_s, overlap=overlap) + compute_s
+    # By multiplication, so that an own prefix of 0 needs no case of its own.
+    pays = source.blocks >= threshold * mine.blocks
+    pays &= (source.blocks > mine.blocks) & (fetched_s < ttft_s)
+    return Extended(
+        np.where(pays, source.blocks, mine.blocks),
+        np.where(pays, transfer_s, none),
+        np.where(pays, compute_s, mine.compute_s),
+        np.where(pays, fetched_s, ttft_s),
+        source,
+    )

@@ -1,0 +1,323 @@
+"""Which prefixes are wanted, how often, and where: counts that fade, in bounded memory. Pure.
+
+A prompt's keys are chained, so a block is wanted at least as often as any block after it: its
+popularity is the number of prompts that begin with it, where a prompt of one half-life ago counts
+half. More than half of all blocks are wanted once (Mooncake's traces), and nobody can know which
+when they come, so a counter for each is out of the question:
+
+- A *sketch* counts all of them. It is a count-min sketch with conservative update: each key has one
+  cell in each of four rows, and its count is the lowest of them. It may say too much, when all four
+  are shared, and never too little. Space-saving, the other candidate, keeps exact names but hands
+  the count of whom it throws out to whom it takes in; a stream of which half is new would replace
+  its counters all the time, and a tail could look more popular than its own head. In the sketch a
+  chain helps instead: what a key's ancestors are counted for bounds it, so a tail is never above
+  its head, and one honest cell anywhere in the chain corrects all that follow.
+- A *table* names those that have been seen twice, with their parents: hot prefixes are listed from
+  it. Whoever is in the table has its parent in it. When it is full, the least popular quarter goes.
+
+Fading costs nothing: instead of shrinking all counts, what comes later counts for more ("forward
+decay", Cormode et al., ICDE 2009), 2^(t / half-life), and every 256 half-lives all is divided once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+from msgspec import Meta
+
+from .records import KEY_BYTES
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Words = NDArray[np.uint64]
+    Places = NDArray[np.int64]
+
+ROWS = 4
+# 8 MiB of float64 in four rows. 100 prompts/s of 17 blocks and a half-life of 300 s are 740,000
+# counts at a time: 2.8 to a cell if all keys were new, and less by the update's kind and the chain.
+COLUMNS_LOG2 = 18
+# Of one prompt: two million tokens in blocks of 512. What is behind that is not shared.
+CHAIN_MAX = 4096
+# Blocks that have names: 8 million tokens of shared prefixes; some 4 MB.
+TRACKED_MAX = 16_384
+# Models whose prompts are counted; those beyond push out the one that was heard of first.
+MODELS_MAX = 1024
+# Seen twice, the first time not longer ago than a half-life.
+TRACKED_FROM = 1.5
+_KEPT_SHARE = 0.75
+_EXPONENT_MAX = 256.0
+
+_MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
+
+
+class PopularitySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How fast popularity fades."""
+
+    half_life_s: Annotated[float, Meta(ge=1, le=86_400)] = 300.0
+    """A prompt of so long ago counts half. Long enough that ten prompts per hour are seen as one
+    stream, short enough that yesterday's system prompt makes room for today's."""
+
+
+class HotPrefix(NamedTuple):
+    """`keys` from block 0 on. `popularity` is how many remembered prompts begin with all of them,
+    `share` how large a part of all prompts to this model that is, `rate_s` prompts per second,
+    `block_bytes` what one block weighs (0 if nobody said)."""
+
+    keys: tuple[bytes, ...]
+    popularity: float
+    share: float
+    rate_s: float
+    block_bytes: int
+    model: str = ""
+
+
+class Sketch:
+    """Counts of keys that fade by half each `half_life_s`; never below the true ones."""
+
+    def __init__(
+        self, half_life_s: float, dice: random.Random, columns_log2: int = COLUMNS_LOG2
+    ) -> None:
+        self._half_life_s = half_life_s
+        self._shift = np.uint64(64 - columns_log2)
+        self._rows = np.arange(ROWS, dtype=np.int64)[:, None] << columns_log2
+        self._steps = np.arange(ROWS, dtype=np.uint64)[:, None]
+        # Keys come from callers: without a secret, one could be made that meets another's cells.
+        self._salt = np.uint64(dice.getrandbits(64))
+        self._cells: Floats = np.zeros(ROWS << columns_log2)
+        self._origin = 0.0
+
+    def places(self, words: Words, salts: Words | None = None) -> Places:
+        """The cells [rows, keys] of keys given as two words each; other `salts`, other cells."""
+        first = words[:, 0] ^ self._salt
+        first = (first if salts is None else first ^ salts) * _MIX[0]
+        first ^= first >> np.uint64(32)
+        second = (words[:, 1] + first) * _MIX[1] | np.uint64(1)
+        mixed = ((first + self._steps * second) * _MIX[2]) >> self._shift
+        cells: Places = mixed.astype(np.int64) + self._rows
+        return cells
+
+    def add(self, places: Places, now: float) -> Floats:
+        """Count a chain of keys once more; what each is counted for then, heads first."""
+        unit = self._unit(now)
+        counts = np.minimum.accumulate(self._cells[places].min(axis=0)) + unit
+        # Two keys of the chain may share a cell: the larger count is for both. Flat and repeated,
+        # because `ufunc.at` reads beyond values that it would have to broadcast (numpy 2.4).
+        np.maximum.at(self._cells, places.ravel(), np.tile(counts, ROWS))
+        found: Floats = counts / unit
+        return found
+
+    def estimate(self, places: Places, now: float) -> Floats:
+        """What each key is counted for, on its own."""
+        found: Floats = self._cells[places].min(axis=0) / self._unit(now)
+        return found
+
+    def fade_by(self, half_life_s: float, now: float) -> None:
+        """From now on with another half-life; counts stay what they are."""
+        self._rebase(now)
+        self._half_life_s = half_life_s
+
+    def _unit(self, now: float) -> float:
+        """What one prompt counts now."""
+        if now - self._origin > _EXPONENT_MAX * self._half_life_s:
+            self._rebase(now)
+        return float(2.0 ** ((now - self._origin) / self._half_life_s))
+
+    def _rebase(self, now: float) -> None:
+        self._cells *= 2.0 ** ((self._origin - now) / self._half_life_s)
+        self._origin = now
+
+
+class Popularity:
+    """What prompts begin with, in all and per node. Not thread-safe."""
+
+    def __init__(
+        self,
+        dice: random.Random,
+        settings: PopularitySettings | None = None,
+        *,
+        tracked_max: int = TRACKED_MAX,
+        columns_log2: int = COLUMNS_LOG2,
+    ) -> None:
+        self.settings = settings or PopularitySettings()
+        half_life_s = self.settings.half_life_s
+        self._seen = Sketch(half_life_s, dice, columns_log2)
+        self._wanted = Sketch(half_life_s, dice, columns_log2)
+        self._prompts: dict[str, tuple[float, float]] = {}  # of each model: how many, when
+        self._tracked_max = tracked_max
+        # The table: row of each key, and columns. A parent is in a lower row than its children.
+        self._row: dict[bytes, int] = {}
+        self._parent = np.full(tracked_max, -1, np.int64)
+        self._block_bytes = np.zeros(tracked_max, np.int64)
+        self._model = np.full(tracked_max, "", object)
+
+    def __len__(self) -> int:
+        """How many blocks have names."""
+        return len(self._row)
+
+    def configure(self, settings: PopularitySettings, now: float) -> None:
+        """From now on; what was counted stays."""
+        self._prompts = {model: (self.prompts(now, model), now) for model in self._prompts}
+        self.settings = settings
+        for sketch in (self._seen, self._wanted):
+            sketch.fade_by(settings.half_life_s, now)
+
+    def seen(
+        self, keys: Sequence[bytes], now: float, *, model: str = "", block_bytes: int = 0
+    ) -> int:
+        """A prompt with these keys, from block 0 on, has come. Returns how many leading blocks it
+        shares with others: tell `wanted` of those.
+
+        Some numpy operations, 40 us for 256 keys, and a step in Python for each block that is seen
+        for the second time.
+        """
+        self._prompts[model] = self.prompts(now, model) + 1.0, now
+        if len(self._prompts) > MODELS_MAX:
+            self._prompts.pop(next(iter(self._prompts)))
+        if not keys:
+            return 0
+        keys = keys[:CHAIN_MAX]
+        counts = self._seen.add(self._seen.places(_words(keys)), now)
+        shared = int(np.count_nonzero(counts >= TRACKED_FROM))
+        self._track(keys, shared, model, block_bytes, now)
+        return shared
+
+    def wanted(self, keys: Sequence[bytes], node: str, now: float) -> None:
+        """A prompt that begins with these keys went to an instance on `node`, whether its blocks
+        were there or had to be brought."""
+        if keys:
+            words = _words(keys[:CHAIN_MAX])
+            self._wanted.add(self._wanted.places(words, _salts([node])), now)
+
+    def prompts(self, now: float, model: str = "") -> float:
+        """How many prompts to a model are remembered: one of a half-life ago is half a one."""
+        count, at = self._prompts.get(model, (0.0, now))
+        return float(count * 2.0 ** (-max(0.0, now - at) / self.settings.half_life_s))
+
+    def of(self, keys: Sequence[bytes], now: float) -> Floats:
+        """Popularity of each block of one chain, from block 0 on; never rising."""
+        return np.minimum.accumulate(self.of_each(keys, now))
+
+    def of_each(self, keys: Sequence[bytes], now: float) -> Floats:
+        """Popularity of blocks that need not follow each other."""
+        if not keys:
+            return np.empty(0)
+        return self._seen.estimate(self._seen.places(_words(keys)), now)
+
+    def demand_each(self, keys: Sequence[bytes], nodes: Sequence[str], now: float) -> Floats:
+        """How often `keys[i]` was wanted on `nodes[i]`, whether it was there or not."""
+        if not keys:
+            return np.empty(0)
+        places = self._wanted.places(_words(keys), _salts(nodes))
+        return self._wanted.estimate(places, now)
+
+    def hot(self, n: int, now: float) -> list[HotPrefix]:
+        """The most popular prefixes, the first ones first; at most `n`.
+
+        A prefix is listed as far as its popularity stays within one power of two: where half of the
+        prompts go another way, the common part ends, and is a prefix of its own.
+        """
+        if n <= 0 or not self._row:
+            return []
+        keys = list(self._row)
+        counts = self._counts(keys, now)
+        parent = self._parent[: len(keys)]
+        level = np.frexp(counts)[1]
+        goes_on = np.zeros(len(keys), np.bool_)
+        goes_on[parent[(parent >= 0) & (level == level[parent])]] = True
+        tips = np.flatnonzero(~goes_on & (counts > 0))
+        best = tips[np.argsort(-counts[tips], kind="stable")][:n]
+        rate = math.log(2) / self.settings.half_life_s
+        return [
+            HotPrefix(
+                self._chain(keys, row),
+                float(counts[row]),
+                self._share(float(counts[row]), self._model[row], now),
+                float(counts[row]) * rate,
+                int(self._block_bytes[row]),
+                self._model[row],
+            )
+            for row in best.tolist()
+        ]
+
+    def _share(self, count: float, model: str, now: float) -> float:
+        return count / max(self.prompts(now, model), count)
+
+    # -- the table ---------------------------------------------------------------------------------
+
+    def _track(
+        self, keys: Sequence[bytes], count: int, model: str, block_bytes: int, now: float
+    ) -> None:
+        """Give the first `count` of these keys names, as far as there is room."""
+        begin = self._tracked(keys, count)
+        if len(self._row) + count - begin > self._tracked_max:
+            self._prune(now)
+            begin = self._tracked(keys, count)
+            count = min(count, begin + self._tracked_max - len(self._row))
+        parent = self._row[keys[begin - 1]] if begin else -1
+        for key in keys[begin:count]:
+            row = self._row[key] = len(self._row)
+            self._parent[row], self._block_bytes[row] = parent, block_bytes
+            self._model[row] = model
+            parent = row
+
+    def _tracked(self, keys: Sequence[bytes], count: int) -> int:
+        """How many of the first `count` keys have names: whoever has one, its ancestors have."""
+        while count and keys[count - 1] not in self._row:
+            count -= 1
+        return count
+
+    def _counts(self, keys: list[bytes], now: float) -> Floats:
+        """Popularity of all in the table, in their order; no child is above its parent."""
+        counts = self._seen.estimate(self._seen.places(_words(keys)), now)
+        # The lowest of all ancestors, by jumping twice as far in each round.
+        above = self._parent[: len(keys)].copy()
+        while (known := above >= 0).any():
+            counts[known] = np.minimum(counts[known], counts[above[known]])
+            above[known] = above[above[known]]
+        return counts
+
+    def _prune(self, now: float) -> None:
+        """Keep the most popular. Of equals the one in the lower row, which is where parents are: so
+        whoever stays, its parent stays."""
+        keys = list(self._row)
+        order = np.argsort(-self._counts(keys, now), kind="stable")
+        kept = np.sort(order[: int(self._tracked_max * _KEPT_SHARE)])
+        renumbered = np.full(len(keys) + 1, -1, np.int64)
+        renumbered[kept] = np.arange(len(kept))
+        self._parent[: len(kept)] = renumbered[self._parent[kept]]
+        for column in (self._block_bytes, self._model):
+            column[: len(kept)] = column[kept]
+        self._row = {keys[old]: new for new, old in enumerate(kept.tolist())}
+
+    def _chain(self, keys: list[bytes], row: int) -> tuple[bytes, ...]:
+        found = []
+        while row >= 0:
+            found.append(keys[row])
+            row = int(self._parent[row])
+        return tuple(reversed(found))
+
+    def check(self) -> None:
+        """Raise AssertionError unless parents are in the table, below their children."""
+        parent = self._parent[: len(self._row)]
+        assert list(self._row.values()) == list(range(len(self._row)))
+        assert bool((parent < np.arange(len(parent))).all())
+
+
+def _words(keys: Sequence[bytes]) -> Words:
+    words: Any = np.frombuffer(b"".join(keys), np.uint64)
+    found: Words = words.reshape(-1, KEY_BYTES // 8)
+    return found
+
+
+def _salts(nodes: Sequence[str]) -> Words:
+    """A word for each node; mixed, so that it is not one that a key may have."""
+    return np.array([xxhash.xxh3_64_intdigest(node.encode()) for node in nodes], np.uint64)

@@ -1,0 +1,521 @@
+"""Where hot prefixes should be, and the orders that bring them there. Pure.
+
+Fetching replicates by itself: a node that fetches blocks keeps them. But the first fetches are paid
+for by requests that wait, and while one node has a prefix that a third of all prompts begin with,
+prompts either queue behind it or fetch from it all at once. So copies are made ahead of need:
+
+- *Spread.* A prefix that a share s of all prompts begin with belongs on `headroom` x s of the
+  nodes: then whichever way load has to be balanced, enough instances have it at hand. (Mooncake,
+  FAST '25, figure 11: its ten hottest blocks end up on practically every prefill node.)
+- *Follow.* A node whose instances had to bring a prefix from elsewhere `wants_min` times within
+  about a half-life gets a copy, whatever its share: the next fetch costs the same bytes.
+
+What this may cost is bounded four times: bytes of all copies, bytes per second (a token bucket),
+a share of each node's memory, and orders under way per node. The hottest goes first. A copy is
+given up when less than a `shrink`-th of what asked for it is left, and not before `keep_s`, so that
+noise around a threshold orders nothing. Giving up is a `Drop`: the node is told that it need not
+keep the blocks; it evicts them when it needs the room. Only copies that were ordered here are
+dropped, and never when no other node has the blocks.
+
+Copies that a node evicted by itself are forgotten and not ordered again for `keep_s`: it had no
+room. A node that does not answer, or has no room, rests, twice as long each time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from .orders import LOST_S, NO_PARENT, ORDER_BLOCKS_MAX, Copy, Drop, Ended
+
+if TYPE_CHECKING:
+    from .orders import Order, Pool
+    from .popularity import HotPrefix
+
+# The index hears of a new copy within seconds; before this its absence means nothing.
+SETTLED_S = 10.0
+# Copies that one tick looks at, of all in turn: some milliseconds.
+CHECKED_AT_ONCE = 1024
+# Blocks that were given up lately and are remembered for it.
+COOLING_MAX = 65_536
+REST_MIN_S, REST_MAX_S = 5.0, 300.0
+_DOUBLINGS_MAX = 10
+
+Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class ReplicationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How far hot prefixes are spread, and what that may cost."""
+
+    enabled: bool = True
+    """Whether copies are ordered at all; what was copied is given up when this is turned off."""
+
+    budget_bytes: Bytes = 64 << 30
+    """Of all copies together, in nodes' memory."""
+
+    bandwidth_bytes_s: Annotated[float, Meta(gt=0, le=1e13)] = 1.25e9
+    """Of all copies together, on average. A tenth of one 100 Gb/s port."""
+
+    burst_s: Annotated[float, Meta(gt=0, le=3600)] = 1.0
+    """Seconds of bandwidth that may be saved up; at least one block may always be."""
+
+    node_share: Share = 0.1
+    """Of a node's memory that copies may take."""
+
+    headroom: Annotated[float, Meta(gt=0, le=100)] = 1.5
+    """A prefix of a share s of all prompts is spread to headroom x s of the nodes."""
+
+    popularity_min: Annotated[float, Meta(ge=1, le=1e9)] = 4.0
+    """Prompts that have to be remembered of a prefix before it is copied anywhere."""
+
+    wants_min: Annotated[float, Meta(gt=0, le=1e9)] = 2.0
+    """A node that had to bring a prefix so often gets a copy."""
+
+    replicas_max: Annotated[int, Meta(ge=1, le=4096)] = 64
+    """Nodes that have one block, counting those that computed it."""
+
+    shrink: Annotated[float, Meta(ge=1.5, le=100)] = 2.0
+    """A copy is given up when a shrink-th of its reason is left. What keeps noise from flapping."""
+
+    keep_s: Annotated[float, Meta(ge=1, le=86_400)] = 120.0
+    """A copy is kept so long at least, and a block that was given up is not copied to the same node
+    again so long."""
+
+    orders_max: Annotated[int, Meta(ge=1, le=256)] = 16
+    """Copies under way in all."""
+
+    orders_per_node_max: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Copies under way from, and to, one node: serving reads goes first."""
+
+    hot_max: Annotated[int, Meta(ge=1, le=4096)] = 256
+    """Prefixes that are looked at, the hottest first."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A token bucket of bytes."""
+
+    left_bytes: float = 0.0
+    filled_at: float | None = None
+
+    def fill(self, rate_bytes_s: float, most_bytes: float, now: float) -> None:
+        """What has come in since the last call. It begins full."""
+        came = math.inf if self.filled_at is None else rate_bytes_s * (now - self.filled_at)
+        self.left_bytes = min(most_bytes, self.left_bytes + max(0.0, came))
+        self.filled_at = now if self.filled_at is None else max(now, self.filled_at)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """One block's copy on one node."""
+
+    nbytes: int
+    since: float
+    model: str
+
+
+class _Heat(NamedTuple):
+    """How often a block is wanted, in all and on one of the `holders` nodes that have it."""
+
+    popularity: float
+    demand: float
+    holders: int
+
+
+@dataclass(slots=True)
+class _Pressure:
+    """So many bytes should be given up, of blocks that are wanted at most `below` times."""
+
+    nbytes: int
+    below: float
+    reason: str
+
+
+@dataclass(slots=True)
+class _Rest:
+    until: float = -math.inf
+    in_a_row: int = 0
+
+
+@dataclass(slots=True)
+class ReplicationNumbers:
+    """Counters since the start, for metrics."""
+
+    copies_ordered: int = 0
+    copied_blocks: int = 0
+    copies_failed: int = 0
+    dropped_blocks: int = 0
+    evicted_blocks: int = 0
+    lost_orders: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+class Replication:
+    """Copies that were ordered, are being made, and are kept. Not thread-safe."""
+
+    def __init__(self, settings: ReplicationSettings | None = None) -> None:
+        self.settings = settings or ReplicationSettings()
+        self.numbers = ReplicationNumbers()
+        self._counter = count(1)
+        self._bucket = Bucket()
+        # In the order in which they were made, or looked at last.
+        self._kept: OrderedDict[tuple[str, bytes], _Kept] = OrderedDict()
+        self._kept_bytes: dict[str, int] = {}  # per node; also what is under way
+        self._under_way: dict[int, tuple[Copy, float]] = {}
+        self._models: dict[int, str] = {}  # of the orders under way
+        self._cooling: OrderedDict[tuple[str, bytes], float] = OrderedDict()
+        self._rests: dict[str, _Rest] = {}
+        # The popularity of a prefix that found no room among the copies, and how much it needs.
+        self._squeezed: tuple[float, int] | None = None
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of all copies that are kept or under way."""
+        return sum(self._kept_bytes.values())
+
+    @property
+    def under_way(self) -> int:
+        """Copies that were ordered and not reported on."""
+        return len(self._under_way)
+
+    def copies(self, node: str) -> list[bytes]:
+        """The blocks that are kept on a node because they were copied there."""
+        return [key for name, key in self._kept if name == node]
+
+    def resting(self, node: str, now: float) -> bool:
+        """Whether a node is left alone because it failed."""
+        return now < self._rests.get(node, _Rest()).until
+
+    def plan(self, pool: Pool, now: float) -> list[Order]:
+        """What to order now. Call it every second or so."""
+        self._give_up_lost(now)
+        orders: list[Order] = []
+        orders += self._shrink(pool, now)
+        if self.settings.enabled:
+            orders += self._grow(pool, now)
+        return orders
+
+    def ended(self, outcome: Ended, now: float) -> None:
+        """A Copy of `plan` was carried out, or failed. Others are ignored."""
+        order, _ = self._under_way.pop(outcome.number, (None, 0.0))
+        if order is None:
+            return
+        blocks = min(max(outcome.blocks, 0), len(order.keys))
+        each = order.nbytes // len(order.keys)
+        self._add_bytes(order.target, -order.nbytes)
+        model = self._models.pop(outcome.number)
+        for key in order.keys[:blocks]:
+            if (order.target, key) not in self._kept:
+                self._kept[order.target, key] = _Kept(each, now, model)
+                self._add_bytes(order.target, each)
+        self.numbers.copied_blocks += blocks
+        if blocks == len(order.keys):
+            self._rests.pop(order.target, None)
+        else:
+            self._failed(order, outcome.error or "no_room", now)
+
+    # -- shrinking ---------------------------------------------------------------------------------
+
+    def _shrink(self, pool: Pool, now: float) -> list[Drop]:
+        """Forget copies that are no more, and give up those that nobody needs."""
+        batch = list(islice(self._kept, CHECKED_AT_ONCE))
+        keys = [key for _, key in batch]
+        popularity = pool.popularity.of_each(keys, now).tolist()
+        demand = pool.popularity.demand_each(keys, [node for node, _ in batch], now).tolist()
+        pressure = self._pressure()
+        sent = {(o.source, key) for o, _ in self._under_way.values() for key in o.keys}
+        given_up: dict[tuple[str, str], list[bytes]] = {}
+        # The least wanted first: of one block, copies are left where they are needed.
+        for i in sorted(range(len(batch)), key=lambda i: (popularity[i], demand[i], batch[i])):
+            node, key = batch[i]
+            # What was given up above counts no more, though the index still has it.
+            others = {
+                n
+                for n in pool.holders(key)
+                if n != node and not pool.nodes[n].draining and not self._is_cooling(n, key, now)
+            }
+            if self._is_gone(pool, node, key, now):
+                self._evicted(node, key, now)
+                continue
+            self._kept.move_to_end((node, key))
+            if not others or (node, key) in sent or not self._may_go(node, key, now):
+                continue
+            heat = _Heat(popularity[i], demand[i], len(others) + 1)
+            reason = self._why_drop(pool, self._kept[node, key], heat, pressure, now)
+            if reason:
+                self._give_up(node, key, now)
+                given_up.setdefault((node, reason), []).append(key)
+        self._squeezed = None
+        return [
+            Drop(next(self._counter), tuple(dropped), node, reason)
+            for (node, reason), dropped in sorted(given_up.items())
+        ]
+
+    def _is_gone(self, pool: Pool, node: str, key: bytes, now: float) -> bool:
+        """Whether a copy is no more: its node has left, or has evicted it."""
+        if node not in pool.nodes:
+            return True
+        settled = now >= self._kept[node, key].since + SETTLED_S
+        return settled and node not in pool.holders(key)
+
+    def _may_go(self, node: str, key: bytes, now: float) -> bool:
+        own = self.settings
+        return not own.enabled or now >= self._kept[node, key].since + own.keep_s
+
+    def _pressure(self) -> _Pressure:
+        """How many bytes should be given up though they are not cold, and for what."""
+        excess_bytes = self.bytes_used - self.settings.budget_bytes
+        if excess_bytes > 0:
+            return _Pressure(excess_bytes, math.inf, "over the budget")
+        if self._squeezed is not None:
+            popularity, nbytes = self._squeezed
+            below = popularity / self.settings.shrink
+            return _Pressure(nbytes, below, f"room for a prefix wanted {popularity:.1f} times")
+        return _Pressure(0, 0.0, "")
+
+    def _why_drop(
+        self, pool: Pool, kept: _Kept, heat: _Heat, pressure: _Pressure, now: float
+    ) -> str:
+        """Why a copy should go; "" if it should stay."""
+        own = self.settings
+        if not own.enabled:
+            return "replication is off"
+        if pressure.nbytes > 0 and heat.popularity <= pressure.below:
+            pressure.nbytes -= kept.nbytes
+            return pressure.reason
+        if heat.demand * own.shrink >= own.wants_min:
+            return ""
+        if heat.popularity * own.shrink < own.popularity_min:
+            return "cold"
+        prompts = max(pool.popularity.prompts(now, kept.model), heat.popularity)
+        share = min(1.0, own.shrink * heat.popularity / prompts)
+        spread = heat.holders > self._goal(share, len(pool.takers(kept.model)))
+        return "more copies than its share needs" if spread else ""
+
+    def _give_up(self, node: str, key: bytes, now: float) -> None:
+        self._forget(node, key)
+        self._cool(node, key, now)
+        self.numbers.dropped_blocks += 1
+
+    # -- growing -----------------------------------------------------------------------------------
+
+    def _grow(self, pool: Pool, now: float) -> list[Copy]:
+        own = self.settings
+        coming: dict[str, set[bytes]] = {}
+        for order, _ in self._under_way.values():
+            coming.setdefault(order.target, set()).update(order.keys)
+        orders: list[Copy] = []
+        for prefix in pool.popularity.hot(own.hot_max, now):
+            if prefix.popularity < own.popularity_min or prefix.block_bytes <= 0:
+                continue
+            burst_bytes = max(own.bandwidth_bytes_s * own.burst_s, float(prefix.block_bytes))
+            self._bucket.fill(own.bandwidth_bytes_s, burst_bytes, now)
+            # What is hotter goes first, also when it has to wait for the bandwidth.
+            poor = self._bucket.left_bytes < prefix.block_bytes
+            if poor or len(self._under_way) >= own.orders_max:
+                break
+            orders += self._spread(prefix, coming, pool, now)
+        return orders
+
+    def _goal(self, share: float, nodes: int) -> int:
+        """How many nodes should have a block that so large a share of prompts begin with."""
+        # Rounded before: 1.5 x 0.2 x 10 is 3, and not 3.0000000000000004.
+        spread = math.ceil(round(self.settings.headroom * share * nodes, 9))
+        return max(1, min(spread, nodes, self.settings.replicas_max))
+
+    def _spread(
+        self, prefix: HotPrefix, coming: dict[str, set[bytes]], pool: Pool, now: float
+    ) -> list[Copy]:
+        """Orders for one prefix: to nodes that want it, and to as many as its share asks for."""
+        own, keys = self.settings, prefix.keys
+        held, takers = pool.leading(keys), pool.takers(prefix.model)
+        if not held or not takers:
+            return []
+        have = {name: self._with_coming(name, keys, held, coming, pool) for name in takers}
+        held = {name: self._staying(name, keys, blocks, now) for name, blocks in held.items()}
+        replicas = sum(blocks == len(keys) for blocks in have.values())
+        goal = self._goal(prefix.share, len(takers))
+        demand = pool.popularity.demand_each([keys[-1]] * len(takers), takers, now).tolist()
+        wants = {n: d for n, d in zip(takers, demand, strict=True) if have[n] < len(keys)}
+        if replicas >= goal:
+            wants = {n: d for n, d in wants.items() if d >= own.wants_min}
+        orders: list[Copy] = []
+        for name in sorted(wants, key=lambda n: self._preference(pool, n, wants[n], have[n])):
+            wanted = wants[name] >= own.wants_min
+            if replicas >= own.replicas_max or (not wanted and replicas >= goal):
+                break  # those that follow want it less
+            why = f"wanted {wants[name]:.1f} times" if wanted else f"{replicas} of {goal} nodes"
+            copy = self._copy(prefix, name, have[name], held, pool, why, now)
+            if copy is not None:
+                coming.setdefault(name, set()).update(copy.keys)
+                orders.append(copy)
+                replicas += 1
+        return orders
+
+    def _preference(
+        self, pool: Pool, name: str, wants: float, have: int
+    ) -> tuple[bool, float, int, float, str]:
+        """Who gets a copy first: who wants it, who has most of it, who has room."""
+        node = pool.nodes[name]
+        free = node.free_bytes / max(node.capacity_bytes, 1)
+        wanted = wants >= self.settings.wants_min
+        return (not wanted, -wants if wanted else 0.0, -have, -free, name)
+
+    def _with_coming(
+        self,
+        node: str,
+        keys: tuple[bytes, ...],
+        held: dict[str, int],
+        coming: dict[str, set[bytes]],
+        pool: Pool,
+    ) -> int:
+        """How many leading blocks a node will have when what was ordered has come."""
+        blocks = held.get(node, 0)
+        if node not in self._kept_bytes:
+            return blocks
+        ordered = coming.get(node, set())
+        # Copies that the index has not heard of yet count as well.
+        while blocks < len(keys) and (
+            keys[blocks] in ordered
+            or (node, keys[blocks]) in self._kept
+            or node in pool.holders(keys[blocks])
+        ):
+            blocks += 1
+        return blocks
+
+    def _staying(self, node: str, keys: tuple[bytes, ...], blocks: int, now: float) -> int:
+        """How many of its leading blocks a node was not told to give up: others are no source."""
+        if not self._cooling:
+            return blocks
+        cooling = (i for i in range(blocks) if self._is_cooling(node, keys[i], now))
+        return next(cooling, blocks)
+
+    def _copy(
+        self,
+        prefix: HotPrefix,
+        target: str,
+        begin: int,
+        held: dict[str, int],
+        pool: Pool,
+        reason: str,
+        now: float,
+    ) -> Copy | None:
+        """An order for what `target` lacks, as much of it as every budget allows; None for none."""
+        blocks = self._blocks_allowed(prefix, target, begin, pool, now)
+        if blocks <= 0:
+            return None
+        source = self._source(target, begin, begin + blocks, held, prefix.block_bytes, pool)
+        if source is None:
+            return None
+        keys = self._lacked(prefix.keys[begin : min(begin + blocks, held[source])], target, pool)
+        nbytes = len(keys) * prefix.block_bytes
+        parent = prefix.keys[begin - 1] if begin else NO_PARENT
+        number = next(self._counter)
+        order = Copy(number, keys, parent, begin, source, target, nbytes, reason)
+        self._under_way[number], self._models[number] = (order, now), prefix.model
+        self._add_bytes(target, nbytes)
+        self._bucket.left_bytes -= nbytes
+        self.numbers.copies_ordered += 1
+        return order
+
+    def _blocks_allowed(
+        self, prefix: HotPrefix, target: str, begin: int, pool: Pool, now: float
+    ) -> int:
+        own, node = self.settings, pool.nodes[target]
+        if (
+            len(self._under_way) >= own.orders_max
+            or self.resting(target, now)
+            or self._busy(target=target) >= own.orders_per_node_max
+            or self._is_cooling(target, prefix.keys[begin], now)
+        ):
+            return 0
+        room_bytes = own.budget_bytes - self.bytes_used
+        if room_bytes < prefix.block_bytes:
+            wanted_bytes = (len(prefix.keys) - begin) * prefix.block_bytes
+            self._squeezed = max(self._squeezed or (0.0, 0), (prefix.popularity, wanted_bytes))
+            return 0
+        share_bytes = own.node_share * node.capacity_bytes - self._kept_bytes.get(target, 0)
+        least_bytes = min(room_bytes, share_bytes, self._bucket.left_bytes)
+        return min(
+            len(prefix.keys) - begin, ORDER_BLOCKS_MAX, int(least_bytes // prefix.block_bytes)
+        )
+
+    def _source(
+        self,
+        target: str,
+        begin: int,
+        end: int,
+        held: dict[str, int],
+        block_bytes: int,
+        pool: Pool,
+    ) -> str | None:
+        """The node that brings most of blocks [begin, end), and of those the fastest."""
+        able = [
+            name
+            for name, blocks in held.items()
+            if name != target
+            and blocks > begin
+            and self._busy(source=name) < self.settings.orders_per_node_max
+        ]
+
+        def rank(name: str) -> tuple[int, float, str]:
+            blocks = min(held[name], end) - begin
+            return -blocks, pool.seconds(name, target, blocks * block_bytes), name
+
+        return min(able, key=rank, default=None)
+
+    def _lacked(self, keys: tuple[bytes, ...], node: str, pool: Pool) -> tuple[bytes, ...]:
+        """The leading ones of `keys` that a node lacks."""
+        first = next((i for i, key in enumerate(keys) if node in pool.holders(key)), len(keys))
+        return keys[:first]
+
+    def _busy(self, *, target: str = "", source: str = "") -> int:
+        """Copies under way to, or from, a node."""
+        orders = [order for order, _ in self._under_way.values()]
+        return sum(target == order.target or source == order.source for order in orders)
+
+    # -- small -------------------------------------------------------------------------------------
+
+    def _add_bytes(self, node: str, nbytes: int) -> None:
+        left = self._kept_bytes.get(node, 0) + nbytes
+        if left:
+            self._kept_bytes[node] = left
+        else:
+            self._kept_bytes.pop(node, None)
+
+    def _forget(self, node: str, key: bytes) -> None:
+        self._add_bytes(node, -self._kept.pop((node, key)).nbytes)
+
+    def _evicted(self, node: str, key: bytes, now: float) -> None:
+        self._forget(node, key)
+        self._cool(node, key, now)
+        self.numbers.evicted_blocks += 1
+
+    def _cool(self, node: str, key: bytes, now: float) -> None:
+        self._cooling[node, key] = now + self.settings.keep_s
+        self._cooling.move_to_end((node, key))
+        while len(self._cooling) > COOLING_MAX or next(iter(self._cooling.values())) <= now:
+            self._cooling.popitem(last=False)
+
+    def _is_cooling(self, node: str, key: bytes, now: float) -> bool:
+        return now < self._cooling.get((node, key), -math.inf)
+
+    def _failed(self, order: Copy, error: str, now: float) -> None:
+        self.numbers.copies_failed += 1
+        self.numbers.failures[error] = self.numbers.failures.get(error, 0) + 1
+        rest = self._rests.setdefault(order.target, _Rest())
+        rest.until = now + min(REST_MAX_S, REST_MIN_S * 2**rest.in_a_row)
+        rest.in_a_row = min(rest.in_a_row + 1, _DOUBLINGS_MAX)
+
+    def _give_up_lost(self, now: float) -> None:
+        lost = [n for n, (_, at) in self._under_way.items() if now >= at + LOST_S]
+        for number in lost:
+            self.numbers.lost_orders += 1
+            self.ended(Ended(number, error="lost"), now)

@@ -1,0 +1,205 @@
+"""The conductor as a process: the core, its feeds, and the REST service on a port.
+
+    await serve(Conductor(), ConductorOptions(listen=("127.0.0.1", 7800)))
+
+One event loop does everything but the feeds' waiting. It stops on SIGTERM and SIGINT: streams end,
+requests in progress are answered, then the feeds' threads end. Nothing is kept: after a restart
+instances register again with their next heartbeat, and nodes and engines say what they have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import tomllib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from tiffin.kvstore.credentials import Credentials
+from tiffin.kvstore.errors import InvalidInput
+
+from .api.app import create_app
+from .api.intake import Limits
+from .auth import Tokens, check_listen
+from .errors import ConductorError
+from .feeding import Feeding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from .api.port import Core
+    from .api.service import Service
+
+log = logging.getLogger("tiffin.conductor")
+
+PORT = 7800
+# Expired requests, silent instances, orders: none of it is for less than a second.
+TICK_S = 0.1
+# Answers take milliseconds; who is slower has gone.
+STOP_S = 3.0
+# Longer than clients keep idle connections: a connection that ends while it is used costs a retry.
+_KEEP_ALIVE_S = 75
+_CONFIG_BYTES_MAX = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ConductorOptions:
+    """What an operator chooses. `settings` is a tree of changes to the defaults, as in
+    `PATCH /v1/policy`. `directory` is a URL for `open_directory`, `credentials` are for its nodes.
+    Raises InvalidInput for what can't be served."""
+
+    listen: tuple[str, int] = ("127.0.0.1", PORT)
+    tokens: Tokens = field(default_factory=Tokens)
+    directory: str = ""
+    pool: str = "default"
+    credentials: Credentials = field(default_factory=Credentials)
+    settings: dict[str, Any] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_listen(self.listen[0], self.tokens)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidInput("a TLS certificate and its key go together: give both or neither")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a TOML or JSON file, by its suffix. Raises InvalidInput."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_CONFIG_BYTES_MAX + 1)
+        if len(raw) > _CONFIG_BYTES_MAX:
+            raise InvalidInput(f"{path} is larger than {_CONFIG_BYTES_MAX} bytes")
+        text = raw.decode()
+        content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:  # both formats' errors are ValueErrors
+        raise InvalidInput(f"can't read settings from {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidInput(f"{path} holds no settings: an object of groups, as GET /v1/policy has")
+    return content
+
+
+async def serve(
+    core: Core,
+    options: ConductorOptions,
+    started: Callable[[tuple[str, int]], None] | None = None,
+) -> None:
+    """Run until SIGINT or SIGTERM. `started` is called with the address when it answers. Raises
+    InvalidInput for settings, a directory or an address that can't work."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    if options.settings:
+        try:
+            core.patch(options.settings)
+        except ConductorError as error:
+            raise InvalidInput(str(error)) from error
+    with listening(options.listen) as door:
+        feeding = Feeding(lambda update: core.apply(update, loop.time()), loop)
+        app = create_app(
+            core,
+            auth=options.tokens,
+            limits=options.limits,
+            reasons=(feeding.missing,),
+            clock=loop.time,
+            feeding=feeding,
+        )
+        service: Service = app.state.service
+        server = _Server(_configuration(app, options))
+        try:
+            if options.directory:
+                feeding.follow_pool(options.directory, options.pool, options.credentials)
+            async with asyncio.TaskGroup() as tasks:
+                serving = tasks.create_task(server.serve([door]))
+                ticking = tasks.create_task(_tick(service))
+                _announce(options, door, started)
+                await _either(stop, serving)
+                log.info("stopping")
+                service.stop()
+                server.should_exit = True
+                await serving
+                ticking.cancel()
+        finally:
+            await feeding.close()
+
+
+@contextlib.contextmanager
+def listening(address: tuple[str, int]) -> Iterator[socket.socket]:
+    """A listening socket; port 0 takes any. Raises InvalidInput."""
+    host, port = address
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        door = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise InvalidInput(f"can't listen at {host}:{port}: {error.strerror or error}") from error
+    with door:
+        yield door
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours: uvicorn would raise them again after its end, and the process would seem
+    to have been killed."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        yield
+
+
+def _configuration(app: Any, options: ConductorOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        proxy_headers=False,
+        limit_concurrency=options.limits.connections,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(STOP_S),
+        ssl_certfile=options.tls_cert,
+        ssl_keyfile=str(options.tls_key) if options.tls_key is not None else None,
+    )
+
+
+async def _tick(service: Service) -> None:
+    """What time alone brings. A tick that fails ends the process: it would go on with promises that
+    nobody takes back."""
+    while True:
+        service.tick()
+        await asyncio.sleep(TICK_S)
+
+
+async def _either(stop: asyncio.Event, serving: asyncio.Task[None]) -> None:
+    """Until one of the two."""
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+
+
+def _announce(
+    options: ConductorOptions,
+    door: socket.socket,
+    started: Callable[[tuple[str, int]], None] | None,
+) -> None:
+    host, port = door.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    scheme = "https" if options.tls_cert else "http"
+    log.info("the conductor answers at %s://%s:%d, described at /docs", scheme, shown, port)
+    if not options.tokens:
+        log.warning("there are no tokens: every user of this machine can use it")
+    elif scheme == "http" and not host.startswith("127."):
+        log.warning("there is no TLS: who listens to this network can read tokens")
+    if started is not None:
+        started((host, port))

@@ -1,0 +1,94 @@
+"""All that can be tuned, in one tree, and how a running conductor is given other values. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from .admission import AdmissionSettings
+from .calibration import CalibrationSettings
+from .decode import DecodeSettings
+from .disaggregation import DisaggregationSettings
+from .errors import InvalidRequest
+from .lengths import LengthSettings
+from .policies import base
+from .policies.settings import PolicySettings
+from .popularity import PopularitySettings
+from .racing import RacingSettings
+from .shadow import ShadowSettings
+from .spread import SpreadSettings
+from .transfers import TransferSettings
+from .waiting import QueueSettings
+
+
+class CoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What belongs to no part alone."""
+
+    decision_ttl_s: Annotated[float, Meta(gt=0, le=86_400)] = 120.0
+    """A request that nobody has told anything of for so long is taken for lost, and what was
+    reserved for it is free again. Four times the longest published TTFT objective."""
+
+    heartbeat_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+    """An instance that was silent for so long gets nothing new. Three heartbeats of three seconds,
+    as for nodes."""
+
+    explained_max: Annotated[int, Meta(ge=1, le=16_384)] = 16
+    """Candidates of which a decision keeps every term of the cost: the best ones."""
+
+    log_max: Annotated[int, Meta(ge=1, le=1_000_000)] = 10_000
+    """Decisions that are remembered, some 5 KB each with sixteen candidates."""
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Every setting of the conductor. Raises ValueError for a policy that does not exist."""
+
+    core: CoreSettings = CoreSettings()
+    policy: PolicySettings = PolicySettings()
+    disaggregation: DisaggregationSettings = DisaggregationSettings()
+    transfers: TransferSettings = TransferSettings()
+    calibration: CalibrationSettings = CalibrationSettings()
+    decode: DecodeSettings = DecodeSettings()
+    lengths: LengthSettings = LengthSettings()
+    spread: SpreadSettings = SpreadSettings()
+    queue: QueueSettings = QueueSettings()
+    racing: RacingSettings = RacingSettings()
+    admission: AdmissionSettings = AdmissionSettings()
+    shadow: ShadowSettings = ShadowSettings()
+    popularity: PopularitySettings = PopularitySettings()
+
+    def __post_init__(self) -> None:
+        if self.policy.name not in base.names():
+            raise ValueError(f"policy.name: there are {', '.join(base.names())}")
+
+
+def patched(settings: Settings, changes: dict[str, Any]) -> Settings:
+    """`settings` with these values changed, as a tree of the same shape, others as they were.
+
+    Raises InvalidRequest, naming the field, if any of it does not validate, and changes nothing.
+    """
+    whole = _merged(msgspec.to_builtins(settings), changes, "")
+    try:
+        return msgspec.convert(whole, Settings)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"settings: {error}") from error
+
+
+# What is replaced whole: names that callers choose are its keys, not settings.
+_WHOLE = ("class_scales", "tenant_weights")
+
+
+def _merged(old: dict[str, Any], changes: dict[str, Any], where: str) -> dict[str, Any]:
+    merged = dict(old)
+    for name, value in changes.items():
+        path = f"{where}{name}"
+        if name not in old:
+            raise InvalidRequest(f"settings: there is no {path}; there are {', '.join(old)}")
+        if isinstance(old[name], dict) and name not in _WHOLE:
+            if not isinstance(value, dict):
+                raise InvalidRequest(f"settings: {path} is a group of settings: give an object")
+            merged[name] = _merged(old[name], value, f"{path}.")
+        else:
+            merged[name] = value
+    return merged

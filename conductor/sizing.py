@@ -1,0 +1,185 @@
+"""How much one instance, and a fleet of them, can serve within its objectives. Pure formulas.
+
+Prefill is a queue: prompts come at random, each takes D seconds, one after the other. For an M/G/1
+queue the mean wait is R E[D²] / (2 (1 - R E[D])) (Pollaczek and Khinchine); with D always the same
+it is the M/D/1 of DistServe (OSDI '24): TTFT = D + R D² / (2 (1 - R D)). Solved for the rate R at
+which the mean TTFT is the objective, with W = TTFT - D and cv the variation of D:
+
+    R = 2 W / (D² (1 + cv²) + 2 W D)
+
+Decode is a batch: a step of b requests of L tokens of context takes d0 + d1 b + d2 b L, and each
+gets one token of it. The largest b whose step is within the objective gives b / step tokens per
+second, as in Dynamo's planner, with L = prompt + answer / 2 (an answer's context grows while it is
+written). `latency` is (c0, c1, c2, d0, d1, d2) everywhere, in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .records import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from .flips import Member
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one request is, on average. `computed_tokens` of the prompt are not cached;
+    `variation` is the coefficient of variation of the time that prompts take. The factors say by
+    how much instances are slower than their profiles (1: not at all)."""
+
+    prompt_tokens: float
+    computed_tokens: float
+    output_tokens: float
+    variation: float = 1.0
+    prefill_factor: float = 1.0
+    decode_factor: float = 1.0
+
+    @property
+    def context_tokens(self) -> float:
+        """Of a request while it is decoded, on average over its answer."""
+        return self.prompt_tokens + self.output_tokens / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """Within what requests are to be answered, and how full an instance may be at the most."""
+
+    ttft_s: float
+    tbt_s: float
+    utilisation_max: float = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Requests per second that one instance serves in either role. `unattainable` names objectives
+    that it misses even when it is idle; then it is counted with what it can do at all."""
+
+    prefill_rate: float
+    decode_rate: float
+    prefill_s: float
+    batch: int
+    step_s: float
+    unattainable: tuple[str, ...] = ()
+
+
+def service_s(latency: Sequence[float], work: Work) -> float:
+    """How long the average prompt takes: c0 + c1 (n - p) + c2 (n² - p²), n - p tokens computed."""
+    c0, c1, c2 = latency[:3]
+    n, computed = work.prompt_tokens, min(work.computed_tokens, work.prompt_tokens)
+    cached = n - computed
+    return work.prefill_factor * (c0 + c1 * computed + c2 * (n * n - cached * cached))
+
+
+def prefill_rate(service_s: float, variation: float, goals: Goals) -> float:
+    """Prompts per second at which the mean TTFT is the objective; 0 if one alone misses it."""
+    if service_s <= 0:
+        return math.inf
+    wait_s = goals.ttft_s - service_s
+    if wait_s <= 0:
+        return 0.0
+    queueing = service_s * service_s * (1 + variation * variation)
+    return min(2 * wait_s / (queueing + 2 * wait_s * service_s), goals.utilisation_max / service_s)
+
+
+def mean_ttft_s(rate: float, service_s: float, variation: float) -> float:
+    """The mean TTFT at `rate` prompts per second; infinite from full use on."""
+    load = rate * service_s
+    if load >= 1:
+        return math.inf
+    return service_s + load * service_s * (1 + variation * variation) / (2 * (1 - load))
+
+
+def decode_batch(member: Member, work: Work, goals: Goals) -> int:
+    """How many requests an instance decodes at a time within the objective, and within its room for
+    context; 0 if one alone misses it."""
+    d0, d1, d2 = member.latency[3:]
+    step_max_s = goals.tbt_s / work.decode_factor
+    each_s = d1 + d2 * work.context_tokens
+    room = int(member.kv_capacity_tokens / max(work.prompt_tokens + work.output_tokens, 1.0))
+    most = max(0, min(member.batch_max, room))
+    if step_max_s < d0 + each_s:
+        return 0
+    return most if each_s <= 0 else min(most, int((step_max_s - d0) / each_s * (1 + 1e-12)))
+
+
+def capacity(member: Member, work: Work, goals: Goals) -> Capacity:
+    """What an instance can serve in either role."""
+    unattainable = []
+    one_s = service_s(member.latency, work)
+    rate = prefill_rate(one_s, work.variation, goals)
+    if rate <= 0:
+        unattainable.append("ttft")
+        rate = goals.utilisation_max / one_s
+    batch = decode_batch(member, work, goals)
+    if batch <= 0:
+        unattainable.append("tbt")
+        batch = 1
+    d0, d1, d2 = member.latency[3:]
+    step_s = work.decode_factor * (d0 + batch * (d1 + d2 * work.context_tokens))
+    tokens_s = batch / step_s if step_s > 0 else math.inf
+    decode_rate = tokens_s / max(work.output_tokens, 1.0)
+    return Capacity(rate, decode_rate, one_s, batch, step_s, tuple(unattainable))
+
+
+def fleet_rate(roles: Iterable[tuple[Role, Capacity]]) -> float:
+    """Requests per second that instances serve together, each in its role.
+
+    Every request needs a prefill and a decode, so the scarcer of both decides. Mixed ones help
+    where help is needed: each splits its time between both.
+    """
+    prefill = decode = mixed_prefill = mixed_decode = 0.0
+    for role, one in roles:
+        if role is Role.PREFILL:
+            prefill += one.prefill_rate
+        elif role is Role.DECODE:
+            decode += one.decode_rate
+        else:
+            mixed_prefill += one.prefill_rate
+            mixed_decode += one.decode_rate
+    if not mixed_prefill or not mixed_decode:
+        return min(prefill, decode)
+    if math.isinf(prefill + mixed_prefill + decode + mixed_decode):
+        return min(prefill + mixed_prefill, decode + mixed_decode)
+    # The rate y at which both shares of the mixed ones' time, (y - own) / mixed, come to all of it.
+    both = (1 + prefill / mixed_prefill + decode / mixed_decode) / (
+        1 / mixed_prefill + 1 / mixed_decode
+    )
+    if both >= max(prefill, decode):
+        return both
+    # One side needs no help: the mixed ones do the other's work alone.
+    return decode + mixed_decode if prefill > decode else prefill + mixed_prefill
+
+
+def best_split(total: int, prefills: float, decodes: float, least: tuple[int, int]) -> int:
+    """How many of `total` equal instances should prefill, where `prefills` and `decodes` of them
+    would be needed: the fullest role is then as empty as can be. `least` of either."""
+    choices = range(least[0], total - least[1] + 1)
+    if not choices:
+        return min(max(least[0], 0), total)
+
+    def fullest(count: int) -> tuple[float, int]:
+        full = max(_per(prefills, count), _per(decodes, total - count))
+        return full, count
+
+    return min(choices, key=fullest)
+
+
+def flipped(
+    fleet: Sequence[Member], capacities: Mapping[str, Capacity], instance: str, new: Role
+) -> float:
+    """What the fleet would serve if one instance had another role."""
+    return fleet_rate(
+        (new if m.id == instance else m.role, capacities[m.id]) for m in fleet if m.ready
+    )
+
+
+def _per(needed: float, count: int) -> float:
+    if not needed:
+        return 0.0
+    return needed / count if count else math.inf

@@ -1,0 +1,117 @@
+"""A pool on paper: nodes that hold keys, prompts that come, orders that are carried out at once."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from tiffin.conductor.index import PrefixIndex
+from tiffin.conductor.orders import Admit, Copy, Drop, Ended, Evacuate, NodeSpace, Pool
+from tiffin.conductor.popularity import Popularity, PopularitySettings
+from tiffin.conductor.replication import Replication
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tiffin.conductor.orders import Order
+    from tiffin.conductor.replication import ReplicationSettings
+
+MIB = 1 << 20
+HALF_LIFE_S = 100.0
+
+
+def prompt(name: str, blocks: int) -> tuple[bytes, ...]:
+    """Keys that can be read: "sys" of 2 blocks is sys:0, sys:1."""
+    return tuple(f"{name}:{i}".encode().ljust(16, b".") for i in range(blocks))
+
+
+class World:
+    """`nodes` have 1 GiB each; blocks weigh 1 MiB. `now` only moves when it is told to."""
+
+    def __init__(self, nodes: Iterable[str], settings: ReplicationSettings) -> None:
+        self.now = 0.0
+        self.index = PrefixIndex()
+        self.popularity = Popularity(
+            random.Random(1), PopularitySettings(half_life_s=HALF_LIFE_S), columns_log2=14
+        )
+        self.spaces = {name: NodeSpace(name, 1024 * MIB, 512 * MIB) for name in nodes}
+        self.replication = Replication(settings)
+        self.refusing: dict[str, int] = {}  # nodes that take so many blocks of an order
+        self.speeds: dict[tuple[str, str], float] = {}
+        self.transcript: list[str] = []
+        self.unheard: list[tuple[str, tuple[bytes, ...]]] = []  # copies the index does not know yet
+
+    @property
+    def pool(self) -> Pool:
+        return Pool(
+            self.spaces,
+            self.index,
+            self.popularity,
+            lambda source, target, nbytes: self.speeds.get((source, target), 1.0),
+        )
+
+    def has(self, node: str, keys: Sequence[bytes], tier: str = "dram") -> None:
+        self.index.add(self.index.holder(node, tier), keys, self.now)
+
+    def lacks(self, node: str, keys: Sequence[bytes]) -> None:
+        for tier in ("dram", "nvme"):
+            number = self.index.find(node, tier)
+            if number is not None:
+                self.index.remove(number, keys, self.now)
+
+    def holders(self, key: bytes) -> set[str]:
+        return self.pool.holders(key)
+
+    def come(self, keys: Sequence[bytes], times: int = 1, node: str = "") -> None:
+        """Prompts, which go to an instance on `node`."""
+        for _ in range(times):
+            shared = self.popularity.seen(keys, self.now, model="m", block_bytes=MIB)
+            if node:
+                self.popularity.wanted(keys[:shared], node, self.now)
+
+    def tick(self, seconds: float = 1.0) -> list[Order]:
+        """Time passes, orders are made and carried out."""
+        self.now += seconds
+        orders = self.replication.plan(self.pool, self.now)
+        for order in orders:
+            self.say(order)
+            self.carry_out(order)
+        return orders
+
+    def carry_out(self, order: Order) -> None:
+        if not isinstance(order, Copy):
+            return
+        blocks = min(len(order.keys), self.refusing.get(order.target, len(order.keys)))
+        self.has(order.target, order.keys[:blocks])
+        error = "" if blocks == len(order.keys) else "NoRoom"
+        self.replication.ended(Ended(order.number, blocks, error), self.now)
+
+    def say(self, order: Order) -> None:
+        self.transcript.append(f"{self.now:6.0f} s  {say(order)}")
+
+
+def say(order: Order) -> str:
+    """One line."""
+    match order:
+        case Copy():
+            return (
+                f"copy {names(order.keys)} {order.source} -> {order.target}, "
+                f"{order.nbytes // MIB} MiB ({order.reason})"
+            )
+        case Drop():
+            return f"drop {names(order.keys)} on {order.node} ({order.reason})"
+        case Admit():
+            return f"{order.node} takes {'new blocks' if order.on else 'nothing new'}"
+        case Evacuate():
+            return f"{order.node} hands over the rest, for {order.timeout_s:.0f} s"
+
+
+def names(keys: Sequence[bytes]) -> str:
+    """ "sys:0..3"."""
+    first, last = (key.rstrip(b".").decode() for key in (keys[0], keys[-1]))
+    return first if len(keys) == 1 else f"{first}..{last.rpartition(':')[2]}"
+
+
+def lines(text: str) -> list[str]:
+    """A transcript as it stands in a test."""
+    return [line.strip() for line in text.strip().splitlines()]

@@ -1,0 +1,222 @@
+"""What is hot and unique leaves first, and nothing hangs: every drain ends, one way or another."""
+
+from __future__ import annotations
+
+import random
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replicationsupport import MIB, World, lines, prompt, say
+
+from tiffin.conductor.draining import (
+    ENDED,
+    DrainSettings,
+    InstanceDrain,
+    NodeDrain,
+    Phase,
+    unique_in_hbm,
+)
+from tiffin.conductor.orders import LOST_S, Admit, Copy, Ended, Evacuate, NodeSpace
+from tiffin.conductor.replication import ReplicationSettings
+
+HOT, WARM, SHARED = prompt("hot", 3), prompt("warm", 2), prompt("shared", 2)
+
+
+def world(nodes: str = "abc") -> World:
+    return World(nodes, ReplicationSettings())
+
+
+def leaving(pool: World, *, deadline_s: float = 100.0, **numbers: int) -> NodeDrain:
+    """Node a has three prefixes, of which b has one as well."""
+    for keys in (HOT, WARM, SHARED):
+        pool.has("a", keys)
+    pool.has("b", SHARED)
+    pool.come(HOT, 20), pool.come(WARM, 5), pool.come(SHARED, 50)
+    counter = count(1)
+    options = DrainSettings(**numbers)
+    return NodeDrain("a", pool.now, lambda: next(counter), options, deadline_s=deadline_s)
+
+
+def run(pool: World, drain: NodeDrain, *, seconds: int = 100, evacuated: int = 9) -> None:
+    """Let it end; every order is carried out within a second."""
+    for _ in range(seconds):
+        orders = drain.step(pool.pool, pool.now)
+        for order in orders:
+            pool.say(order)
+            pool.carry_out(order)
+            blocks, error = evacuated, ""
+            if isinstance(order, Copy):
+                blocks = min(len(order.keys), pool.refusing.get(order.target, len(order.keys)))
+                error = "" if blocks == len(order.keys) else "NoRoom"
+            drain.ended(Ended(order.number, blocks, error), pool.now)
+        if drain.phase in ENDED:
+            return
+        pool.now += 1.0
+
+
+class TestNodes:
+    def test_hot_and_unique_first(self) -> None:
+        pool = world()
+        drain = leaving(pool)
+        run(pool, drain)
+        assert [line.strip() for line in pool.transcript] == lines("""
+            0 s  a takes nothing new
+            1 s  copy hot:0..2 a -> b, 3 MiB (a is drained; wanted 19.9 times)
+            1 s  copy warm:0..1 a -> c, 2 MiB (a is drained; wanted 5.0 times)
+            2 s  a hands over the rest, for 98 s
+        """)
+        done = drain.progress(pool.now)
+        assert (done.phase, done.moved_blocks, done.moved_bytes) == (Phase.DONE, 5, 5 * MIB)
+        assert (done.unique_blocks, done.handed_over, done.failures) == (0, 9, 0)
+        assert drain.step(pool.pool, pool.now) == []
+
+    def test_the_rest_of_a_prefix_goes_where_its_beginning_is(self) -> None:
+        pool = world()
+        pool.has("b", HOT[:1])
+        run(pool, drain := leaving(pool))
+        assert "copy hot:1..2 a -> b" in pool.transcript[1]
+        assert drain.phase is Phase.DONE
+
+    def test_another_node_that_leaves_is_nobody(self) -> None:
+        pool = world()
+        drain = leaving(pool)
+        pool.spaces["b"] = NodeSpace("b", 1024 * MIB, 512 * MIB, draining=True)
+        run(pool, drain)
+        assert "copy shared:0..1 a -> c" in pool.transcript[1]
+        assert {line.rpartition("-> ")[2][0] for line in pool.transcript[1:4]} == {"c"}
+
+    def test_the_deadline_ends_it(self) -> None:
+        pool = world()
+        drain = leaving(pool, deadline_s=10.0)
+        (admit,) = drain.step(pool.pool, 0.0)
+        drain.ended(Ended(admit.number), 0.5)
+        assert len(drain.step(pool.pool, 1.0)) == 2
+        assert drain.step(pool.pool, 5.0) == []  # they are under way
+        assert drain.step(pool.pool, 10.0) == []
+        progress = drain.progress(10.0)
+        assert (progress.phase, progress.unique_blocks) == (Phase.LATE, 5)
+
+    def test_an_evacuation_that_ran_out_of_time_is_late(self) -> None:
+        pool = world()
+        drain = leaving(pool, hot_max=0, deadline_s=10.0)
+        (admit,) = drain.step(pool.pool, 0.0)
+        drain.ended(Ended(admit.number), 0.0)
+        (rest,) = drain.step(pool.pool, 1.0)
+        assert isinstance(rest, Evacuate)
+        drain.ended(Ended(rest.number, 3), 10.0)
+        assert (drain.phase, drain.progress(10.0).handed_over) == (Phase.LATE, 3)
+
+    def test_who_has_no_room_is_not_asked_again_for_the_same(self) -> None:
+        pool = world()
+        pool.refusing = {"b": 0, "c": 1}
+        drain = leaving(pool)
+        run(pool, drain)
+        copies = [line for line in pool.transcript if "copy hot" in line]
+        assert [line.split("copy ")[1].split(",")[0] for line in copies] == [
+            "hot:0..2 a -> b",
+            "hot:0..2 a -> c",
+            "hot:1..2 a -> b",
+        ]
+        assert drain.phase is Phase.DONE  # the node itself hands over the rest
+        assert drain.progress(pool.now).unique_blocks > 0
+
+    def test_a_node_that_does_not_hand_over_is_told_three_times(self) -> None:
+        pool = world()
+        drain = leaving(pool, hot_max=0)
+        orders = []
+        for second in range(20):
+            for order in drain.step(pool.pool, float(second)):
+                orders.append(order)
+                drain.ended(Ended(order.number, error="NodeUnavailable"), float(second))
+        assert [type(order) for order in orders] == [Admit] + [Evacuate] * 3
+        assert drain.phase is Phase.FAILED
+
+    def test_orders_that_nobody_reports_on_are_given_up(self) -> None:
+        pool = world()
+        drain = leaving(pool, deadline_s=10_000.0, hot_max=0)
+        assert len(drain.step(pool.pool, 0.0)) == 1
+        assert drain.step(pool.pool, LOST_S - 1) == []
+        assert len(drain.step(pool.pool, LOST_S)) == 1  # it is told again
+        assert drain.progress(LOST_S).failures == 1
+
+    def test_a_node_that_goes_away_is_lost(self) -> None:
+        pool = world()
+        drain = leaving(pool)
+        del pool.spaces["a"]
+        assert drain.step(pool.pool, 1.0) == []
+        assert drain.phase is Phase.LOST
+
+    def test_cancelled_it_takes_new_blocks_again(self) -> None:
+        pool = world()
+        drain = leaving(pool)
+        (admit,) = drain.step(pool.pool, 0.0)
+        assert [say(order) for order in drain.cancel()] == ["a takes new blocks"]
+        drain.ended(Ended(admit.number), 1.0)  # of before
+        assert drain.step(pool.pool, 1.0) == drain.cancel() == []
+        assert drain.phase is Phase.CANCELLED
+
+    @given(seed=st.integers(0, 1 << 32))
+    @settings(max_examples=30)
+    def test_every_drain_ends_by_its_deadline_and_copies_what_only_it_has(self, seed: int) -> None:
+        dice = random.Random(seed)
+        pool = world("abcd")
+        for i in range(5):
+            keys = prompt(f"p{i}", dice.randint(1, 5))
+            pool.has("a", keys)
+            if dice.random() < 0.3:
+                pool.has(dice.choice("bcd"), keys[: dice.randint(1, 5)])
+            pool.come(keys, dice.randint(0, 9))
+        counter = count(1)
+        drain = NodeDrain("a", 0.0, lambda: next(counter), deadline_s=dice.choice([3.0, 300.0]))
+        pending: list[Copy | Evacuate | Admit] = []
+        while drain.phase not in ENDED:
+            pool.now += dice.choice([0.5, 1.0, 5.0])
+            assert pool.now < 320.0
+            for order in drain.step(pool.pool, pool.now):
+                if isinstance(order, Copy):
+                    assert order.source == "a" != order.target
+                    assert all(pool.holders(key) == {"a"} for key in order.keys)
+                pending.append(order)  # type: ignore[arg-type]
+            assert sum(isinstance(order, Copy) for order in pending) <= 4
+            dice.shuffle(pending)
+            while pending and dice.random() < 0.8:
+                order = pending.pop()
+                done = len(order.keys) if isinstance(order, Copy) else 1
+                if dice.random() < 0.3:
+                    drain.ended(Ended(order.number, 0, "NoRoom"), pool.now)
+                else:
+                    pool.carry_out(order)
+                    drain.ended(Ended(order.number, done), pool.now)
+
+
+class TestInstances:
+    def test_it_is_done_with_its_last_request(self) -> None:
+        drain = InstanceDrain("p1", 0.0, deadline_s=10.0)
+        assert drain.step(2, 1.0, unique_blocks=7) is Phase.WAITING
+        progress = drain.progress(1.0)
+        assert (progress.requests, progress.unique_blocks, progress.left_s) == (2, 7, 9.0)
+        assert drain.step(0, 2.0) is Phase.DONE
+        assert drain.step(1, 3.0) is Phase.DONE
+
+    @pytest.mark.parametrize(
+        ("requests", "at", "phase"),
+        [(1, 10.0, Phase.LATE), (0, 10.0, Phase.DONE), (None, 1.0, Phase.LOST)],
+        ids=str,
+    )
+    def test_other_ends(self, requests: int | None, at: float, phase: Phase) -> None:
+        assert InstanceDrain("p1", 0.0, deadline_s=10.0).step(requests, at) is phase
+
+    def test_cancelled(self) -> None:
+        drain = InstanceDrain("p1", 0.0)
+        drain.cancel()
+        assert drain.step(0, 1.0) is Phase.CANCELLED
+
+    def test_what_its_cache_alone_has_is_counted(self) -> None:
+        pool = world()
+        pool.come(HOT, 5), pool.come(WARM, 5)
+        pool.has("p1", HOT, "hbm"), pool.has("p1", WARM, "hbm"), pool.has("b", HOT[:2])
+        hot = pool.popularity.hot(10, 0.0)
+        assert unique_in_hbm("p1", hot, pool.pool) == 1 + 2
+        assert unique_in_hbm("p2", hot, pool.pool) == 0

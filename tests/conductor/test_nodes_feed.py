@@ -1,0 +1,318 @@
+"""Nodes' events and inventories: the cursor by itself, and the feed with real nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from kvsupport import fresh_prefix, wait_until
+from poolsupport import LARGE, Cluster
+
+from tiffin.conductor.feeds.cursor import BACKOFF_S, HEARD_S, LOST_S, POLL_S, NodeCursor
+from tiffin.conductor.feeds.inbox import Inbox
+from tiffin.conductor.feeds.nodes import NodesFeed
+from tiffin.conductor.feeds.routed import Holdings
+from tiffin.conductor.feeds.updates import Added, Cleared, Heard, Inventory, Removed
+from tiffin.conductor.index import PrefixIndex
+from tiffin.kvstore import Client
+from tiffin.kvstore.credentials import Credentials
+from tiffin.kvstore.errors import ProtocolError
+from tiffin.kvstore.node import messages
+from tiffin.kvstore.node.events import EventLog
+from tiffin.kvstore.pool.members import FixedMembers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tiffin.kvstore import Prefix
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def cursor() -> NodeCursor:
+    return NodeCursor("n", 0.0, random.Random(1))
+
+
+def page(seq: int, *numbers: int, more: bool = False) -> messages.KeyPage:
+    return messages.KeyPage(1, seq, b"".join(map(key, numbers)), more)
+
+
+def events(first: int, *signed: int, gap: bool = False) -> messages.EventPage:
+    """A positive number was added, a negative one removed."""
+    flags = bytes(number > 0 for number in signed)
+    return messages.EventPage(1, first, flags, b"".join(key(abs(n)) for n in signed), gap)
+
+
+# -- the cursor ------------------------------------------------------------------------------------
+
+
+def test_an_inventory_comes_first_and_then_what_happened_since() -> None:
+    follower = cursor()
+    assert follower.request() == messages.Inventory(0, after=0)
+    assert follower.answered(page(7, 1, 2, more=True), 0.0) == [
+        Inventory("n", "dram", [key(1), key(2)], True, False, 7)
+    ]
+    assert follower.request() == messages.Inventory(0, after=2)
+    assert not follower.synced
+    assert follower.answered(page(7, 3), 0.0) == [Inventory("n", "dram", [key(3)], False, True, 7)]
+    assert follower.synced
+    assert follower.request() == messages.Events(0, after=7)
+    assert follower.answered(events(8, 4, 5, -4, 6), 1.0) == [
+        Added("n", "dram", [key(4), key(5)], 9),
+        Removed("n", "dram", [key(4)], 10),
+        Added("n", "dram", [key(6)], 11),
+    ]
+    assert (follower.request(), follower.due_at) == (messages.Events(0, after=11), 1.0 + POLL_S)
+    assert follower.answered(events(12), 1.1) == []
+    assert follower.answered(events(12), 1.0 + HEARD_S) == [Heard("n", "dram", 11)]
+
+
+def test_an_empty_node_has_an_empty_inventory() -> None:
+    assert cursor().answered(page(0), 0.0) == [Inventory("n", "dram", [], True, True, 0)]
+
+
+def test_pages_of_different_states_do_not_belong_together() -> None:
+    follower = cursor()
+    follower.answered(page(7, 1, more=True), 0.0)
+    assert follower.answered(page(8, 2), 0.0) == []
+    assert follower.request() == messages.Inventory(0, after=0)
+    assert follower.answered(page(8, 1, 2), 0.0) == [
+        Inventory("n", "dram", [key(1), key(2)], True, True, 8)
+    ]
+
+
+def test_gaps_and_new_connections_lead_back_to_the_inventory() -> None:
+    follower = cursor()
+    follower.answered(page(7), 0.0)
+    assert follower.answered(events(100, gap=True), 0.0) == []
+    assert follower.request() == messages.Inventory(0, after=0)
+    follower.answered(page(99), 0.0)
+    follower.connected()
+    assert follower.request() == messages.Inventory(0, after=0)
+    assert follower.resyncs == 2
+
+
+def test_a_node_that_does_not_answer_is_asked_less_and_less_and_then_forgotten() -> None:
+    follower = cursor()
+    follower.answered(page(7, 1), 0.0)
+    now, waits, told = 0.0, [], []
+    for _ in range(12):
+        told += [(now, update) for update in follower.failed(now)]
+        waits.append(follower.due_at - now)
+        now = follower.due_at
+    first_s, last_s = BACKOFF_S
+    assert all(
+        min(last_s, first_s * 2**n) / 2 <= wait <= min(last_s, first_s * 2**n)
+        for n, wait in enumerate(waits)
+    )
+    assert [update for _, update in told] == [Cleared("n")]
+    assert told[0][0] >= LOST_S
+    assert follower.answered(page(3, 1), now)[0] == Inventory("n", "dram", [key(1)], True, True, 3)
+    assert follower.failures == 0
+
+
+@pytest.mark.parametrize(
+    ("synced", "reply"),
+    [
+        (False, messages.Done(1)),
+        (False, messages.KeyPage(1, 7, b"short", False)),
+        (False, messages.KeyPage(1, 7, b"", True)),
+        (False, events(1, 1)),
+        (True, page(7, 1)),
+        (True, events(9, 1)),
+        (True, messages.EventPage(1, 8, b"\1\1", key(1))),
+    ],
+)
+def test_answers_that_cannot_be_are_refused(synced: bool, reply: Any) -> None:
+    follower = cursor()
+    if synced:
+        follower.answered(page(7), 0.0)
+    with pytest.raises(ProtocolError, match=r"^n "):
+        follower.answered(reply, 0.0)
+
+
+def test_a_follower_ends_up_with_what_the_node_has() -> None:
+    """Against a node's own log, with all that can come in between."""
+    for seed in range(30):
+        dice, log, has = random.Random(seed), EventLog(events_kept=20), set[bytes]()
+        follower, holdings = cursor(), Holdings(PrefixIndex())
+        snapshot = (0, b"")
+
+        def answer(request: Any) -> Any:
+            nonlocal snapshot
+            if isinstance(request, messages.Events):
+                return log.page(request)  # noqa: B023 - called in this turn
+            if request.after == 0:
+                snapshot = (log.seq, b"".join(sorted(has)))  # noqa: B023
+            part = snapshot[1][16 * request.after :][: 16 * 5]
+            return messages.KeyPage(
+                1, snapshot[0], part, 16 * request.after + len(part) < len(snapshot[1])
+            )
+
+        for turn in range(200):
+            for _ in range(dice.choice((0, 1, 5, 30)) if turn < 150 else 0):
+                one = key(dice.randrange(40))
+                (log.removed if one in has else log.added)(one)
+                has ^= {one}
+            if dice.random() < 0.05:
+                follower.connected()
+            for update in follower.answered(answer(follower.request()), float(turn)):
+                holdings.apply(update, float(turn))
+        number = holdings.index.holder("n", "dram")
+        everything = [key(n) for n in range(40)]
+        assert set(everything) - set(holdings.index.missing(number, everything)) == has
+
+
+# -- the feed --------------------------------------------------------------------------------------
+
+
+class World:
+    """Nodes, a feed that follows them, and what it feeds."""
+
+    def __init__(self, cluster: Cluster, members: Any, credentials: Credentials) -> None:
+        self.cluster = cluster
+        self.inbox = Inbox()
+        self.holdings = Holdings(PrefixIndex())
+        self.feed = NodesFeed(members, credentials, self.inbox, threads=2, membership_s=0.05)
+        self._now = itertools.count(1)
+
+    def held(self, prefix: Prefix, name: str) -> int:
+        index = self.holdings.index
+        for update in self.inbox.take():
+            self.holdings.apply(update, float(next(self._now)))
+        number = index.find(name, "dram")
+        if number is None:
+            return -1
+        return int(index.match(prefix.keys).lengths(index.width)[number])
+
+    def await_held(self, prefix: Prefix, name: str, blocks: int) -> None:
+        wait_until(lambda: self.held(prefix, name) == blocks, f"{name} holds {blocks}", 20.0)
+
+    def close(self) -> None:
+        self.inbox.close()
+        self.feed.close()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def world(cluster: Cluster) -> Iterator[World]:
+    world = World(cluster, cluster.flaky(), cluster.credentials)
+    yield world
+    world.close()
+
+
+def remove(member: Any, prefix: Prefix) -> None:
+    with Client.attach(member.node) as client:
+        client.remove(prefix)
+
+
+def test_all_nodes_of_a_pool_are_followed_as_they_come_and_go(
+    cluster: Cluster, world: World
+) -> None:
+    one = cluster.start("one")
+    before = one.put(fresh_prefix(3, LARGE))
+    world.await_held(before, "one", 3)
+    two = cluster.start("two")
+    after = one.put(fresh_prefix(2, LARGE))
+    both = two.put(before)
+    world.await_held(after, "one", 2)
+    world.await_held(both, "two", 3)
+    remove(one, before[2:])
+    world.await_held(before, "one", 2)
+    assert world.held(before, "two") == 3
+    two.stop()
+    world.await_held(both, "two", -1)
+    assert world.held(before, "one") == 2
+    told = world.feed.statistics()["nodes"]["one"]
+    assert (told["synced"], told["error"], told["resyncs"]) == (True, "", 1)
+
+
+def test_a_node_that_was_restarted_is_followed_anew(cluster: Cluster, world: World) -> None:
+    one = cluster.start("one")
+    lost = one.put(fresh_prefix(3, LARGE))
+    world.await_held(lost, "one", 3)
+    one.stop()
+    one = cluster.start("one")
+    new = one.put(fresh_prefix(2, LARGE))
+    world.await_held(new, "one", 2)
+    assert world.held(lost, "one") == 0
+
+
+def test_a_lost_connection_is_followed_by_an_inventory(cluster: Cluster, world: World) -> None:
+    one = cluster.start("one", relayed=True)
+    assert one.network is not None
+    prefix = one.put(fresh_prefix(2, LARGE))
+    world.await_held(prefix, "one", 2)
+    one.network.cut()
+    more = one.put(fresh_prefix(2, LARGE))
+    world.await_held(more, "one", 2)
+    assert world.held(prefix, "one") == 2
+    wait_until(lambda: world.feed.statistics()["nodes"]["one"]["resyncs"] == 2, "it is in sync")
+
+
+def test_without_the_directory_nodes_are_followed_all_the_same(cluster: Cluster) -> None:
+    directory = cluster.flaky()
+    world = World(cluster, directory, cluster.credentials)
+    with contextlib.closing(world):
+        one = cluster.start("one")
+        world.await_held(one.put(fresh_prefix(1, LARGE)), "one", 1)
+        directory.away = True
+        wait_until(lambda: world.feed.statistics()["directory_error"], "it is noticed")
+        world.await_held(one.put(fresh_prefix(2, LARGE)), "one", 2)
+        directory.away = False
+        wait_until(lambda: not world.feed.statistics()["directory_error"], "it is back")
+
+
+def test_nodes_of_a_fixed_list_and_one_that_is_not_there(cluster: Cluster) -> None:
+    one = cluster.start("one")
+    host, _, port = one.address.rpartition(":")
+    members = FixedMembers([(host, int(port)), ("127.0.0.1", 1)])
+    world = World(cluster, members, cluster.credentials)
+    with contextlib.closing(world):
+        prefix = one.put(fresh_prefix(2, LARGE))
+        world.await_held(prefix, one.address, 2)
+        told = wait_until(
+            lambda: world.feed.statistics()["nodes"]["127.0.0.1:1"],
+            "the other one is tried",
+        )
+        wait_until(
+            lambda: world.feed.statistics()["nodes"]["127.0.0.1:1"]["failures"] > 1,
+            "it is tried again",
+        )
+        assert told["address"] == "127.0.0.1:1"
+        assert "NodeUnavailable" in world.feed.statistics()["nodes"]["127.0.0.1:1"]["error"]
+
+
+def test_a_feed_without_the_token_says_so(cluster: Cluster) -> None:
+    with contextlib.ExitStack() as stack:
+        guarded = Cluster(Credentials(token=b"t" * 32))
+        stack.callback(guarded.close)
+        guarded.start("one")
+        world = World(guarded, guarded.flaky(), Credentials(token=b"u" * 32))
+        stack.callback(world.close)
+
+        def error() -> str:
+            nodes = world.feed.statistics()["nodes"]
+            return str(nodes["one"]["error"]) if "one" in nodes else ""
+
+        assert "NotAuthenticated" in wait_until(error, "it is refused")
+
+
+def test_closing_lets_go_of_a_node_that_hangs(cluster: Cluster, world: World) -> None:
+    one = cluster.start("one", relayed=True)
+    assert one.network is not None
+    world.await_held(one.put(fresh_prefix(1, LARGE)), "one", 1)
+    one.network.pause()
+    world.close()
+    one.network.resume()
