@@ -48,7 +48,7 @@ class Call(Generic[T]):
     """One request and how to read its answer.
 
     `repeatable`: sending it twice is as good as once, so it is sent again when its answer was lost.
-    `ends`: the second time the conductor may not know the request any more, and all is well.
+    `ends` gives the answer when, the second time, the conductor does not know the request any more.
     """
 
     method: str
@@ -56,7 +56,7 @@ class Call(Generic[T]):
     read: Callable[[int, bytes], T]
     body: bytes | None = None
     repeatable: bool = True
-    ends: T | None = None
+    ends: Callable[[], T] | None = None
 
     def answered(self, status: int, body: bytes, *, again: bool) -> T:
         """What an answer means. Raises ConductorError."""
@@ -64,7 +64,7 @@ class Call(Generic[T]):
             return self.read(status, body)
         except UnknownRequest:
             if again and self.ends is not None:
-                return self.ends
+                return self.ends()
             raise
 
 
@@ -92,12 +92,12 @@ def schedule(
     return Call("POST", "/v1/schedule", _placed, _encode(body))
 
 
-def observe(event: RequestEvent) -> Call[bool]:
+def observe(event: RequestEvent) -> Call[Rejection | None]:
     """All but "tokens" say the same when they are said twice."""
     path = f"/v1/requests/{_segment(event.request_id)}/{_segment(event.kind)}"
     body = _encode({"tokens": event.tokens}) if event.kind == "tokens" else None
     repeatable = event.kind != "tokens"
-    return Call("POST", path, _nothing, body, repeatable, ends=repeatable or None)
+    return Call("POST", path, _heard, body, repeatable, ends=lambda: None)
 
 
 def register(spec: InstanceSpec, load: Load | None, schema: KVSchema | None) -> Call[bool]:
@@ -237,6 +237,13 @@ def _placed(status: int, body: bytes) -> DecisionReply | Rejection:
         if rejection is not None:
             return rejection
     return _read_decision(status, body)
+
+
+def _heard(status: int, body: bytes) -> Rejection | None:
+    rejection = _rejection(body) if status == 429 else None
+    if rejection is None:
+        _nothing(status, body)
+    return rejection
 
 
 def _rejection(body: bytes) -> Rejection | None:

@@ -113,7 +113,6 @@ def conductor(
         from .core import Conductor
         from .server import ConductorOptions, read_settings, serve
 
-        disable_created_metrics()  # a second line per counter, of when this process began
         settings = read_settings(config) if config else {}
         if policy_name is not None:
             settings.setdefault("policy", {})["name"] = policy_name
@@ -127,6 +126,8 @@ def conductor(
             tls_cert=tls_cert,
             tls_key=tls_key,
         )
+        # Or each counter has a second line, of when this process began.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         with contextlib.suppress(KeyboardInterrupt):
             uvloop.run(serve(Conductor(), options))
 
@@ -172,7 +173,7 @@ def _instances_table(instances: list[InstanceReply]) -> Table:
     return table
 
 
-_SHOWN_LOAD = ("queued_tokens", "running", "context_tokens", "kv_used_tokens")
+_SHOWN_LOAD = ("queued_tokens", "batch", "context_tokens", "kv_used_tokens")
 
 
 # -- tiffin conductor why --------------------------------------------------------------------------

@@ -90,9 +90,10 @@ class ConductorClient:
         `request` are left out, and the conductor makes them."""
         return self._do(calls.schedule(request, token_ids, namespace))
 
-    def observe(self, event: RequestEvent) -> None:
-        """What became of a request. Raises UnknownRequest."""
-        self._do(calls.observe(event))
+    def observe(self, event: RequestEvent) -> Rejection | None:
+        """What became of a request. A rejection, if it was refused after its prefill, as admission
+        in the mode "baseline" does. Raises UnknownRequest."""
+        return self._do(calls.observe(event))
 
     def register(
         self, spec: InstanceSpec, load: Load | None = None, schema: KVSchema | None = None
@@ -222,9 +223,10 @@ class AsyncConductorClient:
         `request` are left out, and the conductor makes them."""
         return await self._do(calls.schedule(request, token_ids, namespace))
 
-    async def observe(self, event: RequestEvent) -> None:
-        """What became of a request. Raises UnknownRequest."""
-        await self._do(calls.observe(event))
+    async def observe(self, event: RequestEvent) -> Rejection | None:
+        """What became of a request. A rejection, if it was refused after its prefill, as admission
+        in the mode "baseline" does. Raises UnknownRequest."""
+        return await self._do(calls.observe(event))
 
     async def register(
         self, spec: InstanceSpec, load: Load | None = None, schema: KVSchema | None = None

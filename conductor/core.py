@@ -23,6 +23,7 @@ from .horizon import Horizon
 from .index import PrefixIndex
 from .ledger import Ledger
 from .lengths import Lengths
+from .policies.base import policy
 from .popularity import Popularity
 from .queues import Queues
 from .racing import Races, Route
@@ -122,6 +123,7 @@ class Conductor:
             calibration=self.calibration,
             races=self.races,
             settings=settings,
+            policy=policy(settings.policy.name),
             dice=dice,
         )
 
@@ -295,6 +297,8 @@ class Conductor:
         """Change settings while running. All of it or, if anything does not validate, nothing:
         raises InvalidRequest."""
         settings = patched(self.settings, changes)
+        if settings.policy.name != self.settings.policy.name:
+            self._parts.policy = policy(settings.policy.name)
         self.settings = self._parts.settings = settings
         self.queues.configure(settings.queue)
         self.transfers.configure(settings.transfers)

@@ -20,7 +20,6 @@ from .errors import UnknownModel
 from .explain import best_of
 from .horizon import expected_load, relief_s
 from .ledger import Flight
-from .policies.base import policy
 from .racing import second_route
 from .records import Decision, Rejection
 from .shadow import Ghost
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from .explain import Candidates
     from .horizon import Horizon
     from .lengths import Lengths
-    from .policies.base import Choice, Question
+    from .policies.base import Choice, Policy, Question
     from .queues import Queues
     from .racing import Races
     from .records import Request
@@ -66,6 +65,7 @@ class Parts:
     calibration: Calibration
     races: Races
     settings: Settings
+    policy: Policy
     dice: random.Random
 
 
@@ -115,7 +115,7 @@ def decide(parts: Parts, request: Request, now: float) -> Accepted | Refused:
     decode = parts.view.rows(request.model, prefill=False)
     if not len(prefill) or not len(decode):
         return _nobody(parts, request, now, "no_decode" if len(prefill) else "no_prefill")
-    plan = _placed(parts, _plan(parts, request, prefill, decode, now), now)
+    plan = _plan(parts, request, prefill, decode, now)
     outlook = Outlook(request, plan.forecast)
 
     def again(steps: tuple[Step, ...]) -> Forecast | None:
@@ -144,21 +144,58 @@ def decide(parts: Parts, request: Request, now: float) -> Accepted | Refused:
 
 
 def _plan(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: float) -> Plan:
-    settings = parts.settings
+    """Where it is prefilled, by policy, and where it is decoded.
+
+    Conditional disaggregation: an instance that does both goes on with what it has computed, if
+    that is in time. One that decodes, and could prefill, computes itself what is not worth sending
+    elsewhere.
+    """
+    cluster = parts.cluster
     question = parts.view.question(
         request,
         prefill,
         parts.transfers,
         parts.computing,
         parts.queues,
-        settings,
+        parts.settings,
         parts.dice,
         now,
     )
-    choice = policy(settings.policy.name).choose(question)
+    choice = parts.policy.choose(question)
+    row = int(prefill[choice.at])
+    if cluster.decodes[row]:
+        alone = _decoded(parts, question, choice, np.array([row]), now)
+        objective_s = request.objectives.tbt_s
+        if alone.forecast.room and (objective_s is None or alone.tbt_s <= objective_s):
+            return alone
+    plan = _decoded(parts, question, choice, decode, now)
+    target = plan.decode_row
+    if cluster.decodes[row] or not cluster.prefills[target] or plan.spread is not None:
+        return plan
+    at = int(np.searchsorted(prefill, target))
+    situation = Situation(
+        prompt_tokens=request.prompt_tokens,
+        cached_tokens=_tokens(question, int(question.local_blocks[at])),
+        prefill_queue=int(cluster.queued[row]),
+        running_decodes=int(cluster.batch[target]),
+    )
+    if place(parts.settings.disaggregation, situation).remote:
+        return plan
+    return _at_one(parts, request, target, now)
+
+
+def _at_one(parts: Parts, request: Request, row: int, now: float) -> Plan:
+    """All of it on one instance."""
+    rows = np.array([row])
+    return _plan(parts, request, rows, rows, now)
+
+
+def _decoded(parts: Parts, question: Question, choice: Choice, decode: Rows, now: float) -> Plan:
+    """The plan with the best of these rows to decode."""
+    settings, request = parts.settings, question.request
     ttft_s = float(choice.ttft_s[choice.at])
     output_tokens = parts.lengths.predict(request).tokens
-    row = int(prefill[choice.at])
+    row = int(question.rows[choice.at])
     batch, context = expected_load(parts.horizon, parts.cluster, decode, now + ttft_s, now)
     asked = DecodeQuestion(
         request=request,
@@ -169,6 +206,7 @@ def _plan(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: floa
         dice=parts.dice,
         batch=batch,
         context_tokens=context,
+        heavy=parts.lengths.heavy(output_tokens),
         move_s=_move_s(parts, question, row, decode, now),
         enforce=False,  # admission judges it, with its class and after what may be taken away
     )
@@ -181,13 +219,12 @@ def _plan(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: floa
         tbt_s = float(chosen.tbt_s[at])
     else:
         tbt_s = chosen.best_tbt_s or 0.0
-    room = apart is not None or isinstance(chosen, DecodeChoice)
     forecast = Forecast(
         ttft_s=ttft_s,
         tbt_now_s=_tbt_now_s(parts, int(decode[at]), request.prompt_tokens + output_tokens / 2),
         tbt_then_s=tbt_s,
         queue_s=min(float(question.queue_s[choice.at]), ttft_s),
-        room=room,
+        room=apart is not None or isinstance(chosen, DecodeChoice),
     )
     return Plan(question, choice, decode, chosen, apart, output_tokens, tbt_s, forecast)
 
@@ -210,42 +247,7 @@ def _degraded(parts: Parts, request: Request, steps: tuple[Step, ...], now: floa
             return None
         plan = _plan(parts, request, prefill, prefill, now)
         return _at_one(parts, request, plan.prefill_row, now)
-    return _placed(parts, _plan(parts, request, prefill, decode, now), now)
-
-
-def _placed(parts: Parts, plan: Plan, now: float) -> Plan:
-    """Conditional disaggregation: whether prefill and decode are better done by one instance.
-
-    An instance that does both goes on with what it has computed, if that fits. One that decodes,
-    and could prefill, computes itself what is not worth sending elsewhere.
-    """
-    cluster, request = parts.cluster, plan.question.request
-    row, target = plan.prefill_row, plan.decode_row
-    if row == target or plan.spread is not None:
-        return plan
-    if cluster.decodes[row]:
-        alone = _at_one(parts, request, row, now)
-        objective_s = request.objectives.tbt_s
-        slow = objective_s is not None and alone.tbt_s > max(objective_s, plan.tbt_s)
-        return plan if slow or not alone.forecast.room else alone
-    if not cluster.prefills[target]:
-        return plan
-    at = int(np.searchsorted(plan.question.rows, target))
-    situation = Situation(
-        prompt_tokens=request.prompt_tokens,
-        cached_tokens=_tokens(plan.question, int(plan.question.local_blocks[at])),
-        prefill_queue=int(cluster.queued[row]),
-        running_decodes=int(cluster.batch[target]),
-    )
-    if place(parts.settings.disaggregation, situation).remote:
-        return plan
-    return _at_one(parts, request, target, now)
-
-
-def _at_one(parts: Parts, request: Request, row: int, now: float) -> Plan:
-    """All of it on one instance."""
-    rows = np.array([row])
-    return _plan(parts, request, rows, rows, now)
+    return _plan(parts, request, prefill, decode, now)
 
 
 def _move_s(
@@ -254,6 +256,8 @@ def _move_s(
     """How long the prompt's context takes from the prefill instance to each decode instance: none
     to itself, and none as far as it moves layer by layer while the rest is computed."""
     cluster = parts.cluster
+    if len(decode) == 1 and decode[0] == row:
+        return np.zeros(1)
     tokens = question.request.prompt_tokens
     nbytes = int(cluster.block_bytes[row]) * tokens / question.block_tokens
     source = int(cluster.node[row])

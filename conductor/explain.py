@@ -56,6 +56,8 @@ def best_of(
     most: int,
 ) -> Candidates:
     """The `most` best of `rows`, among them `at`, the chosen one."""
+    if len(rows) == 1:
+        return Candidates([cluster.name(int(rows[0]))], cost, dict(terms))
     if len(rows) > most:
         best = np.argpartition(cost, most - 1)[:most]
         best = best[np.argsort(cost[best], kind="stable")]

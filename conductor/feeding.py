@@ -11,6 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from tiffin.kvstore.directory import open_directory
+from tiffin.kvstore.errors import TiffinError
 
 from .errors import ConductorError, InvalidRequest
 from .feeds.inbox import Inbox
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from tiffin.kvstore import KVSchema
     from tiffin.kvstore.credentials import Credentials
-    from tiffin.kvstore.directory import Directory
+    from tiffin.kvstore.directory import Directory, NodeRecord
 
     from .feeds.updates import Update
     from .feeds.vllm import VllmFeed
@@ -105,6 +106,16 @@ class Feeding:
         if behind:
             return f"the blocks of {len(behind)} nodes are not known yet, {behind[0]!r} among them"
         return ""
+
+    async def records(self) -> list[NodeRecord]:
+        """What the pool's nodes say of themselves; nothing while the directory does not answer."""
+        if self._directory is None:
+            return []
+        try:
+            return list((await asyncio.to_thread(self._directory.nodes)).values())
+        except TiffinError as error:
+            log.debug("the directory does not answer: %s", error)  # `missing` tells operators
+            return []
 
     async def close(self) -> None:
         """End all feeds; idempotent. Their threads end within seconds, a node's answer at most."""

@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from .timings import Timings
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from .records import Decision, Rejection, Request, RequestEvent
 
-    # A family of gauges: name, what it is, names of labels, and per values of labels the number.
-    Gauge = tuple[str, str, tuple[str, ...], list[tuple[tuple[str, ...], float]]]
+    # Name, what it is, names of labels, and per values of labels the number.
+    Family = tuple[str, str, tuple[str, ...], list[tuple[tuple[str, ...], float]]]
 
 PREFIX = "tiffin_conductor_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -42,14 +42,14 @@ _RATIO = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 class Metrics:
     """The conductor's own registry. For the event loop's thread.
 
-    `gauges` is called at each scrape and gives the state.
+    `state` is called at each scrape: gauges, and counters where the name ends in `_total`.
     """
 
-    def __init__(self, gauges: Callable[[], Iterable[Gauge]] = tuple) -> None:
+    def __init__(self, state: Callable[[], Iterable[Family]] = tuple) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self.timings = Timings()
         self._seen: dict[str, set[str]] = {}
-        self._gauges = gauges
+        self._state = state
         self._policies: dict[str, Counter] = {}
         self._decisions = self._counter("decisions", "Requests that were placed.", "policy")
         self._rejections = self._counter(
@@ -127,10 +127,11 @@ class Metrics:
         """All of it, as `CONTENT_TYPE`."""
         return generate_latest(self.registry)
 
-    def gauges(self) -> Iterator[Metric]:
+    def state(self) -> Iterator[Metric]:
         """The state now."""
-        for name, what, labels, rows in self._gauges():
-            family = GaugeMetricFamily(PREFIX + name, what, labels=labels)
+        for name, what, labels, rows in self._state():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(PREFIX + name, what, labels=labels)
             for values, number in rows:
                 family.add_metric(values, number)
             yield family
@@ -160,7 +161,7 @@ class _State:
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        return self._metrics.gauges()
+        return self._metrics.state()
 
 
 def _observe(histogram: Histogram, value: float) -> None:

@@ -34,14 +34,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from .api.port import Core
     from .api.service import Service
+    from .core import Conductor
 
 log = logging.getLogger("tiffin.conductor")
 
 PORT = 7800
 # Expired requests, silent instances, orders: none of it is for less than a second.
 TICK_S = 0.1
+# As often as nodes renew what the directory knows of them, or nearly.
+LINKS_S = 2.0
 # Answers take milliseconds; who is slower has gone.
 STOP_S = 3.0
 # Longer than clients keep idle connections: a connection that ends while it is used costs a retry.
@@ -88,7 +90,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 async def serve(
-    core: Core,
+    core: Conductor,
     options: ConductorOptions,
     started: Callable[[tuple[str, int]], None] | None = None,
 ) -> None:
@@ -100,7 +102,7 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     if options.settings:
         try:
-            core.patch(options.settings)
+            core.patch(options.settings, loop.time())
         except ConductorError as error:
             raise InvalidInput(str(error)) from error
     with listening(options.listen) as door:
@@ -121,6 +123,7 @@ async def serve(
             async with asyncio.TaskGroup() as tasks:
                 serving = tasks.create_task(server.serve([door]))
                 ticking = tasks.create_task(_tick(service))
+                measuring = tasks.create_task(_measure(feeding, core))
                 _announce(options, door, started)
                 await _either(stop, serving)
                 log.info("stopping")
@@ -128,6 +131,7 @@ async def serve(
                 server.should_exit = True
                 await serving
                 ticking.cancel()
+                measuring.cancel()
         finally:
             await feeding.close()
 
@@ -150,7 +154,7 @@ class _Server(uvicorn.Server):
     to have been killed."""
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         yield
 
 
@@ -177,6 +181,14 @@ async def _tick(service: Service) -> None:
     while True:
         service.tick()
         await asyncio.sleep(TICK_S)
+
+
+async def _measure(feeding: Feeding, core: Conductor) -> None:
+    """What nodes have measured on their ways to each other; they say it in the directory."""
+    while True:
+        for record in await feeding.records():
+            core.links(record.name, record.links)
+        await asyncio.sleep(LINKS_S)
 
 
 async def _either(stop: asyncio.Event, serving: asyncio.Task[None]) -> None:

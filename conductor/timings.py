@@ -50,6 +50,10 @@ class Timings:
             now, decision.predicted_ttft_s, decision.predicted_tbt_s
         )
 
+    def forget(self, request_id: str) -> None:
+        """It was given up."""
+        self._watched.pop(request_id, None)
+
     def observe(self, event: RequestEvent, now: float) -> Observed | None:
         """What an event says about a prediction, if anything.
 

@@ -40,6 +40,8 @@ class View:
         self._columns: Rows = np.empty((3, 0), np.int64)
         self._places = Places()
         self._rows: dict[tuple[str, bool], Rows] = {}
+        self._taken: dict[int, tuple[Rows, Rows]] = {}  # columns of such rows
+        self._in_dram = self._on_nvme = 0  # holders of that tier, a bit each
 
     def rows(self, model: str, *, prefill: bool) -> Rows:
         """Rows ready to prefill (or decode) this model."""
@@ -48,6 +50,8 @@ class View:
         found = self._rows.get(key)
         if found is None:
             found = self._rows[key] = self._cluster.rows_for(model, prefill=prefill)
+            # With the array itself, so that its id is not another one's later.
+            self._taken[id(found)] = found, np.ascontiguousarray(self._columns[:, found])
         return found
 
     def question(
@@ -64,8 +68,7 @@ class View:
         """What the policies are asked."""
         self._refresh()
         match = self._index.match(request.keys)
-        columns = self._columns[:, rows]
-        hbm, dram, local = (match.leading(columns[:tiers]) for tiers in (1, 2, 3))
+        hbm, dram, local = self._leading(match, rows)
         question = PlacedQuestion(
             request=request,
             now=now,
@@ -84,17 +87,40 @@ class View:
             dice=dice,
             places=self._places,
         )
-        tokens = int(local.max(initial=0)) * question.block_tokens
-        own_s = float(question.prefill_s(tokens).min())
+        own_s = self._own_s(request, int(rows[local.argmax()]), question, int(local.max()))
         waits_s = queues.wait_s(rows, request.priority, own_s, now, request.tenant)
         question.queue_s = waits_s + self._cluster.others_s.take(rows)
         return question
+
+    def _leading(self, match: Match, rows: Rows) -> tuple[Rows, Rows, Rows]:
+        """Leading blocks that each row has in HBM; there or in its node's DRAM; and on its NVMe."""
+        held = 0
+        for run in match.runs:
+            held |= run.holders
+        if not held:
+            none = np.zeros(len(rows), np.int64)
+            return none, none, none
+        found = self._taken.get(id(rows))
+        columns = found[1] if found is not None else self._columns[:, rows]
+        hbm = match.leading(columns[:1])
+        dram = match.leading(columns[:2]) if held & self._in_dram else hbm
+        local = match.leading(columns) if held & self._on_nvme else dram
+        return hbm, dram, local
+
+    def _own_s(self, request: Request, row: int, question: PlacedQuestion, blocks: int) -> float:
+        """About how long its prefill takes, where most of it is cached: `Question.prefill_s`."""
+        c, n = self._cluster, request.prompt_tokens
+        p = float(min(blocks * question.block_tokens, n - 1))
+        return float(c.c0[row] + c.c1[row] * (n - p) + c.c2[row] * (n * n - p * p))
 
     def _refresh(self) -> None:
         cluster, index = self._cluster, self._index
         if (cluster.version, index.layout) == self._seen:
             return
         self._rows.clear()
+        self._taken.clear()
+        self._in_dram = _mask(index, "dram")
+        self._on_nvme = _mask(index, "nvme")
         columns = np.full((3, len(cluster.specs)), _NO_HOLDER, np.int64)
         for row, spec in enumerate(cluster.specs):
             if spec is None:
@@ -106,6 +132,14 @@ class View:
         self._columns = columns
         self._places = Places.of(index, cluster)  # may give numbers to nodes
         self._seen = (cluster.version, index.layout)
+
+
+def _mask(index: PrefixIndex, tier: str) -> int:
+    mask = 0
+    for number in index.numbers():
+        if index.label(number).endswith(f"/{tier}"):
+            mask |= 1 << number
+    return mask
 
 
 def longest(match: Match) -> int:

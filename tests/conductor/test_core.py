@@ -1,0 +1,436 @@
+"""The conductor as a whole: what it promises is kept, whatever happens in whatever order."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tiffin.conductor.core import Conductor
+from tiffin.conductor.errors import (
+    Conflict,
+    InvalidRequest,
+    UnknownInstance,
+    UnknownModel,
+    UnknownRequest,
+)
+from tiffin.conductor.policies import base
+from tiffin.conductor.records import (
+    EVENT_KINDS,
+    Decision,
+    InstanceSpec,
+    Load,
+    Objectives,
+    Rejection,
+    Request,
+    RequestEvent,
+    Role,
+    Status,
+)
+from tiffin.conductor.settings import Settings, patched
+
+PROFILE = "llama-3-70b.a800.tp8.mooncake"
+BLOCK = 512
+OWN = ("own_queued", "own_queued_tokens", "own_batch", "own_context_tokens", "own_kv_used_tokens")
+
+
+def keys(name: str, count: int) -> tuple[bytes, ...]:
+    """The chained keys of a prompt."""
+    return tuple(
+        hashlib.blake2b(f"{name}/{at}".encode(), digest_size=16).digest() for at in range(count)
+    )
+
+
+def spec(name: str, role: Role = Role.MIXED, **more: object) -> InstanceSpec:
+    given = {"block_bytes": 160 << 20, "node": f"node-{name}", **more}
+    return InstanceSpec(name, "m", role, PROFILE, **given)  # type: ignore[arg-type]
+
+
+def conductor(*specs: InstanceSpec, **changes: object) -> Conductor:
+    made = Conductor(patched(Settings(), changes), dice=random.Random(1))
+    for one in specs:
+        made.register(one, 0.0)
+    return made
+
+
+def prompt(name: str, blocks: int = 8, **more: object) -> Request:
+    given = {"keys": keys(name, blocks), **more}
+    return Request(name, "m", blocks * BLOCK + 10, **given)  # type: ignore[arg-type]
+
+
+def tell(made: Conductor, request_id: str, *kinds: str, now: float, tokens: int = 0) -> None:
+    for kind in kinds:
+        made.observe(RequestEvent(request_id, kind, tokens if kind == "tokens" else 0), now)
+
+
+def nothing_is_promised(made: Conductor) -> bool:
+    return all(not getattr(made.cluster, column).any() for column in OWN)
+
+
+class TestOneRequest:
+    def test_from_decision_to_its_end(self) -> None:
+        made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE))
+        decision = made.schedule(prompt("a"), 1.0)
+        assert isinstance(decision, Decision)
+        assert (decision.prefill, decision.decode) == ("p", "d")
+        p, d = made.cluster.row("p"), made.cluster.row("d")
+        assert made.cluster.queued[p] == 1
+        assert made.cluster.kv_used_tokens[d] > 8 * BLOCK
+        assert made.cluster.batch[d] == 0
+        tell(made, "a", "prefill_done", "first_token", now=2.0)
+        assert made.cluster.queued[p] == 0
+        assert made.cluster.batch[d] == 1
+        assert made.cluster.context_tokens[d] == 8 * BLOCK + 10
+        tell(made, "a", "tokens", now=2.5, tokens=20)
+        assert made.cluster.context_tokens[d] == 8 * BLOCK + 30
+        tell(made, "a", "finished", now=3.0)
+        assert nothing_is_promised(made)
+        assert len(made.ledger) == 0
+        with pytest.raises(UnknownRequest):
+            tell(made, "a", "finished", now=3.0)
+        assert made.decision("a") is decision
+
+    def test_what_was_computed_is_found_by_the_next(self) -> None:
+        made = conductor(spec("a"), spec("b"), spec("c"))
+        first = made.schedule(prompt("long", 64), 1.0)
+        assert isinstance(first, Decision)
+        tell(made, "long", "prefill_done", "first_token", "finished", now=9.0)
+        again = Request("again", "m", 64 * BLOCK + 50, keys("long", 64))
+        second = made.schedule(again, 10.0)
+        assert isinstance(second, Decision)
+        assert second.prefill == first.prefill
+        assert second.cached_tokens == second.available_tokens == 64 * BLOCK
+        assert second.predicted_ttft_s < first.predicted_ttft_s / 5
+        assert {one.instance for one in second.candidates} == {"a", "b", "c"}
+        assert second.candidates[0].instance == second.prefill
+
+    def test_the_same_id_gets_the_same_answer(self) -> None:
+        made = conductor(spec("a"), spec("b"))
+        decision = made.schedule(prompt("x"), 1.0)
+        assert made.schedule(prompt("x"), 5.0) is decision
+        with pytest.raises(Conflict):
+            made.schedule(Request("x", "m", 77), 5.0)
+        assert made.statistics()["decided"] == 1
+
+    def test_an_instance_that_left_since_is_not_named_again(self) -> None:
+        made = conductor(spec("a"), spec("b"))
+        first = made.schedule(prompt("x"), 1.0)
+        assert isinstance(first, Decision)
+        made.remove(first.prefill, 2.0)
+        second = made.schedule(prompt("x"), 3.0)
+        assert isinstance(second, Decision)
+        assert second.prefill != first.prefill
+        assert made.statistics()["rescheduled"] == 1
+        tell(made, "x", "finished", now=4.0)
+        assert nothing_is_promised(made)
+
+    def test_who_is_not_heard_of_expires(self) -> None:
+        made = conductor(spec("a"), core={"decision_ttl_s": 5.0})
+        made.schedule(prompt("x"), 1.0)
+        tell(made, "x", "prefill_done", now=4.0)
+        assert made.tick(6.5) == []
+        assert made.tick(9.5) == ["x"]
+        assert nothing_is_promised(made)
+
+    def test_events_that_skip_others(self) -> None:
+        made = conductor(spec("a"))
+        made.schedule(prompt("x"), 1.0)
+        tell(made, "x", "tokens", now=2.0, tokens=3)
+        assert made.cluster.batch[0] == 1
+        tell(made, "x", "prefill_done", "first_token", "first_token", "cancelled", now=2.0)
+        assert nothing_is_promised(made)
+
+
+class TestPlaces:
+    def test_one_that_does_both_goes_on_with_what_it_computed(self) -> None:
+        made = conductor(*(spec(name) for name in "abcdef"))
+        for number in range(12):
+            decision = made.schedule(prompt(f"r{number}"), 1.0)
+            assert isinstance(decision, Decision)
+            assert decision.prefill == decision.decode
+
+    def test_short_prompts_stay_where_they_will_be_decoded(self) -> None:
+        made = conductor(spec("p", Role.PREFILL), spec("both"), disaggregation={"form": "rule"})
+        made.drain("both", 0.0)
+        assert isinstance(made.schedule(prompt("none"), 1.0), Rejection)
+        made.register(spec("both"), 1.0)
+        made.flip("both", Role.DECODE, 1.0)
+        far = made.schedule(prompt("far", 64), 2.0)
+        assert isinstance(far, Decision)
+        assert (far.prefill, far.decode) == ("p", "both")
+
+    def test_a_context_is_spread_over_several(self) -> None:
+        made = conductor(
+            spec("p", Role.PREFILL),
+            *(spec(f"d{n}", Role.DECODE, kv_capacity_tokens=60_000) for n in range(4)),
+            spread={"enabled": True},
+        )
+        decision = made.schedule(prompt("huge", 160), 1.0)
+        assert isinstance(decision, Decision)
+        assert len(decision.shards) > 1
+        assert decision.decode in dict(decision.shards)
+        assert sum(tokens for _, tokens in decision.shards) >= 160 * BLOCK
+        tell(made, "huge", "prefill_done", "tokens", now=9.0, tokens=7)
+        tell(made, "huge", "finished", now=10.0)
+        assert nothing_is_promised(made)
+
+
+class TestRefusals:
+    def test_nobody_there(self) -> None:
+        made = conductor()
+        with pytest.raises(UnknownModel, match="no instance has registered model 'm'"):
+            made.schedule(prompt("x"), 1.0)
+        made.register(spec("d", Role.DECODE), 1.0)
+        rejection = made.schedule(prompt("x"), 1.0)
+        assert isinstance(rejection, Rejection)
+        assert (rejection.reason, rejection.overloaded) == ("no_prefill", False)
+
+    def test_an_objective_that_cannot_be_met(self) -> None:
+        made = conductor(spec("a"))
+        strict = prompt("x", 64, objectives=Objectives(ttft_s=0.05))
+        rejection = made.schedule(strict, 1.0)
+        assert isinstance(rejection, Rejection)
+        assert (rejection.reason, rejection.overloaded) == ("ttft", True)
+        assert rejection.predicted_ttft_s is not None
+        assert rejection.predicted_ttft_s > 0.05
+        assert rejection.candidates[0].instance == "a"
+        assert nothing_is_promised(made)
+        assert made.decision("x") is rejection
+
+    def test_a_queue_that_drains_says_when_to_come_back(self) -> None:
+        made = conductor(spec("a"))
+        for number in range(20):
+            made.schedule(prompt(f"r{number}", 64), 1.0)
+        late = prompt("late", 8, objectives=Objectives(ttft_s=2.0))
+        rejection = made.schedule(late, 1.0)
+        assert isinstance(rejection, Rejection)
+        assert rejection.retry_after_s is not None
+        assert 1.0 <= rejection.retry_after_s <= 75.0
+        for number in range(20):
+            tell(made, f"r{number}", "finished", now=2.0)
+        assert isinstance(made.schedule(late, 2.0), Decision)
+
+    def test_a_full_queue_lets_the_higher_class_in(self) -> None:
+        made = conductor(spec("a"), queue={"waiting_max": 2})
+        for number in range(3):  # one of them is being computed
+            made.schedule(prompt(f"low{number}", priority="low"), 1.0)
+        decision = made.schedule(prompt("high", priority="high"), 2.0)
+        assert isinstance(decision, Decision)
+        preempted = made.decision("low2")
+        assert isinstance(preempted, Rejection)
+        assert preempted.reason == "preempted"
+        rejection = made.schedule(prompt("low9", priority="low"), 3.0)
+        assert isinstance(rejection, Rejection)
+        assert rejection.reason == "queue_full"
+
+    @pytest.mark.parametrize(
+        "request_",
+        [
+            Request("x", "m", 0),
+            Request("x", "m", 1 << 40),
+            Request("x", "m", 100, (b"short",)),
+            Request("x", "m", 1, keys("a", 2)),
+            Request("x", "m", 100, output_tokens=-1),
+            Request("x", "m", 100, priority="emperor"),
+            Request("x", "m", 100, objectives=Objectives(ttft_s=-1.0)),
+            Request("x", "m", 100, objectives=Objectives(tbt_s=float("nan"))),
+        ],
+    )
+    def test_bad_requests(self, request_: Request) -> None:
+        made = conductor(spec("a"))
+        with pytest.raises(InvalidRequest):
+            made.schedule(request_, 1.0)
+        assert nothing_is_promised(made)
+
+    def test_bad_instances_and_loads(self) -> None:
+        made = conductor(spec("a"))
+        for bad in ({"batch_max": 0}, {"block_bytes": -1}, {"kv_capacity_tokens": 1 << 60}):
+            with pytest.raises(InvalidRequest):
+                made.register(spec("b", **bad), 1.0)
+        with pytest.raises(InvalidRequest):
+            made.register(InstanceSpec("b", "m", Role.MIXED, "no such profile"), 1.0)
+        with pytest.raises(InvalidRequest):
+            made.heartbeat("a", Load(running=-1), 1.0)
+        with pytest.raises(UnknownInstance):
+            made.heartbeat("b", Load(), 1.0)
+        assert made.cluster.names == ["a"]
+
+
+class TestInstances:
+    def test_a_silent_one_gets_nothing_until_it_is_heard_of(self) -> None:
+        made = conductor(spec("a"), spec("b"))
+        made.heartbeat("b", Load(), 15.0)
+        made.tick(16.0)
+        assert [view.status for view in made.instances(16.0)] == [Status.LOST, Status.READY]
+        for number in range(4):
+            decision = made.schedule(prompt(f"r{number}"), 16.0)
+            assert isinstance(decision, Decision)
+            assert decision.prefill == "b"
+        made.heartbeat("a", Load(), 17.0)
+        assert made.instances(17.0)[0].status is Status.READY
+
+    def test_a_clock_that_jumps_back_makes_nobody_younger(self) -> None:
+        made = conductor(spec("a"))
+        made.heartbeat("a", Load(), 100.0)
+        made.heartbeat("a", Load(), 50.0)
+        assert made.instances(100.0)[0].heard_s == 0.0
+
+    def test_others_work_counts(self) -> None:
+        made = conductor(spec("a"), spec("b"))
+        made.heartbeat("a", Load(queued_prefill_tokens=500_000, queued=40), 1.0)
+        for number in range(5):
+            decision = made.schedule(prompt(f"r{number}"), 1.0)
+            assert isinstance(decision, Decision)
+            assert decision.prefill == "b"
+
+    def test_what_is_observed_corrects_what_is_predicted(self) -> None:
+        made = conductor(spec("a"))
+        before = made.schedule(prompt("first", 32), 0.0)
+        assert isinstance(before, Decision)
+        tell(made, "first", "cancelled", now=0.0)
+        for number in range(60):
+            now = 100.0 * (number + 1)
+            decision = made.schedule(prompt(f"r{number}", 32), now)
+            assert isinstance(decision, Decision)
+            slow_s = 2.0 * before.predicted_ttft_s
+            tell(made, f"r{number}", "prefill_done", "first_token", "finished", now=now + slow_s)
+        after = made.schedule(prompt("last", 32), 1e5)
+        assert isinstance(after, Decision)
+        assert after.predicted_ttft_s == pytest.approx(2.0 * before.predicted_ttft_s, rel=0.15)
+
+
+class TestSettings:
+    def test_a_patch_is_taken_whole_or_not_at_all(self) -> None:
+        made = conductor(spec("a"))
+        old = made.settings
+        for bad in (
+            {"policy": {"name": "telepathy"}},
+            {"policy": {"name": "joint"}, "admission": {"mode": "sometimes"}},
+            {"core": {"decision_ttl_s": -1}},
+            {"nothing": 1},
+            {"core": {"no_such": 1}},
+            {"core": 7},
+        ):
+            with pytest.raises(InvalidRequest, match=r"settings|policy"):
+                made.patch(bad, 1.0)  # type: ignore[arg-type]
+            assert made.settings is old
+        made.patch({"policy": {"name": "joint"}, "admission": {"class_scales": {"low": 0.5}}}, 1.0)
+        assert made.settings.policy.name == "joint"
+        assert made.settings.admission.class_scales == {"low": 0.5}
+        decision = made.schedule(prompt("x"), 2.0)
+        assert isinstance(decision, Decision)
+        assert decision.policy == "joint"
+
+    def test_settings_go_round_by_json(self) -> None:
+        whole = msgspec.json.decode(msgspec.json.encode(Settings()))
+        assert patched(Settings(), whole) == Settings()
+
+    @pytest.mark.parametrize("name", base.names())
+    def test_every_policy_serves(self, name: str) -> None:
+        made = conductor(
+            *(spec(f"p{n}", Role.PREFILL) for n in range(3)),
+            *(spec(f"d{n}", Role.DECODE) for n in range(2)),
+            policy={"name": name},
+        )
+        for number in range(30):
+            request = Request(f"r{number}", "m", 20 * BLOCK + 5, keys(f"s{number % 4}", 20))
+            decision = made.schedule(request, float(number))
+            assert isinstance(decision, Decision)
+            assert decision.policy == name
+            done = "prefill_done", "first_token", "finished"
+            tell(made, request.id, *done, now=number + 0.5)
+        assert nothing_is_promised(made)
+
+
+class Life(RuleBasedStateMachine):
+    """Requests, events, instances and time, in any order, repeated, too late, and for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.made = conductor(
+            queue={"waiting_max": 3}, core={"decision_ttl_s": 20.0}, spread={"enabled": True},
+            racing={"enabled": True},
+        )  # fmt: skip
+        self.made.register(spec("i0"), 0.0)
+
+    @rule(
+        number=st.integers(0, 9),
+        blocks=st.integers(0, 80),
+        priority=st.sampled_from(["high", "normal", "low"]),
+        ttft_s=st.sampled_from([None, 0.5, 30.0]),
+    )
+    def schedule(self, number: int, blocks: int, priority: str, ttft_s: float | None) -> None:
+        request = Request(
+            f"r{number}", "m", blocks * BLOCK + 1, keys(f"p{number % 3}", blocks),
+            objectives=Objectives(ttft_s=ttft_s), priority=priority, urgent=number % 2 == 0,
+        )  # fmt: skip
+        try:
+            outcome = self.made.schedule(request, self.now)
+        except (Conflict, UnknownModel):
+            return
+        assert self.made.decision(request.id) is outcome
+
+    @rule(number=st.integers(0, 9), kind=st.sampled_from(EVENT_KINDS), tokens=st.integers(0, 9))
+    def event(self, number: int, kind: str, tokens: int) -> None:
+        known = self.made.ledger.get(f"r{number}") is not None
+        try:
+            self.made.observe(RequestEvent(f"r{number}", kind, tokens), self.now)
+        except UnknownRequest:
+            assert not known
+
+    @rule(number=st.integers(0, 4), role=st.sampled_from(list(Role)))
+    def come(self, number: int, role: Role) -> None:
+        self.made.register(spec(f"i{number}", role, kv_capacity_tokens=50_000), self.now)
+
+    @rule(number=st.integers(0, 4), how=st.sampled_from(["remove", "drain", "heartbeat"]))
+    def change(self, number: int, how: str) -> None:
+        name = f"i{number}"
+        try:
+            if how == "remove":
+                self.made.remove(name, self.now)
+            elif how == "drain":
+                self.made.drain(name, self.now)
+            else:
+                self.made.heartbeat(name, Load(running=number, queued=number), self.now)
+        except UnknownInstance:
+            assert name not in self.made.cluster
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 6.0, 30.0]))
+    def time(self, seconds: float) -> None:
+        self.now += seconds
+        self.made.tick(self.now)
+
+    @invariant()
+    def promises_are_those_of_the_flights(self) -> None:
+        cluster, ledger = self.made.cluster, self.made.ledger
+        kv = np.zeros(len(cluster.used), np.int64)
+        queued = np.zeros(len(cluster.used), np.int64)
+        for flight in ledger:
+            for row, tokens in flight.shares.items():
+                kv[row] += tokens
+            if not flight.phase and flight.prefill_row >= 0:
+                queued[flight.prefill_row] += 1
+        assert (cluster.own_kv_used_tokens == kv).all()
+        assert (cluster.own_queued == queued).all()
+        assert (cluster.own_batch >= 0).all()
+        assert (cluster.batch >= cluster.own_batch).all()
+        if not len(ledger):
+            assert nothing_is_promised(self.made)
+            assert len(self.made.computing) == len(self.made.horizon) == len(self.made.queues) == 0
+
+    def teardown(self) -> None:
+        for flight in self.made.ledger:
+            self.made.observe(RequestEvent(flight.request.id, "cancelled"), self.now)
+        self.promises_are_those_of_the_flights()
+        assert not len(self.made.ledger)
+
+
+TestLife = Life.TestCase
+TestLife.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
