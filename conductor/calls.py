@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote, urlencode
@@ -250,11 +251,20 @@ def _rejection(body: bytes) -> Rejection | None:
     """What a rejection's answer says; None for another error of the same status."""
     try:
         detail = _error.decode(body).error
-        if not detail.code.startswith(REJECTED) or detail.tiffin is None:
-            return None
-        return msgspec.convert({**detail.tiffin, "message": detail.message}, Rejection)
     except msgspec.DecodeError:
         return None
+    told = detail.tiffin
+    if not detail.code.startswith(REJECTED) or told is None:
+        return None
+    return Rejection(
+        told.request_id,
+        told.reason,
+        detail.message,
+        told.predicted_ttft_s,
+        told.predicted_tbt_s,
+        told.retry_after_s,
+        {name: math.inf if value is None else value for name, value in told.terms.items()},
+    )
 
 
 def _nothing(status: int, body: bytes) -> bool:

@@ -185,12 +185,14 @@ class NodeDrain:
 
     def _move_hot(self, pool: Pool, now: float) -> list[Copy]:
         """Copies of unique blocks, of the hottest prefix first, heads before tails."""
+        if len(self._under_way) >= self.settings.orders_max:
+            return []
         going = {key for order, _ in self._under_way.values() for key in _keys(order)}
         orders: list[Copy] = []
         self._unique_blocks = 0
         decided: set[bytes] = set()
         for prefix in pool.popularity.hot(self.settings.hot_max, now):
-            unique = [i for i in self._unique(prefix, pool) if prefix.keys[i] not in decided]
+            unique = self._unique(prefix, pool, decided)
             decided.update(prefix.keys)
             self._unique_blocks += len(unique)
             for begin, end in _runs([i for i in unique if prefix.keys[i] not in going]):
@@ -201,16 +203,16 @@ class NodeDrain:
                         orders.append(copy)
         return orders
 
-    def _unique(self, prefix: HotPrefix, pool: Pool) -> list[int]:
-        """Which of the leading blocks that this node has nobody else has, as far as is known.
-        Another node that is being drained does not count."""
+    def _unique(self, prefix: HotPrefix, pool: Pool, decided: set[bytes]) -> list[int]:
+        """Which of the leading blocks that this node has nobody else has, as far as is known, and
+        are not decided on. Another node that is being drained does not count."""
         here = pool.leading(prefix.keys).get(self.node, 0)
         others = {name for name, node in pool.nodes.items() if not node.draining} - {self.node}
         keys = prefix.keys[:here]
         return [
             i
             for i, key in enumerate(keys)
-            if key not in self._moved and not pool.holders(key) & others
+            if key not in decided and key not in self._moved and not pool.holders(key) & others
         ]
 
     def _copy(self, prefix: HotPrefix, begin: int, end: int, pool: Pool) -> Copy | None:

@@ -31,7 +31,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from tiffin.kvstore.keys import _digest, root_key
+from tiffin.kvstore.keys import digest_of, root_key
 
 from .errors import InvalidRequest
 from .index import TIERS
@@ -67,7 +67,7 @@ class Chain:
     @classmethod
     def of(cls, schema: KVSchema, secret: bytes = b"") -> Chain:
         """The keys of the pool's blocks of this schema. Raises InvalidInput for a bad secret."""
-        digest = _digest(schema.hash, secret)
+        digest = digest_of(schema.hash, secret)
         return cls(
             schema.block_tokens,
             lambda namespace: root_key(schema, namespace, secret),

@@ -62,6 +62,10 @@ _BITS = np.left_shift(1, np.arange(8)).astype(np.uint8)[None, :, None]
 _LEADING_ONES = np.array([8 - (~n & 0xFF).bit_length() for n in range(256)], np.int64)
 
 
+# Up to here, one run after the other is faster than all at once.
+_FEW_RUNS = 4
+
+
 class Run(NamedTuple):
     """Blocks [start, stop) of a prompt are held by the same `holders`, a bit per number."""
 
@@ -102,9 +106,11 @@ class Match:
         held = self._packed()
         # The last row is nobody's: -1 finds it, and so does whoever is newer than this match.
         places = np.minimum(columns, len(held) - 1)
-        together = held[places[0]]
+        # One dimension less, and `take`, are three times as fast: nearly all matches have few runs.
+        table = held[:, 0] if held.shape[1] == 1 else held
+        together = table.take(places[0], axis=0, mode="wrap")
         for more in places[1:]:
-            together |= held[more]
+            together |= table.take(more, axis=0, mode="wrap")
         return self._leading(together)
 
     def _packed(self) -> NDArray[np.uint8]:
@@ -115,22 +121,26 @@ class Match:
             nbytes = (max(run.holders.bit_length() for run in runs) + 7) // 8
             masks = b"".join([run.holders.to_bytes(nbytes, "little") for run in runs])
             rows = np.frombuffer(masks, np.uint8).reshape(len(runs), nbytes)
-            across = np.ascontiguousarray(rows.T)  # `packbits` along memory is ten times faster
-            bits = np.packbits(across[:, None, :] & _BITS, axis=2)
             held = np.zeros((8 * nbytes + 1, len(runs) // 8 + 1), np.uint8)
-            held[:-1, : bits.shape[2]] = bits.reshape(8 * nbytes, -1)
+            if len(runs) <= _FEW_RUNS:
+                for at, row in enumerate(rows):
+                    held[:-1, 0] |= np.unpackbits(row, bitorder="little") << np.uint8(7 - at)
+            else:
+                across = np.ascontiguousarray(rows.T)  # `packbits` along memory is 10 times faster
+                bits = np.packbits(across[:, None, :] & _BITS, axis=2)
+                held[:-1, : bits.shape[2]] = bits.reshape(8 * nbytes, -1)
             self._held = held
         return self._held
 
     def _leading(self, held: NDArray[np.uint8]) -> Numbers:
         """The stop of the last of the leading runs that each row of bits has."""
         stops = np.array([0, *[run.stop for run in self.runs]], np.int64)
-        if held.shape[1] == 1:
-            runs = _LEADING_ONES[held[:, 0]]
+        if held.ndim == 1 or held.shape[1] == 1:
+            runs = _LEADING_ONES.take(held.reshape(-1))
         else:
             first = np.argmax(held != 0xFF, axis=1)
             runs = 8 * first + _LEADING_ONES[held[np.arange(len(held)), first]]
-        found: Numbers = stops[runs]
+        found: Numbers = stops.take(runs)
         return found
 
 

@@ -6,7 +6,7 @@ connections to the nodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from .records import KEY_BYTES
@@ -87,7 +87,7 @@ Order = Copy | Drop | Admit | Evacuate
 class Ended:
     """What became of an order. `blocks`: how many leading ones of a Copy's keys the target has
     (another order: how many blocks it was done to). `error` names what went wrong, "" if nothing
-    did; then `rest_s` of the node are up to who ordered."""
+    did. Nobody tries again but who ordered."""
 
     number: int
     blocks: int = 0
@@ -109,14 +109,18 @@ class Holders(Protocol):
 
 @dataclass(slots=True)
 class Pool:
-    """The nodes as they are now. `seconds(source, target, nbytes)` is how long a copy takes;
-    `serving(model)` names the nodes that instances of a model are beside (None: all of them)."""
+    """The nodes as they are at one moment; the next one needs another.
+
+    `seconds(source, target, nbytes)` is how long a copy takes; `serving(model)` names the nodes
+    that instances of a model are beside (None: all of them).
+    """
 
     nodes: Mapping[str, NodeSpace]
     index: Holders
     popularity: Popularity
     seconds: Callable[[str, str, int], float] = lambda source, target, nbytes: 0.0
     serving: Callable[[str], Collection[str]] | None = None
+    _names: dict[int, tuple[str, ...]] = field(default_factory=dict, repr=False)
 
     def holders(self, key: bytes) -> set[str]:
         """The nodes that have a block in DRAM or on NVMe. Engines' own memory is not a copy."""
@@ -135,8 +139,13 @@ class Pool:
         return lengths
 
     def _node(self, number: int) -> tuple[str, ...]:
-        name, _, tier = self.index.label(number).rpartition("/")
-        return (name,) if tier in ("dram", "nvme") and name in self.nodes else ()
+        """The node that a holder is a tier of; none for an engine's memory."""
+        found = self._names.get(number)
+        if found is None:
+            name, _, tier = self.index.label(number).rpartition("/")
+            found = (name,) if tier in ("dram", "nvme") and name in self.nodes else ()
+            self._names[number] = found
+        return found
 
     def takers(self, model: str) -> list[str]:
         """The nodes that may be given copies of a model's blocks, by name."""

@@ -257,7 +257,7 @@ class Planner:
         counts = {role: sum(m.role is role for m in ready) for role in Role}
         flippable = counts[Role.PREFILL] + counts[Role.DECODE]
         least = (self.settings.flips.prefill_min, self.settings.flips.decode_min)
-        flip, after = self._best_flip(ready, fleet, capacities, serves)
+        flip, after = self._best_flip(ready, capacities, serves)
         reasons = [
             *self._reasons(rate, work, mean, needed),
             Reason("serves", serves, "requests/s", "all instances in their roles"),
@@ -320,7 +320,8 @@ class Planner:
         if all(member.role is Role.MIXED for member in ready):
             wanted = max(math.ceil(round(sum(needed), 9)), *least, 1)
         else:
-            wanted = sum(max(math.ceil(round(n, 9)), l) for n, l in zip(needed, least, strict=True))
+            whole = [math.ceil(round(count, 9)) for count in needed]
+            wanted = max(whole[0], least[0]) + max(whole[1], least[1])
         if own.instances_max:
             wanted = min(wanted, own.instances_max)
         over_budget = bool(own.instances_max) and now > own.instances_max
@@ -332,24 +333,25 @@ class Planner:
     def _best_flip(
         self,
         ready: Sequence[Member],
-        fleet: Sequence[Member],
         capacities: dict[str, Capacity],
         serves: float,
     ) -> tuple[tuple[str, Role] | None, float]:
         """The flip after which the fleet serves most, if that is more; of equals the instance with
         the fewest requests. Mixed ones are what they are."""
+        # Of those that are alike the one with the fewest requests, or a thousand take a second.
+        alike: dict[tuple[Role, Capacity], Member] = {}
+        for member in sorted(ready, key=lambda m: (m.requests, m.id)):
+            if member.role is not Role.MIXED:
+                alike.setdefault((member.role, capacities[member.id]), member)
         best: tuple[float, int, str] | None = None
-        for member in ready:
-            if member.role is Role.MIXED:
-                continue
+        choice: tuple[str, Role] | None = None
+        for member in alike.values():
             new = Role.DECODE if member.role is Role.PREFILL else Role.PREFILL
             after = flipped(ready, capacities, member.id, new)
             rank = (-after, member.requests, member.id)
             if after > serves and (best is None or rank < best):
                 best, choice = rank, (member.id, new)
-        if best is None:
-            return None, serves
-        return choice, -best[0]
+        return choice, serves if best is None else -best[0]
 
     def _held_back(
         self,

@@ -163,6 +163,9 @@ class Queues:
         """
         number = self._blank.number(priority)
         self._grow(int(rows.max(initial=0)))
+        running = np.maximum(self._running_until.take(rows) - now, 0.0)
+        if not self._row_of:
+            return running
         shares = self._shares
         class_s = self._class_s.take(rows, axis=1)
         same = self._same_s(rows, number, class_s[number], seconds, tenant)
@@ -174,7 +177,6 @@ class Queues:
             before += np.minimum(lower, before * (lower_share / (1.0 - lower_share)))
         if shares[number]:
             before = np.minimum(before, (same + seconds) / shares[number])
-        running = np.maximum(self._running_until.take(rows) - now, 0.0)
         waits: Floats = running + before
         return waits
 

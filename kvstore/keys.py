@@ -63,7 +63,7 @@ def validate_tokens(token_ids: TokenIds) -> NDArray[np.uint32]:
 def root_key(schema: "KVSchema", namespace: str = "", secret: bytes = b"") -> bytes:
     """The 16-byte key before the first block. Raises InvalidInput for a bad namespace or secret."""
     _check_secret(secret)
-    return _digest(schema.hash, secret)(_root_bytes(schema, namespace, secret))
+    return digest_of(schema.hash, secret)(_root_bytes(schema, namespace, secret))
 
 
 def namespace_fingerprint(namespace: str = "", secret: bytes = b"") -> bytes:
@@ -90,7 +90,7 @@ class _Chain:
     def __init__(self, schema: "KVSchema", namespace: str, secret: bytes) -> None:
         self.root = root_key(schema, namespace, secret)
         self.name_print = namespace_fingerprint(namespace, secret)
-        self.digest = _digest(schema.hash, secret)
+        self.digest = digest_of(schema.hash, secret)
         self.schema = schema
         self.name = namespace
         self.keys: list[bytes] = []
@@ -277,7 +277,7 @@ class Prefix:
         return self._chain.tail if self._stop is None else b""
 
 
-def _digest(name: str, secret: bytes) -> Digest:
+def digest_of(name: str, secret: bytes) -> Digest:
     """The hash of a schema, bytes → 16 bytes. Only blake2b has a key of its own."""
     if name == "xxh3_128":
         return xxh3_128_digest

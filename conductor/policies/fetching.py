@@ -147,13 +147,14 @@ def _first_to_send(
 class Extended:
     """What each candidate does at best with its own blocks and those of the longest prefix, all
     [candidates]: it uses `blocks`, of which those beyond its own come in `transfer_s`, and computes
-    the rest in `compute_s`."""
+    the rest in `compute_s`. `whole_s` is the transfer also where it does not pay."""
 
     blocks: Blocks
     transfer_s: Floats
     compute_s: Floats
     ttft_s: Floats
     source: Longest | None
+    whole_s: Floats
 
     def fetches(self, at: int, own_blocks: int) -> tuple[Fetch, ...]:
         """What one candidate fetches."""
@@ -177,7 +178,7 @@ def extend(
     # Nobody has more than the least that anybody uses: most prompts of a hot prefix end here.
     source = longest(question) if question.pool_blocks > int(mine.blocks.min()) else None
     if source is None:
-        return Extended(mine.blocks, none, mine.compute_s, ttft_s, None)
+        return Extended(mine.blocks, none, mine.compute_s, ttft_s, None, none)
     transfer_s, compute_s = source.transfer_s(mine.blocks), compute.seconds(source.blocks)
     bring_s = mine.load_s + transfer_s
     fetched_s = start_s(question.queue_s, bring_s, overlap=overlap) + compute_s
@@ -190,4 +191,5 @@ def extend(
         np.where(pays, compute_s, mine.compute_s),
         np.where(pays, fetched_s, ttft_s),
         source,
+        transfer_s,
     )

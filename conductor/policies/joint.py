@@ -18,8 +18,9 @@ which ends the matter if no instance can be better than the best so far:
 3. with the longest prefix (Algorithm 1's second branch);
 4. the most promising `refine_max` of them with up to `sources_max` places, all ranges.
 
-"Can be better" is a bound: the queue, and computing what nobody has. Every number that is reported
-is of a plan that could be carried out; those of instances that a round left out may be too high.
+"Can be better" is a bound: the queue, the fastest tier, and computing what nobody has. Every
+number that is reported is of a plan that could be carried out; those of instances that a round left
+out may be too high.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from .fetching import Extended
     from .local import Own
     from .places import Places
+
+# Sets of holders up to this size are gone through one by one.
+_FEW = 16
 
 # Plans that differ by less than this part are the same, calculated another way.
 _SAME = 1e-9
@@ -88,14 +92,32 @@ class _Search:
 
     def _search(self) -> None:
         known = max(self.question.pool_blocks, self.computed.blocks if self.computed else 0)
-        if known <= int(self.mine.blocks.min()):
+        lacking = known - self.question.hbm_blocks
+        if int(lacking.max()) <= 0:
             return
-        floor_s = self.question.queue_s + self.compute.seconds(known)
+        floor_s = self._floor_s(known, lacking)
         for search in (self._wait, self._fetch_longest, self._refine):
             could = np.flatnonzero(floor_s < self.ttft_s.min() * (1 - _SAME))
             if not len(could):
                 return
-            search(could, floor_s)
+            floor_s = search(could, floor_s)
+
+    def _floor_s(self, known: int, lacking: Blocks) -> Floats:
+        """No candidate can be faster than this: if all that is known comes to it at the speed of
+        the fastest tier, or as much of it as the time in the queue allows."""
+        question = self.question
+        if self.computed is not None:  # its blocks need not move at all
+            return question.queue_s + self.compute.seconds(known)
+        ways = question.transfers.settings
+        fastest = max(
+            ways.hbm_bandwidth_bytes_s, ways.dram_bandwidth_bytes_s, ways.nvme_bandwidth_bytes_s
+        )
+        block_s = np.maximum(question.cluster.block_bytes[question.rows], 1) / fastest
+        all_s = self._start_s(lacking * block_s) + self.compute.seconds(known)
+        free = question.queue_s / block_s if self.settings.overlap else 0.0
+        some = np.minimum(question.hbm_blocks + free, float(known))
+        floor_s: Floats = np.minimum(all_s, question.queue_s + self.compute.seconds(some))
+        return floor_s
 
     def _improve(
         self, number: int, ttft_s: Floats, started_s: Floats, at: Blocks | None = None
@@ -125,11 +147,11 @@ class _Search:
             return None
         return computed if question.cluster.used[computed.row] else None
 
-    def _wait(self, could: Blocks, floor_s: Floats) -> None:
+    def _wait(self, could: Blocks, floor_s: Floats) -> Floats:
         """The same instance has the blocks once they are ready; to all others they are sent
         then."""
         if self.computed is None:
-            return
+            return floor_s
         question, computed = self.question, self.computed
         ready_s = computed.ready_at - question.now
         lacking = np.maximum(computed.blocks - self.mine.blocks, 0)
@@ -142,6 +164,7 @@ class _Search:
         started_s = np.where(same, np.maximum(question.queue_s, ready_s), started_s)
         ttft_s = started_s + self.compute.seconds(computed.blocks)
         self._improve(2, np.where(lacking > 0, ttft_s, NEVER_S), started_s)
+        return floor_s
 
     def _computed_transfer_s(self, blocks: Blocks) -> Floats:
         """Seconds to send so many of the computed blocks to each candidate."""
@@ -159,14 +182,49 @@ class _Search:
 
     # -- round 3: fetch from who has the longest prefix --------------------------------------------
 
-    def _fetch_longest(self, could: Blocks, floor_s: Floats) -> None:
+    def _fetch_longest(self, could: Blocks, floor_s: Floats) -> Floats:
         best = extend(self.question, self.mine, self.compute, overlap=self.settings.overlap)
         self.extended = best
         self._improve(3, best.ttft_s, best.ttft_s - best.compute_s)
+        return self._floor_of_one_sender(best, floor_s) if self._one_sender(best) else floor_s
+
+    def _one_sender(self, best: Extended) -> bool:
+        """Whether nobody has anything that the longest prefix's node could not send as fast: then
+        all that is left to try is to fetch less. It is the rule for a prompt's own tail."""
+        source, places = best.source, self.places
+        if source is None or source.fast_blocks < source.blocks or self.computed is not None:
+            return False
+        base, holders = int(self.question.hbm_blocks.min()), 0
+        for run in self.question.match.runs:
+            if run.stop > base:
+                holders |= run.holders
+        if source.blocks < self.question.pool_blocks or holders.bit_count() > _FEW:
+            return False
+        node, tier = places.nodes[source.place], places.tiers[0, source.place]
+        others = places.having(holders)
+        near = all(places.nodes[place] == node for place in others)
+        return bool(node >= 0 and near and all(places.tiers[0, p] >= tier for p in others))
+
+    def _floor_of_one_sender(self, best: Extended, floor_s: Floats) -> Floats:
+        """The bound, for those that have nothing but HBM themselves: the end, or the corner of
+        `plans.py`. Of L blocks that take T, at most L queue / T come while one waits, and one more
+        may be worth it."""
+        question = self.question
+        end_s = self.ttft_s
+        if self.settings.overlap:
+            lacking = question.pool_blocks - question.hbm_blocks
+            free = lacking * question.queue_s / np.maximum(best.whole_s, 1e-9) + 1.0
+            some = np.minimum(question.hbm_blocks + free, float(question.pool_blocks))
+            # When all of them come in time, the corner is the end.
+            corner_s = question.queue_s + self.compute.seconds(some)
+            end_s = np.where(question.queue_s < best.whole_s, np.minimum(end_s, corner_s), end_s)
+        alone = question.hbm_blocks == question.local_blocks
+        tight: Floats = np.where(alone, np.maximum(end_s, floor_s), floor_s)
+        return tight
 
     # -- round 4: the most promising, with all sources ---------------------------------------------
 
-    def _refine(self, could: Blocks, floor_s: Floats) -> None:
+    def _refine(self, could: Blocks, floor_s: Floats) -> Floats:
         question, settings = self.question, self.settings
         at = self._promising(could, floor_s)
         base = int(question.hbm_blocks[at].min())
@@ -177,12 +235,13 @@ class _Search:
         begin_s, block_s = lanes(question, self.places, chosen, at)
         parts = stretches(question, self.places, chosen, at, base, block_s)
         if not parts:
-            return
+            return floor_s
         fixed_s = np.concatenate((np.zeros((1, len(at))), begin_s))
         queue_s, compute = question.queue_s[at], self.compute.of(at)
         plans = Plans(parts, fixed_s, queue_s, compute, overlap=settings.overlap)
         self.refined = _Refined(at, chosen, plans)
         self._improve(4, plans.ttft_s, plans.start_s, at)
+        return floor_s
 
     def _promising(self, could: Blocks, floor_s: Floats) -> Blocks:
         """Those of `could` with the best plan so far, and those with the lowest bound (some are

@@ -1,0 +1,372 @@
+"""What travels over HTTP: bodies that clients send and answers that they get, as typed structs.
+
+The same structs check what arrives and describe it in OpenAPI, so the two cannot differ. Unknown
+fields are refused: a misspelt objective would be no objective. Times are seconds, sizes bytes or
+tokens, as named; `..._at` are Unix times, because nobody else has our monotonic clock.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from ..records import KEYS_MAX, TOKENS_MAX
+
+ID_MAX = 256
+NAME_MAX = 1024  # as long as a model's name may be in a schema
+# Fit for logs, and never a second segment of a path.
+ID_PATTERN = r"^[^\x00-\x1f\x7f-\x9f/]+$"
+KEY_HEX = 32
+LABELS_MAX = 64
+COUNT_MAX = 1 << 40
+SECONDS_MAX = 86_400.0
+MATCH_HOLDERS_MAX = 16_384
+DECISIONS_MAX = 1000
+CANDIDATES_MAX = 64
+HOT_MAX = 1000
+
+Id = Annotated[
+    str,
+    Meta(
+        description="1 to 256 printable characters, without a slash.",
+        examples=["chatcmpl-7f3a"],
+        # Checked by `words.check_id`, whose message says what this says.
+        extra_json_schema={"minLength": 1, "maxLength": ID_MAX, "pattern": ID_PATTERN},
+    ),
+]
+Name = Annotated[str, Meta(max_length=NAME_MAX)]
+ModelName = Annotated[str, Meta(min_length=1, max_length=NAME_MAX, examples=["llama-3-8b"])]
+Count = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
+Tokens = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
+PromptTokens = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+Seconds = Annotated[float, Meta(gt=0, le=SECONDS_MAX)]
+RoleName = Literal["prefill", "decode", "mixed"]
+
+TokenIds = Annotated[
+    list[Annotated[int, Meta(ge=0, lt=2**32)]],
+    Meta(
+        min_length=1,
+        max_length=TOKENS_MAX,
+        description="The prompt's token ids. Takes a model that was registered with a schema.",
+        examples=[[128000, 9906, 1917]],
+    ),
+]
+# The pattern is checked in bulk by `keying.parse_keys`: 256 regular expressions take 80 µs.
+BlockKeys = Annotated[
+    list[Annotated[str, Meta(extra_json_schema={"pattern": "^[0-9a-fA-F]{32}$"})]],
+    Meta(
+        max_length=KEYS_MAX,
+        description="Keys of the prompt's full blocks, from the first one on: 32 hex digits each.",
+        examples=[["6f1ed002ab5595859014ebf0951522d9"]],
+    ),
+]
+
+
+class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a client sends."""
+
+
+class Reply(Struct, frozen=True, kw_only=True):
+    """What a client gets."""
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+class ObjectivesBody(Body, frozen=True, kw_only=True):
+    """What the request wants to be answered within; left out: it does not care."""
+
+    ttft_s: Annotated[Seconds | None, Meta(description="Time to the first token.")] = None
+    tbt_s: Annotated[Seconds | None, Meta(description="Time between tokens.")] = None
+
+
+class ScheduleBody(Body, frozen=True, kw_only=True):
+    """A prompt to be scheduled: as `token_ids`, as `block_keys` with `prompt_tokens`, or, for load
+    only, as `prompt_tokens`."""
+
+    request_id: Id
+    model: ModelName
+    token_ids: TokenIds | None = None
+    block_keys: BlockKeys | None = None
+    prompt_tokens: Annotated[
+        PromptTokens | None, Meta(description="Its length; not with token_ids.", examples=[4096])
+    ] = None
+    namespace: Annotated[
+        Name, Meta(description="With token_ids: what may share blocks, as in the store.")
+    ] = ""
+    objectives: Annotated[
+        ObjectivesBody, Meta(description="Without them nothing is rejected for time.")
+    ] = ObjectivesBody()
+    priority: Annotated[Name, Meta(description="A class of the settings.")] = "normal"
+    tenant: Annotated[Name, Meta(description="Who shares fairly with others.")] = ""
+    output_tokens: Annotated[
+        PromptTokens | None, Meta(description="How long the caller thinks the answer will be.")
+    ] = None
+    output_tokens_max: Annotated[PromptTokens | None, Meta(description="Where it is cut.")] = None
+    output_class: Annotated[Name, Meta(description="A class of the settings.")] = ""
+    urgent: Annotated[bool, Meta(description="May be raced over two routes.")] = False
+
+
+class EventBody(Body, frozen=True, kw_only=True):
+    """More about an event."""
+
+    tokens: Annotated[
+        Tokens, Meta(description='Of "tokens": how many more have been answered.', examples=[16])
+    ] = 0
+
+
+class FetchReply(Reply, frozen=True, kw_only=True):
+    """Blocks [start, stop) of the prompt are brought from `source` before prefill reaches them."""
+
+    start: int
+    stop: int
+    source: str
+    nbytes: int
+    seconds: float | None
+
+
+class ShardReply(Reply, frozen=True, kw_only=True):
+    """How much context one instance of a spread request holds."""
+
+    instance: str
+    tokens: int
+
+
+class RouteReply(Reply, frozen=True, kw_only=True):
+    """A second way, to be raced."""
+
+    prefill: str
+    decode: str
+
+
+class DecisionReply(Reply, frozen=True, kw_only=True):
+    """Where the request runs. Ask `/v1/decisions/{request_id}/why` for the candidates."""
+
+    request_id: str
+    prefill: Annotated[str, Meta(description="Id of the instance that computes the prompt.")]
+    decode: Annotated[str, Meta(description="Id of the one that answers, perhaps the same.")]
+    prefill_url: Annotated[str, Meta(description="As the instance registered it.")]
+    decode_url: Annotated[str, Meta(description="As the instance registered it.")]
+    policy: Annotated[str, Meta(description="Who chose.")]
+    predicted_ttft_s: float | None
+    predicted_tbt_s: float | None
+    cached_tokens: Annotated[int, Meta(description="Used, of those that are available.")]
+    available_tokens: Annotated[int, Meta(description="That some holder has.")]
+    fetches: Annotated[list[FetchReply], Meta(description="To do before prefill.")]
+    layerwise: Annotated[
+        bool, Meta(description="Send the cache to decode layer by layer, while prefill computes.")
+    ]
+    wait_for: Annotated[str, Meta(description="A request in flight whose blocks this waits for.")]
+    output_tokens_max: Annotated[int | None, Meta(description="Cut the answer here.")]
+    degraded: Annotated[list[str], Meta(description="What was given up to take the request.")]
+    shards: Annotated[list[ShardReply], Meta(description="Of a context spread over instances.")]
+    alternatives: Annotated[list[RouteReply], Meta(description="To be raced against this one.")]
+    expires_in_s: Annotated[
+        float | None, Meta(description="Unless an event of the request is heard before.")
+    ]
+
+
+# -- instances -------------------------------------------------------------------------------------
+
+
+class LoadBody(Body, frozen=True, kw_only=True):
+    """What an instance counts; leave out what it does not know."""
+
+    queued_prefill_tokens: Count | None = None
+    queued: Count | None = None
+    running: Count | None = None
+    context_tokens: Count | None = None
+    kv_used_tokens: Count | None = None
+
+
+class SchemaBody(Body, frozen=True, kw_only=True):
+    """How the store keys this model's blocks: `KVSchema.canonical_bytes()`, as text."""
+
+    canonical: Annotated[
+        str,
+        Meta(
+            max_length=1 << 20,
+            description="Compact ASCII JSON, docs/schema.md.",
+            examples=['["tiffin-schema-1","llama-3-8b","xxh3_128",512,[...]]'],
+        ),
+    ]
+
+
+class InstanceBody(Body, frozen=True, kw_only=True):
+    """An instance says what it is, with every heartbeat or once; later `load` alone will do.
+
+    `model`, `role` and `profile` are needed for an instance that is not registered.
+    """
+
+    model: ModelName | None = None
+    role: RoleName | None = None
+    profile: Annotated[Name | None, Meta(description="Name of its latency profile.")] = None
+    url: Annotated[Name, Meta(description="Where requests are sent to.")] = ""
+    node: Annotated[Name, Meta(description="The kvstore node on its host.")] = ""
+    block_tokens: Annotated[int, Meta(ge=1, le=1 << 16)] = 512
+    block_bytes: Count = 0
+    kv_capacity_tokens: Annotated[Count, Meta(description="How much context its HBM holds.")] = (
+        1_000_000
+    )
+    batch_max: Annotated[int, Meta(ge=1, le=1 << 20)] = 256
+    labels: Annotated[dict[Name, Name], Meta(max_length=LABELS_MAX)] = {}
+    schema: SchemaBody | None = None
+    load: LoadBody | None = None
+
+
+class RoleBody(Body, frozen=True, kw_only=True):
+    """What the instance shall do from now on."""
+
+    role: RoleName
+
+
+class InstanceReply(Reply, frozen=True, kw_only=True):
+    """An instance as it registered, and what is known of it."""
+
+    id: str
+    model: str
+    role: RoleName
+    status: Literal["ready", "draining", "lost"]
+    profile: str
+    url: str
+    node: str
+    block_tokens: int
+    block_bytes: int
+    kv_capacity_tokens: int
+    batch_max: int
+    labels: dict[str, str]
+    heard_s: Annotated[float | None, Meta(description="Since its last heartbeat.")]
+    load: dict[str, float | None]
+
+
+class InstancesReply(Reply, frozen=True, kw_only=True):
+    """All instances, oldest first."""
+
+    instances: list[InstanceReply]
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+class MatchBody(Body, frozen=True, kw_only=True):
+    """A prefix: `block_keys`, or `token_ids` of a `model` that was registered with a schema."""
+
+    block_keys: BlockKeys | None = None
+    token_ids: TokenIds | None = None
+    model: ModelName | None = None
+    namespace: Name = ""
+
+
+class HolderReply(Reply, frozen=True, kw_only=True):
+    """`holder` has so many leading blocks of the prefix."""
+
+    holder: Annotated[str, Meta(examples=["node-a/dram"])]
+    blocks: int
+    age_s: Annotated[float | None, Meta(description="Since it was last heard of.")] = None
+
+
+class MatchReply(Reply, frozen=True, kw_only=True):
+    """Who holds the prefix, the longest part first."""
+
+    asked_blocks: int
+    blocks: Annotated[int, Meta(description="Leading blocks that all holders have together.")]
+    holders: list[HolderReply]
+
+
+class HotPrefixReply(Reply, frozen=True, kw_only=True):
+    """A prefix that many prompts begin with. Keys are chained: the last one names all of it."""
+
+    model: str
+    blocks: int
+    last_key: str
+    popularity: Annotated[float, Meta(description="Prompts that begin so; older ones count less.")]
+    share: Annotated[float, Meta(description="Of the model's prompts, 0 to 1.")]
+    rate_s: Annotated[float, Meta(description="Prompts per second.")]
+    block_bytes: int
+
+
+class HotReply(Reply, frozen=True, kw_only=True):
+    """The most popular prefixes, hottest first."""
+
+    prefixes: list[HotPrefixReply]
+
+
+# -- decisions -------------------------------------------------------------------------------------
+
+
+class CandidateReply(Reply, frozen=True, kw_only=True):
+    """One instance and every term of its cost."""
+
+    instance: str
+    cost: Annotated[float | None, Meta(description="Lowest wins; null: impossible.")]
+    terms: dict[str, float | None]
+
+
+class EntryReply(Reply, frozen=True, kw_only=True):
+    """A decision or a rejection, in the log."""
+
+    outcome: Literal["decision", "rejection"]
+    request_id: str
+    decided_at: float
+    predicted_ttft_s: float | None
+    predicted_tbt_s: float | None
+    policy: str = ""
+    prefill: str = ""
+    decode: str = ""
+    cached_tokens: int = 0
+    available_tokens: int = 0
+    wait_for: str = ""
+    degraded: list[str] = []
+    reason: Annotated[str, Meta(description="Of a rejection.")] = ""
+    message: str = ""
+    retry_after_s: float | None = None
+    terms: dict[str, float | None] = {}
+    candidates_count: int = 0
+    candidates: Annotated[
+        list[CandidateReply], Meta(description="For prefill, the cheapest first.")
+    ] = []
+    decode_candidates: list[CandidateReply] = []
+
+
+class DecisionsReply(Reply, frozen=True, kw_only=True):
+    """The log, latest first."""
+
+    decisions: list[EntryReply]
+
+
+# -- health, errors --------------------------------------------------------------------------------
+
+
+class HealthReply(Reply, frozen=True, kw_only=True):
+    """`reasons` say what is missing."""
+
+    status: Literal["ok", "not ready"]
+    reasons: list[str] = []
+
+
+class RejectionDetail(Reply, frozen=True, kw_only=True):
+    """Why a request is not taken, and every term of the prediction."""
+
+    request_id: str
+    reason: str
+    predicted_ttft_s: float | None = None
+    predicted_tbt_s: float | None = None
+    retry_after_s: float | None = None
+    terms: dict[str, float | None] = {}
+
+
+class ErrorDetail(Reply, frozen=True, kw_only=True):
+    """OpenAI's shape, so that clients of inference services understand it."""
+
+    message: str
+    type: str
+    code: str
+    param: Annotated[str | None, Meta(description="The field that it is about.")] = None
+    tiffin: Annotated[RejectionDetail | None, Meta(description="Of a rejection.")] = None
+
+
+class ErrorReply(Reply, frozen=True, kw_only=True):
+    """Every answer that is not a success."""
+
+    error: ErrorDetail

@@ -1,0 +1,294 @@
+"""The routes: what each one reads, calls and answers. `app.py` puts them into a table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.responses import Response, StreamingResponse
+
+from ..errors import InvalidRequest, UnknownRequest
+from ..metrics import CONTENT_TYPE
+from ..records import EVENT_KINDS, Decision, RequestEvent, Role
+from .answers import Refusal, answer, rejected
+from .intake import Intake
+from .keying import parse_keys, parse_schema
+from .models import (
+    CANDIDATES_MAX,
+    DECISIONS_MAX,
+    HOT_MAX,
+    MATCH_HOLDERS_MAX,
+    DecisionsReply,
+    EventBody,
+    HealthReply,
+    HolderReply,
+    HotReply,
+    InstanceBody,
+    InstancesReply,
+    MatchBody,
+    MatchReply,
+    RoleBody,
+    ScheduleBody,
+)
+from .stream import events
+from .words import (
+    check_id,
+    decision_reply,
+    entry_reply,
+    hot_reply,
+    instance_reply,
+    is_heartbeat,
+    to_load,
+    to_request,
+    to_spec,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from starlette.requests import Request as HttpRequest
+
+    from ..records import Rejection
+    from .service import Service
+
+_schedule = msgspec.json.Decoder(ScheduleBody)
+_event = msgspec.json.Decoder(EventBody)
+_instance = msgspec.json.Decoder(InstanceBody)
+_role = msgspec.json.Decoder(RoleBody)
+_match = msgspec.json.Decoder(MatchBody)
+_changes = msgspec.json.Decoder(dict[str, Any])
+_encoder = msgspec.json.Encoder()
+
+_NO_CONTENT = 204
+# Of a decision in the log; `why` has all, of sixteen thousand instances at most.
+_ALL = 1 << 30
+
+
+class Routes:
+    """Handlers, each from a request to a response. They raise ConductorError and Refusal."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._core = service.core
+        self._intake = Intake(service.limits)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    async def schedule(self, http: HttpRequest) -> Response:
+        """Decide where a request runs.
+
+        Asking again with the same `request_id` gives the same decision while the request is in
+        flight, so a call whose answer was lost can be repeated. Ask with token ids, with block
+        keys, or with a length alone.
+        """
+        service = self._service
+        body = await self._intake.body(http, _schedule)
+        outcome = service.schedule(to_request(body, service.models))
+        if isinstance(outcome, Decision):
+            return answer(decision_reply(outcome, service.url, service.clock()))
+        return rejected(outcome)
+
+    async def event(self, http: HttpRequest) -> Response:
+        """Say what became of a request: it keeps its place, moves on, or gives it back.
+
+        `tokens` takes a body with how many more have been answered. A request that was not heard
+        of for as long as its decision said is taken for lost, and is not known any more.
+        """
+        request_id = check_id(http.path_params["request_id"], "request_id")
+        kind = http.path_params["event"]
+        if kind not in EVENT_KINDS:
+            raise InvalidRequest(f"no event {kind[:64]!r}; there are {', '.join(EVENT_KINDS)}")
+        body = await self._intake.optional(http, _event, EventBody())
+        if body.tokens and kind != "tokens":
+            raise InvalidRequest(f'tokens goes with the event "tokens", not with {kind!r}')
+        rejection = self._service.observe(RequestEvent(request_id, kind, body.tokens))
+        if rejection is not None:
+            return rejected(rejection)
+        return Response(status_code=_NO_CONTENT)
+
+    # -- instances ---------------------------------------------------------------------------------
+
+    async def announce(self, http: HttpRequest) -> Response:
+        """Register an instance, or say that it is still there and how busy it is.
+
+        Send everything each time: then a conductor that was restarted knows the instance again
+        after its next heartbeat. A body with `load` alone is a heartbeat; it answers 404 for an
+        instance that is not registered. A heartbeat does not end a drain, but a changed
+        registration does.
+        """
+        instance = check_id(http.path_params["instance"], "an instance's id")
+        body = await self._intake.body(http, _instance)
+        spec = None if is_heartbeat(body) else to_spec(instance, body)
+        if spec is not None and body.schema is not None:
+            self._learn(instance, spec.model, spec.block_tokens, body.schema.canonical)
+        load = to_load(body.load) if body.load is not None else None
+        self._service.announce(spec, instance, load)
+        return Response(status_code=_NO_CONTENT)
+
+    async def leave(self, http: HttpRequest) -> Response:
+        """Drain an instance: it gets no new work, and finishes what it has. With `?now=true` it is
+        removed at once, whatever runs; requests that are asked about again are decided anew."""
+        instance = check_id(http.path_params["instance"], "an instance's id")
+        if _flag(http.query_params, "now"):
+            self._service.remove(instance)
+        else:
+            self._core.drain(instance, self._service.clock())
+        return Response(status_code=_NO_CONTENT)
+
+    async def instances(self, http: HttpRequest) -> Response:
+        """All instances: what they registered with, status, load."""
+        views = self._core.instances(self._service.clock())
+        return answer(InstancesReply(instances=[instance_reply(view) for view in views]))
+
+    async def instance(self, http: HttpRequest) -> Response:
+        """One instance."""
+        instance = check_id(http.path_params["instance"], "an instance's id")
+        self._core.cluster.row(instance)  # raises
+        views = self._core.instances(self._service.clock())
+        return answer(next(instance_reply(view) for view in views if view.spec.id == instance))
+
+    async def flip(self, http: HttpRequest) -> Response:
+        """Change what an instance does. What runs there ends there."""
+        instance = check_id(http.path_params["instance"], "an instance's id")
+        body = await self._intake.body(http, _role)
+        self._core.flip(instance, Role(body.role), self._service.clock())
+        return Response(status_code=_NO_CONTENT)
+
+    # -- blocks ------------------------------------------------------------------------------------
+
+    async def match(self, http: HttpRequest) -> Response:
+        """Who holds how much of a prefix, the longest part first; `limit` of them."""
+        limit = _number(http.query_params, "limit", 100, MATCH_HOLDERS_MAX)
+        body = await self._intake.body(http, _match)
+        if (body.block_keys is None) == (body.token_ids is None):
+            raise InvalidRequest("send block_keys, or token_ids with a model")
+        if body.block_keys is not None:
+            keys = parse_keys(body.block_keys)
+        elif body.model is not None:
+            assert body.token_ids is not None
+            keys = self._service.models.keys(body.model, body.token_ids, body.namespace)
+        else:
+            raise InvalidRequest("token_ids need a model: whose keys?")
+        view = self._core.match(keys, self._service.clock())
+        found = [
+            HolderReply(holder=name, blocks=blocks, age_s=age_s)
+            for name, blocks, age_s in view.holders[:limit]
+        ]
+        return answer(MatchReply(asked_blocks=len(keys), blocks=view.blocks, holders=found))
+
+    async def hot(self, http: HttpRequest) -> Response:
+        """The most popular prefixes; `limit` of them."""
+        limit = _number(http.query_params, "limit", 100, HOT_MAX)
+        found = self._core.hot(limit, self._service.clock())
+        return answer(HotReply(prefixes=[hot_reply(prefix) for prefix in found]))
+
+    # -- decisions ---------------------------------------------------------------------------------
+
+    async def decisions(self, http: HttpRequest) -> Response:
+        """The latest decisions and rejections, `limit` of them, each with `candidates` of its
+        candidates. `instance` and `outcome` choose among the latest."""
+        asked = http.query_params
+        limit = _number(asked, "limit", 100, DECISIONS_MAX)
+        candidates = _number(asked, "candidates", 0, CANDIDATES_MAX)
+        instance, outcome = asked.get("instance"), asked.get("outcome")
+        if outcome not in (None, "decision", "rejection"):
+            raise InvalidRequest("outcome is decision or rejection")
+        everything = instance is None and outcome is None
+        entries = self._core.decisions(limit if everything else DECISIONS_MAX)
+        kept = [one for one in entries if _wanted(one, instance, outcome)][:limit]
+        unix_s = self._service.unix_s
+        found = [entry_reply(entry, unix_s, candidates) for entry in kept]
+        return answer(DecisionsReply(decisions=found))
+
+    async def why(self, http: HttpRequest) -> Response:
+        """Why a request runs where it runs: all candidates with every term of their cost."""
+        request_id = check_id(http.path_params["request_id"], "request_id")
+        entry = self._core.decision(request_id)
+        if entry is None:
+            raise UnknownRequest(
+                f"no decision about {request_id!r} is in the log: it keeps the latest"
+            )
+        return answer(entry_reply(entry, self._service.unix_s, _ALL))
+
+    async def stream(self, http: HttpRequest) -> Response:
+        """Decisions as they are made, as server-sent events: `decision` with an entry of the log,
+        `missed` with how many a slow reader did not get."""
+        candidates = _number(http.query_params, "candidates", 0, CANDIDATES_MAX)
+        broadcast = self._service.broadcast
+        if broadcast.full:
+            raise Refusal(
+                503, "too_many_streams", "too many follow the decisions", retry_after_s=10.0
+            )
+
+        def encode(entry: Decision | Rejection) -> bytes:
+            return _encoder.encode(entry_reply(entry, self._service.unix_s, candidates))
+
+        return StreamingResponse(
+            events(broadcast, encode),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+        )
+
+    # -- settings, health --------------------------------------------------------------------------
+
+    async def settings(self, http: HttpRequest) -> Response:
+        """All settings as they are."""
+        return answer(self._core.settings)
+
+    async def patch(self, http: HttpRequest) -> Response:
+        """Change settings while it runs: send only what changes, nested as in the answer. The whole
+        is checked first; if anything is wrong, everything stays as it was."""
+        changes = await self._intake.body(http, _changes)
+        return answer(self._core.patch(changes, self._service.clock()))
+
+    async def livez(self, http: HttpRequest) -> Response:
+        """Whether the process answers. No token needed."""
+        return answer(HealthReply(status="ok"))
+
+    async def readyz(self, http: HttpRequest) -> Response:
+        """Whether a request could be scheduled now; 503 with what is missing. No token needed."""
+        missing = self._service.missing()
+        if missing:
+            return answer(HealthReply(status="not ready", reasons=missing), 503)
+        return answer(HealthReply(status="ok"))
+
+    async def metrics(self, http: HttpRequest) -> Response:
+        """For Prometheus."""
+        return Response(self._service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    def _learn(self, instance: str, model: str, block_tokens: int, canonical: str) -> None:
+        schema = parse_schema(canonical)
+        if schema.block_tokens != block_tokens:
+            raise InvalidRequest(
+                f"block_tokens is {block_tokens}, and {schema.block_tokens} in the schema"
+            )
+        specs = self._core.cluster.specs
+        self._service.models.learn(
+            model, schema, lambda: {s.model for s in specs if s is not None and s.id != instance}
+        )
+
+
+def _wanted(entry: Decision | Rejection, instance: str | None, outcome: str | None) -> bool:
+    decided = isinstance(entry, Decision)
+    if outcome is not None and decided != (outcome == "decision"):
+        return False
+    if instance is None:
+        return True
+    return isinstance(entry, Decision) and instance in (entry.prefill, entry.decode)
+
+
+def _number(asked: Mapping[str, str], name: str, default: int, most: int) -> int:
+    """A number of the query, from 0 to `most`. Raises InvalidRequest."""
+    text = asked.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) <= most):
+        raise InvalidRequest(f"{name} is a number from 0 to {most}")
+    return int(text)
+
+
+def _flag(asked: Mapping[str, str], name: str) -> bool:
+    text = asked.get(name, "false")
+    if text not in ("true", "false"):
+        raise InvalidRequest(f"{name} is true or false")
+    return text == "true"

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible gateway: asks the conductor, then passes bytes through."""

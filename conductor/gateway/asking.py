@@ -1,0 +1,281 @@
+"""What a client asks for: of an OpenAI body and its headers, what scheduling needs to know. Pure.
+
+Everything else in the body is the engine's business and stays as it is. Unknown fields are passed
+on, and values that are wrong are refused by the engine, in its own words.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from ..api.answers import Refusal, invalid_json
+from ..api.models import ID_MAX, NAME_MAX, SECONDS_MAX
+from ..records import TOKENS_MAX, Objectives
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from .config import Header
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+_TOKEN_IDS = list[Annotated[int, Meta(ge=0, lt=2**32)]]
+
+
+class _Part(Struct):
+    """Of a message's content."""
+
+    type: str = "text"
+    text: str | None = None
+
+
+class _Message(Struct):
+    """Of a chat, as far as its length goes."""
+
+    content: str | list[_Part] | None = None
+
+
+class _Body(Struct):
+    """Of a request, as far as it says where the request can run."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=NAME_MAX)]
+    stream: bool | None = None
+    n: int | None = None
+    best_of: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    prompt: Raw = Raw(b"null")
+    messages: Raw = Raw(b"null")
+    prompt_logprobs: Raw = Raw(b"null")
+    echo: bool | None = None
+    use_beam_search: bool | None = None
+    cache_salt: str | None = None
+    chat_template: Raw = Raw(b"null")
+    kv_transfer_params: Raw = Raw(b"null")
+    vllm_xargs: Raw = Raw(b"null")
+
+
+_body = msgspec.json.Decoder(_Body)
+_fields = msgspec.json.Decoder(dict[str, Raw])
+_text = msgspec.json.Decoder(str)
+_ids = msgspec.json.Decoder(_TOKEN_IDS)
+_messages = msgspec.json.Decoder(list[_Message])
+_many = msgspec.json.Decoder(list[Raw])
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is known of a prompt before it is tokenised.
+
+    `token_ids` if the client sent them; else `text`, or `messages`, the JSON of a chat of which the
+    engine alone has the template. `nbytes` of text are what a length can be estimated from.
+    `several`: a batch of prompts. `foreign`: parts that are no text, such as images.
+    """
+
+    token_ids: list[int] | None = None
+    text: str | None = None
+    messages: Raw | None = None
+    nbytes: int = 0
+    several: bool = False
+    foreign: bool = False
+
+    @property
+    def tokenisable(self) -> bool:
+        """Whether it is one prompt of nothing but text."""
+        return not self.several and not self.foreign
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the headers say."""
+
+    request_id: str
+    priority: str = "normal"
+    tenant: str = ""
+    objectives: Objectives = Objectives()
+    urgent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of a client.
+
+    `raw` is its body, `fields` the same by name, each as the client wrote it. `whole`: its prompt
+    must be computed where it is answered, so prefill and decode can't be apart. `salted`: the
+    engine keys its blocks by a salt, so the store's keys would be others.
+    """
+
+    path: str
+    raw: bytes
+    fields: dict[str, Raw]
+    model: str
+    stream: bool
+    prompt: Prompt
+    output_tokens_max: int | None
+    whole: bool
+    salted: bool
+    own_template: bool
+    wishes: Wishes
+
+
+def read_ask(path: str, raw: bytes, wishes: Wishes) -> Ask:
+    """Raises Refusal for a body that can't be placed, or that tries to place itself."""
+    try:
+        body, fields = _body.decode(raw), _fields.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        refusal = invalid_json(error)
+        refusal.status = 400  # as OpenAI has it
+        raise refusal from error
+    except UnicodeDecodeError as error:
+        raise Refusal(400, "invalid_json", "the body is not UTF-8") from error
+    _refuse_transfers(body)
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    prompt = _chat(body.messages) if path == CHAT else _completion(body.prompt)
+    several = prompt.several or any((count or 1) != 1 for count in (body.n, body.best_of))
+    return Ask(
+        path=path,
+        raw=raw,
+        fields=fields,
+        model=body.model,
+        stream=bool(body.stream),
+        prompt=prompt,
+        output_tokens_max=None if limit is None else min(max(limit, 1), TOKENS_MAX),
+        whole=several or body.use_beam_search is True or body.echo is True
+        or not _is_null(body.prompt_logprobs),
+        salted=bool(body.cache_salt),
+        own_template=not _is_null(body.chat_template),
+        wishes=wishes,
+    )  # fmt: skip
+
+
+def read_wishes(
+    headers: Mapping[str, str], request_id: str, tenant: str, honour: Collection[Header]
+) -> Wishes:
+    """What the headers say, as far as they count. `request_id` and `tenant` are for who says
+    nothing. Raises Refusal for values that make no sense."""
+    if "tenant" in honour:
+        tenant = _name(headers, "x-tiffin-tenant", tenant)
+    priority, urgent, objectives = "normal", False, Objectives()
+    if "priority" in honour:
+        priority = _name(headers, "x-tiffin-priority", priority)
+    if "urgent" in honour:
+        urgent = _flag(headers, "x-tiffin-urgent")
+    if "objectives" in honour:
+        objectives = Objectives(
+            _milliseconds(headers, "x-tiffin-ttft-ms"), _milliseconds(headers, "x-tiffin-tbt-ms")
+        )
+    given = headers.get("x-request-id", "")
+    return Wishes(_request_id(given) if given else request_id, priority, tenant, objectives, urgent)
+
+
+def _refuse_transfers(body: _Body) -> None:
+    """Whoever chose them could have an instance connect to any address, and read what it finds."""
+    in_extras = False
+    if not _is_null(body.vllm_xargs):
+        try:
+            in_extras = "kv_transfer_params" in _fields.decode(body.vllm_xargs)
+        except msgspec.DecodeError:
+            in_extras = False  # no object; the engine says so
+    if in_extras or not _is_null(body.kv_transfer_params):
+        raise Refusal(
+            400, "not_allowed", "kv_transfer_params are the gateway's: leave them out",
+            param="kv_transfer_params",
+        )  # fmt: skip
+
+
+def _completion(raw: Raw) -> Prompt:
+    """Text, token ids, or a batch of either."""
+    nbytes = len(bytes(raw))
+    text = _decoded(_text, raw)
+    if text is not None:
+        return Prompt(text=text, nbytes=len(text.encode("utf-8", "surrogatepass")))
+    ids = _decoded(_ids, raw)
+    if ids is not None:
+        return Prompt(token_ids=ids)
+    several = _decoded(_many, raw)
+    if several is not None and len(several) == 1:
+        return _completion(several[0])
+    return Prompt(nbytes=nbytes, several=several is not None, foreign=several is None)
+
+
+def _chat(raw: Raw) -> Prompt:
+    """Messages. Their length is that of their texts and a little for each, for the template."""
+    messages = _decoded(_messages, raw)
+    if messages is None:
+        return Prompt(nbytes=len(bytes(raw)), foreign=True)
+    nbytes, foreign = 0, False
+    for message in messages:
+        content = message.content
+        parts = [_Part(text=content)] if isinstance(content, str) else content or []
+        for part in parts:
+            foreign = foreign or part.type != "text"
+            nbytes += len((part.text or "").encode("utf-8", "surrogatepass"))
+        nbytes += _BYTES_PER_MESSAGE
+    return Prompt(messages=raw, nbytes=nbytes, foreign=foreign)
+
+
+# A message's role and its marks are four to six tokens in the templates of Llama 3 and Qwen 3.
+_BYTES_PER_MESSAGE = 20
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], raw: Raw) -> Any:
+    """None if it is something else."""
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _is_null(raw: Raw) -> bool:
+    return bytes(raw) == b"null"
+
+
+def _request_id(text: str) -> str:
+    if len(text) > ID_MAX or not text.isprintable() or "/" in text or text in (".", ".."):
+        raise Refusal(
+            400, "invalid_header",
+            f"x-request-id is 1 to {ID_MAX} printable characters without a slash",
+            param="x-request-id",
+        )  # fmt: skip
+    return text
+
+
+def _name(headers: Mapping[str, str], header: str, default: str) -> str:
+    value = headers.get(header, "")
+    if len(value) > ID_MAX or not value.isprintable():
+        raise Refusal(
+            400, "invalid_header", f"{header} is at most {ID_MAX} printable characters",
+            param=header,
+        )  # fmt: skip
+    return value or default
+
+
+def _flag(headers: Mapping[str, str], header: str) -> bool:
+    value = headers.get(header, "false")
+    if value not in ("true", "false"):
+        raise Refusal(400, "invalid_header", f"{header} is true or false", param=header)
+    return value == "true"
+
+
+def _milliseconds(headers: Mapping[str, str], header: str) -> float | None:
+    """As seconds."""
+    text = headers.get(header)
+    if text is None:
+        return None
+    try:
+        seconds = float(text) / 1e3
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= SECONDS_MAX:
+        raise Refusal(
+            400, "invalid_header",
+            f"{header} is a number of milliseconds, more than 0 and at most a day",
+            param=header,
+        )  # fmt: skip
+    return seconds

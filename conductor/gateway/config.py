@@ -1,0 +1,158 @@
+"""What an operator tells the gateway, as typed structs, and the file that it stands in.
+
+    [models."llama-3-8b"]
+    tokenizer = "/models/llama-3-8b"
+    schema_file = "/etc/tiffin/llama-3-8b.schema.json"
+
+    [timeouts]
+    first_token_s = 120
+
+Unknown fields are refused: a misspelt limit would be no limit. Secrets are in files of their own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tiffin.kvstore.errors import InvalidInput
+
+from ..server import read_settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Header = Literal["priority", "tenant", "objectives", "urgent"]
+
+
+class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What all groups of the file have in common."""
+
+
+class ModelConfig(_Group, frozen=True, kw_only=True):
+    """How prompts of one model become tokens and keys."""
+
+    tokenizer: Annotated[str, Meta(min_length=1)] = "engine"
+    """`engine` asks an instance (`POST /tokenize`, as vLLM has it), `estimate` counts bytes, and
+    anything else is a folder with the model's tokenizer."""
+
+    keys: Literal["gateway", "conductor", "none"] = "gateway"
+    """Who makes block keys of tokens: the gateway, by `schema_file`; the conductor, by the schema
+    that instances registered; or nobody, and then requests are placed by load alone. Without a
+    `schema_file` the gateway can make none."""
+
+    schema_file: str = ""
+    """A file with the schema's canonical text, `KVSchema.canonical_bytes()`."""
+
+    namespace: str = ""
+    """What may share blocks, as in the store."""
+
+    secret_file: str = ""
+    """The store's secret, if its keys have one."""
+
+    handoff: Literal["vllm", "pool"] = "vllm"
+    """How a prefill instance hands over to a decode instance: by `kv_transfer_params` that travel
+    through the gateway, or by the pool alone, where the one puts what the other gets."""
+
+    bytes_per_token: Annotated[float, Meta(ge=0.25, le=64)] = 4.0
+    """To estimate lengths: OpenAI's rule of thumb for English, and of UTF-8 right for Chinese, too,
+    within a third."""
+
+    def __post_init__(self) -> None:
+        if self.secret_file and not self.schema_file:
+            raise ValueError("secret_file goes with schema_file: keys are made here or not at all")
+
+
+class GatewayTimeouts(_Group, frozen=True, kw_only=True):
+    """How long anything may take."""
+
+    conductor_s: Seconds = 2.0
+    """A decision, repetitions included. Deciding takes less than a millisecond."""
+
+    connect_s: Seconds = 2.0
+    """A connection to an instance; then it counts as gone."""
+
+    tokenize_s: Seconds = 2.0
+    """An instance's `/tokenize`; then the length is estimated."""
+
+    first_token_s: Seconds = 300.0
+    """From sending to the first token: queue, transfer and prefill. Ten times the longest TTFT
+    objective that is published."""
+
+    idle_s: Seconds = 120.0
+    """Between two pieces of a stream. Preempted requests are computed again, from the start."""
+
+    total_s: Seconds = 3600.0
+    """From the whole request to the end of its answer."""
+
+    stop_s: Seconds = 30.0
+    """Answers under way may take so long to end when the gateway stops."""
+
+
+class GatewayLimits(_Group, frozen=True, kw_only=True):
+    """What clients together may take."""
+
+    requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
+    """Requests at a time; one costs some 100 KB here, and two connections."""
+
+    body_bytes: Annotated[int, Meta(ge=1024, le=1 << 30)] = 8 << 20
+    """One request: 8 MiB are a million token ids, or some images."""
+
+    held_bytes: Annotated[int, Meta(ge=1024, le=1 << 40)] = 512 << 20
+    """Bodies of all requests at a time: they are kept until the answer begins, to be sent again."""
+
+    answer_bytes: Annotated[int, Meta(ge=1024, le=1 << 30)] = 64 << 20
+    """An answer that is not streamed."""
+
+    tokenizer_threads: Annotated[int, Meta(ge=1, le=256)] = 4
+    """100,000 tokens take a thread 50 to 100 ms."""
+
+
+class GatewayConfig(_Group, frozen=True, kw_only=True):
+    """All of it."""
+
+    default: ModelConfig = ModelConfig()
+    """For models that are not listed."""
+
+    models: Annotated[dict[str, ModelConfig], Meta(max_length=1024)] = {}
+
+    timeouts: GatewayTimeouts = GatewayTimeouts()
+    limits: GatewayLimits = GatewayLimits()
+
+    fallback: bool = True
+    """Whether instances take turns while the conductor does not answer."""
+
+    reschedules: Annotated[int, Meta(ge=0, le=16)] = 2
+    """How often a request is placed again whose instance was gone. Few: it may be the request that
+    ends instances."""
+
+    honour: tuple[Header, ...] = ("priority", "tenant", "objectives", "urgent")
+    """Which of the clients' `x-tiffin-...` headers count. Whoever may set `tenant` can take what is
+    another's fair share."""
+
+    engine_token_file: str = ""
+    """The API key of the instances."""
+
+    report_tokens: Annotated[int, Meta(ge=1, le=65_536)] = 16
+    report_s: Seconds = 0.5
+    """The conductor is told of so many tokens at a time, or after so long: at 25 ms per token two or
+    three calls per second and request."""
+
+    refresh_s: Seconds = 2.0
+    """How often the gateway asks which instances there are."""
+
+    def model(self, name: str) -> ModelConfig:
+        """What holds for a model."""
+        return self.models.get(name, self.default)
+
+
+def read_config(path: Path) -> GatewayConfig:
+    """The configuration in a TOML or JSON file, by its suffix. Raises InvalidInput, which names the
+    field that is wrong."""
+    try:
+        return msgspec.convert(read_settings(path), GatewayConfig)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"{path}: {error}") from error

@@ -1,0 +1,126 @@
+"""Counts tokens in answers that are passed on as they are. Pure.
+
+A stream is cut where an event ends: what goes to the client are whole events, so that a stream
+which breaks can still be ended with an event that says so. Bytes and their order stay the same.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Raw, Struct
+
+# The longest event is one with log probabilities of twenty alternatives: some 10 KB per token.
+EVENT_BYTES_MAX = 4 << 20
+
+
+class TooLong(Exception):
+    """An event that does not end."""
+
+
+class _Delta(Struct):
+    """What a chat's event adds."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    tool_calls: Raw = Raw(b"null")
+
+
+class _Choice(Struct):
+    """One of the answers that run beside each other."""
+
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Usage(Struct):
+    completion_tokens: int | None = None
+
+
+class _Event(Struct):
+    """An event of a stream; a whole answer looks the same from here."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Raw = Raw(b"null")
+
+
+_event = msgspec.json.Decoder(_Event)
+
+
+class Counter:
+    """Reads a stream of server-sent events as it passes.
+
+    `tokens` so far: one per event that adds anything to an answer, or what it says itself
+    (`token_ids`, `usage`). `ended`: it has said why it ends, or [DONE]. `failed`: it carried an
+    error.
+    """
+
+    __slots__ = ("_tail", "ended", "failed", "tokens")
+
+    def __init__(self) -> None:
+        self._tail = b""
+        self.tokens = 0
+        self.ended = False
+        self.failed = False
+
+    def feed(self, data: bytes) -> bytes:
+        """The whole events among what has arrived and was not given yet. Raises TooLong."""
+        data = self._tail + data if self._tail else data
+        end = _end_of_events(data)
+        if len(data) - end > EVENT_BYTES_MAX:
+            raise TooLong(f"an event of more than {EVENT_BYTES_MAX} bytes")
+        self._tail, whole = data[end:], data[:end]
+        for line in whole.split(b"\n"):
+            if line.startswith(b"data:"):
+                self._read(line[5:].strip())
+        return whole
+
+    def rest(self) -> bytes:
+        """What came after the last event that ended."""
+        rest, self._tail = self._tail, b""
+        return rest
+
+    def _read(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self.ended = True
+            return
+        try:
+            event = _event.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self.tokens += 1  # of a form that we do not know; the client may
+            return
+        self.failed = self.failed or bytes(event.error) != b"null"
+        for choice in event.choices:
+            self.tokens += _tokens(choice)
+            self.ended = self.ended or choice.finish_reason is not None
+        if event.usage is not None:
+            self.tokens = max(self.tokens, event.usage.completion_tokens or 0)
+
+
+def answered_tokens(body: bytes) -> int:
+    """Of an answer that is not streamed; 0 if it does not say."""
+    try:
+        usage = _event.decode(body).usage
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0
+    return max(0, usage.completion_tokens or 0) if usage is not None else 0
+
+
+def _tokens(choice: _Choice) -> int:
+    if choice.token_ids is not None:
+        return len(choice.token_ids)
+    delta = choice.delta
+    if delta is None:
+        return 1 if choice.text else 0
+    texts = (delta.content, delta.reasoning, delta.reasoning_content, delta.refusal)
+    return 1 if any(texts) or bytes(delta.tool_calls) not in (b"null", b"[]") else 0
+
+
+def _end_of_events(data: bytes) -> int:
+    """Where the last whole event ends; 0 if there is none. Lines end with LF or CRLF."""
+    plain, dos = data.rfind(b"\n\n"), data.rfind(b"\n\r\n")
+    return max(plain + 2 if plain >= 0 else 0, dos + 3 if dos >= 0 else 0)
