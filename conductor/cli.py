@@ -102,7 +102,8 @@ def conductor(
     """
     if context.invoked_subcommand is not None:
         return
-    _set_up_logging(log_level)
+    if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise typer.BadParameter(f"--log-level {log_level}: debug, info, warning or error")
     with _explained():
         import uvloop
         from prometheus_client import disable_created_metrics
@@ -112,24 +113,26 @@ def conductor(
         from .auth import Tokens, load_tokens
         from .core import Conductor
         from .server import ConductorOptions, read_settings, serve
+        from .settings import Settings, patched
 
-        settings = read_settings(config) if config else {}
-        if policy_name is not None:
-            settings.setdefault("policy", {})["name"] = policy_name
+        changes = parse_changes([f"policy.name={policy_name}"] if policy_name else [])
+        core = Conductor(
+            patched(patched(Settings(), read_settings(config) if config else {}), changes)
+        )
         options = ConductorOptions(
             listen=parse_address(listen),
             tokens=load_tokens(token_file) if token_file else Tokens(),
             directory=directory,
             pool=pool,
             credentials=load_credentials(pool_token_file, pool_tls_ca),
-            settings=settings,
             tls_cert=tls_cert,
             tls_key=tls_key,
         )
+        _set_up_logging(log_level)
         # Or each counter has a second line, of when this process began.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         with contextlib.suppress(KeyboardInterrupt):
-            uvloop.run(serve(Conductor(), options))
+            uvloop.run(serve(core, options))
 
 
 # -- tiffin conductor status -----------------------------------------------------------------------
@@ -305,8 +308,6 @@ def _explained() -> Iterator[None]:
 
 
 def _set_up_logging(level: str) -> None:
-    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise typer.BadParameter(f"--log-level {level}: debug, info, warning or error")
     handler = RichHandler(console=errors_console, show_path=False)
     logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[handler])
 

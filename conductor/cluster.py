@@ -186,6 +186,12 @@ class Cluster:
         self.prefills[row] = role is not Role.DECODE
         self.decodes[row] = role is not Role.PREFILL
 
+    def role(self, row: int) -> Role:
+        """What it may be given."""
+        if self.prefills[row]:
+            return Role.MIXED if self.decodes[row] else Role.PREFILL
+        return Role.DECODE
+
     def set_status(self, instance: str, status: Status) -> None:
         """Raises UnknownInstance."""
         row = self.row(instance)

@@ -42,6 +42,7 @@ from .records import (
 )
 from .settings import Settings, patched
 from .shadow import Shadow
+from .steering import Steering
 from .transfers import Transfers
 from .view import View
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
     from .deciding import Accepted
     from .feeds.updates import Update
+    from .flips import Action
     from .ledger import Flight
     from .popularity import HotPrefix
     from .profiles import Profile
@@ -106,6 +108,7 @@ class Conductor:
         self.shadow = Shadow(settings.shadow)
         self.popularity = Popularity(dice, settings.popularity)
         self.ledger = Ledger(self.cluster, self.queues)
+        self.steering = Steering(self)
         self._profile = profile
         self._latency: dict[str, tuple[float, ...]] = {}  # of each instance, uncorrected
         self._log: OrderedDict[str, Decision | Rejection] = OrderedDict()
@@ -244,14 +247,16 @@ class Conductor:
         self.cluster.remove(instance)
 
     def drain(self, instance: str, now: float) -> None:
-        """Give it nothing new; what it has it may finish. Raises UnknownInstance."""
-        del now
+        """Give it nothing new; what it has it may finish (`steering.drains`). Raises
+        UnknownInstance."""
         self.cluster.set_status(instance, Status.DRAINING)
+        self.steering.drain_instance(instance, now)
 
-    def flip(self, instance: str, role: Role, now: float) -> None:
-        """It has another role from now on; what it has it finishes. Raises UnknownInstance."""
-        del now
-        self.cluster.set_role(self.cluster.row(instance), role)
+    def flip(self, instance: str, role: Role, now: float) -> list[Action]:
+        """Change its role by the protocol: nothing new, drain, commit, verify. Returns what the
+        instance itself has to do now (`Steering.committed`, `verified`). Raises UnknownInstance,
+        and Conflict if it can't be now."""
+        return self.steering.flip(instance, role, now)
 
     def instances(self, now: float) -> list[InstanceView]:
         """All that are registered, oldest first."""
@@ -307,6 +312,7 @@ class Conductor:
         self.races.configure(settings.racing)
         self.popularity.configure(settings.popularity, now)
         self.shadow.settings = settings.shadow
+        self.steering.configure()
         return settings
 
     def statistics(self) -> dict[str, Any]:
@@ -356,6 +362,8 @@ class Conductor:
         if decision.alternatives:
             routes = [Route(decision.prefill, decision.decode)]
             self.races.start(request.id, routes + [Route(*r) for r in decision.alternatives], now)
+        computed = request.prompt_tokens - decision.cached_tokens
+        self.steering.came(request.model, request.prompt_tokens, computed, now)
         self._counts["decided"] += 1
         self._logged(decision)
         return decision
@@ -432,6 +440,7 @@ class Conductor:
             self.shadow.finished(flight.request.id, tbt_s, now)
             if tokens:
                 self.lengths.observe(flight.request, tokens)
+                self.steering.answered(flight.request.model, tokens, now)
         self._end(flight, now, None)
 
     def _end(self, flight: Flight, now: float, why: str | None) -> None:
@@ -469,8 +478,7 @@ class Conductor:
 
     def _instance(self, name: str, now: float) -> InstanceView:
         cluster, row = self.cluster, self.cluster.row(name)
-        prefills, decodes = bool(cluster.prefills[row]), bool(cluster.decodes[row])
-        role = Role.MIXED if prefills and decodes else Role.PREFILL if prefills else Role.DECODE
+        role = cluster.role(row)
         columns = ("queued", "queued_tokens", "batch", "context_tokens", "kv_used_tokens")
         load = {column: float(getattr(cluster, column)[row]) for column in columns}
         heard_s = max(0.0, now - float(cluster.heard_at[row]))

@@ -68,6 +68,12 @@ class Feeding:
         if not endpoint:
             self.forget_instance(spec.id)
             return
+        for address in filter(None, (endpoint, replay)):
+            # Labels come over the network: they name no files of this machine.
+            if not address.startswith("tcp://"):
+                raise InvalidRequest(
+                    f"label {EVENTS_LABEL}: {address[:100]!r} is not tcp://HOST:PORT"
+                )
         if schema is None:
             raise InvalidRequest(
                 f"the label {EVENTS_LABEL} takes a schema, of this or another instance of the "

@@ -27,7 +27,6 @@ from tiffin.kvstore.errors import InvalidInput
 from .api.app import create_app
 from .api.intake import Limits
 from .auth import Tokens, check_listen
-from .errors import ConductorError
 from .feeding import Feeding
 
 if TYPE_CHECKING:
@@ -53,16 +52,14 @@ _CONFIG_BYTES_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ConductorOptions:
-    """What an operator chooses. `settings` is a tree of changes to the defaults, as in
-    `PATCH /v1/policy`. `directory` is a URL for `open_directory`, `credentials` are for its nodes.
-    Raises InvalidInput for what can't be served."""
+    """What an operator chooses. `directory` is a URL for `open_directory`, `credentials` are for its
+    nodes. Raises InvalidInput for what can't be served."""
 
     listen: tuple[str, int] = ("127.0.0.1", PORT)
     tokens: Tokens = field(default_factory=Tokens)
     directory: str = ""
     pool: str = "default"
     credentials: Credentials = field(default_factory=Credentials)
-    settings: dict[str, Any] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -95,16 +92,11 @@ async def serve(
     started: Callable[[tuple[str, int]], None] | None = None,
 ) -> None:
     """Run until SIGINT or SIGTERM. `started` is called with the address when it answers. Raises
-    InvalidInput for settings, a directory or an address that can't work."""
+    InvalidInput for a directory or an address that can't work."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    if options.settings:
-        try:
-            core.patch(options.settings, loop.time())
-        except ConductorError as error:
-            raise InvalidInput(str(error)) from error
     with listening(options.listen) as door:
         feeding = Feeding(lambda update: core.apply(update, loop.time()), loop)
         app = create_app(
@@ -123,7 +115,7 @@ async def serve(
             async with asyncio.TaskGroup() as tasks:
                 serving = tasks.create_task(server.serve([door]))
                 ticking = tasks.create_task(_tick(service))
-                measuring = tasks.create_task(_measure(feeding, core))
+                measuring = tasks.create_task(measure(feeding, core))
                 _announce(options, door, started)
                 await _either(stop, serving)
                 log.info("stopping")
@@ -183,7 +175,7 @@ async def _tick(service: Service) -> None:
         await asyncio.sleep(TICK_S)
 
 
-async def _measure(feeding: Feeding, core: Conductor) -> None:
+async def measure(feeding: Feeding, core: Conductor) -> None:
     """What nodes have measured on their ways to each other; they say it in the directory."""
     while True:
         for record in await feeding.records():

@@ -11,12 +11,15 @@ from .admission import AdmissionSettings
 from .calibration import CalibrationSettings
 from .decode import DecodeSettings
 from .disaggregation import DisaggregationSettings
+from .draining import DrainSettings
 from .errors import InvalidRequest
 from .lengths import LengthSettings
+from .planner import PlannerSettings
 from .policies import base
 from .policies.settings import PolicySettings
 from .popularity import PopularitySettings
 from .racing import RacingSettings
+from .replication import ReplicationSettings
 from .shadow import ShadowSettings
 from .spread import SpreadSettings
 from .transfers import TransferSettings
@@ -57,6 +60,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     admission: AdmissionSettings = AdmissionSettings()
     shadow: ShadowSettings = ShadowSettings()
     popularity: PopularitySettings = PopularitySettings()
+    replication: ReplicationSettings = ReplicationSettings()
+    draining: DrainSettings = DrainSettings()
+    planner: PlannerSettings = PlannerSettings()
 
     def __post_init__(self) -> None:
         if self.policy.name not in base.names():

@@ -36,6 +36,7 @@ class World:
         )
         self.spaces = {name: NodeSpace(name, 1024 * MIB, 512 * MIB) for name in nodes}
         self.replication = Replication(settings)
+        self.full = False  # nodes evict what they are told to drop at once
         self.refusing: dict[str, int] = {}  # nodes that take so many blocks of an order
         self.speeds: dict[tuple[str, str], float] = {}
         self.transcript: list[str] = []
@@ -79,6 +80,8 @@ class World:
         return orders
 
     def carry_out(self, order: Order) -> None:
+        if isinstance(order, Drop) and self.full:
+            self.lacks(order.node, order.keys)
         if not isinstance(order, Copy):
             return
         blocks = min(len(order.keys), self.refusing.get(order.target, len(order.keys)))

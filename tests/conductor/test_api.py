@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from apisupport import KEY, MODEL, Double, spec_body
+from apisupport import KEY, MODEL, Recorder, spec_body
 from starlette.testclient import TestClient
 
 from tiffin.conductor.api.app import create_app
@@ -31,12 +31,12 @@ HEX = KEY.hex()
 
 
 @pytest.fixture
-def core() -> Double:
-    return Double()
+def core() -> Recorder:
+    return Recorder()
 
 
 @pytest.fixture
-def http(core: Double) -> Iterator[TestClient]:
+def http(core: Recorder) -> Iterator[TestClient]:
     with TestClient(create_app(core), base_url="http://localhost") as client:
         yield client
 
@@ -60,31 +60,31 @@ def register(http: TestClient, name: str = "i1", **changes: Any) -> None:
 
 
 class TestSchedule:
-    def test_a_prompt_by_its_keys(self, http: TestClient, core: Double) -> None:
+    def test_a_prompt_by_its_keys(self, http: TestClient, core: Recorder) -> None:
         register(http, url="http://10.0.0.1:8000")
         response = http.post("/v1/schedule", json=prompt(block_keys=[HEX], output_tokens_max=9))
         assert response.status_code == 200
         decision = response.json()
         assert (decision["prefill"], decision["decode"]) == ("i1", "i1")
         assert decision["prefill_url"] == "http://10.0.0.1:8000"
-        assert decision["fetches"][0]["source"] == "node-a/dram"
-        assert 0 < decision["expires_in_s"] <= 60
+        assert decision["predicted_ttft_s"] > 0
+        assert 0 < decision["expires_in_s"] <= core.settings.core.decision_ttl_s
         assert "candidates" not in decision, "a thousand of them are asked for with why"
-        asked = core.flights["r1"][0]
+        asked = core.requests["r1"]
         assert (asked.keys, asked.prompt_tokens, asked.output_tokens_max) == ((KEY,), 600, 9)
 
-    def test_a_prompt_by_its_length(self, http: TestClient, core: Double) -> None:
+    def test_a_prompt_by_its_length(self, http: TestClient, core: Recorder) -> None:
         register(http)
         assert http.post("/v1/schedule", json=prompt()).status_code == 200
-        assert core.flights["r1"][0].keys == ()
+        assert core.requests["r1"].keys == ()
 
-    def test_a_prompt_by_its_tokens(self, http: TestClient, core: Double) -> None:
+    def test_a_prompt_by_its_tokens(self, http: TestClient, core: Recorder) -> None:
         canonical = SCHEMA.canonical_bytes().decode()
         register(http, block_tokens=16, schema={"canonical": canonical})
         tokens = np.arange(40).tolist()
         body = {"request_id": "r1", "model": MODEL, "token_ids": tokens, "namespace": "acme"}
         assert http.post("/v1/schedule", json=body).status_code == 200
-        asked = core.flights["r1"][0]
+        asked = core.requests["r1"]
         assert asked.prompt_tokens == 40
         assert asked.keys == SCHEMA.prefix(tokens, "acme").keys
 
@@ -100,7 +100,8 @@ class TestSchedule:
         first, second = (http.post("/v1/schedule", json=prompt()).json() for _ in range(2))
         del first["expires_in_s"], second["expires_in_s"]
         assert first == second
-        assert 'decisions_total{policy="round-robin"} 1.0' in http.get("/metrics").text
+        counted = re.findall(r"_decisions_total{.*} (.*)", http.get("/metrics").text)
+        assert counted == ["1.0"]
 
     def test_another_prompt_under_the_same_id_is_a_conflict(self, http: TestClient) -> None:
         register(http)
@@ -113,7 +114,7 @@ class TestSchedule:
         assert (response.status_code, error_of(response)["code"]) == (404, "unknown_model")
 
     def test_a_rejection_says_why_and_when_to_come_back(
-        self, http: TestClient, core: Double
+        self, http: TestClient, core: Recorder
     ) -> None:
         register(http)
         core.reject = Rejection(
@@ -145,7 +146,7 @@ class TestSchedule:
         ("seconds", "header"), [(math.inf, "3600"), (math.nan, "1"), (0.0, "1"), (None, "1")]
     )
     def test_retry_after_is_always_a_number(
-        self, http: TestClient, core: Double, seconds: float | None, header: str
+        self, http: TestClient, core: Recorder, seconds: float | None, header: str
     ) -> None:
         register(http)
         core.reject = Rejection("", "queue_full", "full", retry_after_s=seconds)
@@ -192,7 +193,7 @@ class TestSchedule:
 
 
 class TestEvents:
-    def test_they_reach_the_core(self, http: TestClient, core: Double) -> None:
+    def test_they_reach_the_core(self, http: TestClient, core: Recorder) -> None:
         register(http)
         http.post("/v1/schedule", json=prompt())
         for kind in ("prefill_done", "first_token", "tokens", "finished"):
@@ -238,16 +239,16 @@ class TestInstances:
         assert one == again
         assert (one["id"], one["role"], one["status"]) == ("i1", "mixed", "ready")
         assert one["labels"] == {"zone": "a"}
-        assert one["load"]["running"] == 3
+        assert one["load"]["batch"] == 3
 
-    def test_a_heartbeat_alone_takes_an_instance(self, http: TestClient, core: Double) -> None:
+    def test_a_heartbeat_alone_takes_an_instance(self, http: TestClient, core: Recorder) -> None:
         response = http.put("/v1/instances/i1", json={"load": {"running": 1}})
         assert (response.status_code, error_of(response)["code"]) == (404, "unknown_instance")
         register(http)
         assert http.put("/v1/instances/i1", json={"load": {"queued": 2}}).status_code == 204
         assert core.loads["i1"].queued == 2
 
-    def test_a_full_heartbeat_does_not_end_a_drain(self, http: TestClient, core: Double) -> None:
+    def test_a_full_heartbeat_does_not_end_a_drain(self, http: TestClient, core: Recorder) -> None:
         register(http)
         assert http.delete("/v1/instances/i1").status_code == 204
         register(http, load={"running": 1})
@@ -305,16 +306,16 @@ class TestInstances:
 
 
 class TestBlocks:
-    def test_match_lists_the_longest_first(self, http: TestClient) -> None:
-        response = http.post("/v1/blocks/match", json={"block_keys": [HEX, "0" * 32]})
-        assert response.json() == {
-            "asked_blocks": 2,
-            "blocks": 1,
-            "holders": [
-                {"holder": "node-a/dram", "blocks": 1, "age_s": 0.5},
-                {"holder": "node-b/nvme", "blocks": 0, "age_s": 2.0},
-            ],
-        }
+    def test_match_lists_the_longest_first(self, http: TestClient, core: Recorder) -> None:
+        now = time.monotonic()
+        core.hold("node-b", "nvme", [KEY], now)
+        core.hold("node-a", "dram", [KEY, KEY[::-1]], now)
+        asked = [HEX, KEY[::-1].hex(), "0" * 32]
+        found = http.post("/v1/blocks/match", json={"block_keys": asked}).json()
+        assert (found["asked_blocks"], found["blocks"]) == (3, 2)
+        holders = [(one["holder"], one["blocks"]) for one in found["holders"]]
+        assert holders == [("node-a/dram", 2), ("node-b/nvme", 1)]
+        assert all(one["age_s"] >= 0 for one in found["holders"])
         one = http.post("/v1/blocks/match?limit=1", json={"block_keys": [HEX]})
         assert len(one.json()["holders"]) == 1
 
@@ -325,8 +326,13 @@ class TestBlocks:
         assert http.post("/v1/blocks/match", json=body).status_code == 400
 
     def test_hot_prefixes_go_by_their_last_key(self, http: TestClient) -> None:
+        register(http)
+        keys = [HEX, KEY[::-1].hex()]
+        for name in ("a", "b"):
+            body = prompt(request_id=name, block_keys=keys)
+            assert http.post("/v1/schedule", json=body).status_code == 200
         (hot,) = http.get("/v1/blocks/hot?limit=1").json()["prefixes"]
-        assert (hot["blocks"], hot["last_key"]) == (2, KEY[::-1].hex())
+        assert (hot["model"], hot["blocks"], hot["last_key"]) == (MODEL, 2, keys[1])
         assert http.get("/v1/blocks/hot?limit=0").json() == {"prefixes": []}
 
     @pytest.mark.parametrize("limit", ["-1", "x", "1001", "1e3", "²", "9" * 5000])
@@ -335,7 +341,7 @@ class TestBlocks:
 
 
 class TestDecisions:
-    def test_the_log_latest_first(self, http: TestClient, core: Double) -> None:
+    def test_the_log_latest_first(self, http: TestClient, core: Recorder) -> None:
         register(http, "i1")
         register(http, "i2")
         for name in ("a", "b"):
@@ -345,7 +351,7 @@ class TestDecisions:
         entries = http.get("/v1/decisions").json()["decisions"]
         assert [one["request_id"] for one in entries] == ["c", "b", "a"]
         assert [one["outcome"] for one in entries] == ["rejection", "decision", "decision"]
-        assert entries[1]["candidates_count"] == 2
+        assert entries[1]["candidates_count"] == 2, "instances that could have prefilled it"
         assert entries[1]["candidates"] == []
         shown = http.get("/v1/decisions?outcome=decision&candidates=1&limit=1").json()["decisions"]
         assert [len(one["candidates"]) for one in shown] == [1]
@@ -359,8 +365,11 @@ class TestDecisions:
         register(http, "i2")
         http.post("/v1/schedule", json=prompt())
         entry = http.get("/v1/decisions/r1/why").json()
-        assert [one["cost"] for one in entry["candidates"]] == [1.0, None]
-        assert set(entry["candidates"][0]["terms"]) == {"queue_s"}
+        costs = [one["cost"] for one in entry["candidates"]]
+        assert len(costs) == 2
+        assert costs == sorted(costs)
+        assert entry["candidates"][0]["instance"] == entry["prefill"]
+        assert entry["candidates"][0]["terms"]
         missing = http.get("/v1/decisions/r2/why")
         assert (missing.status_code, error_of(missing)["code"]) == (404, "unknown_request")
 
@@ -374,11 +383,21 @@ class TestDecisions:
 class TestSettings:
     def test_they_are_changed_in_part(self, http: TestClient) -> None:
         before = http.get("/v1/policy").json()
-        after = http.patch("/v1/policy", json={"weight": 2}).json()
-        assert after == {**before, "weight": 2.0}
+        after = http.patch("/v1/policy", json={"core": {"log_max": 7}}).json()
+        assert after == {**before, "core": {**before["core"], "log_max": 7}}
         assert http.get("/v1/policy").json() == after
 
-    @pytest.mark.parametrize("change", [{"weight": "x"}, {"wait": 1}, {"weight": None}])
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"core": {"log_max": "x"}},
+            {"core": {"log_max": 0}},
+            {"core": {"log": 1}},
+            {"core": None},
+            {"policy": {"name": "best"}},
+            {"core": {"log_max": 7}, "wait": 1},
+        ],
+    )
     def test_what_does_not_validate_changes_nothing(self, http: TestClient, change: Any) -> None:
         before = http.get("/v1/policy").json()
         assert http.patch("/v1/policy", json=change).status_code == 400
@@ -399,12 +418,12 @@ class TestHealth:
         register(http, "d", role="decode")
         assert http.get("/readyz").status_code == 200
 
-    def test_feeds_say_what_is_missing(self, core: Double) -> None:
+    def test_feeds_say_what_is_missing(self, core: Recorder) -> None:
         app = create_app(core, reasons=(lambda: "the directory is away",))
         with TestClient(app, base_url="http://localhost") as http:
             assert "the directory is away" in http.get("/readyz").json()["reasons"]
 
-    def test_what_stops_is_not_ready(self, core: Double) -> None:
+    def test_what_stops_is_not_ready(self, core: Recorder) -> None:
         app = create_app(core)
         with TestClient(app, base_url="http://localhost") as http:
             app.state.service.stop()
@@ -413,7 +432,7 @@ class TestHealth:
 
 class TestLimits:
     @pytest.fixture
-    def small(self, core: Double) -> Iterator[TestClient]:
+    def small(self, core: Recorder) -> Iterator[TestClient]:
         limits = Limits(body_bytes=1000, held_bytes=10_000)
         with TestClient(create_app(core, limits=limits), base_url="http://localhost") as client:
             yield client
@@ -467,8 +486,8 @@ class TestLimits:
         assert error_of(response)["code"] == "method_not_allowed"
         assert response.headers["allow"] == "POST"
 
-    def test_a_defect_is_an_answer_too(self, core: Double) -> None:
-        def broken(n: int) -> list[Any]:
+    def test_a_defect_is_an_answer_too(self, core: Recorder) -> None:
+        def broken(n: int, now: float) -> list[Any]:
             raise ZeroDivisionError("a defect")
 
         core.hot = broken  # type: ignore[method-assign]
@@ -485,7 +504,7 @@ class TestDoors:
     READ, SCHEDULE, OPERATE = "r" * 20, "s" * 20, "o" * 20
 
     @pytest.fixture
-    def guarded(self, core: Double, tmp_path: Path) -> TestClient:
+    def guarded(self, core: Recorder, tmp_path: Path) -> TestClient:
         path = tmp_path / "tokens"
         path.write_text(f"read {self.READ}\nschedule {self.SCHEDULE}\noperate {self.OPERATE}\n")
         path.chmod(0o600)
@@ -509,7 +528,7 @@ class TestDoors:
                 assert (status == 403) == (right != route.right), (route.path, right, status)
                 assert status != 401
 
-    def test_without_tokens_only_names_of_this_machine_are_answered(self, core: Double) -> None:
+    def test_without_tokens_only_names_of_this_machine_are_answered(self, core: Recorder) -> None:
         app = create_app(core)
         for name, status in {
             "localhost": 200,

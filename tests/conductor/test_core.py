@@ -157,13 +157,18 @@ class TestPlaces:
 
     def test_short_prompts_stay_where_they_will_be_decoded(self) -> None:
         made = conductor(spec("p", Role.PREFILL), spec("both"), disaggregation={"form": "rule"})
-        made.drain("both", 0.0)
-        assert isinstance(made.schedule(prompt("none"), 1.0), Rejection)
-        made.register(spec("both"), 1.0)
-        made.flip("both", Role.DECODE, 1.0)
-        far = made.schedule(prompt("far", 64), 2.0)
-        assert isinstance(far, Decision)
-        assert (far.prefill, far.decode) == ("p", "both")
+        routes = set()
+        for number in range(16):
+            short = made.schedule(Request(f"s{number}", "m", 100), float(number))
+            assert isinstance(short, Decision)
+            assert (short.prefill, short.decode, short.layerwise) == ("both", "both", False)
+            tell(made, short.request_id, "finished", now=number + 0.5)
+            far = made.schedule(prompt(f"l{number}", 4), number + 0.6)
+            assert isinstance(far, Decision)
+            assert far.layerwise
+            routes.add((far.prefill, far.decode))
+            tell(made, far.request_id, "finished", now=number + 0.9)
+        assert routes == {("p", "both"), ("both", "both")}
 
     def test_a_context_is_spread_over_several(self) -> None:
         made = conductor(

@@ -79,7 +79,7 @@ def algorithm_1(world: World, source: str | None, threshold: float, overlap: boo
     return ttfts
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(worlds(), st.floats(1, 3), st.booleans())
 def test_it_is_algorithm_1(world: World, threshold: float, overlap: bool) -> None:
     choice = choose(world, centric(threshold, overlap))
@@ -95,7 +95,7 @@ def test_it_is_algorithm_1(world: World, threshold: float, overlap: bool) -> Non
         assert total == pytest.approx(choice.ttft_s)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(worlds(), st.floats(1, 3))
 def test_its_orders_lead_to_what_it_predicts(world: World, threshold: float) -> None:
     choice = choose(world, centric(threshold))
@@ -117,7 +117,7 @@ def test_its_orders_lead_to_what_it_predicts(world: World, threshold: float) -> 
     assert choice.terms["prefill_s"][choice.at] == pytest.approx(prefill_s)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(worlds(), st.integers(0, 6), st.integers(0, 6))
 def test_a_better_cache_never_predicts_a_worse_ttft(world: World, has: int, more: int) -> None:
     """Of an instance that could have all that anybody has. A threshold above 1 gives this up: who

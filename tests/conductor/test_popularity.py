@@ -227,3 +227,12 @@ class TestTheSketch:
         places = [Sketch(1.0, random.Random(seed), 16).places(words(keys)) for seed in (1, 2)]
         assert not (places[0] == places[1]).all(axis=0).any()
         assert len({tuple(column) for column in places[0].T.tolist()}) == 64
+
+    def test_a_chain_corrects_itself(self) -> None:
+        """Eight columns, sixty strangers: a tail that shares all its cells is still not counted for
+        more than its head."""
+        dice = random.Random(5)
+        sketch = Sketch(1e6, dice, 3)
+        for _ in range(60):
+            found = sketch.add(sketch.places(words([dice.randbytes(16) for _ in range(6)])), 0.0)
+            assert (np.diff(found) <= 0).all()

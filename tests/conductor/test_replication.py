@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -215,7 +216,7 @@ class TestTrouble:
                 pool.come(SYSTEM, 2)
             if pool.tick():
                 tries.append(pool.now)
-        pauses = [round(b - a) for a, b in zip(tries, tries[1:], strict=False)]
+        pauses = [round(b - a) for a, b in itertools.pairwise(tries)]
         assert pauses[:5] == [5, 10, 20, 40, 80]
         assert max(pauses) <= REST_MAX_S
         assert pool.replication.numbers.failures == {"NoRoom": len(tries)}
@@ -342,6 +343,7 @@ def _an_hour_of_noise(seed: int, shrink: float) -> tuple[list[str], list[str]]:
     than elsewhere: only its share decides."""
     dice = random.Random(seed)
     pool = world(keep_s=30.0, shrink=shrink)
+    pool.full = True
     pool.has("n0", SYSTEM)
     early: list[str] = []
     for step in range(720):

@@ -1,0 +1,114 @@
+"""The service on a port: in a thread of this process, or in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import httpx
+import uvicorn
+
+from tiffin.conductor.api.app import create_app
+from tiffin.conductor.server import listening
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tiffin.conductor.api.intake import Limits
+    from tiffin.conductor.auth import Tokens
+    from tiffin.conductor.core import Conductor
+
+START_S = 20.0
+
+
+@contextlib.contextmanager
+def served(
+    core: Conductor, tokens: Tokens | None = None, limits: Limits | None = None
+) -> Iterator[str]:
+    """Serve a conductor from a thread; its URL."""
+    app = create_app(core, auth=tokens, limits=limits)
+    config = uvicorn.Config(
+        app, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=2
+    )
+    server = uvicorn.Server(config)
+    with listening(("127.0.0.1", 0)) as door:
+        loop = asyncio.new_event_loop()
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(server.serve([door]))
+
+        def stop() -> None:
+            app.state.service.stop()
+            server.should_exit = True
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{door.getsockname()[1]}"
+        finally:
+            loop.call_soon_threadsafe(stop)
+            thread.join()
+
+
+class Process:
+    """`tiffin conductor` with these options, in a process."""
+
+    CODE = (
+        "import typer; from tiffin.conductor.cli import commands; app = typer.Typer();"
+        "app.callback()(lambda: None); commands(app); app()"
+    )
+
+    def __init__(self, *options: str) -> None:
+        path = os.pathsep.join(filter(None, sys.path))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", self.CODE, "conductor", *options],
+            env={**os.environ, "PYTHONPATH": path, "COLUMNS": "300", "TERM": "dumb"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_until_it_answers(self, url: str) -> float:
+        """Seconds until it answers."""
+        began = time.monotonic()
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{url}/livez", trust_env=False, timeout=1).status_code == 200:
+                    return time.monotonic() - began
+            assert self.process.poll() is None, self.end()[1]
+            assert time.monotonic() - began < START_S
+            time.sleep(0.02)
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """Send a signal; the exit status and what was logged."""
+        self.process.send_signal(number)
+        _, log = self.process.communicate(timeout=START_S)
+        return self.process.returncode, log
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+def free_port() -> int:
+    """One that nobody listens on at the moment."""
+    with listening(("127.0.0.1", 0)) as door:
+        return int(door.getsockname()[1])
+
+
+def wait_for_follower(url: str) -> None:
+    """Until somebody follows the decisions."""
+    with httpx.Client(trust_env=False) as http:
+        while "tiffin_conductor_followers 1.0" not in http.get(f"{url}/metrics").text:
+            time.sleep(0.01)

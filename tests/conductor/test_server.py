@@ -1,0 +1,215 @@
+"""The conductor as a process: it starts, refuses what it must, stops cleanly, and comes back."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from apisupport import MODEL, Recorder
+from serversupport import Process, free_port, served, wait_for_follower
+
+from tiffin.conductor.api.intake import Limits
+from tiffin.conductor.auth import Tokens
+from tiffin.conductor.client import ConductorClient
+from tiffin.conductor.errors import ConductorUnavailable, UnknownModel, UnknownRequest
+from tiffin.conductor.records import InstanceSpec, Load, Request, RequestEvent, Role
+from tiffin.conductor.server import ConductorOptions, listening, read_settings
+from tiffin.kvstore.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SPEC = InstanceSpec("i1", MODEL, Role.MIXED, "llama-3.1-8b.h100.tp1.vllm")
+
+
+class TestOptions:
+    def test_the_network_takes_tokens(self) -> None:
+        with pytest.raises(InvalidInput, match="--token-file"):
+            ConductorOptions(listen=("0.0.0.0", 0))
+        ConductorOptions(listen=("0.0.0.0", 0), tokens=Tokens(((b"digest", frozenset()),)))
+
+    def test_a_certificate_has_a_key(self, tmp_path: Path) -> None:
+        with pytest.raises(InvalidInput, match="go together"):
+            ConductorOptions(tls_cert=tmp_path / "cert")
+
+    def test_a_port_that_is_taken_is_said(self) -> None:
+        with listening(("127.0.0.1", 0)) as door, pytest.raises(InvalidInput, match="in use"):
+            listening(door.getsockname()[:2]).__enter__()
+
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [("s.toml", "[core]\nlog_max = 7\n"), ("s.json", '{"core": {"log_max": 7}}')],
+    )
+    def test_settings_come_from_toml_and_json(self, tmp_path: Path, name: str, text: str) -> None:
+        path = tmp_path / name
+        path.write_text(text)
+        assert read_settings(path) == {"core": {"log_max": 7}}
+
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("s.toml", b"[core"),
+            ("s.json", b"[1]"),
+            ("s.json", b"[" * 100_000),
+            ("s.toml", b"\xff"),
+            ("s.toml", b"#" * (2 << 20)),
+            ("none.toml", None),
+        ],
+    )
+    def test_what_is_no_settings_is_said(
+        self, tmp_path: Path, name: str, content: bytes | None
+    ) -> None:
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(InvalidInput):
+            read_settings(path)
+
+
+class TestOnAPort:
+    """What a client in the same process can't show."""
+
+    def test_a_huge_body_is_refused_before_it_is_sent(self) -> None:
+        with served(Recorder()) as url:
+            host, port = url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port)), timeout=10) as client:
+                client.sendall(
+                    b"POST /v1/schedule HTTP/1.1\r\nHost: localhost\r\n"
+                    b"Content-Type: application/json\r\nContent-Length: 100000000\r\n\r\n"
+                )
+                answer = b""
+                while more := client.recv(65536):
+                    answer += more
+            assert answer.startswith(b"HTTP/1.1 413 ")
+            assert b'"too_large"' in answer
+
+    def test_the_body_of_a_slow_sender_is_given_up(self) -> None:
+        with served(Recorder(), limits=Limits(body_s=0.05)) as url:
+            host, port = url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port)), timeout=10) as client:
+                client.sendall(
+                    b"POST /v1/schedule HTTP/1.1\r\nHost: localhost\r\n"
+                    b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+                )
+                assert client.recv(65536).startswith(b"HTTP/1.1 408 ")
+
+    @pytest.mark.parametrize(
+        "request_", [b"\x00" * 100, b"GET / HTTP/9.9\r\n\r\n", b"GET /livez HTTP/1.1\r\n\r\n"]
+    )
+    def test_what_is_not_http_ends_with_an_answer(self, request_: bytes) -> None:
+        with served(Recorder()) as url:
+            host, port = url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port)), timeout=10) as client:
+                client.sendall(request_)
+                client.shutdown(socket.SHUT_WR)
+                answer = client.recv(65536)
+            assert not answer or answer.split()[1][:1] == b"4"
+            assert httpx.get(f"{url}/livez", trust_env=False).status_code == 200
+
+
+class TestProcess:
+    def test_it_answers_and_stops_cleanly(self, tmp_path: Path) -> None:
+        config = tmp_path / "settings.toml"
+        config.write_text("[core]\nlog_max = 7\n")
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        options = ("--listen", f"127.0.0.1:{port}", "--config", str(config))
+        with Process(*options, "--policy", "random") as process:
+            process.wait_until_it_answers(url)
+            with ConductorClient(url) as client:
+                settings = client.settings()
+                assert settings["core"]["log_max"] == 7
+                assert settings["policy"]["name"] == "random"
+                client.register(SPEC, Load())
+                assert client.schedule(Request("r", MODEL, 100)).prefill == "i1"
+                follower = threading.Thread(target=lambda: list(client.follow()))
+                follower.start()
+                wait_for_follower(url)
+                status, log = process.end(signal.SIGTERM)
+                follower.join(timeout=10)
+            assert status == 0, log
+            assert "stopping" in log
+            assert "Traceback" not in log
+
+    def test_a_directory_that_cannot_work_ends_it(self) -> None:
+        with Process("--listen", "127.0.0.1:0", "--directory", "ftp://x") as process:
+            _, log = process.process.communicate(timeout=30)
+            assert process.process.returncode != 0
+            assert "ftp" in log
+
+
+@pytest.mark.slow
+class TestUnderLoad:
+    CONNECTIONS = 16
+    RESTART_S = 2.0
+
+    def test_killed_and_restarted_it_serves_again(self) -> None:
+        """Kill -9 under 16 connections: every call ends with an answer or ConductorUnavailable, and
+        a new process answers and schedules within two seconds."""
+        port = free_port()
+        url, options = f"http://127.0.0.1:{port}", ("--listen", f"127.0.0.1:{port}")
+        stop, errors, done = threading.Event(), list[BaseException](), [0] * self.CONNECTIONS
+
+        def client_of(number: int) -> None:
+            try:
+                with ConductorClient(url, timeout_s=5) as client:
+                    while not stop.is_set():
+                        done[number] += self._one_request(client, f"c{number}-{done[number]}")
+            except Exception as error:  # noqa: BLE001 - whatever it is, the test shows it
+                errors.append(error)
+
+        clients = [
+            threading.Thread(target=client_of, args=(number,)) for number in range(self.CONNECTIONS)
+        ]
+        with Process(*options) as first:
+            first.wait_until_it_answers(url)
+            with ConductorClient(url) as operator:
+                operator.register(SPEC, Load())
+            for thread in clients:
+                thread.start()
+            self._until(lambda: min(done) >= 5)
+            first.process.kill()
+            first.process.wait()
+        began = time.monotonic()
+        with Process(*options) as second:
+            second.wait_until_it_answers(url)
+            with ConductorClient(url) as operator:
+                operator.register(SPEC, Load())  # the instance's next heartbeat
+                assert operator.schedule(Request("after", MODEL, 100)).prefill == "i1"
+            took_s = time.monotonic() - began
+            before = list(done)
+            self._until(lambda: all(n > b for n, b in zip(done, before, strict=True)))
+            stop.set()
+            for thread in clients:
+                thread.join()
+            assert second.end()[0] == 0
+        assert errors == []
+        assert took_s < self.RESTART_S, "an operator's limit, and not the machine's"
+
+    @staticmethod
+    def _one_request(client: ConductorClient, name: str) -> int:
+        """1 if it went from its decision to its end."""
+        try:
+            placed: Any = client.schedule(Request(name, MODEL, 100))
+            if not hasattr(placed, "prefill"):
+                return 0
+            client.observe(RequestEvent(name, "first_token"))
+            client.observe(RequestEvent(name, "finished"))
+        except ConductorUnavailable:
+            return 0
+        except (UnknownModel, UnknownRequest):  # after a restart, until the instance is back
+            time.sleep(0.01)
+            return 0
+        return 1
+
+    @staticmethod
+    def _until(true: Any) -> None:
+        give_up = time.monotonic() + 60
+        while not true():
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
