@@ -10,6 +10,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from tiffin.messenger.budget import SHARED, Priority
 from tiffin.messenger.transport import Range
 
 from ..arena import Extent
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Blocks that are leased from the source, and reserved here, at a time: a copy must not take the
-# room that readers and writers of this node need.
-AT_ONCE_BYTES = 256 << 20
+# room that readers and writers of this node need, nor all that may be in flight.
+AT_ONCE_BYTES = 64 << 20
 AT_ONCE_BLOCKS = 64
 # For room here: another node may have some.
 ROOM_WAIT_S = 1.0
@@ -102,13 +103,14 @@ class Copier:
         length = leased.lengths[0]
         granted = [i for i, status in enumerate(reserved.statuses) if status == Status.GRANTED]
         targets = [self._node.dram.view(Extent(offset, length)) for offset in reserved.offsets]
-        with as_ours(self._peer.label):
-            self._peer.transport.read(
-                leased.lease,
-                [Range(index * length, length) for index in granted],
-                targets,
-                deadline=part.deadline,
-            )
+        ranges = [Range(index * length, length) for index in granted]
+        nbytes = length * len(ranges)
+        # After whatever somebody waits for: nobody waits for a copy.
+        with (
+            as_ours(self._peer.label),
+            SHARED.hold(nbytes, Priority.BACKGROUND, part.deadline),
+        ):
+            self._peer.transport.read(leased.lease, ranges, targets, deadline=part.deadline)
         names = split_keys(part.keys)
         skip = _prove(names, leased, granted, targets, reserved)
         for index in (granted[slot] for slot in skip):

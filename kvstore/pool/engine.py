@@ -301,7 +301,7 @@ class Engine:
         )
         try:
             # Not the node's fault, nor counted as its time: others of this process were first.
-            with _turn(arrivals.nbytes, reader.priority, step.deadline):
+            with _turn(peer, arrivals.nbytes, reader.priority, step.deadline):
                 fetched = fetch(
                     peer,
                     part,
@@ -328,9 +328,15 @@ class Engine:
             self.links.answered(node)
 
 
-def _turn(nbytes: int, priority: Priority, deadline: float) -> AbstractContextManager[None]:
-    """Room for so many bytes in flight. Raises TransferTimeout if there is none by the deadline."""
-    if nbytes < _BUDGETED_BYTES_MIN:
+def _turn(
+    peer: Peer, nbytes: int, priority: Priority, deadline: float
+) -> AbstractContextManager[None]:
+    """Room for so many bytes in flight. Raises TransferTimeout if there is none by the deadline.
+
+    A peer that is read one-sidedly has a messenger, which asks for room itself: who asked twice
+    would wait for itself.
+    """
+    if nbytes < _BUDGETED_BYTES_MIN or peer.one_sided is not None:
         return nullcontext()
     return SHARED.hold(nbytes, priority, deadline)
 
