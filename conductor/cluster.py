@@ -244,8 +244,9 @@ class Cluster:
         row = len(self.specs)
         self.specs.append(None)
         self.status.append(Status.LOST)
-        if row >= len(self.used):
+        had = len(self.used)
+        if row >= had:
             for name, (dtype, empty) in _COLUMNS.items():
-                more = np.full(len(self.used), empty, dtype)
+                more = np.full(had, empty, dtype)
                 setattr(self, name, np.concatenate((getattr(self, name), more)))
         return row
