@@ -7,7 +7,7 @@ REST service, the simulator and the tests drive the same object; whoever does gi
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,6 +57,9 @@ if TYPE_CHECKING:
     from .profiles import Profile
     from .records import Request
 
+
+# Prompts of one tick of a tenth of a second: more than one process can decide about.
+SEEN_MAX = 4096
 
 Outcome = TypeVar("Outcome", "Decision", "Rejection")
 
@@ -112,6 +115,8 @@ class Conductor:
         self._profile = profile
         self._latency: dict[str, tuple[float, ...]] = {}  # of each instance, uncorrected
         self._log: OrderedDict[str, Decision | Rejection] = OrderedDict()
+        # Prompts to be counted at the next tick: it takes as long as the decision itself.
+        self._seen: deque[tuple[Request, int, str]] = deque(maxlen=SEEN_MAX)
         self._counts = dict.fromkeys(
             ("decided", "rejected", "expired", "preempted", "rescheduled"), 0
         )
@@ -198,6 +203,7 @@ class Conductor:
         late = self.ledger.expired(now)
         for flight in late:
             self._end(flight, now, "expired")
+        self.count_seen(now)
         self.races.expired(now)
         self.computing.expire(now)
         self.holdings.expire(now)
@@ -285,6 +291,7 @@ class Conductor:
 
     def hot(self, n: int, now: float) -> list[HotPrefix]:
         """The most popular prefixes."""
+        self.count_seen(now)
         return self.popularity.hot(n, now)
 
     # -- what was decided --------------------------------------------------------------------------
@@ -356,8 +363,10 @@ class Conductor:
         self.shadow.admitted(
             request.id, flight.prefill_row, flight.decode_row, request.objectives, flight.own_s, now
         )
-        self.holdings.routed(decision.prefill, request.keys, now)
-        self._popular(request, flight, now)
+        self._routed(accepted, now)
+        spec = self.cluster.specs[flight.prefill_row]
+        assert spec is not None
+        self._seen.append((request, spec.block_bytes, spec.node))
         self.races.scheduled()
         if decision.alternatives:
             routes = [Route(decision.prefill, decision.decode)]
@@ -368,12 +377,24 @@ class Conductor:
         self._logged(decision)
         return decision
 
-    def _popular(self, request: Request, flight: Flight, now: float) -> None:
-        nbytes = int(self.cluster.block_bytes[flight.prefill_row])
-        shared = self.popularity.seen(request.keys, now, model=request.model, block_bytes=nbytes)
-        spec = self.cluster.specs[flight.prefill_row]
-        if shared and spec is not None and spec.node:
-            self.popularity.wanted(request.keys[:shared], spec.node, now)
+    def _routed(self, accepted: Accepted, now: float) -> None:
+        """What was sent to an instance will be there. Of one that says itself what it has, only
+        what it has not yet is guessed."""
+        decision, keys = accepted.flight.decision, accepted.flight.request.keys
+        if self.holdings.speaks(decision.prefill):
+            plan = accepted.plan
+            keys = keys[int(plan.question.hbm_blocks[plan.choice.at]) :]
+        self.holdings.routed(decision.prefill, keys, now)
+
+    def count_seen(self, now: float) -> None:
+        """What the prompts since the last tick began with, and on which nodes it was wanted."""
+        while self._seen:
+            request, block_bytes, node = self._seen.popleft()
+            shared = self.popularity.seen(
+                request.keys, now, model=request.model, block_bytes=block_bytes
+            )
+            if shared and node:
+                self.popularity.wanted(request.keys[:shared], node, now)
 
     def _refuse(self, refused: Refused) -> Rejection:
         if refused.ghost is not None and refused.rejection.reason in ("ttft", "tbt"):
@@ -499,7 +520,7 @@ def check_request(request: Request) -> None:
     """Raises InvalidRequest for numbers that no prompt has."""
     if not 1 <= request.prompt_tokens <= TOKENS_MAX:
         raise InvalidRequest(f"prompt_tokens is {request.prompt_tokens}: give 1 to {TOKENS_MAX}")
-    if len(request.keys) > KEYS_MAX or any(len(key) != KEY_BYTES for key in request.keys):
+    if len(request.keys) > KEYS_MAX or not set(map(len, request.keys)) <= {KEY_BYTES}:
         raise InvalidRequest(f"give at most {KEYS_MAX} keys of {KEY_BYTES} bytes each")
     if len(request.keys) > request.prompt_tokens:
         raise InvalidRequest(

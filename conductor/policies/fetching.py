@@ -170,13 +170,20 @@ def extend(
     *,
     threshold: float = 1.0,
     overlap: bool = False,
+    to_win: bool = False,
 ) -> Extended:
     """Per candidate the better of its own prefix and the longest one, which must be longer by a
-    factor of `threshold` for that."""
+    factor of `threshold` for that. With `to_win`, only if somebody could become the best by it:
+    else all are what they are alone."""
     ttft_s = start_s(question.queue_s, mine.load_s, overlap=overlap) + mine.compute_s
     none = np.zeros(len(ttft_s))
     # Nobody has more than the least that anybody uses: most prompts of a hot prefix end here.
-    source = longest(question) if question.pool_blocks > int(mine.blocks.min()) else None
+    useful = question.pool_blocks > int(mine.blocks.min())
+    if useful and to_win:
+        # Even if all that anybody has were there at once.
+        at_best = question.queue_s + compute.seconds(question.pool_blocks)
+        useful = bool(at_best.min() < ttft_s.min())
+    source = longest(question) if useful else None
     if source is None:
         return Extended(mine.blocks, none, mine.compute_s, ttft_s, None, none)
     transfer_s, compute_s = source.transfer_s(mine.blocks), compute.seconds(source.blocks)

@@ -17,6 +17,8 @@ What the paper leaves open:
 - A transfer that takes longer than computing is not made, whatever the ratio. The paper says so in
   its text, not in the algorithm.
 - Own blocks that are not in HBM cost their loading, and are left when computing is faster.
+- When nobody could become the fastest by fetching, nobody's fetching is computed: the terms of the
+  others are then those of computing what they lack.
 - Of several that have the longest prefix, the one that would send it first is asked.
 """
 
@@ -48,6 +50,7 @@ class KvcacheCentric:
             compute,
             threshold=settings.balancing_threshold,
             overlap=settings.overlap,
+            to_win=True,
         )
         at = lowest(best.ttft_s, question.dice)
         terms = {

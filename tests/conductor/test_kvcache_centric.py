@@ -79,6 +79,17 @@ def algorithm_1(world: World, source: str | None, threshold: float, overlap: boo
     return ttfts
 
 
+def agrees(choice: base.Choice, ttfts: list[float]) -> bool:
+    """Whether a choice is the reference's. Where nobody wins by fetching, the others' fetching is
+    not computed: they may seem slower than they are, and the chosen one may not."""
+    if choice.ttft_s == pytest.approx(ttfts, rel=1e-5):
+        return True
+    chosen_s = choice.ttft_s[choice.at]
+    slower = bool((choice.ttft_s >= np.array(ttfts) * (1 - 1e-5)).all())
+    best = chosen_s == pytest.approx(min(ttfts)) == ttfts[choice.at]
+    return slower and best and not choice.fetches
+
+
 @settings(max_examples=120)
 @given(worlds(), st.floats(1, 3), st.booleans())
 def test_it_is_algorithm_1(world: World, threshold: float, overlap: bool) -> None:
@@ -87,7 +98,7 @@ def test_it_is_algorithm_1(world: World, threshold: float, overlap: bool) -> Non
     able = [name for name, place in places(world).items() if longest and place[2] == longest]
     told = [algorithm_1(world, source, threshold, overlap) for source in able or [None]]
     # Of several with the longest prefix, one is asked.
-    assert any(choice.ttft_s == pytest.approx(ttfts, rel=1e-5) for ttfts in told)
+    assert any(agrees(choice, ttfts) for ttfts in told)
     assert choice.ttft_s[choice.at] == choice.ttft_s.min()
     if not overlap:
         parts = choice.terms
