@@ -1,6 +1,7 @@
 # Each target sets up what it needs in .venv, so that every one of them works on a fresh clone.
 #
-#   make demo     the main job: two workers, two nodes, one pool, a real transformer
+#   make demo     the main job: a conductor, two prefill and two decode workers with a real
+#                 transformer, one pool over two nodes, and an overload
 #   make test     the tests that fit in ten minutes on two cores
 #   make test-slow  the kill -9 and corruption campaigns
 #   make lint     ruff and mypy
@@ -61,6 +62,7 @@ format: venv
 bench: venv
 	$(BIN)/tiffin bench store
 	$(BIN)/tiffin bench network
+	$(BIN)/tiffin bench conductor
 
 clean:
 	rm -rf $(VENV) build out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .conductor.cli import commands as conductor_commands
 from .demo.cli import demo
 from .network.cli import commands as network_commands
 from .store.cli import commands as store_commands
@@ -17,3 +18,4 @@ def commands(app: typer.Typer) -> None:
     app.command("demo")(demo)
     store_commands(app)
     network_commands(app)
+    conductor_commands(app)

@@ -213,6 +213,9 @@ class Conductor:
         silent = self.cluster.used & self.cluster.ready & (self.cluster.heard_at < now - timeout_s)
         for row in silent.nonzero()[0].tolist():
             self.cluster.set_status(self.cluster.name(row), Status.LOST)
+        gone = self.cluster.used & (self.cluster.heard_at < now - self.settings.core.forget_s)
+        for row in gone.nonzero()[0].tolist():
+            self.remove(self.cluster.name(row), now)
         return [flight.request.id for flight in late]
 
     # -- instances ---------------------------------------------------------------------------------
@@ -504,6 +507,11 @@ class Conductor:
         load = {column: float(getattr(cluster, column)[row]) for column in columns}
         heard_s = max(0.0, now - float(cluster.heard_at[row]))
         return InstanceView(cluster.spec(name), role, cluster.status[row], heard_s, load)
+
+    def requests_at(self, instance: str) -> int:
+        """Requests in flight that wait for, or run at, an instance: it is empty when there are
+        none. Raises UnknownInstance."""
+        return len(self.ledger.of(instance))
 
 
 def _preempted(victim: Flight, by: str, now: float) -> Rejection:

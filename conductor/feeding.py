@@ -16,10 +16,11 @@ from tiffin.kvstore.errors import TiffinError
 from .errors import ConductorError, InvalidRequest
 from .feeds.inbox import Inbox
 from .feeds.nodes import NodesFeed
+from .feeds.orders import OrderCarrier
 from .folding import Chain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from tiffin.kvstore import KVSchema
     from tiffin.kvstore.credentials import Credentials
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from .feeds.updates import Update
     from .feeds.vllm import VllmFeed
+    from .orders import Ended, Order
     from .records import InstanceSpec
 
 log = logging.getLogger("tiffin.conductor")
@@ -50,15 +52,17 @@ class Feeding:
         self._inbox = Inbox(self._wake)
         self._directory: Directory | None = None
         self._nodes: NodesFeed | None = None
+        self._carrier: OrderCarrier | None = None
         self._engines: VllmFeed | None = None
         self._followed: dict[str, tuple[str, ...]] = {}
         self._closed = False
 
-    def follow_pool(self, directory: str, pool: str, credentials: Credentials) -> Directory:
+    def follow_pool(self, directory: str, pool: str, credentials: Credentials) -> None:
         """Follow the kvstore nodes of a pool. Raises InvalidInput for a URL that can't work."""
         self._directory = open_directory(directory, pool=pool)
         self._nodes = NodesFeed(self._directory, credentials, self._inbox)
-        return self._directory
+        # Its own directory, because it closes it.
+        self._carrier = OrderCarrier(open_directory(directory, pool=pool), credentials)
 
     def follow_instance(self, spec: InstanceSpec, schema: KVSchema | None) -> None:
         """Follow what an instance publishes, if its labels say where. Raises InvalidRequest for an
@@ -123,11 +127,21 @@ class Feeding:
             log.debug("the directory does not answer: %s", error)  # `missing` tells operators
             return []
 
+    def carry_out(self, orders: Sequence[Order]) -> None:
+        """Have nodes do this; `finished` tells how it went. Does not wait."""
+        if self._carrier is not None:
+            self._carrier.submit(orders)
+
+    def finished(self) -> list[Ended]:
+        """What became of orders since the last call."""
+        return self._carrier.finished() if self._carrier is not None else []
+
     async def close(self) -> None:
         """End all feeds; idempotent. Their threads end within seconds, a node's answer at most."""
         self._closed = True
         self._inbox.close()
-        feeds = [feed for feed in (self._nodes, self._engines) if feed is not None]
+        threads = (self._carrier, self._nodes, self._engines)
+        feeds = [feed for feed in threads if feed is not None]
         for feed in feeds:
             await asyncio.to_thread(feed.close)
         if self._directory is not None:

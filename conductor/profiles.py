@@ -26,7 +26,7 @@ from .errors import InvalidRequest
 from .fitting import fit_decode, fit_prefill
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from .fitting import Point
 
@@ -161,6 +161,13 @@ def from_folder(path: str | Path) -> dict[str, Profile]:
             raise InvalidRequest(f"profile {file}: name: {profile.name!r} is another file's too")
         found[profile.name] = profile
     return found
+
+
+def own_or_shipped(folder: Path | None) -> Callable[[str], Profile]:
+    """Finds profiles by name: those of a folder, and those that ship where it has none of that
+    name. Raises InvalidRequest as `from_folder` does."""
+    own = from_folder(folder) if folder is not None else {}
+    return lambda name: own[name] if name in own else load(name)
 
 
 def from_json(data: bytes, where: str = "<bytes>") -> Profile:

@@ -24,6 +24,7 @@ import uvicorn
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import InvalidInput
 
+from .acting import Acting
 from .api.app import create_app
 from .api.intake import Limits
 from .auth import Tokens, check_listen
@@ -41,8 +42,6 @@ log = logging.getLogger("tiffin.conductor")
 PORT = 7800
 # Expired requests, silent instances, orders: none of it is for less than a second.
 TICK_S = 0.1
-# As often as nodes renew what the directory knows of them, or nearly.
-LINKS_S = 2.0
 # Answers take milliseconds; who is slower has gone.
 STOP_S = 3.0
 # Longer than clients keep idle connections: a connection that ends while it is used costs a retry.
@@ -52,8 +51,8 @@ _CONFIG_BYTES_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ConductorOptions:
-    """What an operator chooses. `directory` is a URL for `open_directory`, `credentials` are for its
-    nodes. Raises InvalidInput for what can't be served."""
+    """What an operator chooses. `directory` is a URL for `open_directory`, `credentials` are for
+    its nodes. Raises InvalidInput for what can't be served."""
 
     listen: tuple[str, int] = ("127.0.0.1", PORT)
     tokens: Tokens = field(default_factory=Tokens)
@@ -112,10 +111,10 @@ async def serve(
         try:
             if options.directory:
                 feeding.follow_pool(options.directory, options.pool, options.credentials)
-            async with asyncio.TaskGroup() as tasks:
+            async with Acting(service, feeding) as acting, asyncio.TaskGroup() as tasks:
                 serving = tasks.create_task(server.serve([door]))
                 ticking = tasks.create_task(_tick(service))
-                measuring = tasks.create_task(measure(feeding, core))
+                steering = tasks.create_task(acting.run())
                 _announce(options, door, started)
                 await _either(stop, serving)
                 log.info("stopping")
@@ -123,7 +122,7 @@ async def serve(
                 server.should_exit = True
                 await serving
                 ticking.cancel()
-                measuring.cancel()
+                steering.cancel()
         finally:
             await feeding.close()
 
@@ -173,14 +172,6 @@ async def _tick(service: Service) -> None:
     while True:
         service.tick()
         await asyncio.sleep(TICK_S)
-
-
-async def measure(feeding: Feeding, core: Conductor) -> None:
-    """What nodes have measured on their ways to each other; they say it in the directory."""
-    while True:
-        for record in await feeding.records():
-            core.links(record.name, record.links)
-        await asyncio.sleep(LINKS_S)
 
 
 async def _either(stop: asyncio.Event, serving: asyncio.Task[None]) -> None:

@@ -37,6 +37,10 @@ class CoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """An instance that was silent for so long gets nothing new. Three heartbeats of three seconds,
     as for nodes."""
 
+    forget_s: Annotated[float, Meta(gt=0, le=2_592_000)] = 900.0
+    """An instance that was silent for so long is taken off the list, as if it had been removed: one
+    that comes back registers again. Longer than an engine needs to restart."""
+
     explained_max: Annotated[int, Meta(ge=1, le=16_384)] = 16
     """Candidates of which a decision keeps every term of the cost: the best ones."""
 

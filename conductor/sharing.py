@@ -21,20 +21,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import numpy as np
-
-from .bulletins import Row
+from msgspec import Meta
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
-    from .bulletins import Placed
+    from .bulletins import Placed, Row
     from .cluster import Cluster
-    from .records import Request
+    from .records import Load, Request
 
     Counts = NDArray[np.int64]
     Floats = NDArray[np.float64]
@@ -52,6 +52,21 @@ REPORTED = ("queued", "queued_tokens", "batch", "context_tokens", "kv_used_token
 # own request gets there, theirs will, too.
 _COMING = {"batch": 5, "context_tokens": 6}
 COUNTS = len(REPORTED) + len(_COMING)
+
+
+class SharingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How often conductors speak, and when one is taken for dead."""
+
+    interval_s: Annotated[float, Meta(ge=0.005, le=10)] = 0.05
+    """Between bulletins: what a decision may be unknown to others for, once more until they read
+    it."""
+
+    burst: Annotated[int, Meta(ge=1, le=65_536)] = 32
+    """So many decisions are told at once, without waiting for the interval."""
+
+    dead_s: Annotated[float, Meta(ge=0.1, le=3600)] = 2.0
+    """Whose silence lasts so long is dead: what it had promised counts no more, and its requests
+    may be taken over. Some garbage collections and a failover of Redis."""
 
 
 def counts_of(row: Row) -> tuple[int, ...]:
@@ -74,8 +89,8 @@ class _Peer:
 class PeerLoads:
     """The load that other conductors have promised, in the columns of a cluster.
 
-    Of columns it writes only what is not ours: `column - own_column`, and `others_s`. It notices by
-    itself when a heartbeat has set them, because nothing else changes that difference.
+    Of columns it writes only what is not ours: `column - own_column`, and `others_s`. `report` is
+    to follow each heartbeat, and `vacate` to precede the removal of an instance.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -84,11 +99,10 @@ class PeerLoads:
         self._version = -1
         self._size = 0
         self._total: Counts = np.zeros((COUNTS, 0), np.int64)
-        # Per reported column and row: what we left as others' work, what the last report said of
-        # it, what strangers have of that, and until when that is computed again.
-        self._left: Counts = np.zeros((len(REPORTED), 0), np.int64)
-        self._reported = self._left.copy()
-        self._strangers = self._left.copy()
+        # Per reported column and row: what the last report said beyond our own, what strangers have
+        # of that, and until when that is computed again.
+        self._reported: Counts = np.zeros((len(REPORTED), 0), np.int64)
+        self._strangers = self._reported.copy()
         self._settles_at: Floats = np.zeros((len(REPORTED), 0))
 
     def tell(self, peer: str, rows: Iterable[Row], now: float) -> None:
@@ -112,14 +126,32 @@ class PeerLoads:
 
     def forget(self, peer: str, now: float) -> None:
         """A conductor is gone, or begins to tell all anew."""
-        known = self._peers.pop(peer, None)
-        if known is None:
-            return
         self._refresh()
-        if known.counts.shape[1] == self._size:
+        known = self._peers.pop(peer, None)
+        if known is not None:
             self._total -= known.counts
-            had = known.counts.any(axis=0)
-            self._settles_at[:, had] = now + SETTLE_S
+            self._settles_at[:, known.counts.any(axis=0)] = now + SETTLE_S
+
+    def report(self, row: int, load: Load, now: float) -> None:
+        """A heartbeat has just set the columns of a row (`Cluster.heard`)."""
+        self._refresh()
+        values = (
+            load.queued, load.queued_prefill_tokens, load.running, load.context_tokens,
+            load.kv_used_tokens,
+        )  # fmt: skip
+        for at, (name, value) in enumerate(zip(REPORTED, values, strict=True)):
+            if value is not None:
+                own = getattr(self._cluster, f"own_{name}")[row]
+                self._reported[at, row] = max(value - own, 0)
+                self._settles_at[at, row] = now + SETTLE_S
+        self.blend(now, row)
+
+    def vacate(self, row: int) -> None:
+        """The instance of this row is being removed; whoever has the row next begins with
+        nothing."""
+        self._refresh()
+        for numbers in (self._reported, self._strangers, self._settles_at):
+            numbers[:, row] = 0
 
     def blend(self, now: float, row: int | None = None) -> None:
         """Bring the columns up to date, of one row or of all. 0.1 ms for a thousand rows."""
@@ -128,22 +160,22 @@ class PeerLoads:
         cluster, total = self._cluster, self._total[:, part]
         for at, name in enumerate(REPORTED):
             column = getattr(cluster, name)[part]
-            others = column - getattr(cluster, f"own_{name}")[part]
-            reported, settles_at = self._reported[at, part], self._settles_at[at, part]
-            news = others != self._left[at, part]
-            if news.any():
-                reported[news] = others[news]
-                settles_at[news] = now + SETTLE_S
             strangers = self._strangers[at, part]
-            beyond = np.maximum(reported - total[at], 0)
-            np.copyto(strangers, beyond, where=settles_at > now)
-            counted = total[at] + strangers
+            beyond = np.maximum(self._reported[at, part] - total[at], 0)
+            np.copyto(strangers, beyond, where=self._settles_at[at, part] > now)
+            np.add(getattr(cluster, f"own_{name}")[part], strangers, out=column)
+            column += total[at]
             if name in _COMING:
-                counted += total[_COMING[name]]
-            column += counted - others
-            self._left[at, part] = counted
+                column += total[_COMING[name]]
         strangers_s = cluster.c1[part] * self._strangers[REPORTED.index("queued_tokens"), part]
         cluster.others_s[part] = strangers_s + self._queued_s(now, part)
+
+    def requests(self, row: int) -> int:
+        """What others have in flight at an instance; of one that prefills and decodes, those in
+        prefill twice."""
+        self._refresh()
+        at = REPORTED.index("queued"), REPORTED.index("batch"), _COMING["batch"]
+        return int(self._total[list(at), row].sum())
 
     def check(self) -> None:
         """Raises AssertionError unless every sum is what was told. For tests."""
@@ -172,7 +204,7 @@ class PeerLoads:
         more = len(cluster.used) - self._size
         if more > 0:
             self._size += more
-            for name in ("_left", "_reported", "_strangers", "_settles_at"):
+            for name in ("_reported", "_strangers", "_settles_at"):
                 setattr(self, name, np.pad(getattr(self, name), ((0, 0), (0, more))))
         self._total = np.zeros((COUNTS, self._size), np.int64)
         for known in self._peers.values():

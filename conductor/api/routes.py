@@ -148,10 +148,13 @@ class Routes:
         return answer(next(instance_reply(view) for view in views if view.spec.id == instance))
 
     async def flip(self, http: HttpRequest) -> Response:
-        """Change what an instance does. What runs there ends there."""
+        """Begin to change what an instance does: it gets no new work, finishes what it has, is told
+        its role (where its label `role_url` says) and asked to show it, and then gets work again.
+        Refused if too few would be left in its role. `GET /v1/instances/{instance}` shows where it
+        is."""
         instance = check_id(http.path_params["instance"], "an instance's id")
         body = await self._intake.body(http, _role)
-        self._core.flip(instance, Role(body.role), self._service.clock())
+        self._service.flip(instance, Role(body.role))
         return Response(status_code=_NO_CONTENT)
 
     # -- blocks ------------------------------------------------------------------------------------

@@ -19,10 +19,11 @@ from .keying import Models
 from .stream import Broadcast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ..core import Conductor
     from ..feeding import Feeding
+    from ..flips import Action
     from ..records import InstanceSpec, Rejection, Request, RequestEvent
 
 
@@ -52,6 +53,8 @@ class Service:
         self._reasons = reasons
         self._feeding = feeding
         self._stopping = False
+        # What tells instances their roles, while there is one (`acting.py`).
+        self.act: Callable[[Sequence[Action]], None] | None = None
 
     def schedule(self, request: Request) -> Decision | Rejection:
         """Decide. A request that is asked about again, because an answer was lost, gets the same
@@ -86,11 +89,18 @@ class Service:
         """An instance registers, or is heard of again. Only what changed is registered: a heartbeat
         with everything in it must not end a drain."""
         now = self.clock()
+        if spec is not None and self._feeding is not None:
+            # First, as it may refuse; an instance that is refused below is forgotten by `tick`.
+            self._feeding.follow_instance(spec, self.models.schema(spec.model))
         if spec is not None and self.spec(instance) != spec:
             self.core.register(spec, now)
-        if spec is not None and self._feeding is not None:
-            self._feeding.follow_instance(spec, self.models.schema(spec.model))
         self.core.heartbeat(instance, load or Load(), now)
+
+    def flip(self, instance: str, role: Role) -> None:
+        """Begin to change an instance's role. Raises UnknownInstance, Conflict."""
+        actions = self.core.flip(instance, role, self.clock())
+        if self.act is not None:
+            self.act(actions)
 
     def remove(self, instance: str) -> None:
         """Forget an instance. Raises UnknownInstance."""

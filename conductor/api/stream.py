@@ -38,10 +38,11 @@ class Follower(Generic[T]):
         self._more.set()
 
     async def take(self, timeout_s: float) -> list[T]:
-        """All that waits; after `timeout_s` without any, nothing."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._more.wait()
+        """All that waits; after `timeout_s` without any, or when nothing more comes, nothing."""
+        if not self.closed:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._more.wait()
         self._more.clear()
         taken = list(self._waiting)
         self._waiting.clear()

@@ -203,7 +203,10 @@ ROUTES: tuple[Route, ...] = (
         "instances",
         Right.OPERATE,
         body=RoleBody,
-        others=(_NO_INSTANCE, (409, "It cannot be flipped now.")),
+        others=(
+            _NO_INSTANCE,
+            (409, "It cannot be flipped now: too few would be left, or another is."),
+        ),
         body_example={"role": "decode"},
     ),
     Route(

@@ -91,6 +91,9 @@ class Prompt:
         return not self.several and not self.foreign
 
 
+_INDIFFERENT = Objectives()
+
+
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """What the headers say."""
@@ -98,7 +101,7 @@ class Wishes:
     request_id: str
     priority: str = "normal"
     tenant: str = ""
-    objectives: Objectives = Objectives()
+    objectives: Objectives = _INDIFFERENT
     urgent: bool = False
 
 
@@ -161,7 +164,7 @@ def read_wishes(
     nothing. Raises Refusal for values that make no sense."""
     if "tenant" in honour:
         tenant = _name(headers, "x-tiffin-tenant", tenant)
-    priority, urgent, objectives = "normal", False, Objectives()
+    priority, urgent, objectives = "normal", False, _INDIFFERENT
     if "priority" in honour:
         priority = _name(headers, "x-tiffin-priority", priority)
     if "urgent" in honour:

@@ -138,8 +138,8 @@ class GatewayConfig(_Group, frozen=True, kw_only=True):
 
     report_tokens: Annotated[int, Meta(ge=1, le=65_536)] = 16
     report_s: Seconds = 0.5
-    """The conductor is told of so many tokens at a time, or after so long: at 25 ms per token two or
-    three calls per second and request."""
+    """The conductor is told of so many tokens at a time, or after so long: at 25 ms per token
+    two or three calls per second and request."""
 
     refresh_s: Seconds = 2.0
     """How often the gateway asks which instances there are."""

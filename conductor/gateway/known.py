@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..records import Role, Status
+from ..records import Role
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -47,7 +48,7 @@ class Known:
     def __init__(self) -> None:
         self._instances: dict[str, InstanceReply] = {}
         self._heard_at: float | None = None
-        self._turn = 0
+        self._turns: Counter[tuple[str, str]] = Counter()  # per model and kind of instance
 
     def __len__(self) -> int:
         return len(self._instances)
@@ -60,9 +61,11 @@ class Known:
         else:
             self._heard_at = now
         self._instances = {one.id: one for one in instances}
+        models = {one.model for one in instances}
+        self._turns = Counter({key: n for key, n in self._turns.items() if key[0] in models})
 
     def url(self, name: str) -> str:
-        """"" for an instance that is not known."""
+        """ "" for an instance that is not known."""
         one = self._instances.get(name)
         return one.url if one is not None else ""
 
@@ -72,17 +75,16 @@ class Known:
 
     def any(self, model: str) -> Target | None:
         """One that serves the model, each in its turn."""
-        return self._next([one for one in self._usable(model, ()) if one.url])
+        return self._next("any", self._usable(model, ()))
 
     def turn(self, model: str, avoid: Collection[str]) -> Route | None:
         """Where a request runs that nobody has decided about: on instances that do both, each in
         its turn; else on one of each kind. None if there are none but those to `avoid`."""
         usable = self._usable(model, avoid)
-        both = self._next([one for one in usable if one.role == Role.MIXED])
+        both = self._next(Role.MIXED, usable)
         if both is not None:
             return Route(both, both)
-        prefill = self._next([one for one in usable if one.role == Role.PREFILL])
-        decode = self._next([one for one in usable if one.role == Role.DECODE])
+        prefill, decode = self._next(Role.PREFILL, usable), self._next(Role.DECODE, usable)
         return Route(prefill, decode) if prefill is not None and decode is not None else None
 
     def _usable(self, model: str, avoid: Collection[str]) -> list[InstanceReply]:
@@ -92,12 +94,14 @@ class Known:
             for one in self._instances.values()
             if one.model == model and one.url and one.id not in avoid
         ]
-        ready = [one for one in those if one.status == Status.READY]
-        return ready or [one for one in those if one.status == Status.LOST]
+        ready = [one for one in those if one.status == "ready"]
+        return ready or [one for one in those if one.status == "lost"]
 
-    def _next(self, choice: Sequence[InstanceReply]) -> Target | None:
+    def _next(self, kind: str, usable: Sequence[InstanceReply]) -> Target | None:
+        choice = [one for one in usable if kind in ("any", one.role)]
         if not choice:
             return None
-        self._turn += 1
-        one = choice[self._turn % len(choice)]
+        turn = (choice[0].model, kind)
+        self._turns[turn] += 1
+        one = choice[self._turns[turn] % len(choice)]
         return Target(one.id, one.url)

@@ -268,10 +268,16 @@ class TestInstances:
         ):
             assert (response.status_code, error_of(response)["code"]) == (404, "unknown_instance")
 
-    def test_they_flip(self, http: TestClient) -> None:
+    def test_they_flip(self, http: TestClient, core: Recorder) -> None:
         register(http)
+        alone = http.post("/v1/instances/i1/role", json={"role": "decode"})
+        assert (alone.status_code, error_of(alone)["code"]) == (409, "conflict")
+        register(http, "i2")
         assert http.post("/v1/instances/i1/role", json={"role": "decode"}).status_code == 204
-        assert http.get("/v1/instances/i1").json()["role"] == "decode"
+        assert http.get("/v1/instances/i1").json()["status"] == "draining"
+        core.steering.tick({}, time.monotonic())
+        one = http.get("/v1/instances/i1").json()
+        assert (one["role"], one["status"]) == ("decode", "ready")
         assert http.post("/v1/instances/i1/role", json={"role": "judge"}).status_code == 422
 
     @pytest.mark.parametrize(

@@ -128,10 +128,11 @@ def test_instances(client: Both) -> None:
         client.heartbeat(SPEC.id, Load())
     client.register(SPEC)
     client.heartbeat(SPEC.id, Load(running=3))
-    client.flip(SPEC.id, Role.DECODE)
     client.drain(SPEC.id)
     one = client.instance(SPEC.id)
-    assert (one.role, one.status, one.load["batch"]) == ("decode", "draining", 3.0)
+    assert (one.role, one.status, one.load["batch"]) == ("mixed", "draining", 3.0)
+    with pytest.raises(Conflict):
+        client.flip(SPEC.id, Role.DECODE)
     assert [found.id for found in client.instances()] == [SPEC.id]
     client.remove(SPEC.id)
     assert client.instances() == []

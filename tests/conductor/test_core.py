@@ -280,6 +280,14 @@ class TestInstances:
         made.heartbeat("a", Load(), 17.0)
         assert made.instances(17.0)[0].status is Status.READY
 
+    def test_one_that_stays_silent_is_forgotten(self) -> None:
+        made = conductor(spec("a"), spec("b"), core={"forget_s": 60.0})
+        made.heartbeat("b", Load(), 50.0)
+        made.tick(61.0)
+        assert made.cluster.names == ["b"]
+        with pytest.raises(UnknownInstance):
+            made.heartbeat("a", Load(), 62.0)
+
     def test_a_clock_that_jumps_back_makes_nobody_younger(self) -> None:
         made = conductor(spec("a"))
         made.heartbeat("a", Load(), 100.0)

@@ -11,12 +11,13 @@ from apisupport import KEY, MODEL, Recorder
 from kvsupport import fresh_prefix
 from poolsupport import LARGE, Cluster
 
+from tiffin.conductor.acting import Acting
 from tiffin.conductor.api.app import create_app
 from tiffin.conductor.errors import ConductorError, InvalidRequest
 from tiffin.conductor.feeding import EVENTS_LABEL, REPLAY_LABEL, Feeding
 from tiffin.conductor.feeds.updates import Added
+from tiffin.conductor.orders import Drop, Ended
 from tiffin.conductor.records import InstanceSpec, Role
-from tiffin.conductor.server import measure
 from tiffin.kvstore import KVSchema
 from tiffin.kvstore.errors import InvalidInput
 
@@ -33,7 +34,7 @@ SCHEMA = KVSchema.gqa(
 async def until(true: Callable[[], bool]) -> None:
     """Let the loop run until something is true."""
     async with asyncio.timeout(20):
-        while not true():
+        while not true():  # noqa: ASYNC110 - nothing tells when an index has changed
             await asyncio.sleep(0.01)
 
 
@@ -41,15 +42,23 @@ def test_a_pool_is_followed_and_its_links_known() -> None:
     cluster, core = Cluster(), Recorder()
     prefix = cluster.start("one").put(fresh_prefix(3, LARGE))
 
+    ended: list[Ended] = []
+
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         feeding = Feeding(lambda update: core.apply(update, loop.time()), loop)
         feeding.follow_pool(f"embedded:{cluster.name}", "default", cluster.credentials)
-        measuring = asyncio.create_task(measure(feeding, core))
+        service = create_app(core, feeding=feeding, clock=loop.time).state.service
         await until(lambda: core.match(prefix.keys, loop.time()).blocks == 3)
         await until(lambda: feeding.missing() == "")
         assert [record.name for record in await feeding.records()] == ["one"]
-        measuring.cancel()
+        async with Acting(service, feeding) as acting:
+            await acting.step()
+            feeding.carry_out([Drop(1, prefix.keys, "nobody", "a test")])
+            await until(lambda: bool(ended.extend(feeding.finished()) or ended))
+            await acting.step()
+        assert [outcome.number for outcome in ended] == [1]
+        assert ended[0].error, "there is no such node"
         await feeding.close()
         await feeding.close()
         assert await feeding.records() == []

@@ -11,6 +11,7 @@ import pytest
 import schemathesis
 from apisupport import Recorder, spec_body
 from hypothesis import HealthCheck, settings
+from serversupport import served
 from starlette.testclient import TestClient
 
 from tiffin.conductor import auth
@@ -54,6 +55,13 @@ def test_the_page_is_what_the_code_says() -> None:
     assert page == reference.render(), (
         "run: python -m tiffin.conductor.api.reference docs/conductor/rest.md"
     )
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", SERVICE, re.M | re.S)
+    with served(Recorder()) as url:
+        exec(code.replace("http://127.0.0.1:7800", url), {})
+    assert capsys.readouterr().out == "prefill-3 prefill-3\n"
 
 
 def test_every_code_is_documented() -> None:
@@ -113,7 +121,8 @@ def test_answers_are_as_described_at_length(case: Any) -> None:
 
 def test_the_examples_are_accepted() -> None:
     with TestClient(create_app(Recorder()), base_url="http://localhost") as http:
-        http.put("/v1/instances/prefill-3", json=spec_body())
+        for name in ("prefill-3", "prefill-4"):
+            http.put(f"/v1/instances/{name}", json=spec_body())
         for route in ROUTES:
             if route.body_example is None:
                 continue

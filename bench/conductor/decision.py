@@ -1,0 +1,247 @@
+"""Rows about one decision: of the core alone, without a service around it.
+
+A decision is `deciding.decide`, which changes nothing; `Conductor.schedule` reserves what was
+decided, and counts and logs it. They are timed one after the other for the same request, each with
+keys of its own: an object of bytes keeps its hash once somebody has asked for it, and keys that
+come with a request have none.
+
+Requests come 10 ms apart, of a clock that nobody waits for, and go their way: when their predicted
+time has passed, their prefill is done, and some seconds later they have been answered. So decisions
+are made while hundreds of requests are in flight, as they would be.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from itertools import count
+from typing import TYPE_CHECKING
+
+from tiffin.conductor.core import Conductor
+from tiffin.conductor.deciding import Accepted, decide
+from tiffin.conductor.feeds.updates import Added
+from tiffin.conductor.policies.base import names as policy_names
+from tiffin.conductor.profiles import DEFAULT
+from tiffin.conductor.records import Decision, InstanceSpec, Load, Request, RequestEvent, Role
+
+from ..store.rows import MICROSECONDS, Row, Side, Target, interleave, times
+from .index import keys_of
+from .setting import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from .setting import Setting, Sizes
+
+MODEL = "bench"
+PRIVATE, HOT = "private", "hot"
+# Whole decisions; a prompt whose blocks are everywhere needs no search for who could send them.
+_TARGETS_US = {PRIVATE: 200.0, HOT: 120.0}
+_LIMIT = "a plain loop: the keys' holders in a dict of bit sets, joined until none is left"
+
+# 70 billion parameters, 80 layers of 8 heads: 160 MiB for 512 tokens.
+_BLOCK_BYTES = 160 << 20
+_HOST_INSTANCES = 8
+_CAPACITY_TOKENS = 2_000_000
+_APART_S = 0.01
+_ANSWER_TOKENS = 128
+# As the service does, or more seldom.
+_TICK_S = 0.1
+_HEARTBEAT_S = 2.0
+
+
+class Traffic:
+    """A conductor with its instances and blocks, and requests to it. `next` makes another request;
+    `decide`, `schedule` and `loop` are what is measured about it.
+
+    `kind` is PRIVATE: 16 blocks that all instances have and 240 of one of them; or HOT: all blocks
+    on all instances.
+    """
+
+    def __init__(self, sizes: Sizes, kind: str) -> None:
+        self._dice = random.Random(0)
+        self.core = Conductor(dice=random.Random(1))
+        self._now = 0.0
+        self._ticked = self._heard = 0.0
+        self._numbers = count()
+        self._due: list[tuple[float, int, RequestEvent]] = []
+        private = kind == PRIVATE
+        self._shared = keys_of(sizes.shared_blocks if private else sizes.prompt_blocks)
+        self._tails: list[list[bytes]] = []
+        self._bits: dict[bytes, int] = dict.fromkeys(self._shared, (1 << sizes.instances) - 1)
+        self._names = [f"instance-{number}" for number in range(sizes.instances)]
+        for number, name in enumerate(self._names):
+            self.core.register(spec(name, number), self._now)
+            tail = keys_of(sizes.prompt_blocks - sizes.shared_blocks) if private else []
+            self._tails.append(tail)
+            self._bits.update(dict.fromkeys(tail, 1 << number))
+            self.core.apply(Added(name, "hbm", [*self._shared, *tail]), self._now)
+        self.next()
+        for _ in range(sizes.warm_decisions):
+            self.go_on()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that were scheduled and have not been answered."""
+        return int(self.core.statistics()["in_flight"])
+
+    def next(self) -> None:
+        """Time passes, and another request is there."""
+        self._now += _APART_S
+        while self._due and self._due[0][0] <= self._now:
+            at, _, event = heapq.heappop(self._due)
+            self.core.observe(event, at)
+        if self._now - self._heard >= _HEARTBEAT_S:
+            self._heard = self._now
+            for name in self._names:
+                self.core.heartbeat(name, Load(), self._now)
+        if self._now - self._ticked >= _TICK_S:
+            self._ticked = self._now
+            self.core.tick(self._now)
+        self._keys = self._shared + self._dice.choice(self._tails)
+        self._asked = [self._request(f"request-{next(self._numbers)}") for _ in range(2)]
+        self._looked_up = _fresh(self._keys)
+
+    def go_on(self) -> None:
+        """Schedule this request, and go on with another."""
+        self.schedule()
+        self.next()
+
+    def decide(self) -> Accepted:
+        """The decision alone."""
+        decided = decide(self.core._parts, self._asked[0], self._now)
+        assert isinstance(decided, Accepted), decided
+        return decided
+
+    def schedule(self) -> Decision:
+        """Decide, and reserve what was decided."""
+        decision = self.core.schedule(self._asked[1], self._now)
+        assert isinstance(decision, Decision), decision
+        self._follow(decision)
+        return decision
+
+    def loop(self) -> int:
+        """The least that finds who has the longest prefix; returns its blocks."""
+        bits, held, blocks = self._bits, -1, 0
+        for key in self._looked_up:
+            held &= bits.get(key, 0)
+            if not held:
+                break
+            blocks += 1
+        return blocks
+
+    def choose(self, policy: str) -> None:
+        """Decide by this policy from now on."""
+        self.core.patch({"policy": {"name": policy}}, self._now)
+
+    def again(self) -> None:
+        """The same request, with keys of its own."""
+        self._asked[0] = self._request(self._asked[0].id)
+
+    def _request(self, name: str) -> Request:
+        tokens = BLOCK_TOKENS * len(self._keys) + 100
+        return Request(name, MODEL, tokens, tuple(_fresh(self._keys)))
+
+    def _follow(self, decision: Decision) -> None:
+        """What will become of it, at the times that were predicted."""
+        prefilled = self._now + decision.predicted_ttft_s
+        answered = prefilled + _ANSWER_TOKENS * decision.predicted_tbt_s
+        for at, kind, tokens in (
+            (prefilled, "prefill_done", 0),
+            (prefilled, "first_token", 0),
+            (answered, "tokens", _ANSWER_TOKENS),
+            (answered, "finished", 0),
+        ):
+            event = RequestEvent(decision.request_id, kind, tokens)
+            heapq.heappush(self._due, (at, next(self._numbers), event))
+
+
+def spec(name: str, number: int) -> InstanceSpec:
+    """One of the instances."""
+    return InstanceSpec(
+        id=name,
+        model=MODEL,
+        role=Role.MIXED,
+        profile=DEFAULT,
+        node=f"node-{number // _HOST_INSTANCES}",
+        block_tokens=BLOCK_TOKENS,
+        block_bytes=_BLOCK_BYTES,
+        kv_capacity_tokens=_CAPACITY_TOKENS,
+    )
+
+
+def _fresh(keys: list[bytes]) -> list[bytes]:
+    """The same bytes in other objects, with no hash known yet."""
+    return [bytes(bytearray(key)) for key in keys]
+
+
+def scene(sizes: Sizes, kind: str) -> str:
+    """In words: what is where."""
+    blocks = f"{sizes.prompt_blocks} blocks, {sizes.instances} instances"
+    if kind == HOT:
+        return f"{blocks}, all on all"
+    return f"{blocks}, all but {sizes.shared_blocks} on one of them"
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def decisions(setting: Setting) -> list[Row]:
+    """The decision alone, and with what is reserved, for prompts of both kinds."""
+    return [row for kind in (PRIVATE, HOT) for row in _decisions(setting, kind)]
+
+
+def _decisions(setting: Setting, kind: str) -> list[Row]:
+    sizes = setting.sizes
+    setting.tell(scene(sizes, kind))
+    traffic = Traffic(sizes, kind)
+    sides = [Side(traffic.decide), Side(traffic.schedule), Side(traffic.loop, traffic.next)]
+    decided, scheduled, limit = interleave(sides, rounds=sizes.rounds)
+    return [
+        Row(
+            name=f"{name}-{kind}",
+            what=f"{what}: {scene(sizes, kind)}",
+            unit="us",
+            value=times(taken, MICROSECONDS),
+            limit_what=_LIMIT,
+            limit=times(limit, MICROSECONDS),
+            targets=(Target("p50", "<=", _TARGETS_US[kind]),),
+        )
+        for name, what, taken in (
+            ("decision", "one decision, which changes nothing", decided),
+            ("schedule", "one decision, reserved and logged", scheduled),
+        )
+    ]
+
+
+def policies(setting: Setting) -> list[Row]:
+    """The decision alone, by each policy, for prompts with a private tail."""
+    sizes = setting.sizes
+    traffic = Traffic(sizes, PRIVATE)
+    first, *others = policy_names()
+    traffic.choose(first)
+    sides = []
+    for after in (*others, None):
+
+        def reset(after: str | None = after) -> None:
+            traffic.again()
+            if after is not None:
+                traffic.choose(after)
+
+        sides.append(Side(traffic.decide, reset))
+
+    def begin() -> None:
+        traffic.go_on()
+        traffic.choose(first)
+
+    sides.append(Side(traffic.loop, begin))
+    *taken, limit = interleave(sides, rounds=sizes.policy_rounds)
+    return [
+        Row(
+            name=f"policy-{name}",
+            what=f"one decision by {name}: {scene(sizes, PRIVATE)}",
+            unit="us",
+            value=times(seconds, MICROSECONDS),
+            limit_what=_LIMIT,
+            limit=times(limit, MICROSECONDS),
+        )
+        for name, seconds in zip((first, *others), taken, strict=True)
+    ]

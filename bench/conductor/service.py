@@ -1,0 +1,156 @@
+"""Rows about `POST /v1/schedule`: a `tiffin conductor` process, asked over 16 connections.
+
+Who asks is a process of its own, in a closed loop: each connection has one request under way. The
+same requests go in turns to a plain service, which reads them and answers with a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from ..network.setting import LOOPBACK, await_answer, cpu_seconds, free_port, running
+from ..store.rows import MICROSECONDS, MILLISECONDS, Row, Spread, Target, times
+from .decision import MODEL, spec
+from .load import Load
+from .peer import Peer, peer
+from .setting import Missing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .setting import Setting, Sizes
+
+# The service as users start it, without needing the program to be installed.
+_COMMANDS = (
+    "import typer; from tiffin.conductor.cli import commands;"
+    " app = typer.Typer(); app.callback()(lambda: None); commands(app); app()"
+)
+# Instances are registered once and then silent.
+_SETTINGS = {"core": {"heartbeat_timeout_s": 3600.0}}
+_NEEDED = ("fastapi", "httpx", "uvicorn")
+
+
+@dataclass(slots=True)
+class _Side:
+    """A service and who asks it."""
+
+    pid: int
+    load: Peer
+    cpu_s: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def turn(self, requests: int, *, counted: bool) -> None:
+        """So many requests. What becomes of them is told, but not counted."""
+        before_s = cpu_seconds([self.pid])
+        seconds = self.load.ask(f"ask {requests}")
+        took_s = cpu_seconds([self.pid]) - before_s
+        self.load.ask("finish")
+        if counted:
+            self.cpu_s.append(took_s / requests)
+            self.seconds += seconds
+
+
+def service(setting: Setting) -> list[Row]:
+    """CPU time of the service per request, and how long requests take. Raises Missing."""
+    lacks = [name for name in _NEEDED if find_spec(name) is None]
+    if lacks:
+        raise Missing(f'no {", ".join(lacks)}; run: pip install "tiffin[conductor]"')
+    sizes = setting.sizes
+    with _conductor(setting) as ours, _plain(sizes) as plain:
+        setting.tell(f"{sizes.turns} times {sizes.requests} requests")
+        for turn in range(sizes.turns + 1):
+            for side in (plain, ours):
+                side.turn(max(sizes.requests, sizes.prompts), counted=turn > 0)
+    what = (
+        f"POST /v1/schedule of {sizes.prompt_blocks} block keys, {sizes.instances} instances, "
+        f"{sizes.connections} connections"
+    )
+    plainly = "the same bodies read by a plain FastAPI route in uvicorn"
+    parser = "httptools" if find_spec("httptools") is not None else "h11"
+    return [
+        Row(
+            name="service-cpu",
+            what=f"CPU time of the service per {what}",
+            unit="us",
+            value=times(ours.cpu_s, MICROSECONDS),
+            limit_what=plainly,
+            limit=times(plain.cpu_s, MICROSECONDS),
+            targets=(Target("p50", "<=", 450.0),),
+            note=f"either reads HTTP by {parser}, which uvicorn takes if it is installed",
+        ),
+        Row(
+            name="service-latency",
+            what=what,
+            unit="ms",
+            value=times(ours.seconds, MILLISECONDS),
+            limit_what=plainly,
+            limit=times(plain.seconds, MILLISECONDS),
+            targets=(Target("p50", "<=", 6.0),),
+            note=f"{_rate(ours):.0f} requests/s, p99 {_p99(ours):.1f} ms",
+        ),
+    ]
+
+
+def _rate(side: _Side) -> float:
+    """Requests in a second of CPU time of the service, which has one core at most."""
+    return 1.0 / Spread.of(side.cpu_s, lower_is_better=True).p50
+
+
+def _p99(side: _Side) -> float:
+    return MILLISECONDS * sorted(side.seconds)[len(side.seconds) * 99 // 100]
+
+
+@contextlib.contextmanager
+def _conductor(setting: Setting) -> Iterator[_Side]:
+    """A conductor with all instances registered."""
+    from tiffin.conductor.client import ConductorClient
+
+    sizes, port = setting.sizes, free_port()
+    command = [
+        *(sys.executable, "-c", _COMMANDS, "conductor"),
+        *("--listen", f"{LOOPBACK}:{port}", "--log-level", "error"),
+    ]
+    with running(command) as process, ConductorClient(f"http://{LOOPBACK}:{port}") as client:
+        await_answer(process, lambda: _accepts(port), "the conductor")
+        setting.tell(f"{sizes.instances} instances register")
+        client.patch(_SETTINGS)
+        for number in range(sizes.instances):
+            client.register(spec(f"instance-{number}", number))
+        with _load(sizes, port) as load:
+            yield _Side(process.pid, load)
+
+
+@contextlib.contextmanager
+def _plain(sizes: Sizes) -> Iterator[_Side]:
+    port = free_port()
+    command = [sys.executable, "-m", "tiffin.bench.conductor.plain_service", str(port)]
+    with running(command) as process:
+        await_answer(process, lambda: _accepts(port), "the plain service")
+        with _load(sizes, port) as load:
+            yield _Side(process.pid, load)
+
+
+def _accepts(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), 1.0):
+        return True
+    return False
+
+
+def _load(sizes: Sizes, port: int) -> contextlib.AbstractContextManager[Peer]:
+    load = Load(
+        port=port,
+        model=MODEL,
+        connections=sizes.connections,
+        prompts=sizes.prompts,
+        prompt_blocks=sizes.prompt_blocks,
+        shared_blocks=sizes.shared_blocks,
+    )
+    return peer(
+        "who asks the service",
+        [sys.executable, "-m", "tiffin.bench.conductor.load", load.text()],
+    )

@@ -1,0 +1,110 @@
+"""The conductor's measurements, in the order of the docs.
+
+What they measure is imported when they run: every `tiffin` command comes by here to learn their
+names, and the conductor's own libraries may not be installed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..environment import LIBRARIES
+from ..suite import Suite
+from .setting import Missing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..store.rows import Row
+    from .setting import Setting
+
+    Measurement = Callable[[Setting], list[Row]]
+
+
+def _decisions(setting: Setting) -> list[Row]:
+    from .decision import decisions
+
+    return decisions(setting)
+
+
+def _policies(setting: Setting) -> list[Row]:
+    from .decision import policies
+
+    return policies(setting)
+
+
+def _walk(setting: Setting) -> list[Row]:
+    from . import index
+
+    return index.walk(setting.sizes.instances, setting.sizes.rounds)
+
+
+def _events(setting: Setting) -> list[Row]:
+    from . import index
+
+    sizes = setting.sizes
+    return index.events(sizes.index_blocks, sizes.instances, sizes.index_rounds)
+
+
+def _memory(setting: Setting) -> list[Row]:
+    from . import index
+
+    return index.memory(setting.sizes.index_blocks)
+
+
+def _resync(setting: Setting) -> list[Row]:
+    from . import index
+
+    return index.resync(setting.sizes.index_blocks, setting.sizes.index_rounds)
+
+
+def _folding(setting: Setting) -> list[Row]:
+    from . import index
+
+    return index.folding(setting.sizes.folded_blocks, setting.sizes.index_rounds)
+
+
+def _service(setting: Setting) -> list[Row]:
+    from .service import service
+
+    return service(setting)
+
+
+def _dynamo(setting: Setting) -> list[Row]:
+    from .dynamo import dynamo
+
+    return dynamo(setting)
+
+
+def _as_crash(measure: Measurement) -> Measurement:
+    """What the conductor refuses ends this measurement, and not those after it."""
+
+    def measured(setting: Setting) -> list[Row]:
+        from tiffin.conductor.errors import ConductorError
+
+        try:
+            return measure(setting)
+        except ConductorError as error:
+            raise ValueError(f"the conductor refused: {type(error).__name__}: {error}") from error
+
+    return measured
+
+
+_MEASUREMENTS: dict[str, Measurement] = {
+    "decision": _decisions,
+    "policies": _policies,
+    "walk": _walk,
+    "events": _events,
+    "memory": _memory,
+    "resync": _resync,
+    "folding": _folding,
+    "service": _service,
+    "dynamo": _dynamo,
+}
+
+SUITE: Suite[Setting] = Suite(
+    "conductor",
+    {name: _as_crash(measure) for name, measure in _MEASUREMENTS.items()},
+    lack=Missing,
+    libraries=(*LIBRARIES, "fastapi", "uvicorn"),
+)

@@ -1,0 +1,247 @@
+"""Carries bulletins between conductors, through one stream in Redis.
+
+    tiffin:{POOL:c}:conductors      stream: field "e" = a bulletin
+
+Everything in it is soft: it is cut to its latest entries, ends by itself when nobody writes, and
+what is lost is said again. One exchange appends what there is to say and reads what is new. It is
+asked once; the same connections as the directory's leave a server alone that did not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from typing import TYPE_CHECKING, Any
+
+import redis
+
+from tiffin.kvstore.directory.fleet import open_fleet
+from tiffin.kvstore.directory.layout import APPEND, MEMBERS
+from tiffin.kvstore.directory.server import Call, exchange
+from tiffin.kvstore.directory.url import check_pool, parse_redis
+from tiffin.kvstore.errors import ClientClosed, DirectoryUnavailable
+
+from ..bulletins import BULLETIN_BYTES_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tiffin.kvstore.directory.server import Reply
+
+    from ..shared import News, SharedConductor
+
+log = logging.getLogger(__name__)
+
+# With ten conductors that speak 20 times a second, 20 s. Were all of them full, 256 MB; most are
+# some KB.
+STREAM_ENTRIES_MAX = 4096
+# After which it vanishes when no conductor writes any more.
+_STREAM_TTL_MS = 60_000
+# Of one reading. Several follow each other while there is more.
+_READ_MAX = 256
+_READS_MAX = 16
+# Of one call: a million bytes, mostly much less.
+_APPENDS_MAX = 64
+# Bulletins that are taken in before others have their turn in the loop; some 0.3 ms each.
+_PER_TURN = 4
+# The least time between two exchanges, however much is decided.
+_PAUSE_S = 0.01
+
+
+def unique_name() -> str:
+    """For a conductor: of this machine, and nobody's before."""
+    return f"{socket.gethostname()[:200]}:{secrets.token_hex(6)}"
+
+
+class Link:
+    """The stream of one pool. Connects at the first exchange. `close` may be called meanwhile by
+    another thread; otherwise for one thread at a time.
+
+    Raises InvalidInput for a URL that can't work, or that names no Redis.
+    """
+
+    def __init__(self, url: str, *, pool: str = "default") -> None:
+        options = parse_redis(url)
+        tag = f"{check_pool(pool)}:c"
+        self._name = f"tiffin:{{{tag}}}:conductors".encode()
+        self._address, self._timeout_s = options.address, options.timeout_s
+        self._fleet = open_fleet(options, {MEMBERS: tag.encode()})
+        self._position: bytes | None = None
+        self._closed = False
+        self._counts = {"exchanges": 0, "failures": 0, "appended": 0, "read": 0}
+        self.last_error = ""
+
+    def exchange(self, bulletins: Sequence[bytes]) -> list[bytes]:
+        """Append these, and return what was appended since the last exchange, these among it. The
+        first one returns nothing that was there before.
+
+        Blocks for about the URL's timeout at most for each 64 bulletins. Raises
+        DirectoryUnavailable, and then nobody knows what was appended; and ClientClosed.
+        """
+        if self._closed:
+            raise ClientClosed("this link is closed")
+        try:
+            if self._position is None:
+                self._position = self._last()
+            for begin in range(0, len(bulletins), _APPENDS_MAX):
+                self._append(bulletins[begin : begin + _APPENDS_MAX])
+            found = self._read()
+        except DirectoryUnavailable as error:
+            self._counts["failures"] += 1
+            self.last_error = str(error)
+            raise
+        self._counts["exchanges"] += 1
+        self._counts["appended"] += len(bulletins)
+        self._counts["read"] += len(found)
+        self.last_error = ""
+        return found
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain numbers, where it is, and the `error` of the last exchange, "" if it had none."""
+        return {"address": self._address, "error": self.last_error, **self._counts}
+
+    def close(self) -> None:
+        """Close all connections; idempotent."""
+        self._closed = True
+        self._fleet.close()
+
+    def _last(self) -> bytes:
+        """The position of the last entry; "0-0" of an empty stream."""
+        (reply,) = self._ask([("XREVRANGE", self._name, "+", "-", "COUNT", 1)])
+        match reply:
+            case [[bytes() as position, *_]]:
+                return position
+            case []:
+                return b"0-0"
+        return self._not_a_stream(reply)
+
+    def _append(self, bulletins: Sequence[bytes]) -> None:
+        commands: list[Sequence[bytes | str | int]] = [
+            ("EVAL", APPEND.text, 1, self._name, STREAM_ENTRIES_MAX, raw) for raw in bulletins
+        ]
+        commands.append(("PEXPIRE", self._name, _STREAM_TTL_MS))
+        for reply in self._ask(commands)[:-1]:
+            if not isinstance(reply, bytes):
+                raise self._refused(reply)
+            if self._position is not None and _order(reply) <= _order(self._position):
+                # It was lost, or its server's clock went back: ours is no position of this stream.
+                self._position = b"0-0"
+
+    def _read(self) -> list[bytes]:
+        found: list[bytes] = []
+        for _ in range(_READS_MAX):
+            assert self._position is not None
+            words = ("XREAD", "COUNT", _READ_MAX, "STREAMS", self._name, self._position)
+            (reply,) = self._ask([words])
+            match reply:
+                case None:
+                    return found
+                case [[_, [*entries]]]:
+                    found += self._bulletins(entries)
+                case _:
+                    self._not_a_stream(reply)
+                    return found
+            if len(entries) < _READ_MAX:
+                break
+        return found
+
+    def _bulletins(self, entries: Sequence[Reply]) -> list[bytes]:
+        found = []
+        for entry in entries:
+            match entry:
+                case [bytes() as position, [b"e", bytes() as raw]]:
+                    self._position = position
+                    if len(raw) <= BULLETIN_BYTES_MAX:
+                        found.append(raw)
+                case [bytes() as position, *_]:
+                    self._position = position
+        return found
+
+    def _ask(self, commands: Sequence[Sequence[bytes | str | int]]) -> list[Reply]:
+        server = self._fleet.server(MEMBERS)
+        call = Call(server, commands)
+        exchange([call], self._timeout_s)
+        if call.error is not None:
+            self._fleet.lost(server)
+            raise self._refused(call.error)
+        for reply in call.replies:
+            if _elsewhere(reply):
+                self._fleet.moved(server)
+                raise self._refused(reply)
+        return call.replies
+
+    def _not_a_stream(self, reply: Reply) -> bytes:
+        """Somebody else's value lies under our name: whoever appends replaces it."""
+        if isinstance(reply, redis.ResponseError) and str(reply).startswith("WRONGTYPE"):
+            return b"0-0"
+        raise self._refused(reply)
+
+    def _refused(self, reply: Reply) -> DirectoryUnavailable:
+        is_error = isinstance(reply, Exception)
+        why = f"{reply} ({type(reply).__name__})" if is_error else f"it answered {reply!r}"
+        return DirectoryUnavailable(f"the other conductors, by {self._address}: {why[:300]}")
+
+
+def _order(position: bytes) -> tuple[int, ...]:
+    return tuple(int(part) for part in position.split(b"-"))
+
+
+def _elsewhere(reply: Reply) -> bool:
+    """Whether the server says that another one has this."""
+    if isinstance(reply, redis.exceptions.ReadOnlyError | redis.exceptions.MovedError):
+        return True
+    return isinstance(reply, redis.ResponseError) and str(reply).startswith(("MOVED ", "READONLY"))
+
+
+def exchange_once(core: SharedConductor, link: Link, clock: Callable[[], float]) -> None:
+    """Say, hear, settle: one turn, for who has no event loop. Never raises for a Redis that does
+    not answer."""
+    try:
+        heard = link.exchange(core.bulletins(clock()))
+    except DirectoryUnavailable:
+        core.interrupted()
+        heard = []
+    for raw in heard:
+        core.hear(raw, clock())
+    core.settle(clock())
+
+
+async def share(
+    core: SharedConductor,
+    link: Link,
+    clock: Callable[[], float],
+    learnt: Callable[[News], None] | None = None,
+) -> None:
+    """Exchange bulletins for ever, in the loop that the core lives in; Redis is waited for in
+    another thread. `learnt` is given what the others said about instances and our requests. Cancel
+    it, then close the link. Raises ClientClosed if the link was closed first."""
+    woken = asyncio.Event()
+    core.wake = woken.set
+    reached = True
+    while True:
+        woken.clear()
+        try:
+            heard = await asyncio.to_thread(link.exchange, core.bulletins(clock()))
+        except DirectoryUnavailable as error:
+            if reached:
+                log.warning("deciding alone: %s", error)
+            core.interrupted()
+            reached, heard = False, []
+        else:
+            if not reached:
+                log.info("the other conductors are heard again")
+            reached = True
+        for number, raw in enumerate(heard):
+            core.hear(raw, clock())
+            if number % _PER_TURN == _PER_TURN - 1:
+                await asyncio.sleep(0)
+        core.settle(clock())
+        if learnt is not None:
+            learnt(core.news())
+        await asyncio.sleep(min(_PAUSE_S, core.sharing.interval_s))
+        with contextlib.suppress(TimeoutError):
+            left_s = max(core.sharing.interval_s - _PAUSE_S, 0.0)
+            await asyncio.wait_for(woken.wait(), left_s)

@@ -1,0 +1,170 @@
+"""The gateway's parts, put together: what it knows, whom it asks, whom it tells, its limits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from tiffin.kvstore.credentials import read_token
+
+from ..api.answers import Refusal
+from ..errors import ConductorError, ConductorUnavailable
+from .engines import Engines
+from .known import Known
+from .metrics import Metrics
+from .placing import Placing
+from .reporting import Health, Reporter
+from .running import Running
+from .tokenizing import Tokenizing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from ..client import AsyncConductorClient
+    from ..records import Rejection
+    from .asking import Ask
+    from .config import GatewayConfig, GatewayLimits
+    from .placing import Placement
+    from .tokenizing import Sized
+
+log = logging.getLogger("tiffin.gateway")
+
+# Reports that are not told by then are lost; the conductor finds out in time.
+_LAST_WORDS_S = 3.0
+
+
+class Gate:
+    """How many requests are inside, and how much their bodies take. For one event loop."""
+
+    def __init__(self, limits: GatewayLimits, metrics: Metrics) -> None:
+        self._limits, self._metrics = limits, metrics
+        self.requests = 0
+        self.held_bytes = 0
+
+    def enter(self) -> None:
+        """Raises Refusal if it is full. Leave it."""
+        if self.requests >= self._limits.requests:
+            raise _busy(f"{self.requests} requests are under way")
+        self.requests += 1
+        self._metrics.in_flight.set(self.requests)
+
+    def hold(self, nbytes: int) -> None:
+        """Keep a body. Raises Refusal if there is no room for it."""
+        if self.held_bytes + nbytes > self._limits.held_bytes:
+            raise _busy("the requests under way are too long")
+        self.held_bytes += nbytes
+        self._metrics.held_bytes.set(self.held_bytes)
+
+    def leave(self, nbytes: int) -> None:
+        """A request has ended, and its body of so many bytes is kept no more."""
+        self.requests -= 1
+        self.held_bytes -= nbytes
+        self._metrics.in_flight.set(self.requests)
+        self._metrics.held_bytes.set(self.held_bytes)
+
+
+class Gateway:
+    """See the module; use it in an `async with`. For one event loop.
+
+    `client` asks the conductor and is closed with the gateway. Raises InvalidInput for files of the
+    configuration that can't be used.
+    """
+
+    def __init__(
+        self,
+        client: AsyncConductorClient,
+        config: GatewayConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config, self.clock = config, clock
+        self.metrics = Metrics()
+        self.health = Health()
+        self.known = Known()
+        self.gate = Gate(config.limits, self.metrics)
+        self._client = client
+        self._tokenizing = Tokenizing(config, self._remote_tokens)
+        token_file = config.engine_token_file
+        token = read_token(Path(token_file)) if token_file else b""
+        self._engines = Engines(config, token)
+        self.running = Running(self._engines, config)
+        self._placing = Placing(client, self.known, self.health, config, self.metrics, clock)
+        self.reporter = Reporter(
+            client, self.health, clock, tokens=config.report_tokens, interval_s=config.report_s
+        )
+        self._complaint = ""
+        self._refreshing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.refresh()
+        self._refreshing = asyncio.create_task(self._refresh_often())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.gather(self._refreshing, return_exceptions=True)
+        await self.reporter.close(_LAST_WORDS_S)
+        await self._engines.close()
+        await self._client.close()
+        self._tokenizing.close()
+
+    async def size(self, ask: Ask) -> Sized:
+        """How long a prompt is, and its keys. Raises InvalidRequest."""
+        started = self.clock()
+        sized = await self._tokenizing.size(ask)
+        self.metrics.size_s.observe(self.clock() - started)
+        self.metrics.sized.labels(sized.how).inc()
+        self.metrics.prompt_tokens.inc(sized.prompt_tokens)
+        return sized
+
+    async def place(self, ask: Ask, sized: Sized, avoid: Collection[str]) -> Placement | Rejection:
+        """Where it runs. Raises ConductorError, NoInstance."""
+        started = self.clock()
+        try:
+            return await self._placing.place(ask, sized, avoid)
+        finally:
+            self.metrics.place_s.observe(self.clock() - started)
+
+    async def refresh(self) -> None:
+        """Ask which instances there are."""
+        try:
+            instances = await self._client.instances()
+        except ConductorUnavailable as error:
+            self.health.failed(self.clock(), error)
+        except ConductorError as error:
+            self.health.answered()
+            if str(error) != self._complaint:  # once, not every two seconds
+                log.error("the conductor does not say which instances there are: %s", error)
+            self._complaint = str(error)
+        else:
+            self.health.answered()
+            self._complaint = ""
+            self.known.update(instances, self.clock())
+        self.metrics.conductor_up.set(self.health.up)
+        self.metrics.instances.set(len(self.known))
+
+    def missing(self) -> list[str]:
+        """Why requests can't be served now, or not well; nothing if they can."""
+        found = []
+        if not self.health.up and not (self.config.fallback and self.known.models()):
+            found.append("the conductor does not answer")
+        if not self.known.models():
+            found.append("no instance is known")
+        return found
+
+    async def _refresh_often(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.refresh_s)
+            await self.refresh()
+
+    async def _remote_tokens(self, ask: Ask) -> list[int] | None:
+        target = self.known.any(ask.model)
+        return None if target is None else await self._engines.tokenize(target, ask)
+
+
+def _busy(why: str) -> Refusal:
+    return Refusal(503, "gateway_busy", f"{why}: try again", retry_after_s=1.0)

@@ -1,0 +1,63 @@
+"""What the gateway tells Prometheus. docs/conductor/gateway.md explains each.
+
+Labels come from what is configured or decided here, never from what clients send.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+PREFIX = "tiffin_gateway_"
+
+_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
+_TOTAL_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
+_SHORT_S = (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.0)
+
+
+class Metrics:
+    """The gateway's own registry."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.requests = self._counter("requests", "Answers.", "route", "status")
+        self.cancelled = self._counter("cancelled", "Requests whose client hung up.")
+        self.broken = self._counter("broken_streams", "Streams that an instance did not end.")
+        self.fallbacks = self._counter(
+            "fallbacks", "Requests that were placed without the conductor.", "why"
+        )
+        self.rescheduled = self._counter(
+            "rescheduled", "Requests that were placed again: an instance was gone."
+        )
+        self.races = self._counter("races", "Requests that ran on two routes.", "winner")
+        self.sized = self._counter("prompts", "How prompts' lengths were found out.", "how")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.answered_tokens = self._counter("answered_tokens", "Tokens of answers.")
+        self.size_s = self._histogram(
+            "tokenize_duration_seconds", "Time to tokenise a prompt and make its keys.", _SHORT_S
+        )
+        self.place_s = self._histogram(
+            "place_duration_seconds", "Time to a decision, with the way to the conductor.", _SHORT_S
+        )
+        self.ttft_s = self._histogram(
+            "ttft_seconds", "From a whole request to the first token of its stream.", _TTFT_S
+        )
+        self.total_s = self._histogram(
+            "request_duration_seconds", "From a whole request to the end of its answer.", _TOTAL_S
+        )
+        self.in_flight = self._gauge("requests_in_flight", "Requests at the moment.")
+        self.held_bytes = self._gauge("held_bytes", "Their bodies.")
+        self.conductor_up = self._gauge("conductor_up", "1 if the conductor answers.")
+        self.instances = self._gauge("instances", "Instances that it last spoke of.")
+
+    def text(self) -> bytes:
+        """All of it, for a scrape."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, what, labels, registry=self.registry)
+
+    def _gauge(self, name: str, what: str) -> Gauge:
+        return Gauge(PREFIX + name, what, registry=self.registry)
+
+    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(PREFIX + name, what, registry=self.registry, buckets=buckets)

@@ -1,0 +1,149 @@
+"""Where a request runs: asks the conductor, or gives instances their turns while it is silent."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import ConductorError, ConductorUnavailable, UnknownModel, UnknownRequest
+from ..records import Rejection, Request, RequestEvent
+from .known import Route, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from ..api.models import DecisionReply
+    from ..client import AsyncConductorClient
+    from .asking import Ask
+    from .config import GatewayConfig
+    from .known import Known
+    from .metrics import Metrics
+    from .reporting import Health
+    from .tokenizing import Sized
+
+# Half of the time after which the conductor forgets a request: one report may be lost.
+_ALIVE_SHARE = 0.5
+_ALIVE_S = 30.0  # of a decision that does not say when it ends
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request runs: on the first of `routes`, or on all of them, raced.
+
+    `fallback` says why the conductor has not decided it, "" if it has: then nothing is reported.
+    `output_tokens_max` is where the conductor cuts the answer. Within `alive_s` it wants to hear of
+    it.
+    """
+
+    routes: tuple[Route, ...]
+    cached_tokens: int = 0
+    output_tokens_max: int | None = None
+    alive_s: float = _ALIVE_S
+    fallback: str = ""
+
+
+class NoInstance(Exception):
+    """Nothing is known that could serve the request. `why`, for the client."""
+
+
+class Placing:
+    """See the module. For one event loop."""
+
+    def __init__(
+        self,
+        client: AsyncConductorClient,
+        known: Known,
+        health: Health,
+        config: GatewayConfig,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._client, self._known, self._health = client, known, health
+        self._config, self._metrics, self._clock = config, metrics, clock
+
+    async def place(
+        self, ask: Ask, sized: Sized, avoid: Collection[str] = ()
+    ) -> Placement | Rejection:
+        """Where to run it, not on those to `avoid`. Asking again about a request in flight gives
+        the same decision, unless an instance of it has left. Raises ConductorError, NoInstance."""
+        if not self._health.try_again(self._clock()):
+            return self._by_turns(ask, avoid, "conductor_down")
+        try:
+            decided = await self._ask(ask, sized)
+        except ConductorUnavailable as error:
+            self._health.failed(self._clock(), error)
+            return self._by_turns(ask, avoid, "conductor_down", error)
+        except UnknownModel as error:
+            # A conductor that was restarted knows nobody until they say that they are there.
+            if ask.model not in self._known.models():
+                raise
+            return self._by_turns(ask, avoid, "model_unknown", error)
+        self._health.answered()
+        if isinstance(decided, Rejection):
+            return decided
+        return await self._usable(ask, decided, avoid)
+
+    async def _ask(self, ask: Ask, sized: Sized) -> DecisionReply | Rejection:
+        wishes = ask.wishes
+        request = Request(
+            id=wishes.request_id,
+            model=ask.model,
+            prompt_tokens=sized.prompt_tokens,
+            keys=sized.keys,
+            objectives=wishes.objectives,
+            priority=wishes.priority,
+            tenant=wishes.tenant,
+            output_tokens_max=ask.output_tokens_max,
+            # Of an answer that is not streamed nobody sees which route is first.
+            urgent=wishes.urgent and ask.stream,
+        )
+        namespace = self._config.model(ask.model).namespace if sized.token_ids else ""
+        return await self._client.schedule(request, token_ids=sized.token_ids, namespace=namespace)
+
+    async def _usable(
+        self, ask: Ask, decided: DecisionReply, avoid: Collection[str]
+    ) -> Placement | Rejection:
+        """The decision, without routes over instances that do not answer. If none is left, the
+        conductor does not know that yet: it is told to forget the request, and others do it."""
+        first = Route(
+            Target(decided.prefill, decided.prefill_url or self._known.url(decided.prefill)),
+            Target(decided.decode, decided.decode_url or self._known.url(decided.decode)),
+        )
+        others = [
+            Route(Target(a, self._known.url(a)), Target(b, self._known.url(b)))
+            for a, b in ((one.prefill, one.decode) for one in decided.alternatives)
+        ]
+        raced = [route for route in others if route.prefill.url and route.decode.url and ask.stream]
+        routes = tuple(route for route in (first, *raced) if not route.uses(avoid))
+        if not routes:
+            # If it does not hear that, it forgets the request by itself, in time.
+            with contextlib.suppress(ConductorUnavailable, UnknownRequest):
+                await self._client.observe(RequestEvent(decided.request_id, "cancelled"))
+            return self._by_turns(ask, avoid, "instance_gone")
+        expires_s = decided.expires_in_s
+        return Placement(
+            routes=routes,
+            cached_tokens=decided.cached_tokens,
+            output_tokens_max=decided.output_tokens_max,
+            alive_s=_ALIVE_S if expires_s is None else max(0.05, expires_s * _ALIVE_SHARE),
+        )
+
+    def _by_turns(
+        self,
+        ask: Ask,
+        avoid: Collection[str],
+        why: str,
+        error: ConductorError | None = None,
+    ) -> Placement:
+        route = self._known.turn(ask.model, avoid) if self._config.fallback else None
+        if route is None:
+            if error is not None:
+                raise error
+            raise NoInstance(
+                f"no instance of {ask.model!r} that answers is known"
+                if self._config.fallback
+                else f"the conductor did not place {ask.model!r}, and fallback is off"
+            )
+        self._metrics.fallbacks.labels(why).inc()
+        return Placement(routes=(route,), fallback=why)

@@ -1,0 +1,583 @@
+"""A conductor among others that know of each other, any of which can die. Pure.
+
+    core = SharedConductor("host-a:4242:9f3c")
+    for raw in core.bulletins(now): ...     # to all others, by `feeds/sharing.py`
+    core.hear(raw, now)                     # of all others
+    core.settle(now)                        # after everything that was there has been heard
+
+It decides alone, from what it knows: nothing here waits. What it has decided the others learn some
+tens of milliseconds later; `docs/conductor/several.md` says what may differ until then.
+
+A request belongs to the conductor that decided it. Others answer for it (`schedule` with the same
+id gives the same decision) and pass its events on. When its owner is silent for too long, whoever
+hears of the request next takes it over.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from math import inf, nextafter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import admission
+from .bulletins import (
+    ROWS_MAX,
+    SCHEMA_BYTES_MAX,
+    Ended,
+    Happened,
+    Heard,
+    Instance,
+    Placed,
+    Rows,
+    Schema,
+    pack,
+    unpack,
+)
+from .core import Conductor, check_request
+from .errors import ConductorError, Conflict, InvalidRequest, UnknownRequest
+from .ledger import Flight
+from .records import (
+    Decision,
+    InstanceSpec,
+    Load,
+    Objectives,
+    Rejection,
+    Request,
+    RequestEvent,
+    Role,
+    Status,
+)
+from .sharing import Elsewhere, PeerLoads, SharingSettings, rank, same_prompt
+from .telling import OwnRows, Registry, placed_word, reservation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .bulletins import Word
+    from .deciding import Accepted
+    from .sharing import Entry
+
+# Each reads what all others say.
+PEERS_MAX = 64
+# Everything is told again at most this often, whoever asks.
+TELL_ALL_S = 1.0
+# Events passed on that are kept until their owner can be taken for alive, some 200 bytes each.
+PASSED_ON_MAX = 65_536
+# Of events that were passed on in one interval; beyond, whoever reports them gets UnknownRequest.
+EVENTS_MAX = 16_384
+SCHEMAS_MAX = 256
+# Of each kind, until somebody asks for them.
+NEWS_MAX = 65_536
+
+Learnt = TypeVar("Learnt")
+
+
+@dataclass(slots=True)
+class News:
+    """What was learnt from others since the last call, for whoever follows instances: those that
+    `joined` (or changed) and `left`, `schemas` of models as (model, canonical text), `events` of
+    our requests that were reported elsewhere."""
+
+    joined: list[InstanceSpec] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    schemas: list[tuple[str, str]] = field(default_factory=list)
+    events: list[RequestEvent] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Peer:
+    """Another conductor that is alive."""
+
+    seq: int
+    heard_at: float
+
+
+class SharedConductor(Conductor):
+    """A `Conductor` that tells others what it does. Not thread-safe.
+
+    `name` is unique among all that ever lived, so a restarted conductor has a new one.
+    `unix_offset_s` is Unix time less `now`. `wake` is called when something should be told at once;
+    it must not block. Other arguments as of `Conductor`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *arguments: Any,
+        sharing: SharingSettings | None = None,
+        unix_offset_s: float = 0.0,
+        wake: Callable[[], None] | None = None,
+        **named: Any,
+    ) -> None:
+        super().__init__(*arguments, **named)
+        if not 1 <= len(name) <= 256:
+            raise InvalidRequest("a conductor's name has 1 to 256 characters")
+        self.name = name
+        self.sharing = sharing or SharingSettings()
+        self.wake = wake
+        self._unix_offset_s = unix_offset_s
+        self._peers: dict[str, _Peer] = {}
+        self._loads = PeerLoads(self.cluster)
+        self._rows = OwnRows(self.cluster, self.ledger, self.queues)
+        self._registry = Registry(self.cluster, unix_offset_s)
+        self._elsewhere = Elsewhere()
+        self._news = News()
+        self._begin_telling()
+        # Of our flights: when each was told last, the oldest first; how often it was taken over;
+        # and of those that were, whose keys are not known, what they should be.
+        self._told_at: OrderedDict[str, float] = OrderedDict()
+        self._claims: dict[str, int] = {}
+        self._adopted: set[str] = set()
+        self._keyless: dict[str, Placed] = {}
+        self._schemas: dict[str, str] = {}
+        self._passed_on: deque[tuple[float, RequestEvent]] = deque(maxlen=PASSED_ON_MAX)
+        self._shared_counts = dict.fromkeys(
+            ("heard", "ignored", "gaps", "deaths", "adopted", "yielded", "passed_on", "left_out"), 0
+        )
+
+    def _begin_telling(self) -> None:
+        self._seq = 0
+        self._spoke_at = -inf
+        self._asks, self._asked_at = True, -inf
+        self._tells_all, self._told_all_at = True, -inf
+        # What is to be told next.
+        self._begun: dict[str, None] = {}
+        self._ended: list[str] = []
+        self._events: list[Happened] = []
+        self._heard: dict[str, Load] = {}
+        self._changed: dict[str, None] = {}
+        self._new_schemas: dict[str, None] = {}
+
+    # -- what callers ask, as of a conductor alone -------------------------------------------------
+
+    def schedule(self, request: Request, now: float) -> Decision | Rejection:
+        """See `Conductor.schedule`. Also what another conductor has decided is given again."""
+        if self.ledger.get(request.id) is not None:
+            self._check_adopted(request)
+            return super().schedule(request, now)
+        entry = self._elsewhere.get(request.id)
+        if entry is None:
+            return super().schedule(request, now)
+        check_request(request)
+        if not same_prompt(entry.placed, request):
+            raise Conflict(f"request {request.id!r} is in flight with another prompt")
+        placed = entry.placed
+        if placed.prefill in self.cluster and placed.decode in self.cluster:
+            if entry.owner in self._peers:
+                return self._decision_of(placed, now)
+            flight = self._adopt(entry, now, request)
+            if flight is not None:
+                return flight.decision
+        outcome = super().schedule(request, now)
+        if isinstance(outcome, Decision):  # anew: whoever has it gives it up
+            self._elsewhere.pop(request.id)
+            self._claims[request.id] = placed.claim + 1
+        return outcome
+
+    def observe(self, event: RequestEvent, now: float) -> None:
+        """See `Conductor.observe`. Of a request that is not ours, the event is passed on; only when
+        no other conductor is alive it is UnknownRequest."""
+        if event.kind == "finished" and event.request_id in self._adopted:
+            flight = self.ledger.get(event.request_id)
+            assert flight is not None
+            flight.answered_tokens = 0  # not all of them were counted here: teaches no length
+        try:
+            super().observe(event, now)
+        except UnknownRequest:
+            entry = self._elsewhere.get(event.request_id)
+            if entry is not None and entry.owner not in self._peers:
+                if self._adopt(entry, now) is None:
+                    raise
+                self.observe(event, now)
+            elif not self._peers or len(self._events) >= EVENTS_MAX:
+                raise
+            else:
+                self._pass_on(event, now)
+
+    def recheck(self, request_id: str, now: float) -> Rejection | None:
+        """See `Conductor.recheck`. A request that is not ours is not checked again."""
+        if self.ledger.get(request_id) is None and self._peers:
+            return None
+        return super().recheck(request_id, now)
+
+    def decision(self, request_id: str) -> Decision | Rejection | None:
+        """See `Conductor.decision`; without candidates if another conductor has decided."""
+        found = super().decision(request_id)
+        entry = self._elsewhere.get(request_id)
+        if found is None and entry is not None:
+            return self._decision_of(entry.placed, inf)
+        return found
+
+    def heartbeat(self, instance: str, load: Load, now: float) -> None:
+        """See `Conductor.heartbeat`."""
+        self._hear_load(instance, load, now)
+        if load != Load() or instance not in self._heard:
+            self._heard[instance] = load
+
+    def remove(self, instance: str, now: float) -> None:
+        """See `Conductor.remove`."""
+        self._loads.vacate(self.cluster.row(instance))
+        super().remove(instance, now)
+        self._heard.pop(instance, None)
+
+    def requests_at(self, instance: str) -> int:
+        """See `Conductor.requests_at`; others' as well."""
+        return super().requests_at(instance) + self._loads.requests(self.cluster.row(instance))
+
+    def schema(self, model: str, canonical: str) -> None:
+        """How a model's blocks are keyed, for others to know: they hear of instances that publish
+        events, and need it to understand them. Of too many, or too long ones, others learn from the
+        instances themselves."""
+        if self._schemas.get(model) == canonical or len(canonical.encode()) > SCHEMA_BYTES_MAX:
+            return
+        if model in self._schemas or len(self._schemas) < SCHEMAS_MAX:
+            self._schemas[model] = canonical
+            self._new_schemas[model] = None
+
+    def statistics(self) -> dict[str, Any]:
+        """See `Conductor.statistics`; `sharing` beside."""
+        numbers = {
+            **self._shared_counts,
+            "peers": len(self._peers),
+            "requests_elsewhere": len(self._elsewhere),
+        }
+        return {**super().statistics(), "sharing": numbers}
+
+    # -- speaking ----------------------------------------------------------------------------------
+
+    def bulletins(self, now: float) -> list[bytes]:
+        """What the others should hear now; nothing if they know all, and heard us lately."""
+        whole = self._tells_all and now >= self._told_all_at + TELL_ALL_S
+        asks = self._asks and now >= self._asked_at + TELL_ALL_S
+        words = self._words(now, whole=whole)
+        silent = now < self._spoke_at + self.sharing.dead_s / 4
+        if not words and silent and not whole and not asks:
+            return []
+        packed, left_out = pack(self.name, self._seq, words, asks=asks, whole=whole)
+        self._seq += len(packed)
+        self._spoke_at = now
+        self._shared_counts["left_out"] += left_out
+        if whole:
+            self._tells_all, self._told_all_at = False, now
+        if asks:
+            self._asks, self._asked_at = False, now
+        return packed
+
+    def interrupted(self) -> None:
+        """What was told may not have been heard, and the other way round: when somebody can be
+        reached again, all is told, and asked for."""
+        self._asks = self._tells_all = True
+
+    def news(self) -> News:
+        """What was learnt since the last call."""
+        news, self._news = self._news, News()
+        return news
+
+    @property
+    def peers(self) -> list[str]:
+        """The names of the other conductors that are alive."""
+        return list(self._peers)
+
+    # -- hearing -----------------------------------------------------------------------------------
+
+    def hear(self, raw: bytes, now: float) -> None:
+        """A bulletin, of anybody, ours as well. Never raises: what makes no sense is counted."""
+        bulletin = unpack(raw)
+        if bulletin is None:
+            self._shared_counts["ignored"] += 1
+            return
+        by = bulletin.by
+        if by == self.name or (by not in self._peers and len(self._peers) >= PEERS_MAX):
+            return
+        peer = self._peers.get(by)
+        if peer is not None and bulletin.seq <= peer.seq:
+            return  # twice
+        missed = peer is None or bulletin.seq > peer.seq + 1
+        if missed and not bulletin.whole:
+            self._shared_counts["gaps"] += peer is not None
+            self._asks = True
+        self._peers[by] = _Peer(bulletin.seq, now)
+        self._shared_counts["heard"] += 1
+        self._tells_all |= bulletin.asks
+        if bulletin.whole:
+            self._loads.forget(by, now)
+        self._changed |= dict.fromkeys(self._registry.changed(now))
+        for word in bulletin.words:
+            try:
+                self._take(by, word, now)
+            except ConductorError:  # a profile that is not on this machine, for one
+                self._shared_counts["ignored"] += 1
+
+    def settle(self, now: float) -> None:
+        """All that was there has been heard: who is silent for too long is dead, and the columns
+        are brought up to date."""
+        late = now - self.sharing.dead_s
+        for name in [name for name, peer in self._peers.items() if peer.heard_at <= late]:
+            self._bury(name, now)
+        while self._passed_on and self._passed_on[0][0] <= late - self.sharing.dead_s:
+            self._passed_on.popleft()
+        self._elsewhere.expire(now)
+        self._loads.blend(now)
+
+    def _take(self, by: str, word: Word, now: float) -> None:
+        if isinstance(word, Rows):
+            self._loads.tell(by, word.rows, now)
+        elif isinstance(word, Placed):
+            self._hear_placed(by, word, now)
+        elif isinstance(word, Ended):
+            for request_id in word.request_ids:
+                self._elsewhere.ended(by, request_id)
+        elif isinstance(word, Happened):
+            event = RequestEvent(word.request_id, word.kind, word.tokens)
+            if self.ledger.get(event.request_id) is not None:
+                self.observe(event, now)
+                self._learn(self._news.events, event)
+        elif isinstance(word, Heard):
+            if word.instance in self.cluster:
+                self._hear_load(word.instance, word.load, now)
+            else:
+                self._asks = True
+        elif isinstance(word, Instance):
+            self._hear_instance(word, now)
+        elif self._schemas.get(word.model) != word.canonical and (
+            word.model in self._schemas or len(self._schemas) < SCHEMAS_MAX
+        ):
+            self._schemas[word.model] = word.canonical
+            self._learn(self._news.schemas, (word.model, word.canonical))
+
+    def _hear_placed(self, by: str, placed: Placed, now: float) -> None:
+        """Another conductor has a request in flight. If we have it, too, one of us gives it up."""
+        flight = self.ledger.get(placed.request_id)
+        if flight is None:
+            self._elsewhere.put(by, placed, now)
+        elif rank(self._placed(flight), self.name) > rank(placed, by):
+            self._begun[placed.request_id] = None  # say so again
+        else:
+            self._end(flight, now, None)
+            self._elsewhere.put(by, placed, now)
+            self._shared_counts["yielded"] += 1
+
+    def _hear_load(self, instance: str, load: Load, now: float) -> None:
+        super().heartbeat(instance, load, now)
+        self._loads.report(self.cluster.row(instance), load, now)
+
+    def _hear_instance(self, word: Instance, now: float) -> None:
+        known_at = self._registry.changed_at(word.instance)
+        if word.changed_at <= known_at:
+            if word.changed_at < known_at:  # who says that has missed something
+                self._changed[word.instance] = None
+            return
+        if word.spec is None:
+            if word.instance in self.cluster:
+                self.remove(word.instance, now)
+                self._learn(self._news.left, word.instance)
+            self._registry.settled(word.instance, word.changed_at)
+            return
+        role = Role(word.role) if word.role in tuple(Role) else word.spec.role
+        if word.spec.id != word.instance:
+            raise InvalidRequest(f"{word.instance!r} is registered as {word.spec.id!r}")
+        if word.instance not in self.cluster or self.cluster.spec(word.instance) != word.spec:
+            self.register(word.spec, now)
+            self._learn(self._news.joined, word.spec)
+        row = self.cluster.row(word.instance)
+        if self.cluster.role(row) is not role:
+            self.cluster.set_role(row, role)
+        if word.draining:
+            self.cluster.set_status(word.instance, Status.DRAINING)
+        elif self.cluster.status[row] is Status.DRAINING:
+            self.cluster.set_status(word.instance, Status.READY)
+        self._registry.settled(word.instance, word.changed_at)
+
+    @staticmethod
+    def _learn(news: list[Learnt], item: Learnt) -> None:
+        """If nobody asks for news, they are not kept for ever."""
+        if len(news) < NEWS_MAX:
+            news.append(item)
+
+    def _bury(self, name: str, now: float) -> None:
+        """A conductor is dead. Events that were passed on to it in vain are ours now."""
+        del self._peers[name]
+        self._loads.forget(name, now)
+        self._shared_counts["deaths"] += 1
+        kept, self._passed_on = self._passed_on, deque(maxlen=PASSED_ON_MAX)
+        taken: set[str] = set()
+        for at, event in kept:
+            entry = self._elsewhere.get(event.request_id)
+            if event.request_id in taken or (entry is not None and entry.owner == name):
+                taken.add(event.request_id)
+                self._make_up(event, now)
+            else:
+                self._passed_on.append((at, event))
+
+    def _make_up(self, event: RequestEvent, now: float) -> None:
+        try:
+            self.observe(event, now)
+        except UnknownRequest:  # its instances have gone, too
+            self._shared_counts["ignored"] += 1
+
+    # -- requests of others ------------------------------------------------------------------------
+
+    def _pass_on(self, event: RequestEvent, now: float) -> None:
+        self._events.append(Happened(event.request_id, event.kind, event.tokens))
+        self._passed_on.append((now, event))
+        self._shared_counts["passed_on"] += 1
+
+    def _check_adopted(self, request: Request) -> None:
+        """Of a request that was taken over the keys are not known until it is asked about."""
+        placed = self._keyless.get(request.id)
+        flight = self.ledger.get(request.id)
+        if placed is None or flight is None:
+            return
+        check_request(request)
+        if not same_prompt(placed, request):
+            raise Conflict(f"request {request.id!r} is in flight with another prompt")
+        flight.request = request
+        del self._keyless[request.id]
+
+    def _adopt(self, entry: Entry, now: float, request: Request | None = None) -> Flight | None:
+        """Take a request over; None if that can't be: an instance has gone, or its queue is full.
+
+        It teaches nothing about latency and lengths: what happened before was counted elsewhere.
+        """
+        placed = entry.placed
+        if placed.prefill not in self.cluster or placed.decode not in self.cluster:
+            return None
+        flight = self._flight_of(placed, request, now)
+        try:
+            preempted = self.ledger.begin(flight, now)
+        except ConductorError:  # a class of priority that does not exist here
+            return None
+        if preempted is None:
+            return None
+        for victim in preempted:
+            self._end(victim, now, "preempted")
+        self._elsewhere.pop(placed.request_id)
+        self._claims[placed.request_id] = placed.claim + 1
+        self._adopted.add(placed.request_id)
+        if request is None:
+            self._keyless[placed.request_id] = placed
+        self._begun[placed.request_id] = None
+        self._shared_counts["adopted"] += 1
+        self._expect(flight, placed, now)
+        return flight
+
+    def _expect(self, flight: Flight, placed: Placed, now: float) -> None:
+        """Where and how long it will decode, as far as it has come."""
+        output_tokens = max(sum(flight.shares.values()) - placed.prompt_tokens, 1)
+        decode_s = admission.expected_decode_s(
+            self.settings.admission, output_tokens, placed.predicted_tbt_s
+        )
+        context = placed.prompt_tokens + output_tokens // 2
+        decided_at = self._local(placed.decided_at, now)
+        ready_at = max(now, decided_at + placed.predicted_ttft_s)
+        self.horizon.promise(placed.request_id, flight.decode_row, context, ready_at, decode_s, now)
+        if placed.prefilled:
+            self._prefilled(flight, now)
+
+    def _flight_of(self, placed: Placed, request: Request | None, now: float) -> Flight:
+        decision = self._decision_of(placed, now)
+        ttl_s = self.settings.core.decision_ttl_s
+        asked = request or Request(
+            placed.request_id,
+            placed.model,
+            placed.prompt_tokens,
+            objectives=Objectives(placed.objective_ttft_s, placed.objective_tbt_s),
+            priority=placed.priority,
+            tenant=placed.tenant,
+            output_class=placed.output_class,
+        )
+        rows = self.cluster
+        shares = {rows.row(name): n for name, n in placed.shares.items() if name in rows}
+        return Flight(
+            request=asked,
+            decision=decision,
+            prefill_row=rows.row(placed.prefill),
+            decode_row=rows.row(placed.decode),
+            own_s=placed.own_s,
+            prefill_s=placed.prefill_s,
+            prefill_tokens=placed.prefill_tokens,
+            shares=shares,
+            heavy=placed.heavy,
+            decided_at=decision.decided_at,
+            expires_at=now + ttl_s,
+            first_token_at=now,  # whenever it was: it is not observed here
+        )
+
+    def _decision_of(self, placed: Placed, now: float) -> Decision:
+        decided_at = self._local(placed.decided_at, now)
+        return Decision(
+            **reservation(placed), decided_at=decided_at, expires_at=decided_at + placed.ttl_s
+        )
+
+    def _local(self, unix_s: float, now: float) -> float:
+        """A time of another machine on our clock; always in the past, whatever that clock says."""
+        return min(unix_s - self._unix_offset_s, nextafter(now, -inf))
+
+    # -- words -------------------------------------------------------------------------------------
+
+    def _words(self, now: float, *, whole: bool) -> list[Word]:
+        self._changed |= dict.fromkeys(self._registry.changed(now))
+        if whole:
+            self._changed |= dict.fromkeys(self.cluster.names)
+            self._new_schemas |= dict.fromkeys(self._schemas)
+            self._begun |= dict.fromkeys(flight.request.id for flight in self.ledger)
+        words: list[Word] = [self._registry.word(name) for name in self._changed]
+        words += [Schema(model, self._schemas[model]) for model in self._new_schemas]
+        words += [Heard(name, load) for name, load in self._heard.items()]
+        words += self._placed_words(now)
+        words += self._events
+        gone = [name for name in self._ended if self.ledger.get(name) is None]
+        words += [Ended(gone[at : at + ROWS_MAX]) for at in range(0, len(gone), ROWS_MAX)]
+        rows = self._rows.changed(now, self.settings.queue.classes[-1].name, whole=whole)
+        words += [Rows(rows[at : at + ROWS_MAX]) for at in range(0, len(rows), ROWS_MAX)]
+        self._changed, self._new_schemas, self._heard = {}, {}, {}
+        self._events, self._ended = [], []
+        return words
+
+    def _placed_words(self, now: float) -> list[Word]:
+        """New flights, and those that were not spoken of for half of their time."""
+        renew_at = now - self.settings.core.decision_ttl_s / 2
+        while self._told_at and next(iter(self._told_at.values())) <= renew_at:
+            self._begun[self._told_at.popitem(last=False)[0]] = None
+        words: list[Word] = []
+        for request_id in self._begun:
+            flight = self.ledger.get(request_id)
+            if flight is None:
+                continue
+            self._told_at[request_id] = now
+            self._told_at.move_to_end(request_id)
+            if flight.prefill_row >= 0 and flight.decode_row >= 0 and flight.shares:
+                words.append(self._placed(flight))
+        self._begun = {}
+        return words
+
+    def _placed(self, flight: Flight) -> Placed:
+        request_id = flight.request.id
+        return placed_word(
+            flight,
+            self.cluster,
+            claim=self._claims.get(request_id, 0),
+            keyless=self._keyless.get(request_id),
+            ttl_s=self.settings.core.decision_ttl_s,
+            unix_offset_s=self._unix_offset_s,
+        )
+
+    # -- what happens inside -----------------------------------------------------------------------
+
+    def _begin(self, accepted: Accepted, now: float) -> Decision | Rejection:
+        outcome = super()._begin(accepted, now)
+        if isinstance(outcome, Decision):
+            self._begun[outcome.request_id] = None
+            if len(self._begun) == self.sharing.burst and self.wake is not None:
+                self.wake()
+        return outcome
+
+    def _end(self, flight: Flight, now: float, why: str | None) -> None:
+        super()._end(flight, now, why)
+        request_id = flight.request.id
+        if self._told_at.pop(request_id, None) is not None:
+            self._ended.append(request_id)
+        self._claims.pop(request_id, None)
+        self._adopted.discard(request_id)
+        self._keyless.pop(request_id, None)

@@ -1,0 +1,29 @@
+"""The index's measurements are rows, and what does not depend on the machine holds."""
+
+from __future__ import annotations
+
+from tiffin.bench.conductor import index
+
+
+def test_a_block_of_the_index_takes_less_than_250_bytes() -> None:
+    (of_index, of_parts) = index.memory(blocks=100_000)
+    assert of_index.met
+    assert 64 < of_index.value.p50 <= 250
+    assert 64 < of_parts.value.p50 <= 400
+
+
+def test_every_measurement_is_a_row() -> None:
+    rows = [
+        *index.events(blocks=3200, holders=20, rounds=1),
+        *index.resync(blocks=10_000, rounds=1),
+        *index.walk(holders=50, rounds=3),
+        *index.folding(blocks=64, rounds=1),
+    ]
+    assert [row.name for row in rows] == [
+        "index-events",
+        "index-resync",
+        "index-walk-private",
+        "index-walk-hot",
+        "folding-events",
+    ]
+    assert all(row.value.p50 > 0 and row.limit.p50 > 0 for row in rows)

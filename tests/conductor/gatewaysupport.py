@@ -1,0 +1,294 @@
+"""A gateway between stub engines and a real conductor, all on real ports of one event loop.
+
+The engines are doubles: they speak vLLM's side of the protocol (OpenAI's routes, server-sent
+events, `kv_transfer_params`, `/tokenize`), and compute nothing. A real vLLM needs half a minute and
+gigabytes to start; what it sends was recorded from one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import uvicorn
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse
+
+from tiffin.conductor.api.app import create_app as create_conductor_app
+from tiffin.conductor.client import AsyncConductorClient
+from tiffin.conductor.core import Conductor
+from tiffin.conductor.gateway.app import create_app
+from tiffin.conductor.gateway.config import GatewayConfig, GatewayTimeouts
+from tiffin.conductor.gateway.gateway import Gateway
+from tiffin.conductor.records import InstanceSpec, Load, RequestEvent, Role
+from tiffin.conductor.server import listening
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from tiffin.conductor.auth import Tokens
+
+MODEL = "llama-3-8b"
+PROFILE = "llama-3.1-8b.h100.tp1.vllm"
+QUICK = GatewayTimeouts(
+    conductor_s=5.0, connect_s=1.0, tokenize_s=1.0, first_token_s=5.0, idle_s=5.0
+)
+CONFIG = GatewayConfig(timeouts=QUICK, report_s=0.01)
+PATIENCE_S = 10.0
+
+
+class Died(Exception):
+    """What kills a stub engine's answer, and its connection with it."""
+
+
+@dataclass
+class Engine:
+    """A stub. `answer` are its tokens; it waits for `go` before each from number `hold_at` on, and
+    for `compute` before a prefill. It breaks off before number `die_at`; with -1 before an
+    answer's first byte."""
+
+    name: str
+    role: Role = Role.MIXED
+    answer: list[str] = field(default_factory=lambda: ["Dabba", "wal", "las", " deliver", "."])
+    hold_at: int | None = None
+    die_at: int | None = None
+    status: int = 200
+    tokenizes: bool = True
+    url: str = ""
+    calls: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
+    aborted: int = 0
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    compute: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.compute.set()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        http = HttpRequest(scope, receive)
+        body = await http.json()
+        self.calls.append((http.url.path, body, dict(http.headers)))
+        if http.url.path == "/tokenize":
+            await self._tokenize(body)(scope, receive, send)
+            return
+        if self.status != 200:
+            error = {"message": "no", "type": "BadRequestError", "code": self.status}
+            await JSONResponse({"error": error}, self.status)(scope, receive, send)
+            return
+        work = asyncio.create_task(self._complete(body, scope, receive, send))
+        gone = asyncio.create_task(self._gone(receive))
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            self.aborted += 1
+            work.cancel()
+        gone.cancel()
+        outcome, _ = await asyncio.gather(work, gone, return_exceptions=True)
+        if isinstance(outcome, Died):
+            raise outcome
+
+    @property
+    def completions(self) -> list[dict[str, Any]]:
+        """Bodies of what it was asked to compute."""
+        return [body for path, body, _ in self.calls if path != "/tokenize"]
+
+    def _tokenize(self, body: dict[str, Any]) -> Any:
+        if not self.tokenizes:
+            return PlainTextResponse("Not Found", 404)
+        text = body.get("prompt") or "".join(m["content"] for m in body["messages"])
+        return JSONResponse({"tokens": [ord(c) for c in text], "count": len(text)})
+
+    async def _complete(self, body: dict[str, Any], scope: Any, receive: Any, send: Any) -> None:
+        params = body.get("kv_transfer_params") or {}
+        if params.get("do_remote_decode") or body.get("max_tokens") == 1:
+            await self.compute.wait()
+        if self.die_at == -1:
+            head = {"type": "http.response.start", "status": 200}
+            await send({**head, "headers": [(b"content-type", b"application/json")]})
+            raise Died
+        if body.get("stream"):
+            await self._stream(body, send)
+            return
+        for number in range(len(self.answer)):
+            if self.hold_at is not None and number >= self.hold_at:
+                await self.go.wait()
+        told = {**params, "do_remote_prefill": True, "remote_block_ids": [7, 8]} if params else None
+        whole = {
+            "id": "cmpl-1",
+            "choices": [{"index": 0, "text": "".join(self.answer), "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 4, "completion_tokens": len(self.answer)},
+            "kv_transfer_params": told,
+        }
+        await JSONResponse(whole)(scope, receive, send)
+
+    async def _stream(self, body: dict[str, Any], send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for number, event in enumerate(self.events("messages" in body)):
+            if number == self.die_at:
+                raise Died
+            if self.hold_at is not None and number >= self.hold_at:
+                await self.go.wait()
+            self.sent += event
+            middle = len(event) // 2  # chunks do not end where events do
+            for part in (event[:middle], event[middle:]):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def events(self, chat: bool) -> list[bytes]:
+        """A stream, event by event."""
+        found = []
+        for token in self.answer:
+            new = {"delta": {"content": token}} if chat else {"text": token}
+            found.append({"choices": [{"index": 0, **new, "finish_reason": None}]})
+        last = {"delta": {}} if chat else {"text": ""}
+        found.append({"choices": [{"index": 0, **last, "finish_reason": "stop"}]})
+        return [f"data: {json.dumps(e)}\n\n".encode() for e in found] + [b"data: [DONE]\n\n"]
+
+    async def _gone(self, receive: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+class Heard(Conductor):
+    """The real core, which remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(dice=random.Random(1))
+        self.events: list[RequestEvent] = []
+        self.asked: list[Any] = []
+
+    def observe(self, event: RequestEvent, now: float) -> None:
+        self.events.append(event)
+        super().observe(event, now)
+
+    def schedule(self, request: Any, now: float) -> Any:
+        self.asked.append(request)
+        return super().schedule(request, now)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events]
+
+    @property
+    def tokens(self) -> int:
+        """As they add up: the first one, and those that were counted."""
+        first = self.kinds.count("first_token")
+        return first + sum(event.tokens for event in self.events)
+
+
+@dataclass
+class Cluster:
+    """All that runs."""
+
+    http: httpx.AsyncClient
+    gateway: Gateway
+    core: Heard
+    conductor: AsyncExitStack
+
+    async def post(self, body: dict[str, Any], path: str = "completions", **more: Any) -> Any:
+        return await self.http.post(f"/v1/{path}", json={"model": MODEL, **body}, **more)
+
+    def stream(self, body: dict[str, Any], path: str = "completions", **more: Any) -> Any:
+        body = {"model": MODEL, "stream": True, **body}
+        return self.http.stream("POST", f"/v1/{path}", json=body, **more)
+
+    async def idle(self) -> None:
+        """Until everything is told, and nothing is left of any request."""
+        await until(lambda: not self.gateway.gate.requests)
+        await until(lambda: not len(self.gateway.reporter))
+        assert self.gateway.gate.held_bytes == 0
+
+    async def stop_conductor(self) -> None:
+        await self.conductor.aclose()
+
+    def number(self, name: str) -> float:
+        """A metric, all its labels together."""
+        lines = self.gateway.metrics.text().decode().splitlines()
+        found = [line for line in lines if line.startswith(f"tiffin_gateway_{name}")]
+        assert found, name
+        return sum(float(line.rpartition(" ")[2]) for line in found if "_created" not in line)
+
+
+@asynccontextmanager
+async def cluster(
+    *engines: Engine,
+    config: GatewayConfig = CONFIG,
+    settings: dict[str, Any] | None = None,
+    auth: Tokens | None = None,
+    conductor_auth: Tokens | None = None,
+    conductor_token: Path | None = None,
+) -> AsyncIterator[Cluster]:
+    """Run it all; every request has to have ended at the end."""
+    core = Heard()
+    async with AsyncExitStack() as stack:
+        now = asyncio.get_running_loop().time
+        if settings:
+            core.patch(settings, now())
+        for engine in engines:
+            engine.url = await stack.enter_async_context(serving(engine))
+            spec = InstanceSpec(engine.name, MODEL, engine.role, PROFILE, url=engine.url)
+            core.register(spec, now())
+            core.heartbeat(engine.name, Load(), now())
+        conductor = await stack.enter_async_context(AsyncExitStack())
+        app = create_conductor_app(core, auth=conductor_auth, clock=now)
+        url = await conductor.enter_async_context(serving(app))
+        client = AsyncConductorClient(
+            url, token_file=conductor_token, timeout_s=config.timeouts.conductor_s
+        )
+        gateway = await stack.enter_async_context(Gateway(client, config, clock=now))
+        front = await stack.enter_async_context(serving(create_app(gateway, auth=auth)))
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=front, trust_env=False, verify=False, timeout=PATIENCE_S)
+        )
+        it = Cluster(http, gateway, core, conductor)
+        yield it
+        await it.idle()
+
+
+class _Server(uvicorn.Server):
+    """Starts and ends without uvicorn's pauses of 0.1 s."""
+
+    async def end(self) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2.0):
+                while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
+        for server in self.servers:
+            await server.wait_closed()
+
+
+@asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    """Serve an ASGI application; its URL."""
+    with listening(("127.0.0.1", 0)) as door:
+        door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, ws="none")
+        config.load()
+        server = _Server(config)
+        server.lifespan = config.lifespan_class(config)
+        await server.startup([door])
+        try:
+            yield f"http://127.0.0.1:{door.getsockname()[1]}"
+        finally:
+            await server.end()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for it."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not true():  # noqa: ASYNC110 # what is waited for knows nothing of us
+            await asyncio.sleep(0.002)
