@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,6 +79,10 @@ def conductor(
     directory: Annotated[
         str, typer.Option(help="Follow the nodes of the pool at redis://HOST:PORT.", metavar="URL")
     ] = "",
+    share: Annotated[
+        str,
+        typer.Option(help="Share load and requests with other conductors here.", metavar="URL"),
+    ] = "",
     pool: Annotated[str, typer.Option(help="Name of the pool in the directory.")] = "default",
     pool_token_file: Annotated[
         Path | None, typer.Option(help="The pool's token, to ask its nodes.", show_default=False)
@@ -104,6 +109,8 @@ def conductor(
     /etc/tiffin/conductor.toml`
 
     `tiffin conductor --directory redis://10.0.0.1 --pool-token-file /etc/tiffin/token`
+
+    `tiffin conductor --directory redis://10.0.0.1 --share redis://10.0.0.1`
     """
     if context.invoked_subcommand is not None:
         return
@@ -122,12 +129,21 @@ def conductor(
         from .settings import Settings, patched
 
         changes = parse_changes([f"policy.name={policy_name}"] if policy_name else [])
-        core = Conductor(
-            patched(patched(Settings(), read_settings(config) if config else {}), changes),
-            profile=own_or_shipped(profiles),
-        )
+        settings = patched(patched(Settings(), read_settings(config) if config else {}), changes)
+        core = Conductor(settings, profile=own_or_shipped(profiles))
+        if share:
+            from .feeds.sharing import unique_name
+            from .shared import SharedConductor
+
+            core = SharedConductor(
+                unique_name(),
+                settings,
+                profile=own_or_shipped(profiles),
+                unix_offset_s=time.time() - time.monotonic(),
+            )
         options = ConductorOptions(
             listen=parse_address(listen),
+            share=share,
             tokens=load_tokens(token_file) if token_file else Tokens(),
             directory=directory,
             pool=pool,

@@ -511,7 +511,7 @@ class Conductor:
     def requests_at(self, instance: str) -> int:
         """Requests in flight that wait for, or run at, an instance: it is empty when there are
         none. Raises UnknownInstance."""
-        return len(self.ledger.of(instance))
+        return self.ledger.requests_at(self.cluster.row(instance))
 
 
 def _preempted(victim: Flight, by: str, now: float) -> Rejection:

@@ -9,6 +9,7 @@ taken off once: when nothing is in flight, all `own_...` columns are zero.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -72,6 +73,7 @@ class Ledger:
         self._flights: dict[str, Flight] = {}
         self._running: dict[int, str] = {}  # per row, whose prefill should be under way
         self._expiry: list[tuple[float, str]] = []
+        self._present: Counter[int] = Counter()  # requests that wait for, or run at, each row
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -95,6 +97,7 @@ class Ledger:
         self._cluster.promise(row, queued=1, queued_tokens=flight.prefill_tokens)
         for at, tokens in flight.shares.items():
             self._cluster.promise(at, kv_used_tokens=tokens)
+        self._present.update({row, *flight.shares})
         heapq.heappush(self._expiry, (flight.expires_at, request.id))
         self._go_on(row, now)
         victims = (self._flights.get(one.request_id) for one in pushed.preempted)
@@ -106,6 +109,8 @@ class Ledger:
         if flight.phase is not Phase.PREFILL:
             return False
         self._leave_queue(flight, now)
+        if flight.prefill_row not in flight.shares:
+            self._leave(flight.prefill_row)
         flight.phase, flight.prefill_done_at = Phase.DECODE, now
         for row in flight.shares:
             self._count(flight, row, self._part(flight, row, flight.request.prompt_tokens))
@@ -130,8 +135,12 @@ class Ledger:
         """It has finished, was cancelled or preempted, or expired. Whether that is news."""
         if flight.phase is Phase.ENDED:
             return False
+        for row in flight.shares:
+            self._leave(row)
         if flight.phase is Phase.PREFILL:
             self._leave_queue(flight, now)
+            if flight.prefill_row not in flight.shares:
+                self._leave(flight.prefill_row)
         elif flight.decode_row >= 0:
             self._cluster.promise(flight.decode_row, batch=-1)
             self._cluster.heavy[flight.decode_row] -= flight.heavy
@@ -157,24 +166,27 @@ class Ledger:
                 late.append(flight)
         return late
 
-    def of(self, instance: str) -> list[Flight]:
-        """Requests that wait for, or run at, an instance."""
-        row = self._cluster.row(instance)
-        return [
-            flight
-            for flight in self
-            if row in flight.shares or (row == flight.prefill_row and not flight.phase)
-        ]
+    def requests_at(self, row: int) -> int:
+        """How many requests wait for, or run at, an instance."""
+        return self._present[row]
 
     def forget_row(self, row: int) -> None:
         """An instance is removed: its row begins anew, and nothing is taken from it later."""
         self._queues.forget(row)
         self._running.pop(row, None)
+        self._present.pop(row, None)
         for flight in self._flights.values():
             flight.prefill_row = -1 if flight.prefill_row == row else flight.prefill_row
             flight.decode_row = -1 if flight.decode_row == row else flight.decode_row
             flight.shares.pop(row, None)
             flight.context.pop(row, None)
+
+    def _leave(self, row: int) -> None:
+        """One request fewer; none is counted where the instance has gone."""
+        if row in self._present:
+            self._present[row] -= 1
+            if not self._present[row]:
+                del self._present[row]
 
     def _part(self, flight: Flight, row: int, tokens: int) -> int:
         """What a row holds of `tokens`, as its share is of all."""

@@ -29,6 +29,8 @@ from .api.app import create_app
 from .api.intake import Limits
 from .auth import Tokens, check_listen
 from .feeding import Feeding
+from .feeds.sharing import Link, share
+from .shared import SharedConductor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,12 +53,14 @@ _CONFIG_BYTES_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ConductorOptions:
-    """What an operator chooses. `directory` is a URL for `open_directory`, `credentials` are for
+    """What an operator chooses. `directory` is a URL for `open_directory`, `share` the Redis of a
+    `SharedConductor` and its peers, `credentials` are for
     its nodes. Raises InvalidInput for what can't be served."""
 
     listen: tuple[str, int] = ("127.0.0.1", PORT)
     tokens: Tokens = field(default_factory=Tokens)
     directory: str = ""
+    share: str = ""
     pool: str = "default"
     credentials: Credentials = field(default_factory=Credentials)
     limits: Limits = field(default_factory=Limits)
@@ -115,6 +119,7 @@ async def serve(
                 serving = tasks.create_task(server.serve([door]))
                 ticking = tasks.create_task(_tick(service))
                 steering = tasks.create_task(acting.run())
+                sharing = _sharing(core, options, service, tasks)
                 _announce(options, door, started)
                 await _either(stop, serving)
                 log.info("stopping")
@@ -123,8 +128,22 @@ async def serve(
                 await serving
                 ticking.cancel()
                 steering.cancel()
+                if sharing is not None:
+                    sharing.cancel()
         finally:
             await feeding.close()
+
+
+def _sharing(
+    core: Conductor, options: ConductorOptions, service: Service, tasks: asyncio.TaskGroup
+) -> asyncio.Task[None] | None:
+    """Tell the other conductors, and hear them, if there are any."""
+    if not isinstance(core, SharedConductor):
+        return None
+    link = Link(options.share, pool=options.pool)
+    task = tasks.create_task(share(core, link, service.clock, service.learn))
+    task.add_done_callback(lambda _: link.close())
+    return task
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ on instances; whoever has connections carries them out and says how it went.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING
 from .draining import ENDED, InstanceDrain, NodeDrain, unique_in_hbm
 from .errors import InvalidRequest
 from .flips import Assign, Member, SetRole, Verify
-from .ledger import Phase
 from .orders import LOST_S, Pool
 from .planner import Meter, Planner
 from .records import Status
@@ -164,12 +162,6 @@ class Steering:
     def fleet(self, model: str) -> list[Member]:
         """A model's instances, with the requests that each has in flight."""
         cluster = self._core.cluster
-        requests: Counter[int] = Counter()
-        for flight in self._core.ledger:
-            rows = set(flight.shares)
-            if flight.phase is Phase.PREFILL:
-                rows.add(flight.prefill_row)
-            requests.update(rows)
         members = []
         for name in cluster.names:
             spec, row = cluster.spec(name), cluster.row(name)
@@ -183,7 +175,7 @@ class Steering:
                         name,
                         cluster.role(row),
                         cluster.status[row] is Status.READY,
-                        requests[row],
+                        self._core.requests_at(name),
                         latency,
                         spec.kv_capacity_tokens,
                         spec.batch_max,
@@ -258,7 +250,7 @@ class Steering:
         for drain in going:
             name = drain.instance
             here = name in self._core.cluster
-            requests = len(self._core.ledger.of(name)) if here else None
+            requests = self._core.requests_at(name) if here else None
             drain.step(requests, now, unique_blocks=unique_in_hbm(name, hot, pool))
 
     def _numbered(

@@ -10,6 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from ..errors import InvalidRequest, UnknownRequest
 from ..metrics import CONTENT_TYPE
 from ..records import EVENT_KINDS, Decision, RequestEvent, Role
+from ..shared import SharedConductor
 from .answers import Refusal, answer, rejected
 from .intake import Intake
 from .keying import parse_keys, parse_schema
@@ -269,6 +270,8 @@ class Routes:
         self._service.models.learn(
             model, schema, lambda: {s.model for s in specs if s is not None and s.id != instance}
         )
+        if isinstance(self._core, SharedConductor):
+            self._core.schema(model, canonical)
 
 
 def _wanted(entry: Decision | Rejection, instance: str | None, outcome: str | None) -> bool:

@@ -15,7 +15,7 @@ from ..metrics import Metrics
 from ..records import Decision, Load, Role, Status
 from ..state import state
 from .intake import Limits
-from .keying import Models
+from .keying import Models, parse_schema
 from .stream import Broadcast
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..feeding import Feeding
     from ..flips import Action
     from ..records import InstanceSpec, Rejection, Request, RequestEvent
+    from ..shared import News
 
 
 class Service:
@@ -95,6 +96,24 @@ class Service:
         if spec is not None and self.spec(instance) != spec:
             self.core.register(spec, now)
         self.core.heartbeat(instance, load or Load(), now)
+
+    def learn(self, news: News) -> None:
+        """What other conductors said about instances, and about our requests."""
+        for model, canonical in news.schemas:
+            schema = parse_schema(canonical)
+            self.models.learn(model, schema, self._models_now)
+        for spec in news.joined:
+            if self._feeding is not None:
+                self._feeding.follow_instance(spec, self.models.schema(spec.model))
+        for instance in news.left:
+            if self._feeding is not None:
+                self._feeding.forget_instance(instance)
+        for event in news.events:
+            self.metrics.observed(event, self.clock())
+
+    def _models_now(self) -> set[str]:
+        specs = self.core.cluster.specs
+        return {spec.model for spec in specs if spec is not None}
 
     def flip(self, instance: str, role: Role) -> None:
         """Begin to change an instance's role. Raises UnknownInstance, Conflict."""

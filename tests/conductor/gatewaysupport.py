@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import uvicorn
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from tiffin.conductor.api.app import create_app as create_conductor_app
 from tiffin.conductor.client import AsyncConductorClient
@@ -53,7 +53,7 @@ class Died(Exception):
 class Engine:
     """A stub. `answer` are its tokens; it waits for `go` before each from number `hold_at` on, and
     for `compute` before a prefill. It breaks off before number `die_at`; with -1 before an
-    answer's first byte."""
+    answer's first byte. `odd` is what it answers instead of what it should, and of which type."""
 
     name: str
     role: Role = Role.MIXED
@@ -62,6 +62,7 @@ class Engine:
     die_at: int | None = None
     status: int = 200
     tokenizes: bool = True
+    odd: tuple[str, bytes] | None = None
     url: str = ""
     calls: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     aborted: int = 0
@@ -78,6 +79,10 @@ class Engine:
         self.calls.append((http.url.path, body, dict(http.headers)))
         if http.url.path == "/tokenize":
             await self._tokenize(body)(scope, receive, send)
+            return
+        if self.odd is not None:
+            kind, content = self.odd
+            await Response(content, headers={"content-type": kind})(scope, receive, send)
             return
         if self.status != 200:
             error = {"message": "no", "type": "BadRequestError", "code": self.status}

@@ -425,13 +425,19 @@ class Life(RuleBasedStateMachine):
         cluster, ledger = self.made.cluster, self.made.ledger
         kv = np.zeros(len(cluster.used), np.int64)
         queued = np.zeros(len(cluster.used), np.int64)
+        present = np.zeros(len(cluster.used), np.int64)
         for flight in ledger:
+            waits = {flight.prefill_row} if not flight.phase else set()
+            for row in (waits | set(flight.shares)) - {-1}:
+                present[row] += 1
             for row, tokens in flight.shares.items():
                 kv[row] += tokens
             if not flight.phase and flight.prefill_row >= 0:
                 queued[flight.prefill_row] += 1
         assert (cluster.own_kv_used_tokens == kv).all()
         assert (cluster.own_queued == queued).all()
+        for name in cluster.names:
+            assert self.made.requests_at(name) == present[cluster.row(name)]
         assert (cluster.own_batch >= 0).all()
         assert (cluster.batch >= cluster.own_batch).all()
         if not len(ledger):

@@ -14,6 +14,7 @@ from gatewaysupport import CONFIG, QUICK, Engine, cluster, until
 
 from tiffin.conductor.auth import load_tokens
 from tiffin.conductor.errors import UnknownModel
+from tiffin.conductor.gateway.config import GatewayLimits
 from tiffin.conductor.records import Decision, Role
 
 if TYPE_CHECKING:
@@ -232,6 +233,84 @@ class TestAnInstanceIsSlow:
         run(scenario)
 
 
+class TestAnInstanceIsOdd:
+    def test_a_prefill_that_is_no_json(self) -> None:
+        async def scenario() -> None:
+            prefill = Engine("p0", Role.PREFILL, odd=("text/html", b"<p>welcome</p>"))
+            async with cluster(prefill, Engine("d0", Role.DECODE), settings=SPLIT) as it:
+                response = await it.post({"prompt": PROMPT})
+                assert response.status_code == 502
+                assert response.json()["error"]["code"] == "engine_failed"
+
+        run(scenario)
+
+    def test_one_piece_where_a_stream_was_asked_for(self) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0", odd=("application/json", b'{"choices": []}'))) as it:
+                response = await it.post({"prompt": PROMPT, "stream": True})
+                assert response.headers["content-type"] == "application/json"
+                assert response.content == b'{"choices": []}'
+
+        run(scenario)
+
+    def test_a_stream_that_ends_before_it_has_begun(self) -> None:
+        async def scenario() -> None:
+            engines = Engine("m0", odd=("text/event-stream", b": hello\n\n")), Engine("m1")
+            async with cluster(*engines) as it:
+                for _ in range(2):
+                    response = await it.post({"prompt": PROMPT, "stream": True})
+                    assert response.headers["x-tiffin-decode"] == "m1"
+
+        run(scenario)
+
+    def test_a_stream_that_stops_without_an_end(self) -> None:
+        async def scenario() -> None:
+            token = b'data: {"choices": [{"text": "a"}]}\n\n'
+            engine = Engine("m0", odd=("text/event-stream", token + b"data: {"))
+            async with cluster(engine) as it:
+                response = await it.post({"prompt": PROMPT, "stream": True})
+                assert response.content.startswith(token), "half an event is not passed on"
+                assert len(events_of(response.content)) == 2
+                assert events_of(response.content)[1]["error"]["code"] == "engine_failed"
+
+        run(scenario)
+
+    def test_an_error_in_a_stream_is_passed_on(self) -> None:
+        async def scenario() -> None:
+            content = b'data: {"error": {"message": "no"}}\n\ndata: [DONE]\n\n'
+            async with cluster(Engine("m0", odd=("text/event-stream", content))) as it:
+                response = await it.post({"prompt": PROMPT, "stream": True})
+                assert response.content == content
+                await it.idle()
+                assert it.core.kinds[-1] == "cancelled"
+
+        run(scenario)
+
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_an_answer_that_does_not_end(self, stream: bool) -> None:
+        async def scenario() -> None:
+            kind = "text/event-stream" if stream else "application/json"
+            limits = GatewayLimits(answer_bytes=1024)
+            engine = Engine("m0", odd=(kind, b"x" * (5 << 20)))
+            async with cluster(engine, config=changed(limits=limits)) as it:
+                response = await it.post({"prompt": PROMPT, "stream": stream})
+                assert response.status_code == 502
+
+        run(scenario)
+
+    @pytest.mark.parametrize("url", ["", "http://[", "ftp://there"])
+    def test_where_nobody_can_be(self, url: str) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0")) as it:
+                move(it, "m0", url)
+                await it.gateway.refresh()
+                response = await it.post({"prompt": PROMPT})
+                assert response.status_code == 503
+                assert response.json()["error"]["code"] == "no_instance"
+
+        run(scenario)
+
+
 class TestTheClientHangsUp:
     def test_in_the_middle_of_a_stream(self) -> None:
         async def scenario() -> None:
@@ -441,6 +520,33 @@ class TestRaces:
                 response = await asked
                 assert response.status_code == 200
                 assert response.headers["x-tiffin-prefill"] == good.name
+
+        run(scenario)
+
+    def test_the_conductor_may_end_it_after_the_prefill(self) -> None:
+        async def scenario() -> None:
+            async with self.course() as (it, one, other, decode):
+                it.core.patch({"admission": {"mode": "baseline"}}, 0.0)
+                headers = {**URGENT, "x-tiffin-tbt-ms": "0.001"}
+                asked = asyncio.create_task(
+                    it.post({"prompt": PROMPT, "stream": True}, headers=headers)
+                )
+                await until(lambda: bool(one.completions and other.completions))
+                one.compute.set()
+                assert (await asked).status_code == 429
+                await until(lambda: other.aborted == 1)
+                assert decode.completions == []
+
+        run(scenario)
+
+    def test_if_all_fail_it_is_run_again(self) -> None:
+        async def scenario() -> None:
+            async with self.course() as (it, one, other, _):
+                one.die_at = other.die_at = -1
+                one.compute.set()
+                other.compute.set()
+                assert (await self.ask(it)).status_code in (502, 503)
+                assert len(one.completions) + len(other.completions) == 3
 
         run(scenario)
 

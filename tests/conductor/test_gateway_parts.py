@@ -401,7 +401,9 @@ class TestReports:
 
 # -- tokenizers ------------------------------------------------------------------------------------
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}" + (
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'fail' %}{{ raise_exception('no') }}{% endif %}"
+    "<{{ m.role }}> {{ m.content }} {% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}{% if loud %} !{% endif %}"
 )
 WORDS = ["[UNK]", "who", "carries", "lunch", "<user>", "<assistant>", "!"]
@@ -491,6 +493,23 @@ class TestTokenizing:
         body = {"messages": messages, "chat_template": "{{ 10 ** 10 ** 10 }}"}
         sized, asked = size(config, ask(body, CHAT), remote=[1, 2])
         assert (sized.prompt_tokens, sized.how, asked) == (2, "engine", 1)
+
+    @pytest.mark.parametrize(
+        "odd",
+        [
+            {"continue_final_message": True, "add_generation_prompt": True},
+            {"chat_template_kwargs": ["loud"]},
+            {"messages": [{"role": "user", "content": "fail"}]},
+        ],
+    )
+    def test_what_can_not_be_rendered_is_the_engines_to_judge(
+        self, folder: Path, odd: dict[str, Any]
+    ) -> None:
+        pytest.importorskip("transformers")
+        config = GatewayConfig(default=ModelConfig(tokenizer=str(folder)))
+        chat = ask({"messages": [{"role": "user", "content": "who"}], **odd}, CHAT)
+        sized, _ = size(config, chat, remote=[7])
+        assert (sized.prompt_tokens, sized.how) == (1, "engine")
 
     def test_a_guess_as_the_last_resort(self) -> None:
         sized, asked = size(GatewayConfig(), ask({"prompt": "x" * 400}))
