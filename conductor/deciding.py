@@ -400,7 +400,8 @@ def _nobody(parts: Parts, request: Request, now: float, reason: str) -> Refused:
 
 
 def _tokens(question: Question, blocks: int) -> int:
-    return min(blocks * question.block_tokens, question.request.prompt_tokens)
+    # The last token is always computed: nothing else gives the first one of the answer.
+    return min(blocks * question.block_tokens, question.request.prompt_tokens - 1)
 
 
 def _profile(cluster: Cluster, row: int) -> str:

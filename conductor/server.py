@@ -29,7 +29,6 @@ from .api.app import create_app
 from .api.intake import Limits
 from .auth import Tokens, check_listen
 from .feeding import Feeding
-from .feeds.sharing import Link, share
 from .shared import SharedConductor
 
 if TYPE_CHECKING:
@@ -140,6 +139,8 @@ def _sharing(
     """Tell the other conductors, and hear them, if there are any."""
     if not isinstance(core, SharedConductor):
         return None
+    from .feeds.sharing import Link, share  # needs redis, and only here
+
     link = Link(options.share, pool=options.pool)
     task = tasks.create_task(share(core, link, service.clock, service.learn))
     task.add_done_callback(lambda _: link.close())
@@ -153,6 +154,8 @@ def listening(address: tuple[str, int]) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         door = socket.create_server((host, port), family=family, backlog=1024)
+        # Accepted connections inherit it; uvloop sets it on each, plain asyncio does not.
+        door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         raise InvalidInput(f"can't listen at {host}:{port}: {error.strerror or error}") from error
     with door:
