@@ -366,7 +366,6 @@ class Conductor:
         self.shadow.admitted(
             request.id, flight.prefill_row, flight.decode_row, request.objectives, flight.own_s, now
         )
-        self._routed(accepted, now)
         spec = self.cluster.specs[flight.prefill_row]
         assert spec is not None
         self._seen.append((request, spec.block_bytes, spec.node))
@@ -380,14 +379,14 @@ class Conductor:
         self._logged(decision)
         return decision
 
-    def _routed(self, accepted: Accepted, now: float) -> None:
-        """What was sent to an instance will be there. Of one that says itself what it has, only
-        what it has not yet is guessed."""
-        decision, keys = accepted.flight.decision, accepted.flight.request.keys
-        if self.holdings.speaks(decision.prefill):
-            plan = accepted.plan
-            keys = keys[int(plan.question.hbm_blocks[plan.choice.at]) :]
-        self.holdings.routed(decision.prefill, keys, now)
+    def _computed(self, flight: Flight, now: float) -> None:
+        """What was computed on an instance is there. Of one that says itself what it has, only what
+        it had not before is guessed. Not when it is decided: nobody could fetch it yet, and who
+        would rather wait for it asks `computing`."""
+        name, keys = flight.decision.prefill, flight.request.keys
+        if self.holdings.speaks(name):
+            keys = keys[flight.hbm_blocks :]
+        self.holdings.routed(name, keys, now)
 
     def count_seen(self, now: float) -> None:
         """What the prompts since the last tick began with, and on which nodes it was wanted."""
@@ -428,6 +427,8 @@ class Conductor:
     def _prefilled(self, flight: Flight, now: float) -> None:
         if self.ledger.prefill_done(flight, now):
             self._released(flight)
+            if flight.prefill_row >= 0:
+                self._computed(flight, now)
             self.horizon.start(flight.request.id, now)
             self.shadow.prefill_done(flight.request.id, now)
 
@@ -461,6 +462,7 @@ class Conductor:
         if first is not None and last is not None and tokens > 1:
             tbt_s = (last - first) / (tokens - 1)
         if finished:
+            self._prefilled(flight, now)
             self.shadow.finished(flight.request.id, tbt_s, now)
             if tokens:
                 self.lengths.observe(flight.request, tokens)

@@ -330,6 +330,7 @@ def _flight(parts: Parts, request: Request, plan: Plan, verdict: Verdict, now: f
         expires_at=decision.expires_at,
         factor=parts.calibration.factor(names[0], _profile(cluster, row)),
         tbt_factor=parts.calibration.tbt_factor(names[1], _profile(cluster, plan.decode_row)),
+        hbm_blocks=int(question.hbm_blocks[at]),
         transfers=tuple((_node(cluster, fetch.source), fetch.nbytes) for fetch in choice.fetches),
     )
 

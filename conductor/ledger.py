@@ -55,6 +55,7 @@ class Flight:
     expires_at: float
     factor: float = 1.0
     tbt_factor: float = 1.0
+    hbm_blocks: int = 0  # leading ones that its prefill instance had in HBM
     transfers: tuple[tuple[int, int], ...] = ()  # (source node, bytes) that are being fetched
     phase: Phase = Phase.PREFILL
     prefill_done_at: float | None = None

@@ -1,6 +1,8 @@
-"""The demo: two processes answer a slice of a real trace, without a pool and with one.
+"""The demo: a slice of a real trace, answered by single processes, and by a conductor's workers.
 
-`cli.py` is the command, `run.py` starts the nodes and the workers and collects their rows,
-`worker.py` is one engine process, `model.py` and `trace.py` make the same model and the same
-prompts in each of them, `report.py` shows what came out. docs/demo.md tells how to read it.
+`cli.py` is the command, `run.py` goes through the phases. `conducting.py` starts the conductor,
+`router.py` asks it and sends requests to `worker.py`, one engine process each (`engine.py`,
+`presence.py`; `children.py` starts them); `overload.py` sends too many. `model.py` and `trace.py`
+make the same model and the same prompts everywhere; `report.py`, `decisions.py` and `plot.py` show
+what came out. docs/demo.md tells how to read it.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +17,7 @@ from tiffin.kvstore.localredis import need_redis
 if TYPE_CHECKING:
     from types import FrameType
 
-NEEDED = ("torch", "transformers", "matplotlib")
+NEEDED = ("torch", "transformers", "matplotlib", "fastapi", "httpx", "uvicorn")
 DIFFERS, DIED, MISSING, INTERRUPTED = 1, 2, 3, 130
 
 console = Console()
@@ -29,7 +28,9 @@ def demo(
     requests: Annotated[
         int | None, typer.Option(min=2, help="Only the first so many requests of the trace.")
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Engine processes.")] = 2,
+    workers: Annotated[
+        int, typer.Option(min=1, max=64, help="Prefill workers, and as many decode workers.")
+    ] = 2,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and prompts.")] = 0,
     nodes: Annotated[
         int, typer.Option(min=1, max=16, help="Nodes; the workers are at home at them in turn.")
@@ -40,18 +41,31 @@ def demo(
     nvme: Annotated[
         str | None, typer.Option(help="Each node's NVMe tier.", show_default="512MiB")
     ] = None,
+    overload: Annotated[
+        float | None,
+        typer.Option(
+            min=0.5,
+            max=600,
+            help="Seconds of too many requests.",
+            show_default="4 objectives",
+            metavar="S",
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the plot and the rows.")] = Path("out"),
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON, without progress.")
     ] = False,
     quick: Annotated[bool, typer.Option(help="Half a minute: fewer requests and layers.")] = False,
 ) -> None:
-    """See a pool at work: two processes answer a real trace, first without it, then with it.
+    """See it at work: a conductor, two prefill and two decode workers, one pool over two nodes.
 
-    Starts two nodes with DRAM tiers that are too small and a Redis as their directory, builds a
-    small Llama with random weights in each process, and compares times to first token and every
-    token. What one process computed, the other reads over TCP. Writes `demo-ttft.png` and
-    `demo-ttft.json`. Exits with 1 if any token differs, 2 if a process died.
+    Starts two nodes with DRAM tiers that are too small and a Redis as their directory, and builds a
+    small Llama with random weights in each worker. A real trace is answered by single processes
+    first, then through the conductor: prefill and decode are processes of their own, KV caches move
+    through the pool. Compares times to first token and every token. Then comes more than the
+    workers can do, without and with predictive rejection. Prints some decisions with their reasons
+    and writes `demo-ttft.png` and `demo-ttft.json`. Exits with 1 if any token differs, 2 if a
+    process died.
 
     **Examples**
 
@@ -59,7 +73,9 @@ def demo(
     """
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
-        message = f'{", ".join(lacking)} not found; run: pip install "tiffin[engines,bench]"'
+        message = (
+            f'{", ".join(lacking)} not found; run: pip install "tiffin[engines,bench,conductor]"'
+        )
         errors_console.print(message, markup=False)
         raise typer.Exit(MISSING)
     if nodes > 1:
@@ -74,7 +90,7 @@ def demo(
         "nodes": nodes,
         "seed": seed,
     }
-    chosen |= {"dram": dram, "nvme": nvme}
+    chosen |= {"dram": dram, "nvme": nvme, "overload_s": overload}
     for number in (signal.SIGINT, signal.SIGTERM):  # shells ignore the first for background jobs
         signal.signal(number, _interrupt)
     try:
@@ -91,8 +107,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _run(chosen: dict[str, Any], quick: bool, out: Path, as_json: bool) -> dict[str, Any]:
-    from . import report
-    from .run import DemoFailed, Options, run
+    from . import decisions, report
+    from .children import DemoFailed
+    from .plot import plot
+    from .run import Options, run
 
     options = Options.quick(**chosen) if quick else Options.full(**chosen)
     out.mkdir(parents=True, exist_ok=True)
@@ -102,13 +120,19 @@ def _run(chosen: dict[str, Any], quick: bool, out: Path, as_json: bool) -> dict[
         errors_console.print(str(failure), markup=False, highlight=False)
         raise typer.Exit(DIED) from failure
     summary = report.summarise(outcome)
-    rows = [asdict(row) for row in outcome.rows]
     picture, data = out / "demo-ttft.png", out / "demo-ttft.json"
-    data.write_text(json.dumps({"summary": summary, "rows": rows}, indent=1), encoding="utf-8")
-    report.plot(outcome.rows, summary, picture)
+    data.write_text(json.dumps(report.rows(outcome, summary), indent=1), encoding="utf-8")
+    plot(outcome, summary, picture)
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
-    else:
-        console.print(report.table(summary))
-        console.print(f"plot: {picture}, rows: {data}", highlight=False)
+        return summary
+    served = [*outcome.conducted, *(one for each in outcome.overload for one in each.served)]
+    console.print("\nsome decisions, and why", style="italic")
+    for line in decisions.words(decisions.chosen(served, outcome.decisions), outcome.decisions):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print()
+    console.print(report.table(summary))
+    console.print(report.overload_table(summary))
+    elapsed = f"{summary['elapsed_s']:.0f} s in all"
+    console.print(f"plot: {picture}, rows and decisions: {data}, {elapsed}", highlight=False)
     return summary

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VOCAB = 2048
+NEW_TOKENS = 8  # of each answer
 
 
 @dataclass(frozen=True, slots=True)

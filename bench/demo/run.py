@@ -1,22 +1,17 @@
-"""Run the demo: two nodes, two or more workers, one pass without the pool and one with it.
+"""Run the demo: nodes, engines, a conductor; the trace without them and with them; an overload.
 
-Worker i is at home at node i modulo nodes, as if each node were a machine with engines of its own:
-what a worker at one node computed, one at another reads over TCP.
+Prefill worker i and decode worker i are at home at node i modulo nodes, as if each node were a
+machine with engines of its own: what a worker at one node computed, one at another reads over TCP.
 
-Nothing outlives `run`: the workers have this process at the other end of their stdin, the nodes and
-their Redis end with it (`LocalPool`), and all files lie in temporary folders.
+Nothing outlives `run`: the workers have this process at the other end of their stdin, the nodes,
+their Redis and the conductor end with it (`kvstore.children`), and all files lie in temporary
+folders.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import queue
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -25,35 +20,45 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tiffin.conductor.api.keying import parse_schema
+from tiffin.conductor.client import ConductorClient
+from tiffin.conductor.errors import ConductorError
 from tiffin.kvstore import Client, TiffinError
 from tiffin.kvstore.errors import NodeUnavailable
 from tiffin.kvstore.localpool import LocalPool, LocalPoolOptions
 from tiffin.kvstore.sizes import parse_bytes
 
-from .model import FULL, QUICK, ModelSize
-from .trace import load_slice
-from .worker import Job, Row
+from . import overload
+from .children import Child, Crew, DemoFailed
+from .conducting import PROFILE, conductor, fitted
+from .model import FULL, QUICK, VOCAB, ModelSize
+from .router import Prompt, Router, Served
+from .trace import load_slice, tokens_of
+from .worker import Job, Membership
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rich.console import Console
-    from rich.progress import TaskID
 
-START_S = 120.0  # two processes that import torch on a busy machine
-STOP_S = 10.0
+    from tiffin.conductor.api.models import EntryReply
+    from tiffin.conductor.profiles import Profile
+
+    from .conducting import ConductorProcess
+
+START_S = 120.0  # four processes that import torch on a busy machine
 STALL_S = 120.0  # the longest that one request may take
-LOOK_S = 0.5  # how soon the death of a node is noticed
-STDERR_TAIL_BYTES = 4000
+LOG_MAX = 1000  # decisions that the conductor gives at a time
+CANDIDATES = 8
 
-
-class DemoFailed(Exception):
-    """A child process died or stopped answering; the message has the end of its stderr."""
+# Of the slowest of ten requests without the pool: enough for every prompt on an idle machine.
+OBJECTIVE_OF_P90 = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line chooses."""
+    """What the command line chooses. `workers` prefill, and as many decode. `overload_s` is as long
+    as `overload.LASTS_OBJECTIVES` says, if it is None."""
 
     requests: int
     workers: int = 2
@@ -61,12 +66,15 @@ class Options:
     seed: int = 0
     dram: str = "32MiB"
     nvme: str = "512MiB"
+    overload_s: float | None = None
     size: ModelSize = FULL
 
     @classmethod
     def quick(cls, **changes: Any) -> Options:
         """Half a minute, for tests: fewer requests, fewer layers, a pool that is as tight."""
-        defaults = {"requests": 24, "dram": "8MiB", "nvme": "128MiB", "size": QUICK}
+        defaults = {
+            "requests": 24, "dram": "8MiB", "nvme": "128MiB", "overload_s": 3.0, "size": QUICK,
+        }  # fmt: skip
         return cls(**{**defaults, **{k: v for k, v in changes.items() if v is not None}})
 
     @classmethod
@@ -76,115 +84,240 @@ class Options:
         return cls(**{"requests": len(load_slice()), **chosen})
 
 
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One request that a process answered by itself, without pool and conductor."""
+
+    request: int
+    worker: str
+    prompt_tokens: int
+    ttft_s: float
+    tokens: list[int]
+
+
 @dataclass(slots=True)
 class Outcome:
-    """Everything that was measured. `counters` are the nodes' after the pass with the pool, added
-    up; `network` has the blocks, and their bytes with headers, that came over TCP to workers."""
+    """Everything that was measured. `counters` are the nodes' after the conducted pass, added up;
+    `network` has the blocks, and their bytes with headers, that came over TCP to the workers of
+    each role. `decisions`: the conductor's log, by request."""
 
     options: Options
-    rows: list[Row] = field(default_factory=list)
+    alone: list[Alone] = field(default_factory=list)
+    conducted: list[Served] = field(default_factory=list)
+    overload: list[overload.Pass] = field(default_factory=list)
+    decisions: dict[str, EntryReply] = field(default_factory=dict)
+    profile: Profile | None = None
+    ttft_objective_s: float = 0.0
+    overload_rate_s: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
-    network: dict[str, int] = field(default_factory=lambda: {"blocks": 0, "bytes": 0})
+    network: dict[str, dict[str, int]] = field(default_factory=dict)
+    pool_failures: int = 0
     pass_s: dict[str, float] = field(default_factory=dict)
     elapsed_s: float = 0.0
 
 
 def run(options: Options, console: Console) -> Outcome:
-    """Both passes. Raises DemoFailed; shows progress on `console`."""
+    """All of it. Raises DemoFailed; shows progress on `console`."""
     outcome, started_s = Outcome(options), time.perf_counter()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiffin-demo-")))
-        progress = stack.enter_context(_progress(console))
-        preparing = progress.add_task("starting nodes and workers", total=None, hits="")
-        pool = stack.enter_context(_pool(options, folder))
-        crew = stack.enter_context(_crew(options, folder, pool))
-        crew.wait_for_all("ready", START_S)
-        progress.remove_task(preparing)
-        for name, with_pool in (("without the pool", False), ("with the pool", True)):
-            task = progress.add_task(name, total=options.requests, hits="")
-            pass_started_s = time.perf_counter()
-            outcome.rows += crew.replay(with_pool, progress, task, outcome.network)
-            outcome.pass_s[name] = time.perf_counter() - pass_started_s
-        outcome.counters = _counters(pool)
-    outcome.rows.sort(key=lambda row: (row.pool, row.request))
+        demo = _Demo(options, outcome, stack, folder, stack.enter_context(_progress(console)))
+        try:
+            demo.run()
+        except ConductorError as error:
+            demo.look()  # raises if it has ended, and knows how
+            raise DemoFailed(f"the conductor failed: {type(error).__name__}: {error}") from error
+    outcome.alone.sort(key=lambda one: one.request)
+    outcome.conducted.sort(key=lambda one: one.request)
     outcome.elapsed_s = time.perf_counter() - started_s
     return outcome
 
 
-def _counters(pool: LocalPool) -> dict[str, int]:
-    """All nodes' counters, added up."""
-    total: Counter[str] = Counter()
-    for index, name in enumerate(pool.names):
-        try:
-            with Client.open(f"unix:{pool.socket(index)}", name="demo") as client:
-                total.update(client.statistics()["counters"])
-        except TiffinError as error:
-            raise DemoFailed(f"{name} gave no statistics: {error}") from error
-    return dict(total)
+class _Demo:
+    """The phases, one after the other. What is started goes on `stack`."""
 
+    def __init__(
+        self,
+        options: Options,
+        outcome: Outcome,
+        stack: contextlib.ExitStack,
+        folder: Path,
+        progress: Progress,
+    ) -> None:
+        self._options, self._outcome = options, outcome
+        self._stack, self._folder, self._progress = stack, folder, progress
+        self._conductor: ConductorProcess | None = None
+        self._names = {
+            role: [f"{role}-{number}" for number in range(1, options.workers + 1)]
+            for role in ("prefill", "decode")
+        }
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:32}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[hits]}"),
-        console=console,
-    )
+    def run(self) -> None:
+        """All phases. Raises DemoFailed, ConductorError."""
+        with self._shown("starting nodes and engines"):
+            self._pool = self._stack.enter_context(_pool(self._options, self._folder))
+            children = self._stack.enter_context(self._children())
+            self._crew = Crew(children, self.look)
+            self._crew.wait_for("ready", list(self._crew.children), START_S)
+        self._alone()
+        with self._shown("measuring, starting the conductor"):
+            self._start_conductor()
+        self._conduct()
+        self._overload()
+        for entry in self._client.decisions(LOG_MAX, candidates=CANDIDATES):
+            self._outcome.decisions[entry.request_id] = entry
+        self._outcome.pool_failures = sum(self._router.failures.values())
 
+    # -- phases ------------------------------------------------------------------------------------
 
-class Child:
-    """A process of ours that ends when its stdin does, or when asked, or when killed."""
+    def _alone(self) -> None:
+        """Each prefill worker answers its share as a process that has nobody else."""
+        options, names = self._options, self._names["prefill"]
+        task = self._progress.add_task("without the pool", total=options.requests, note="")
+        started_s = time.perf_counter()
+        for number, name in enumerate(names):
+            share = list(range(number, options.requests, options.workers))
+            self._crew.send(name, {"alone": share})
+        working = len(names)
+        while working:
+            _, message = self._crew.next(STALL_S)
+            if "done" in message:
+                working -= 1
+            else:
+                self._outcome.alone.append(Alone(**message["alone"]))
+                self._progress.update(task, advance=1)
+        self._outcome.pass_s["without the pool"] = time.perf_counter() - started_s
 
-    def __init__(self, arguments: Sequence[str], stderr: Path) -> None:
-        self._stderr = stderr
-        with stderr.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "TORCHINDUCTOR_CACHE_DIR": str(stderr.parent / "inductor"),
-                },
-                # Ctrl-C is for the demo, which then stops its children in order.
-                start_new_session=True,
+    def _start_conductor(self) -> None:
+        """With a profile of this machine; then everybody joins."""
+        measured = {
+            role: self._crew.ask(names, {"measure": role}, STALL_S)
+            for role, names in self._names.items()
+        }
+        prefill, decode = (
+            [row for rows in measured[role] for row in rows] for role in ("prefill", "decode")
+        )
+        profile = self._outcome.profile = fitted(prefill, decode)
+        self._conductor = self._stack.enter_context(
+            conductor(self._pool, profile, self._folder, START_S)
+        )
+        url, pool = self._conductor.url, self._pool
+        for names in self._names.values():
+            for number, name in enumerate(names):
+                node = number % self._options.nodes
+                home = pool.url_at_home(pool.socket(node))
+                membership = Membership(home, pool.names[node], url, PROFILE)
+                self._crew.send(name, {"join": asdict(membership)})
+        schemas = self._crew.wait_for("done", list(self._crew.children), STALL_S)
+        self._client = self._stack.enter_context(ConductorClient(url))
+        schema = parse_schema(next(iter(schemas.values())))
+        self._router = Router(self._crew, self._client, schema)
+
+    def _conduct(self) -> None:
+        """The same requests, prefilled and decoded where the conductor says."""
+        options, outcome = self._options, self._outcome
+        requests = load_slice()[: options.requests]
+        prompts = [
+            Prompt(index, tokens_of(request, seed=options.seed, vocab=VOCAB).tolist())
+            for index, request in enumerate(requests)
+        ]
+        outcome.ttft_objective_s = objective_s([one.ttft_s for one in outcome.alone])
+        task = self._progress.add_task("with pool and conductor", total=len(prompts), note="")
+        found: Counter[str] = Counter()
+
+        def ended(served: Served) -> None:
+            found.update(hit=served.hit_tokens, all=served.prompt_tokens)
+            share = found["hit"] / found["all"]
+            self._progress.update(task, advance=1, note=f"{share:.0%} of the tokens found")
+
+        started_s = time.perf_counter()
+        outcome.conducted = self._router.replay(
+            "chat",
+            prompts,
+            clients=options.workers,
+            ttft_s=outcome.ttft_objective_s,
+            ended=ended,
+        )
+        outcome.pass_s["with the pool"] = time.perf_counter() - started_s
+        outcome.counters = _counters(self._pool)
+        for role, names in self._names.items():
+            said = self._crew.ask(names, {"network": None}, STALL_S)
+            outcome.network[role] = {n: sum(one[n] for one in said) for n in ("blocks", "bytes")}
+
+    def _overload(self) -> None:
+        """More than they can do, twice."""
+        options, outcome = self._options, self._outcome
+        assert self._conductor is not None
+        served_s = options.requests / outcome.pass_s["with the pool"]
+        outcome.overload_rate_s = overload.OVERLOAD * served_s
+        lasts_s = options.overload_s or overload.LASTS_OBJECTIVES * outcome.ttft_objective_s
+        times_s = overload.arrivals(outcome.overload_rate_s, lasts_s, options.seed)
+        tasks = {
+            mode: self._progress.add_task(
+                f"overload, admission {mode}", total=len(times_s), note="", start=False
             )
+            for mode in overload.MODES
+        }
+        rejected: Counter[str] = Counter()
 
-    def send(self, message: dict[str, Any]) -> None:
-        """One JSON line. Raises DemoFailed if nobody reads it any more."""
-        assert self.process.stdin is not None
+        def ended(mode: str, served: Served) -> None:
+            rejected[mode] += bool(served.rejected)
+            self._progress.start_task(tasks[mode])
+            note = f"{rejected[mode]} rejected" if rejected[mode] else ""
+            self._progress.update(tasks[mode], advance=1, note=note)
+
+        started_s = time.perf_counter()
+        outcome.overload = overload.overload(
+            self._router,
+            self._client,
+            self._conductor.url,
+            times_s,
+            outcome.ttft_objective_s,
+            options.seed,
+            ended,
+        )
+        outcome.pass_s["overload"] = time.perf_counter() - started_s
+
+    # -- processes ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _children(self) -> Iterator[list[Child]]:
+        children: list[Child] = []
         try:
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
-        except OSError as error:
-            raise self.failed("stopped reading") from error
+            for role, names in self._names.items():
+                for name in names:
+                    children.append(Child(name, ["tiffin.bench.demo.worker"], self._folder))
+                    job = Job(name, role, self._options.seed, self._options.size)
+                    children[-1].send(asdict(job))
+            yield children
+        finally:
+            for child in children:
+                child.process.terminate()
+            for child in children:
+                child.stop()
 
-    def failed(self, what: str) -> DemoFailed:
-        """The error to raise, with what the process said last."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(1.0)
-        code = self.process.poll()
-        state = "is still running" if code is None else f"ended with status {code}"
-        tail = self._stderr.read_bytes()[-STDERR_TAIL_BYTES:].decode(errors="replace")
-        return DemoFailed(f"{self._stderr.stem} {what} and {state}; its last words:\n{tail}")
+    def look(self) -> None:
+        """Raises DemoFailed if a node, its Redis or the conductor has died."""
+        for happening in self._pool.look():
+            if happening.kind == "ended":
+                last = "\n".join(happening.lines)
+                raise DemoFailed(f"{happening.name} {happening.words}; its last words:\n{last}")
+        if self._conductor is not None:
+            self._conductor.look()
 
-    def stop(self) -> None:
-        """End it and collect it."""
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+    @contextlib.contextmanager
+    def _shown(self, words: str) -> Iterator[None]:
+        task = self._progress.add_task(words, total=None, note="")
+        yield
+        self._progress.remove_task(task)
+
+
+def objective_s(ttfts_s: Sequence[float]) -> float:
+    """The time to first token that requests ask for, from those of idle processes: twice what nine
+    of ten need, in tenths of a second."""
+    ordered = sorted(ttfts_s)
+    p90_s = ordered[min(len(ordered) * 9 // 10, len(ordered) - 1)]
+    return max(round(OBJECTIVE_OF_P90 * p90_s, 1), 0.1)
 
 
 @contextlib.contextmanager
@@ -209,87 +342,24 @@ def _pool(options: Options, folder: Path) -> Iterator[LocalPool]:
         pool.stop()
 
 
-@contextlib.contextmanager
-def _crew(options: Options, folder: Path, pool: LocalPool) -> Iterator[Crew]:
-    children: list[Child] = []
-    try:
-        for worker in range(options.workers):
-            log = folder / f"worker-{worker}.log"
-            children.append(Child(["tiffin.bench.demo.worker"], log))
-            url = pool.url_at_home(pool.socket(worker % options.nodes))
-            job = Job(url, worker, options.workers, options.requests, options.seed, options.size)
-            children[-1].send(asdict(job))
-        yield Crew(children, pool)
-    finally:
-        for child in children:
-            child.process.terminate()
-        for child in children:
-            child.stop()
+def _counters(pool: LocalPool) -> dict[str, int]:
+    """All nodes' counters, added up."""
+    total: Counter[str] = Counter()
+    for index, name in enumerate(pool.names):
+        try:
+            with Client.open(f"unix:{pool.socket(index)}", name="demo") as client:
+                total.update(client.statistics()["counters"])
+        except TiffinError as error:
+            raise DemoFailed(f"{name} gave no statistics: {error}") from error
+    return dict(total)
 
 
-class Crew:
-    """The workers, and one queue of what they say and of who died; it watches the nodes too."""
-
-    def __init__(self, children: list[Child], pool: LocalPool) -> None:
-        self._children = children
-        self._pool = pool
-        self._events: queue.Queue[tuple[Child, dict[str, Any] | None]] = queue.Queue()
-        for child in children:
-            threading.Thread(target=self._listen, args=(child,), daemon=True).start()
-
-    def wait_for_all(self, event: str, timeout_s: float) -> None:
-        """Until every worker said `event`; raises DemoFailed if one dies or stays silent."""
-        for _ in self._children:
-            message = self._next(timeout_s)
-            assert event in message
-
-    def replay(
-        self, pool: bool, progress: Progress, task: TaskID, network: dict[str, int]
-    ) -> list[Row]:
-        """One pass of all workers; what came over the network is added to `network`."""
-        for child in self._children:
-            child.send({"pool": pool})
-        rows: list[Row] = []
-        working = len(self._children)
-        while working:
-            message = self._next(STALL_S)
-            if "done" in message:
-                working -= 1
-                for name, amount in message["done"].items():
-                    network[name] += amount
-                continue
-            rows.append(Row(**message))
-            progress.update(task, advance=1, hits=_hits_in_words(rows) if pool else "")
-        return rows
-
-    def _next(self, timeout_s: float) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                child, message = self._events.get(timeout=LOOK_S)
-                break
-            except queue.Empty:
-                self._look_at_the_nodes()
-            if time.monotonic() > deadline:
-                raise self._children[0].failed(f"and the others said nothing for {timeout_s} s")
-        if message is None:
-            raise child.failed("died")
-        return message
-
-    def _look_at_the_nodes(self) -> None:
-        for happening in self._pool.look():
-            if happening.kind == "ended":
-                last = "\n".join(happening.lines)
-                raise DemoFailed(f"{happening.name} {happening.words}; its last words:\n{last}")
-
-    def _listen(self, child: Child) -> None:
-        assert child.process.stdout is not None
-        with contextlib.suppress(ValueError, OSError):  # closed or cut in the middle of a line
-            for line in child.process.stdout:
-                self._events.put((child, json.loads(line)))
-        self._events.put((child, None))
-
-
-def _hits_in_words(rows: Sequence[Row]) -> str:
-    found = sum(row.hit_tokens for row in rows)
-    return f"{found / sum(row.prompt_tokens for row in rows):.0%} of the tokens found"
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:33}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+    )

@@ -110,6 +110,19 @@ class TestOneRequest:
         assert {one.instance for one in second.candidates} == {"a", "b", "c"}
         assert second.candidates[0].instance == second.prefill
 
+    def test_what_is_only_decided_is_nowhere_yet(self) -> None:
+        made = conductor(spec("a"), spec("b"))
+        made.schedule(prompt("x", 16), 1.0)
+        assert made.match(keys("x", 16), 1.0).blocks == 0
+        tell(made, "x", "first_token", now=3.0)
+        assert made.match(keys("x", 16), 3.0).blocks == 16
+        made.schedule(prompt("y", 16), 4.0)
+        tell(made, "y", "finished", now=6.0)
+        assert made.match(keys("y", 16), 6.0).blocks == 16
+        made.schedule(prompt("z", 16), 7.0)
+        tell(made, "z", "cancelled", now=8.0)
+        assert made.match(keys("z", 16), 8.0).blocks == 0
+
     def test_the_same_id_gets_the_same_answer(self) -> None:
         made = conductor(spec("a"), spec("b"))
         decision = made.schedule(prompt("x"), 1.0)

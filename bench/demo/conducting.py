@@ -1,0 +1,144 @@
+"""The conductor of the demo: `tiffin conductor`, a process of its own on a free port."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from tiffin.conductor import profiles
+from tiffin.conductor.client import ConductorClient
+from tiffin.conductor.errors import ConductorError
+from tiffin.conductor.fitting import fit_decode, fit_prefill
+from tiffin.conductor.profiles import Profile
+from tiffin.kvstore.children import Child
+from tiffin.kvstore.localredis import free_port
+
+from .children import DemoFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from tiffin.kvstore.localpool import LocalPool
+
+HOST = "127.0.0.1"
+PROFILE = "demo-llama.cpu"
+STOP_S = 10.0
+_LEAST_S = 1e-7  # of a token; no engine is that fast
+_LOOK_S = 0.05
+# Ports are found by trying; another process may take one in between.
+_PORT_ATTEMPTS = 5
+
+# The command `tiffin conductor`, also where no `tiffin` is installed.
+_PROGRAM = (
+    "import typer; from tiffin.conductor.cli import commands; "
+    "app = typer.Typer(); commands(app); app()"
+)
+
+# What a block of 2 MiB takes from a node's memory, from its disk, and over TCP on this machine.
+# Nodes measure their ways to each other as soon as they use them.
+TRANSFERS = {
+    "hbm_bandwidth_bytes_s": 1e9,
+    "dram_bandwidth_bytes_s": 1e9,
+    "nvme_bandwidth_bytes_s": 0.5e9,
+    "link_bandwidth_bytes_s": 1e9,
+}
+
+# There are some hundred requests, not millions: what they tell has to count sooner.
+SETTINGS = {
+    "transfers": TRANSFERS,
+    "calibration": {"step": 0.1, "window": 7},
+    "admission": {"mode": "off"},
+}
+
+
+def fitted(
+    prefill: Sequence[tuple[int, int, float]], decode: Sequence[tuple[int, int, float]]
+) -> Profile:
+    """The latency profile of this machine, from what its engines have measured: as
+    `profiles.fit`, but of a busy machine's noise the least that a profile may have is taken. Raises
+    InvalidRequest if there are too few rows."""
+    c0, c1, c2 = fit_prefill(prefill)
+    d0, d1, d2 = fit_decode(decode)
+    made = Profile(
+        name=PROFILE,
+        model="the demo's Llama",
+        hardware="this machine",
+        engine="transformers",
+        source="measured at the start of the demo",
+        licence="",
+        prefill=(c0, max(c1, _LEAST_S), c2),
+        decode=(max(d0, _LEAST_S), d1, d2),
+        tokens_max=max(tokens for tokens, _, _ in prefill),
+    )
+    return profiles.validate(made)
+
+
+class ConductorProcess:
+    """One that runs. `url`: where it answers."""
+
+    def __init__(self, child: Child, url: str) -> None:
+        self._child = child
+        self.url = url
+
+    def look(self) -> None:
+        """Raises DemoFailed if it has ended."""
+        if not self._child.alive:
+            last = "\n".join(self._child.last_lines())
+            raise DemoFailed(f"the conductor {self._child.end_in_words()}; its last words:\n{last}")
+
+
+@contextlib.contextmanager
+def conductor(
+    pool: LocalPool, profile: Profile, folder: Path, timeout_s: float
+) -> Iterator[ConductorProcess]:
+    """A conductor that follows the pool's nodes by their directory, if there is one. Raises
+    DemoFailed if it does not start."""
+    (folder / "profiles").mkdir()
+    (folder / "profiles" / f"{PROFILE}.json").write_bytes(profile.to_json())
+    settings = folder / "conductor.json"
+    settings.write_text(json.dumps(SETTINGS), encoding="utf-8")
+    options = ["--profiles", str(folder / "profiles"), "--config", str(settings)]
+    if pool.directory:
+        options += ["--directory", pool.directory, "--pool-token-file", str(pool.token_file)]
+    child, url = _started(options, folder / "conductor.log", timeout_s)
+    try:
+        yield ConductorProcess(child, url)
+    finally:
+        child.ask_to_stop()
+        child.collect(STOP_S)
+
+
+def _started(options: Sequence[str], log: Path, timeout_s: float) -> tuple[Child, str]:
+    for attempt in range(1, _PORT_ATTEMPTS + 1):
+        port = free_port(HOST)
+        command = [sys.executable, "-c", _PROGRAM, "conductor", "--listen", f"{HOST}:{port}"]
+        child = Child("conductor", [*command, *options], log)
+        try:
+            if _answers(child, f"http://{HOST}:{port}", timeout_s):
+                return child, f"http://{HOST}:{port}"
+            lines = child.last_lines()
+        except BaseException:
+            child.kill()
+            raise
+        child.kill()
+        if attempt == _PORT_ATTEMPTS or not any("can't listen" in line for line in lines):
+            raise DemoFailed("the conductor did not start; its last words:\n" + "\n".join(lines))
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _answers(child: Child, url: str, timeout_s: float) -> bool:
+    """Wait until it does. False if it ended, or time is up."""
+    deadline = time.monotonic() + timeout_s
+    with ConductorClient(url, retries=0) as client:
+        while child.alive and time.monotonic() < deadline:
+            try:
+                client.ready()
+            except ConductorError:
+                time.sleep(_LOOK_S)
+            else:
+                return True
+    return False

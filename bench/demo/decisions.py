@@ -1,0 +1,78 @@
+"""Some decisions of the conductor with their reasons, for people."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from tiffin.conductor.api.models import CandidateReply, EntryReply
+
+    from .router import Served
+
+
+def chosen(served: Sequence[Served], log: Mapping[str, EntryReply]) -> list[Served]:
+    """One of each kind of decision that there was: what is told apart is how a prompt's blocks
+    come to where it is computed, and whether it is computed at all. The longest prompt of each."""
+    best: dict[str, Served] = {}
+    for one in sorted(served, key=lambda one: one.prompt_tokens):
+        entry = log.get(one.id)
+        if entry is not None:
+            best[kind(one, entry)] = one
+    return list(best.values())
+
+
+def kind(served: Served, entry: EntryReply) -> str:
+    """What sort of decision it was, in words."""
+    if served.rejected:
+        return "rejected"
+    if entry.wait_for:
+        return "waits for blocks that another request is computing"
+    if not served.cached_tokens:
+        return "nothing is cached: where it starts first"
+    best = {one.instance: one for one in entry.candidates}[served.prefill]
+    if best.terms.get("transfer_s"):
+        return "fetches blocks from the other node"
+    if served.cached_tokens < entry.available_tokens:
+        return "computes what it could fetch"
+    if len(entry.candidates) > 1 and _queue_s(best) > min(map(_queue_s, entry.candidates)):
+        return "waits, because its blocks are there"
+    return "its blocks are there"
+
+
+def words(served: Sequence[Served], log: Mapping[str, EntryReply]) -> Iterator[str]:
+    """Each with its candidates and the terms of their cost, line by line, the cheapest first."""
+    for one in served:
+        entry = log[one.id]
+        yield f"{one.id}, {one.prompt_tokens:,} tokens: {_decided(one, entry)}"
+        yield f"    {_times(one, entry)}"
+        for candidate in (*entry.candidates, *entry.decode_candidates):
+            yield f"    {_candidate(candidate)}"
+
+
+def _decided(served: Served, entry: EntryReply) -> str:
+    if served.rejected:
+        return f"rejected: {entry.message}"
+    waits = f" after {entry.wait_for}" if entry.wait_for else ""
+    return f"{served.prefill} → {served.decode}{waits}; {kind(served, entry)}"
+
+
+def _times(served: Served, entry: EntryReply) -> str:
+    if served.rejected:
+        return f"it is told to come back in {entry.retry_after_s or 0:.1f} s"
+    cached = f"{served.cached_tokens:,} of {entry.available_tokens:,} cached tokens are used"
+    observed = "" if math.isnan(served.ttft_s) else f", {served.ttft_s:.2f} s observed"
+    return f"first token in {served.predicted_ttft_s:.2f} s predicted{observed}; {cached}"
+
+
+def _candidate(candidate: CandidateReply) -> str:
+    """Seconds: to the first token, or to each further one. Terms that are zero are left out."""
+    terms = [f"{name.removesuffix('_s')} {v:.3g}" for name, v in candidate.terms.items() if v]
+    cost = "impossible" if candidate.cost is None else f"{candidate.cost:.3g} s"
+    return f"{candidate.instance:10} {cost:>8} = {' + '.join(terms)}"
+
+
+def _queue_s(candidate: CandidateReply) -> float:
+    return candidate.terms.get("queue_s") or 0.0

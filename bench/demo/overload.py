@@ -1,0 +1,129 @@
+"""More requests than the workers can serve: what admission makes of it.
+
+The same arrivals twice, once with admission's mode "off" and once with "predictive". Prompts have
+the lengths, and share the prefixes, of the trace's; their tokens are others each time, so that
+neither pass finds in the pool what another has put there.
+"""
+
+from __future__ import annotations
+
+import urllib.request
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from .children import DemoFailed
+from .model import VOCAB
+from .router import Prompt
+from .trace import load_slice, tokens_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tiffin.conductor.client import ConductorClient
+
+    from .router import Router, Served
+
+MODES = ("off", "predictive")
+# Of what two clients, each sending when it has been answered, got through.
+OVERLOAD = 3.0
+# The queue grows by two seconds in three: at the end, who is not rejected waits longer than twice
+# the objective, on a slow machine as on a fast one.
+LASTS_OBJECTIVES = 4.0
+# Of the objective, up to which a predicted time is taken. A prediction is too low as often as too
+# high, and in an overload the queue is as long as it may be: without a margin, every other one of
+# those who come last would be late.
+SCALE = 0.8
+_SHADOW = "tiffin_conductor_shadow_requests"
+_METRICS_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class Pass:
+    """One mode. `shadow`: what the conductor's own accounts say of it, by outcome."""
+
+    mode: str
+    served: list[Served] = field(default_factory=list)
+    shadow: dict[str, int] = field(default_factory=dict)
+
+
+def arrivals(rate_s: float, lasts_s: float, seed: int) -> list[float]:
+    """Times of arrival, seconds from the first: a Poisson process."""
+    dice, times = np.random.default_rng(seed), [0.0]
+    while times[-1] < lasts_s:
+        times.append(times[-1] + float(dice.exponential(1 / rate_s)))
+    return times[:-1]
+
+
+def prompts(count: int, seed: int) -> list[Prompt]:
+    """So many of the slice's prompts, from its first one on, again and again; tokens by seed."""
+    requests, made = load_slice(), []
+    for number in range(count):
+        turn, index = divmod(number, len(requests))
+        tokens = tokens_of(requests[index], seed=seed + turn * 1000, vocab=VOCAB).tolist()
+        made.append(Prompt(index, tokens))
+    return made
+
+
+def overload(
+    router: Router,
+    client: ConductorClient,
+    url: str,
+    times_s: Sequence[float],
+    ttft_s: float,
+    seed: int,
+    ended: Callable[[str, Served], None],
+) -> list[Pass]:
+    """Both passes. `ended` hears of each request and its mode. Raises DemoFailed."""
+    passes = []
+    for number, mode in enumerate(MODES, start=1):
+        client.patch({"admission": {"mode": mode, "class_scales": {"normal": SCALE}}})
+        before = shadow_counts(url)
+        served = router.replay(
+            mode,
+            prompts(len(times_s), seed + number),
+            arrivals_s=times_s,
+            ttft_s=ttft_s,
+            ended=partial(ended, mode),
+        )
+        after = shadow_counts(url)
+        shadow = {name: after[name] - before.get(name, 0) for name in after}
+        passes.append(Pass(mode, served, {k: v for k, v in shadow.items() if v}))
+    return passes
+
+
+def shadow_counts(url: str) -> dict[str, int]:
+    """The shadow accounts of a conductor, from its metrics: requests by outcome. Raises
+    DemoFailed."""
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=_METRICS_TIMEOUT_S) as answer:
+            text = answer.read().decode()
+    except OSError as error:
+        raise DemoFailed(f"the conductor gave no metrics: {error}") from error
+    return {
+        sample.labels["outcome"]: int(sample.value)
+        for family in text_string_to_metric_families(text)
+        if family.name == _SHADOW
+        for sample in family.samples
+    }
+
+
+def summarise(one: Pass, ttft_s: float) -> dict[str, Any]:
+    """What came of one mode. `goodput`: requests that met the objective, of all that arrived."""
+    admitted = [served for served in one.served if not served.rejected]
+    times_s = [served.ttft_s for served in admitted]
+    met = sum(time_s <= ttft_s for time_s in times_s)
+    return {
+        "arrived": len(one.served),
+        "admitted": len(admitted),
+        "rejected": len(one.served) - len(admitted),
+        "met": met,
+        "met_share": met / len(admitted) if admitted else 0.0,
+        "goodput": met / len(one.served) if one.served else 0.0,
+        "ttft_p50_s": float(np.percentile(times_s, 50)) if times_s else 0.0,
+        "ttft_p90_s": float(np.percentile(times_s, 90)) if times_s else 0.0,
+        "shadow": one.shadow,
+    }

@@ -1,0 +1,192 @@
+"""The router of the demo: asks the conductor, sends prompts where it says, and keeps the times.
+
+A request goes to its prefill worker with all of its tokens, and to its decode worker with all of
+them and the first one of the answer: KV caches move through the pool, not through here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tiffin.conductor.records import Objectives, Rejection, Request
+
+from .model import NEW_TOKENS
+from .worker import MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tiffin.conductor.client import ConductorClient
+    from tiffin.kvstore import KVSchema
+
+    from .children import Crew
+
+STALL_S = 120.0  # the longest that the workers may say nothing while they have something to do
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of one request. Times are seconds since its arrival (`at_s`: since the first one
+    arrived). `rejected`: the reason, and then nothing but `predicted_ttft_s` was found out."""
+
+    id: str
+    request: int
+    at_s: float
+    prompt_tokens: int
+    prefill: str = ""
+    decode: str = ""
+    rejected: str = ""
+    predicted_ttft_s: float = math.nan
+    ttft_s: float = math.nan
+    finished_s: float = math.nan
+    cached_tokens: int = 0  # that the conductor expected to be used
+    hit_tokens: int = 0  # that prefill loaded
+    moved_tokens: int = 0  # that decode loaded
+    load_s: float = 0.0
+    save_s: float = 0.0
+    move_s: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that has not ended. `wait_for`: whose blocks it waits for before it is sent."""
+
+    served: Served
+    prompt: list[int]
+    arrived_at: float
+    wait_for: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is asked: the request's number in the slice and its tokens."""
+
+    request: int
+    tokens: list[int]
+
+
+class Router:
+    """Sends requests, one replay after the other. For one thread."""
+
+    def __init__(self, crew: Crew, client: ConductorClient, schema: KVSchema) -> None:
+        self._crew, self._client, self._schema = crew, client, schema
+        self._open: dict[str, _Open] = {}
+        self._prefilling: set[str] = set()
+        self.failures: dict[str, int] = {}  # of the pool, that each worker has met
+
+    def replay(
+        self,
+        name: str,
+        prompts: Sequence[Prompt],
+        *,
+        clients: int = 0,
+        arrivals_s: Sequence[float] = (),
+        ttft_s: float | None = None,
+        ended: Callable[[Served], None] = lambda _: None,
+    ) -> list[Served]:
+        """Send all prompts and wait until all have ended, in whatever order.
+
+        Either by so many `clients`, each of which sends the next prompt when it has been answered,
+        or at the times of `arrivals_s`, whatever has become of the others. `ttft_s` is the
+        objective. Request ids begin with `name`. Raises DemoFailed and ConductorError.
+        """
+        begun_at, sent = time.monotonic(), 0
+        done: list[Served] = []
+
+        def end(served: Served | None) -> None:
+            if served is not None:
+                done.append(served)
+                ended(served)
+
+        while len(done) < len(prompts):
+            due_in_s = math.inf
+            if sent < len(prompts):
+                arrival = begun_at + arrivals_s[sent] if arrivals_s else time.monotonic()
+                due_in_s = arrival - time.monotonic()
+                if clients and len(self._open) >= clients:
+                    due_in_s = math.inf
+            if due_in_s <= 0:
+                end(self._send(f"{name}-{sent}", prompts[sent], arrival, begun_at, ttft_s))
+                sent += 1
+            elif due_in_s < math.inf:
+                said = self._crew.poll(due_in_s)
+                end(self._hear(*said) if said is not None else None)
+            else:
+                end(self._hear(*self._crew.next(STALL_S)))
+        return done
+
+    def _send(
+        self, name: str, prompt: Prompt, arrived_at: float, begun_at: float, ttft_s: float | None
+    ) -> Served | None:
+        """Ask where, and send it there. Returns it if it was refused."""
+        keys = self._schema.prefix(prompt.tokens).keys
+        request = Request(
+            name,
+            MODEL,
+            len(prompt.tokens),
+            keys,
+            Objectives(ttft_s=ttft_s),
+            output_tokens=NEW_TOKENS,
+        )
+        placed = self._client.schedule(request)
+        served = Served(name, prompt.request, arrived_at - begun_at, len(prompt.tokens))
+        predicted_s = placed.predicted_ttft_s
+        served.predicted_ttft_s = math.nan if predicted_s is None else predicted_s
+        if isinstance(placed, Rejection):
+            served.rejected = placed.reason
+            return served
+        served.prefill, served.decode = placed.prefill, placed.decode
+        served.cached_tokens = placed.cached_tokens
+        one = self._open[name] = _Open(served, prompt.tokens, arrived_at)
+        other = self._open.get(placed.wait_for)
+        # A worker takes one after the other, so at the same one there is nothing to wait for.
+        if placed.wait_for in self._prefilling and other and other.served.prefill != placed.prefill:
+            one.wait_for = placed.wait_for
+        else:
+            self._prefill(one)
+        return None
+
+    def _prefill(self, one: _Open) -> None:
+        one.wait_for = ""
+        order = {"id": one.served.id, "tokens": one.prompt}
+        self._prefilling.add(one.served.id)
+        self._crew.send(
+            one.served.prefill,
+            {"prefill": {**order, "cached_tokens": one.served.cached_tokens}},
+        )
+
+    def _hear(self, name: str, message: dict[str, Any]) -> Served | None:
+        """A worker has said something. Returns the request that has ended with it."""
+        if "prefilled" in message:
+            self._prefilled(message["prefilled"])
+            return None
+        if "decoded" in message:
+            return self._decoded(message["decoded"])
+        raise self._crew.children[name].failed(f"said {message}")
+
+    def _prefilled(self, said: dict[str, Any]) -> None:
+        one = self._open[said["id"]]
+        served = one.served
+        served.ttft_s = said["first_token_at"] - one.arrived_at
+        served.hit_tokens, served.load_s = said["hit_tokens"], said["load_s"]
+        served.save_s = said["save_s"]
+        self.failures[served.prefill] = said["failures"]
+        self._prefilling.discard(served.id)
+        order = {"id": served.id, "tokens": one.prompt, "first_token": said["token"]}
+        self._crew.send(served.decode, {"decode": {**order, "new_tokens": NEW_TOKENS}})
+        for other in self._open.values():
+            if other.wait_for == served.id:
+                self._prefill(other)
+
+    def _decoded(self, said: dict[str, Any]) -> Served:
+        one = self._open.pop(said["id"])
+        served = one.served
+        served.finished_s = said["finished_at"] - one.arrived_at
+        served.moved_tokens, served.move_s = said["hit_tokens"], said["load_s"]
+        self.failures[served.decode] = said["failures"]
+        served.tokens = said["tokens"]
+        return served
