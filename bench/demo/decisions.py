@@ -61,7 +61,9 @@ def _decided(served: Served, entry: EntryReply) -> str:
 
 def _times(served: Served, entry: EntryReply) -> str:
     if served.rejected:
-        return f"it is told to come back in {entry.retry_after_s or 0:.1f} s"
+        if entry.retry_after_s is None:
+            return "it is not told when to come back: waiting would not help"
+        return f"it is told to come back in {entry.retry_after_s:.1f} s"
     cached = f"{served.cached_tokens:,} of {entry.available_tokens:,} cached tokens are used"
     observed = "" if math.isnan(served.ttft_s) else f", {served.ttft_s:.2f} s observed"
     return f"first token in {served.predicted_ttft_s:.2f} s predicted{observed}; {cached}"
