@@ -119,7 +119,7 @@ class Forecast:
     `queue_s` is the part of `ttft_s` that it waits for others, which is what waiting helps against.
     `tbt_now_s` would be its time between tokens if it began to decode now, `tbt_then_s` is that
     when its prefill will be done, both with this request in the batch. `room`: whether its context
-    and answer will fit.
+    and answer will fit; `room_ever`: whether they would on an instance without any other request.
     """
 
     ttft_s: float
@@ -127,6 +127,7 @@ class Forecast:
     tbt_then_s: float
     queue_s: float = 0.0
     room: bool = True
+    room_ever: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +369,8 @@ def _wait_s(
     """
     forecast, objectives = attempt.forecast, attempt.objectives
     waits = [0.0]
+    if not forecast.room_ever and "kv_room" in attempt.loads:
+        return None
     if attempt.loads.get("ttft", 0.0) > limit and objectives.ttft_s is not None:
         late_s = forecast.ttft_s - limit * objectives.ttft_s
         if late_s > forecast.queue_s:

@@ -6,6 +6,7 @@ REST service, the simulator and the tests drive the same object; whoever does gi
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import OrderedDict, deque
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from .errors import Conflict, InvalidRequest, UnknownRequest
 from .feeds.routed import Holdings
 from .horizon import Horizon
 from .index import PrefixIndex
-from .ledger import Ledger
+from .ledger import Ledger, Phase
 from .lengths import Lengths
 from .policies.base import policy
 from .popularity import Popularity
@@ -147,10 +148,7 @@ class Conductor:
         check_request(request)
         flight = self.ledger.get(request.id)
         if flight is not None:
-            if (flight.request.keys, flight.request.prompt_tokens) != (
-                request.keys,
-                request.prompt_tokens,
-            ):
+            if prompt_of(flight.request) != prompt_of(request):
                 raise Conflict(f"request {request.id!r} is in flight with another prompt")
             if flight.prefill_row >= 0 and flight.decode_row >= 0:
                 return flight.decision
@@ -187,8 +185,12 @@ class Conductor:
         if flight is None:
             raise UnknownRequest(f"no request {request_id!r} is in flight")
         row, c = flight.decode_row, self.cluster
-        context = float(c.context_tokens[row]) + flight.request.prompt_tokens
-        tbt_s = float(c.d0[row] + c.d1[row] * (c.batch[row] + 1) + c.d2[row] * context)
+        if row < 0:
+            return None  # its instance has gone: who asks again gets another
+        more = flight.phase is Phase.PREFILL  # else the columns have it already
+        batch = int(c.batch[row]) + more
+        context = float(c.context_tokens[row]) + more * flight.request.prompt_tokens
+        tbt_s = float(c.d0[row] + c.d1[row] * batch + c.d2[row] * context)
         forecast = Forecast(flight.decision.predicted_ttft_s, tbt_s, tbt_s)
         verdict = admission.decide_decode(
             Outlook(flight.request, forecast), self.settings.admission, self._parts.dice
@@ -225,8 +227,9 @@ class Conductor:
         what makes no sense, and for a profile that does not exist."""
         check_instance(spec)
         latency = self._profile(spec.profile).latency
-        self._latency[spec.id] = latency
+        self._check_alike(spec)
         self.cluster.register(spec, latency, now)
+        self._latency[spec.id] = latency
         self.index.holder(spec.id, "hbm")
         if spec.node:
             self.index.holder(spec.node, "dram")
@@ -462,7 +465,8 @@ class Conductor:
         if first is not None and last is not None and tokens > 1:
             tbt_s = (last - first) / (tokens - 1)
         if finished:
-            self._prefilled(flight, now)
+            with contextlib.suppress(InvalidRequest):  # too many holders: it ends all the same
+                self._prefilled(flight, now)
             self.shadow.finished(flight.request.id, tbt_s, now)
             if tokens:
                 self.lengths.observe(flight.request, tokens)
@@ -502,6 +506,17 @@ class Conductor:
         for (name, value), factor in zip(values, factors, strict=True):
             getattr(self.cluster, name)[row] = value * factor
 
+    def _check_alike(self, spec: InstanceSpec) -> None:
+        """Raises Conflict for an instance that cuts its model's prompts into other blocks."""
+        for other in self.cluster.specs:
+            if other is not None and other.model == spec.model and other.id != spec.id:
+                if other.block_tokens != spec.block_tokens:
+                    raise Conflict(
+                        f"block_tokens of {spec.id!r} is {spec.block_tokens}, and of {other.id!r}, "
+                        f"which serves {spec.model!r} as well, {other.block_tokens}"
+                    )
+                return
+
     def _instance(self, name: str, now: float) -> InstanceView:
         cluster, row = self.cluster, self.cluster.row(name)
         role = cluster.role(row)
@@ -524,6 +539,11 @@ def _preempted(victim: Flight, by: str, now: float) -> Rejection:
         retry_after_s=max(1.0, victim.decision.predicted_ttft_s),
         decided_at=now,
     )
+
+
+def prompt_of(request: Request) -> tuple[object, ...]:
+    """What a request id stands for: with another one of these, it is another request."""
+    return request.model, request.prompt_tokens, request.keys
 
 
 def check_request(request: Request) -> None:

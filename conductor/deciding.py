@@ -225,6 +225,7 @@ def _decoded(parts: Parts, question: Question, choice: Choice, decode: Rows, now
         tbt_then_s=tbt_s,
         queue_s=min(float(question.queue_s[choice.at]), ttft_s),
         room=apart is not None or isinstance(chosen, DecodeChoice),
+        room_ever=_fits_ever(asked),
     )
     return Plan(question, choice, decode, chosen, apart, output_tokens, tbt_s, forecast)
 
@@ -275,6 +276,14 @@ def _spread(settings: Settings, asked: DecodeQuestion) -> Spread | None:
         return None
     found = spread(asked, settings.spread)
     return found if isinstance(found, Spread) else None
+
+
+def _fits_ever(asked: DecodeQuestion) -> bool:
+    """Whether some instance could hold context and answer, were it alone there. Spread over several
+    they may fit where this says no: then there is room."""
+    capacity = int(asked.cluster.kv_capacity_tokens.take(asked.rows).max(initial=0))
+    usable = capacity * (1.0 - asked.settings.reserve_share)
+    return asked.request.prompt_tokens + asked.output_tokens <= usable
 
 
 def _tbt_now_s(parts: Parts, row: int, context_tokens: float) -> float:

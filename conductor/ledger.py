@@ -155,7 +155,7 @@ class Ledger:
 
     def expired(self, now: float) -> list[Flight]:
         """Requests that were not heard of for too long. They are still in flight: end them."""
-        late = []
+        late: dict[str, Flight] = {}  # an id that was used again has several entries
         while self._expiry and self._expiry[0][0] <= now:
             _, request_id = heapq.heappop(self._expiry)
             flight = self._flights.get(request_id)
@@ -164,8 +164,8 @@ class Ledger:
             if flight.expires_at > now:  # it was heard of since
                 heapq.heappush(self._expiry, (flight.expires_at, request_id))
             else:
-                late.append(flight)
-        return late
+                late[request_id] = flight
+        return list(late.values())
 
     def requests_at(self, row: int) -> int:
         """How many requests wait for, or run at, an instance."""

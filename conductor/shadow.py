@@ -310,8 +310,10 @@ class Shadow:
                 self._judge(number)
 
     def _first_token_at(self, follow: _Follow) -> float | None:
+        if follow.starts_at is None:
+            return None
         ratio = self._ratio(follow.ghost.prefill_row)
-        if follow.starts_at is None or ratio is None:
+        if ratio is None:
             return None
         return follow.starts_at + follow.ghost.own_s * ratio
 

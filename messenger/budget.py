@@ -13,6 +13,7 @@ import heapq
 import os
 import threading
 import time
+import weakref
 from enum import IntEnum
 from itertools import count
 from typing import TYPE_CHECKING
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
 # Eighty milliseconds of loopback TCP, or twenty of a 100 Gb/s network: enough to keep any link
 # busy, and the longest that something urgent waits for what has begun.
 IN_FLIGHT_BYTES = 256 << 20
+# What one transfer over one TCP stream counts for, however long it is: more than kernels buffer of
+# it. Four of them fill a peer's share, so that a peer that hangs can't take the room of all others.
+STREAM_BYTES = 32 << 20
+PEER_BYTES = 4 * STREAM_BYTES
+
+
+_all: weakref.WeakSet[Budget] = weakref.WeakSet()
 
 
 class Priority(IntEnum):
@@ -41,6 +49,7 @@ class Budget:
     def __init__(self, limit_bytes: int = IN_FLIGHT_BYTES) -> None:
         self.limit_bytes = limit_bytes
         self.forget()
+        _all.add(self)
 
     def forget(self) -> None:
         """Also in a forked child: what is in flight is the parent's."""
@@ -99,4 +108,10 @@ class Budget:
 # For all messengers of the process that are not given one of their own.
 SHARED = Budget()
 
-os.register_at_fork(after_in_child=SHARED.forget)
+
+def _forget_all() -> None:
+    for budget in list(_all):
+        budget.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -10,7 +10,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiffin.messenger.budget import SHARED, Priority
+from tiffin.messenger.budget import SHARED, STREAM_BYTES, Priority
 from tiffin.messenger.transport import Range
 
 from ..arena import Extent
@@ -104,7 +104,7 @@ class Copier:
         granted = [i for i, status in enumerate(reserved.statuses) if status == Status.GRANTED]
         targets = [self._node.dram.view(Extent(offset, length)) for offset in reserved.offsets]
         ranges = [Range(index * length, length) for index in granted]
-        nbytes = length * len(ranges)
+        nbytes = min(length * len(ranges), STREAM_BYTES)
         # After whatever somebody waits for: nobody waits for a copy.
         with (
             as_ours(self._peer.label),

@@ -7,11 +7,11 @@ import random
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tiffin.messenger.budget import SHARED, Priority
+from tiffin.messenger.budget import SHARED, STREAM_BYTES, Priority
 from tiffin.messenger.errors import TransferTimeout
 
 from ..credentials import Credentials, parse_address
@@ -31,8 +31,7 @@ from .peer import Peer
 from .verbs import Ask, Context, Locate, Read, Together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -301,7 +300,13 @@ class Engine:
         )
         try:
             # Not the node's fault, nor counted as its time: others of this process were first.
-            with _turn(peer, arrivals.nbytes, reader.priority, step.deadline):
+            small = arrivals.nbytes < _BUDGETED_BYTES_MIN or peer.one_sided is not None
+            turn = (
+                nullcontext()
+                if small
+                else _turn(peer, arrivals.nbytes, reader.priority, step.deadline)
+            )
+            with turn:
                 fetched = fetch(
                     peer,
                     part,
@@ -328,17 +333,17 @@ class Engine:
             self.links.answered(node)
 
 
-def _turn(
-    peer: Peer, nbytes: int, priority: Priority, deadline: float
-) -> AbstractContextManager[None]:
-    """Room for so many bytes in flight. Raises TransferTimeout if there is none by the deadline.
+@contextmanager
+def _turn(peer: Peer, nbytes: int, priority: Priority, deadline: float) -> Iterator[None]:
+    """Room for so many bytes in flight: of the peer's share, and of all. Raises TransferTimeout if
+    there is none by the deadline.
 
     A peer that is read one-sidedly has a messenger, which asks for room itself: who asked twice
     would wait for itself.
     """
-    if nbytes < _BUDGETED_BYTES_MIN or peer.one_sided is not None:
-        return nullcontext()
-    return SHARED.hold(nbytes, priority, deadline)
+    claim = min(nbytes, STREAM_BYTES)
+    with peer.budget.hold(claim, priority, deadline), SHARED.hold(claim, priority, deadline):
+        yield
 
 
 def _wait_for(futures: list[Future[Any]]) -> None:

@@ -19,6 +19,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from tiffin.messenger import tcp
+from tiffin.messenger.budget import PEER_BYTES, Budget
 from tiffin.messenger.errors import FrameError as BadFrame
 from tiffin.messenger.errors import GrantError, MessengerError, PeerLost, TransferTimeout
 
@@ -120,6 +121,8 @@ class Peer:
         self._opening: set[Stream] = set()  # of which the transport knows nothing yet
         self._cut = False
         self._patience = _Patience()
+        # Of all large reads of this node: one that hangs must not take the room of all others.
+        self.budget = Budget(PEER_BYTES)
         self.transport = tcp.TcpTransport(self._open, streams_max=streams_max)
         self.one_sided = OneSided(self) if nixl else None
 

@@ -127,8 +127,10 @@ class TestOneRequest:
         made = conductor(spec("a"), spec("b"))
         decision = made.schedule(prompt("x"), 1.0)
         assert made.schedule(prompt("x"), 5.0) is decision
-        with pytest.raises(Conflict):
-            made.schedule(Request("x", "m", 77), 5.0)
+        made.register(InstanceSpec("c", "other", Role.MIXED, PROFILE), 5.0)
+        for another in (Request("x", "m", 77), Request("x", "other", 8 * BLOCK + 10, keys("x", 8))):
+            with pytest.raises(Conflict):
+                made.schedule(another, 5.0)
         assert made.statistics()["decided"] == 1
 
     def test_an_instance_that_left_since_is_not_named_again(self) -> None:
@@ -234,6 +236,32 @@ class TestRefusals:
             tell(made, f"r{number}", "finished", now=2.0)
         assert isinstance(made.schedule(late, 2.0), Decision)
 
+    def test_what_never_fits_is_not_told_to_come_back(self) -> None:
+        made = conductor(spec("a", kv_capacity_tokens=10_000))
+        rejection = made.schedule(prompt("huge", 100), 1.0)
+        assert isinstance(rejection, Rejection)
+        assert (rejection.reason, rejection.retry_after_s) == ("kv_room", None)
+
+    def test_the_second_check_counts_the_request_once(self) -> None:
+        made = conductor(spec("a"), admission={"mode": "baseline"})
+        first = made.schedule(prompt("x", 8), 1.0)
+        assert isinstance(first, Decision)
+        tbt_s = first.predicted_tbt_s
+        tell(made, "x", "cancelled", now=1.0)
+        close = Objectives(tbt_s=1.05 * tbt_s)
+        made.schedule(prompt("y", 8, objectives=close), 2.0)
+        tell(made, "y", "prefill_done", now=3.0)
+        assert made.recheck("y", 3.0) is None
+        strict = Objectives(tbt_s=0.5 * tbt_s)
+        made.schedule(prompt("z", 8, objectives=strict), 4.0)
+        tell(made, "z", "prefill_done", now=5.0)
+        rejection = made.recheck("z", 5.0)
+        assert isinstance(rejection, Rejection)
+        assert rejection.reason == "tbt"
+        made.schedule(prompt("w", 8), 6.0)
+        made.remove("a", 7.0)
+        assert made.recheck("w", 7.0) is None
+
     def test_a_full_queue_lets_the_higher_class_in(self) -> None:
         made = conductor(spec("a"), queue={"waiting_max": 2})
         for number in range(3):  # one of them is being computed
@@ -273,6 +301,8 @@ class TestRefusals:
                 made.register(spec("b", **bad), 1.0)
         with pytest.raises(InvalidRequest):
             made.register(InstanceSpec("b", "m", Role.MIXED, "no such profile"), 1.0)
+        with pytest.raises(Conflict, match="block_tokens"):
+            made.register(spec("b", block_tokens=16), 1.0)
         with pytest.raises(InvalidRequest):
             made.heartbeat("a", Load(running=-1), 1.0)
         with pytest.raises(UnknownInstance):

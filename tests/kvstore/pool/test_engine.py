@@ -316,6 +316,24 @@ def test_a_large_read_waits_for_its_turn_and_does_not_blame_the_node(
     assert SHARED.used_bytes == 0
 
 
+def test_a_node_that_hangs_holds_up_only_its_own_reads(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiffin.kvstore.pool.engine._BUDGETED_BYTES_MIN", 1)
+    one, two = cluster.start("one"), cluster.start("two")
+    client = cluster.open()
+    prefixes = {node.number: fresh_prefix(3) for node in (one, two)}
+    for number, prefix in prefixes.items():
+        assert client.put(prefix, payloads_of(prefix), node=number).complete
+    peer = client._engine.peer(one.number)
+    with peer.budget.hold(peer.budget.limit_bytes, Priority.DECODE, time.monotonic() + 5):
+        with client.get(prefixes[one.number], timeout_s=0.05) as none:
+            assert (len(none), none.reason) == (0, "deadline")
+        with client.get(prefixes[two.number]) as blocks:
+            assert blocks.complete
+    assert SHARED.used_bytes == 0
+
+
 def test_a_summary_of_links_fits_a_record(cluster: Cluster) -> None:
     engine = cluster.open()._engine
     dice = random.Random(1)
