@@ -3,6 +3,7 @@
 #   make demo     the main job: a conductor, two prefill and two decode workers with a real
 #                 transformer, one pool over two nodes, and an overload
 #   make test     the tests that fit in ten minutes on two cores
+#   make coverage   the same, and which lines they did not run: a third longer
 #   make test-slow  the kill -9 and corruption campaigns
 #   make lint     ruff and mypy
 #   make bench    the performance tables of the store and of the network, each row against a limit
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 PACKAGES := kvstore messenger conductor bench
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint format bench clean
+.PHONY: help venv demo test coverage test-slow lint format bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -45,6 +46,9 @@ demo: venv
 	$(BIN)/tiffin demo
 
 test: venv
+	$(BIN)/pytest
+
+coverage: venv
 	$(BIN)/pytest --cov --cov-report=term-missing:skip-covered
 
 test-slow: venv

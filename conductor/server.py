@@ -17,6 +17,7 @@ import signal
 import socket
 import tomllib
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -32,7 +33,7 @@ from .feeding import Feeding
 from .shared import SharedConductor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Coroutine, Iterator
     from pathlib import Path
 
     from .api.service import Service
@@ -114,37 +115,40 @@ async def serve(
         try:
             if options.directory:
                 feeding.follow_pool(options.directory, options.pool, options.credentials)
-            async with Acting(service, feeding) as acting, asyncio.TaskGroup() as tasks:
-                serving = tasks.create_task(server.serve([door]))
-                ticking = tasks.create_task(_tick(service))
-                steering = tasks.create_task(acting.run())
-                sharing = _sharing(core, options, service, tasks)
-                _announce(options, door, started)
-                await _either(stop, serving)
-                log.info("stopping")
-                service.stop()
-                server.should_exit = True
-                await serving
-                ticking.cancel()
-                steering.cancel()
-                if sharing is not None:
-                    sharing.cancel()
+            with _sharing(core, options, service) as shared:
+                async with Acting(service, feeding) as acting, asyncio.TaskGroup() as tasks:
+                    serving = tasks.create_task(server.serve([door]))
+                    others = [tasks.create_task(_tick(service)), tasks.create_task(acting.run())]
+                    if shared is not None:
+                        others.append(tasks.create_task(shared()))
+                    _announce(options, door, started)
+                    await _either(stop, serving)
+                    log.info("stopping")
+                    service.stop()
+                    server.should_exit = True
+                    await serving
+                    for task in others:
+                        task.cancel()
         finally:
             await feeding.close()
 
 
+@contextlib.contextmanager
 def _sharing(
-    core: Conductor, options: ConductorOptions, service: Service, tasks: asyncio.TaskGroup
-) -> asyncio.Task[None] | None:
-    """Tell the other conductors, and hear them, if there are any."""
-    if not isinstance(core, SharedConductor):
-        return None
+    core: Conductor, options: ConductorOptions, service: Service
+) -> Iterator[Callable[[], Coroutine[Any, Any, None]] | None]:
+    """What tells the other conductors and hears them, to be run in a task; None if there are none.
+    Raises InvalidInput for a Redis that can't be one."""
+    if not options.share or not isinstance(core, SharedConductor):
+        yield None
+        return
     from .feeds.sharing import Link, share  # needs redis, and only here
 
     link = Link(options.share, pool=options.pool)
-    task = tasks.create_task(share(core, link, service.clock, service.learn))
-    task.add_done_callback(lambda _: link.close())
-    return task
+    try:
+        yield partial(share, core, link, service.clock, service.learn)
+    finally:
+        link.close()
 
 
 @contextlib.contextmanager

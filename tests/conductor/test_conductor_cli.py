@@ -160,3 +160,9 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("status")
     assert isinstance(result.exception, InvalidInput)
     assert 'pip install "tiffin[conductor]"' in str(result.exception)
+
+
+def test_a_redis_to_share_that_cannot_be_one() -> None:
+    result = run("--listen", "127.0.0.1:0", "--share", "http://x")
+    assert result.exit_code != 0
+    assert "redis://" in said(result)

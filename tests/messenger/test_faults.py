@@ -187,6 +187,11 @@ def test_bytes_that_stop_between_the_ends(server: Server) -> None:
             relay.resume()
             transport.read(grant, everything, into, deadline=soon())
             relay.cut()
+            [(idle, _)] = transport._pool._idle
+            deadline = soon()
+            while idle.alive():  # word of it takes a moment
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
             transport.read(grant, everything, into, deadline=soon())
             relay.cut_after(3 * MIB)
             with pytest.raises(PeerLost):
