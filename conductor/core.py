@@ -20,6 +20,7 @@ from .computing import Computing
 from .deciding import Parts, Refused, decide
 from .errors import Conflict, InvalidRequest, UnknownRequest
 from .feeds.routed import Holdings
+from .forecast import check_predictor
 from .horizon import Horizon
 from .index import PrefixIndex
 from .ledger import Ledger, Phase
@@ -98,6 +99,7 @@ class Conductor:
         profile: Callable[[str], Profile] = profiles.load,
     ) -> None:
         self.settings = settings = settings or Settings()
+        check_predictor(settings.planner.predictor)
         dice = dice or random.Random()
         self.cluster = Cluster()
         self.index = PrefixIndex()
@@ -315,6 +317,7 @@ class Conductor:
         """Change settings while running. All of it or, if anything does not validate, nothing:
         raises InvalidRequest."""
         settings = patched(self.settings, changes)
+        check_predictor(settings.planner.predictor)
         if settings.policy.name != self.settings.policy.name:
             self._parts.policy = policy(settings.policy.name)
         self.settings = self._parts.settings = settings

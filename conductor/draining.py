@@ -19,6 +19,7 @@ counted, so that who decides can see what the change will cost.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -312,15 +313,21 @@ class InstanceDrain:
         )
 
 
-def unique_in_hbm(instance: str, hot: Sequence[HotPrefix], pool: Pool) -> int:
-    """How many hot blocks are in an instance's HBM and nowhere else: lost with its cache."""
-    found: set[bytes] = set()
+def unique_in_hbm(hot: Sequence[HotPrefix], pool: Pool) -> dict[str, int]:
+    """How many hot blocks are in each instance's HBM and nowhere else: lost with its cache. Those
+    that have none are left out. One look at each block, whoever has it, and for all instances."""
+    seen: set[bytes] = set()
+    alone: Counter[int] = Counter()
     for prefix in hot:
-        for key in prefix.keys:
-            labels = {pool.index.label(number) for number in pool.index.holders_of(key)}
-            if labels == {f"{instance}/hbm"}:
-                found.add(key)
-    return len(found)
+        for key in reversed(prefix.keys):
+            if key in seen:
+                break  # keys are chained: those before it came with it
+            seen.add(key)
+            for run in pool.index.match((key,)).runs:
+                if run.holders.bit_count() == 1:
+                    alone[run.holders.bit_length() - 1] += 1
+    labels = {number: pool.index.label(number).rpartition("/") for number in alone}
+    return {name: alone[number] for number, (name, _, tier) in labels.items() if tier == "hbm"}
 
 
 def _keys(order: Order) -> Collection[bytes]:

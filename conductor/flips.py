@@ -172,6 +172,15 @@ class Flips:
         self._under_way[instance] = Flip(instance, old, new, Step.DRAINING, now, until, why)
         return [Assign(instance, on=False)]
 
+    def cancel(self, instance: str, now: float, why: str) -> bool:
+        """Give up a flip whose instance was not told yet; who cancels says whether it is assigned
+        work. False if there is none, or it was told: then it goes on, to know what became of it."""
+        flip = self._under_way.get(instance)
+        if flip is None or flip.step is not Step.DRAINING:
+            return False
+        self._end(flip, Step.RETURNED, why, now)
+        return True
+
     def tick(self, fleet: Sequence[Member], now: float) -> list[Action]:
         """Go on with all flips. Every second or so, with the instances as they are now."""
         members = {member.id: member for member in fleet}

@@ -13,6 +13,7 @@ largest one seen, because a plan for a load that was never met is a guess whatev
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 _SMOOTHED_FROM = 10
 _LINE_FROM = 3
 CEILING = 2.0
+
+_NO_STATSMODELS = (
+    "the predictor 'holt-winters' needs statsmodels: pip install 'tiffin[conductor]', or choose "
+    "'constant' or 'linear'"
+)
 
 
 def _constant(series: Sequence[float], season: int) -> float:
@@ -65,10 +71,7 @@ def _statsmodels() -> Callable[..., Any]:
     try:
         module = importlib.import_module("statsmodels.tsa.holtwinters")
     except ImportError as error:
-        raise InvalidRequest(
-            "the predictor 'holt-winters' needs statsmodels: pip install 'tiffin[conductor]', or "
-            "choose 'constant' or 'linear'"
-        ) from error
+        raise InvalidRequest(_NO_STATSMODELS) from error
     found: Callable[..., Any] = module.ExponentialSmoothing
     return found
 
@@ -78,6 +81,15 @@ PREDICTORS: dict[str, Callable[[Sequence[float], int], float]] = {
     "linear": _linear,
     "holt-winters": _holt_winters,
 }
+
+
+def check_predictor(predictor: str) -> None:
+    """Whether there is such a predictor and what it needs is installed, without importing it.
+    Raises InvalidRequest."""
+    if predictor not in PREDICTORS:
+        raise InvalidRequest(f"no predictor {predictor!r}; there are {', '.join(PREDICTORS)}")
+    if predictor == "holt-winters" and importlib.util.find_spec("statsmodels") is None:
+        raise InvalidRequest(_NO_STATSMODELS)
 
 
 def forecast(predictor: str, series: Sequence[float], season: int = 0) -> float:

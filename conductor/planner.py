@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from .errors import ConductorError
 from .flips import Flips, FlipSettings
 from .forecast import forecast
 from .records import Role
@@ -205,6 +206,8 @@ class Planner:
         self.flips = Flips(self.settings.flips)
         self._history: deque[_Means] = deque(maxlen=self.settings.window)
         self._factors = (1.0, 1.0)
+        # Why the last forecast is the constant predictor's, though another was asked for.
+        self.forecast_error = ""
         # The same wish, so many intervals in a row.
         self._wish: tuple[Role, Role] | None = None
         self._wished = self._fewer = 0
@@ -239,8 +242,8 @@ class Planner:
 
     def plan(self, fleet: Sequence[Member], now: float) -> Plan | None:
         """What to do, once per interval, after `observe`. None if there is nothing to plan by: no
-        ready instance, or no request was ever seen. Raises InvalidRequest if the predictor can't
-        be had."""
+        ready instance, or no request was ever seen. Where the predictor fails, the constant one
+        stands in for this interval, and `forecast_error` says why."""
         ready = [member for member in fleet if member.ready]
         if self.settings.mode == "off" or not ready or not self._history:
             return None
@@ -298,12 +301,19 @@ class Planner:
 
     def _expected(self) -> tuple[float, Work]:
         """Requests per second, and what they are like, in the next interval."""
-        own = self.settings
         columns = [list(column) for column in zip(*self._history, strict=True)]
-        rate, prompt, computed, output, variation = (
-            forecast(own.predictor, column, own.season_intervals) for column in columns
-        )
+        self.forecast_error = ""
+        try:
+            found = self._forecast(self.settings.predictor, columns)
+        except (ConductorError, ValueError, ArithmeticError, LookupError) as error:
+            # Its library is missing, or has found no fit: LinAlgError is a ValueError.
+            self.forecast_error = str(error) or type(error).__name__
+            found = self._forecast("constant", columns)
+        rate, prompt, computed, output, variation = found
         return rate, Work(prompt, min(computed, prompt), output, variation, *self._factors)
+
+    def _forecast(self, predictor: str, columns: list[list[float]]) -> list[float]:
+        return [forecast(predictor, one, self.settings.season_intervals) for one in columns]
 
     def _needed(self, rate: float, mean: Capacity) -> tuple[float, float]:
         """Average instances that prefill and decode would take, filled up to `flip_above`."""
@@ -391,6 +401,8 @@ class Planner:
     ) -> list[Reason]:
         own = self.settings
         by = f"{own.predictor} over {len(self._history)} intervals"
+        if self.forecast_error:
+            by = f"the last interval; {own.predictor} failed"
         misses = "; an idle instance misses it" if mean.unattainable else ""
         return [
             Reason("rate", rate, "requests/s", by),

@@ -8,12 +8,15 @@ on instances; whoever has connections carries them out and says how it went.
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
+from .cluster import INSTANCES_MAX
 from .draining import ENDED, InstanceDrain, NodeDrain, unique_in_hbm
-from .errors import InvalidRequest
+from .errors import ConductorError, InvalidRequest
 from .flips import Assign, Member, SetRole, Verify
 from .orders import LOST_S, Pool
 from .planner import Meter, Planner
@@ -22,7 +25,7 @@ from .replication import Replication
 from .transfers import TIERS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from .core import Conductor
     from .draining import Progress
@@ -31,9 +34,20 @@ if TYPE_CHECKING:
     from .planner import Plan
     from .records import Role
 
+log = logging.getLogger("tiffin.conductor")
+
 _DRAM = TIERS.index("dram")
-# Drains that have ended stay to be looked at; the oldest leave.
-_DRAINS_MAX = 256
+# Drains that have ended stay to be looked at; the oldest leave. Each node's looks at all hot
+# prefixes every second, so there may not be many; an instance's is a few numbers.
+_NODE_DRAINS_MAX = 256
+# What only an instance's HBM has is counted for people to look at; it costs a look at each hot
+# block, which are up to `popularity.TRACKED_MAX`.
+_COUNT_S = 10.0
+# A model that has had neither instances nor requests for so long is forgotten: longer than a season
+# of a day, and names of models that come and go do not add up.
+_FORGET_S = 2 * 86_400.0
+
+_LATENCY = ("c0", "c1", "c2", "d0", "d1", "d2")
 
 
 @dataclass(slots=True)
@@ -46,11 +60,13 @@ class Steered:
 
 @dataclass(slots=True)
 class _Planned:
-    """One model's planner, and the interval that it is in."""
+    """One model's planner, and the interval that it is in. At `alive_at` it
+    had instances, or a request."""
 
     planner: Planner
     meter: Meter
     next_at: float
+    alive_at: float
     plan: Plan | None = None
 
 
@@ -62,13 +78,19 @@ class Steering:
         self.replication = Replication(core.settings.replication)
         self._node_drains: dict[str, NodeDrain] = {}
         self._instance_drains: dict[str, InstanceDrain] = {}
+        # Instances that were drained since their last flip began: no flip gives them work again.
+        self._kept_out: set[str] = set()
+        self._unique: dict[str, int] = {}  # hot blocks in an instance's HBM only, at `_counted_at`
+        self._counted_at = -math.inf
         self._planned: dict[str, _Planned] = {}
+        self._said_planning = False
         self._numbers = count(1)
         # Whose order each number is, what its owner calls it, and until when it is believed in.
         self._owners: dict[int, tuple[Replication | NodeDrain, int, float]] = {}
 
     def configure(self) -> None:
         """Settings have changed."""
+        self._said_planning = False
         self.replication.settings = self._core.settings.replication
         for planned in self._planned.values():
             planned.planner.configure(self._core.settings.planner)
@@ -86,26 +108,36 @@ class Steering:
     # -- what is wanted ----------------------------------------------------------------------------
 
     def drain_node(self, node: str, now: float, deadline_s: float | None = None) -> None:
-        """Empty a node: it takes nothing new, its hot and unique blocks first, then the rest."""
+        """Empty a node: it takes nothing new, its hot and unique blocks first, then the rest.
+        Raises InvalidRequest when too many are being drained."""
         drain = self._node_drains.get(node)
         if drain is None or drain.phase in ENDED:
+            going = sum(one.phase not in ENDED for one in self._node_drains.values())
+            if going >= _NODE_DRAINS_MAX:
+                raise InvalidRequest(
+                    f"{_NODE_DRAINS_MAX} nodes are being drained, which is the limit: wait for one"
+                )
+            _make_room(self._node_drains, node, _NODE_DRAINS_MAX)
             settings = self._core.settings.draining
             # Its own numbers begin anew; ours tell them apart.
             numbers = count(1)
             self._node_drains[node] = NodeDrain(
                 node, now, lambda: next(numbers), settings, deadline_s=deadline_s
             )
-            self._bound(self._node_drains)
 
     def drain_instance(self, instance: str, now: float, deadline_s: float | None = None) -> None:
-        """Follow an instance that is given nothing new until its requests have ended."""
+        """Follow an instance that is given nothing new until its requests have ended. A flip of it
+        that it was not told of is given up, and none gives it work again."""
+        self._kept_out.add(instance)
+        for planned in self._planned.values():
+            planned.planner.flips.cancel(instance, now, "it is drained")
         drain = self._instance_drains.get(instance)
         if drain is None or drain.phase in ENDED:
+            _make_room(self._instance_drains, instance, INSTANCES_MAX)
             settings = self._core.settings.draining
             self._instance_drains[instance] = InstanceDrain(
                 instance, now, settings, deadline_s=deadline_s
             )
-            self._bound(self._instance_drains)
 
     def flip(self, instance: str, role: Role, now: float, why: str = "asked for") -> list[Action]:
         """Change an instance's role by the protocol: nothing new, drain, commit, verify. Raises
@@ -149,8 +181,8 @@ class Steering:
         for drain in self._node_drains.values():
             steered.orders += self._numbered(drain, drain.step(pool, now), now)
         self._step_instances(pool, now)
-        for model, planned in list(self._planned.items()):
-            steered.actions += self._plan(model, planned, now)
+        self._kept_out = {name for name in self._kept_out if name in self._core.cluster}
+        steered.actions += self._plan_all(now)
         return steered
 
     def ended(self, outcome: Ended, now: float) -> None:
@@ -161,27 +193,7 @@ class Steering:
 
     def fleet(self, model: str) -> list[Member]:
         """A model's instances, with the requests that each has in flight."""
-        cluster = self._core.cluster
-        members = []
-        for name in cluster.names:
-            spec, row = cluster.spec(name), cluster.row(name)
-            if spec.model == model:
-                latency = tuple(
-                    float(getattr(cluster, column)[row])
-                    for column in ("c0", "c1", "c2", "d0", "d1", "d2")
-                )
-                members.append(
-                    Member(
-                        name,
-                        cluster.role(row),
-                        cluster.status[row] is Status.READY,
-                        self._core.requests_at(name),
-                        latency,
-                        spec.kv_capacity_tokens,
-                        spec.batch_max,
-                    )
-                )
-        return members
+        return self._fleets((model,))[model]
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -189,21 +201,74 @@ class Steering:
         planned = self._planned.get(model)
         if planned is None:
             settings = self._core.settings.planner
-            planned = _Planned(Planner(settings), Meter(now), now + settings.interval_s)
+            planned = _Planned(Planner(settings), Meter(now), now + settings.interval_s, now)
             self._planned[model] = planned
+        planned.alive_at = now
         return planned
 
-    def _plan(self, model: str, planned: _Planned, now: float) -> list[Action]:
-        fleet = self.fleet(model)
-        actions = self._carried(planned, planned.planner.flips.tick(fleet, now), now)
-        if now >= planned.next_at:
-            planned.next_at = now + self._core.settings.planner.interval_s
-            planned.planner.observe(planned.meter.close(now))
-            plan = planned.planner.plan(fleet, now)
-            if plan is not None:
-                planned.plan = plan
-                actions += self._carried(planned, list(plan.actions), now)
+    def _fleets(self, models: Collection[str]) -> dict[str, list[Member]]:
+        """The instances of each of these models, in one pass over all."""
+        cluster = self._core.cluster
+        columns = [getattr(cluster, name).tolist() for name in _LATENCY]
+        fleets: dict[str, list[Member]] = {model: [] for model in models}
+        for row, spec in enumerate(cluster.specs):
+            fleet = fleets.get(spec.model) if spec is not None else None
+            if spec is not None and fleet is not None:
+                fleet.append(
+                    Member(
+                        spec.id,
+                        cluster.role(row),
+                        cluster.status[row] is Status.READY,
+                        self._core.requests_at(spec.id),
+                        tuple([column[row] for column in columns]),
+                        spec.kv_capacity_tokens,
+                        spec.batch_max,
+                    )
+                )
+        return fleets
+
+    def _plan_all(self, now: float) -> list[Action]:
+        """Go on with flips, and plan for the models whose interval has ended."""
+        due = {
+            model: planned
+            for model, planned in self._planned.items()
+            if now >= planned.next_at or planned.planner.flips.under_way
+        }
+        if not due:
+            return []
+        actions: list[Action] = []
+        for model, fleet in self._fleets(due).items():
+            planned = due[model]
+            actions += self._carried(planned, planned.planner.flips.tick(fleet, now), now)
+            if fleet:
+                planned.alive_at = now
+            elif now > planned.alive_at + _FORGET_S:
+                del self._planned[model]
+            if now >= planned.next_at:
+                actions += self._plan(model, planned, fleet, now)
         return actions
+
+    def _plan(
+        self, model: str, planned: _Planned, fleet: Sequence[Member], now: float
+    ) -> list[Action]:
+        planner = planned.planner
+        planned.next_at = now + self._core.settings.planner.interval_s
+        planner.observe(planned.meter.close(now))
+        plan, trouble = None, ""
+        try:
+            plan = planner.plan(fleet, now)
+            if planner.forecast_error:
+                trouble = f"the constant predictor stands in: {planner.forecast_error}"
+        except (ConductorError, ValueError, ArithmeticError) as error:
+            # Advice that can't be given must not keep nodes from being drained.
+            trouble = f"no plan: {str(error) or type(error).__name__}"
+        if trouble and not self._said_planning:
+            self._said_planning = True
+            log.warning("planning for %s: %s", model, trouble)
+        if plan is None:
+            return []
+        planned.plan = plan
+        return self._carried(planned, list(plan.actions), now)
 
     def _carried(self, planned: _Planned, actions: Sequence[Action], now: float) -> list[Action]:
         """Do what can be done here; what is left needs the instance. One that does not say where it
@@ -215,8 +280,7 @@ class Steering:
             if action.instance not in self._core.cluster:
                 continue
             if isinstance(action, Assign):
-                status = Status.READY if action.on else Status.DRAINING
-                self._core.cluster.set_status(action.instance, status)
+                self._assign(action)
                 continue
             if isinstance(action, SetRole):
                 row = self._core.cluster.row(action.instance)
@@ -228,6 +292,15 @@ class Steering:
             else:
                 todo += planned.planner.flips.committed(action.instance, now)
         return left
+
+    def _assign(self, action: Assign) -> None:
+        name = action.instance
+        if not action.on:
+            # It was ready, so whoever had drained it before has let it work again.
+            self._kept_out.discard(name)
+            self._core.cluster.set_status(name, Status.DRAINING)
+        elif name not in self._kept_out:
+            self._core.cluster.set_status(name, Status.READY)
 
     def _pool(self, nodes: Mapping[str, NodeSpace], now: float) -> Pool:
         core = self._core
@@ -246,12 +319,15 @@ class Steering:
         going = [drain for drain in self._instance_drains.values() if drain.phase not in ENDED]
         if not going:
             return
-        hot = self._core.popularity.hot(self._core.settings.draining.hot_max, now)
+        if now >= self._counted_at + _COUNT_S:
+            self._counted_at = now
+            hot = self._core.popularity.hot(self._core.settings.draining.hot_max, now)
+            self._unique = unique_in_hbm(hot, pool)
         for drain in going:
             name = drain.instance
             here = name in self._core.cluster
             requests = self._core.requests_at(name) if here else None
-            drain.step(requests, now, unique_blocks=unique_in_hbm(name, hot, pool))
+            drain.step(requests, now, unique_blocks=self._unique.get(name, 0))
 
     def _numbered(
         self, owner: Replication | NodeDrain, orders: Sequence[Order], now: float
@@ -272,10 +348,13 @@ class Steering:
                 return
             del self._owners[number]
 
-    @staticmethod
-    def _bound(drains: dict[str, NodeDrain] | dict[str, InstanceDrain]) -> None:
-        ended = [name for name, drain in drains.items() if drain.phase in ENDED]
-        for name in ended[: max(0, len(drains) - _DRAINS_MAX)]:
-            del drains[name]
-        if len(drains) > _DRAINS_MAX:
-            raise InvalidRequest(f"{_DRAINS_MAX} drains are under way, which is the limit")
+
+def _make_room(
+    drains: dict[str, NodeDrain] | dict[str, InstanceDrain], name: str, most: int
+) -> None:
+    """For one more, as the latest: what this one was before leaves, and the oldest that has ended;
+    if none has, the oldest, for there are more than there can be instances."""
+    drains.pop(name, None)
+    if len(drains) >= most:
+        ended = (one for one, drain in drains.items() if drain.phase in ENDED)
+        del drains[next(ended, next(iter(drains)))]

@@ -228,5 +228,23 @@ class TestInstances:
         pool.come(HOT, 5), pool.come(WARM, 5)
         pool.has("p1", HOT, "hbm"), pool.has("p1", WARM, "hbm"), pool.has("b", HOT[:2])
         hot = pool.popularity.hot(10, 0.0)
-        assert unique_in_hbm("p1", hot, pool.pool) == 1 + 2
-        assert unique_in_hbm("p2", hot, pool.pool) == 0
+        assert unique_in_hbm(hot, pool.pool) == {"p1": 1 + 2}
+        pool.has("p2", WARM, "hbm")
+        assert unique_in_hbm(hot, pool.pool) == {"p1": 1}  # the rest of it is at p2 too
+
+    def test_a_shared_head_is_looked_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A thousand prompts behind one system prompt of a hundred blocks are not 100,000 looks."""
+        pool = world()
+        head, tails = prompt("system", 20), [prompt(f"user {n}", 1) for n in range(10)]
+        for tail in tails:
+            pool.come(head + tail, 3)
+        pool.has("p1", head, "hbm")
+        hot = pool.popularity.hot(100, 0.0)
+        assert sum(len(prefix.keys) for prefix in hot) >= 10 * 21
+        looks: list[bytes] = []
+        match = pool.pool.index.match
+        monkeypatch.setattr(
+            pool.pool.index, "match", lambda keys: looks.extend(keys) or match(keys)
+        )
+        assert unique_in_hbm(hot, pool.pool) == {"p1": 20}
+        assert len(looks) == 20 + 10

@@ -97,6 +97,22 @@ class TestOneFlip:
         assert flips.ended[0].step is (Step.LOST if how == "gone" else Step.FAILED)
         assert report("p1", 1001.0) == []  # too late
 
+    def test_one_that_was_not_told_can_be_given_up(self) -> None:
+        flips = Flips()
+        flips.begin("p1", D, THREE, 0.0)
+        assert flips.cancel("p1", 1.0, "it is drained")
+        assert flips.under_way == flips.tick(THREE, 2.0) == []
+        assert str(flips.ended[0]) == "p1: prefill -> decode, returned (it is drained)"
+        assert not flips.cancel("p1", 3.0, "twice")
+
+    def test_one_that_was_told_goes_on(self) -> None:
+        """Given up now, nobody would know what it has become."""
+        flips = Flips()
+        flips.begin("p1", D, THREE, 0.0)
+        assert says(flips.tick(THREE, 1.0)) == ["set role p1 decode"]
+        assert not flips.cancel("p1", 2.0, "it is drained")
+        assert says(flips.committed("p1", 3.0)) == ["verify p1 decode"]
+
     def test_reports_out_of_order_are_ignored(self) -> None:
         flips = Flips()
         assert flips.committed("p1", 0.0) == flips.verified("p1", 0.0) == []

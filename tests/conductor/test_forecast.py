@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiffin.conductor.errors import InvalidRequest
-from tiffin.conductor.forecast import CEILING, PREDICTORS, forecast
+from tiffin.conductor.forecast import CEILING, PREDICTORS, check_predictor, forecast
 
 
 class TestPredictors:
@@ -70,3 +71,16 @@ class TestRefusals:
         with pytest.raises(InvalidRequest, match=r"pip install 'tiffin\[conductor\]'"):
             forecast("holt-winters", [1.0] * 20)
         assert forecast("linear", [1.0] * 20) == pytest.approx(1.0)
+
+    def test_a_setting_is_refused_before_it_is_needed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        check_predictor("constant")
+        check_predictor("linear")
+        with pytest.raises(InvalidRequest, match=r"pip install 'tiffin\[conductor\]'"):
+            check_predictor("holt-winters")
+        with pytest.raises(InvalidRequest, match="constant, linear, holt-winters"):
+            check_predictor("prophet")
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+        check_predictor("holt-winters")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiffin.conductor.errors import InvalidRequest
 from tiffin.conductor.flips import Assign, FlipSettings, Member, SetRole, Verify
+from tiffin.conductor.forecast import PREDICTORS
 from tiffin.conductor.planner import Meter, Observed, Plan, Planner, PlannerSettings
 from tiffin.conductor.records import Role
 
@@ -304,6 +306,31 @@ def _flips_of_a_shift(seed: int, margin: float) -> list[int]:
     return at
 
 
+@pytest.mark.parametrize(
+    "error", [InvalidRequest("no library"), np.linalg.LinAlgError("singular"), ZeroDivisionError()]
+)
+def test_where_a_predictor_fails_the_last_interval_stands_in(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(series: object, season: int) -> float:
+        raise error
+
+    one, members = planner(predictor="holt-winters"), fleet(2, 2)
+    one.observe(interval(1.0))
+    with monkeypatch.context() as patch:
+        patch.setitem(PREDICTORS, "holt-winters", fails)
+        plan = one.plan(members, 60.0)
+    assert plan is not None
+    rate = next(reason for reason in plan.reasons if reason.name == "rate")
+    assert rate.value == pytest.approx(1.0)
+    assert rate.why == "the last interval; holt-winters failed"
+    assert one.forecast_error in (str(error), "ZeroDivisionError")
+    one.configure(PlannerSettings(predictor="linear"))
+    one.observe(interval(2.0))
+    assert one.plan(members, 120.0) is not None
+    assert one.forecast_error == ""
+
+
 class TestMeter:
     def test_it_adds_up_and_begins_anew(self) -> None:
         meter = Meter(10.0)
@@ -335,8 +362,8 @@ class TestMeter:
         assert plan.mode == "advise"
         assert "over 2 intervals" in str(plan)
 
-    def test_an_unknown_predictor_is_refused_when_it_is_asked(self) -> None:
+    def test_an_unknown_predictor_is_named_and_stood_in_for(self) -> None:
         one = planner(predictor="oracle")
         one.observe(interval(1.0))
-        with pytest.raises(InvalidRequest, match="oracle"):
-            one.plan(fleet(1, 1), 0.0)
+        assert one.plan(fleet(1, 1), 0.0) is not None
+        assert "'oracle'" in one.forecast_error

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from dataclasses import replace
 
 import pytest
 from test_core import BLOCK, conductor, keys, prompt, spec, tell
 
-from tiffin.conductor.errors import Conflict, UnknownInstance
+from tiffin.conductor import steering
+from tiffin.conductor.errors import Conflict, InvalidRequest, UnknownInstance
 from tiffin.conductor.feeds.updates import Added
 from tiffin.conductor.flips import SetRole, Verify
+from tiffin.conductor.forecast import PREDICTORS
 from tiffin.conductor.orders import Admit, Copy, Ended, Evacuate, NodeSpace
 from tiffin.conductor.records import Decision, Request, Role, Status
 
@@ -80,6 +84,61 @@ class TestDrains:
         made.steering.tick({}, 5.0)
         assert made.steering.drains(5.0)[1].phase == "done"
 
+    def test_what_only_an_hbm_has_is_counted_once_for_all_drains(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = conductor(*(spec(name) for name in "abcd"))
+        shared = keys("hot", 3)
+        made.apply(Added("a", "hbm", shared), 0.0)
+        for number in range(8):
+            made.schedule(Request(f"r{number}", "m", 3 * BLOCK + 7, shared), 1.0)
+        made.count_seen(1.0)
+        counted: list[int] = []
+        hot = made.popularity.hot
+        monkeypatch.setattr(
+            made.popularity, "hot", lambda most, now: counted.append(most) or hot(most, now)
+        )
+        for name in "abc":
+            made.steering.drain_instance(name, 1.0)
+        for second in range(2, 22):
+            made.steering.tick({}, float(second))
+        assert len(counted) == 2
+        progress = {one.name: one for one in made.steering.drains(22.0)}
+        assert progress["a"].unique_blocks == 3
+
+    def test_so_many_instances_as_there_may_be_are_drained(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names = [f"i{number}" for number in range(300)]
+        made = conductor(*(spec(name) for name in names))
+        for name in names:
+            made.drain(name, 0.0)
+        assert len(made.steering.drains(0.0)) == 300
+        made.steering.tick({}, 1.0)  # all have ended
+        monkeypatch.setattr(steering, "INSTANCES_MAX", 300)
+        made.register(spec("one more"), 2.0)
+        made.drain("i0", 2.0)
+        made.drain("one more", 2.0)
+        listed = [one.name for one in made.steering.drains(2.0)]
+        assert len(listed) == 300
+        assert "i1" not in listed
+        assert {"i0", "one more"} < set(listed)
+
+    def test_one_node_too_many_is_refused_and_nothing_changes(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(steering, "_NODE_DRAINS_MAX", 2)
+        made = conductor(spec("a"))
+        made.steering.drain_node("x", 0.0)
+        made.steering.drain_node("y", 0.0)
+        with pytest.raises(InvalidRequest, match="wait for one"):
+            made.steering.drain_node("z", 0.0)
+        made.steering.drain_node("y", 0.0)  # it is being drained already
+        assert [one.name for one in made.steering.drains(0.0)] == ["x", "y"]
+        made.steering.tick({}, 1.0)  # there are no such nodes
+        made.steering.drain_node("z", 2.0)
+        assert [one.name for one in made.steering.drains(2.0)] == ["y", "z"]
+
 
 class TestFlips:
     def test_one_that_works_is_emptied_first(self) -> None:
@@ -118,6 +177,104 @@ class TestFlips:
         assert made.cluster.status[0] is Status.DRAINING
         assert made.steering.verified("p1", 4.0) == []
         assert (made.cluster.status[0], made.cluster.role(0)) == (Status.READY, Role.DECODE)
+
+    def test_a_drain_that_somebody_asks_for_ends_it(self) -> None:
+        made = conductor(spec("p1", Role.PREFILL), spec("p2", Role.PREFILL), spec("d", Role.DECODE))
+        made.flip("p1", Role.DECODE, 0.0)
+        made.drain("p1", 0.5)
+        for second in (1.0, 2.0, 3.0):
+            made.steering.tick({}, second)
+        assert (made.cluster.status[0], made.cluster.role(0)) == (Status.DRAINING, Role.PREFILL)
+        assert made.steering.drains(3.0)[0].phase == "done"
+
+    def test_of_one_that_was_told_it_goes_on_but_gives_no_work(self) -> None:
+        labels = {"role_url": "http://p1/role"}
+        told = spec("p1", Role.PREFILL, labels=labels)
+        made = conductor(told, spec("p2", Role.PREFILL), spec("d", Role.DECODE))
+        made.flip("p1", Role.DECODE, 1.0)
+        made.steering.tick({}, 2.0)
+        made.drain("p1", 3.0)
+        made.steering.tick({}, 4.0)
+        assert made.steering.committed("p1", 5.0) == [Verify("p1", Role.DECODE)]
+        assert made.steering.verified("p1", 6.0) == []
+        assert (made.cluster.status[0], made.cluster.role(0)) == (Status.DRAINING, Role.DECODE)
+        # Whoever registers it again lets it work, and so does the next flip.
+        made.register(told, 7.0)
+        made.flip("p1", Role.DECODE, 8.0)
+        made.steering.tick({}, 9.0)
+        made.steering.committed("p1", 10.0)
+        made.steering.verified("p1", 11.0)
+        assert (made.cluster.status[0], made.cluster.role(0)) == (Status.READY, Role.DECODE)
+
+
+class TestPlanning:
+    def test_a_predictor_that_fails_does_not_end_the_tick(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fails(series: object, season: int) -> float:
+            raise InvalidRequest("needs statsmodels")
+
+        monkeypatch.setitem(PREDICTORS, "holt-winters", fails)
+        made = conductor(spec("a"), planner={"interval_s": 10.0, "predictor": "holt-winters"})
+        made.schedule(prompt("x"), 1.0)
+        with caplog.at_level(logging.WARNING, "tiffin.conductor"):
+            for second in range(1, 40):
+                made.steering.tick({}, float(second))
+        assert [one.getMessage() for one in caplog.records] == [
+            "planning for m: the constant predictor stands in: needs statsmodels"
+        ]
+        assert made.steering.plans()["m"].at > 29.0
+
+    def test_nor_does_a_plan_that_fails(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        made = conductor(spec("a"), planner={"interval_s": 10.0})
+        made.schedule(prompt("x"), 1.0)
+
+        def fails(fleet: object, now: float) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(made.steering._planned["m"].planner, "plan", fails)
+        with caplog.at_level(logging.WARNING, "tiffin.conductor"):
+            for second in range(1, 40):
+                made.steering.tick({}, float(second))
+        assert [one.getMessage() for one in caplog.records] == [
+            "planning for m: no plan: ZeroDivisionError"
+        ]
+
+    def test_instances_are_looked_at_once_for_all_models(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = conductor(
+            *(replace(spec(f"{n}"), model=f"m{n % 5}") for n in range(20)),
+            planner={"interval_s": 10.0},
+        )
+        for number in range(5):
+            made.steering.came(f"m{number}", 100, 100, 0.0)
+        asked: list[str] = []
+        monkeypatch.setattr(made, "requests_at", lambda name: asked.append(name) or 0)
+        made.steering.tick({}, 5.0)
+        assert asked == []  # nothing is due
+        made.steering.tick({}, 10.0)
+        assert sorted(asked, key=int) == [f"{n}" for n in range(20)]
+        assert made.steering.plans().keys() == {f"m{n}" for n in range(5)}
+        assert [member.id for member in made.steering.fleet("m1")] == ["1", "6", "11", "16"]
+
+    def test_a_model_without_instances_is_forgotten_in_the_end(self) -> None:
+        made = conductor(
+            spec("a"), replace(spec("b"), model="other"), planner={"interval_s": 3600.0}
+        )
+        for model in ("m", "other"):
+            made.steering.came(model, 100, 100, 0.0)
+        made.remove("b", 1.0)
+        day_s = 86_400.0
+        for hours in range(1, 47):
+            made.steering.tick({}, hours * 3600.0)
+        assert made.steering._planned.keys() == {"m", "other"}
+        made.steering.came("other", 100, 100, 1.95 * day_s)
+        for hours in range(47, 5 * 24):
+            made.steering.tick({}, hours * 3600.0)
+        assert made.steering._planned.keys() == {"m"}
 
 
 def test_plans_say_why() -> None:
