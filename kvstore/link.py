@@ -17,6 +17,7 @@ import struct
 import threading
 import time
 import weakref
+from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -59,6 +60,12 @@ GRACE_S = 0.25
 LOOKS = 50
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 HANDSHAKE_S = 10.0
+GOODBYE_S = 1.0
+# Frames of some 20 bytes that wait for a node that takes none (a socket's buffer has room for 278
+# before): a client may hold 4,096 leases (`node.LEASES_MAX`), and report as many blocks.
+LATE_MAX = 8192
+# As good as no end: the connection's ends the wait.
+_LATE_S = 86_400.0
 
 
 class Answer(NamedTuple):
@@ -93,7 +100,7 @@ class Link(Protocol):
         NodeUnavailable, ClientClosed."""
 
     def post(self, request: messages.Request) -> None:
-        """Send what gets no reply."""
+        """Send what gets no reply; does not wait for the node."""
 
     def close(self) -> None:
         """Say goodbye and let go of the region."""
@@ -188,6 +195,108 @@ def drop(reply: messages.AnyReply) -> None:
         log.debug("unawaited request refused: %s: %s", reply.error, reply.message)
 
 
+class Outbox:
+    """What goes out on one connection that does not block: calls in turn, and posts, which never
+    wait for the node.
+
+    What it does not take at once is sent by a thread, as soon as it does. Breaking the connection
+    instead would lose the posts: the leases that they end would be held until this process is dead.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._turn = threading.Lock()  # of who sends: frames go out whole
+        self._posting = threading.Lock()
+        self._late: deque[bytes] | None = None  # while a thread sends them
+        self._thread: threading.Thread | None = None
+
+    def send(self, frame: bytes, deadline: float) -> None:
+        """Send a frame behind the posts. Raises DeadlineExceeded if its turn did not come,
+        TimeoutError when a part may be out, and what the socket raises."""
+        if not self._turn.acquire(timeout=_remaining_s(deadline)):
+            raise DeadlineExceeded("the node took no request within the deadline")
+        try:
+            _send_all(self._sock, frame, deadline)
+        finally:
+            self._turn.release()
+
+    def post(self, frame: bytes) -> None:
+        """Send a frame, now or later; GRACE_S at most passes, behind another thread's call. With
+        LATE_MAX waiting the connection ends; on one that broke nothing happens."""
+        with self._posting:
+            if self._late is None:
+                self._post_first(frame)
+            elif len(self._late) < LATE_MAX:
+                self._late.append(frame)
+            else:
+                log.warning("the node took none of %d frames; hanging up", LATE_MAX)
+                self._cut()
+
+    def _post_first(self, frame: bytes) -> None:
+        sends, sent = self._turn.acquire(timeout=GRACE_S), 0
+        try:
+            if sends:
+                with contextlib.suppress(BlockingIOError):
+                    sent = self._sock.send(frame)
+            if sent < len(frame):
+                self._start([frame[sent:]], sends)
+                sends = False  # the thread's turn now: a part may be out
+        except (OSError, RuntimeError) as error:  # broken, or no thread can be started
+            log.debug("a post was lost with its connection: %s", error)
+            self._late = None
+            self._cut()
+        finally:
+            if sends:
+                self._turn.release()
+
+    def _start(self, frames: list[bytes], sends: bool) -> None:
+        thread = threading.Thread(
+            target=self._send_late, args=(sends,), name="tiffin-late-posts", daemon=True
+        )
+        self._late = deque(frames)
+        thread.start()
+        self._thread = thread
+
+    def _send_late(self, sends: bool) -> None:
+        if not sends:
+            self._turn.acquire()  # from a call, which has a deadline
+        try:
+            while (frame := self._next_late()) is not None:
+                _send_all(self._sock, frame, time.monotonic() + _LATE_S)
+        except OSError as error:
+            log.debug("posts were lost with their connection: %s", error)
+            self._cut()
+            with self._posting:
+                self._late = None
+        finally:
+            self._turn.release()
+
+    def _next_late(self) -> bytes | None:
+        with self._posting:
+            if self._late:
+                return self._late.popleft()
+            self._late = None
+            return None
+
+    def close(self, goodbye: bytes = b"") -> None:
+        """Close the socket, after a `goodbye` if it can be sent within GOODBYE_S."""
+        deadline = time.monotonic() + GOODBYE_S
+        try:
+            if goodbye:
+                self.send(goodbye, deadline)
+        except (OSError, DeadlineExceeded) as error:
+            log.debug("no goodbye: %s", error)
+        with self._posting:
+            self._cut()  # wakes the thread, and no other is started
+        if self._thread is not None:
+            self._thread.join()
+        self._sock.close()
+
+    def _cut(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+
 class SocketLink:
     """A client of a node daemon on this host, over its unix socket. Calls from several threads take
     turns; open one client per thread to let them wait side by side.
@@ -202,9 +311,9 @@ class SocketLink:
         self.gate = Gate()
         self._ids = count(1)
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
         self._closed = False
         self._socket: socket.socket | None = None
+        self._outbox: Outbox | None = None
         self._region: Region | None = None
         self._memory: Bytes | None = None
         self._connect(HANDSHAKE_S)
@@ -219,6 +328,7 @@ class SocketLink:
         self._decoder = FrameDecoder()
         self._ready: list[messages.AnyReply] = []
         self._socket, self._region, self._memory = sock, region, region.array
+        self._outbox = Outbox(sock)
 
     @property
     def memory(self) -> Bytes:
@@ -248,16 +358,11 @@ class SocketLink:
 
     def post(self, request: messages.Request) -> None:
         """See `Link.post`. Takes no turn: a thread may give back the very room that another waits
-        for. A connection that broke has released everything already."""
+        for. A connection that broke has nothing left to give back."""
         request.id = messages.UNAWAITED
-        frame, sock = encode_frame(messages.encoder.encode(request)), self._socket
-        if sock is None:
-            return
-        with self._sending, contextlib.suppress(OSError):
-            try:
-                _send_all(sock, frame, time.monotonic() + HANDSHAKE_S)
-            except OSError:
-                sock.shutdown(socket.SHUT_RDWR)  # half a frame may be out
+        outbox = self._outbox
+        if outbox is not None:
+            outbox.post(encode_frame(messages.encoder.encode(request)))
 
     def close(self) -> None:
         """Say goodbye and unmap."""
@@ -266,37 +371,32 @@ class SocketLink:
             if self._closed:
                 return
             self._closed = True
-            sock, self._socket, self._memory = self._socket, None, None
+            outbox, self._outbox, self._socket, self._memory = self._outbox, None, None, None
             if self._region is not None:
                 self._region.close()
-            if sock is None:
-                return
-            with sock:
-                try:
-                    goodbye = messages.Goodbye(messages.UNAWAITED)
-                    with self._sending:
-                        sock.settimeout(1.0)
-                        sock.sendall(encode_frame(messages.encoder.encode(goodbye)))
-                except OSError as error:
-                    log.debug("no goodbye: %s", error)
+            if outbox is not None:
+                outbox.close(
+                    encode_frame(messages.encoder.encode(messages.Goodbye(messages.UNAWAITED)))
+                )
 
     def forget(self) -> None:
         """In a forked child: the connection and the region are the parent's. The region is not even
         mapped here (see `Region`), so touching it would end the process."""
-        self._lock, self._sending, self.gate = threading.Lock(), threading.Lock(), Gate()
+        self._lock, self.gate = threading.Lock(), Gate()
         self._closed = True
-        self._memory = None
+        self._memory = self._outbox = None
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
     def _send(self, request: messages.Request, deadline: float) -> int:
         request.id = next(self._ids)
-        sock = self._live()
+        outbox = self._outbox
+        if outbox is None:
+            raise ClientClosed(_CLOSED)
         frame = encode_frame(messages.encoder.encode(request))
         try:
-            with self._sending:
-                _send_all(sock, frame, deadline)
+            outbox.send(frame, deadline)
         except OSError as error:
             raise self._broken(error) from error
         return request.id
@@ -339,9 +439,9 @@ class SocketLink:
         return self._socket
 
     def _broken(self, why: object) -> NodeUnavailable:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        outbox, self._outbox, self._socket = self._outbox, None, None
+        if outbox is not None:
+            outbox.close()
         return NodeUnavailable(f"lost the node at {self._path}: {why}")
 
 

@@ -4,7 +4,8 @@ A large block takes milliseconds to hash, and a reader that is wrong (its own me
 card) may report every block it reads. Nobody else waits for that: the extent is held as for a
 reader, the lock is let go of meanwhile, and the verdict counts only for the generation that was
 looked at. What the same client asks for next waits until its reports are decided: it computes the
-block again and puts it, and must not be told that the damaged one is here already.
+block again and puts it, and must not be told that the damaged one is here already. What is about a
+lease that it has does not wait: a release that was refused would leave the lease held for good.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,6 +42,15 @@ WAITING_MAX = 256
 CLIENT_REPORTS_MAX = 64
 # Requests of one client behind its reports, as many as may wait for room (`node.WAITING_MAX`).
 BEHIND_MAX = 256
+# Never behind reports: these give back, or go on with, what was granted before, and nobody repeats
+# a release that was refused. All five, so that they keep their order.
+_OF_A_LEASE = (
+    messages.Release,
+    messages.Abort,
+    messages.Commit,
+    messages.Publish,
+    messages.Await,
+)
 
 
 class _Report(NamedTuple):
@@ -110,9 +121,10 @@ class Inspector:
 
     def postpones(self, session: Session, request: messages.Request, reply: ReplyTo) -> bool:
         """Whether this request waits for reports of its client, called under the lock; it is
-        submitted again behind them. Raises InvalidInput while too many wait."""
+        submitted again behind them. What is about a lease that the client has does not wait.
+        Raises InvalidInput while too many wait."""
         behind = self._behind.get(session)
-        if behind is None or isinstance(request, messages.Report):
+        if behind is None or isinstance(request, (messages.Report, *_OF_A_LEASE)):
             return False
         if len(behind.requests) >= BEHIND_MAX:
             raise InvalidInput(f"{BEHIND_MAX} requests of this client wait for its reports already")
@@ -141,13 +153,22 @@ class Inspector:
                 log.exception("a report of damage failed unexpectedly")
 
     def _decide(self, report: _Report, damaged: bool) -> None:
-        with self._lock:
+        with self._lock, ExitStack() as at_last:
+            # Done from the last to the first, whatever fails: the client waits for it.
+            at_last.callback(self._go_on, report.session)
+            at_last.callback(self._settle)
+            at_last.callback(self._core.residency.unhold, report.replica)
+            report.reply(self._verdict(report.request, damaged))
+
+    def _verdict(self, request: messages.Report, damaged: bool) -> messages.AnyReply:
+        try:
             if damaged:
-                self._core.condemn(report.request.key, report.request.generation)
-            self._core.residency.unhold(report.replica)
-            report.reply(messages.Done(report.request.id, int(damaged)))
-            self._settle()
-            self._go_on(report.session)
+                self._core.condemn(request.key, request.generation)
+        except Exception:
+            log.exception("dropping a damaged block failed unexpectedly")
+            error = NodeUnavailable("the block could not be dropped; the node's log says why")
+            return messages.refusal(request.id, error)
+        return messages.Done(request.id, int(damaged))
 
     def _go_on(self, session: Session) -> None:
         behind = self._behind[session]
@@ -155,7 +176,10 @@ class Inspector:
         if not behind.reports:
             del self._behind[session]
             for request, reply in behind.requests:
-                self._submit(session, request, reply)
+                try:
+                    self._submit(session, request, reply)
+                except Exception:
+                    log.exception("a request behind a report of damage failed unexpectedly")
 
     def _next(self) -> _Report | None:
         with self._wake:

@@ -1,5 +1,6 @@
 """What a socket link does when the kernel does not take or give everything at once."""
 
+import contextlib
 import errno
 import socket
 import threading
@@ -7,8 +8,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from kvsupport import Background, wait_until
 
 from tiffin.kvstore import link
+from tiffin.kvstore.errors import DeadlineExceeded
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -84,3 +87,108 @@ def test_a_socket_that_another_thread_closed_is_an_error_of_the_system(pair: Pai
     with pytest.raises(OSError, match="closed") as caught:
         link._wait(ours, 1, soon(30.0))
     assert caught.value.errno == errno.EBADF
+
+
+FRAME = bytes(range(40))
+
+
+def fill(outbox: link.Outbox) -> int:
+    """Post until the kernel takes no more, and two frames further; returns how many were posted."""
+    posted = 0
+    while outbox._late is None:
+        outbox.post(FRAME)
+        posted += 1
+    outbox.post(FRAME)
+    outbox.post(FRAME)
+    return posted + 2
+
+
+def read_all(sock: socket.socket) -> bytes:
+    sock.settimeout(20)
+    return b"".join(iter(lambda: sock.recv(1 << 16), b""))
+
+
+def test_posts_to_a_peer_that_reads_nothing_do_not_wait_and_none_is_lost(pair: Pair) -> None:
+    """They end leases: one that is lost leaves its blocks held as long as this process lives."""
+    ours, theirs = pair
+    outbox = link.Outbox(ours)
+    posted = Background(lambda: fill(outbox)).result(8)
+    received = bytearray()
+    while len(received) < posted * len(FRAME):
+        received.extend(theirs.recv(1 << 16))
+    wait_until(lambda: outbox._late is None, "all late ones are sent")
+    outbox.post(b"at once")
+    outbox.send(b", a call", soon(20.0))
+    outbox.close(b", goodbye")
+    assert received == posted * FRAME
+    assert read_all(theirs) == b"at once, a call, goodbye"
+
+
+def test_a_call_behind_late_posts_keeps_its_deadline_and_the_connection(pair: Pair) -> None:
+    ours, theirs = pair
+    outbox = link.Outbox(ours)
+    posted = fill(outbox)
+    with pytest.raises(DeadlineExceeded):
+        outbox.send(b"a call", soon(0.02))
+    reader = Background(lambda: read_all(theirs))
+    wait_until(lambda: outbox._late is None, "all late ones are sent")
+    outbox.close(b"goodbye")
+    assert reader.result() == posted * FRAME + b"goodbye"
+
+
+def test_a_post_does_not_wait_for_a_call_that_is_stuck(pair: Pair) -> None:
+    ours, theirs = pair
+    outbox = link.Outbox(ours)
+    large = bytes(8 << 20)
+    call = Background(lambda: outbox.send(large, soon(60.0)))
+    wait_until(outbox._turn.locked, "the call sends")
+    outbox.post(b"first")
+    outbox.post(b"second")
+    reader = Background(lambda: read_all(theirs))
+    call.result()
+    wait_until(lambda: outbox._late is None, "all late ones are sent")
+    outbox.close()
+    assert reader.result() == large + b"firstsecond"
+
+
+def test_closing_ends_the_thread_of_late_posts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "GOODBYE_S", 0.01)
+    ours, _ = pair
+    outbox = link.Outbox(ours)
+    fill(outbox)
+    thread = outbox._thread
+    assert thread is not None
+    assert thread.is_alive()
+    Background(lambda: outbox.close(b"goodbye")).result(8)
+    assert not thread.is_alive()
+    outbox.post(FRAME)  # the connection has ended: nothing happens
+    assert outbox._late is None
+
+
+def test_late_posts_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "LATE_MAX", 5)
+    ours, theirs = pair
+    outbox = link.Outbox(ours)
+    posted = fill(outbox)
+    for _ in range(5):
+        outbox.post(FRAME)
+    wait_until(lambda: outbox._late is None, "the thread gives up")
+    assert len(read_all(theirs)) < (posted + 5) * len(FRAME)
+    outbox.close()
+
+
+def test_without_a_thread_the_connection_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ours, theirs = pair
+    outbox = link.Outbox(ours)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with contextlib.suppress(BlockingIOError):
+            while ours.send(FRAME):
+                pass
+        outbox.post(FRAME)
+    assert outbox._late is None
+    assert set(read_all(theirs)) == set(FRAME), "it ends"
+    outbox.close()

@@ -258,6 +258,85 @@ def test_requests_behind_reports_are_bounded(
     assert [reply.flags for reply in reporter.answers(5)[2:]] == [b"\x01"] * 3
 
 
+def test_what_gives_back_does_not_wait_behind_reports(
+    node: Node, client: Client, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Releases get no answer: one that was refused would never be sent again."""
+    monkeypatch.setattr(inspector, "BEHIND_MAX", 1)
+    prefix, other = put(client, fresh_prefix(1, LARGE)), fresh_prefix(2, LARGE)
+    reporter = Reporter(node)
+    length = LARGE.extent_bytes
+    for key in other.keys:
+        reporter.ask(messages.Reserve(0, key, bytes(16), 0, length, 0.0))
+    for _ in range(3):
+        reporter.ask(messages.Lease(0, prefix.key_bytes, 5.0))
+    leases = [reply.lease for reply in reporter.answers(5)]
+    assert len(reporter.session.leases) == 5
+    reporter.replies.clear()
+    reporter.report(prefix)
+    assert slow.reached.wait(20)
+    reporter.ask(messages.Match(0, prefix.key_bytes))
+    reporter.ask(messages.Abort(0, leases[0]))
+    reporter.ask(messages.Commit(0, leases[1], [0]))
+    for lease in leases[2:]:
+        reporter.ask(messages.Release(0, lease))
+    assert not [reply for reply in reporter.replies if isinstance(reply, messages.Refused)]
+    assert len(reporter.answers(5)) == 5, "at once"
+    assert not reporter.session.leases
+    slow.go.set()
+    assert reporter.answers(7)[-1].flags == b"\x01"
+
+
+@pytest.mark.parametrize("failing", ["condemn", "unhold", "reply"])
+def test_what_waits_goes_on_when_deciding_a_report_fails(
+    node: Node, client: Client, slow: Slow, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("by the test")
+
+    prefix = put(client, fresh_prefix(1, LARGE))
+    slow.damage = CorruptBlock
+    reporter = Reporter(node)
+    report = messages.Report(0, prefix.keys[0], generation_of(node, prefix))
+    node.submit(reporter.session, report, fail if failing == "reply" else reporter.replies.append)
+    assert slow.reached.wait(20)
+    reporter.ask(messages.Match(0, prefix.key_bytes))
+    unhold = node.core.residency.unhold
+    with monkeypatch.context() as patch:
+        if failing == "condemn":
+            patch.setattr(node.core, "condemn", fail)
+        elif failing == "unhold":
+
+            def unhold_and_fail(replica: Any) -> None:
+                unhold(replica)
+                fail()
+
+            patch.setattr(node.core.residency, "unhold", unhold_and_fail)
+        slow.go.set()
+        replies = reporter.answers(1 if failing == "reply" else 2)
+    assert replies[-1].flags == (b"\x01" if failing == "condemn" else b"")
+    if failing == "condemn":
+        assert replies[0].error == NodeUnavailable.__name__, "not said to be dropped"
+    client.remove(prefix)
+    space = node.core.residency.dram.statistics()
+    assert space.free_bytes == space.capacity_bytes, "nothing is held"
+
+
+def test_one_failure_behind_a_report_does_not_take_the_rest_along(
+    node: Node, client: Client, slow: Slow
+) -> None:
+    def fail(reply: Any) -> None:
+        raise ZeroDivisionError("by the test")
+
+    prefix = put(client, fresh_prefix(1, LARGE))
+    reporter = Reporter(node)
+    reporter.report(prefix)
+    node.submit(reporter.session, messages.Match(0, prefix.key_bytes), fail)
+    reporter.ask(messages.Match(0, prefix.key_bytes))
+    slow.go.set()
+    assert reporter.answers(2)[-1].flags == b"\x01"
+
+
 def test_a_look_that_fails_unexpectedly_does_not_end_them(
     node: Node, client: Client, slow: Slow
 ) -> None:
