@@ -255,7 +255,7 @@ class Conductor:
         self.shadow.forget_row(row)
         self.computing.leave(row=row)
         self.races.lost(instance)
-        self.holdings.drop(instance)
+        self.holdings.drop_instance(instance)
         self.calibration.forget(instance)
         self._latency.pop(instance, None)
         self.cluster.remove(instance)

@@ -55,6 +55,8 @@ _NEARLY_FULL = 0.75
 _TOUCHED_SHARE = 16
 # Fewer dead blocks are not worth a pass over the table.
 _DEAD_MIN = 4096
+# In a full index, this share of it is: half a microsecond for each block that then has room.
+_DEAD_SHARE = 8
 
 # The bits of a byte, the lowest first: [1, 8, 1].
 _BITS = np.left_shift(1, np.arange(8)).astype(np.uint8)[None, :, None]
@@ -252,9 +254,9 @@ class PrefixIndex:
         """The number of the last of its events that is in; -1 if events have no numbers."""
         return self._holder(number).seq
 
-    def drop(self, name: str) -> None:
-        """Forget all tiers of an instance or node; others will get their numbers."""
-        for tier in TIERS:
+    def drop(self, name: str, tiers: Iterable[str] = TIERS) -> None:
+        """Forget these tiers of an instance or node; others will get their numbers."""
+        for tier in tiers:
             number = self._numbers.pop((name, tier), None)
             if number is not None:
                 self.abandon_inventory(number)
@@ -487,8 +489,9 @@ class PrefixIndex:
 
     def _make_room(self) -> None:
         """Those that came first leave, unless somebody asked for them lately: prompts begin with
-        the oldest blocks, and those of a system prompt are the ones to keep."""
-        if self._dead:
+        the oldest blocks, and those of a system prompt are the ones to keep. The dead leave in
+        their turn, or all at once if they are many."""
+        if self._dead > self.max_blocks // _DEAD_SHARE:
             self._bury()
         spare = True
         while len(self._blocks) > self.max_blocks:
@@ -501,7 +504,8 @@ class PrefixIndex:
         left: dict[_Group, int] = {}
         for key in list(islice(blocks, count)):
             group = blocks.pop(key)
-            if spare and (key in self._touched or key in self._touched_before):
+            asked_for = key in self._touched or key in self._touched_before
+            if spare and asked_for and group.holders:
                 blocks[key] = group  # at the end: the youngest
             else:
                 left[group] = left.get(group, 0) + 1
@@ -509,7 +513,7 @@ class PrefixIndex:
             for number in _bits(group.holders):
                 self._holder(number).blocks -= gone
             self._moved(group, self._nobody, gone)
-            self.evicted_blocks += gone
+            self.evicted_blocks += gone if group.holders else 0
 
 
 # No key leads to it.

@@ -17,7 +17,7 @@ from tiffin.kvstore.block import KEY_BYTES
 from tiffin.kvstore.errors import ProtocolError
 from tiffin.kvstore.node import messages
 
-from .updates import Added, Cleared, Heard, Inventory, Removed, slices
+from .updates import NODE_TIERS, Added, Cleared, Heard, Inventory, Removed, slices
 
 if TYPE_CHECKING:
     import random
@@ -71,16 +71,19 @@ class NodeCursor:
         self._begin_again()
 
     def answered(self, reply: object, now: float) -> list[Update]:
-        """What the reply to `request` says. Raises ProtocolError for one that cannot be."""
-        self.failures, self._answered_at = 0, now
+        """What the reply to `request` says. Raises ProtocolError for one that cannot be, which is
+        no answer: call `failed`."""
         if isinstance(reply, messages.KeyPage):
-            return self._page(reply, now)
-        if isinstance(reply, messages.EventPage):
-            return self._events(reply, now)
-        raise ProtocolError(f"{self.name} answered with {type(reply).__name__}")
+            updates = self._page(reply, now)
+        elif isinstance(reply, messages.EventPage):
+            updates = self._events(reply, now)
+        else:
+            raise ProtocolError(f"{self.name} answered with {type(reply).__name__}")
+        self.failures, self._answered_at = 0, now
+        return updates
 
     def failed(self, now: float) -> list[Update]:
-        """There was no answer."""
+        """There was no answer, or none that can be."""
         first_s, last_s = BACKOFF_S
         wait_s = min(last_s, first_s * 2 ** min(self.failures, 16))
         self.failures += 1
@@ -88,7 +91,7 @@ class NodeCursor:
         self._begin_again()
         if self._holds and now >= self._answered_at + LOST_S:
             self._holds = False
-            return [Cleared(self.name)]
+            return [Cleared(self.name, NODE_TIERS)]
         return []
 
     # -- inside ----------------------------------------------------------------------------------

@@ -20,10 +20,11 @@ from tiffin.kvstore.errors import ClientClosed, InvalidInput, ProtocolError, Tif
 from tiffin.kvstore.link import raise_refusal
 from tiffin.kvstore.pool.peer import Peer, as_ours
 from tiffin.messenger.errors import MessengerError
+from tiffin.messenger.ration import Ration
 
 from .cursor import NodeCursor
 from .inbox import InboxClosed
-from .updates import Gone
+from .updates import NODE_TIERS, Gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .updates import Update
 
 log = logging.getLogger(__name__)
+log.addFilter(Ration())
 
 # With 100 nodes asked ten times a second, a tenth of a core; more threads are for nodes that hang.
 THREADS = 4
@@ -43,6 +45,8 @@ MEMBERSHIP_S = 1.0
 # A page of an inventory is a MiB: 80 ms at 100 Mb/s.
 ANSWER_S = 3.0
 CONNECT_S = 2.0
+# A thread rests so long after something that nobody foresaw.
+FAULT_S = 1.0
 
 
 class _Node:
@@ -112,6 +116,7 @@ class NodesFeed:
         self._membership_s = membership_s
         self._changed = threading.Condition()
         self._closing = False
+        self._ended = threading.Event()
         self._nodes: dict[str, _Node] = {}
         self._members_at = time.monotonic()  # when to look next; infinite while somebody does
         # Nodes that nobody is asking, the one that is due first first; numbers break ties.
@@ -126,6 +131,11 @@ class NodesFeed:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether nodes are followed. If not before `close`, what is known of them grows old."""
+        return all(thread.is_alive() for thread in self._threads)
 
     def statistics(self) -> dict[str, Any]:
         """For people: per node whether it is followed, and why not."""
@@ -163,21 +173,25 @@ class NodesFeed:
     def _end(self) -> None:
         with self._changed:
             self._closing = True
+            self._ended.set()
             self._changed.notify_all()
             asked = list(self._asked)
         for node in asked:
             node.cut()
 
     def _run(self) -> None:
-        try:
-            while True:
-                job = self._next_job()
-                if job is None:
-                    return
+        while True:
+            job = self._next_job()
+            if job is None:
+                return
+            try:
                 job()
-        except InboxClosed:
-            log.debug("nobody takes updates any more")
-            self._end()
+            except InboxClosed:
+                log.debug("nobody takes updates any more")
+                self._end()
+            except Exception:  # the other nodes are followed all the same
+                log.exception("following nodes failed unexpectedly")
+                self._ended.wait(FAULT_S)
 
     def _next_job(self) -> Callable[[], None] | None:
         """What is due; waits for it. None at the end."""
@@ -216,14 +230,21 @@ class NodesFeed:
         except (TiffinError, MessengerError) as error:
             if not node.error and not self._closing:
                 log.warning("%s is not followed: %s", node.cursor.name, error)
-            node.error = f"{type(error).__name__}: {error}"
-            if isinstance(error, ProtocolError):
-                node.cut()  # what else is on this connection cannot be told
-            return node.cursor.failed(time.monotonic())
+            return self._failed(node, error)
+        except Exception as error:  # asked less and less, as if it did not answer
+            log.exception("asking %s failed unexpectedly", node.cursor.name)
+            return self._failed(node, error)
         if node.error:
             log.info("%s is followed again", node.cursor.name)
             node.error = ""
         return updates
+
+    def _failed(self, node: _Node, error: Exception) -> list[Update]:
+        node.error = f"{type(error).__name__}: {error}"
+        foreseen = isinstance(error, TiffinError | MessengerError)
+        if not foreseen or isinstance(error, ProtocolError):
+            node.cut()  # what else is on this connection cannot be told
+        return node.cursor.failed(time.monotonic())
 
     # -- membership --------------------------------------------------------------------------------
 
@@ -234,21 +255,27 @@ class NodesFeed:
             log.warning("the directory was closed: who is in the pool stays as it was")
             return
         except TiffinError as error:
-            with self._changed:
-                self._directory_error = f"{type(error).__name__}: {error}"
-                self._look_again()
+            self._look_again(error)
             return
-        gone, idle = self._update(_newest(records))
-        for node in idle:
-            node.close()
-        for name in gone:
-            self._apply(Gone(name))
-        with self._changed:
+        except Exception as error:
+            log.exception("the directory failed unexpectedly")
+            self._look_again(error)
+            return
+        try:
+            gone, idle = self._update(_newest(records))
+            for name in gone:
+                self._apply(Gone(name, NODE_TIERS))
+            for node in idle:
+                node.close()
+        finally:
             self._look_again()
 
-    def _look_again(self) -> None:
-        self._members_at = time.monotonic() + self._membership_s
-        self._changed.notify()
+    def _look_again(self, error: Exception | None = None) -> None:
+        with self._changed:
+            if error is not None:
+                self._directory_error = f"{type(error).__name__}: {error}"
+            self._members_at = time.monotonic() + self._membership_s
+            self._changed.notify()
 
     def _update(self, records: dict[str, NodeRecord]) -> tuple[list[str], list[_Node]]:
         """Follow new nodes, and those that have registered anew, from the beginning. Returns the
@@ -283,7 +310,7 @@ class NodesFeed:
         """It left while it was asked. Only now may another one of its name be followed: its first
         word has to come after this one's last."""
         node.close()
-        self._apply(Gone(node.cursor.name))
+        self._apply(Gone(node.cursor.name, NODE_TIERS))
         with self._changed:
             self._leaving.discard(node.cursor.name)
             self._members_at = min(self._members_at, time.monotonic())

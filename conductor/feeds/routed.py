@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from ..index import TIERS
 from .updates import Added, Cleared, Doubted, Gone, Heard, Inventory, Removed
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Holdings:
         self.predicted_s = predicted_s
         self._routed = _Guesses(index)
         self._doubted = _Guesses(index)
-        self._speaking: set[str] = set()
+        self._speaking: set[tuple[str, str]] = set()
 
     @property
     def guessed_blocks(self) -> int:
@@ -110,8 +111,9 @@ class Holdings:
         return len(self._routed) + len(self._doubted)
 
     def speaks(self, name: str) -> bool:
-        """Whether this instance or node has said anything itself."""
-        return name in self._speaking
+        """Whether this instance has said anything itself of what it has; what a node of its name
+        says is of other tiers."""
+        return (name, "hbm") in self._speaking
 
     def routed(self, name: str, keys: Sequence[bytes], now: float) -> None:
         """A prompt with these blocks was sent to this instance, or used there again. Raises
@@ -130,23 +132,31 @@ class Holdings:
         return self._routed.expire(now) + self._doubted.expire(now)
 
     def drop(self, name: str) -> None:
-        """An instance or node has left: forget it."""
-        for tier in ("hbm", "dram", "nvme"):
+        """An instance and the node of its name have left: forget them."""
+        self._drop(name, TIERS)
+
+    def drop_instance(self, name: str) -> None:
+        """An instance has left: forget it, and keep what a node of its name has. What its engine
+        itself said of other tiers goes when its feed says so."""
+        self._drop(name, ("hbm",))
+
+    def _drop(self, name: str, tiers: Iterable[str]) -> None:
+        for tier in tiers:
             number = self.index.find(name, tier)
             if number is not None:
                 self._settle_all(number)
-        self._speaking.discard(name)
-        self.index.drop(name)
+            self._speaking.discard((name, tier))
+        self.index.drop(name, tiers)
 
     def apply(self, update: Update, now: float) -> None:
         """Take in what a feed says. Raises InvalidRequest when there are too many holders."""
         if isinstance(update, Gone):
-            self.drop(update.name)
+            self._drop(update.name, update.tiers)
         elif isinstance(update, Cleared):
-            self._cleared(update.name, now)
+            self._cleared(update, now)
         else:
             number = self.index.holder(update.name, update.tier)
-            self._spoke(update.name, now)
+            self._spoke(update.name, update.tier, now)
             self._apply(number, update, now)
 
     def _apply(
@@ -176,19 +186,19 @@ class Holdings:
             self.index.end_inventory(number, now)
             self._settle_all(number)
 
-    def _cleared(self, name: str, now: float) -> None:
-        for tier in ("hbm", "dram", "nvme"):
-            number = self.index.find(name, tier)
+    def _cleared(self, update: Cleared, now: float) -> None:
+        for tier in update.tiers:
+            number = self.index.find(update.name, tier)
             if number is not None:
                 self._settle_all(number)
                 self.index.abandon_inventory(number)
                 self.index.clear(number, now)
-        self._spoke(name, now)
+            self._spoke(update.name, tier, now)
 
-    def _spoke(self, name: str, now: float) -> None:
-        if name not in self._speaking:
-            self._speaking.add(name)
-            number = self.index.find(name, "hbm")
+    def _spoke(self, name: str, tier: str, now: float) -> None:
+        if (name, tier) not in self._speaking:
+            self._speaking.add((name, tier))
+            number = self.index.find(name, tier)
             if number is not None:
                 self._routed.hasten(number, now + self.predicted_s)
 

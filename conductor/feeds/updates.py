@@ -10,8 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..index import TIERS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+# What a node of the pool has, and its feed speaks of. "hbm" is of an instance, which may have the
+# node's name.
+NODE_TIERS = ("dram", "nvme")
 
 # Some 600 us of the index.
 KEYS_PER_UPDATE = 4096
@@ -51,9 +57,11 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """An instance or node has nothing any more, in no tier."""
+    """An instance or node has nothing any more in these tiers, which are those that its feed speaks
+    of."""
 
     name: str
+    tiers: Sequence[str] = TIERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +84,10 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The node has left."""
+    """An instance or node has left: in these tiers, nobody of its name has anything."""
 
     name: str
+    tiers: Sequence[str] = TIERS
 
 
 Update = Added | Removed | Inventory | Cleared | Doubted | Heard | Gone

@@ -23,7 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from ..errors import InvalidRequest
+from tiffin.kvstore.errors import TiffinError
+from tiffin.messenger.ration import Ration
+
+from ..errors import ConductorError, InvalidRequest
 from ..folding import Folder, Removed, Stored
 from ..index import TIERS
 from .inbox import InboxClosed
@@ -33,13 +36,15 @@ from .updates import Removed as RemovedBlocks
 from .vllm_events import PAYLOAD_BYTES_MAX, BadEvents, EventReader, lora_namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ..folding import Chain, Change
     from .numbering import Step
     from .updates import Update
+    from .vllm_events import Event
 
 log = logging.getLogger(__name__)
+log.addFilter(Ration())
 
 # As many engines as instances; a socket or two each.
 PUBLISHERS_MAX = 16_384
@@ -77,6 +82,7 @@ class _Engine:
         self.reader = EventReader(publisher.namespace_of)
         self.numbering = Numbering(replays=bool(publisher.replay), now=now)
         self.counts: Counter[str] = Counter()
+        self.tiers = {"hbm"}  # that it spoke of; the others are somebody's of the same name
         self._context = context
         self.live = self._connect(zmq.SUB, publisher.endpoint)
         try:
@@ -94,10 +100,12 @@ class _Engine:
             self.replay.close()
 
     def reconnect_replay(self) -> None:
-        """What still comes of an old answer would be taken for the new one."""
+        """What still comes of an old answer would be taken for the new one. Raises ZMQError, and
+        then the old connection is still there."""
         if self.replay is not None:
+            fresh = self._connect(zmq.DEALER, self.publisher.replay)
             self.replay.close()
-            self.replay = self._connect(zmq.DEALER, self.publisher.replay)
+            self.replay = fresh
 
     def _connect(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -161,6 +169,11 @@ class VllmFeed:
                 self._names.discard(name)
                 self._order(name)
 
+    @property
+    def alive(self) -> bool:
+        """Whether engines are followed. If not before `close`, what is known of them grows old."""
+        return self._thread.is_alive()
+
     def statistics(self) -> dict[str, dict[str, int]]:
         """Per publisher: counters, and how many parts are known and wait."""
         with self._lock:
@@ -200,9 +213,12 @@ class VllmFeed:
                 if time.monotonic() >= look_at:
                     look_at = time.monotonic() + _LOOK_S
                     for engine in list(self._engines.values()):
-                        self._look(engine)
+                        with self._spared(engine):
+                            self._look(engine)
         except InboxClosed:
             log.debug("nobody takes updates any more")
+        except Exception:  # `alive` tells who asks
+            log.exception("engines are followed no more: their feed has ended unexpectedly")
         finally:
             with self._lock:
                 engines, self._engines = self._engines, {}
@@ -219,7 +235,20 @@ class VllmFeed:
                 continue
             engine = self._sockets.get(socket)
             if engine is not None:
-                self._receive(engine, socket)
+                with self._spared(engine):
+                    self._receive(engine, socket)
+
+    @contextlib.contextmanager
+    def _spared(self, engine: _Engine) -> Iterator[None]:
+        """What goes wrong with one engine does not end the feed of the others."""
+        try:
+            yield
+        except InboxClosed:
+            raise
+        except Exception:
+            engine.counts["faults"] += 1
+            log.exception("following %s failed unexpectedly", engine.publisher.name)
+            self._doubt(engine)
 
     def _take_orders(self) -> None:
         while True:
@@ -236,7 +265,7 @@ class VllmFeed:
         now = time.monotonic()
         try:
             engine = _Engine(publisher, self._context, now)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, UnicodeEncodeError) as error:
             log.warning("%s cannot be followed at %s: %s", publisher.name, publisher, error)
             with self._lock:
                 self._names.discard(publisher.name)
@@ -254,7 +283,7 @@ class VllmFeed:
             del self._engines[name]
         self._unregister(engine)
         engine.close()
-        self._apply(Gone(name))
+        self._apply(Gone(name, sorted(engine.tiers)))
 
     def _register(self, engine: _Engine) -> None:
         for socket in (engine.live, engine.replay):
@@ -299,8 +328,10 @@ class VllmFeed:
         if was_asking and not engine.numbering.asking:
             engine.counts["unanswered"] += 1
             self._unregister(engine)
-            engine.reconnect_replay()
-            self._register(engine)
+            try:
+                engine.reconnect_replay()
+            finally:
+                self._register(engine)
         self._carry_out(engine, steps)
 
     def _carry_out(self, engine: _Engine, steps: Sequence[Step]) -> None:
@@ -333,7 +364,7 @@ class VllmFeed:
 
     def _reset(self, engine: _Engine) -> None:
         engine.folder.reset()
-        self._apply(Cleared(engine.publisher.name))
+        self._apply(Cleared(engine.publisher.name, sorted(engine.tiers)))
 
     def _fold(self, engine: _Engine, batch: Apply) -> None:
         name = engine.publisher.name
@@ -345,22 +376,38 @@ class VllmFeed:
             log.warning("batch %d of %s: %s", batch.seq, name, error)
             self._doubt(engine)  # it may have told of removals
             return
-        now = time.monotonic()
-        for event in events:
-            engine.counts["events"] += 1
-            if isinstance(event, Stored):
-                self._hand_on(name, engine.folder.stored(event, now))
-            elif isinstance(event, Removed):
-                self._hand_on(name, engine.folder.removed(event))
-            else:
-                self._reset(engine)
+        refused = [why for event in events if (why := self._fold_event(engine, event))]
+        if refused:  # once for all: it costs all that is known
+            log.warning("batch %d of %s: %d refused: %s", batch.seq, name, len(refused), refused[0])
+            self._doubt(engine)
+            return
         self._apply(Heard(name, "hbm", batch.seq))
 
-    def _hand_on(self, name: str, changes: Sequence[Change]) -> None:
+    def _fold_event(self, engine: _Engine, event: Event) -> Exception | None:
+        """Hand on what becomes of keys; or why nothing does."""
+        engine.counts["events"] += 1
+        try:
+            if isinstance(event, Stored):
+                changes = engine.folder.stored(event, time.monotonic())
+            elif isinstance(event, Removed):
+                changes = engine.folder.removed(event)
+            else:
+                self._reset(engine)
+                return None
+        except InboxClosed:
+            raise
+        except (ConductorError, TiffinError) as error:
+            engine.counts["refused"] += 1
+            return error
+        self._hand_on(engine, changes)
+        return None
+
+    def _hand_on(self, engine: _Engine, changes: Sequence[Change]) -> None:
         for change in changes:
+            engine.tiers.add(change.tier)
             kind = Added if change.added else RemovedBlocks
             for part in slices(change.keys):
-                self._apply(kind(name, change.tier, part))
+                self._apply(kind(engine.publisher.name, change.tier, part))
 
 
 def _check_endpoint(endpoint: str) -> None:
@@ -379,6 +426,8 @@ def _numbers(engine: _Engine) -> dict[str, int]:
                 "batches",
                 "events",
                 "malformed",
+                "refused",
+                "faults",
                 "gaps",
                 "restarts",
                 "asked",

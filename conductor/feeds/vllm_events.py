@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.keys import namespace_fingerprint
+
 from ..errors import ConductorError
 from ..folding import Removed, Stored
 
@@ -124,7 +127,7 @@ def lora_namespace(lora_name: str) -> str:
 
 class EventReader:
     """Decodes one engine's batches. `namespace_of` names the namespace of an adapter, None for one
-    whose blocks have no keys of ours."""
+    whose blocks have no keys of ours; what can't be a namespace is as None."""
 
     def __init__(self, namespace_of: Callable[[str], str | None] = lora_namespace) -> None:
         self._namespace_of = namespace_of
@@ -186,9 +189,17 @@ class EventReader:
         return parts
 
     def _namespace(self, event: BlockStored) -> str | None:
-        if event.lora_name is not None:
-            return self._namespace_of(event.lora_name)
-        return "" if event.lora_id is None else self._namespace_of(str(event.lora_id))
+        if event.lora_name is None and event.lora_id is None:
+            return ""
+        adapter = str(event.lora_id) if event.lora_name is None else event.lora_name
+        namespace = self._namespace_of(adapter)
+        if namespace is None:
+            return None
+        try:
+            namespace_fingerprint(namespace)
+        except InvalidInput:  # names of adapters may be longer: nobody can ask for such blocks
+            return None
+        return namespace
 
     def _plain_blocks(self, event: BlockStored) -> int:
         """How many leading blocks depend on nothing but tokens and the adapter."""

@@ -20,6 +20,7 @@ from tiffin.conductor.errors import (
     UnknownModel,
     UnknownRequest,
 )
+from tiffin.conductor.feeds.updates import Added
 from tiffin.conductor.policies import base
 from tiffin.conductor.records import (
     EVENT_KINDS,
@@ -322,6 +323,12 @@ class TestInstances:
             assert decision.prefill == "b"
         made.heartbeat("a", Load(), 17.0)
         assert made.instances(17.0)[0].status is Status.READY
+
+    def test_a_node_of_the_same_name_keeps_its_blocks(self) -> None:
+        made = conductor(spec("host-1", node="host-1"), spec("b"))
+        made.apply(Added("host-1", "dram", keys("x", 4)), 1.0)
+        made.remove("host-1", 2.0)
+        assert made.match(keys("x", 4), 2.0).blocks == 4
 
     def test_one_that_stays_silent_is_forgotten(self) -> None:
         made = conductor(spec("a"), spec("b"), core={"forget_s": 60.0})

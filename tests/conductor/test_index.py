@@ -195,6 +195,35 @@ def test_cleared_blocks_do_not_pile_up() -> None:
     assert len(index) == 0
 
 
+def test_a_few_cleared_blocks_are_not_worth_a_pass_over_a_full_index(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They leave in their turn, and count as nobody's loss."""
+    index = PrefixIndex(max_blocks=800)
+    a, b, c = (index.holder(name, "hbm") for name in "abc")
+    index.add(b, keys(10, "dead"), 0.0)
+    index.match(keys(10, "dead"))  # asked for when somebody had them
+    index.add(a, keys(780), 0.0)
+    index.match(keys(780))
+    passes, bury = [], index._bury
+    monkeypatch.setattr(index, "_bury", lambda: (passes.append(index._dead), bury()))
+    index.clear(b, 0.0)
+    index.add(a, keys(50, "more"), 0.0)
+    assert passes == []
+    assert index._dead == 0
+    assert len(index._blocks) <= 800
+    assert index.blocks_of(a) == len(index) == 830 - index.evicted_blocks
+    # An eighth of it is worth one, and then nobody has to leave who is held.
+    index.add(c, keys(800 - len(index), "c"), 0.0)
+    index.add(c, keys(200, "d"), 0.0)
+    evicted, dead = index.evicted_blocks, index.blocks_of(c)
+    index.clear(c, 0.0)
+    index.add(a, keys(100, "e"), 0.0)
+    assert passes == [dead]
+    assert index.evicted_blocks == evicted
+    assert index.match(keys(100, "e")).blocks == 100
+
+
 def test_a_thousand_holders_of_different_lengths() -> None:
     """More runs than fit in a byte, more holders than in a machine word."""
     index, prompt, dice = PrefixIndex(), keys(256), random.Random(1)

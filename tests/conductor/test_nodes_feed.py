@@ -11,11 +11,19 @@ import pytest
 from kvsupport import fresh_prefix, wait_until
 from poolsupport import LARGE, Cluster
 
+from tiffin.conductor.feeds import nodes as nodes_feed
 from tiffin.conductor.feeds.cursor import BACKOFF_S, HEARD_S, LOST_S, POLL_S, NodeCursor
 from tiffin.conductor.feeds.inbox import Inbox
 from tiffin.conductor.feeds.nodes import NodesFeed
 from tiffin.conductor.feeds.routed import Holdings
-from tiffin.conductor.feeds.updates import Added, Cleared, Heard, Inventory, Removed
+from tiffin.conductor.feeds.updates import (
+    NODE_TIERS,
+    Added,
+    Cleared,
+    Heard,
+    Inventory,
+    Removed,
+)
 from tiffin.conductor.index import PrefixIndex
 from tiffin.kvstore import Client
 from tiffin.kvstore.credentials import Credentials
@@ -110,7 +118,7 @@ def test_a_node_that_does_not_answer_is_asked_less_and_less_and_then_forgotten()
         min(last_s, first_s * 2**n) / 2 <= wait <= min(last_s, first_s * 2**n)
         for n, wait in enumerate(waits)
     )
-    assert [update for _, update in told] == [Cleared("n")]
+    assert [update for _, update in told] == [Cleared("n", NODE_TIERS)]
     assert told[0][0] >= LOST_S
     assert follower.answered(page(3, 1), now)[0] == Inventory("n", "dram", [key(1)], True, True, 3)
     assert follower.failures == 0
@@ -134,6 +142,24 @@ def test_answers_that_cannot_be_are_refused(synced: bool, reply: Any) -> None:
         follower.answered(page(7), 0.0)
     with pytest.raises(ProtocolError, match=r"^n "):
         follower.answered(reply, 0.0)
+
+
+@pytest.mark.parametrize(
+    "nonsense", [messages.Done(1), messages.KeyPage(1, 7, b"short", False), events(9, 1)]
+)
+def test_nonsense_is_no_answer(nonsense: Any) -> None:
+    """Who sends nothing else is asked less and less, and after a while has nothing."""
+    follower = cursor()
+    follower.answered(page(7, 1), 0.0)
+    now, asked, told = 0.0, 0, []
+    while now < 60.0:
+        now, asked = max(now, follower.due_at), asked + 1
+        with pytest.raises(ProtocolError):
+            follower.answered(nonsense, now)
+        told += follower.failed(now)
+    assert asked < 25
+    assert follower.failures == asked
+    assert told == [Cleared("n", NODE_TIERS)]
 
 
 def test_a_follower_ends_up_with_what_the_node_has() -> None:
@@ -307,6 +333,71 @@ def test_a_feed_without_the_token_says_so(cluster: Cluster) -> None:
             return str(nodes["one"]["error"]) if "one" in nodes else ""
 
         assert "NotAuthenticated" in wait_until(error, "it is refused")
+
+
+class Faulty:
+    """Members whose directory, or one of its records, is broken in a way that nobody foresaw."""
+
+    def __init__(self, members: Any) -> None:
+        self._members = members
+        self.faults: list[Exception] = []
+
+    def nodes(self) -> Any:
+        if self.faults:
+            raise self.faults.pop()
+        return self._members.nodes()
+
+
+def test_what_nobody_foresaw_ends_no_thread(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More faults than threads, in each of the places where one could end."""
+    monkeypatch.setattr(nodes_feed, "FAULT_S", 0.01)
+    members = Faulty(cluster.flaky())
+    world = World(cluster, members, cluster.credentials)
+    with contextlib.closing(world):
+        one = cluster.start("one")
+        world.await_held(one.put(fresh_prefix(1, LARGE)), "one", 1)
+        members.faults += [RuntimeError("no such table") for _ in range(4)]
+        wait_until(lambda: not members.faults, "the directory has failed")
+        asks = [ValueError("an answer"), OSError("a socket"), KeyError("a key"), ValueError("four")]
+        answered, update = NodeCursor.answered, NodesFeed._update
+        updates = [ValueError("a record") for _ in range(4)]
+
+        def faulty(self: NodeCursor, reply: object, now: float) -> Any:
+            if asks:
+                raise asks.pop()
+            return answered(self, reply, now)
+
+        def faulty_update(self: NodesFeed, records: Any) -> Any:
+            if updates:
+                raise updates.pop()
+            return update(self, records)
+
+        monkeypatch.setattr(NodeCursor, "answered", faulty)
+        monkeypatch.setattr(NodesFeed, "_update", faulty_update)
+        wait_until(lambda: not asks and not updates, "node and records have failed")
+        two = cluster.start("two")
+        world.await_held(two.put(fresh_prefix(1, LARGE)), "two", 1)
+        world.await_held(one.put(fresh_prefix(2, LARGE)), "one", 2)
+        assert world.feed.alive
+        told = world.feed.statistics()
+        assert (told["directory_error"], told["nodes"]["one"]["error"]) == ("", "")
+    assert not world.feed.alive
+    for text in ("the directory failed", "asking one failed", "following nodes failed"):
+        assert text in caplog.text
+
+
+def test_the_feed_speaks_of_what_nodes_have_only(cluster: Cluster, world: World) -> None:
+    one = cluster.start("one")
+    prefix = one.put(fresh_prefix(1, LARGE))
+    world.holdings.apply(Added("one", "hbm", prefix.keys), 0.0)
+    world.await_held(prefix, "one", 1)
+    one.stop()
+    world.await_held(prefix, "one", -1)
+    number = world.holdings.index.find("one", "hbm")
+    assert number is not None
+    assert world.holdings.index.blocks_of(number) == 1
 
 
 def test_closing_lets_go_of_a_node_that_hangs(cluster: Cluster, world: World) -> None:

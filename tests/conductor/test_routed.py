@@ -11,6 +11,7 @@ from tiffin.conductor.feeds import routed
 from tiffin.conductor.feeds.routed import PREDICTED_S, ROUTED_S, Holdings
 from tiffin.conductor.feeds.updates import (
     KEYS_PER_UPDATE,
+    NODE_TIERS,
     Added,
     Cleared,
     Doubted,
@@ -130,6 +131,37 @@ def test_clearing_and_leaving_take_guesses_along(holdings: Holdings) -> None:
     holdings.apply(Added("f", "hbm", prompt), 4.0)
     assert holdings.expire(1e6) == 0
     assert held(holdings, prompt, "f") == 3
+
+
+def test_an_instance_and_a_node_of_one_name_come_and_go_by_themselves(holdings: Holdings) -> None:
+    prompt = keys(3)
+
+    def lengths() -> list[int]:
+        return [held(holdings, prompt, "n", tier) for tier in ("hbm", "dram", "nvme")]
+
+    for tier in NODE_TIERS:
+        holdings.apply(Added("n", tier, prompt), 0.0)
+    assert not holdings.speaks("n"), "the node does not speak for the instance"
+    holdings.routed("n", prompt, 0.0)
+    holdings.apply(Heard("n", "dram"), 1.0)
+    assert holdings.expire(PREDICTED_S + 1) == 0, "it guesses as of an instance that says nothing"
+    holdings.drop_instance("n")
+    assert (lengths(), holdings.guessed_blocks) == ([0, 3, 3], 0)
+    holdings.apply(Added("n", "hbm", prompt), 2.0)
+    assert holdings.speaks("n")
+    holdings.apply(Cleared("n", NODE_TIERS), 3.0)
+    assert lengths() == [3, 0, 0]
+    holdings.apply(Added("n", "dram", prompt), 4.0)
+    holdings.apply(Cleared("n", ["hbm"]), 5.0)
+    assert lengths() == [0, 3, 0]
+    holdings.apply(Added("n", "hbm", prompt), 6.0)
+    holdings.apply(Gone("n", NODE_TIERS), 7.0)
+    assert (lengths(), holdings.speaks("n")) == ([3, 0, 0], True)
+    holdings.apply(Added("n", "dram", prompt), 8.0)
+    holdings.apply(Gone("n", ["hbm"]), 9.0)
+    assert (lengths(), holdings.speaks("n")) == ([0, 3, 0], False)
+    holdings.drop("n")
+    assert holdings.index.numbers() == []
 
 
 def test_guesses_are_bounded(holdings: Holdings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,13 @@ from kvsupport import wait_until
 from tiffin.conductor.errors import InvalidRequest
 from tiffin.conductor.feeds.inbox import Inbox
 from tiffin.conductor.feeds.routed import Holdings
+from tiffin.conductor.feeds.updates import NODE_TIERS, Added
 from tiffin.conductor.feeds.vllm import Publisher, VllmFeed
 from tiffin.conductor.feeds.vllm_events import BadEvents, Cleared, EventReader
 from tiffin.conductor.folding import Chain, Removed, Stored
 from tiffin.conductor.index import PrefixIndex
 from tiffin.kvstore import KVSchema
+from tiffin.kvstore.errors import InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -137,6 +139,16 @@ def test_adapters_are_namespaces_and_other_keys_are_nobodys() -> None:
         Stored(names[:1], None, token_bytes(prompt[:16]), PART, "hbm", ""),
         Stored(names[1:], names[0], token_bytes(prompt[16:]), PART, "hbm", None),
     ]
+    # A name may have 1,024 characters, and a namespace as many bytes.
+    for fields, namespace in (
+        ({"lora_name": "a" * 1019}, "lora:" + "a" * 1019),
+        ({"lora_name": "a" * 1020}, None),
+        ({"lora_name": "ü" * 1000}, None),
+        ({"lora_id": 7}, "lora:7"),
+    ):
+        (event,) = reader.read(payload(stored(prompt, **fields)))
+        assert isinstance(event, Stored)
+        assert event.namespace == namespace
     nobody = EventReader(lambda name: None)
     (event,) = nobody.read(payload(lora))
     assert isinstance(event, Stored)
@@ -368,6 +380,76 @@ def test_garbage_is_counted_and_what_is_known_doubted(
     world.await_count("malformed", 3)
     world.await_held(prompt, 1)
     assert world.holdings.guessed_blocks == 1
+
+
+def test_what_one_engine_says_does_not_end_the_feed_of_the_others(
+    world: World, start: Callable[..., Engine]
+) -> None:
+    """An adapter's name that is no namespace; keys that can't be made; and a fault of the feed."""
+
+    def refuse(namespace: str) -> bytes:
+        if namespace == "lora:fault":
+            raise RuntimeError("nobody foresaw this")
+        if namespace:
+            raise InvalidInput("no such namespace")
+        return CHAIN.root(namespace)
+
+    one, two = start(replays=False), start(replays=False)
+    prompt, second, third = (list(range(at, at + 64)) for at in (0, 1000, 2000))
+    chain = Chain(CHAIN.block_tokens, refuse, CHAIN.follow)
+    world.feed.follow(Publisher("engine", one.endpoint, chain))
+    world.feed.follow(two.publisher("two"))
+    for engine in (one, two):
+        engine.wait_for_subscriber()
+    one.publish(stored(prompt))
+    one.publish(stored(third, lora_name="ü" * 1000))
+    world.await_count("foreign_parts", 4)
+    world.await_held(prompt, 1)
+    assert world.holdings.guessed_blocks == 0
+    one.publish(stored(third, lora_name="sql"), stored(second))
+    world.await_count("refused", 1)
+    world.await_held(second, 1)
+    wait_until(
+        lambda: world.held(prompt) and world.holdings.guessed_blocks == 2, "all of it is doubted"
+    )
+    one.publish(stored(list(range(3000, 3064)), lora_name="fault"))
+    world.await_count("faults", 1)
+    two.publish(stored(prompt))
+    world.await_held(prompt, 1, name="two")
+    one.publish(stored(list(range(4000, 4064))))
+    world.await_held(list(range(4000, 4064)), 1)
+    assert world.feed.alive
+
+
+def test_a_feed_that_has_ended_says_so(start: Callable[..., Engine]) -> None:
+    engine, world = start(replays=False), World()
+    with contextlib.closing(world.feed):
+        world.feed.follow(engine.publisher())
+        engine.wait_for_subscriber()
+        assert world.feed.alive
+        world.inbox.close()
+        engine.publish(stored(list(range(64))))
+        wait_until(lambda: not world.feed.alive, "the feed has ended")
+
+
+def test_an_engine_leaves_what_others_of_its_name_have(
+    world: World, start: Callable[..., Engine]
+) -> None:
+    engine, prompt = start(replays=False), list(range(64))
+    for tier in NODE_TIERS:
+        world.holdings.apply(Added("engine", tier, keys(prompt)), 0.0)
+    world.feed.follow(engine.publisher())
+    engine.wait_for_subscriber()
+    engine.publish(stored(prompt))
+    world.await_held(prompt, 1)
+    engine.publish({"type": "AllBlocksCleared"})
+    world.await_held(prompt, 0)
+    engine.publish(stored(prompt), stored(prompt, medium="STORAGE"))
+    world.await_held(prompt, 1)
+    world.feed.unfollow("engine")
+    world.await_held(prompt, 0)
+    assert world.held(prompt, tier="dram") == 1
+    assert world.held(prompt, tier="nvme") == 0, "it spoke of that itself"
 
 
 def test_engines_are_told_apart_and_topics_chosen(
