@@ -108,7 +108,8 @@ class Acting:
                 return "" if answer.is_success else f"{url} answered {answer.status_code}"
             answer = await self._ask("GET", url, flips.verify_s)
             said = msgspec.json.decode(answer.content[:_ANSWER_BYTES_MAX], type=dict[str, Any])
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, OverflowError, ExceptionGroup) as error:
+            # The last two: what a URL makes of the resolver, whose tasks run in a group.
             return f"no answer: {str(error) or type(error).__name__}"
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return f"what it answered is no JSON object: {error}"
@@ -119,6 +120,9 @@ class Acting:
     async def _ask(
         self, method: str, url: str, timeout_s: float, body: dict[str, str] | None = None
     ) -> httpx.Response:
+        port = httpx.URL(url).port
+        if port is not None and not 0 < port < 1 << 16:
+            raise httpx.InvalidURL(f"no port {port}: there are 1 to 65535")
         async with asyncio.timeout(timeout_s):
             return await self._http.request(method, url, json=body, timeout=None)
 

@@ -7,7 +7,9 @@ pieces of a millisecond or two, so that decisions come in between.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
+import re
 from typing import TYPE_CHECKING
 
 from tiffin.kvstore.directory import open_directory
@@ -42,6 +44,12 @@ TOPIC_LABEL = "kv_events_topic"
 # Of one turn of the loop: about a millisecond of the index.
 _KEYS_PER_TURN = 8192
 
+# What ZeroMQ connects to: a name or an IPv4 address, or an IPv6 address in brackets, and a port.
+_TCP = re.compile(
+    r"tcp://(?:(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]{0,252})|\[(?P<v6>[0-9A-Fa-f:.]{2,45})"
+    r"(?:%[A-Za-z0-9_.-]{1,15})?\]):(?P<port>[0-9]{1,5})"
+)
+
 
 class Feeding:
     """What is heard goes to `apply`, in the loop's thread. Make it there; close it there."""
@@ -72,12 +80,9 @@ class Feeding:
         if not endpoint:
             self.forget_instance(spec.id)
             return
-        for address in filter(None, (endpoint, replay)):
-            # Labels come over the network: they name no files of this machine.
-            if not address.startswith("tcp://"):
-                raise InvalidRequest(
-                    f"label {EVENTS_LABEL}: {address[:100]!r} is not tcp://HOST:PORT"
-                )
+        _check_tcp(EVENTS_LABEL, endpoint)
+        if replay:
+            _check_tcp(REPLAY_LABEL, replay)
         if schema is None:
             raise InvalidRequest(
                 f"the label {EVENTS_LABEL} takes a schema, of this or another instance of the "
@@ -107,8 +112,12 @@ class Feeding:
 
     def missing(self) -> str:
         """What is not known yet, or not any more; "" if all is well."""
+        if self._engines is not None and not self._engines.alive:
+            return "the feed of engines has ended: restart the conductor, and look at its log"
         if self._nodes is None:
             return ""
+        if not self._nodes.alive:
+            return "the feed of nodes has ended: restart the conductor, and look at its log"
         found = self._nodes.statistics()
         if found["directory_error"]:
             return f"the directory does not answer: {found['directory_error']}"
@@ -162,6 +171,24 @@ class Feeding:
                 log.warning("not taken in: %s", error)
         if len(self._inbox) and not self._closed:
             self._loop.call_soon(self._take)
+
+
+def _check_tcp(label: str, address: str) -> None:
+    """Labels come over the network: they name no files of this machine. What ZeroMQ does not take
+    is refused here, where somebody hears of it: the feed's thread can only give it up. Raises
+    InvalidRequest."""
+    found = _TCP.fullmatch(address)
+    good = found is not None and 0 < int(found["port"]) < 1 << 16
+    if good and found is not None and found["v6"] is not None:
+        try:
+            ipaddress.IPv6Address(found["v6"])
+        except ValueError:
+            good = False
+    if not good:
+        raise InvalidRequest(
+            f"label {label}: {address[:100]!r} is not tcp://HOST:PORT, with a port of 1 to 65535 "
+            "and an IPv6 address in brackets"
+        )
 
 
 __all__ = ["EVENTS_LABEL", "REPLAY_LABEL", "TOPIC_LABEL", "Feeding"]

@@ -14,7 +14,8 @@ WATCHED_MAX = 100_000
 
 @dataclass(slots=True)
 class _Watched:
-    decided_at: float
+    decided_at: float  # the decision's own time, which tells it from another of the same request
+    began_at: float
     ttft_s: float
     tbt_s: float
     last_token_at: float | None = None
@@ -41,13 +42,17 @@ class Timings:
         return len(self._watched)
 
     def begin(self, decision: Decision, now: float) -> None:
-        """A request was sent on its way. The same one again, a repeated call, changes nothing."""
-        if decision.request_id in self._watched:
-            return
+        """A request was sent on its way. The same decision again, a repeated call, changes nothing;
+        another one, of a request that was preempted and sent again, begins anew."""
+        known = self._watched.get(decision.request_id)
+        if known is not None:
+            if known.decided_at == decision.decided_at:
+                return
+            del self._watched[decision.request_id]  # and is the youngest again
         if len(self._watched) >= self._watched_max:
             del self._watched[next(iter(self._watched))]  # the oldest
         self._watched[decision.request_id] = _Watched(
-            now, decision.predicted_ttft_s, decision.predicted_tbt_s
+            decision.decided_at, now, decision.predicted_ttft_s, decision.predicted_tbt_s
         )
 
     def forget(self, request_id: str) -> None:
@@ -68,7 +73,7 @@ class Timings:
             return None
         if event.kind == "first_token" and watched.last_token_at is None:
             watched.last_token_at = now
-            return Observed("ttft", watched.ttft_s, now - watched.decided_at)
+            return Observed("ttft", watched.ttft_s, now - watched.began_at)
         if event.kind == "tokens" and event.tokens > 0:
             since, watched.last_token_at = watched.last_token_at, now
             if since is not None:

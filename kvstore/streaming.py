@@ -17,6 +17,8 @@ made of generators, and those of a node on this host do no I/O themselves.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -202,13 +204,14 @@ class Following(ABC):
 
     # -- the course ------------------------------------------------------------------------------
 
-    def begin(self) -> Verb[None]:
-        """See `Course.begin`."""
+    def begin(self, left_s: float = math.inf) -> Verb[None]:
+        """See `Course.begin`. The node is waited for `left_s` at most."""
         if self._ended or self._interrupted:
             raise ClientClosed("this stream has ended; begin another")
         if self._held is not None or not len(self.prefix):
             return
-        request = messages.Lease(0, self.prefix.key_bytes, self._timeout_s, follow=True)
+        timeout_s = max(0.0, min(self._timeout_s, left_s))
+        request = messages.Lease(0, self.prefix.key_bytes, timeout_s, follow=True)
         self._held = held = yield from self._lease(request)
         self.count = len(held.offsets)
         self.reason = None if held.reason == Reason.NONE else Reason(held.reason).name.lower()
@@ -216,13 +219,13 @@ class Following(ABC):
         self._said = np.zeros((self.count, len(self.schema.segments)), np.uint64)
         self._handed = np.zeros(len(self.schema.segments), np.bool_)
 
-    def resume(self, lost: Following) -> Verb[bool]:
+    def resume(self, lost: Following, left_s: float = math.inf) -> Verb[bool]:
         """Go on where a stream of the same blocks at another node broke off, with its next layer.
 
         Whether that can be: all of its blocks are committed here, and by their headers they are, in
         every segment that it handed out, the same bytes. If not, nothing is handed out here: `end`.
         """
-        yield from self.begin()
+        yield from self.begin(left_s)
         if not self.count or self.count != lost.count:
             return False
         assert self._held is not None
@@ -388,7 +391,7 @@ class NearFollowing(Following):
         self._payloads: list[Payload] = []
 
     def _lease(self, request: messages.Lease) -> Verb[messages.Leased]:
-        reply, self._memory = yield Call(request, self._timeout_s)
+        reply, self._memory = yield Call(request, request.timeout_s)
         return reply  # type: ignore[no-any-return]
 
     def _ask(
@@ -534,5 +537,20 @@ class AsyncLayerStream(_Stream):
                 await self.close()
 
     async def close(self) -> None:
-        """See `LayerStream.close`."""
-        await self._run(self._course.end())
+        """See `LayerStream.close`. A cancellation meanwhile is raised when it is done: else nobody
+        would tell the node."""
+        ending = asyncio.ensure_future(self._run(self._course.end()))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await outlast(ending)
+            raise
+
+
+async def outlast(running: asyncio.Future[Any]) -> None:
+    """Return when it has ended, however, and whatever is cancelled meanwhile."""
+    while not running.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([running])
+    if not running.cancelled():
+        running.exception()  # nobody asks for it any more

@@ -72,6 +72,8 @@ class Models:
 
     def __init__(self) -> None:
         self._schemas: dict[str, KVSchema] = {}
+        # Their canonical texts: who says the same again is known by it, without reading it.
+        self._texts: dict[str, str] = {}
 
     def learn(self, model: str, schema: KVSchema, others: Callable[[], set[str]]) -> None:
         """An instance of `model` says how its blocks are keyed. `others` gives the models that
@@ -89,9 +91,16 @@ class Models:
             )
         if len(self._schemas) >= MODELS_MAX:
             self._schemas = {name: one for name, one in self._schemas.items() if name in served}
+            self._texts = {name: self._texts[name] for name in self._schemas}
         if len(self._schemas) >= MODELS_MAX:
             raise InvalidRequest(f"{MODELS_MAX} models have schemas, which is the limit")
         self._schemas[model] = schema
+        self._texts[model] = schema.canonical_bytes().decode()
+
+    def same(self, model: str, canonical: str) -> KVSchema | None:
+        """The schema of a model, if this is its canonical text; else None. A comparison of texts:
+        instances send theirs with every heartbeat, and reading 80 layers takes 1.5 ms."""
+        return self._schemas[model] if self._texts.get(model) == canonical else None
 
     def schema(self, model: str) -> KVSchema | None:
         """The schema of a model, if any instance brought one."""

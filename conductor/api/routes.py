@@ -261,15 +261,20 @@ class Routes:
         return Response(self._service.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     def _learn(self, instance: str, model: str, block_tokens: int, canonical: str) -> None:
-        schema = parse_schema(canonical)
+        models = self._service.models
+        known = models.same(model, canonical)
+        schema = known or parse_schema(canonical)
         if schema.block_tokens != block_tokens:
             raise InvalidRequest(
                 f"block_tokens is {block_tokens}, and {schema.block_tokens} in the schema"
             )
-        specs = self._core.cluster.specs
-        self._service.models.learn(
-            model, schema, lambda: {s.model for s in specs if s is not None and s.id != instance}
-        )
+        if known is None:
+            specs = self._core.cluster.specs
+            models.learn(
+                model,
+                schema,
+                lambda: {s.model for s in specs if s is not None and s.id != instance},
+            )
         if isinstance(self._core, SharedConductor):
             self._core.schema(model, canonical)
 

@@ -129,9 +129,11 @@ class Ahead(Generic[T]):
             try:
                 result = self._fetch()
             except NotYet as late:
-                self._late(late.error)
+                if not self._goes_on(late.error):
+                    return
             except BaseException as error:  # noqa: BLE001 - raised in the caller's thread, by `take`
                 self._end(error)
+                return
             else:
                 with self._changed:
                     self._finished = result is None
@@ -153,16 +155,20 @@ class Ahead(Generic[T]):
             self._running = False
             return False
 
-    def _late(self, error: Exception) -> None:
+    def _goes_on(self, error: Exception) -> bool:
+        """Whether to wait once more for what is late. After False the thread ends."""
         with self._changed:
             asked_at = self._asked_at
             if asked_at is None:
                 self._running = False  # the next `take` begins anew
-            elif time.monotonic() >= asked_at + self._timeout_s:
+                return False
+            if time.monotonic() >= asked_at + self._timeout_s:
                 self._end(error)
-            # Else it was asked for in this moment, and is waited for once more.
+                return False
+            return True  # it was asked for in this moment
 
     def _end(self, error: BaseException) -> None:
+        """The next `take` raises it. This thread must end: who takes may start another at once."""
         with self._changed:
             self._failure = error
             self._running = False

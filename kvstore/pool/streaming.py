@@ -7,7 +7,6 @@ import contextlib
 import logging
 import threading
 import time
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -29,7 +28,7 @@ from ..errors import (
 from ..link import GRACE_S, raise_refusal
 from ..node import messages
 from ..slices import cut
-from ..streaming import Following, NearFollowing, StreamedLayer
+from ..streaming import Following, NearFollowing, StreamedLayer, outlast
 from .ahead import Ahead, NotYet
 from .peer import as_ours
 
@@ -84,6 +83,7 @@ class FarFollowing(Following):
         self._ahead = Ahead(self._fetch, ahead, timeout_s) if ahead else None
         self._lock = threading.Lock()
         self._using: Stream | None = None  # what its thread waits on
+        self._given_up = False  # nobody wants the lease that is asked for
 
     @property
     def _peer(self) -> Peer:
@@ -93,7 +93,17 @@ class FarFollowing(Following):
 
     def _lease(self, request: messages.Lease) -> Verb[messages.Leased]:
         yield from ()
-        reply: messages.Leased = self._peer.call(request, self._timeout_s)
+        deadline = time.monotonic() + request.timeout_s + GRACE_S
+        with as_ours(self._peer.label), self._peer.stream(deadline) as stream:
+            self._use(stream)
+            try:
+                self._peer.queue(stream, request)
+                stream.flush(deadline)
+                answer = self._peer.receive(stream, request, deadline)
+            finally:
+                self._use(None)
+        reply = raise_refusal(answer)
+        assert isinstance(reply, messages.Leased)
         size = self.schema.extent_bytes
         if any(length != size for length in reply.lengths):
             self._peer.post(messages.Release(0, reply.lease))
@@ -207,7 +217,7 @@ class FarFollowing(Following):
     def _use(self, stream: Stream | None) -> None:
         """What `_cut` ends. Raises ClientClosed if the stream of layers has ended meanwhile."""
         with self._lock:
-            if stream is not None and self._ended:
+            if stream is not None and (self._ended or self._given_up):
                 raise ClientClosed("this stream has ended; begin another")
             self._using = stream
 
@@ -216,6 +226,12 @@ class FarFollowing(Following):
         with self._lock:
             if self._using is not None:
                 self._using.cut()
+
+    def give_up(self) -> None:
+        """From any thread: it was interrupted, and the node has not answered for too long."""
+        with self._lock:
+            self._given_up = True
+        self._cut()
 
     def interrupt(self) -> None:
         """See `Following.interrupt`."""
@@ -283,6 +299,7 @@ class Searching:
         self._heads = heads
         self._ahead = ahead
         self._found: Following | None = None
+        self._asked: Following | None = None  # at a node that may not answer
         self._left: list[Following] = []  # at nodes that were lost; what they handed out is in use
         self._reason = "miss" if len(prefix) else None
         self._ended = False
@@ -304,9 +321,13 @@ class Searching:
         if self._found is not None or not len(self.prefix):
             return
         failure: TiffinError | None = None
-        for following in islice(self._ways(), ASKED_MAX):
+        until = time.monotonic() + self._timeout_s
+        for following, share in self._ways():
+            left_s = until - time.monotonic()
+            if left_s <= 0 and isinstance(failure, DeadlineExceeded):
+                break
             try:
-                yield from self._try(following)
+                yield from self._try(following, left_s / share)
             except (ClientClosed, InvalidInput):
                 raise
             except TiffinError as error:
@@ -317,14 +338,23 @@ class Searching:
         if self._found is None and failure is not None:
             raise failure
 
-    def _ways(self) -> Iterator[Following]:
+    def _ways(self) -> Iterator[tuple[Following, int]]:
+        """Whom to ask, each with among how many the time that is left is shared then. A home that
+        is silent gives up by itself if another node could help."""
         away = self._node is not None and (self._home is None or self._node != self._home())
         if self._home is not None and not away:
-            yield self._near(self.prefix)
+            yield self._near(self.prefix), 1
         if self._node is None:
-            yield from (self._far(self.prefix, node) for node in self._locate(self.prefix))
+            yield from self._shared(self.prefix, self._locate(self.prefix))
         elif away:
-            yield self._far(self.prefix, self._node)
+            yield self._far(self.prefix, self._node), 1
+
+    def _shared(self, prefix: Prefix, nodes: Sequence[int]) -> Iterator[tuple[Following, int]]:
+        """Those nodes. One that hangs leaves half of the time to the others, and the last one has
+        what is left."""
+        nodes = nodes[:ASKED_MAX]
+        for node in nodes:
+            yield self._far(prefix, node), 1 if node == nodes[-1] else 2
 
     def _near(self, prefix: Prefix) -> Following:
         return NearFollowing(prefix, self._access, self._timeout_s, self._heads)
@@ -333,9 +363,21 @@ class Searching:
         how = self._access, self._timeout_s, node, self._heads, self._ahead
         return FarFollowing(self._connect, prefix, *how)
 
-    def _try(self, another: Following) -> Verb[None]:
+    @contextlib.contextmanager
+    def _asking(self, another: Following) -> Iterator[None]:
+        """While that one is asked, `interrupt` and `give_up` reach it."""
+        self._asked = another  # before the look at `_ended`: `interrupt` does it the other way
+        try:
+            if self._ended:
+                raise ClientClosed("this stream has ended; begin another")
+            yield
+        finally:
+            self._asked = None
+
+    def _try(self, another: Following, left_s: float) -> Verb[None]:
         """Begin there; keep it if it has more than what was found before."""
-        yield from another.begin()
+        with self._asking(another):
+            yield from another.begin(left_s)
         worse: Following | None = another
         if self._found is None or another.count > self._found.count:
             worse, self._found = self._found, another
@@ -365,12 +407,14 @@ class Searching:
         # A lease that has ended may be all that went wrong: then the node itself may take over.
         again = isinstance(error, StaleLease)
         until = time.monotonic() + self._timeout_s + GRACE_S
-        for another in islice(self._others(lost, again=again), ASKED_MAX):
-            if time.monotonic() > until:
+        for another, share in self._others(lost, again=again):
+            left_s = until - time.monotonic()
+            if left_s <= 0 or self._ended:
                 break
             resumed = False
             try:
-                resumed = yield from another.resume(lost)
+                with self._asking(another):
+                    resumed = yield from another.resume(lost, left_s / share)
             except (ClientClosed, InvalidInput):
                 raise
             except TiffinError as failure:
@@ -385,19 +429,27 @@ class Searching:
                 return True
         return False
 
-    def _others(self, lost: Following, *, again: bool) -> Iterator[Following]:
-        """Who may have the blocks that were followed at a node that was lost."""
+    def _others(self, lost: Following, *, again: bool) -> Iterator[tuple[Following, int]]:
+        """As `_ways`: who may have the blocks that were followed at a node that was lost."""
         prefix = self.prefix[: lost.count]
         if self._home is not None and (again or not isinstance(lost, NearFollowing)):
-            yield self._near(prefix)
+            yield self._near(prefix), 1
         gone = lost.node if isinstance(lost, FarFollowing) and not again else None
-        yield from (self._far(prefix, node) for node in self._locate(prefix) if node != gone)
+        yield from self._shared(prefix, [node for node in self._locate(prefix) if node != gone])
 
     def interrupt(self) -> None:
         """From any thread: who waits in `advance` is to come back soon. `end` is to follow."""
         self._ended = True
-        if self._found is not None:
-            self._found.interrupt()
+        for following in (self._found, self._asked):
+            if following is not None:
+                following.interrupt()
+
+    def give_up(self) -> None:
+        """From any thread, some time after `interrupt`: a node that was asked to hold the blocks is
+        waited for no more. A lease that it gives now expires there."""
+        asked = self._asked
+        if isinstance(asked, FarFollowing):
+            asked.give_up()
 
     def end(self) -> Verb[None]:
         """See `Course.end`."""
@@ -417,9 +469,10 @@ async def interruptible(course: Searching, step: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         course.interrupt()
         running.cancel()  # perhaps it still waits for its turn
-        while not running.done():
-            with contextlib.suppress(asyncio.CancelledError):  # perhaps not the last one
-                await asyncio.wait([running])
-        if not running.cancelled():
-            running.exception()  # nobody asks for it any more
+        # A node that is well answers a lease at once.
+        late = asyncio.get_running_loop().call_later(GRACE_S, course.give_up)
+        try:
+            await outlast(running)
+        finally:
+            late.cancel()
         raise

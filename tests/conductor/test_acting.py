@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING
@@ -111,7 +112,21 @@ def test_what_does_not_take_its_role_is_given_no_work(instance: Instance, lies: 
 
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:1/", "nowhere", "ftp://x", "http://[", "http://"]
+    "url",
+    [
+        "http://127.0.0.1:1/",
+        "http://127.0.0.1:99999/",
+        "http://127.0.0.1:0/",
+        "nowhere",
+        "ftp://x",
+        "http://[",
+        "http://",
+        "http://" + "a" * 300,
+    ],
 )
-def test_neither_is_what_cannot_be_reached(instance: Instance, url: str) -> None:
-    assert flipped(instance, url)[1] == ["failed"]
+def test_neither_is_what_cannot_be_reached(
+    instance: Instance, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="tiffin.conductor"):
+        assert flipped(instance, url)[1] == ["failed"]
+    assert "i1: role decode: no answer: " in caplog.text, "at once, not when its time is over"

@@ -13,8 +13,10 @@ import pytest
 from apisupport import KEY, MODEL, Recorder, spec_body
 from starlette.testclient import TestClient
 
+from tiffin.conductor.api import routes
 from tiffin.conductor.api.app import create_app
 from tiffin.conductor.api.intake import Limits
+from tiffin.conductor.api.keying import parse_schema
 from tiffin.conductor.api.table import ROUTES
 from tiffin.conductor.auth import load_tokens
 from tiffin.conductor.records import Rejection, RequestEvent
@@ -309,6 +311,23 @@ class TestInstances:
         body = spec_body(block_tokens=16, schema=theirs)
         assert http.put("/v1/instances/i2", json=body).status_code == 409
         assert http.put("/v1/instances/i1", json=body).status_code == 204, "it was the only one"
+
+    def test_a_schema_is_read_once_not_with_every_heartbeat(
+        self, http: TestClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        schema = {"canonical": SCHEMA.canonical_bytes().decode()}
+        read: list[str] = []
+
+        def reading(canonical: str) -> KVSchema:
+            read.append(canonical)
+            return parse_schema(canonical)
+
+        monkeypatch.setattr(routes, "parse_schema", reading)
+        for name in ("i1", "i1", "i2"):
+            register(http, name, block_tokens=16, schema=schema)
+        assert len(read) == 1
+        body = spec_body(block_tokens=32, schema=schema)
+        assert http.put("/v1/instances/i1", json=body).status_code == 400, "still compared"
 
 
 class TestBlocks:

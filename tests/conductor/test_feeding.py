@@ -131,7 +131,31 @@ class TestInstances:
 
         asyncio.run(scenario())
 
-    @pytest.mark.parametrize("endpoint", ["nowhere", "tcp://*:1", "ipc:///etc/passwd", "file:///x"])
+    @pytest.mark.parametrize(
+        "endpoint",
+        [
+            "nowhere",
+            "ipc:///etc/passwd",
+            "file:///x",
+            "tcp://no-port",
+            "tcp://*:1",
+            "tcp://h:*",
+            "tcp://h:0",
+            "tcp://h:65536",
+            "tcp://h:5/x",
+            "tcp://h:5;i:6",
+            "tcp://u@h:5",
+            "tcp://-h:5",
+            "tcp://:5",
+            "tcp://a b:5",
+            "tcp://::1:5",
+            "tcp://[::1:5",
+            "tcp://[1:2]:5",
+            "tcp://h:\u0665",
+            "tcp://h:5\n",
+            "tcp://" + "a" * 300 + ":5",
+        ],
+    )
     def test_what_nobody_can_connect_to_is_refused_before_it_registers(self, endpoint: str) -> None:
         core = Recorder()
 
@@ -143,8 +167,33 @@ class TestInstances:
             service.models.learn(MODEL, SCHEMA, set)
             with pytest.raises(InvalidRequest):
                 service.announce(self.spec(**{EVENTS_LABEL: endpoint}), "i1", None)
+            labels = {EVENTS_LABEL: "tcp://127.0.0.1:9", REPLAY_LABEL: endpoint}
+            with pytest.raises(InvalidRequest, match=REPLAY_LABEL):
+                service.announce(self.spec(**labels), "i1", None)
             assert feeding.followed == []
             assert len(core.cluster) == 0
+            await feeding.close()
+
+        asyncio.run(scenario())
+
+    @pytest.mark.parametrize(
+        "endpoint",
+        [
+            "tcp://127.0.0.1:9",
+            "tcp://localhost:65535",
+            "tcp://engine-0.engines_a.svc:5557",
+            "tcp://[::1]:5557",
+            "tcp://[fe80::1%lo]:5557",
+        ],
+    )
+    def test_what_is_taken_zeromq_takes_too(self, endpoint: str) -> None:
+        """Otherwise its thread would give it up, and nobody would follow what is said to be."""
+
+        async def scenario() -> None:
+            feeding = Feeding(lambda update: None, asyncio.get_running_loop())
+            feeding.follow_instance(self.spec(**{EVENTS_LABEL: endpoint}), SCHEMA)
+            assert feeding._engines is not None
+            await until(lambda: feeding._engines is not None and "i1" in feeding._engines._engines)
             await feeding.close()
 
         asyncio.run(scenario())

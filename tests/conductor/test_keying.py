@@ -103,6 +103,16 @@ def test_one_model_has_one_schema_while_anybody_uses_it() -> None:
         models.learn("n", schema_of(), set)
 
 
+def test_the_same_text_is_known_without_being_read() -> None:
+    models, text = Models(), schema_of().canonical_bytes().decode()
+    assert models.same("m", text) is None
+    models.learn("m", schema_of(), set)
+    assert models.same("m", text) is models.schema("m")
+    assert models.same("n", text) is None
+    models.learn("m", schema_of(layers=3), set)
+    assert models.same("m", text) is None
+
+
 def test_models_that_nobody_serves_make_room() -> None:
     models = Models()
     names = [f"m{i}" for i in range(MODELS_MAX)]

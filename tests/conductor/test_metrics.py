@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from apisupport import KEY, MODEL, Recorder
@@ -71,6 +72,17 @@ class TestTimings:
         timings.begin(decision(), now=0.0)
         timings.begin(decision(), now=5.0)
         assert timings.observe(RequestEvent("r", "first_token"), 6.0) == Observed("ttft", 0.5, 6.0)
+
+    def test_another_decision_about_the_same_request_begins_anew(self) -> None:
+        """It was preempted, for one, and sent again."""
+        timings = Timings(watched_max=2)
+        timings.begin(decision(), now=0.0)
+        timings.begin(decision("other"), now=1.0)
+        timings.begin(replace(decision(ttft_s=0.25), decided_at=50.0), now=50.0)
+        timings.begin(decision("third"), now=51.0)
+        assert timings.observe(RequestEvent("other", "first_token"), 52.0) is None, "the oldest"
+        seen = timings.observe(RequestEvent("r", "first_token"), 50.5)
+        assert seen == Observed("ttft", 0.25, 0.5)
 
     def test_who_is_never_heard_of_leaves_for_newer_ones(self) -> None:
         timings = Timings(watched_max=2)

@@ -47,6 +47,7 @@ from tiffin.kvstore.node.core import CoreOptions
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.node.remote import RemoteService
 from tiffin.kvstore.pool.peer import Peer
+from tiffin.kvstore.streaming import AsyncLayerStream
 from tiffin.messenger.errors import GrantError
 from tiffin.messenger.transport import Range
 
@@ -511,6 +512,36 @@ def test_a_cancelled_reader_lets_go(node: Node, writer: Client) -> None:
     asyncio.run(run())
     assert held_bytes(node.statistics()) == STREAMED.extent_bytes, "only the writer's"
     slots.abort()
+
+
+def test_a_second_cancellation_does_not_stop_what_lets_go() -> None:
+    """Whoever is cancelled while `close` waits for its turn still lets go of the blocks."""
+    ended: list[str] = []
+
+    class Ending:
+        def end(self) -> str:
+            return "end"
+
+    async def run() -> None:
+        waits, turn = asyncio.Event(), asyncio.Event()
+
+        async def carry_out(verb: Any) -> None:
+            waits.set()
+            await turn.wait()
+            ended.append(verb)
+
+        closing = asyncio.create_task(AsyncLayerStream(Ending(), carry_out).close())  # type: ignore[arg-type]
+        await waits.wait()
+        for _ in range(3):
+            closing.cancel()
+            await asyncio.sleep(0)
+        assert not closing.done(), "nobody else would tell the node"
+        turn.set()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+
+    asyncio.run(run())
+    assert ended == ["end"]
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -88,6 +88,30 @@ def test_a_failure_comes_after_what_came_before_it(source: Source) -> None:
     assert source.ahead.take() == "b", "who asks again is served again"
 
 
+def test_after_a_failure_only_one_thread_fetches(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is told of the failure may ask again before the thread that met it has ended."""
+    source.items = [NodeUnavailable("lost"), "a", "b"]
+    end, asked_again = source.ahead._end, threading.Event()
+
+    def preempted(error: BaseException) -> None:
+        source.allowed = 1  # what is asked for now stays on its way
+        end(error)
+        assert asked_again.wait(30)
+
+    monkeypatch.setattr(source.ahead, "_end", preempted)
+    with pytest.raises(NodeUnavailable, match="lost"):
+        source.ahead.take()
+    waiting = Background(source.ahead.take)
+    wait_until(source.stalled.is_set, "a second thread fetches")
+    assert len(running()) == 2
+    asked_again.set()
+    wait_until(lambda: len(running()) == 1, "the first one ends, whatever the second does")
+    source.allowed = 1 << 30
+    assert [waiting.result(), source.ahead.take(), source.ahead.take()] == ["a", "b", None]
+
+
 @pytest.mark.parametrize("source", [{"timeout_s": 0.1}], indirect=True)
 def test_the_time_counts_from_when_the_caller_asks(source: Source) -> None:
     """A caller that works on a layer for longer than it would wait for one loses nothing."""

@@ -4,6 +4,7 @@ lose the node that they follow."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,12 +30,13 @@ from streamsupport import (
 from streamworker import is_right
 
 from tiffin.kvstore import Client, KVSchema
-from tiffin.kvstore.errors import NodeUnavailable
+from tiffin.kvstore.errors import DeadlineExceeded, NodeUnavailable
 from tiffin.kvstore.node.core import CoreOptions
 from tiffin.kvstore.pool.aio import AsyncPoolClient
+from tiffin.kvstore.pool.streaming import FarFollowing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tiffin.kvstore import Prefix, Slots
     from tiffin.kvstore.pool.client import PoolClient
@@ -174,6 +176,92 @@ class TestFetchingAhead:
         asyncio.run(run())
         wait_until(lambda: held_bytes(one.node.statistics()) == LARGE.extent_bytes, "it lets go")
         slots.abort()
+
+
+# -- nodes that hang ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hung(cluster: Cluster) -> Iterator[tuple[list[Member], Prefix, PoolClient]]:
+    """Three nodes that have the same blocks, a client that is connected to them, and no answers."""
+    members = [cluster.start(name, relayed=True) for name in ("one", "two", "three")]
+    prefix = prompt(2)
+    for member in members:
+        member.put(prefix)
+    cluster.settle()
+    client = cluster.open()
+    for member in members:
+        with client.stream(prefix, node=member.number) as stream:
+            assert stream.step() is not None
+    for member in members:
+        assert member.network is not None
+        member.network.pause()
+    yield members, prefix, client
+    for member in members:
+        assert member.network is not None
+        member.network.resume()
+
+
+Hung = tuple[list[Member], "Prefix", "PoolClient"]
+
+
+class TestNodesThatHang:
+    def test_all_together_have_the_time_of_one(
+        self, hung: Hung, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each of them is told, as its `timeout_s`, no more than what the others have left."""
+        _, prefix, client = hung
+        given: list[float] = []
+        lease = FarFollowing._lease
+
+        def seen(self: FarFollowing, request: Any) -> Any:
+            given.append(request.timeout_s)
+            return (yield from lease(self, request))
+
+        monkeypatch.setattr(FarFollowing, "_lease", seen)
+        with pytest.raises(DeadlineExceeded), client.stream(prefix, timeout_s=3.0):
+            pass
+        assert len(given) == 3, "one that hangs leaves time for the others"
+        assert sum(given) <= 3.0
+
+    def test_one_leaves_time_for_another(self, hung: Hung) -> None:
+        members, prefix, client = hung
+        assert members[2].network is not None
+        members[2].network.resume()
+        with client.stream(prefix, timeout_s=3.0) as stream:
+            assert right(stream, prefix) == [True] * LAYERS
+
+    def test_who_is_cancelled_asks_no_other_and_waits_no_more(
+        self, hung: Hung, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _, prefix, client = hung
+        asked = threading.Event()
+        given: list[float] = []
+        lease = FarFollowing._lease
+
+        def seen(self: FarFollowing, request: Any) -> Any:
+            given.append(request.timeout_s)
+            asked.set()
+            return (yield from lease(self, request))
+
+        monkeypatch.setattr(FarFollowing, "_lease", seen)
+
+        async def run() -> None:
+            reader = AsyncPoolClient(client)
+
+            async def read() -> None:
+                async with reader.stream(prefix, timeout_s=300.0):
+                    pass
+
+            task = asyncio.create_task(read())
+            assert await asyncio.to_thread(asked.wait, 30)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(task, 30)
+            assert len(asyncio.all_tasks()) == 1
+
+        asyncio.run(run())
+        assert len(given) == 1
 
 
 # -- a node that is lost ---------------------------------------------------------------------------
