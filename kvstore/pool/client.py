@@ -391,19 +391,22 @@ class PoolClient(Client):
     ) -> Slots:
         """Slots for the blocks that are not resident: at home in place; without a home, or with a
         `node`, in memory of this process, sent when they are published or committed. `shard` as in
-        `put`. `slots.node` is the number of the node that has them, for who streams them."""
+        `put`. `slots.node` is the number of the node that has them, for who streams them. Raises
+        NodeUnavailable or DeadlineExceeded when home is silent and no other node may take them."""
         self._check(timeout_s)
+        deadline = time.monotonic() + timeout_s
         shard = prefix.schema.check_shard(shard)
-        if shard is not None or node is not None:
+        bound = shard is not None or node is not None  # to one node: others do not know where else
+        if bound:
             node = self._node_for(prefix, node)
         if self._home is not None and node is None:
             verb = local_verbs.reserve(prefix, timeout_s, shard)
-            reserved = self._home.ask(verb, None)
+            reserved = self._home.reserve(verb, patient=bound)
             if reserved is not None:
                 slots = Slots(prefix, reserved, self._home.patient)
                 slots.node = self._home_number
                 return slots
-        return StagedSlots(prefix, self, timeout_s, shard, node)
+        return StagedSlots(prefix, self, timeout_s, deadline, shard, node)
 
     # -- wishes ----------------------------------------------------------------------------------
 

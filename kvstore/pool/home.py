@@ -14,6 +14,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -61,8 +62,44 @@ _MAY_WAIT = (messages.Lease, messages.Reserve, messages.Await)
 # Of a stream that has begun at home: it is home's to say how far it is, and another node can go on
 # with it only once all its blocks are committed.
 _ONLY_HERE = (messages.Await, messages.Publish)
+# What is done instead needs room at another node, which a draining one does not give.
+_TAKES_ROOM = (messages.Reserve, messages.Commit)
 # What is not asked for again: given up, it may have been carried out all the same.
 _ONCE = (messages.Commit, messages.Remove)
+
+
+class Turns:
+    """One caller at a time, in the order in which they came. Who comes again goes to the end, so
+    that those who wait at home in slices do not keep the others from it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: deque[threading.Lock] = deque()  # free: the first one's, whose turn it is
+
+    def __len__(self) -> int:
+        """How many have a turn or wait for one."""
+        return len(self._queue)
+
+    def enter(self) -> threading.Lock:
+        """A ticket, for `wait` and `leave`."""
+        ticket = threading.Lock()
+        with self._lock:
+            if self._queue:
+                ticket.acquire()
+            self._queue.append(ticket)
+        return ticket
+
+    def wait(self, ticket: threading.Lock, timeout_s: float) -> bool:
+        """Whether its turn has come within this time; it keeps its place."""
+        return ticket.acquire(timeout=timeout_s)
+
+    def leave(self, ticket: threading.Lock) -> None:
+        """The turn has ended, or is not waited for any more."""
+        with self._lock:
+            first = self._queue[0] is ticket
+            self._queue.remove(ticket)
+            if first and self._queue:
+                self._queue[0].release()
 
 
 class Home:
@@ -88,7 +125,7 @@ class Home:
 
     def forget(self) -> None:
         """In a forked child: the threads that held and listened are the parent's."""
-        self._turn, self._state = threading.Lock(), threading.Lock()
+        self._turns, self._state = Turns(), threading.Lock()
         self._closing, self.gate = threading.Event(), Gate()
         self._listener: threading.Thread | None = None
         self.away, self._due = False, math.inf
@@ -124,7 +161,7 @@ class Home:
         patient = patient or isinstance(request, _ONLY_HERE)
         once = isinstance(request, _ONCE)
         if not patient and (self.away or once):
-            patient = not self._others()
+            patient = not self._others(isinstance(request, _TAKES_ROOM))
         slice_s = self._first_slice_s
         while True:
             began = time.monotonic()
@@ -139,7 +176,7 @@ class Home:
             except (DeadlineExceeded, NodeUnavailable):
                 if once or not self.away or time.monotonic() >= end:
                     raise
-                patient = patient or not self._others()
+                patient = patient or not self._others(isinstance(request, _TAKES_ROOM))
                 if not patient:
                     raise
             else:
@@ -157,7 +194,7 @@ class Home:
     def _ask_once(
         self, request: messages.Request, wait_s: float, end: float, *, patient: bool
     ) -> Answer:
-        self._take_turn(end, patient=patient)
+        ticket = self._take_turn(end, patient=patient)
         began = time.monotonic()
         waits_s = wait_s if isinstance(request, _MAY_WAIT) else min(wait_s, self._share_s)
         self._due = began + waits_s + GRACE_S
@@ -175,13 +212,23 @@ class Home:
             raise
         finally:
             self._due = math.inf
-            self._turn.release()
+            self._turns.leave(ticket)
         self._got_answer()
         return answer
 
-    def _take_turn(self, end: float, *, patient: bool) -> None:
-        """Wait while home answers others in time. Raises DeadlineExceeded, NodeUnavailable."""
-        while not self._turn.acquire(timeout=self._nap_s(end, patient=patient)):
+    def _take_turn(self, end: float, *, patient: bool) -> threading.Lock:
+        """Wait while home answers others in time; the ticket to leave with. Raises
+        DeadlineExceeded, NodeUnavailable."""
+        ticket = self._turns.enter()
+        try:
+            self._wait_for_turn(ticket, end, patient=patient)
+        except BaseException:
+            self._turns.leave(ticket)
+            raise
+        return ticket
+
+    def _wait_for_turn(self, ticket: threading.Lock, end: float, *, patient: bool) -> None:
+        while not self._turns.wait(ticket, self._nap_s(end, patient=patient)):
             now = time.monotonic()
             if now >= end + GRACE_S:
                 raise DeadlineExceeded("calls of other threads took all the time at home")
@@ -191,7 +238,6 @@ class Home:
         else:
             if patient or not self.away:
                 return
-            self._turn.release()
         raise NodeUnavailable(
             "home does not answer and is left alone until it does; if it hangs, restart it"
         )
@@ -204,13 +250,22 @@ class Home:
 
     # -- its health ------------------------------------------------------------------------------
 
-    def _others(self) -> bool:
-        """Whether the pool has nodes beside home, as far as is known."""
+    def _others(self, takes_room: bool) -> bool:
+        """Whether the pool has nodes beside home that could help, as far as is known."""
         try:
-            nodes = set(self._engine.nodes())
+            nodes = self._engine.nodes()
         except DirectoryUnavailable:
             return False
-        return bool(nodes - {self.number})
+        number = self.number
+        down = self._engine.links.down(time.monotonic())
+        home = nodes.get(number) if number is not None else None
+        return any(
+            not (takes_room and record.draining)
+            # Of home itself the directory may have an old registration yet.
+            and not (home and (record.host, record.socket) == (home.host, home.socket))
+            for other, record in nodes.items()
+            if other != number and other not in down
+        )
 
     def _got_answer(self) -> None:
         self.lost = False
@@ -228,7 +283,11 @@ class Home:
                 self._listener = threading.Thread(
                     target=self._listen, name="tiffin-home", daemon=True
                 )
-                self._listener.start()
+                try:
+                    self._listener.start()
+                except RuntimeError as error:  # this process can have no more threads
+                    log.warning("nobody listens for home, each call asks it: %s", error)
+                    self._listener, self.away = None, False
 
     def _listen(self) -> None:
         """Ask a silent home at once, in case it was only late, then after 0.5 s, doubled up to
@@ -267,6 +326,16 @@ class Home:
             return drive(verb, self)
         except (ConnectionError, DeadlineExceeded):
             return otherwise
+
+    def reserve(self, verb: Verb[T], *, patient: bool) -> T | None:
+        """`local_verbs.reserve` at home; None if home does not answer and others may take it.
+        `patient` if it can't go elsewhere. Raises what home met if nobody else is there."""
+        try:
+            return drive(verb, self.patient if patient else self)
+        except (ConnectionError, DeadlineExceeded):
+            if patient or not self._others(takes_room=True):
+                raise
+            return None
 
     def put(
         self,

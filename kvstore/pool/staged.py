@@ -9,6 +9,7 @@ as if nothing had been published.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from ..node.core import Status
 from ..node.records import Kept
 from ..streaming import segments_of
 from ..verbs import DEFAULT_TIMEOUT_S, Reserved, check_timeout
+from .peer import POST_TIMEOUT_S
 from .placing import ROOM_WAIT_S, TRIES_MAX
 from .plan import place
 from .store import Early, reserve_early
@@ -54,11 +56,13 @@ class StagedSlots(Slots):
         prefix: Prefix,
         client: PoolClient,
         timeout_s: float,
+        deadline: float,
         shard: Shard | None = None,
         node: int | None = None,
     ) -> None:
+        """`timeout_s` is for the commit; what is resident is asked for until `deadline`."""
         selection, size = select_shard(prefix.schema, shard), prefix.schema.extent_bytes
-        flags = client.exists(prefix, timeout_s=timeout_s)
+        flags = client.exists(prefix, timeout_s=_left_s(deadline))
         slots = [
             Slot(np.zeros(size, np.uint8), selection, index, 0, 0)
             for index, resident in enumerate(flags)
@@ -109,8 +113,7 @@ class StagedSlots(Slots):
 
     def _give_up(self, error: BaseException) -> None:
         """How much of a layer is there nobody knows: the reservation ends, and who follows it."""
-        for early in self._early:
-            early.abort()
+        self._abort(self._early)
         self._early = []
         self._lost = error if isinstance(error, TiffinError) else StaleLease(repr(error))
 
@@ -119,7 +122,9 @@ class StagedSlots(Slots):
         nodes = self._candidates(slots[0].index)
         failure: TiffinError | None = None
         for number in nodes:
-            left_s = max(0.0, deadline - time.monotonic())
+            left_s = _left_s(deadline)
+            if not left_s and isinstance(failure, DeadlineExceeded):
+                break  # each further one that is silent would cost its own grace
             room_s = left_s if len(nodes) == 1 else min(left_s, ROOM_WAIT_S)
             try:
                 if self._reserve_at(number, slots, time.monotonic() + room_s):
@@ -172,8 +177,7 @@ class StagedSlots(Slots):
                 if len(reply.statuses) < len(part):
                     break  # no room for the rest: the commit finds it elsewhere
         except BaseException:
-            for early in made:
-                early.abort()
+            self._abort(made)
             raise
         if not (made or resident or busy):
             return False
@@ -189,8 +193,9 @@ class StagedSlots(Slots):
         NodeUnavailable; StaleLease for a rank whose reservation was lost: the others' is as well.
         """
         self._end()
+        deadline = time.monotonic() + self._timeout_s
         try:
-            stored, pending, done = self._commit_early()
+            stored, pending, done = self._commit_early(deadline)
             if self._lost is None:
                 # Known to be there, or another writer is at it, since the first publication.
                 done |= {*self.resident, *self.busy}
@@ -202,7 +207,7 @@ class StagedSlots(Slots):
                     [slot.view for slot in part],
                     shard=self._selection.shard,
                     node=self._named,
-                    timeout_s=self._timeout_s,
+                    timeout_s=_left_s(deadline),
                 )
                 stored += [first + index for index in result.stored]
                 pending += [first + index for index in result.pending]
@@ -211,7 +216,7 @@ class StagedSlots(Slots):
             for slot in self._slots:
                 slot.let_go()
 
-    def _commit_early(self) -> tuple[list[int], list[int], set[int]]:
+    def _commit_early(self, deadline: float) -> tuple[list[int], list[int], set[int]]:
         """Positions that are stored and pending now, and all that were decided on."""
         stored: list[int] = []
         pending: list[int] = []
@@ -219,10 +224,15 @@ class StagedSlots(Slots):
         while self._early:
             early = self._early.pop(0)
             try:
-                kept = early.commit(time.monotonic() + self._timeout_s)
-            except (NodeUnavailable, DeadlineExceeded, ProtocolError, StaleLease) as error:
-                self._lost = error
-                log.info("what was published is put anew: %s", error)
+                kept = early.commit(deadline)
+            except StaleLease as error:
+                self._note_lost(error)
+                continue
+            except (NodeUnavailable, DeadlineExceeded, ProtocolError) as error:
+                self._give_up(error)  # all are at this node, which would cost its time once more
+                self._note_lost(error)
+                if self.node is not None:
+                    self._client._engine.links.failed(self.node, time.monotonic())
                 continue
             except BaseException as error:
                 self._give_up(error)
@@ -240,13 +250,37 @@ class StagedSlots(Slots):
             self._client._engine.placements.note(self.node, keys, time.monotonic())
         return stored, pending, done
 
+    def _note_lost(self, error: TiffinError) -> None:
+        self._lost = error
+        log.info("what was published is put anew: %s", error)
+
     def abort(self) -> None:
         """Forget what was written; nothing of it is to be had any more."""
         self._end()
-        for early in self._early:
-            early.abort()
+        self._abort(self._early)
         for slot in self._slots:
             slot.let_go()
+
+    def _abort(self, reservations: Sequence[Early]) -> None:
+        """Give them back: once the node took too long to be told of one, the rest are told in the
+        background. With a client that closes first, they end with its session."""
+        for index, early in enumerate(reservations):
+            began = time.monotonic()
+            early.abort()
+            rest = reservations[index + 1 :]
+            if rest and time.monotonic() - began >= POST_TIMEOUT_S:
+                with contextlib.suppress(ClientClosed):
+                    self._client._engine._submit(_abort_each, rest)
+                return
+
+
+def _abort_each(reservations: Sequence[Early]) -> None:
+    for early in reservations:
+        early.abort()
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 def consecutive(slots: Sequence[Slot]) -> list[tuple[int, list[Slot]]]:

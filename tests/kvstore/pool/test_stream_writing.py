@@ -7,8 +7,10 @@ import asyncio
 import contextlib
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import kvsupport
 import pytest
@@ -16,6 +18,7 @@ from kvsupport import (
     Background,
     assert_right,
     is_quiet,
+    payloads_of,
     wait_until,
 )
 from poolsupport import LARGE, Cluster, holders
@@ -33,13 +36,21 @@ from streamworker import STREAMED, fill, is_right, prefix_of
 
 from tiffin.kvstore import Client
 from tiffin.kvstore.errors import (
+    DeadlineExceeded,
     InvalidInput,
     NoRoom,
     SchemaError,
     StaleLease,
 )
 from tiffin.kvstore.node.core import CoreOptions
+from tiffin.kvstore.pool import staged
 from tiffin.kvstore.pool.aio import AsyncPoolClient
+from tiffin.kvstore.pool.store import Early
+
+if TYPE_CHECKING:
+    from poolsupport import Member
+
+    from tiffin.kvstore import Prefix
 
 # -- writers without a node on their host ----------------------------------------------------------
 
@@ -365,6 +376,101 @@ class TestLosingTheReservation:
                 assert is_right(first, prefix), "its extents were used again"
         wait_until(lambda: is_quiet(one.node.statistics()), "all is free")
         one.put(prefix)
+
+
+class TestLimitsOfTime:
+    """A node that hangs costs the time of one call, however many reservations are there."""
+
+    @staticmethod
+    def with_gaps(one: Member) -> Prefix:
+        """A prompt of which every other block is resident, so that it is reserved in three runs."""
+        prefix = prompt(5)
+        with Client.attach(one.node) as near:
+            slots = near.reserve(prefix)
+            for slot in slots:
+                if slot.index % 2:
+                    slot.view[:] = payloads_of(prefix)[slot.index]
+                else:
+                    slot.skip()
+            slots.commit()
+            assert slots.stored == (1, 3)
+        return prefix
+
+    def test_a_commit_asks_a_lost_node_once_and_puts_in_what_time_is_left(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one = cluster.start("one")
+        prefix = self.with_gaps(one)
+        cluster.settle()
+        writer = cluster.open()
+        slots = writer.reserve(prefix, timeout_s=20.0)
+        publish(slots, *range(LAYERS))
+        asked: list[Early] = []
+        given: list[float] = []
+        put = writer.put
+
+        def commit(early: Early, deadline: float) -> bytes:
+            asked.append(early)
+            time.sleep(0.05)
+            early.abort()
+            raise DeadlineExceeded("no answer")
+
+        def noting(*arguments: Any, timeout_s: float, **options: Any) -> Any:
+            given.append(timeout_s)
+            return put(*arguments, timeout_s=timeout_s, **options)
+
+        monkeypatch.setattr(Early, "commit", commit)
+        monkeypatch.setattr(writer, "put", noting)
+        slots.commit()
+        assert len(asked) == 1
+        assert slots.stored == (0, 2, 4)
+        assert len(given) == 3
+        assert given == sorted(given, reverse=True)
+        assert given[0] <= 20.0 - 0.05
+        wait_until(lambda: is_quiet(one.node.statistics()), "nothing is reserved")
+        check(cluster, prefix)
+
+    def test_no_more_nodes_are_asked_when_time_is_up(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("one", "two", "three"):
+            cluster.start(name)
+        slots = cluster.open().reserve(prompt(1))
+        fill(slots, 0)
+        asked = []
+
+        def silent(peer: Any, *rest: Any) -> Any:
+            asked.append(peer)
+            time.sleep(max(0.0, rest[-1] - time.monotonic()))
+            raise DeadlineExceeded("no answer")
+
+        monkeypatch.setattr(staged, "reserve_early", silent)
+        with pytest.raises(DeadlineExceeded):
+            slots.publish(0, timeout_s=0.05)
+        assert len(asked) == 1
+        slots.abort()
+
+    def test_a_node_that_is_slow_to_hear_of_an_abort_hears_the_rest_in_the_background(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one = cluster.start("one")
+        prefix = self.with_gaps(one)
+        cluster.settle()
+        slots = cluster.open().reserve(prefix)
+        publish(slots, 0)
+        threads: list[str] = []
+        abort = Early.abort
+
+        def noting(early: Early) -> None:
+            threads.append(threading.current_thread().name)
+            abort(early)
+
+        monkeypatch.setattr(Early, "abort", noting)
+        monkeypatch.setattr(staged, "POST_TIMEOUT_S", 0.0)
+        slots.abort()
+        wait_until(lambda: is_quiet(one.node.statistics()), "nothing is reserved")
+        assert len(threads) == 3
+        assert [name.startswith("tiffin-pool") for name in threads] == [False, True, True]
 
 
 @contextlib.contextmanager
