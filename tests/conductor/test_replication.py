@@ -305,6 +305,7 @@ class TestProperties:
             pool.has(dice.choice(nodes), keys)
         sent: list[tuple[float, int]] = []
         pending: list[Copy] = []
+        begun: dict[int, float] = {}
         for _ in range(100):
             pool.now += dice.choice([0.0, 0.5, 2.0, 30.0])
             pool.come(dice.choice(prefixes), dice.randint(0, 5), node=dice.choice(nodes))
@@ -323,6 +324,9 @@ class TestProperties:
                     if dice.random() < 0.7:
                         pool.lacks(order.node, order.keys)
             own = pool.replication
+            # Nobody reported on these for so long that they are taken for lost.
+            begun |= {order.number: pool.now for order in pending if order.number not in begun}
+            pending = [one for one in pending if pool.now - begun[one.number] < LOST_S]
             assert own.bytes_used <= budget * MIB
             assert own.under_way == len(pending) <= 3
             while pending and dice.random() < 0.7:
