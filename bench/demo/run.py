@@ -239,7 +239,11 @@ class _Demo:
             ended=ended,
         )
         outcome.pass_s["with the pool"] = time.perf_counter() - started_s
-        outcome.counters = _counters(self._pool)
+        try:
+            outcome.counters = _counters(self._pool)
+        except DemoFailed:
+            self.look()  # that it died says more than that it did not answer
+            raise
         for role, names in self._names.items():
             said = self._crew.ask(names, {"network": None}, STALL_S)
             outcome.network[role] = {n: sum(one[n] for one in said) for n in ("blocks", "bytes")}
