@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.logging import RichHandler
 from rich.markup import escape
 from rich.table import Table
 
-from tiffin.kvstore.console import JsonFlag, console, errors_console, warn
+from tiffin.kvstore.console import JsonFlag, console, warn
 from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.names import printable
 
-from .errors import ConductorError
+from .console import check_log_level, explained, log_to_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
     from .client import ConductorClient
 
 URL = "http://127.0.0.1:7800"
-# What the extra brings; anything else that is missing is a defect.
-_EXTRA = ("fastapi", "httpx", "prometheus_client", "starlette", "statsmodels", "uvicorn", "zmq")
 
 UrlOption = Annotated[str, typer.Option("--url", help="Where the conductor answers.")]
 TokenOption = Annotated[
@@ -114,9 +110,8 @@ def conductor(
     """
     if context.invoked_subcommand is not None:
         return
-    if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise typer.BadParameter(f"--log-level {log_level}: debug, info, warning or error")
-    with _explained():
+    check_log_level(log_level)
+    with explained("conductor"):
         import uvloop
         from prometheus_client import disable_created_metrics
 
@@ -151,7 +146,7 @@ def conductor(
             tls_cert=tls_cert,
             tls_key=tls_key,
         )
-        _set_up_logging(log_level)
+        log_to_terminal(log_level)
         # Or each counter has a second line, of when this process began.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         # A full collection looks at every module and stops all decisions for 50 ms; what requests
@@ -309,34 +304,11 @@ def parse_changes(changes: list[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _asking(url: str, token_file: Path | None, tls_ca: Path | None) -> Iterator[ConductorClient]:
-    with _explained():
+    with explained("conductor"):
         from .client import ConductorClient
 
         with ConductorClient(url, token_file=token_file, tls_ca=tls_ca) as client:
             yield client
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Errors as one line, and what to install if the extra is missing."""
-    try:
-        yield
-    except ConductorError as error:
-        errors_console.print(
-            f"[bold red]{type(error).__name__}:[/] {escape(printable(str(error)))}", soft_wrap=True
-        )
-        raise typer.Exit(2) from error
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _EXTRA:
-            raise
-        raise InvalidInput(
-            f'the conductor needs the library {error.name}: pip install "tiffin[conductor]"'
-        ) from error
-
-
-def _set_up_logging(level: str) -> None:
-    handler = RichHandler(console=errors_console, show_path=False)
-    logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[handler])
 
 
 def _print_json(value: Any) -> None:

@@ -14,13 +14,10 @@ import contextlib
 import json
 import logging
 import signal
-import socket
 import tomllib
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import uvicorn
 
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import InvalidInput
@@ -30,6 +27,7 @@ from .api.app import create_app
 from .api.intake import Limits
 from .auth import Tokens, check_listen
 from .feeding import Feeding
+from .serving import announce, check_tls, listening, web_server
 from .shared import SharedConductor
 
 if TYPE_CHECKING:
@@ -46,8 +44,6 @@ PORT = 7800
 TICK_S = 0.1
 # Answers take milliseconds; who is slower has gone.
 STOP_S = 3.0
-# Longer than clients keep idle connections: a connection that ends while it is used costs a retry.
-_KEEP_ALIVE_S = 75
 _CONFIG_BYTES_MAX = 1 << 20
 
 
@@ -69,8 +65,7 @@ class ConductorOptions:
 
     def __post_init__(self) -> None:
         check_listen(self.listen[0], self.tokens)
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise InvalidInput("a TLS certificate and its key go together: give both or neither")
+        check_tls(self.tls_cert, self.tls_key)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -111,7 +106,13 @@ async def serve(
             feeding=feeding,
         )
         service: Service = app.state.service
-        server = _Server(_configuration(app, options))
+        server = web_server(
+            app,
+            connections=options.limits.connections,
+            stop_s=int(STOP_S),
+            tls_cert=options.tls_cert,
+            tls_key=options.tls_key,
+        )
         try:
             if options.directory:
                 feeding.follow_pool(options.directory, options.pool, options.credentials)
@@ -121,7 +122,15 @@ async def serve(
                     others = [tasks.create_task(_tick(service)), tasks.create_task(acting.run())]
                     if shared is not None:
                         others.append(tasks.create_task(shared()))
-                    _announce(options, door, started)
+                    announce(
+                        log,
+                        door,
+                        "the conductor answers at %s, described at /docs",
+                        "tokens",
+                        tokens=options.tokens,
+                        tls=options.tls_cert is not None,
+                        started=started,
+                    )
                     await _either(stop, serving)
                     log.info("stopping")
                     service.stop()
@@ -151,47 +160,6 @@ def _sharing(
         link.close()
 
 
-@contextlib.contextmanager
-def listening(address: tuple[str, int]) -> Iterator[socket.socket]:
-    """A listening socket; port 0 takes any. Raises InvalidInput."""
-    host, port = address
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        door = socket.create_server((host, port), family=family, backlog=1024)
-        # Accepted connections inherit it; uvloop sets it on each, plain asyncio does not.
-        door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except OSError as error:
-        raise InvalidInput(f"can't listen at {host}:{port}: {error.strerror or error}") from error
-    with door:
-        yield door
-
-
-class _Server(uvicorn.Server):
-    """Signals are ours: uvicorn would raise them again after its end, and the process would seem
-    to have been killed."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _configuration(app: Any, options: ConductorOptions) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        ws="none",
-        proxy_headers=False,
-        limit_concurrency=options.limits.connections,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(STOP_S),
-        ssl_certfile=options.tls_cert,
-        ssl_keyfile=str(options.tls_key) if options.tls_key is not None else None,
-    )
-
-
 async def _tick(service: Service) -> None:
     """What time alone brings. A tick that fails ends the process: it would go on with promises that
     nobody takes back."""
@@ -207,20 +175,3 @@ async def _either(stop: asyncio.Event, serving: asyncio.Task[None]) -> None:
         await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
     finally:
         stopping.cancel()
-
-
-def _announce(
-    options: ConductorOptions,
-    door: socket.socket,
-    started: Callable[[tuple[str, int]], None] | None,
-) -> None:
-    host, port = door.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    scheme = "https" if options.tls_cert else "http"
-    log.info("the conductor answers at %s://%s:%d, described at /docs", scheme, shown, port)
-    if not options.tokens:
-        log.warning("there are no tokens: every user of this machine can use it")
-    elif scheme == "http" and not host.startswith("127."):
-        log.warning("there is no TLS: who listens to this network can read tokens")
-    if started is not None:
-        started((host, port))

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path  # noqa: TC003 # typer reads it
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from tiffin.kvstore.console import errors_console
-from tiffin.kvstore.errors import InvalidInput
-from tiffin.kvstore.names import printable
-
-from ..errors import ConductorError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-# What the extra brings; anything else that is missing is a defect.
-_EXTRA = ("httpx", "prometheus_client", "starlette", "statsmodels", "uvicorn", "zmq")
+from ..console import check_log_level, explained, log_to_terminal
 
 
 def commands(app: typer.Typer) -> None:
@@ -71,8 +61,11 @@ def gateway(
     /etc/tiffin/gateway.toml --conductor http://10.0.0.9:7800 --conductor-token-file
     /etc/tiffin/conductor`
     """
-    _set_up_logging(log_level)
-    with _explained():
+    check_log_level(log_level)
+    log_to_terminal(log_level)
+    for noisy in ("httpx", "httpcore"):  # a line per call
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    with explained("gateway"):
         import uvloop
         from prometheus_client import disable_created_metrics
 
@@ -95,34 +88,3 @@ def gateway(
         )
         with contextlib.suppress(KeyboardInterrupt):
             uvloop.run(serve(options))
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Errors as one line, and what to install if the extra is missing."""
-    try:
-        yield
-    except ConductorError as error:
-        errors_console.print(
-            f"[bold red]{type(error).__name__}:[/] {escape(printable(str(error)))}", soft_wrap=True
-        )
-        raise typer.Exit(2) from error
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _EXTRA:
-            raise
-        raise InvalidInput(
-            f'the gateway needs the library {error.name}: pip install "tiffin[conductor]"'
-        ) from error
-
-
-def _set_up_logging(level: str) -> None:
-    import logging
-
-    from rich.logging import RichHandler
-
-    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise typer.BadParameter(f"--log-level {level}: debug, info, warning or error")
-    handler = RichHandler(console=errors_console, show_path=False)
-    logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[handler])
-    for noisy in ("httpx", "httpcore"):  # a line per call
-        logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -7,37 +7,27 @@ report is told.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
-import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import uvicorn
-
-from tiffin.kvstore.errors import InvalidInput
-
 from ..auth import Tokens, check_listen
 from ..client import AsyncConductorClient
-from ..server import listening
+from ..serving import announce, check_tls, listening, web_server
 from .app import create_app
 from .config import GatewayConfig
 from .gateway import Gateway
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
-
-    from starlette.applications import Starlette
 
 log = logging.getLogger("tiffin.gateway")
 
 PORT = 7900
 # Connections that wait for their next request count, too; requests have a limit of their own.
 _CONNECTIONS_PER_REQUEST = 4
-# Longer than clients keep idle connections: a connection that ends while it is used costs a retry.
-_KEEP_ALIVE_S = 75
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +46,7 @@ class GatewayOptions:
 
     def __post_init__(self) -> None:
         check_listen(self.listen[0], self.tokens)
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise InvalidInput("a TLS certificate and its key go together: give both or neither")
+        check_tls(self.tls_cert, self.tls_key)
 
 
 async def serve(
@@ -76,60 +65,28 @@ async def serve(
         timeout_s=options.config.timeouts.conductor_s,
     )
     with listening(options.listen) as door:
-        # Connections inherit it. uvloop sets it on all of them, asyncio alone not on these; and
-        # without it each answer waits 40 ms for an acknowledgement.
-        door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         async with Gateway(client, options.config) as gateway:
             app = create_app(gateway, auth=options.tokens)
-            server = _Server(_configuration(app, options))
+            server = web_server(
+                app,
+                connections=options.config.limits.requests * _CONNECTIONS_PER_REQUEST,
+                stop_s=max(1, round(options.config.timeouts.stop_s)),
+                tls_cert=options.tls_cert,
+                tls_key=options.tls_key,
+            )
             serving = asyncio.create_task(server.serve([door]))
             stopping = asyncio.create_task(stop.wait())
-            _announce(options, door, started)
+            announce(
+                log,
+                door,
+                "the gateway answers at %s/v1",
+                "keys and prompts",
+                tokens=options.tokens,
+                tls=options.tls_cert is not None,
+                started=started,
+            )
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
             log.info("stopping")
             stopping.cancel()
             server.should_exit = True
             await serving
-
-
-class _Server(uvicorn.Server):
-    """Signals are ours: uvicorn would raise them again after its end, and the process would seem
-    to have been killed."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _configuration(app: Starlette, options: GatewayOptions) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        ws="none",
-        proxy_headers=False,
-        limit_concurrency=options.config.limits.requests * _CONNECTIONS_PER_REQUEST,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(options.config.timeouts.stop_s)),
-        ssl_certfile=options.tls_cert,
-        ssl_keyfile=str(options.tls_key) if options.tls_key is not None else None,
-    )
-
-
-def _announce(
-    options: GatewayOptions,
-    door: socket.socket,
-    started: Callable[[tuple[str, int]], None] | None,
-) -> None:
-    host, port = door.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    scheme = "https" if options.tls_cert else "http"
-    log.info("the gateway answers at %s://%s:%d/v1", scheme, shown, port)
-    if not options.tokens:
-        log.warning("there are no tokens: every user of this machine can use it")
-    elif scheme == "http" and not host.startswith("127."):
-        log.warning("there is no TLS: who listens to this network can read keys and prompts")
-    if started is not None:
-        started((host, port))

@@ -28,7 +28,7 @@ from tiffin.conductor.gateway.app import create_app
 from tiffin.conductor.gateway.config import GatewayConfig, GatewayTimeouts
 from tiffin.conductor.gateway.gateway import Gateway
 from tiffin.conductor.records import InstanceSpec, Load, RequestEvent, Role
-from tiffin.conductor.server import listening
+from tiffin.conductor.serving import listening
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -16,7 +16,7 @@ import httpx
 import uvicorn
 
 from tiffin.conductor.api.app import create_app
-from tiffin.conductor.server import listening
+from tiffin.conductor.serving import listening
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,7 +19,8 @@ from tiffin.conductor.auth import Tokens
 from tiffin.conductor.client import ConductorClient
 from tiffin.conductor.errors import ConductorUnavailable, UnknownModel, UnknownRequest
 from tiffin.conductor.records import InstanceSpec, Load, Request, RequestEvent, Role
-from tiffin.conductor.server import ConductorOptions, listening, read_settings
+from tiffin.conductor.server import ConductorOptions, read_settings
+from tiffin.conductor.serving import listening
 from tiffin.kvstore.errors import InvalidInput
 
 if TYPE_CHECKING:

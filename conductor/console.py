@@ -1,0 +1,53 @@
+"""What the commands of this package share: errors in one line, and logging to the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+import typer
+from rich.logging import RichHandler
+from rich.markup import escape
+
+from tiffin.kvstore.console import errors_console
+from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.names import printable
+
+from .errors import ConductorError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# What the extra `conductor` brings, and commands import when they run.
+_EXTRA = ("fastapi", "httpx", "prometheus_client", "starlette", "statsmodels", "uvicorn", "zmq")
+
+
+@contextlib.contextmanager
+def explained(program: str) -> Iterator[None]:
+    """Errors as one line, and what to install if the extra is missing."""
+    try:
+        yield
+    except ConductorError as error:
+        errors_console.print(
+            f"[bold red]{type(error).__name__}:[/] {escape(printable(str(error)))}", soft_wrap=True
+        )
+        raise typer.Exit(2) from error
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _EXTRA:
+            raise
+        raise InvalidInput(
+            f'the {program} needs the library {error.name}: pip install "tiffin[conductor]"'
+        ) from error
+
+
+def check_log_level(level: str) -> None:
+    """Raises BadParameter for one that does not exist."""
+    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise typer.BadParameter(f"--log-level {level}: debug, info, warning or error")
+
+
+def log_to_terminal(level: str) -> None:
+    """Of this process, from `level` on."""
+    handler = RichHandler(console=errors_console, show_path=False)
+    logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[handler])
