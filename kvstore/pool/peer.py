@@ -117,9 +117,6 @@ class Peer:
         # Names our session: all streams that say it share their leases.
         self._session = secrets.token_bytes(16)
         self._ids = count(1)
-        self._lock = threading.Lock()
-        self._opening: set[Stream] = set()  # of which the transport knows nothing yet
-        self._cut = False
         self._patience = _Patience()
         # Of all large reads of this node: one that hangs must not take the room of all others.
         self.budget = Budget(PEER_BYTES)
@@ -129,8 +126,6 @@ class Peer:
     def close(self) -> None:
         """Say goodbye by hanging up: the node ends the session with its last connection. Whoever
         waits for the node learns it now; returns when nobody does any more."""
-        with self._lock:
-            self._cut = True
         self.cut()
         if self.one_sided is not None:
             self.one_sided.forget()
@@ -138,10 +133,6 @@ class Peer:
 
     def cut(self) -> None:
         """The node is taken for dead: whoever waits for it learns it now."""
-        with self._lock:
-            opening = list(self._opening)
-        for stream in opening:
-            stream.cut()
         self.transport.cut()
 
     def stream(
@@ -166,22 +157,15 @@ class Peer:
     # -- connecting ------------------------------------------------------------------------------
 
     def _open(self, deadline: float) -> Stream:
-        """A stream that has said hello. Raises NotAuthenticated, VersionMismatch, and what the
-        messenger raises."""
+        """A stream that has said hello; the transport's pool can cut it meanwhile. Raises
+        NotAuthenticated, VersionMismatch, and what the messenger raises."""
         deadline = min(deadline, time.monotonic() + self._patience.connect_s)
         stream = tcp.connect(self.address, deadline, tls=self._tls, server_hostname=self.address[0])
-        with self._lock:
-            self._opening.add(stream)
-            if self._cut:
-                stream.cut()
         try:
             self._greet(stream, deadline)
         except BaseException:
             stream.close()
             raise
-        finally:
-            with self._lock:
-                self._opening.discard(stream)
         return stream
 
     def _greet(self, stream: Stream, deadline: float) -> None:
