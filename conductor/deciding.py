@@ -13,12 +13,12 @@ import numpy as np
 
 from . import admission
 from .admission import Forecast, Outlook
-from .decode import DecodeChoice, DecodeQuestion, NoDecode
+from .decode import DecodeChoice, DecodeQuestion, NoDecode, choose_only
 from .decode import choose as choose_decode
 from .disaggregation import Situation, layerwise, place
 from .errors import UnknownModel
 from .explain import best_of
-from .horizon import expected_load, relief_s
+from .horizon import expected_load, expected_load_of, relief_s
 from .ledger import Flight
 from .racing import second_route
 from .records import Decision, Rejection
@@ -164,7 +164,7 @@ def _plan(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: floa
     choice = parts.policy.choose(question)
     row = int(prefill[choice.at])
     if cluster.decodes[row]:
-        alone = _decoded(parts, question, choice, np.array([row]), now)
+        alone = _alone(parts, question, choice, row, now)
         objective_s = request.objectives.tbt_s
         if alone.forecast.room and (objective_s is None or alone.tbt_s <= objective_s):
             return alone
@@ -188,6 +188,33 @@ def _at_one(parts: Parts, request: Request, row: int, now: float) -> Plan:
     """All of it on one instance."""
     rows = np.array([row])
     return _plan(parts, request, rows, rows, now)
+
+
+def _alone(parts: Parts, question: Question, choice: Choice, row: int, now: float) -> Plan:
+    """The plan that goes on where it was prefilled: `_decoded` of one row."""
+    rows = question.rows[choice.at : choice.at + 1]
+    if parts.settings.spread.enabled:
+        return _decoded(parts, question, choice, rows, now)
+    request, cluster, settings = question.request, parts.cluster, parts.settings.decode
+    ttft_s, queue_s = choice.ttft_s.item(choice.at), question.queue_s.item(choice.at)
+    output_tokens = parts.lengths.predict(request).tokens
+    batch, context = expected_load_of(parts.horizon, cluster, row, now + ttft_s, now)
+    chosen = choose_only(
+        request, cluster, row, output_tokens, settings,
+        batch=batch, context_tokens=context, heavy=parts.lengths.heavy(output_tokens),
+    )  # fmt: skip
+    tokens = request.prompt_tokens + output_tokens
+    usable = cluster.kv_capacity_tokens.item(row) * (1.0 - settings.reserve_share)
+    tbt_s = float(chosen.tbt_s[0])
+    forecast = Forecast(
+        ttft_s=ttft_s,
+        tbt_now_s=_tbt_now_s(parts, row, request.prompt_tokens + output_tokens / 2),
+        tbt_then_s=tbt_s,
+        queue_s=min(queue_s, ttft_s),
+        room=isinstance(chosen, DecodeChoice),
+        room_ever=tokens <= usable,
+    )
+    return Plan(question, choice, rows, chosen, None, output_tokens, tbt_s, forecast)
 
 
 def _decoded(parts: Parts, question: Question, choice: Choice, decode: Rows, now: float) -> Plan:
@@ -288,8 +315,8 @@ def _fits_ever(asked: DecodeQuestion) -> bool:
 
 def _tbt_now_s(parts: Parts, row: int, context_tokens: float) -> float:
     c = parts.cluster
-    batch, context = int(c.batch[row]) + 1, float(c.context_tokens[row]) + context_tokens
-    return float(c.d0[row] + c.d1[row] * batch + c.d2[row] * context)
+    batch, context = c.batch.item(row) + 1, c.context_tokens.item(row) + context_tokens
+    return c.d0.item(row) + c.d1.item(row) * batch + c.d2.item(row) * context
 
 
 # -- what comes of it ------------------------------------------------------------------------------

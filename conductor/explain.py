@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from .cluster import Cluster
 
-    Floats = NDArray[np.float64]
+    Numbers = NDArray[np.float64] | list[float]
 
 
 class Candidates(Sequence[Candidate]):
@@ -28,7 +28,7 @@ class Candidates(Sequence[Candidate]):
 
     __slots__ = ("_cost", "_names", "_terms")
 
-    def __init__(self, names: list[str], cost: Floats, terms: dict[str, Floats]) -> None:
+    def __init__(self, names: list[str], cost: Numbers, terms: Mapping[str, Numbers]) -> None:
         self._names = names
         self._cost = cost
         self._terms = terms
@@ -51,18 +51,21 @@ def best_of(
     cluster: Cluster,
     rows: NDArray[np.int64],
     at: int,
-    cost: Floats,
-    terms: Mapping[str, Floats],
+    cost: Numbers,
+    terms: Mapping[str, Numbers],
     most: int,
 ) -> Candidates:
     """The `most` best of `rows`, among them `at`, the chosen one."""
     if len(rows) == 1:
-        return Candidates([cluster.name(int(rows[0]))], cost, dict(terms))
+        return Candidates([cluster.name(int(rows[0]))], cost, terms)
+    cost = np.asarray(cost)
     if len(rows) > most:
-        best = np.argpartition(cost, most - 1)[:most]
-        best = best[np.argsort(cost[best], kind="stable")]
+        best = cost.argpartition(most - 1)[:most]
+        best = best[cost.take(best).argsort(kind="stable")]
     else:
-        best = np.argsort(cost, kind="stable")
-    best = np.concatenate(([at], best[best != at]))[:most]
-    names = [cluster.name(row) for row in rows[best].tolist()]
-    return Candidates(names, cost[best], {name: values[best] for name, values in terms.items()})
+        best = cost.argsort(kind="stable")
+    if best[0] != at:
+        best = np.concatenate(([at], best[best != at]))[:most]
+    names = [cluster.name(row) for row in rows.take(best).tolist()]
+    some = {name: np.asarray(values).take(best) for name, values in terms.items()}
+    return Candidates(names, cost.take(best), some)

@@ -174,6 +174,14 @@ class Horizon:
         rows = self._known(rows)
         return batch - self._running.take(rows), context - self._running_context.take(rows)
 
+    def change_of(self, row: int, time_s: float, now: float) -> tuple[int, int]:
+        """`change` of one row, as plain numbers."""
+        self.advance(now)
+        self._need(row)
+        slot = self._slot(time_s)
+        batch = self._batch.item(slot, row) - self._running.item(row)
+        return batch, self._context.item(slot, row) - self._running_context.item(row)
+
     def course(self, row: int, now: float) -> tuple[Floats, Counts, Counts]:
         """The same for one row and all buckets: (seconds from now, batch, context) [buckets]."""
         self.advance(now)
@@ -324,6 +332,16 @@ def expected_load(
     batch += cluster.batch.take(rows)
     context += cluster.context_tokens.take(rows)
     return np.maximum(batch, 0, out=batch), np.maximum(context, 0, out=context)
+
+
+def expected_load_of(
+    horizon: Horizon, cluster: Cluster, row: int, time_s: float, now: float
+) -> tuple[int, int]:
+    """`expected_load` of one row, as plain numbers."""
+    batch, context = horizon.change_of(row, time_s, now)
+    batch += cluster.batch.item(row)
+    context += cluster.context_tokens.item(row)
+    return max(batch, 0), max(context, 0)
 
 
 def tbt_at(

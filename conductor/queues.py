@@ -166,15 +166,15 @@ class Queues:
         running = np.maximum(self._running_until.take(rows) - now, 0.0)
         if not self._row_of:
             return running
-        shares = self._shares
-        class_s = self._class_s.take(rows, axis=1)
-        same = self._same_s(rows, number, class_s[number], seconds, tenant)
-        before = class_s[:number].sum(axis=0) + same
-        lower_share = float(shares[number + 1 :].sum())
+        shares, class_s = self._shares, self._class_s
+        before = same = self._same_s(rows, number, class_s[number].take(rows), seconds, tenant)
+        for higher in range(number):
+            before = before + class_s[higher].take(rows)
+        lower_share = sum(shares[number + 1 :])
         if lower_share:
-            reserved = shares[number + 1 :] > 0
-            lower = class_s[number + 1 :][reserved].sum(axis=0)
-            before += np.minimum(lower, before * (lower_share / (1.0 - lower_share)))
+            reserved = [at for at in range(number + 1, len(shares)) if shares[at]]
+            lower = sum(class_s[at].take(rows) for at in reserved)
+            before = before + np.minimum(lower, before * (lower_share / (1.0 - lower_share)))
         if shares[number]:
             before = np.minimum(before, (same + seconds) / shares[number])
         waits: Floats = running + before
@@ -252,7 +252,7 @@ class Queues:
         self._rows = rows
         self._blank = PrefillQueue(self._settings)
         self._row_of = {}
-        self._shares = np.array([item.reserved_share for item in self._settings.classes])
+        self._shares = [item.reserved_share for item in self._settings.classes]
         self._running_until = np.full(rows, -math.inf)
         self._waiting = np.zeros((classes, rows), np.int64)
         self._class_s = np.zeros((classes, rows))

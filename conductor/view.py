@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .index import Match, Run
 from .policies.places import PlacedQuestion, Places
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from .cluster import Cluster
     from .computing import Computing
-    from .index import Match, PrefixIndex
+    from .index import PrefixIndex
     from .queues import Queues
     from .records import Request
     from .settings import Settings
@@ -28,6 +29,55 @@ if TYPE_CHECKING:
     Rows = NDArray[np.int64]
 
 _NO_HOLDER = -1
+
+
+# Sets of holders whose rows are remembered, of 8 bytes per row each; and how few are looked up one
+# by one.
+_REMEMBERED = 256
+_FEW = 16
+
+
+class _Ready:
+    """The rows that are ready to serve a model, and which of them have what the index says."""
+
+    def __init__(self, rows: Rows, columns: Rows) -> None:
+        self.rows = rows
+        self.columns = np.ascontiguousarray(columns[:, rows])
+        self._at = {number: at for at, number in enumerate(self.columns[0].tolist())}
+        self._having: dict[int, Rows] = {}
+
+    def device_blocks(self, match: Match) -> Rows:
+        """Leading blocks that each has in its own HBM: `Match.leading` of one column, for prompts
+        that begin with what many others began with, and end with what few have."""
+        blocks = np.zeros(len(self.rows), np.int64)
+        holders = -1
+        for run in match.runs:
+            holders &= run.holders
+            if not holders:
+                break
+            if holders.bit_count() > _FEW:
+                blocks += self._who(holders) * (run.stop - run.start)
+            else:
+                self._few(blocks, holders, run.stop)
+        return blocks
+
+    def _few(self, blocks: Rows, holders: int, stop: int) -> None:
+        while holders:
+            number = holders.bit_length() - 1
+            at = self._at.get(number)
+            if at is not None:
+                blocks[at] = stop
+            holders ^= 1 << number
+
+    def _who(self, holders: int) -> Rows:
+        """1 for each row whose HBM is among the holders, else 0."""
+        found = self._having.get(holders)
+        if found is None:
+            if len(self._having) >= _REMEMBERED:
+                self._having.clear()
+            found = Match((Run(0, 1, holders),)).leading(self.columns[:1])
+            self._having[holders] = found
+        return found
 
 
 class View:
@@ -39,20 +89,18 @@ class View:
         self._seen = (-1, -1)
         self._columns: Rows = np.empty((3, 0), np.int64)
         self._places = Places()
-        self._rows: dict[tuple[str, bool], Rows] = {}
-        self._taken: dict[int, tuple[Rows, Rows]] = {}  # columns of such rows
+        self._ready: dict[tuple[str, bool], _Ready] = {}
         self._in_dram = self._on_nvme = 0  # holders of that tier, a bit each
 
     def rows(self, model: str, *, prefill: bool) -> Rows:
         """Rows ready to prefill (or decode) this model."""
         self._refresh()
         key = (model, prefill)
-        found = self._rows.get(key)
+        found = self._ready.get(key)
         if found is None:
-            found = self._rows[key] = self._cluster.rows_for(model, prefill=prefill)
-            # With the array itself, so that its id is not another one's later.
-            self._taken[id(found)] = found, np.ascontiguousarray(self._columns[:, found])
-        return found
+            rows = self._cluster.rows_for(model, prefill=prefill)
+            found = self._ready[key] = _Ready(rows, self._columns)
+        return found.rows
 
     def question(
         self,
@@ -68,7 +116,7 @@ class View:
         """What the policies are asked."""
         self._refresh()
         match = self._index.match(request.keys)
-        hbm, dram, local = self._leading(match, rows)
+        hbm, dram, local = self._leading(match, request.model, rows)
         question = PlacedQuestion(
             request=request,
             now=now,
@@ -87,12 +135,13 @@ class View:
             dice=dice,
             places=self._places,
         )
-        own_s = self._own_s(request, int(rows[local.argmax()]), question, int(local.max()))
+        most = int(local.argmax())
+        own_s = self._own_s(request, int(rows[most]), question, int(local[most]))
         waits_s = queues.wait_s(rows, request.priority, own_s, now, request.tenant)
         question.queue_s = waits_s + self._cluster.others_s.take(rows)
         return question
 
-    def _leading(self, match: Match, rows: Rows) -> tuple[Rows, Rows, Rows]:
+    def _leading(self, match: Match, model: str, rows: Rows) -> tuple[Rows, Rows, Rows]:
         """Leading blocks that each row has in HBM; there or in its node's DRAM; and on its NVMe."""
         held = 0
         for run in match.runs:
@@ -100,9 +149,11 @@ class View:
         if not held:
             none = np.zeros(len(rows), np.int64)
             return none, none, none
-        found = self._taken.get(id(rows))
-        columns = found[1] if found is not None else self._columns[:, rows]
-        hbm = match.leading(columns[:1])
+        ready = self._ready.get((model, True))
+        if ready is None or ready.rows is not rows:
+            ready = _Ready(rows, self._columns)  # some of them only
+        columns = ready.columns
+        hbm = ready.device_blocks(match)
         dram = match.leading(columns[:2]) if held & self._in_dram else hbm
         local = match.leading(columns) if held & self._on_nvme else dram
         return hbm, dram, local
@@ -110,15 +161,14 @@ class View:
     def _own_s(self, request: Request, row: int, question: PlacedQuestion, blocks: int) -> float:
         """About how long its prefill takes, where most of it is cached: `Question.prefill_s`."""
         c, n = self._cluster, request.prompt_tokens
-        p = float(min(blocks * question.block_tokens, n - 1))
-        return float(c.c0[row] + c.c1[row] * (n - p) + c.c2[row] * (n * n - p * p))
+        p = min(blocks * question.block_tokens, n - 1)
+        return c.c0.item(row) + c.c1.item(row) * (n - p) + c.c2.item(row) * (n * n - p * p)
 
     def _refresh(self) -> None:
         cluster, index = self._cluster, self._index
         if (cluster.version, index.layout) == self._seen:
             return
-        self._rows.clear()
-        self._taken.clear()
+        self._ready.clear()
         self._in_dram = _mask(index, "dram")
         self._on_nvme = _mask(index, "nvme")
         columns = np.full((3, len(cluster.specs)), _NO_HOLDER, np.int64)

@@ -128,5 +128,6 @@ def names() -> list[str]:
 def lowest(cost: Floats, dice: random.Random) -> int:
     """The index of the lowest cost; ties are decided by the dice, or the first instance would get
     all requests of an idle cluster."""
-    best = np.flatnonzero(cost == cost.min())
-    return int(best[0] if len(best) == 1 else best[dice.randrange(len(best))])
+    least = int(cost.argmin())  # the first of them
+    best = np.flatnonzero(cost == cost[least])
+    return least if len(best) < 2 else best.item(dice.randrange(len(best)))

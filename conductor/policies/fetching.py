@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,19 +19,27 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Longest:
-    """The place that has the longest leading part of the prompt: `blocks`, of which the first
-    `fast_blocks` are in its faster tier."""
+    """The place that has the longest leading part of the prompt: `blocks`, in `parts` of (tier,
+    start, stop), where tier 0 is its faster one."""
 
     question: Question
     places: Places
     place: int
-    fast_blocks: int
     blocks: int
+    parts: list[tuple[int, int, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = _parts(self.question, self.places, self.place, self.blocks)
+
+    @property
+    def fast(self) -> bool:
+        """Whether all of it is in the faster tier."""
+        return len(self.parts) == 1 and self.parts[0][0] == 0
 
     def transfer_s(self, start_blocks: Blocks) -> Floats:
         """Seconds to bring what is beyond `start_blocks` [candidates] to each candidate."""
         seconds = np.zeros(len(start_blocks))
-        for tier, start, stop in self._parts():
+        for tier, start, stop in self.parts:
             blocks = np.maximum(stop - np.maximum(start_blocks, start), 0)
             seconds = seconds + self._seconds(tier, self.question.rows, blocks)
         return seconds
@@ -45,7 +53,7 @@ class Longest:
         if self.places.is_local(self.place, spec.node):
             return ()
         found = []
-        for tier, first, stop in self._parts():
+        for tier, first, stop in self.parts:
             start = max(first, start_block)
             if start < stop:
                 seconds = float(self._seconds(tier, rows, np.array([stop - start]))[0])
@@ -54,11 +62,6 @@ class Longest:
                     Fetch(start, stop, self.places.label(self.place, tier), nbytes, seconds)
                 )
         return tuple(found)
-
-    def _parts(self) -> list[tuple[int, int, int]]:
-        """(tier, start, stop) of what is in each tier."""
-        parts = [(0, 0, self.fast_blocks), (1, self.fast_blocks, self.blocks)]
-        return [part for part in parts if part[1] < part[2]]
 
     def _seconds(self, tier: int, rows: Blocks, blocks: Blocks) -> Floats:
         question, cluster = self.question, self.question.cluster
@@ -69,6 +72,24 @@ class Longest:
             blocks * cluster.block_bytes[rows],
             question.now,
         )
+
+
+def _parts(
+    question: Question, places: Places, place: int, blocks: int
+) -> list[tuple[int, int, int]]:
+    """In which tier a place has the prompt's leading blocks: the faster one, where it has them in
+    both. Blocks that came back from a disk lie between such that did not."""
+    column = int(places.columns[0, place])
+    parts: list[tuple[int, int, int]] = []
+    for start, stop, holders in question.match.runs:
+        if start >= blocks:
+            break
+        tier = 0 if column >= 0 and holders >> column & 1 else 1
+        if parts and parts[-1][0] == tier:
+            parts[-1] = (tier, parts[-1][1], stop)
+        else:
+            parts.append((tier, start, stop))
+    return parts
 
 
 def longest(question: Question) -> Longest | None:
@@ -87,7 +108,7 @@ def longest(question: Question) -> Longest | None:
         return None
     able = np.flatnonzero(whole == blocks)
     place = int(able[0] if len(able) == 1 else _first_to_send(question, places, able, fast, blocks))
-    return Longest(question, places, place, int(fast[place]), blocks)
+    return Longest(question, places, place, blocks)
 
 
 # Sets of holders up to this size are gone through bit by bit, larger ones as arrays.
@@ -116,7 +137,7 @@ def _asked(question: Question, places: Places, few: list[int]) -> Longest:
         lengths[few] = fast
         able = np.array(few, np.int64)
         at = few.index(_first_to_send(question, places, able, lengths, blocks))
-    return Longest(question, places, few[at], fast[at], blocks)
+    return Longest(question, places, few[at], blocks)
 
 
 def _fast_blocks(question: Question, places: Places, place: int) -> int:

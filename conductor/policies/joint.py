@@ -192,7 +192,7 @@ class _Search:
         """Whether nobody has anything that the longest prefix's node could not send as fast: then
         all that is left to try is to fetch less. It is the rule for a prompt's own tail."""
         source, places = best.source, self.places
-        if source is None or source.fast_blocks < source.blocks or self.computed is not None:
+        if source is None or not source.fast or self.computed is not None:
             return False
         base, holders = int(self.question.hbm_blocks.min()), 0
         for run in self.question.match.runs:

@@ -29,8 +29,8 @@ class Compute:
         cluster, rows, n = question.cluster, question.rows, float(question.request.prompt_tokens)
         self.block_tokens = question.block_tokens
         self._tokens_max = n - 1  # the last one is always computed
-        self._c1, self._c2 = cluster.c1[rows], cluster.c2[rows]
-        self._all_s = cluster.c0[rows] + (self._c1 + self._c2 * n) * n
+        self._c1, self._c2 = cluster.c1.take(rows), cluster.c2.take(rows)
+        self._all_s = cluster.c0.take(rows) + (self._c1 + self._c2 * n) * n
 
     def seconds(self, blocks: NDArray[np.int64] | NDArray[np.float64] | int) -> Floats:
         """`blocks` [..., candidates] or one number; returns [..., candidates]."""
@@ -68,6 +68,8 @@ def own(question: Question, compute: Compute) -> Own:
     """The best that each candidate can do alone."""
     blocks = question.hbm_blocks
     best = Own(blocks, np.zeros(len(blocks)), compute.seconds(blocks))
+    if question.local_blocks is blocks:
+        return best  # no node has any of it
     load_s = best.load_s
     for more, block_s in zip(
         (question.dram_blocks, question.local_blocks), tier_block_s(question), strict=True

@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiffin.conductor.cluster import Cluster
-from tiffin.conductor.decode import DecodeChoice, DecodeQuestion, DecodeSettings, NoDecode, choose
+from tiffin.conductor.decode import (
+    DecodeChoice,
+    DecodeQuestion,
+    DecodeSettings,
+    NoDecode,
+    choose,
+    choose_only,
+)
 from tiffin.conductor.records import InstanceSpec, Objectives, Request, Role
 
 # LLaMA3-70B on eight A800, of Mooncake's figures: d0 s, d1 s per request, d2 s per token.
@@ -238,6 +245,26 @@ def test_context_and_answer_must_fit_with_a_reserve() -> None:
     for used, fits in ((86_800, True), (86_801, False)):
         result = choose(question_of([Instance(used=used, capacity=100_000)]))
         assert isinstance(result, DecodeChoice) is fits
+
+
+@given(instances, st.integers(1, 100_000), st.integers(1, 20_000), st.booleans())
+def test_the_only_candidate_is_judged_as_among_many(
+    one: Instance, prompt: int, answer: int, heavy: bool
+) -> None:
+    question = question_of([one], prompt=prompt, answer=answer, tbt_s=0.001, heavy=heavy)
+    question.enforce = False
+    among, alone = choose(question), choose_only(
+        question.request, question.cluster, 0, answer, question.settings,
+        batch=one.batch, context_tokens=one.context, heavy=heavy,
+    )  # fmt: skip
+    assert type(alone) is type(among)
+    assert alone.at == among.at == 0
+    assert alone.tbt_s[0] == pytest.approx(among.tbt_s[0])
+    assert {name: float(values[0]) for name, values in alone.terms.items()} == pytest.approx(
+        {name: float(values[0]) for name, values in among.terms.items()}
+    )
+    if isinstance(alone, NoDecode) and isinstance(among, NoDecode):
+        assert (alone.reason, alone.best_tbt_s) == (among.reason, pytest.approx(among.best_tbt_s))
 
 
 def test_a_fast_instance_without_room_is_passed_over() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tiffin.conductor.cluster import Cluster
 from tiffin.conductor.errors import InvalidRequest
-from tiffin.conductor.horizon import Horizon, expected_load, relief_s, tbt_at
+from tiffin.conductor.horizon import Horizon, expected_load, expected_load_of, relief_s, tbt_at
 from tiffin.conductor.records import InstanceSpec, Role
 
 BUCKET_S = 1.0
@@ -224,6 +224,8 @@ def test_it_counts_as_a_list_of_all_stays_does(events: list[tuple[object, ...]])
         for second in range(listed.now, listed.now + BUCKETS):
             batch, context = it.at(ROWS, second, listed.now)
             assert (batch.tolist(), context.tolist()) == listed.at(second)
+            changes = zip(*map(list, it.change(ROWS, second, listed.now)), strict=True)
+            assert [it.change_of(row, second, listed.now) for row in ROWS.tolist()] == [*changes]
         it.check()
     for name in list(listed.stays):
         it.end(name, listed.now)
@@ -244,7 +246,7 @@ def cluster() -> Cluster:
     return one
 
 
-def test_tbt_is_that_of_what_is_reported_and_what_will_change() -> None:
+def test_load_is_what_is_reported_and_what_will_change() -> None:
     it, one = horizon(), cluster()
     it.promise("leaves", 0, 1000, starts_at=0.0, decode_s=2.0, now=0.0)
     it.start("leaves", 0.0)
@@ -252,6 +254,8 @@ def test_tbt_is_that_of_what_is_reported_and_what_will_change() -> None:
     batch, context = expected_load(it, one, ROWS, 3.0, 0.0)
     assert batch.tolist() == [3, 1, 1]
     assert context.tolist() == [3000, 500, 1000]
+    each = [expected_load_of(it, one, row, 3.0, 0.0) for row in ROWS.tolist()]
+    assert each == [(3, 3000), (1, 500), (1, 1000)]
     found = tbt_at(it, one, ROWS, 3.0, 0.0, context_tokens=100)
     want = D0 + D1 * np.array([4, 2, 2]) + D2 * np.array([3100, 600, 1100])
     assert found == pytest.approx(want)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from policysupport import BLOCK_BYTES, NOW, Inst, Node, World, more_blocks, worlds
 
@@ -19,6 +19,7 @@ from tiffin.conductor.policies.settings import (
     KvcacheCentricSettings,
     PolicySettings,
 )
+from tiffin.conductor.transfers import TransferSettings
 
 OVERLAP = st.booleans()
 
@@ -84,8 +85,29 @@ def test_it_finds_what_trying_everything_finds(world: World, overlap: bool) -> N
     assert (terms["start_s"] >= terms["queue_s"] * (1 - 1e-9)).all()
 
 
+# Its last block came back from the disk, the one before it did not.
+CAME_BACK = World(
+    blocks=4,
+    instances=[
+        Inst(node="", queue_s=0.4, hbm=frozenset(), latency=(0.05, 1e-4, 1e-9, 0.02, 1e-4, 1e-7))
+    ],
+    nodes={"b": Node(dram=frozenset({0, 1, 3}), nvme=frozenset({0, 1, 2}), sending=0)},
+    links={},
+    tail_tokens=0,
+    ways=TransferSettings(
+        link_bandwidth_bytes_s=1e8,
+        link_latency_s=0.002,
+        hbm_bandwidth_bytes_s=1e9,
+        dram_bandwidth_bytes_s=1e9,
+        nvme_bandwidth_bytes_s=5e7,
+    ),
+)
+
+
 @settings(max_examples=90)
 @given(worlds(), OVERLAP)
+@example(CAME_BACK, True)
+@example(CAME_BACK, False)
 def test_its_orders_are_a_plan_that_takes_what_it_says(world: World, overlap: bool) -> None:
     choice = base.policy("joint").choose(world.question(joint(overlap)))
     inst = world.instances[choice.at]
