@@ -1,11 +1,17 @@
 """Which block of a prompt is where: one walk over a prompt's keys gives every holder's length.
 
-    key of a block -> group -> the holders of all blocks of that group, a bit each
+    key of a block -> strand -> group -> the holders of all blocks of that group, a bit each
 
 A holder is a tier of an instance or a node ("prefill-3/hbm", "node-a/dram") and has a small number,
 its bit. Blocks with the same holders share one group, and neighbours in a prompt mostly have the
-same holders: a walk over 256 keys is 256 lookups, and a set operation only where the group changes.
+same holders.
+
 As keys are chained (`kvstore.keys`), that a key is found says that its whole prefix was the same.
+
+Looking up 256 keys takes 15 us, and 50 where nobody has asked for them lately. So what was found in
+a row in one group is remembered as a strand, and the next prompt is compared with it as a whole.
+Prompts that part ways within a strand are walked key by key once, which leaves strands that end
+where they part: the index becomes the tree of what is asked for.
 
 Groups also make the rare things cheap. That a holder has nothing any more, or exactly what an
 inventory says, changes a bit in every group instead of a value of every block, so an engine that
@@ -25,7 +31,8 @@ holders, some hundreds to thousands.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice, repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -63,6 +70,9 @@ _BITS = np.left_shift(1, np.arange(8)).astype(np.uint8)[None, :, None]
 # Leading ones of a byte, the highest bit first.
 _LEADING_ONES = np.array([8 - (~n & 0xFF).bit_length() for n in range(256)], np.int64)
 
+
+# Fewer are walked again: it takes 2 us.
+_LONG = 16
 
 # Up to here, one run after the other is faster than all at once.
 _FEW_RUNS = 4
@@ -147,13 +157,27 @@ class Match:
 
 
 class _Group:
-    """All blocks that these holders have, and nobody else. Compared by identity."""
+    """All blocks that these holders have, and nobody else; those that are in no strand are `loose`.
+    Compared by identity."""
 
-    __slots__ = ("blocks", "holders")
+    __slots__ = ("blocks", "holders", "loose")
 
     def __init__(self, holders: int) -> None:
         self.holders = holders
         self.blocks = 0
+        self.loose = _Strand(self)
+
+
+class _Strand:
+    """`count` blocks of one group whose `keys`, joined, were asked for in a row; -1 when some of
+    them are elsewhere by now: the others are still of this group. Compared by identity."""
+
+    __slots__ = ("count", "group", "keys")
+
+    def __init__(self, group: _Group) -> None:
+        self.group = group
+        self.keys = b""
+        self.count = -1
 
 
 @dataclass(slots=True)
@@ -173,6 +197,7 @@ class PrefixIndex:
     """Blocks and their holders. Invariants, for every group g but `_nobody`:
 
     - g.blocks counts the keys of `_blocks` that lead to g, and is not 0;
+    - a strand with a count has just its keys leading to it;
     - `_by_holders[m].holders == m`; groups that became equal may have one of them there;
     - `_dead` counts the keys that lead to groups without holders;
     - `_holders[n].blocks` counts the keys whose group has bit n.
@@ -184,7 +209,7 @@ class PrefixIndex:
         self.max_blocks = max_blocks
         self.evicted_blocks = 0
         self.layout = 0  # counts numbers given and given back, for whoever caches by number
-        self._blocks: dict[bytes, _Group] = {}
+        self._blocks: dict[bytes, _Strand] = {}
         self._groups: set[_Group] = set()
         self._by_holders: dict[int, _Group] = {}
         self._nobody = _Group(0)
@@ -283,19 +308,21 @@ class PrefixIndex:
         before = after = nobody
         moved = 0
         for key in keys:
-            group = blocks.get(key, nobody)
-            if group is not before:
-                if not group.holders & bit:
+            strand = blocks.get(key, nobody.loose)
+            if strand.group is not before:
+                if not strand.group.holders & bit:
                     continue
                 self._moved(before, after, moved)
                 holder.blocks -= moved
-                before, after, moved = group, self._group(group.holders ^ bit), 0
+                before, moved = strand.group, 0
+                after = self._group(before.holders ^ bit)
             elif before is nobody:
                 continue
+            strand.count = -1
             if after is nobody:
                 del blocks[key]
             else:
-                blocks[key] = after
+                blocks[key] = after.loose
             moved += 1
         self._moved(before, after, moved)
         holder.blocks -= moved
@@ -309,36 +336,50 @@ class PrefixIndex:
 
     def missing(self, number: int, keys: Iterable[bytes]) -> list[bytes]:
         """Those of `keys` that it is not known to have."""
-        get, nobody, bit = self._blocks.get, self._nobody, 1 << number
-        return [key for key in keys if not get(key, nobody).holders & bit]
+        get, none, bit = self._blocks.get, self._nobody.loose, 1 << number
+        return [key for key in keys if not get(key, none).group.holders & bit]
 
     def match(self, keys: Sequence[bytes]) -> Match:
         """Who holds the beginning of a prompt. Costs the blocks up to the first that nobody has."""
-        get, nobody, hidden = self._blocks.get, self._nobody, self._hidden
+        blocks, none, hidden = self._blocks, self._nobody.loose, self._hidden
         runs: list[Run] = []
-        group, holders, start, at = nobody, 0, 0, -1
-        for at, key in enumerate(keys):
-            found = get(key, nobody)
-            if found is not group:
-                theirs = found.holders & ~hidden if hidden else found.holders
-                if theirs != holders:
-                    if holders:
-                        runs.append(Run(start, at, holders))
-                    start, holders = at, theirs
-                group = found
+        before = start = at = 0
+        while at < len(keys):
+            strand = blocks.get(keys[at], none)
+            holders = strand.group.holders & ~hidden if hidden else strand.group.holders
+            if holders != before:
+                if before:
+                    runs.append(Run(start, at, before))
+                start, before = at, holders
             if not holders:
                 break
-        else:
-            at += 1
-        if holders:
-            runs.append(Run(start, at, holders))
-        if len(self._blocks) >= _NEARLY_FULL * self.max_blocks:
+            stop = at + strand.count
+            known = at < stop <= len(keys) and b"".join(keys[at:stop]) == strand.keys
+            at = stop if known else self._walk(keys, at)
+        if before:
+            runs.append(Run(start, at, before))
+        if len(blocks) >= _NEARLY_FULL * self.max_blocks:
             self._touch(keys[:at])
         return Match(tuple(runs))
 
+    def _walk(self, keys: Sequence[bytes], start: int) -> int:
+        """Where the group of block `start` ends, in loops of C. If that is far, it is a strand from
+        now on."""
+        found = map(self._blocks.get, islice(keys, start, None), repeat(self._nobody.loose))
+        group, same = next(groupby(found, _group_of))
+        old = list(same)
+        stop = start + len(old)
+        if len(old) >= _LONG:
+            for strand in set(old):
+                strand.count = -1
+            row, strand = keys[start:stop], _Strand(group)
+            strand.keys, strand.count = b"".join(row), len(row)
+            self._blocks.update(zip(row, repeat(strand), strict=False))
+        return stop
+
     def holders_of(self, key: bytes) -> list[int]:
         """The numbers of all who have this block."""
-        return _bits(self._blocks.get(key, self._nobody).holders & ~self._hidden)
+        return _bits(self._blocks.get(key, self._nobody.loose).group.holders & ~self._hidden)
 
     # -- inventories: all that a holder has, instead of what is known of it -----------------------
 
@@ -407,18 +448,20 @@ class PrefixIndex:
         return staged
 
     def _add(self, number: int, holder: _Holder, keys: Iterable[bytes]) -> None:
-        blocks, nobody, bit = self._blocks, self._nobody, 1 << number
+        blocks, none, bit = self._blocks, self._nobody.loose, 1 << number
         before = after = _UNSEEN
         moved = 0
         for key in keys:
-            group = blocks.get(key, nobody)
+            strand = blocks.get(key, none)
+            group = strand.group
             if group is not before:
                 self._moved(before, after, moved)
                 holder.blocks += moved
                 before, moved = group, 0
                 after = group if group.holders & bit else self._group(group.holders | bit)
             if after is not group:
-                blocks[key] = after
+                strand.count = -1
+                blocks[key] = after.loose
                 moved += 1
         self._moved(before, after, moved)
         holder.blocks += moved
@@ -476,7 +519,7 @@ class PrefixIndex:
 
     def _bury(self) -> None:
         """Forget the dead; some 50 ns per block of the table, so only when most of them are."""
-        self._blocks = {key: group for key, group in self._blocks.items() if group.holders}
+        self._blocks = {key: one for key, one in self._blocks.items() if one.group.holders}
         self._groups = {group for group in self._groups if group.holders}
         self._dead = 0
 
@@ -503,11 +546,13 @@ class PrefixIndex:
         count = max(len(blocks) - self.max_blocks, self.max_blocks // _EVICTED_SHARE)
         left: dict[_Group, int] = {}
         for key in list(islice(blocks, count)):
-            group = blocks.pop(key)
+            strand = blocks.pop(key)
+            group = strand.group
             asked_for = key in self._touched or key in self._touched_before
             if spare and asked_for and group.holders:
-                blocks[key] = group  # at the end: the youngest
+                blocks[key] = strand  # at the end: the youngest
             else:
+                strand.count = -1
                 left[group] = left.get(group, 0) + 1
         for group, gone in left.items():
             for number in _bits(group.holders):
@@ -518,6 +563,7 @@ class PrefixIndex:
 
 # No key leads to it.
 _UNSEEN = _Group(0)
+_group_of = attrgetter("group")
 
 
 def _bits(mask: int) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from hashlib import blake2b
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,6 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tiffin.conductor.errors import InvalidRequest
 from tiffin.conductor.index import HOLDERS_MAX, Match, PrefixIndex, Run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def key(name: object) -> bytes:
@@ -258,11 +263,38 @@ def test_lengths_are_what_counting_says(parts: list[tuple[int, int]]) -> None:
     assert match.leading(columns).tolist() == [count(3), count(8), count(1 << 69 | 1 << 64), 0]
 
 
+def test_prompts_that_part_ways_are_remembered_up_to_there() -> None:
+    """The walk is by rows that were asked for before; a block that is gone takes its row apart."""
+    index, prompt = PrefixIndex(), keys(100)
+    a, b = index.holder("a", "hbm"), index.holder("b", "dram")
+    index.add(a, prompt, 0.0)
+
+    def rows() -> list[int]:
+        return sorted({strand.count for strand in index._blocks.values() if strand.count > 0})
+
+    assert index.match(prompt).runs == (Run(0, 100, 1 << a),)
+    assert rows() == [100]
+    assert index.match([*prompt[:40], *keys(9, "other")]).runs == (Run(0, 40, 1 << a),)
+    assert rows() == [40]
+    assert index.match(prompt).runs == (Run(0, 100, 1 << a),)
+    assert rows() == [40, 60]
+    index.remove(a, prompt[70:71], 1.0)
+    assert index.match(prompt).runs == (Run(0, 70, 1 << a),)
+    index.add(b, prompt[:20], 1.0)
+    assert index.match(prompt).runs == (Run(0, 20, 1 << a | 1 << b), Run(20, 70, 1 << a))
+    # Another block in the middle of a row, and whatever comes in another order, is no such row.
+    other = [*prompt[:5], key("other"), *prompt[6:20]]
+    assert index.match(other).runs == (Run(0, 5, 1 << a | 1 << b),)
+    assert index.match(prompt[:5][::-1]).blocks == 5
+
+
 class IndexMachine(RuleBasedStateMachine):
     """Any order of calls leaves the index with what a set per holder has."""
 
-    universe = keys(24)
-    some = st.lists(st.integers(0, 23), max_size=12)
+    universe = keys(48)
+    some = st.lists(st.integers(0, 47), max_size=12) | st.builds(
+        range, st.integers(0, 8), st.integers(16, 48)
+    )
     names = st.sampled_from("abcd")
 
     def __init__(self) -> None:
@@ -276,14 +308,26 @@ class IndexMachine(RuleBasedStateMachine):
         return self.index.holder(name, "hbm")
 
     @rule(name=names, which=some)
-    def add(self, name: str, which: list[int]) -> None:
+    def add(self, name: str, which: Sequence[int]) -> None:
         self.index.add(self.number(name), [self.universe[n] for n in which], 0.0)
         self.held[name].update(self.universe[n] for n in which)
 
     @rule(name=names, which=some)
-    def remove(self, name: str, which: list[int]) -> None:
+    def remove(self, name: str, which: Sequence[int]) -> None:
         self.index.remove(self.number(name), [self.universe[n] for n in which], 0.0)
         self.held[name].difference_update(self.universe[n] for n in which)
+
+    @rule(stop=st.integers(16, 48), other=st.booleans())
+    def ask(self, stop: int, other: bool) -> None:
+        """What was asked for before, by prompts that part ways anywhere, changes no answer."""
+        prompt = self.universe[:stop] + keys(3, "other") * other
+        runs = self.index.match(prompt).runs
+        holders = [set(self.index.holders_of(one)) for one in prompt]
+        count = next((at for at, having in enumerate(holders) if not having), len(prompt))
+        assert (runs[-1].stop if runs else 0) == count
+        for start, end, mask in runs:
+            assert all(sum(1 << n for n in having) == mask for having in holders[start:end])
+        assert all(one.holders != two.holders for one, two in pairwise(runs))
 
     @rule(name=names)
     def clear(self, name: str) -> None:
@@ -303,7 +347,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.staged)
     @rule(which=some, pick=st.randoms(use_true_random=False))
-    def inventory(self, which: list[int], pick: random.Random) -> None:
+    def inventory(self, which: Sequence[int], pick: random.Random) -> None:
         name = pick.choice(sorted(self.staged))
         self.index.inventory(self.number(name), [self.universe[n] for n in which])
         self.staged[name].update(self.universe[n] for n in which)
@@ -341,11 +385,17 @@ class IndexMachine(RuleBasedStateMachine):
     def groups_are_counted(self) -> None:
         index = self.index
         led: dict[int, int] = {}
-        for group in index._blocks.values():
-            led[id(group)] = led.get(id(group), 0) + 1
+        for strand in index._blocks.values():
+            led[id(strand.group)] = led.get(id(strand.group), 0) + 1
         assert {id(group): group.blocks for group in index._groups} == led
-        assert index._dead == sum(not group.holders for group in index._blocks.values())
+        assert index._dead == sum(not one.group.holders for one in index._blocks.values())
         assert all(group.holders == mask for mask, group in index._by_holders.items())
+        for strand in set(index._blocks.values()):
+            its = [key for key, one in index._blocks.items() if one is strand]
+            assert strand.count in (-1, len(its))
+            assert strand.count < 0 or set(its) == {
+                strand.keys[at : at + 16] for at in range(0, len(strand.keys), 16)
+            }
         assert all(group in index._groups for group in index._by_holders.values())
 
 
