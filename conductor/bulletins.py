@@ -114,6 +114,7 @@ class Happened(Struct, array_like=True, frozen=True, tag="happened"):
     request_id: Name
     kind: Name
     tokens: Tokens
+    route: tuple[Name, Name] | None = None
 
 
 class Heard(Struct, array_like=True, frozen=True, tag="heard"):
@@ -125,13 +126,15 @@ class Heard(Struct, array_like=True, frozen=True, tag="heard"):
 
 class Instance(Struct, array_like=True, frozen=True, tag="instance"):
     """What is known of an instance since `changed_at`, the time of its last change. Without a
-    `spec` it was removed."""
+    `spec` it was removed. `flip` is the role that it is being given, by the conductor `flip_by`."""
 
     instance: Name
     changed_at: UnixTime
     spec: InstanceSpec | None
     role: Annotated[str, Meta(max_length=16)] = ""
     draining: bool = False
+    flip: Annotated[str, Meta(max_length=16)] = ""
+    flip_by: Annotated[str, Meta(max_length=1024)] = ""
 
 
 class Schema(Struct, array_like=True, frozen=True, tag="schema"):

@@ -17,6 +17,8 @@ from .api.codes import REJECTED, error_of
 from .api.models import (
     DecisionReply,
     DecisionsReply,
+    DrainReply,
+    DrainsReply,
     EntryReply,
     ErrorReply,
     HealthReply,
@@ -25,6 +27,7 @@ from .api.models import (
     InstanceReply,
     InstancesReply,
     MatchReply,
+    PlansReply,
 )
 from .errors import ConductorUnavailable, InvalidRequest, UnknownRequest
 from .records import Rejection
@@ -84,6 +87,8 @@ def schedule(
         "output_class": request.output_class,
         "urgent": request.urgent,
     }
+    if request.exclude:
+        body["exclude"] = list(request.exclude)
     if token_ids is not None:
         body |= {"token_ids": list(token_ids), "namespace": namespace}
     else:
@@ -96,9 +101,11 @@ def schedule(
 def observe(event: RequestEvent) -> Call[Rejection | None]:
     """All but "tokens" say the same when they are said twice."""
     path = f"/v1/requests/{_segment(event.request_id)}/{_segment(event.kind)}"
-    body = _encode({"tokens": event.tokens}) if event.kind == "tokens" else None
-    repeatable = event.kind != "tokens"
-    return Call("POST", path, _heard, body, repeatable, ends=lambda: None)
+    body: dict[str, Any] = {"tokens": event.tokens} if event.kind == "tokens" else {}
+    if event.route is not None:
+        body["route"] = {"prefill": event.route[0], "decode": event.route[1]}
+    raw = _encode(body) if body else None
+    return Call("POST", path, _heard, raw, event.kind != "tokens", ends=lambda: None)
 
 
 def register(spec: InstanceSpec, load: Load | None, schema: KVSchema | None) -> Call[bool]:
@@ -156,6 +163,15 @@ def decisions(limit: int, candidates: int, instance: str | None) -> Call[list[En
 
 def why(request_id: str) -> Call[EntryReply]:
     return Call("GET", f"/v1/decisions/{_segment(request_id)}/why", _reader(EntryReply))
+
+
+def plans() -> Call[PlansReply]:
+    return Call("GET", "/v1/plans", _reader(PlansReply))
+
+
+def drains() -> Call[list[DrainReply]]:
+    read = _reader(DrainsReply)
+    return Call("GET", "/v1/drains", lambda status, body: read(status, body).drains)
 
 
 def settings() -> Call[dict[str, Any]]:

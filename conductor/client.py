@@ -33,11 +33,13 @@ if TYPE_CHECKING:
 
     from .api.models import (
         DecisionReply,
+        DrainReply,
         EntryReply,
         HealthReply,
         HotPrefixReply,
         InstanceReply,
         MatchReply,
+        PlansReply,
     )
     from .calls import Call
     from .records import InstanceSpec, Load, Rejection, Request, RequestEvent, Role
@@ -143,6 +145,14 @@ class ConductorClient:
     def why(self, request_id: str) -> EntryReply:
         """All candidates with every term. Raises UnknownRequest."""
         return self._do(calls.why(request_id))
+
+    def plans(self) -> PlansReply:
+        """What the conductor plans, why, and whether it leads."""
+        return self._do(calls.plans())
+
+    def drains(self) -> list[DrainReply]:
+        """Nodes and instances that are emptied, and those that were."""
+        return self._do(calls.drains())
 
     def settings(self) -> dict[str, Any]:
         """All settings."""
@@ -276,6 +286,14 @@ class AsyncConductorClient:
     async def why(self, request_id: str) -> EntryReply:
         """All candidates with every term. Raises UnknownRequest."""
         return await self._do(calls.why(request_id))
+
+    async def plans(self) -> PlansReply:
+        """What the conductor plans, why, and whether it leads."""
+        return await self._do(calls.plans())
+
+    async def drains(self) -> list[DrainReply]:
+        """Nodes and instances that are emptied, and those that were."""
+        return await self._do(calls.drains())
 
     async def settings(self) -> dict[str, Any]:
         """All settings."""

@@ -17,20 +17,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import InvalidRequest, UnknownInstance
+from .names import Numbers
 from .records import InstanceSpec, Role, Status
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from numpy.typing import NDArray
 
     from .records import Load
 
 INSTANCES_MAX = 16_384
 _ROWS_MIN = 64
+# As many nodes as one pool has (`kvstore.directory.base`): what is known of ways between nodes
+# (`transfers.py`) is two matrices of 64 MiB.
+NODES_MAX = 4096
+# Models without instances that are still known, the youngest.
+IDLE_MODELS_MAX = 1024
 
 # name: dtype, and what it is of a row that nobody has.
 _COLUMNS: dict[str, tuple[Any, Any]] = {
     "used": (np.bool_, False),
     "ready": (np.bool_, False),
+    "draining": (np.bool_, False),  # it is given nothing new, whether or not it is heard of
     "prefills": (np.bool_, False),  # its role lets it prefill
     "decodes": (np.bool_, False),
     "model": (np.int32, -1),
@@ -69,6 +78,7 @@ class Cluster:
 
     used: NDArray[np.bool_]
     ready: NDArray[np.bool_]
+    draining: NDArray[np.bool_]
     prefills: NDArray[np.bool_]
     decodes: NDArray[np.bool_]
     model: NDArray[np.int32]
@@ -103,8 +113,8 @@ class Cluster:
         self.status: list[Status] = []
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
-        self._models: dict[str, int] = {}
-        self._nodes: dict[str, int] = {}
+        self._models = Numbers()
+        self._nodes = Numbers()
         for name, (dtype, empty) in _COLUMNS.items():
             setattr(self, name, np.full(_ROWS_MIN, empty, dtype))
 
@@ -139,12 +149,44 @@ class Cluster:
         return spec
 
     def model_number(self, model: str) -> int | None:
-        """The number of a model in the column `model`; None if no instance ever had it."""
-        return self._models.get(model)
+        """The number of a model in the column `model`; None if no instance has it, and none had it
+        lately."""
+        return self._models.find(model)
 
     def node_number(self, node: str) -> int:
         """The number of a node in the column `node`, given if it is new; -1 for no node."""
-        return self._nodes.setdefault(node, len(self._nodes)) if node else -1
+        return self._nodes.give(node) if node else -1
+
+    def find_node(self, node: str) -> int:
+        """The number of a node that has one, or -1."""
+        number = self._nodes.find(node)
+        return -1 if number is None else number
+
+    @property
+    def names_numbered(self) -> int:
+        """How many nodes and models have numbers."""
+        return len(self._nodes) + len(self._models)
+
+    def forget_nodes(self, kept: Collection[str], busy: Collection[int]) -> list[int]:
+        """Take back the numbers of all nodes but the `kept` ones, among which are all that
+        instances are on, and but those that are `busy`. Returns them. Nodes whose numbers were too
+        high for what is known of ways get lower ones, if there are."""
+        freed = self._nodes.take_back_all_but(kept, busy)
+        for name in [name for name in self._nodes if self.node_number(name) >= NODES_MAX]:
+            lowered = self._nodes.lower(name)
+            if lowered is None:
+                break
+            old, new = lowered
+            self.node[self.node == old] = new
+            self.version += 1
+        return freed
+
+    def forget_models(self) -> None:
+        """Take back the numbers of models that no instance has, but of the youngest."""
+        used = {spec.model for spec in self.specs if spec is not None}
+        idle = [model for model in self._models if model not in used]
+        for model in idle[:-IDLE_MODELS_MAX]:
+            self._models.take_back(model)
 
     def register(self, spec: InstanceSpec, latency: tuple[float, ...], now: float) -> int:
         """Add an instance, or change one: the same id keeps its row and its load. Returns the row.
@@ -158,8 +200,9 @@ class Cluster:
             self._rows[spec.id] = row
         self.specs[row], self.status[row] = spec, Status.READY
         self.used[row] = self.ready[row] = True
+        self.draining[row] = False
         self.set_role(row, spec.role)
-        self.model[row] = self._models.setdefault(spec.model, len(self._models))
+        self.model[row] = self._models.give(spec.model)
         self.node[row] = self.node_number(spec.node)
         self.block_bytes[row] = spec.block_bytes
         self.kv_capacity_tokens[row] = spec.kv_capacity_tokens
@@ -192,9 +235,21 @@ class Cluster:
             return Role.MIXED if self.decodes[row] else Role.PREFILL
         return Role.DECODE
 
-    def set_status(self, instance: str, status: Status) -> None:
-        """Raises UnknownInstance."""
+    def assign(self, instance: str, *, on: bool) -> None:
+        """Give it new work from now on, or none; a silent one not before it is heard of. Raises
+        UnknownInstance."""
         row = self.row(instance)
+        if self.draining[row] == on:
+            self.version += 1
+            self.draining[row] = not on
+        if self.status[row] is not Status.LOST:
+            self.set_status(instance, Status.READY if on else Status.DRAINING)
+
+    def set_status(self, instance: str, status: Status) -> None:
+        """Raises UnknownInstance. Who is lost is, when it is heard of again, what it was before."""
+        row = self.row(instance)
+        if status is not Status.LOST:
+            self.draining[row] = status is Status.DRAINING
         if self.status[row] is not status:
             self.version += 1
             self.status[row] = status
@@ -206,7 +261,8 @@ class Cluster:
         row = self.row(instance)
         self.heard_at[row] = max(now, self.heard_at[row])
         if self.status[row] is Status.LOST:
-            self.set_status(instance, Status.READY)
+            back = Status.DRAINING if self.draining[row] else Status.READY
+            self.set_status(instance, back)
         reported = {
             "queued": load.queued,
             "queued_tokens": load.queued_prefill_tokens,
@@ -230,7 +286,7 @@ class Cluster:
 
     def rows_for(self, model: str, *, prefill: bool) -> NDArray[np.int64]:
         """The rows that are ready to prefill (or decode) this model, in order."""
-        number = self._models.get(model)
+        number = self._models.find(model)
         if number is None:
             return np.empty(0, np.int64)
         able = self.prefills if prefill else self.decodes

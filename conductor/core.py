@@ -10,11 +10,13 @@ import contextlib
 import random
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import admission, profiles
 from .admission import Forecast, Outlook
 from .calibration import Calibration
+from .checks import check_instance, check_load, check_request
 from .cluster import Cluster
 from .computing import Computing
 from .deciding import Parts, Refused, decide
@@ -25,14 +27,13 @@ from .horizon import Horizon
 from .index import PrefixIndex
 from .ledger import Ledger, Phase
 from .lengths import Lengths
+from .names import Names
 from .policies.base import policy
 from .popularity import Popularity
 from .queues import Queues
 from .racing import Races, Route
 from .records import (
     EVENT_KINDS,
-    KEY_BYTES,
-    KEYS_MAX,
     TOKENS_MAX,
     Decision,
     InstanceSpec,
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 
 # Prompts of one tick of a tenth of a second: more than one process can decide about.
 SEEN_MAX = 4096
+# Preempted requests that somebody is still to be told of; the simulator tells nobody.
+PUT_OUT_MAX = 1024
 
 Outcome = TypeVar("Outcome", "Decision", "Rejection")
 
@@ -114,12 +117,14 @@ class Conductor:
         self.shadow = Shadow(settings.shadow)
         self.popularity = Popularity(dice, settings.popularity)
         self.ledger = Ledger(self.cluster, self.queues)
+        self.names = Names(self.cluster, self.holdings, self.transfers, self.ledger)
         self.steering = Steering(self)
         self._profile = profile
         self._latency: dict[str, tuple[float, ...]] = {}  # of each instance, uncorrected
         self._log: OrderedDict[str, Decision | Rejection] = OrderedDict()
         # Prompts to be counted at the next tick: it takes as long as the decision itself.
         self._seen: deque[tuple[Request, int, str]] = deque(maxlen=SEEN_MAX)
+        self._put_out: deque[Rejection] = deque(maxlen=PUT_OUT_MAX)
         self._counts = dict.fromkeys(
             ("decided", "rejected", "expired", "preempted", "rescheduled"), 0
         )
@@ -143,19 +148,28 @@ class Conductor:
     def schedule(self, request: Request, now: float) -> Decision | Rejection:
         """Where a request runs, or why it is not taken.
 
-        The same id again gets the same decision while the request is in flight; one whose instance
-        has gone since is decided anew. Raises InvalidRequest, UnknownModel, and Conflict for
-        another prompt under an id that is in flight.
+        The same id again gets the same decision while the request is in flight. One whose instance
+        has gone since, or is in `request.exclude`, is decided anew, and so is one whose instance is
+        silent, if there is another.
+        Raises InvalidRequest, UnknownModel, and Conflict for another prompt under an id that is in
+        flight.
         """
         check_request(request)
         flight = self.ledger.get(request.id)
         if flight is not None:
             if prompt_of(flight.request) != prompt_of(request):
                 raise Conflict(f"request {request.id!r} is in flight with another prompt")
-            if flight.prefill_row >= 0 and flight.decode_row >= 0:
+            avoided = _avoids(request, flight.decision)
+            if self._stands(flight) and not avoided:
                 return flight.decision
-            self._end(flight, now, "rescheduled")
+            if avoided or min(flight.prefill_row, flight.decode_row) < 0:
+                self._end(flight, now, "rescheduled")
+                flight = None
         outcome = decide(self._parts, request, now)
+        if flight is not None:
+            if isinstance(outcome, Refused):
+                return flight.decision  # perhaps it is only we who don't hear of it
+            self._end(flight, now, "rescheduled")
         if isinstance(outcome, Refused):
             return self._refuse(outcome)
         return self._begin(outcome, now)
@@ -174,9 +188,10 @@ class Conductor:
         if event.kind in ("finished", "cancelled"):
             self._finish(flight, event.kind == "finished", now)
             return
-        self._prefilled(flight, now)
+        route = _chosen(flight.decision) if event.route is None else Route(*event.route)
+        self._prefilled(flight, route, now)
         if event.kind == "first_token":
-            self._first_token(flight, now)
+            self._first_token(flight, route, now)
         elif event.kind == "tokens":
             self._tokens(flight, event.tokens, now)
 
@@ -214,12 +229,13 @@ class Conductor:
         self.horizon.advance(now)
         self.shadow.tick(now)
         timeout_s = self.settings.core.heartbeat_timeout_s
-        silent = self.cluster.used & self.cluster.ready & (self.cluster.heard_at < now - timeout_s)
+        silent = self.cluster.used & (self.cluster.heard_at < now - timeout_s)
         for row in silent.nonzero()[0].tolist():
             self.cluster.set_status(self.cluster.name(row), Status.LOST)
         gone = self.cluster.used & (self.cluster.heard_at < now - self.settings.core.forget_s)
         for row in gone.nonzero()[0].tolist():
             self.remove(self.cluster.name(row), now)
+        self.names.tick(now)
         return [flight.request.id for flight in late]
 
     # -- instances ---------------------------------------------------------------------------------
@@ -230,6 +246,7 @@ class Conductor:
         check_instance(spec)
         latency = self._profile(spec.profile).latency
         self._check_alike(spec)
+        self.names.make_room()
         self.cluster.register(spec, latency, now)
         self._latency[spec.id] = latency
         self.index.holder(spec.id, "hbm")
@@ -263,7 +280,7 @@ class Conductor:
     def drain(self, instance: str, now: float) -> None:
         """Give it nothing new; what it has it may finish (`steering.drains`). Raises
         UnknownInstance."""
-        self.cluster.set_status(instance, Status.DRAINING)
+        self.cluster.assign(instance, on=False)
         self.steering.drain_instance(instance, now)
 
     def flip(self, instance: str, role: Role, now: float) -> list[Action]:
@@ -283,8 +300,10 @@ class Conductor:
         self.holdings.apply(update, now)
 
     def links(self, node: str, links: dict[str, list[float]]) -> None:
-        """What a node has measured on its ways from others: [bytes/s, seconds] by their names."""
-        self.transfers.observe(node, links)
+        """What a node has measured on its ways from others: [bytes/s, seconds] by their names.
+        Nodes that nobody else has spoken of are none."""
+        known = {name: way for name, way in links.items() if self.cluster.find_node(name) >= 0}
+        self.transfers.observe(node, known)
 
     def match(self, keys: Sequence[bytes], now: float) -> MatchView:
         """Who holds a prefix, the longest first."""
@@ -351,9 +370,7 @@ class Conductor:
         preempted = self.ledger.begin(flight, now)
         if preempted is None:
             return self._refuse(Refused(self._queue_full(flight, now)))
-        for victim in preempted:
-            self._end(victim, now, "preempted")
-            self._logged(_preempted(victim, request.id, now))
+        self._make_way(preempted, request.id, now)
         for node, nbytes in flight.transfers:
             self.transfers.begin(node, nbytes, now)
         ready_at = now + decision.predicted_ttft_s
@@ -377,22 +394,47 @@ class Conductor:
         self._seen.append((request, spec.block_bytes, spec.node))
         self.races.scheduled()
         if decision.alternatives:
-            routes = [Route(decision.prefill, decision.decode)]
-            self.races.start(request.id, routes + [Route(*r) for r in decision.alternatives], now)
+            others = [Route(*other) for other in decision.alternatives]
+            self.races.start(request.id, [_chosen(decision), *others], now)
         computed = request.prompt_tokens - decision.cached_tokens
         self.steering.came(request.model, request.prompt_tokens, computed, now)
         self._counts["decided"] += 1
         self._logged(decision)
         return decision
 
-    def _computed(self, flight: Flight, now: float) -> None:
+    def _stands(self, flight: Flight) -> bool:
+        """Whether those who have something left to do for a request are there to do it."""
+        rows = (flight.prefill_row, flight.decode_row)
+        if min(rows) < 0:
+            return False
+        left = rows if flight.phase is Phase.PREFILL else rows[1:]
+        return all(self.cluster.status[row] is not Status.LOST for row in left)
+
+    def _computed(self, flight: Flight, route: Route, now: float) -> None:
         """What was computed on an instance is there. Of one that says itself what it has, only what
         it had not before is guessed. Not when it is decided: nobody could fetch it yet, and who
         would rather wait for it asks `computing`."""
-        name, keys = flight.decision.prefill, flight.request.keys
-        if self.holdings.speaks(name):
-            keys = keys[flight.hbm_blocks :]
-        self.holdings.routed(name, keys, now)
+        name, keys = route.prefill, flight.request.keys
+        if name != flight.decision.prefill:  # another route of a race was faster
+            there = name in self.cluster and route in flight.decision.alternatives
+        else:
+            there = flight.prefill_row >= 0
+            if self.holdings.speaks(name):
+                keys = keys[flight.hbm_blocks :]
+        if there:
+            self.holdings.routed(name, keys, now)
+
+    def _make_way(self, victims: Iterable[Flight], by: str, now: float) -> None:
+        """These had to leave their queue for another request."""
+        for victim in victims:
+            self._end(victim, now, "preempted")
+            self._put_out.append(self._logged(_preempted(victim, by, now)))
+
+    def put_out(self) -> list[Rejection]:
+        """Requests that had to leave their queues since the last call, for whoever tells them."""
+        found = list(self._put_out)
+        self._put_out.clear()
+        return found
 
     def count_seen(self, now: float) -> None:
         """What the prompts since the last tick began with, and on which nodes it was wanted."""
@@ -430,24 +472,22 @@ class Conductor:
             self._log.popitem(last=False)
         return outcome
 
-    def _prefilled(self, flight: Flight, now: float) -> None:
+    def _prefilled(self, flight: Flight, route: Route, now: float) -> None:
         if self.ledger.prefill_done(flight, now):
             self._released(flight)
-            if flight.prefill_row >= 0:
-                self._computed(flight, now)
+            self._computed(flight, route, now)
             self.horizon.start(flight.request.id, now)
             self.shadow.prefill_done(flight.request.id, now)
 
-    def _first_token(self, flight: Flight, now: float) -> None:
+    def _first_token(self, flight: Flight, route: Route, now: float) -> None:
         if flight.first_token_at is not None:
             return
         flight.first_token_at = flight.last_token_at = now
         flight.answered_tokens = max(flight.answered_tokens, 1)
         self.shadow.first_token(flight.request.id, now)
-        route = Route(flight.decision.prefill, flight.decision.decode)
         self.races.first_token(flight.request.id, route)
-        if flight.prefill_row < 0:
-            return
+        if flight.prefill_row < 0 or route != _chosen(flight.decision):
+            return  # another route's time says nothing about the one that was predicted
         predicted_s, observed_s = flight.decision.predicted_ttft_s, now - flight.decided_at
         for key in self._keys(flight.prefill_row):
             self.calibration.observe_ttft(key, predicted_s, observed_s, flight.factor)
@@ -469,7 +509,7 @@ class Conductor:
             tbt_s = (last - first) / (tokens - 1)
         if finished:
             with contextlib.suppress(InvalidRequest):  # too many holders: it ends all the same
-                self._prefilled(flight, now)
+                self._prefilled(flight, _chosen(flight.decision), now)
             self.shadow.finished(flight.request.id, tbt_s, now)
             if tokens:
                 self.lengths.observe(flight.request, tokens)
@@ -544,40 +584,20 @@ def _preempted(victim: Flight, by: str, now: float) -> Rejection:
     )
 
 
+def _chosen(decision: Decision) -> Route:
+    """Where it runs, and what others may be raced against."""
+    return Route(decision.prefill, decision.decode)
+
+
+def _avoids(request: Request, decision: Decision) -> bool:
+    """Whether a request excludes an instance of its decision."""
+    if not request.exclude:
+        return False
+    shards = (name for name, _ in decision.shards)
+    names = {decision.prefill, decision.decode, *chain(*decision.alternatives), *shards}
+    return not names.isdisjoint(request.exclude)
+
+
 def prompt_of(request: Request) -> tuple[object, ...]:
     """What a request id stands for: with another one of these, it is another request."""
     return request.model, request.prompt_tokens, request.keys
-
-
-def check_request(request: Request) -> None:
-    """Raises InvalidRequest for numbers that no prompt has."""
-    if not 1 <= request.prompt_tokens <= TOKENS_MAX:
-        raise InvalidRequest(f"prompt_tokens is {request.prompt_tokens}: give 1 to {TOKENS_MAX}")
-    if len(request.keys) > KEYS_MAX or not set(map(len, request.keys)) <= {KEY_BYTES}:
-        raise InvalidRequest(f"give at most {KEYS_MAX} keys of {KEY_BYTES} bytes each")
-    if len(request.keys) > request.prompt_tokens:
-        raise InvalidRequest(
-            f"{len(request.keys)} full blocks in a prompt of {request.prompt_tokens} tokens"
-        )
-    for name in ("output_tokens", "output_tokens_max"):
-        value = getattr(request, name)
-        if value is not None and not 1 <= value <= TOKENS_MAX:
-            raise InvalidRequest(f"{name} is {value}: give 1 to {TOKENS_MAX}, or nothing")
-
-
-def check_instance(spec: InstanceSpec) -> None:
-    """Raises InvalidRequest for numbers that no instance has."""
-    for name in ("block_tokens", "kv_capacity_tokens", "batch_max"):
-        value = getattr(spec, name)
-        if not 1 <= value <= 1 << 40:
-            raise InvalidRequest(f"instance {spec.id!r}: {name} is {value}: give 1 or more")
-    if not 0 <= spec.block_bytes <= 1 << 40:
-        raise InvalidRequest(f"instance {spec.id!r}: block_bytes is {spec.block_bytes}")
-
-
-def check_load(load: Load) -> None:
-    """Raises InvalidRequest for negative and absurd numbers."""
-    for name in ("queued_prefill_tokens", "queued", "running", "context_tokens", "kv_used_tokens"):
-        value = getattr(load, name)
-        if value is not None and not 0 <= value <= 1 << 40:
-            raise InvalidRequest(f"load: {name} is {value}: give 0 or more")

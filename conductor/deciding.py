@@ -111,8 +111,7 @@ class Accepted:
 def decide(parts: Parts, request: Request, now: float) -> Accepted | Refused:
     """Where a request runs, or why not. Raises UnknownModel, and InvalidRequest for a class of
     priority that does not exist and for objectives that make no sense."""
-    prefill = parts.view.rows(request.model, prefill=True)
-    decode = parts.view.rows(request.model, prefill=False)
+    prefill, decode = _able(parts, request)
     if not len(prefill) or not len(decode):
         return _nobody(parts, request, now, "no_decode" if len(prefill) else "no_prefill")
     plan = _plan(parts, request, prefill, decode, now)
@@ -138,6 +137,16 @@ def decide(parts: Parts, request: Request, now: float) -> Accepted | Refused:
     if not verdict.admitted:
         return _refused(parts, request, plan, verdict, now)
     return Accepted(_flight(parts, request, plan, verdict, now), verdict, plan)
+
+
+def _able(parts: Parts, request: Request) -> tuple[Rows, Rows]:
+    """Rows that may prefill, and that may decode it."""
+    able = [parts.view.rows(request.model, prefill=prefill) for prefill in (True, False)]
+    if request.exclude:
+        cluster = parts.cluster
+        out = [cluster.row(name) for name in request.exclude if name in cluster]
+        able = [rows[np.isin(rows, out, invert=True)] for rows in able]
+    return able[0], able[1]
 
 
 # -- one way to serve it ---------------------------------------------------------------------------
@@ -259,8 +268,7 @@ def _decoded(parts: Parts, question: Question, choice: Choice, decode: Rows, now
 
 def _degraded(parts: Parts, request: Request, steps: tuple[Step, ...], now: float) -> Plan | None:
     """The plan with some things taken away from the request; None if that can't be."""
-    prefill = parts.view.rows(request.model, prefill=True)
-    decode = parts.view.rows(request.model, prefill=False)
+    prefill, decode = _able(parts, request)
     if "cap_output" in steps:
         cap = parts.settings.admission.output_tokens_cap
         wanted = request.output_tokens
@@ -431,7 +439,8 @@ def _nobody(parts: Parts, request: Request, now: float, reason: str) -> Refused:
     if parts.cluster.model_number(request.model) is None:
         raise UnknownModel(f"no instance has registered model {request.model!r}")
     role = reason.removeprefix("no_")
-    text = f"no instance is ready to {role} {request.model!r}: register one, or wait for a drain"
+    but = " but those that it excludes" if request.exclude else ""
+    text = f"no instance{but} is ready to {role} {request.model!r}: register one, or wait"
     retry_s = parts.settings.core.heartbeat_timeout_s
     return Refused(Rejection(request.id, reason, text, retry_after_s=retry_s, decided_at=now))
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -71,9 +71,10 @@ ENDED = (Phase.DONE, Phase.LATE, Phase.FAILED, Phase.LOST, Phase.CANCELLED)
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far it is. `unique_blocks` are hot ones that nobody else has yet; `moved_blocks` and
-    `moved_bytes` were copied as hot ones; `handed_over` is what the node itself counts at the end;
-    `failures` are orders that failed. `requests` are an instance's that have not ended."""
+    """How far a drain is, of a node or of an instance (`kind`). `unique_blocks` are hot ones that
+    nobody else has yet; `moved_blocks` and `moved_bytes` were copied as hot ones; `handed_over` is
+    what the node itself counts at the end; `failures` are orders that failed. `requests` are an
+    instance's that have not ended."""
 
     name: str
     phase: Phase
@@ -84,6 +85,7 @@ class Progress:
     handed_over: int = 0
     failures: int = 0
     requests: int = 0
+    kind: Literal["node", "instance"] = "node"
 
 
 class NodeDrain:
@@ -191,10 +193,9 @@ class NodeDrain:
         going = {key for order, _ in self._under_way.values() for key in _keys(order)}
         orders: list[Copy] = []
         self._unique_blocks = 0
-        decided: set[bytes] = set()
-        for prefix in pool.popularity.hot(self.settings.hot_max, now):
-            unique = self._unique(prefix, pool, decided)
-            decided.update(prefix.keys)
+        only_here = _OnlyHere(self.node, pool)
+        for prefix in pool.hot(self.settings.hot_max, now):
+            unique = [i for i in only_here.of(prefix.keys) if prefix.keys[i] not in self._moved]
             self._unique_blocks += len(unique)
             for begin, end in _runs([i for i in unique if prefix.keys[i] not in going]):
                 if len(self._under_way) < self.settings.orders_max:
@@ -203,18 +204,6 @@ class NodeDrain:
                         self._begin(copy, now)
                         orders.append(copy)
         return orders
-
-    def _unique(self, prefix: HotPrefix, pool: Pool, decided: set[bytes]) -> list[int]:
-        """Which of the leading blocks that this node has nobody else has, as far as is known, and
-        are not decided on. Another node that is being drained does not count."""
-        here = pool.leading(prefix.keys).get(self.node, 0)
-        others = {name for name, node in pool.nodes.items() if not node.draining} - {self.node}
-        keys = prefix.keys[:here]
-        return [
-            i
-            for i, key in enumerate(keys)
-            if key not in decided and key not in self._moved and not pool.holders(key) & others
-        ]
 
     def _copy(self, prefix: HotPrefix, begin: int, end: int, pool: Pool) -> Copy | None:
         """An order to the best target that has not refused it; None if nobody is left."""
@@ -269,6 +258,46 @@ class NodeDrain:
                     self._copied(order, 0)
 
 
+class _OnlyHere:
+    """Which blocks a node has and nobody else, as far as is known; another node that is being
+    drained does not count. Keys are chained, so each is looked at once, however many prefixes begin
+    with it, and neighbours with the same holders are judged together."""
+
+    def __init__(self, node: str, pool: Pool) -> None:
+        self._node, self._pool = node, pool
+        self._others = {name for name, one in pool.nodes.items() if not one.draining} - {node}
+        # Of each key that was looked at: whether the node has it, and all before it.
+        self._here: dict[bytes, bool] = {}
+        self._judged: dict[int, tuple[bool, bool]] = {}
+
+    def of(self, keys: Sequence[bytes]) -> list[int]:
+        """Indices of those of the node's leading blocks of a prompt that nobody else has, without
+        those that were looked at before."""
+        begin = len(keys)
+        while begin and keys[begin - 1] not in self._here:
+            begin -= 1
+        unique: list[int] = []
+        stop = begin
+        if not begin or self._here[keys[begin - 1]]:
+            for run in self._pool.index.match(keys[begin:]).runs:
+                here, elsewhere = self._judge(run.holders)
+                if not here:
+                    break
+                stop = begin + run.stop
+                unique += () if elsewhere else range(begin + run.start, stop)
+        self._here.update(dict.fromkeys(keys[begin:stop], True))
+        self._here.update(dict.fromkeys(keys[stop:], False))
+        return unique
+
+    def _judge(self, holders: int) -> tuple[bool, bool]:
+        """Whether the node is among these holders, and whether another one is."""
+        found = self._judged.get(holders)
+        if found is None:
+            names = self._pool.nodes_of(holders)
+            found = self._judged[holders] = self._node in names, bool(names & self._others)
+        return found
+
+
 class InstanceDrain:
     """One instance that is given nothing new until its requests have ended."""
 
@@ -309,7 +338,12 @@ class InstanceDrain:
         """How far it is."""
         left_s = max(0.0, self.deadline - now) if self.phase not in ENDED else 0.0
         return Progress(
-            self.instance, self.phase, left_s, self._unique_blocks, requests=self._requests
+            self.instance,
+            self.phase,
+            left_s,
+            self._unique_blocks,
+            requests=self._requests,
+            kind="instance",
         )
 
 

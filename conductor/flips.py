@@ -8,7 +8,7 @@
     RETURNED    it was not drained in time, or is needed where it was: it goes on as before
     FAILED      it did not take the new role, or the probe failed: it is assigned nothing, and
                 somebody has to look, for nobody knows what it is now
-    LOST        it went away meanwhile
+    LOST        it went away or fell silent meanwhile, or another conductor goes on with it
 
 The order is the one that operators of vLLM's and SGLang's role switches advise: belong to neither
 role first, drain, switch, verify, and only then be assigned to. A request is never cut for a flip,
@@ -29,7 +29,7 @@ from .errors import Conflict
 from .records import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 # Flips that have ended and are remembered, for whoever asks what happened.
 ENDED_MAX = 64
@@ -75,7 +75,7 @@ ENDED = (Step.READY, Step.RETURNED, Step.FAILED, Step.LOST)
 @dataclass(frozen=True, slots=True)
 class Member:
     """What is known of an instance. `requests` are in flight there; `latency` is (c0, c1, c2, d0,
-    d1, d2) of its profile."""
+    d1, d2) of its profile. `lost`: it is silent."""
 
     id: str
     role: Role
@@ -84,6 +84,7 @@ class Member:
     latency: tuple[float, ...] = (0.0,) * 6
     kv_capacity_tokens: int = 1_000_000
     batch_max: int = 256
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +131,13 @@ class Flip:
 
 
 class Flips:
-    """All flips under way. Not thread-safe."""
+    """All flips under way here; `elsewhere` names instances that others flip. Not thread-safe."""
 
-    def __init__(self, settings: FlipSettings | None = None) -> None:
+    def __init__(
+        self, settings: FlipSettings | None = None, elsewhere: Collection[str] = ()
+    ) -> None:
         self.settings = settings or FlipSettings()
+        self._elsewhere = elsewhere
         self._under_way: dict[str, Flip] = {}
         self._ended: list[Flip] = []
 
@@ -154,10 +158,13 @@ class Flips:
             return f"{instance} is not ready"
         if member.role is new:
             return f"{instance} has this role already"
-        if instance in self._under_way:
+        if instance in self._under_way or instance in self._elsewhere:
             return f"{instance} is changing its role already"
-        if len(self._under_way) >= self.settings.at_once:
-            return f"{len(self._under_way)} are changing their roles already"
+        going = len(self._under_way)
+        if self._elsewhere:
+            going += sum(member.id in self._elsewhere for member in fleet)
+        if going >= self.settings.at_once:
+            return f"{going} are changing their roles already"
         return self._breaks_minimum(instance, member.role, fleet)
 
     def begin(
@@ -171,6 +178,26 @@ class Flips:
         until = now + self.settings.drain_s
         self._under_way[instance] = Flip(instance, old, new, Step.DRAINING, now, until, why)
         return [Assign(instance, on=False)]
+
+    def resume(
+        self, instance: str, new: Role, fleet: Sequence[Member], now: float, why: str = ""
+    ) -> list[Action]:
+        """Go on with a flip of somebody who is no more: its instance is given no work. One that may
+        have been told its role is told again, which changes nothing if it was."""
+        member = next((m for m in fleet if m.id == instance), None)
+        if member is None or instance in self._under_way:
+            return []
+        flip = Flip(
+            instance, member.role, new, Step.DRAINING, now, now + self.settings.drain_s, why
+        )
+        self._under_way[instance] = flip
+        return self._commit(flip, now) if member.role is new else []
+
+    def forget(self, instance: str, now: float, why: str) -> None:
+        """Somebody else goes on with it, wherever it is; nothing if there is none."""
+        flip = self._under_way.get(instance)
+        if flip is not None:
+            self._end(flip, Step.LOST, why, now)
 
     def cancel(self, instance: str, now: float, why: str) -> bool:
         """Give up a flip whose instance was not told yet; who cancels says whether it is assigned
@@ -189,6 +216,10 @@ class Flips:
             member = members.get(flip.instance)
             if member is None:
                 self._end(flip, Step.LOST, "it went away", now)
+            elif flip.step is Step.DRAINING and member.lost:
+                # It was told nothing. Who was may be silent while it takes its role.
+                self._end(flip, Step.LOST, "it fell silent", now)
+                actions.append(Assign(flip.instance, on=True))  # when it is heard of again
             elif flip.step is Step.DRAINING:
                 actions += self._drain(flip, member, fleet, now)
             elif now >= flip.until:
@@ -225,8 +256,9 @@ class Flips:
             late = f"{member.requests} requests had not ended"
             self._end(flip, Step.RETURNED, broken or late, now)
             return [Assign(flip.instance, on=True)]
-        if member.requests:
-            return []
+        return [] if member.requests else self._commit(flip, now)
+
+    def _commit(self, flip: Flip, now: float) -> list[Action]:
         flip.step, flip.until = Step.COMMITTING, now + self.settings.commit_s
         return [SetRole(flip.instance, flip.new)]
 

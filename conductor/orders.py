@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from .index import Match
-    from .popularity import Popularity
+    from .popularity import HotPrefix, Popularity
 
 # What stands for the key before block 0.
 NO_PARENT = bytes(KEY_BYTES)
@@ -121,6 +121,14 @@ class Pool:
     seconds: Callable[[str, str, int], float] = lambda source, target, nbytes: 0.0
     serving: Callable[[str], Collection[str]] | None = None
     _names: dict[int, tuple[str, ...]] = field(default_factory=dict, repr=False)
+    _hot: tuple[int, float, list[HotPrefix]] = field(default=(-1, 0.0, []), repr=False)
+    _takers: dict[str, list[str]] = field(default_factory=dict, repr=False)
+
+    def hot(self, n: int, now: float) -> list[HotPrefix]:
+        """The `n` most popular prefixes, looked up once for all nodes that are drained."""
+        if self._hot[:2] != (n, now):
+            self._hot = n, now, self.popularity.hot(n, now)
+        return self._hot[2]
 
     def holders(self, key: bytes) -> set[str]:
         """The nodes that have a block in DRAM or on NVMe. Engines' own memory is not a copy."""
@@ -131,12 +139,16 @@ class Pool:
         lengths: dict[str, int] = {}
         alive: set[str] | None = None
         for run in self.index.match(keys).runs:
-            names = {name for number in bits(run.holders) for name in self._node(number)}
+            names = self.nodes_of(run.holders)
             alive = names if alive is None else alive & names
             if not alive:
                 break
             lengths.update(dict.fromkeys(alive, run.stop))
         return lengths
+
+    def nodes_of(self, holders: int) -> set[str]:
+        """The nodes among holders, a bit each."""
+        return {name for number in bits(holders) for name in self._node(number)}
 
     def _node(self, number: int) -> tuple[str, ...]:
         """The node that a holder is a tier of; none for an engine's memory."""
@@ -149,8 +161,12 @@ class Pool:
 
     def takers(self, model: str) -> list[str]:
         """The nodes that may be given copies of a model's blocks, by name."""
-        names = self.nodes if self.serving is None else self.serving(model)
-        return sorted(n for n in names if n in self.nodes and not self.nodes[n].draining)
+        found = self._takers.get(model)
+        if found is None:
+            names = self.nodes if self.serving is None else self.serving(model)
+            found = sorted(n for n in names if n in self.nodes and not self.nodes[n].draining)
+            self._takers[model] = found
+        return found
 
 
 def bits(mask: int) -> list[int]:

@@ -34,7 +34,7 @@ from .records import Role
 from .sizing import Capacity, Goals, Work, best_split, capacity, fleet_rate, flipped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from .flips import Action, Member
 
@@ -103,7 +103,7 @@ class Plan:
     role), and `flip_now` whether it is carried out; `held_back` says why not."""
 
     at: float
-    mode: str
+    mode: Literal["off", "advise", "act"]
     prefill: int
     decode: int
     mixed: int
@@ -199,11 +199,15 @@ class _Means(NamedTuple):
 
 
 class Planner:
-    """Plans for one model's instances. `flips` are those under way. Not thread-safe."""
+    """Plans for one model's instances. `flips` are those under way; `elsewhere` names instances
+    that others flip. Not thread-safe."""
 
-    def __init__(self, settings: PlannerSettings | None = None) -> None:
+    def __init__(
+        self, settings: PlannerSettings | None = None, elsewhere: Collection[str] = ()
+    ) -> None:
         self.settings = settings or PlannerSettings()
-        self.flips = Flips(self.settings.flips)
+        self.flips = Flips(self.settings.flips, elsewhere)
+        self._flipped_elsewhere_at = -math.inf
         self._history: deque[_Means] = deque(maxlen=self.settings.window)
         self._factors = (1.0, 1.0)
         # Why the last forecast is the constant predictor's, though another was asked for.
@@ -240,10 +244,15 @@ class Planner:
             )
         )
 
-    def plan(self, fleet: Sequence[Member], now: float) -> Plan | None:
+    def flipped_elsewhere(self, now: float) -> None:
+        """A flip by somebody else has ended: the next one waits as it does after our own."""
+        self._flipped_elsewhere_at = now
+
+    def plan(self, fleet: Sequence[Member], now: float, *, leads: bool = True) -> Plan | None:
         """What to do, once per interval, after `observe`. None if there is nothing to plan by: no
         ready instance, or no request was ever seen. Where the predictor fails, the constant one
-        stands in for this interval, and `forecast_error` says why."""
+        stands in for this interval, and `forecast_error` says why. Who does not lead begins no
+        flip, and is ready to as soon as it leads."""
         ready = [member for member in fleet if member.ready]
         if self.settings.mode == "off" or not ready or not self._history:
             return None
@@ -270,6 +279,8 @@ class Planner:
             why = f"after the best flip; it has to be {1 + self.settings.margin:g} of now"
             reasons.append(Reason("serves_after_flip", after, "requests/s", why))
         held_back = self._held_back(flip, load, serves, after, ready, now)
+        if flip is not None and not held_back and not leads:
+            held_back = "this conductor does not lead"
         actions: list[Action] = []
         flip_now = flip is not None and not held_back
         if flip is not None and flip_now:
@@ -389,6 +400,7 @@ class Planner:
         if self._wished < own.confirm:
             return f"asked for {self._wished} of {own.confirm} times"
         last = max((f.until for f in self.flips.ended), default=-math.inf)
+        last = max(last, self._flipped_elsewhere_at)
         if now < last + own.cooldown_s:
             return "the last flip was too short ago"
         obstacle = self.flips.may_begin(*flip, fleet)

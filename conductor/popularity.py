@@ -236,9 +236,10 @@ class Popularity:
         tips = np.flatnonzero(~goes_on & (counts > 0))
         best = tips[np.argsort(-counts[tips], kind="stable")][:n]
         rate = math.log(2) / self.settings.half_life_s
+        chains = _Chains(keys, parent.tolist())
         return [
             HotPrefix(
-                self._chain(keys, row),
+                chains.to(row),
                 float(counts[row]),
                 self._share(float(counts[row]), self._model[row], now),
                 float(counts[row]) * rate,
@@ -298,18 +299,32 @@ class Popularity:
             column[: len(kept)] = column[kept]
         self._row = {keys[old]: new for new, old in enumerate(kept.tolist())}
 
-    def _chain(self, keys: list[bytes], row: int) -> tuple[bytes, ...]:
-        found = []
-        while row >= 0:
-            found.append(keys[row])
-            row = int(self._parent[row])
-        return tuple(reversed(found))
-
     def check(self) -> None:
         """Raise AssertionError unless parents are in the table, below their children."""
         parent = self._parent[: len(self._row)]
         assert list(self._row.values()) == list(range(len(self._row)))
         assert bool((parent < np.arange(len(parent))).all())
+
+
+class _Chains:
+    """Prefixes of one state of the table: a head is walked once, however many begin with it."""
+
+    def __init__(self, keys: list[bytes], parent: list[int]) -> None:
+        self._keys, self._parent = keys, parent
+        # Of each row that was walked: a chain with its key, and how long that is there.
+        self._walked: dict[int, tuple[tuple[bytes, ...], int]] = {}
+
+    def to(self, row: int) -> tuple[bytes, ...]:
+        """All keys from block 0 to this row's."""
+        rows: list[int] = []
+        while row >= 0 and row not in self._walked:
+            rows.append(row)
+            row = self._parent[row]
+        head, blocks = self._walked.get(row, ((), 0))
+        chain = head[:blocks] + tuple([self._keys[at] for at in reversed(rows)])
+        for above, at in enumerate(rows):
+            self._walked[at] = chain, len(chain) - above
+        return chain
 
 
 def _words(keys: Sequence[bytes]) -> Words:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 KEYS_MAX = 65_536
 KEY_BYTES = 16
 TOKENS_MAX = 16 << 20
+# Instances that one request may name as not to be chosen.
+EXCLUDE_MAX = 256
 
 
 class Role(StrEnum):
@@ -49,7 +51,8 @@ class Request:
     `keys` name the prompt's full blocks, in order, 16 bytes each (`kvstore.keys`); empty if only
     the length is known. `priority` and `output_class` name classes of the settings. `tenant` is who
     shares fairly with others. `output_tokens` is how long the caller thinks that the answer will
-    be; `output_tokens_max` is where it is cut.
+    be; `output_tokens_max` is where it is cut. `exclude` are ids of instances that must not be
+    chosen, such as one that has just refused it; those that are not known are ignored.
     """
 
     id: str
@@ -63,6 +66,7 @@ class Request:
     output_tokens_max: int | None = None
     output_class: str = ""
     urgent: bool = False  # may be raced over two routes
+    exclude: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +108,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class RequestEvent:
-    """What became of a request. `tokens` of a "tokens" event: how many more it has answered."""
+    """What became of a request. `tokens` of a "tokens" event: how many more it has answered.
+    `route` of a request that is raced: the ids of the prefill and the decode instance that this is
+    about; without it, those of its decision."""
 
     request_id: str
     kind: str
     tokens: int = 0
+    route: tuple[str, str] | None = None
 
 
 EVENT_KINDS = ("prefill_done", "first_token", "tokens", "finished", "cancelled")

@@ -34,9 +34,12 @@ from .bulletins import (
     pack,
     unpack,
 )
-from .core import Conductor, check_request
+from .checks import check_request
+from .core import Conductor
 from .errors import ConductorError, Conflict, InvalidRequest, UnknownRequest
+from .leading import FlipsElsewhere, Lease
 from .ledger import Flight
+from .racing import Route
 from .records import (
     Decision,
     InstanceSpec,
@@ -118,9 +121,12 @@ class SharedConductor(Conductor):
         self.wake = wake
         self._unix_offset_s = unix_offset_s
         self._peers: dict[str, _Peer] = {}
+        # Without an answer of who grants it, nobody leads (`feeds/sharing.py`).
+        self.lease = self.steering.lease = Lease(name, self.sharing.lead_s)
+        self.steering.elsewhere = FlipsElsewhere(self._peers, self.sharing.dead_s)
         self._loads = PeerLoads(self.cluster)
         self._rows = OwnRows(self.cluster, self.ledger, self.queues)
-        self._registry = Registry(self.cluster, unix_offset_s)
+        self._registry = Registry(self.cluster, unix_offset_s, self._flips)
         self._elsewhere = Elsewhere()
         self._news = News()
         self._begin_telling()
@@ -163,7 +169,7 @@ class SharedConductor(Conductor):
         if not same_prompt(entry.placed, request):
             raise Conflict(f"request {request.id!r} is in flight with another prompt")
         placed = entry.placed
-        if placed.prefill in self.cluster and placed.decode in self.cluster:
+        if self._stands_elsewhere(placed, request):
             if entry.owner in self._peers:
                 return self._decision_of(placed, now)
             flight = self._adopt(entry, now, request)
@@ -220,6 +226,7 @@ class SharedConductor(Conductor):
         self._loads.vacate(self.cluster.row(instance))
         super().remove(instance, now)
         self._heard.pop(instance, None)
+        self.steering.elsewhere.pop(instance)
 
     def requests_at(self, instance: str) -> int:
         """See `Conductor.requests_at`; others' as well."""
@@ -329,7 +336,7 @@ class SharedConductor(Conductor):
             for request_id in word.request_ids:
                 self._elsewhere.ended(by, request_id)
         elif isinstance(word, Happened):
-            event = RequestEvent(word.request_id, word.kind, word.tokens)
+            event = RequestEvent(word.request_id, word.kind, word.tokens, word.route)
             if self.ledger.get(event.request_id) is not None:
                 self.observe(event, now)
                 self._learn(self._news.events, event)
@@ -350,6 +357,10 @@ class SharedConductor(Conductor):
         """Another conductor has a request in flight. If we have it, too, one of us gives it up."""
         flight = self.ledger.get(placed.request_id)
         if flight is None:
+            known = self._elsewhere.get(placed.request_id)
+            if known is None and not placed.claim and placed.prefill in self.cluster:
+                computed = max(placed.prompt_tokens - placed.cached_tokens, 0)
+                self.steering.came(placed.model, placed.prompt_tokens, computed, now)
             self._elsewhere.put(by, placed, now)
         elif rank(self._placed(flight), self.name) > rank(placed, by):
             self._begun[placed.request_id] = None  # say so again
@@ -383,11 +394,23 @@ class SharedConductor(Conductor):
         row = self.cluster.row(word.instance)
         if self.cluster.role(row) is not role:
             self.cluster.set_role(row, role)
-        if word.draining:
-            self.cluster.set_status(word.instance, Status.DRAINING)
-        elif self.cluster.status[row] is Status.DRAINING:
-            self.cluster.set_status(word.instance, Status.READY)
+        self.cluster.assign(word.instance, on=not word.draining)
+        self._hear_flip(word, now)
         self._registry.settled(word.instance, word.changed_at)
+
+    def _hear_flip(self, word: Instance, now: float) -> None:
+        """Who changes its role, if anybody does."""
+        if word.flip_by == self.name:
+            return
+        role = Role(word.flip) if word.flip in tuple(Role) and word.flip_by else None
+        self.steering.flips_elsewhere(word.instance, role, word.flip_by, now)
+        if word.draining and role is None:
+            self.steering.keep_out(word.instance, now)
+
+    def _flips(self) -> dict[str, tuple[str, str]]:
+        """For others: the role that an instance is being given, and by whom."""
+        flips = self.steering.flipping()
+        return {name: (role.value, by or self.name) for name, (role, by) in flips.items()}
 
     @staticmethod
     def _learn(news: list[Learnt], item: Learnt) -> None:
@@ -419,9 +442,18 @@ class SharedConductor(Conductor):
     # -- requests of others ------------------------------------------------------------------------
 
     def _pass_on(self, event: RequestEvent, now: float) -> None:
-        self._events.append(Happened(event.request_id, event.kind, event.tokens))
+        self._events.append(Happened(event.request_id, event.kind, event.tokens, event.route))
         self._passed_on.append((now, event))
         self._shared_counts["passed_on"] += 1
+
+    def _stands_elsewhere(self, placed: Placed, request: Request) -> bool:
+        """Whether those who have something left to do for it are there to do it, and wanted."""
+        if placed.prefill not in self.cluster or placed.decode not in self.cluster:
+            return False
+        left = [placed.decode] if placed.prefilled else [placed.prefill, placed.decode]
+        status = self.cluster.status
+        lost = any(status[self.cluster.row(name)] is Status.LOST for name in left)
+        return not lost and not set(left) & set(request.exclude)
 
     def _check_adopted(self, request: Request) -> None:
         """Of a request that was taken over the keys are not known until it is asked about."""
@@ -450,8 +482,7 @@ class SharedConductor(Conductor):
             return None
         if preempted is None:
             return None
-        for victim in preempted:
-            self._end(victim, now, "preempted")
+        self._make_way(preempted, placed.request_id, now)
         self._elsewhere.pop(placed.request_id)
         self._claims[placed.request_id] = placed.claim + 1
         self._adopted.add(placed.request_id)
@@ -473,7 +504,7 @@ class SharedConductor(Conductor):
         ready_at = max(now, decided_at + placed.predicted_ttft_s)
         self.horizon.promise(placed.request_id, flight.decode_row, context, ready_at, decode_s, now)
         if placed.prefilled:
-            self._prefilled(flight, now)
+            self._prefilled(flight, Route(placed.prefill, placed.decode), now)
 
     def _flight_of(self, placed: Placed, request: Request | None, now: float) -> Flight:
         decision = self._decision_of(placed, now)

@@ -68,6 +68,10 @@ class SharingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Whose silence lasts so long is dead: what it had promised counts no more, and its requests
     may be taken over. Some garbage collections and a failover of Redis."""
 
+    lead_s: Annotated[float, Meta(ge=0.2, le=3600)] = 3.0
+    """For how long the conductor that leads has the lease, which it renews four times as often: so
+    long nobody leads after it has died."""
+
 
 def counts_of(row: Row) -> tuple[int, ...]:
     """The numbers of a row in the order of columns here."""

@@ -50,6 +50,12 @@ def state(core: Conductor, now: float, followers: int) -> Iterator[Family]:
         ("outcome",),
         [((outcome,), float(getattr(numbers["shadow"], outcome))) for outcome in _SHADOW],
     )
+    yield (
+        "leads",
+        "1 if what this conductor plans is ordered, which it is of one of several.",
+        (),
+        [((), float(core.steering.leads(now)))],
+    )
     yield "followers", "Connections that follow the decisions.", (), [((), float(followers))]
 
 

@@ -18,6 +18,7 @@ from .cluster import INSTANCES_MAX
 from .draining import ENDED, InstanceDrain, NodeDrain, unique_in_hbm
 from .errors import ConductorError, InvalidRequest
 from .flips import Assign, Member, SetRole, Verify
+from .leading import FlipsElsewhere
 from .orders import LOST_S, Pool
 from .planner import Meter, Planner
 from .records import Status
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
     from .core import Conductor
     from .draining import Progress
-    from .flips import Action
+    from .flips import Action, Flip
+    from .leading import Lease
     from .orders import Ended, NodeSpace, Order
     from .planner import Plan
     from .records import Role
@@ -71,10 +73,19 @@ class _Planned:
 
 
 class Steering:
-    """For one conductor; call `tick` every second or so. Not thread-safe."""
+    """For one conductor; call `tick` every second or so. Not thread-safe.
+
+    Of several conductors the one that has the `lease` leads: only that one orders what nobody has
+    asked for, copies of hot prefixes and flips that the planner wants. The others plan all the
+    same, so that each of them can lead at once. Drains and flips that were asked for, and flips
+    that have begun, are carried out by whoever has them, and flips of the dead by who leads.
+    Without a lease this conductor is alone, and leads. `elsewhere` are the flips of others.
+    """
 
     def __init__(self, core: Conductor) -> None:
         self._core = core
+        self.lease: Lease | None = None
+        self.elsewhere = FlipsElsewhere()
         self.replication = Replication(core.settings.replication)
         self._node_drains: dict[str, NodeDrain] = {}
         self._instance_drains: dict[str, InstanceDrain] = {}
@@ -105,6 +116,24 @@ class Steering:
         """A request has ended, with so many tokens."""
         self._plans_of(model, now).meter.answered(output_tokens)
 
+    def flips_elsewhere(self, instance: str, role: Role | None, by: str, now: float) -> None:
+        """Another conductor says later than anybody that it, `by`, gives an instance this role; or
+        (None) that nobody flips it. A flip of our own gives way: two would end at odds."""
+        if role is not None:
+            self.elsewhere.put(instance, role, by, now)
+            for planned in self._planned.values():
+                planned.planner.flips.forget(instance, now, f"{by} flips it")
+        elif self.elsewhere.pop(instance):
+            spec = self._core.cluster.spec(instance)
+            self._plans_of(spec.model, now).planner.flipped_elsewhere(now)
+
+    def keep_out(self, instance: str, now: float) -> None:
+        """Somebody drains an instance: no flip gives it work again, and one of which it was not
+        told is given up."""
+        self._kept_out.add(instance)
+        for planned in self._planned.values():
+            planned.planner.flips.cancel(instance, now, "it is drained")
+
     # -- what is wanted ----------------------------------------------------------------------------
 
     def drain_node(self, node: str, now: float, deadline_s: float | None = None) -> None:
@@ -126,11 +155,9 @@ class Steering:
             )
 
     def drain_instance(self, instance: str, now: float, deadline_s: float | None = None) -> None:
-        """Follow an instance that is given nothing new until its requests have ended. A flip of it
-        that it was not told of is given up, and none gives it work again."""
-        self._kept_out.add(instance)
-        for planned in self._planned.values():
-            planned.planner.flips.cancel(instance, now, "it is drained")
+        """Follow an instance that is given nothing new until its requests have ended."""
+        self.keep_out(instance, now)
+        self.elsewhere.pop(instance)  # whoever flips it hears that it is drained
         drain = self._instance_drains.get(instance)
         if drain is None or drain.phase in ENDED:
             _make_room(self._instance_drains, instance, INSTANCES_MAX)
@@ -166,6 +193,20 @@ class Steering:
         """The last plan of each model, with every number behind it."""
         return {model: one.plan for model, one in self._planned.items() if one.plan is not None}
 
+    def flips(self) -> list[Flip]:
+        """Flips of ours that have ended, then those under way, each oldest first."""
+        every = [planned.planner.flips for planned in self._planned.values()]
+        return [flip for one in every for flip in one.ended] + self._under_way()
+
+    def flipping(self) -> dict[str, tuple[Role, str]]:
+        """Instances that are given another role, by whom: by a conductor's name, "" for us."""
+        found = {name: flip for name in self.elsewhere if (flip := self.elsewhere.get(name))}
+        return found | {flip.instance: (flip.new, "") for flip in self._under_way()}
+
+    def leads(self, now: float) -> bool:
+        """Whether what is planned here is ordered."""
+        return self.lease is None or self.lease.holds(now)
+
     # -- time --------------------------------------------------------------------------------------
 
     def tick(self, nodes: Mapping[str, NodeSpace], now: float) -> Steered:
@@ -174,7 +215,8 @@ class Steering:
         self._core.count_seen(now)
         pool = self._pool(nodes, now)
         self._give_up_lost(now)
-        if nodes:
+        leads = self.leads(now)
+        if nodes and leads:
             steered.orders += self._numbered(
                 self.replication, self.replication.plan(pool, now), now
             )
@@ -182,6 +224,11 @@ class Steering:
             steered.orders += self._numbered(drain, drain.step(pool, now), now)
         self._step_instances(pool, now)
         self._kept_out = {name for name in self._kept_out if name in self._core.cluster}
+        for name in self.elsewhere:
+            if name not in self._core.cluster:
+                self.elsewhere.pop(name)
+        if leads:
+            steered.actions += self._go_on_for_the_dead(now)
         steered.actions += self._plan_all(now)
         return steered
 
@@ -197,11 +244,28 @@ class Steering:
 
     # -- inside ------------------------------------------------------------------------------------
 
+    def _under_way(self) -> list[Flip]:
+        every = self._planned.values()
+        return [flip for planned in every for flip in planned.planner.flips.under_way]
+
+    def _go_on_for_the_dead(self, now: float) -> list[Action]:
+        """Flips whose conductor has died are ours: nobody else would give their instances work."""
+        actions: list[Action] = []
+        for name, role in self.elsewhere.orphans(now):
+            self.elsewhere.pop(name)
+            model = self._core.cluster.spec(name).model
+            planned = self._plans_of(model, now)
+            why = "the conductor that had begun it is dead"
+            todo = planned.planner.flips.resume(name, role, self.fleet(model), now, why)
+            actions += self._carried(planned, todo, now)
+        return actions
+
     def _plans_of(self, model: str, now: float) -> _Planned:
         planned = self._planned.get(model)
         if planned is None:
             settings = self._core.settings.planner
-            planned = _Planned(Planner(settings), Meter(now), now + settings.interval_s, now)
+            planner = Planner(settings, self.elsewhere)
+            planned = _Planned(planner, Meter(now), now + settings.interval_s, now)
             self._planned[model] = planned
         planned.alive_at = now
         return planned
@@ -223,6 +287,7 @@ class Steering:
                         tuple([column[row] for column in columns]),
                         spec.kv_capacity_tokens,
                         spec.batch_max,
+                        cluster.status[row] is Status.LOST,
                     )
                 )
         return fleets
@@ -256,7 +321,7 @@ class Steering:
         planner.observe(planned.meter.close(now))
         plan, trouble = None, ""
         try:
-            plan = planner.plan(fleet, now)
+            plan = planner.plan(fleet, now, leads=self.leads(now))
             if planner.forecast_error:
                 trouble = f"the constant predictor stands in: {planner.forecast_error}"
         except (ConductorError, ValueError, ArithmeticError) as error:
@@ -298,15 +363,15 @@ class Steering:
         if not action.on:
             # It was ready, so whoever had drained it before has let it work again.
             self._kept_out.discard(name)
-            self._core.cluster.set_status(name, Status.DRAINING)
+            self._core.cluster.assign(name, on=False)
         elif name not in self._kept_out:
-            self._core.cluster.set_status(name, Status.READY)
+            self._core.cluster.assign(name, on=True)
 
     def _pool(self, nodes: Mapping[str, NodeSpace], now: float) -> Pool:
         core = self._core
 
         def seconds(source: str, target: str, nbytes: int) -> float:
-            numbers = core.cluster.node_number(source), core.cluster.node_number(target)
+            numbers = core.cluster.find_node(source), core.cluster.find_node(target)
             return float(core.transfers.seconds(numbers[0], _DRAM, numbers[1], nbytes, now))
 
         def serving(model: str) -> set[str]:
@@ -326,6 +391,8 @@ class Steering:
         for drain in going:
             name = drain.instance
             here = name in self._core.cluster
+            if here and self._core.cluster.status[self._core.cluster.row(name)] is Status.LOST:
+                here = False  # nobody knows whether its requests go on
             requests = self._core.requests_at(name) if here else None
             drain.step(requests, now, unique_blocks=self._unique.get(name, 0))
 

@@ -13,15 +13,17 @@ import numpy as np
 
 from .bulletins import SECONDS_MAX, Instance, Placed, Row
 from .ledger import Phase
-from .records import InstanceSpec, Role, Status
 from .sharing import COUNTS, REPORTED
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from .cluster import Cluster
     from .ledger import Flight, Ledger
     from .queues import Queues
+    from .records import InstanceSpec, Role
 
     Counts = NDArray[np.int64]
 
@@ -108,28 +110,36 @@ class _State(NamedTuple):
     spec: InstanceSpec
     role: Role
     draining: bool
+    flip: tuple[str, str] = ("", "")
 
 
 class Registry:
     """When each instance changed last, by Unix time: of two different words, the later is right.
 
     A change here is later than all that is known of the instance, whatever the clocks of those say
-    who told us.
+    who told us. `flips()` has the instances that are given another role: (role, by whom).
     """
 
-    def __init__(self, cluster: Cluster, unix_offset_s: float) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        unix_offset_s: float,
+        flips: Callable[[], dict[str, tuple[str, str]]] = dict,
+    ) -> None:
         self._cluster = cluster
         self._unix_offset_s = unix_offset_s
+        self._flips_now = flips
+        self._flips: dict[str, tuple[str, str]] = {}
         self._version = -1
         self._states: dict[str, _State] = {}
         self._changed_at: dict[str, float] = {}
 
     def changed(self, now: float) -> list[str]:
         """Instances that came, changed or left here since the last call."""
-        cluster = self._cluster
-        if cluster.version == self._version:
+        cluster, flips = self._cluster, self._flips_now()
+        if cluster.version == self._version and flips == self._flips:
             return []
-        self._version = cluster.version
+        self._version, self._flips = cluster.version, flips
         changed = [name for name in self._states if name not in cluster]
         changed += [name for name in cluster.names if self._state(name) != self._states.get(name)]
         for name in changed:
@@ -143,6 +153,10 @@ class Registry:
 
     def settled(self, instance: str, changed_at: float) -> None:
         """It is now as it was said to be since then."""
+        self._flips.pop(instance, None)  # what changed of others meanwhile is still to be found
+        flip = self._flips_now().get(instance)
+        if flip is not None:
+            self._flips[instance] = flip
         self._changed_at.pop(instance, None)
         self._changed_at[instance] = changed_at
         if instance in self._cluster:
@@ -158,16 +172,16 @@ class Registry:
         state = self._states.get(instance)
         if state is None:
             return Instance(instance, changed_at, None)
-        return Instance(instance, changed_at, state.spec, state.role.value, state.draining)
+        role, by = state.flip
+        return Instance(
+            instance, changed_at, state.spec, state.role.value, state.draining, role, by
+        )
 
     def _state(self, instance: str) -> _State:
         cluster, row = self._cluster, self._cluster.row(instance)
-        status = cluster.status[row]
-        draining = status is Status.DRAINING
-        if status is Status.LOST:  # that it is silent here is our own affair
-            before = self._states.get(instance)
-            draining = before is not None and before.draining
-        return _State(cluster.spec(instance), cluster.role(row), draining)
+        draining = bool(cluster.draining[row])  # that it is silent here is our own affair
+        flip = self._flips.get(instance, ("", ""))
+        return _State(cluster.spec(instance), cluster.role(row), draining, flip)
 
 
 def placed_word(

@@ -18,6 +18,7 @@ class _Watched:
     began_at: float
     ttft_s: float
     tbt_s: float
+    route: tuple[str, str]
     last_token_at: float | None = None
 
 
@@ -52,8 +53,9 @@ class Timings:
         if len(self._watched) >= self._watched_max:
             del self._watched[next(iter(self._watched))]  # the oldest
         self._watched[decision.request_id] = _Watched(
-            decision.decided_at, now, decision.predicted_ttft_s, decision.predicted_tbt_s
-        )
+            decision.decided_at, now, decision.predicted_ttft_s, decision.predicted_tbt_s,
+            (decision.prefill, decision.decode),
+        )  # fmt: skip
 
     def forget(self, request_id: str) -> None:
         """It was given up."""
@@ -73,6 +75,8 @@ class Timings:
             return None
         if event.kind == "first_token" and watched.last_token_at is None:
             watched.last_token_at = now
+            if event.route not in (None, watched.route):
+                return None  # another route has won a race; this one's time was not predicted
             return Observed("ttft", watched.ttft_s, now - watched.began_at)
         if event.kind == "tokens" and event.tokens > 0:
             since, watched.last_token_at = watched.last_token_at, now

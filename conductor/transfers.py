@@ -22,19 +22,18 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from .cluster import NODES_MAX as NODES_MAX
 from .index import TIERS as TIERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
     Numbers = NDArray[np.int64] | NDArray[np.int32] | int
 
-# As many as one pool has (`kvstore.directory.base`): two matrices of 64 MiB. Nodes beyond it are
-# served at the default's speed.
-NODES_MAX = 4096
+# Nodes beyond NODES_MAX are served at the default's speed.
 _NODES_MIN = 64
 
 # No measurement is believed beyond these; a way that is slower or later than this is down.
@@ -147,12 +146,15 @@ class Transfers:
         moving_s = max(busy_s - latency_s, busy_s / 2)
         self._measured(source_node, target_node, nbytes / moving_s, latency_s)
 
-    def forget(self, node: str) -> None:
-        """A node has left: its ways are unknown again, and it sends nothing."""
-        number = self._named(node)
-        self._names.pop(number, None)
-        if number < 0:
+    def forget(self, numbers: Collection[int]) -> None:
+        """These are other nodes' from now on: their ways are unknown, and they send nothing."""
+        at = [number for number in numbers if number < self._nodes]
+        if not at:
             return
+        for number in at:
+            self._names.pop(number, None)
+        knew = np.flatnonzero(np.logical_or.reduce(self._known[:, at], axis=1))
+        senders = np.union1d(knew, np.array(at, np.int64))
         unknown: list[tuple[NDArray[Any], Any]] = [
             (self._known, False),
             (self._own, False),
@@ -160,10 +162,9 @@ class Transfers:
             (self._latency_s, self.settings.link_latency_s),
         ]
         for matrix, value in unknown:
-            matrix[number, :] = matrix[:, number] = value
-        self._byte_s[number, number] = self._latency_s[number, number] = 0.0
-        self._in_flight_bytes[number] = self._sent_at[number] = 0.0
-        self._rate_bytes_s[number] = self.settings.link_bandwidth_bytes_s
+            matrix[at, :] = matrix[:, at] = value
+        self._in_flight_bytes[at] = self._sent_at[at] = 0.0
+        self._settle(senders)
 
     def ways(self) -> dict[str, dict[str, tuple[float, float]]]:
         """(bandwidth in bytes/s, latency in s) of what was measured, by source and target."""
@@ -232,6 +233,29 @@ class Transfers:
             latency_s = np.where(same, 0.0, latency_s)
         seconds = wait_s + latency_s + nbytes * np.maximum(link, tier)
         return np.asarray(seconds * (np.asarray(nbytes) > 0), np.float64)
+
+    def seconds_from(
+        self,
+        source_node: int,
+        source_tier: int,
+        target_nodes: NDArray[Any],
+        nbytes: NDArray[Any],
+        now: float,
+    ) -> Floats:
+        """`seconds` from one source, in half the time: numbers of nodes [targets], and for each how
+        much is sent there [targets]."""
+        highest = max(source_node, int(target_nodes.max(initial=-1)))
+        if highest >= self._nodes:
+            return self.seconds(source_node, source_tier, target_nodes, nbytes, now)
+        link = self._byte_s[source_node].take(target_nodes)
+        in_flight_s = self._in_flight_bytes.item(source_node) / self._rate_bytes_s.item(source_node)
+        wait_s = min(in_flight_s, max(self._sent_at.item(source_node) - now, 0.0))
+        seconds: Floats = nbytes * np.maximum(link, self._tier_byte_s[source_tier])
+        seconds += self._latency_s[source_node].take(target_nodes)
+        if wait_s:
+            seconds += wait_s * (link > 0)
+        seconds *= nbytes > 0
+        return seconds
 
     def _waiting_s(self, now: float | None) -> Floats:
         """Per sender: what is in flight at its rate, and not more than is left of it by now."""
@@ -307,11 +331,12 @@ class Transfers:
         self._nodes = nodes
         self._settle()
 
-    def _settle(self) -> None:
+    def _settle(self, senders: NDArray[np.int64] | slice = slice(None)) -> None:
         """What follows from the ways: senders' rates, and that within a node there is no link. The
         last row and column, of the unknown, are never within one node."""
-        byte_s = np.where(self._known, self._byte_s, np.inf).min(axis=1).astype(np.float64)
+        known_s = np.where(self._known[senders], self._byte_s[senders], np.inf)
+        byte_s = known_s.min(axis=1).astype(np.float64)
         default_s = 1 / self.settings.link_bandwidth_bytes_s
-        self._rate_bytes_s[:] = 1 / np.where(np.isinf(byte_s), default_s, byte_s)
+        self._rate_bytes_s[senders] = 1 / np.where(np.isinf(byte_s), default_s, byte_s)
         inner = np.arange(self._nodes)
         self._byte_s[inner, inner] = self._latency_s[inner, inner] = 0.0

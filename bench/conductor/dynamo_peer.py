@@ -30,7 +30,7 @@ async def _run(answers: TextIO, workers: int, blocks: int, block_tokens: int) ->
     for number in range(workers):
         await service.upsert_worker(_worker(number, block_tokens))
     prompts = _Prompts(blocks, block_tokens)
-    one, held = prompts.new(), 0
+    held = 0
     print('"ready"', file=answers, flush=True)
     for line in sys.stdin:
         word, text = line.split()
@@ -43,7 +43,7 @@ async def _run(answers: TextIO, workers: int, blocks: int, block_tokens: int) ->
                 await service.free_reservation(f"held-{index}")
             held = number
         else:
-            seconds = await _ask(service, word, number, one)
+            seconds = await _ask(service, word, [prompts.new() for _ in range(number)])
         print(json.dumps(seconds), file=answers, flush=True)
     service.shutdown()
 
@@ -65,9 +65,8 @@ class _Prompts:
         }
 
 
-async def _ask(service: Any, word: str, number: int, body: dict[str, Any]) -> list[float]:
+async def _ask(service: Any, word: str, bodies: list[dict[str, Any]]) -> list[float]:
     call = {"select": service.select, "reserve": service.select_and_reserve}[word]
-    bodies = [dict(body) for _ in range(number)]
     if word == "reserve":
         for index, one in enumerate(bodies):
             one["selection_id"] = f"timed-{index}"

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from ..records import KEYS_MAX, TOKENS_MAX
+from ..records import EXCLUDE_MAX, KEYS_MAX, TOKENS_MAX
 
 ID_MAX = 256
 NAME_MAX = 1024  # as long as a model's name may be in a schema
@@ -106,6 +106,20 @@ class ScheduleBody(Body, frozen=True, kw_only=True):
     output_tokens_max: Annotated[PromptTokens | None, Meta(description="Where it is cut.")] = None
     output_class: Annotated[Name, Meta(description="A class of the settings.")] = ""
     urgent: Annotated[bool, Meta(description="May be raced over two routes.")] = False
+    exclude: Annotated[
+        list[Id],
+        Meta(
+            max_length=EXCLUDE_MAX,
+            description="Instances that must not be chosen: one that has refused it, say.",
+        ),
+    ] = []
+
+
+class RouteBody(Body, frozen=True, kw_only=True):
+    """One of the ways over which a request is raced."""
+
+    prefill: Id
+    decode: Id
 
 
 class EventBody(Body, frozen=True, kw_only=True):
@@ -114,6 +128,13 @@ class EventBody(Body, frozen=True, kw_only=True):
     tokens: Annotated[
         Tokens, Meta(description='Of "tokens": how many more have been answered.', examples=[16])
     ] = 0
+    route: Annotated[
+        RouteBody | None,
+        Meta(
+            description='Of "prefill_done" and "first_token" of a request that is raced: the route '
+            "that has come so far. Else the decision's first."
+        ),
+    ] = None
 
 
 class FetchReply(Reply, frozen=True, kw_only=True):
@@ -333,6 +354,99 @@ class DecisionsReply(Reply, frozen=True, kw_only=True):
     """The log, latest first."""
 
     decisions: list[EntryReply]
+
+
+# -- the pool as a whole ---------------------------------------------------------------------------
+
+
+class ReasonReply(Reply, frozen=True, kw_only=True):
+    """A number that a plan rests on."""
+
+    name: str
+    value: float | None
+    unit: str
+    why: str
+
+
+class WishReply(Reply, frozen=True, kw_only=True):
+    """The flip after which the instances serve most."""
+
+    instance: str
+    role: RoleName
+
+
+class PlanReply(Reply, frozen=True, kw_only=True):
+    """What should be done about one model's instances, and why."""
+
+    model: str
+    planned_at: float
+    mode: Annotated[
+        Literal["off", "advise", "act"], Meta(description="When it was planned: `act` flips.")
+    ]
+    prefill: Annotated[int, Meta(description="Ready instances that prefill.")]
+    decode: Annotated[int, Meta(description="Ready instances that decode.")]
+    mixed: Annotated[int, Meta(description="Ready instances that do both.")]
+    load: Annotated[float | None, Meta(description="Expected requests over `serves_rate`.")]
+    serves_rate: Annotated[float | None, Meta(description="Requests/s within the objectives.")]
+    best_prefill: Annotated[int, Meta(description="Of those that are not mixed.")]
+    instances_wanted: Annotated[int, Meta(description="In all. Advice: nobody starts them.")]
+    flip: Annotated[WishReply | None, Meta(description="If there is one that helps.")]
+    flip_now: Annotated[bool, Meta(description="Whether this conductor began it.")]
+    held_back: Annotated[str, Meta(description="Why it did not.")]
+    reasons: list[ReasonReply]
+
+
+class FlipReply(Reply, frozen=True, kw_only=True):
+    """An instance's way from role to role."""
+
+    instance: str
+    old: RoleName
+    new: RoleName
+    step: Literal["draining", "committing", "verifying", "ready", "returned", "failed", "lost"]
+    began_at: float
+    ends_at: Annotated[
+        float, Meta(description="When this step is given up; of one that has ended, when it did.")
+    ]
+    why: str
+
+
+class PlansReply(Reply, frozen=True, kw_only=True):
+    """What this conductor plans."""
+
+    leads: Annotated[
+        bool, Meta(description="Of several conductors only one orders what it plans: this one?")
+    ]
+    leader: Annotated[
+        str, Meta(description="Its name; empty if nobody is known to lead, or there are no others.")
+    ]
+    plans: Annotated[list[PlanReply], Meta(description="The last one of each model.")]
+    flips: Annotated[
+        list[FlipReply],
+        Meta(description="Of this conductor: the latest that have ended, then those under way."),
+    ]
+
+
+class DrainReply(Reply, frozen=True, kw_only=True):
+    """How far a node, or an instance, is emptied."""
+
+    kind: Literal["node", "instance"]
+    name: str
+    phase: Literal[
+        "closing", "hot", "rest", "waiting", "done", "late", "failed", "lost", "cancelled"
+    ]
+    left_s: Annotated[float, Meta(description="Until its deadline; 0 if it has ended.")]
+    unique_blocks: Annotated[int, Meta(description="Hot ones that nobody else has yet.")]
+    moved_blocks: Annotated[int, Meta(description="Hot ones that were copied away.")]
+    moved_bytes: int
+    handed_over: Annotated[int, Meta(description="Blocks that the node handed over at the end.")]
+    failures: Annotated[int, Meta(description="Orders that failed.")]
+    requests: Annotated[int, Meta(description="Of an instance, in flight.")]
+
+
+class DrainsReply(Reply, frozen=True, kw_only=True):
+    """Drains that this conductor was asked for: nodes, then instances, each oldest first."""
+
+    drains: list[DrainReply]
 
 
 # -- health, errors --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from starlette.responses import Response, StreamingResponse
 
 from ..errors import InvalidRequest, UnknownRequest
 from ..metrics import CONTENT_TYPE
-from ..records import EVENT_KINDS, Decision, RequestEvent, Role
+from ..records import EVENT_KINDS, Decision, Role
 from ..shared import SharedConductor
 from .answers import Refusal, answer, rejected
 from .intake import Intake
@@ -20,6 +20,7 @@ from .models import (
     HOT_MAX,
     MATCH_HOLDERS_MAX,
     DecisionsReply,
+    DrainsReply,
     EventBody,
     HealthReply,
     HolderReply,
@@ -28,6 +29,7 @@ from .models import (
     InstancesReply,
     MatchBody,
     MatchReply,
+    PlansReply,
     RoleBody,
     ScheduleBody,
 )
@@ -35,10 +37,14 @@ from .stream import events
 from .words import (
     check_id,
     decision_reply,
+    drain_reply,
     entry_reply,
+    flip_reply,
     hot_reply,
     instance_reply,
     is_heartbeat,
+    plan_reply,
+    to_event,
     to_load,
     to_request,
     to_spec,
@@ -79,8 +85,9 @@ class Routes:
         """Decide where a request runs.
 
         Asking again with the same `request_id` gives the same decision while the request is in
-        flight, so a call whose answer was lost can be repeated. Ask with token ids, with block
-        keys, or with a length alone.
+        flight, so a call whose answer was lost can be repeated; if an instance of it has gone or is
+        in `exclude`, it is decided anew. Ask with token ids, with block keys, or with a length
+        alone.
         """
         service = self._service
         body = await self._intake.body(http, _schedule)
@@ -92,17 +99,16 @@ class Routes:
     async def event(self, http: HttpRequest) -> Response:
         """Say what became of a request: it keeps its place, moves on, or gives it back.
 
-        `tokens` takes a body with how many more have been answered. A request that was not heard
-        of for as long as its decision said is taken for lost, and is not known any more.
+        `tokens` takes a body with how many more have been answered, `prefill_done` and
+        `first_token` of a race one with the route. A request that was not heard of for as long as
+        its decision said is taken for lost, and is not known any more.
         """
         request_id = check_id(http.path_params["request_id"], "request_id")
         kind = http.path_params["event"]
         if kind not in EVENT_KINDS:
             raise InvalidRequest(f"no event {kind[:64]!r}; there are {', '.join(EVENT_KINDS)}")
         body = await self._intake.optional(http, _event, EventBody())
-        if body.tokens and kind != "tokens":
-            raise InvalidRequest(f'tokens goes with the event "tokens", not with {kind!r}')
-        rejection = self._service.observe(RequestEvent(request_id, kind, body.tokens))
+        rejection = self._service.observe(to_event(request_id, kind, body))
         if rejection is not None:
             return rejected(rejection)
         return Response(status_code=_NO_CONTENT)
@@ -151,8 +157,7 @@ class Routes:
     async def flip(self, http: HttpRequest) -> Response:
         """Begin to change what an instance does: it gets no new work, finishes what it has, is told
         its role (where its label `role_url` says) and asked to show it, and then gets work again.
-        Refused if too few would be left in its role. `GET /v1/instances/{instance}` shows where it
-        is."""
+        Refused if too few would be left in its role. `GET /v1/plans` shows where it is."""
         instance = check_id(http.path_params["instance"], "an instance's id")
         body = await self._intake.body(http, _role)
         self._service.flip(instance, Role(body.role))
@@ -232,6 +237,28 @@ class Routes:
             media_type="text/event-stream",
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},
         )
+
+    # -- the pool as a whole -----------------------------------------------------------------------
+
+    async def plans(self, http: HttpRequest) -> Response:
+        """What this conductor would do about the instances of each model, with every number behind
+        it, and the flips that it carries out. Each conductor plans; the one that leads orders."""
+        service, steering = self._service, self._core.steering
+        now, unix_s = service.clock(), service.unix_s
+        return answer(
+            PlansReply(
+                leads=steering.leads(now),
+                leader=steering.lease.leader(now) if steering.lease is not None else "",
+                plans=[plan_reply(*one, unix_s) for one in steering.plans().items()],
+                flips=[flip_reply(flip, unix_s) for flip in steering.flips()],
+            )
+        )
+
+    async def drains(self, http: HttpRequest) -> Response:
+        """Nodes and instances that are emptied, and those that were: how far, and what is lost if
+        one stops now. Of several conductors each shows those that it was asked for."""
+        found = self._core.steering.drains(self._service.clock())
+        return answer(DrainsReply(drains=[drain_reply(progress) for progress in found]))
 
     # -- settings, health --------------------------------------------------------------------------
 

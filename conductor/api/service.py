@@ -80,6 +80,7 @@ class Service:
         now = self.clock()
         outcome = self.core.schedule(request, now)
         took_s = self.clock() - now
+        self._tell_who_was_put_out()
         if outcome.decided_at < now:
             return outcome
         if isinstance(outcome, Decision):
@@ -87,27 +88,21 @@ class Service:
         else:
             self.metrics.rejected(request, outcome, took_s)
             self.metrics.timings.forget(request.id)  # of an earlier decision, whose instance left
-        for rejection in self._preempted_by(outcome):
-            self.metrics.timings.forget(rejection.request_id)
-            self.broadcast.give(rejection)
         self.broadcast.give(outcome)
         return outcome
 
-    def _preempted_by(self, outcome: Decision | Rejection) -> list[Rejection]:
-        """Who had to leave its place in a queue for this one: at most one, logged just before."""
-        return [
-            entry
-            for entry in self.core.decisions(2)[1:]
-            if isinstance(entry, Rejection)
-            and entry.reason == "preempted"
-            and entry.decided_at == outcome.decided_at
-        ]
+    def _tell_who_was_put_out(self) -> None:
+        """Who had to leave its place in a queue for another request."""
+        for rejection in self.core.put_out():
+            self.metrics.timings.forget(rejection.request_id)
+            self.broadcast.give(rejection)
 
     def observe(self, event: RequestEvent) -> Rejection | None:
         """What became of a request; a rejection if it is refused after its prefill. Raises
         UnknownRequest."""
         now = self.clock()
         self.core.observe(event, now)
+        self._tell_who_was_put_out()
         self.metrics.observed(event, now)
         if event.kind != "prefill_done" or self.core.settings.admission.mode != "baseline":
             return None
@@ -143,6 +138,7 @@ class Service:
                 self._follow(spec)
         for event in news.events:
             self.metrics.observed(event, self.clock())
+        self._tell_who_was_put_out()
         self._catch_up()
 
     def _learn_schema(self, model: str, canonical: str, joined: set[str]) -> None:

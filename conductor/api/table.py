@@ -16,6 +16,7 @@ from .models import (
     MATCH_HOLDERS_MAX,
     DecisionReply,
     DecisionsReply,
+    DrainsReply,
     EntryReply,
     EventBody,
     HealthReply,
@@ -25,6 +26,7 @@ from .models import (
     InstancesReply,
     MatchBody,
     MatchReply,
+    PlansReply,
     RoleBody,
     ScheduleBody,
 )
@@ -115,6 +117,53 @@ _DECISION = {
     "shards": [],
     "alternatives": [],
     "expires_in_s": 60.0,
+}
+
+_PLANS = {
+    "leads": True,
+    "leader": "host-a:9f3c52e0b1d4",
+    "plans": [
+        {
+            "model": "llama-3-8b",
+            "planned_at": 1790000000.0,
+            "mode": "advise",
+            "prefill": 2,
+            "decode": 6,
+            "mixed": 0,
+            "load": 1.31,
+            "serves_rate": 7.6,
+            "best_prefill": 3,
+            "instances_wanted": 13,
+            "flip": {"instance": "decode-5", "role": "prefill"},
+            "flip_now": False,
+            "held_back": "only advice is asked for",
+            "reasons": [
+                {
+                    "name": "rate",
+                    "value": 10.0,
+                    "unit": "requests/s",
+                    "why": "constant over 12 intervals",
+                }
+            ],
+        }
+    ],
+    "flips": [],
+}
+_DRAINS = {
+    "drains": [
+        {
+            "kind": "instance",
+            "name": "decode-1",
+            "phase": "waiting",
+            "left_s": 588.0,
+            "unique_blocks": 12,
+            "moved_blocks": 0,
+            "moved_bytes": 0,
+            "handed_over": 0,
+            "failures": 0,
+            "requests": 3,
+        }
+    ]
 }
 
 ROUTES: tuple[Route, ...] = (
@@ -268,6 +317,24 @@ ROUTES: tuple[Route, ...] = (
         Right.READ,
         reply=EntryReply,
         others=((404, "Not in the log, which keeps the latest."),),
+    ),
+    Route(
+        "GET",
+        "/v1/plans",
+        Routes.plans,
+        "pool",
+        Right.READ,
+        reply=PlansReply,
+        reply_example=_PLANS,
+    ),
+    Route(
+        "GET",
+        "/v1/drains",
+        Routes.drains,
+        "pool",
+        Right.READ,
+        reply=DrainsReply,
+        reply_example=_DRAINS,
     ),
     Route("GET", "/v1/policy", Routes.settings, "settings", Right.READ, reply=SETTINGS),
     Route(

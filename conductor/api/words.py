@@ -6,29 +6,37 @@ import math
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidRequest
-from ..records import Decision, InstanceSpec, Load, Objectives, Request, Role
+from ..records import Decision, InstanceSpec, Load, Objectives, Request, RequestEvent, Role
 from .keying import parse_keys
 from .models import (
     ID_MAX,
     CandidateReply,
     DecisionReply,
+    DrainReply,
     EntryReply,
     FetchReply,
+    FlipReply,
     HotPrefixReply,
     InstanceBody,
     InstanceReply,
+    PlanReply,
+    ReasonReply,
     RouteReply,
     ShardReply,
+    WishReply,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ..core import InstanceView
+    from ..draining import Progress
+    from ..flips import Flip
+    from ..planner import Plan
     from ..popularity import HotPrefix
     from ..records import Candidate, Rejection
     from .keying import Models
-    from .models import LoadBody, ScheduleBody
+    from .models import EventBody, LoadBody, ScheduleBody
 
 
 def check_id(text: str, what: str) -> str:
@@ -70,7 +78,20 @@ def to_request(body: ScheduleBody, models: Models) -> Request:
         output_tokens_max=body.output_tokens_max,
         output_class=body.output_class,
         urgent=body.urgent,
+        exclude=tuple(check_id(name, "exclude") for name in body.exclude),
     )
+
+
+def to_event(request_id: str, kind: str, body: EventBody) -> RequestEvent:
+    """What became of a request. Raises InvalidRequest for what does not go with such an event."""
+    if body.tokens and kind != "tokens":
+        raise InvalidRequest(f'tokens goes with the event "tokens", not with {kind!r}')
+    if body.route is None:
+        return RequestEvent(request_id, kind, body.tokens)
+    if kind not in ("prefill_done", "first_token"):
+        raise InvalidRequest(f"route goes with prefill_done and first_token, not with {kind!r}")
+    names = (check_id(name, "an instance's id") for name in (body.route.prefill, body.route.decode))
+    return RequestEvent(request_id, kind, route=(next(names), next(names)))
 
 
 def to_spec(instance: str, body: InstanceBody) -> InstanceSpec:
@@ -224,4 +245,56 @@ def hot_reply(prefix: HotPrefix) -> HotPrefixReply:
         share=prefix.share,
         rate_s=prefix.rate_s,
         block_bytes=prefix.block_bytes,
+    )
+
+
+def plan_reply(model: str, plan: Plan, unix_s: Callable[[float], float]) -> PlanReply:
+    """What is planned for a model."""
+    return PlanReply(
+        model=model,
+        planned_at=unix_s(plan.at),
+        mode=plan.mode,
+        prefill=plan.prefill,
+        decode=plan.decode,
+        mixed=plan.mixed,
+        load=plan.load,
+        serves_rate=plan.serves_rate,
+        best_prefill=plan.best_prefill,
+        instances_wanted=plan.instances_wanted,
+        flip=WishReply(instance=plan.flip[0], role=plan.flip[1].value) if plan.flip else None,
+        flip_now=plan.flip_now,
+        held_back=plan.held_back,
+        reasons=[
+            ReasonReply(name=one.name, value=one.value, unit=one.unit, why=one.why)
+            for one in plan.reasons
+        ],
+    )
+
+
+def flip_reply(flip: Flip, unix_s: Callable[[float], float]) -> FlipReply:
+    """Where a flip is."""
+    return FlipReply(
+        instance=flip.instance,
+        old=flip.old.value,
+        new=flip.new.value,
+        step=flip.step.value,
+        began_at=unix_s(flip.began_at),
+        ends_at=unix_s(flip.until),
+        why=flip.why,
+    )
+
+
+def drain_reply(progress: Progress) -> DrainReply:
+    """How far a drain is."""
+    return DrainReply(
+        kind=progress.kind,
+        name=progress.name,
+        phase=progress.phase.value,
+        left_s=progress.left_s,
+        unique_blocks=progress.unique_blocks,
+        moved_blocks=progress.moved_blocks,
+        moved_bytes=progress.moved_bytes,
+        handed_over=progress.handed_over,
+        failures=progress.failures,
+        requests=progress.requests,
     )

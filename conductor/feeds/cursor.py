@@ -6,16 +6,22 @@
 A new connection may lead to a node that was restarted and counts from the beginning, so numbers of
 before say nothing. What was known stays until the inventory is complete, or until the node has
 not answered for so long that nobody will get anything from it.
+
+A node says of each block which tier it is read from. One of its memory that is on its disk as well
+is in its memory, and the disk is not spoken of. A node of before, which says nothing of tiers, has
+everything in memory.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from tiffin.kvstore.block import KEY_BYTES
 from tiffin.kvstore.errors import ProtocolError
 from tiffin.kvstore.node import messages
+from tiffin.kvstore.node.records import IN_DRAM, IN_NVME
 
 from .updates import NODE_TIERS, Added, Cleared, Heard, Inventory, Removed, slices
 
@@ -33,8 +39,11 @@ BACKOFF_S = (0.1, 10.0)
 # Of no answer. A registration lives as long (`kvstore.directory.base`), so the directory agrees.
 LOST_S = 10.0
 
-# Which tier a block is in, a node's events don't say; read over the network it comes out of DRAM.
-_TIER = "dram"
+# What a node says of a block: 0, or the tier that it is read from.
+_TIERS = {IN_DRAM: "dram", IN_NVME: "nvme"}
+_DRAM = _TIERS[IN_DRAM]
+_IN_DRAM, _HELD, _KNOWN = bytes((IN_DRAM,)), bytes(_TIERS), bytes((0, *_TIERS))
+_IN_DRAM_IF_ADDED = bytes(IN_DRAM * bool(added) for added in range(256))
 
 
 class NodeCursor:
@@ -53,6 +62,8 @@ class NodeCursor:
         self._pages: tuple[int, int] | None = (0, -1)  # keys so far, and of which state
         self._answered_at = now
         self._said_at = -math.inf
+        self._has_disk = False  # whether it ever spoke of one
+        self._begun: set[str] = set()  # tiers that the inventory under way has spoken of
         self._holds = False  # whether anything was said that a Cleared would take back
 
     @property
@@ -111,12 +122,10 @@ class NodeCursor:
             return []
         if page.more and not keys:
             raise ProtocolError(f"{self.name} sent an empty page of an inventory that goes on")
-        parts = list(slices(keys))
-        updates: list[Update] = []
-        for at, part in enumerate(parts):
-            first = not count and not at
-            last = not page.more and at == len(parts) - 1
-            updates.append(Inventory(self.name, _TIER, part, first, last, page.seq))
+        tiers = self._tiers(page.tiers, _IN_DRAM * len(keys), _HELD)
+        if not count:
+            self._begun.clear()
+        updates = self._stock(keys, tiers, page)
         self._holds, self.due_at = True, now
         if page.more:
             self._pages = (count + len(keys), page.seq)
@@ -138,24 +147,59 @@ class NodeCursor:
                 f"{self.name} sent {len(page.added)} events from {page.first} on with {len(keys)} "
                 f"keys, instead of those after {self._seq}"
             )
+        tiers = self._tiers(page.tiers, page.added.translate(_IN_DRAM_IF_ADDED), _KNOWN)
         self._seq += len(keys)
         self.due_at = now if len(keys) == messages.EVENTS_MAX else now + POLL_S
         if not keys and now < self._said_at + HEARD_S:
             return []
         self._said_at = now
-        return self._in_order(keys, page.added) or [Heard(self.name, _TIER, self._seq)]
+        return self._in_order(keys, tiers) or [
+            Heard(self.name, tier, self._seq) for tier in self._spoken_of()
+        ]
 
-    def _in_order(self, keys: list[bytes], added: bytes) -> list[Update]:
-        """Runs of additions and of removals, in their order."""
+    def _tiers(self, said: bytes, unsaid: bytes, known: bytes) -> bytes:
+        """A byte per key: what the node said, or what stands for a node that doesn't say."""
+        if said and (len(said) != len(unsaid) or said.translate(None, known)):
+            raise ProtocolError(f"{self.name} sent {len(unsaid)} keys in tiers {said[:100]!r}")
+        self._has_disk = self._has_disk or IN_NVME in said
+        return said or unsaid
+
+    def _spoken_of(self) -> tuple[str, ...]:
+        """The tiers that updates are of: a node without a disk costs nothing more."""
+        return NODE_TIERS if self._has_disk else (_DRAM,)
+
+    def _stock(self, keys: list[bytes], tiers: bytes, page: messages.KeyPage) -> list[Update]:
+        """A page of an inventory, tier by tier. The disk's begins with the first page that speaks
+        of it, and every one that began ends with the last page."""
+        updates: list[Update] = []
+        for number, tier in _TIERS.items():
+            if tier not in self._spoken_of():
+                continue
+            parts = list(slices([k for k, t in zip(keys, tiers, strict=True) if t == number]))
+            for at, part in enumerate(parts):
+                first, last = tier not in self._begun, not page.more and at == len(parts) - 1
+                self._begun.add(tier)
+                if part or first or last:
+                    updates.append(Inventory(self.name, tier, part, first, last, page.seq))
+        return updates
+
+    def _in_order(self, keys: list[bytes], tiers: bytes) -> list[Update]:
+        """Runs of what is in one tier now, or nowhere, in their order. A block is in its new tier
+        before it leaves the old one: nobody is to believe that it is gone."""
         updates: list[Update] = []
         start, seq = 0, self._seq - len(keys)
-        while start < len(keys):
-            stop = added.find(1 - bool(added[start]), start)
-            stop = len(keys) if stop < 0 else stop
-            kind = Added if added[start] else Removed
+        for number, run in groupby(tiers):
+            stop = start + len(list(run))
             for part in slices(keys[start:stop]):
                 seq += len(part)
-                updates.append(kind(self.name, _TIER, part, seq))
+                here = _TIERS.get(number, "")
+                if here:
+                    updates.append(Added(self.name, here, part, seq))
+                updates += [
+                    Removed(self.name, tier, part, seq)
+                    for tier in self._spoken_of()
+                    if tier != here
+                ]
             start = stop
         return updates
 

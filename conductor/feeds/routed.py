@@ -16,10 +16,10 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from ..index import TIERS
-from .updates import Added, Cleared, Doubted, Gone, Heard, Inventory, Removed
+from .updates import NODE_TIERS, Added, Cleared, Doubted, Gone, Heard, Inventory, Removed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from ..index import PrefixIndex
     from .updates import Update
@@ -139,6 +139,21 @@ class Holdings:
         """An instance has left: forget it, and keep what a node of its name has. What its engine
         itself said of other tiers goes when its feed says so."""
         self._drop(name, ("hbm",))
+
+    def forget_idle_nodes(self, beside: Collection[str]) -> set[str]:
+        """Forget nodes that have nothing, of which nobody speaks and `beside` which no instance is.
+        Returns the names of the others. An instance's own memory is not a node."""
+        known: set[str] = set()
+        kept: set[str] = set()
+        for number in self.index.numbers():
+            name, _, tier = self.index.label(number).rpartition("/")
+            if tier in NODE_TIERS:
+                known.add(name)
+                if self.index.blocks_of(number) or (name, tier) in self._speaking or name in beside:
+                    kept.add(name)
+        for name in known - kept:
+            self._drop(name, NODE_TIERS)
+        return kept
 
     def _drop(self, name: str, tiers: Iterable[str]) -> None:
         for tier in tiers:

@@ -1,10 +1,12 @@
 """Carries bulletins between conductors, through one stream in Redis.
 
     tiffin:{POOL:c}:conductors      stream: field "e" = a bulletin
+    tiffin:{POOL:c}:leader          string: the name of the conductor that leads, until it expires
 
-Everything in it is soft: it is cut to its latest entries, ends by itself when nobody writes, and
-what is lost is said again. One exchange appends what there is to say and reads what is new. It is
-asked once; the same connections as the directory's leave a server alone that did not answer.
+Everything in them is soft: the stream is cut to its latest entries, ends by itself when nobody
+writes, and what is lost is said again. One exchange appends what there is to say and reads what is
+new. It is asked once; the same connections as the directory's leave a server alone that did not
+answer.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import redis
 
 from tiffin.kvstore.directory.fleet import open_fleet
-from tiffin.kvstore.directory.layout import APPEND, MEMBERS
+from tiffin.kvstore.directory.layout import APPEND, MEMBERS, Script
 from tiffin.kvstore.directory.server import Call, exchange
 from tiffin.kvstore.directory.url import check_pool, parse_redis
 from tiffin.kvstore.errors import ClientClosed, DirectoryUnavailable
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
     from tiffin.kvstore.directory.server import Reply
 
+    from ..leading import Lease
     from ..shared import News, SharedConductor
 
 log = logging.getLogger(__name__)
@@ -50,6 +53,24 @@ _PER_TURN = 4
 # The least time between two exchanges, however much is decided.
 _PAUSE_S = 0.01
 
+# KEYS: leader. ARGV: a name, for how many ms. Who leads then. Names are never given again, so that
+# one that is found there is its owner's.
+LEAD = Script(
+    """
+local leader = redis.pcall('GET', KEYS[1])
+if type(leader) == 'string' and leader ~= ARGV[1] then return leader end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return ARGV[1]
+"""
+)
+# KEYS: leader. ARGV: a name.
+RESIGN = Script(
+    """
+if redis.pcall('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+"""
+)
+
 
 def unique_name() -> str:
     """For a conductor: of this machine, and nobody's before."""
@@ -67,6 +88,7 @@ class Link:
         options = parse_redis(url)
         tag = f"{check_pool(pool)}:c"
         self._name = f"tiffin:{{{tag}}}:conductors".encode()
+        self._leader = f"tiffin:{{{tag}}}:leader".encode()
         self._address, self._timeout_s = options.address, options.timeout_s
         self._fleet = open_fleet(options, {MEMBERS: tag.encode()})
         self._position: bytes | None = None
@@ -98,6 +120,23 @@ class Link:
         self._counts["read"] += len(found)
         self.last_error = ""
         return found
+
+    def lead(self, name: str, lead_s: float) -> str:
+        """Take the lease for so long, or renew it, unless another conductor has it. The name of who
+        has it now. Blocks and raises as `exchange`; the lease runs from a moment in this call."""
+        if self._closed:
+            raise ClientClosed("this link is closed")
+        reply = self._run(LEAD, name.encode(), int(lead_s * 1000))
+        if not isinstance(reply, bytes):
+            raise self._refused(reply)
+        return reply.decode(errors="replace")
+
+    def resign(self, name: str) -> None:
+        """Give the lease back, if this one has it: another conductor may lead at once. By any
+        thread. Raises as `lead`."""
+        if self._closed:
+            raise ClientClosed("this link is closed")
+        self._run(RESIGN, name.encode())
 
     def statistics(self) -> dict[str, Any]:
         """Plain numbers, where it is, and the `error` of the last exchange, "" if it had none."""
@@ -160,6 +199,10 @@ class Link:
                     self._position = position
         return found
 
+    def _run(self, script: Script, *words: bytes | int) -> Reply:
+        (reply,) = self._ask([("EVAL", script.text, 1, self._leader, *words)])
+        return reply
+
     def _ask(self, commands: Sequence[Sequence[bytes | str | int]]) -> list[Reply]:
         server = self._fleet.server(MEMBERS)
         call = Call(server, commands)
@@ -197,16 +240,36 @@ def _elsewhere(reply: Reply) -> bool:
 
 
 def exchange_once(core: SharedConductor, link: Link, clock: Callable[[], float]) -> None:
-    """Say, hear, settle: one turn, for who has no event loop. Never raises for a Redis that does
-    not answer."""
+    """Say, hear, settle, and lead if nobody does: one turn, for who has no event loop. Never raises
+    for a Redis that does not answer."""
     try:
         heard = link.exchange(core.bulletins(clock()))
     except DirectoryUnavailable:
         core.interrupted()
         heard = []
+    asked_at = clock()
+    if core.lease.due(asked_at):
+        _answered(core.lease, _leader(core.lease, link), asked_at)
     for raw in heard:
         core.hear(raw, clock())
     core.settle(clock())
+
+
+def _leader(lease: Lease, link: Link) -> str | DirectoryUnavailable:
+    try:
+        return link.lead(lease.name, lease.lead_s)
+    except DirectoryUnavailable as error:
+        return error
+
+
+def _answered(lease: Lease, leader: str | DirectoryUnavailable, asked_at: float) -> None:
+    """Who gets no answer leads until its time is over."""
+    before = lease.error
+    lease.error = "" if isinstance(leader, str) else str(leader)
+    if isinstance(leader, str):
+        lease.answered(leader, asked_at)
+    elif not before:
+        log.warning("who leads is not known: %s", leader)
 
 
 async def share(
@@ -217,10 +280,26 @@ async def share(
 ) -> None:
     """Exchange bulletins for ever, in the loop that the core lives in; Redis is waited for in
     another thread. `learnt` is given what the others said about instances and our requests. Cancel
-    it, then close the link. Raises ClientClosed if the link was closed first."""
-    woken = asyncio.Event()
+    it, then close the link: it gives back the lease. Raises ClientClosed if the link was closed
+    first."""
+    try:
+        await _share(core, link, clock, learnt)
+    finally:
+        if core.lease.holds(clock()):
+            core.lease.resign()
+            with contextlib.suppress(DirectoryUnavailable, ClientClosed):
+                await asyncio.to_thread(link.resign, core.name)
+
+
+async def _share(
+    core: SharedConductor,
+    link: Link,
+    clock: Callable[[], float],
+    learnt: Callable[[News], None] | None,
+) -> None:
+    woken, lease = asyncio.Event(), core.lease
     core.wake = woken.set
-    reached = True
+    reached, led = True, False
     while True:
         woken.clear()
         try:
@@ -239,6 +318,12 @@ async def share(
             if number % _PER_TURN == _PER_TURN - 1:
                 await asyncio.sleep(0)
         core.settle(clock())
+        asked_at = clock()
+        if reached and lease.due(asked_at):
+            _answered(lease, await asyncio.to_thread(_leader, lease, link), asked_at)
+        if lease.holds(clock()) != led:
+            led = not led
+            log.info("this conductor leads" if led else "this conductor leads no more")
         if learnt is not None:
             learnt(core.news())
         await asyncio.sleep(min(_PAUSE_S, core.sharing.interval_s))

@@ -13,7 +13,10 @@ from msgspec import Raw
 from .asking import CHAT
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from .asking import Ask
+    from .known import Shard
 
 _encoder = msgspec.json.Encoder()
 
@@ -31,14 +34,20 @@ _TOKENIZE_FIELDS = (
 )  # fmt: skip
 
 
-def answer_body(ask: Ask, output_tokens_max: int | None, transfer: Raw | None = None) -> bytes:
+def answer_body(
+    ask: Ask,
+    output_tokens_max: int | None,
+    transfer: Mapping[str, Raw] | None = None,
+    shards: Sequence[Shard] = (),
+) -> bytes:
     """For the instance that answers: the client's body, byte by byte, unless the conductor has cut
-    its answer, or it is told where its blocks are (`transfer`)."""
+    its answer, or it is told where its blocks are (`transfer`) and will be (`shards`)."""
     changes: dict[str, Raw] = {}
     if output_tokens_max is not None and _exceeds(ask.output_tokens_max, output_tokens_max):
         changes |= _limit(ask, Raw(str(output_tokens_max).encode()))
-    if transfer is not None:
-        changes["kv_transfer_params"] = transfer
+    if transfer is not None or shards:
+        told = {"shards": Raw(_encoder.encode(shards))} if shards else {}
+        changes["kv_transfer_params"] = Raw(_encoder.encode({**(transfer or {}), **told}))
     return _encoder.encode(ask.fields | changes) if changes else ask.raw
 
 

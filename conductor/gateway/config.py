@@ -141,6 +141,10 @@ class GatewayConfig(_Group, frozen=True, kw_only=True):
     """The conductor is told of so many tokens at a time, or after so long: at 25 ms per token
     two or three calls per second and request."""
 
+    keepalive_s: Annotated[float, Meta(ge=0, le=86_400)] = 15.0
+    """A stream without a token for so long begins, with a comment every so often: proxies end
+    connections that say nothing, many after 60 s. 0: never."""
+
     refresh_s: Seconds = 2.0
     """How often the gateway asks which instances there are."""
 

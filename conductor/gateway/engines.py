@@ -32,8 +32,9 @@ log = logging.getLogger("tiffin.gateway")
 # vLLM ends connections that were idle for 5 s; one that ends while it is being used looks like an
 # instance that is gone.
 _IDLE_CONNECTION_S = 4.0
-# What an instance says when something in front of it, or inside, has gone away.
-_GONE = (502, 503, 504)
+# What an instance says when something in front of it, or inside, has gone away: 500 is also what
+# vLLM says when its engine has died.
+_GONE = (500, 502, 503, 504)
 # `kv_transfer_params` list blocks: a million tokens are 65,536 numbers.
 _PREFILL_BYTES_MAX = 16 << 20
 _PASSED_HEADERS = ("content-type", "content-encoding", "retry-after")
@@ -145,7 +146,7 @@ class Stream:
 
 
 class _Prefilled(msgspec.Struct):
-    kv_transfer_params: Raw = Raw(b"null")
+    kv_transfer_params: dict[str, Raw] | None = None
 
 
 class _Tokenised(msgspec.Struct):
@@ -194,7 +195,7 @@ class Engines:
 
     async def prefill(
         self, target: Target, ask: Ask, headers: Mapping[str, str], *, remote_decode: bool
-    ) -> Raw | Whole | None:
+    ) -> dict[str, Raw] | Whole | None:
         """Have the prompt computed: what the instance that answers is to be told, None for nothing.
         A `Whole` if the engine refuses. Raises EngineError."""
         body = bodies.prefill_body(ask, remote_decode=remote_decode)
@@ -202,10 +203,9 @@ class Engines:
         if not answer.good:
             return answer
         try:
-            params = _prefilled.decode(answer.body).kv_transfer_params
+            return _prefilled.decode(answer.body).kv_transfer_params
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise EngineOdd(target, f"its answer to a prefill is no JSON: {error}") from error
-        return None if bytes(params) == b"null" else Raw(bytes(params))
+            raise EngineOdd(target, f"its answer to a prefill is none: {error}") from error
 
     async def answer(
         self, target: Target, ask: Ask, body: bytes, headers: Mapping[str, str]

@@ -19,6 +19,7 @@ from .placing import Placing
 from .reporting import Health, Reporter
 from .running import Running
 from .tokenizing import Tokenizing
+from .waiting import Prefills
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -84,6 +85,7 @@ class Gateway:
         self.metrics = Metrics()
         self.health = Health()
         self.known = Known()
+        self.prefills = Prefills()
         self.gate = Gate(config.limits, self.metrics)
         self._client = client
         self._tokenizing = Tokenizing(config, self._remote_tokens)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # A conductor that was restarted knows no instances until they send their next heartbeats, some
 # seconds later. So long what was known before stays.
 EMPTY_S = 15.0
+# Of an instance: "true" if its engine takes the shards of a context that is spread over several.
+SHARDS_LABEL = "kv_shards"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,15 @@ class Target:
 
     name: str
     url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """So many tokens of a context, held by an instance; as engines get it."""
+
+    instance: str
+    url: str
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +47,10 @@ class Route:
     @property
     def split(self) -> bool:
         return self.prefill.name != self.decode.name
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.prefill.name, self.decode.name
 
     def uses(self, names: Collection[str]) -> bool:
         """Whether any of these instances is in it."""
@@ -68,6 +83,11 @@ class Known:
         """ "" for an instance that is not known."""
         one = self._instances.get(name)
         return one.url if one is not None else ""
+
+    def shares_contexts(self, name: str) -> bool:
+        """Whether an instance says that it attends to what others hold of a context."""
+        one = self._instances.get(name)
+        return one is not None and one.labels.get(SHARDS_LABEL) == "true"
 
     def models(self) -> list[str]:
         """All that instances serve, in the order in which they came."""

@@ -38,6 +38,9 @@ class Metrics:
         self.place_s = self._histogram(
             "place_duration_seconds", "Time to a decision, with the way to the conductor.", _SHORT_S
         )
+        self.held_s = self._histogram(
+            "held_duration_seconds", "Time that requests waited for others' blocks.", _TOTAL_S
+        )
         self.ttft_s = self._histogram(
             "ttft_seconds", "From a whole request to the first token of its stream.", _TTFT_S
         )
@@ -45,6 +48,7 @@ class Metrics:
             "request_duration_seconds", "From a whole request to the end of its answer.", _TOTAL_S
         )
         self.in_flight = self._gauge("requests_in_flight", "Requests at the moment.")
+        self.held = self._gauge("requests_held", "Of these, those that wait for others' blocks.")
         self.held_bytes = self._gauge("held_bytes", "Their bodies.")
         self.conductor_up = self._gauge("conductor_up", "1 if the conductor answers.")
         self.instances = self._gauge("instances", "Instances that it last spoke of.")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import ConductorError, ConductorUnavailable, UnknownModel, UnknownRequest
-from ..records import Rejection, Request, RequestEvent
-from .known import Route, Target
+from ..errors import ConductorError, ConductorUnavailable, UnknownModel
+from ..records import Rejection, Request
+from .known import SHARDS_LABEL, Route, Shard, Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -31,20 +30,30 @@ _ALIVE_S = 30.0  # of a decision that does not say when it ends
 class Placement:
     """Where a request runs: on the first of `routes`, or on all of them, raced.
 
-    `fallback` says why the conductor has not decided it, "" if it has: then nothing is reported.
-    `output_tokens_max` is where the conductor cuts the answer. Within `alive_s` it wants to hear of
-    it.
+    `fallback` says why the conductor has not decided it, and then nothing is reported; "" if it
+    has. `output_tokens_max` is where the conductor cuts the answer. Within `alive_s` it wants to
+    hear of it. `raced`: it wants to hear of which route. `wait_for` is a request whose blocks this
+    one waits for, included in `predicted_ttft_s` (None: not predicted). `shards` of its context are
+    at several instances.
     """
 
     routes: tuple[Route, ...]
     cached_tokens: int = 0
     output_tokens_max: int | None = None
     alive_s: float = _ALIVE_S
+    raced: bool = False
+    wait_for: str = ""
+    predicted_ttft_s: float | None = None
+    shards: tuple[Shard, ...] = ()
     fallback: str = ""
 
 
 class NoInstance(Exception):
     """Nothing is known that could serve the request. `why`, for the client."""
+
+
+class NoShards(Exception):
+    """The conductor spreads a context over instances that can't serve one so."""
 
 
 class Placing:
@@ -66,11 +75,12 @@ class Placing:
         self, ask: Ask, sized: Sized, avoid: Collection[str] = ()
     ) -> Placement | Rejection:
         """Where to run it, not on those to `avoid`. Asking again about a request in flight gives
-        the same decision, unless an instance of it has left. Raises ConductorError, NoInstance."""
+        the same decision, unless an instance of it has left or is to be avoided. Raises
+        ConductorError, NoInstance, NoShards."""
         if not self._health.try_again(self._clock()):
             return self._by_turns(ask, avoid, "conductor_down")
         try:
-            decided = await self._ask(ask, sized)
+            decided = await self._ask(ask, sized, avoid)
         except ConductorUnavailable as error:
             self._health.failed(self._clock(), error)
             return self._by_turns(ask, avoid, "conductor_down", error)
@@ -80,11 +90,15 @@ class Placing:
                 raise
             return self._by_turns(ask, avoid, "model_unknown", error)
         self._health.answered()
-        if isinstance(decided, Rejection):
-            return decided
-        return await self._usable(ask, decided, avoid)
+        if not isinstance(decided, Rejection):
+            return self._usable(ask, decided, avoid)
+        if avoid and not decided.overloaded:
+            raise NoInstance(f"no other instance of {ask.model!r} that answers is known")
+        return decided
 
-    async def _ask(self, ask: Ask, sized: Sized) -> DecisionReply | Rejection:
+    async def _ask(
+        self, ask: Ask, sized: Sized, avoid: Collection[str]
+    ) -> DecisionReply | Rejection:
         wishes = ask.wishes
         request = Request(
             id=wishes.request_id,
@@ -97,15 +111,14 @@ class Placing:
             output_tokens_max=ask.output_tokens_max,
             # Of an answer that is not streamed nobody sees which route is first.
             urgent=wishes.urgent and ask.stream,
+            exclude=tuple(sorted(avoid)),
         )
         namespace = self._config.model(ask.model).namespace if sized.token_ids else ""
         return await self._client.schedule(request, token_ids=sized.token_ids, namespace=namespace)
 
-    async def _usable(
-        self, ask: Ask, decided: DecisionReply, avoid: Collection[str]
-    ) -> Placement | Rejection:
-        """The decision, without routes over instances that do not answer. If none is left, the
-        conductor does not know that yet: it is told to forget the request, and others do it."""
+    def _usable(self, ask: Ask, decided: DecisionReply, avoid: Collection[str]) -> Placement:
+        """The decision, without routes over instances that do not answer. Raises NoInstance if none
+        is left, which only a conductor does that knows nothing of `exclude`; NoShards."""
         first = Route(
             Target(decided.prefill, decided.prefill_url or self._known.url(decided.prefill)),
             Target(decided.decode, decided.decode_url or self._known.url(decided.decode)),
@@ -117,16 +130,29 @@ class Placing:
         raced = [route for route in others if route.prefill.url and route.decode.url and ask.stream]
         routes = tuple(route for route in (first, *raced) if not route.uses(avoid))
         if not routes:
-            # If it does not hear that, it forgets the request by itself, in time.
-            with contextlib.suppress(ConductorUnavailable, UnknownRequest):
-                await self._client.observe(RequestEvent(decided.request_id, "cancelled"))
-            return self._by_turns(ask, avoid, "instance_gone")
+            raise NoInstance(f"{decided.decode!r}, or where it is prefilled, does not answer")
         expires_s = decided.expires_in_s
         return Placement(
             routes=routes,
             cached_tokens=decided.cached_tokens,
             output_tokens_max=decided.output_tokens_max,
             alive_s=_ALIVE_S if expires_s is None else max(0.05, expires_s * _ALIVE_SHARE),
+            raced=bool(decided.alternatives),
+            wait_for=decided.wait_for,
+            predicted_ttft_s=decided.predicted_ttft_s,
+            shards=self._shards(decided),
+        )
+
+    def _shards(self, decided: DecisionReply) -> tuple[Shard, ...]:
+        """Who holds how much of a context that is spread. Raises NoShards."""
+        unable = [one for one in decided.shards if not self._known.shares_contexts(one.instance)]
+        if unable:
+            raise NoShards(
+                f"the conductor spreads a context over {unable[0].instance!r}, whose label "
+                f'{SHARDS_LABEL!r} is not "true": register it with that, or unset spread.enabled'
+            )
+        return tuple(
+            Shard(one.instance, self._known.url(one.instance), one.tokens) for one in decided.shards
         )
 
     def _by_turns(

@@ -130,7 +130,7 @@ class Report:
     def __init__(self, reporter: Reporter, request_id: str, alive_s: float) -> None:
         self._reporter, self._request_id, self._alive_s = reporter, request_id, alive_s
         self._some, self._enough = asyncio.Event(), asyncio.Event()
-        self._first = False
+        self._first: RequestEvent | None = None
         self._pending = 0
         self._end: str | None = None
         self._task: asyncio.Task[None] | None = None
@@ -139,9 +139,9 @@ class Report:
         """It runs, and nothing is heard of it until it ends: keep its place."""
         self._start()
 
-    def first_token(self) -> None:
-        """The answer begins."""
-        self._first = True
+    def first_token(self, route: tuple[str, str] | None = None) -> None:
+        """The answer begins; of a race, on this route."""
+        self._first = RequestEvent(self._request_id, "first_token", route=route)
         self._tell()
 
     def tokens(self, count: int) -> None:
@@ -186,13 +186,13 @@ class Report:
             if first and end is None:
                 # Tokens that came with the first one were not made in the time since then.
                 tokens = 0
-            self._first, ended = False, end is not None
+            self._first, ended = None, end is not None
             self._pending -= tokens
             self._enough.clear()
             if not self._pending:
                 self._some.clear()
             if first:
-                await self._say(RequestEvent(self._request_id, "first_token"))
+                await self._say(first)
             if tokens:
                 await self._say(RequestEvent(self._request_id, "tokens", tokens))
             if end:

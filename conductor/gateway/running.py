@@ -9,7 +9,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from . import bodies
-from .engines import EngineError, Stream, Whole
+from .engines import EngineError, EngineGone, Stream, Whole
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .placing import Placement
 
     Answer = Stream | Whole
-    # A prefill is done. What it raises ends the request.
-    Prefilled = Callable[[], Awaitable[None]]
+    # The prefill of a route is done. What it raises ends the request.
+    Prefilled = Callable[[Route], Awaitable[None]]
 
 
 class Running:
@@ -40,14 +40,15 @@ class Running:
         headers: Mapping[str, str],
         attempt: int,
         prefilled: Prefilled,
+        gone: set[str],
     ) -> tuple[int, Answer]:
         """The route that answers first, by its number, and its answer, begun. `headers` go to the
-        engines with it; `attempt` keeps apart what is sent for one request. Raises EngineError, and
-        what `prefilled` raises."""
+        engines with it; `attempt` keeps apart what is sent for one request. Adds to `gone` the
+        names of instances that are. Raises EngineError, and what `prefilled` raises."""
         calls = [
             self._route(
-                ask, route, placement.output_tokens_max,
-                {**headers, "x-request-id": _engine_id(ask, attempt, number)}, prefilled,
+                ask, placement, route,
+                {**headers, "x-request-id": _engine_id(ask, attempt, number)}, prefilled, gone,
             )
             for number, route in enumerate(placement.routes)
         ]  # fmt: skip
@@ -58,21 +59,34 @@ class Running:
     async def _route(
         self,
         ask: Ask,
+        placement: Placement,
         route: Route,
-        output_tokens_max: int | None,
         headers: Mapping[str, str],
         prefilled: Prefilled,
+        gone: set[str],
     ) -> Answer:
-        transfer: Raw | None = None
-        if route.split and not ask.whole:
-            by_params = self._config.model(ask.model).handoff == "vllm"
-            told = await self._engines.prefill(route.prefill, ask, headers, remote_decode=by_params)
-            if isinstance(told, Whole):
-                return told
-            transfer = told if by_params else None
-            await prefilled()
-        body = bodies.answer_body(ask, output_tokens_max, transfer)
-        return await self._engines.answer(route.decode, ask, body, headers)
+        try:
+            transfer: dict[str, Raw] | None = None
+            if handed_over(ask, route):
+                by_params = self._config.model(ask.model).handoff == "vllm"
+                told = await self._engines.prefill(
+                    route.prefill, ask, headers, remote_decode=by_params
+                )
+                if isinstance(told, Whole):
+                    return told
+                transfer = told if by_params else None
+                await prefilled(route)
+            limit, shards = placement.output_tokens_max, placement.shards
+            body = bodies.answer_body(ask, limit, transfer, shards)
+            return await self._engines.answer(route.decode, ask, body, headers)
+        except EngineGone as failure:
+            gone.add(failure.target.name)
+            raise
+
+
+def handed_over(ask: Ask, route: Route) -> bool:
+    """Whether one instance computes the prompt, and another one answers."""
+    return route.split and not ask.whole
 
 
 async def first(calls: Sequence[Awaitable[Answer]]) -> tuple[int, Answer]:

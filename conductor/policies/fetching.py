@@ -38,11 +38,12 @@ class Longest:
 
     def transfer_s(self, start_blocks: Blocks) -> Floats:
         """Seconds to bring what is beyond `start_blocks` [candidates] to each candidate."""
-        seconds = np.zeros(len(start_blocks))
-        for tier, start, stop in self.parts:
-            blocks = np.maximum(stop - np.maximum(start_blocks, start), 0)
-            seconds = seconds + self._seconds(tier, self.question.rows, blocks)
-        return seconds
+        rows = self.question.rows
+        each = [
+            self._seconds(tier, rows, np.maximum(stop - np.maximum(start_blocks, start), 0))
+            for tier, start, stop in self.parts
+        ]
+        return sum(each[1:], each[0])
 
     def fetches(self, at: int, start_block: int) -> tuple[Fetch, ...]:
         """The same for one candidate, as orders. None if the place is its own node, of which the
@@ -65,11 +66,11 @@ class Longest:
 
     def _seconds(self, tier: int, rows: Blocks, blocks: Blocks) -> Floats:
         question, cluster = self.question, self.question.cluster
-        return question.transfers.seconds(
-            int(self.places.nodes[self.place]),
-            int(self.places.tiers[tier, self.place]),
-            cluster.node[rows],
-            blocks * cluster.block_bytes[rows],
+        return question.transfers.seconds_from(
+            self.places.nodes.item(self.place),
+            self.places.tiers.item(tier, self.place),
+            cluster.node.take(rows),
+            blocks * cluster.block_bytes.take(rows),
             question.now,
         )
 
@@ -213,6 +214,8 @@ def extend(
     # By multiplication, so that an own prefix of 0 needs no case of its own.
     pays = source.blocks >= threshold * mine.blocks
     pays &= (source.blocks > mine.blocks) & (fetched_s < ttft_s)
+    if not pays.any():
+        return Extended(mine.blocks, none, mine.compute_s, ttft_s, source, transfer_s)
     return Extended(
         np.where(pays, source.blocks, mine.blocks),
         np.where(pays, transfer_s, none),

@@ -32,7 +32,7 @@ import numpy as np
 
 from ..records import Fetch
 from ..transfers import TIERS
-from .base import Choice, lowest, register
+from .base import Choice, quickest, register
 from .fetching import extend
 from .local import Compute, own, start_s
 from .places import places_of
@@ -260,7 +260,7 @@ class _Search:
 
     def choice(self) -> Choice:
         """The best candidate, with its plan as orders."""
-        at = lowest(self.ttft_s, self.question.dice)
+        at = quickest(self.question, self.ttft_s, self.start_s - self.question.queue_s)
         number = int(self.round[at])
         blocks, fetches = self._plan(at, number)
         terms = {

@@ -20,13 +20,14 @@ What the paper leaves open:
 - When nobody could become the fastest by fetching, nobody's fetching is computed: the terms of the
   others are then those of computing what they lack.
 - Of several that have the longest prefix, the one that would send it first is asked.
+- TTFTs within `near_share` of the lowest are equal: of these, who has the fewest decodes is chosen.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import Choice, lowest, register
+from .base import Choice, quickest, register
 from .fetching import extend
 from .local import Compute, own
 
@@ -52,7 +53,7 @@ class KvcacheCentric:
             overlap=settings.overlap,
             to_win=True,
         )
-        at = lowest(best.ttft_s, question.dice)
+        at = quickest(question, best.ttft_s, best.transfer_s)
         terms = {
             "queue_s": question.queue_s,
             "load_s": mine.load_s,

@@ -114,6 +114,12 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     name: Annotated[str, Meta(min_length=1, max_length=64)] = "kvcache_centric"
     """One of `base.names()`."""
 
+    near_share: Annotated[float, Meta(ge=0.0, le=0.2)] = 0.01
+    """For `kvcache_centric` and `joint`: predicted TTFTs at most this much above the lowest count
+    as equal to it, and of these instances, who has the fewest decodes is chosen. Predictions are
+    off by some 5 % in the mean; an instance that was measured to be a little faster than all others
+    must not get everything."""
+
     prefix_aware: PrefixAwareSettings = PrefixAwareSettings()
     kv_cost: KvCostSettings = KvCostSettings()
     preble: PrebleSettings = PrebleSettings()

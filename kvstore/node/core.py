@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from ..block import BlockState
 from ..errors import InvalidInput, StaleLease
 from .following import Followed
-from .records import Block, Kept, Lease, MoveOutcome, Pin, Reason, Replica, Session, Ticket
+from .records import IN_DRAM, Block, Kept, Lease, MoveOutcome, Pin, Reason, Replica, Session, Ticket
 from .residency import Residency
 
 if TYPE_CHECKING:
@@ -167,6 +167,10 @@ class NodeCore:
         """One byte per key, 1 if it is resident, whatever its ancestors are."""
         index = self.index
         return bytes(key in index for key in split_keys(keys))
+
+    def tiers(self) -> bytes:
+        """One byte per resident block, in the order of `index`: the tier that it is read from."""
+        return bytes(map(_WHERE, self.index.values())).translate(_FASTEST)
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -585,6 +589,7 @@ class NodeCore:
 
 
 _WHERE = attrgetter("where")
+_FASTEST = bytes(where & IN_DRAM or where for where in range(256))
 _LENGTH = attrgetter("length")
 _READABLE = (BlockState.COMMITTED, BlockState.EVICTING)
 # Why a reader did not get a block whose promotion ended so. DONE: removed while it was on its way.

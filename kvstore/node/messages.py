@@ -58,7 +58,8 @@ Secret = Annotated[bytes, Meta(max_length=32)]
 # Keys per page of an inventory: 1 MiB of frame.
 INVENTORY_KEYS = 65_536
 InventoryKeys = Annotated[bytes, Meta(max_length=16 * INVENTORY_KEYS)]
-# Events per answer; 16 bytes and a flag each.
+InventoryTiers = Annotated[bytes, Meta(max_length=INVENTORY_KEYS)]
+# Events per answer; 16 bytes and two flags each.
 EVENTS_MAX = 16_384
 EventFlags = Annotated[bytes, Meta(max_length=EVENTS_MAX)]
 EventKeys = Annotated[bytes, Meta(max_length=16 * EVENTS_MAX)]
@@ -350,21 +351,26 @@ class Numbers(Reply, tag="numbers"):
 
 
 class KeyPage(Reply, tag="key_page"):
-    """A page of the inventory as it was at event number `seq`; `more` if others follow."""
+    """A page of the inventory as it was at event number `seq`; `more` if others follow. `tiers[i]`
+    is where key i is: IN_DRAM, or IN_NVME if it is there alone. Empty: the node doesn't say."""
 
     seq: int
     keys: InventoryKeys
     more: bool
+    tiers: InventoryTiers = b""
 
 
 class EventPage(Reply, tag="event_page"):
     """Events `first` and following: `added[i]` is 1 if key i was added, 0 if it was removed.
-    `gap`: events after the one asked for were forgotten; take the inventory."""
+    `gap`: events after the one asked for were forgotten; take the inventory. `tiers[i]` is where
+    key i is from then on, as in a KeyPage, 0 if it was removed; one that was here and is in another
+    tier now is added again."""
 
     first: int
     added: EventFlags
     keys: EventKeys
     gap: bool = False
+    tiers: EventFlags = b""
 
 
 class Described(Reply, tag="described"):

@@ -112,7 +112,7 @@ class Node:
         self.extra_numbers: dict[str, Callable[[], Any]] = {}
         # Called, under the lock, with a key that a remote reader did not find here.
         self.on_remote_miss: Callable[[bytes], None] | None = None
-        self._snapshot = (0, b"")  # the inventory that is being read, page by page
+        self._snapshot = (0, b"", b"")  # the inventory that is being read, page by page
         policy = make_policy(options.policy)
         self.dram = DramTier(
             options.dram_bytes, hugepages=options.hugepages, prefault=options.prefault
@@ -457,11 +457,12 @@ class Node:
 
     def _inventory(self, session: Session, request: messages.Inventory, reply: ReplyTo) -> None:
         if request.after == 0:
-            self._snapshot = self.inventory()
-        seq, keys = self._snapshot
+            self._snapshot = *self.inventory(), self.core.tiers()
+        seq, keys, tiers = self._snapshot
         begin = request.after * KEY_BYTES
         end = begin + messages.INVENTORY_KEYS * KEY_BYTES
-        reply(messages.KeyPage(request.id, seq, keys[begin:end], end < len(keys)))
+        of_page = tiers[request.after : request.after + messages.INVENTORY_KEYS]
+        reply(messages.KeyPage(request.id, seq, keys[begin:end], end < len(keys), of_page))
 
     def _events(self, session: Session, request: messages.Events, reply: ReplyTo) -> None:
         reply(self.core.residency.events.page(request))

@@ -313,8 +313,11 @@ class PublisherCore:
         if events is None:
             self._start_over(withdraw=True)
             return
-        for added, key in zip(events.added, split_keys(events.keys), strict=True):
-            if added:
+        keys = split_keys(events.keys)
+        for tier, is_news, key in zip(events.tiers, events.news, keys, strict=True):
+            if not is_news:
+                continue  # the directory knows nodes, not their tiers
+            if tier:
                 news = not self._foretold and key not in self._pending
                 self._pending[key] = _Change.ADD if news else _Change.ADD_AGAIN
             elif self._pending.get(key) is _Change.ADD:

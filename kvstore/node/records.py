@@ -70,6 +70,11 @@ class Block:
         """The committed replicas, fastest tier first."""
         return [replica for replica in (self.dram, self.nvme) if replica is not None]
 
+    @property
+    def tier(self) -> int:
+        """Where it is read from: IN_DRAM, IN_NVME if it is there alone, 0 if it is nowhere."""
+        return self.where & IN_DRAM or self.where
+
     def __repr__(self) -> str:
         tiers = ", ".join(str(replica.tier) for replica in self.replicas()) or "nowhere"
         return (

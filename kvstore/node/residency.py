@@ -68,7 +68,7 @@ class Residency:
         self.moves: set[Move] = set()
         self.pins: dict[bytes, float] = {}  # until when; an entry leaves with its block
         self.counters = Counters()
-        self.events = EventLog()  # every change of `index`, for followers
+        self.events = EventLog()  # every change of `index` and of tiers, for followers
         self._peak_blocks = 0
 
     def space(self, tier: TierName) -> TierSpace:
@@ -210,7 +210,7 @@ class Residency:
         self.nvme.set_state(replica, BlockState.COMMITTED)
         self._attach(replica)
         self.index[key] = block
-        self.events.added(key)
+        self.events.added(key, IN_NVME)
 
     def link(self, parents: dict[bytes, bytes]) -> None:
         """Restore the chains after `adopt`: `parents` maps each adopted key to its parent's key.
@@ -270,10 +270,18 @@ class Residency:
 
     def retire(self, replica: Replica) -> None:
         """This replica leaves its tier; the block leaves the node if it was the last one."""
+        block, tier = replica.block, replica.block.tier
         self._detach(replica)
-        block = replica.block
         if not block.where and block.move is None:
             self._forget(block)
+        else:
+            self._tell_tier(block, tier)
+
+    def _tell_tier(self, block: Block, before: int) -> None:
+        """Followers learn it when a block that can be found is read from another tier now."""
+        tier = block.tier
+        if tier and tier != before and self.index.get(block.key) is block:
+            self.events.moved(block.key, tier)
 
     def _detach(self, replica: Replica) -> None:
         block = replica.block
@@ -497,7 +505,9 @@ class Residency:
             self._undo(move, outcome)
             return
         self.space(target.tier).set_state(target, BlockState.COMMITTED)
+        tier = block.tier
         self._attach(target)
+        self._tell_tier(block, tier)
         self.unhold(target)
         if target.tier is TierName.DRAM:
             self.counters.promotions += 1

@@ -145,7 +145,7 @@ class World:
             match=match,
             transfers=transfers,
             computing=computing or Computing(),
-            settings=settings or PolicySettings(),
+            settings=settings or PolicySettings(near_share=0.0),
             dice=random.Random(seed),
             places=Places.of(index, cluster),
         )

@@ -25,7 +25,7 @@ async def main(url: str, pool: str) -> None:
     core = SharedConductor(
         unique_name(),
         patched(Settings(), {"admission": {"mode": "off"}, "core": {"heartbeat_timeout_s": 60.0}}),
-        sharing=SharingSettings(interval_s=0.03, dead_s=1.0),
+        sharing=SharingSettings(interval_s=0.03, dead_s=1.0, lead_s=1.0),
         unix_offset_s=time.time() - clock(),
     )
     link = Link(url, pool=pool)

@@ -19,6 +19,7 @@ from tiffin.conductor.api.intake import Limits
 from tiffin.conductor.api.keying import parse_schema
 from tiffin.conductor.api.table import ROUTES
 from tiffin.conductor.auth import load_tokens
+from tiffin.conductor.leading import Lease
 from tiffin.conductor.records import Rejection, RequestEvent
 from tiffin.kvstore import KVSchema
 
@@ -74,6 +75,12 @@ class TestSchedule:
         assert "candidates" not in decision, "a thousand of them are asked for with why"
         asked = core.requests["r1"]
         assert (asked.keys, asked.prompt_tokens, asked.output_tokens_max) == ((KEY,), 600, 9)
+
+    def test_instances_that_must_not_be_chosen(self, http: TestClient, core: Recorder) -> None:
+        register(http)
+        body = prompt(exclude=["who", "knows"])
+        assert http.post("/v1/schedule", json=body).status_code == 200, "they may have left"
+        assert core.requests["r1"].exclude == ("who", "knows")
 
     def test_a_prompt_by_its_length(self, http: TestClient, core: Recorder) -> None:
         register(http)
@@ -179,6 +186,10 @@ class TestSchedule:
             ({"objectives": {"ttft_s": -1}}, 422, "> 0"),
             ({"objectives": {"ttft_s": 1e9}}, 422, "<="),
             ({"priorty": "high"}, 422, "unknown field"),
+            ({"exclude": ["a/b"]}, 400, "exclude"),
+            ({"exclude": [""]}, 400, "exclude"),
+            ({"exclude": ["a"] * 257}, 422, "<= 256"),
+            ({"exclude": "i1"}, 422, "array"),
         ],
     )
     def test_what_makes_no_sense_is_refused(
@@ -205,6 +216,19 @@ class TestEvents:
         response = http.post("/v1/requests/r1/cancelled")
         assert (response.status_code, error_of(response)["code"]) == (404, "unknown_request")
 
+    def test_of_a_race_they_say_which_route(self, http: TestClient, core: Recorder) -> None:
+        register(http)
+        http.post("/v1/schedule", json=prompt())
+        body = {"route": {"prefill": "i1", "decode": "i2"}}
+        for kind in ("prefill_done", "first_token"):
+            assert http.post(f"/v1/requests/r1/{kind}", json=body).status_code == 204
+            assert core.events[-1] == RequestEvent("r1", kind, route=("i1", "i2"))
+        response = http.post("/v1/requests/r1/finished", json=body)
+        assert response.status_code == 400
+        assert "route goes with" in error_of(response)["message"]
+        body["route"]["decode"] = "a/b"
+        assert http.post("/v1/requests/r1/first_token", json=body).status_code == 400
+
     def test_they_need_no_body(self, http: TestClient) -> None:
         register(http)
         http.post("/v1/schedule", json=prompt())
@@ -230,6 +254,63 @@ class TestEvents:
         response = http.post(f"/v1/requests/{path}", json=body)
         assert response.status_code == 400
         assert word in error_of(response)["message"]
+
+
+class TestPool:
+    def test_plans_say_why_and_who_leads(self, http: TestClient, core: Recorder) -> None:
+        empty = {"leads": True, "leader": "", "plans": [], "flips": []}
+        assert http.get("/v1/plans").json() == empty
+        for name, role in (("p1", "prefill"), ("p2", "prefill"), ("d", "decode")):
+            register(http, name, role=role)
+        http.post("/v1/schedule", json=prompt())
+        core.steering.tick({}, time.monotonic() + 1000.0)
+        (plan,) = http.get("/v1/plans").json()["plans"]
+        assert (plan["model"], plan["prefill"], plan["decode"]) == (MODEL, 2, 1)
+        assert plan["planned_at"] == pytest.approx(time.time() + 1000.0, abs=60.0)
+        assert {"name", "value", "unit", "why"} == set(plan["reasons"][0])
+        core.steering.lease = Lease("us", 3.0)
+        core.steering.lease.answered("them", time.monotonic())
+        told = http.get("/v1/plans").json()
+        assert (told["leads"], told["leader"]) == (False, "them")
+        metrics = http.get("/metrics").text
+        assert "tiffin_conductor_leads 0.0" in metrics
+
+    def test_numbers_that_are_infinite_are_null(self, http: TestClient, core: Recorder) -> None:
+        register(http, role="decode")  # and nobody prefills
+        core.steering.came(MODEL, 600, 600, time.monotonic())
+        core.steering.tick({}, time.monotonic() + 1000.0)
+        (plan,) = http.get("/v1/plans").json()["plans"]
+        assert (plan["load"], plan["serves_rate"]) == (None, 0.0)
+
+    def test_flips_are_seen_from_their_begin_to_their_end(
+        self, http: TestClient, core: Recorder
+    ) -> None:
+        for name in ("p1", "p2"):
+            register(http, name, role="prefill")
+        register(http, "d", role="decode")
+        http.post("/v1/instances/p1/role", json={"role": "decode"})
+        (flip,) = http.get("/v1/plans").json()["flips"]
+        assert (flip["instance"], flip["old"], flip["new"]) == ("p1", "prefill", "decode")
+        assert (flip["step"], flip["why"]) == ("draining", "asked for")
+        assert flip["began_at"] == pytest.approx(time.time(), abs=60.0)
+        assert flip["ends_at"] - flip["began_at"] == pytest.approx(120.0)
+        core.steering.tick({}, time.monotonic())
+        (flip,) = http.get("/v1/plans").json()["flips"]
+        assert flip["step"] == "ready"
+
+    def test_drains_are_listed(self, http: TestClient, core: Recorder) -> None:
+        assert http.get("/v1/drains").json() == {"drains": []}
+        register(http)
+        http.post("/v1/schedule", json=prompt())
+        http.delete("/v1/instances/i1")
+        core.steering.drain_node("node-a", time.monotonic())
+        core.steering.tick({}, time.monotonic())
+        node, instance = http.get("/v1/drains").json()["drains"]
+        assert (node["kind"], node["name"], node["phase"]) == ("node", "node-a", "lost")
+        assert (instance["kind"], instance["name"]) == ("instance", "i1")
+        assert (instance["phase"], instance["requests"]) == ("waiting", 1)
+        assert 500 < instance["left_s"] <= 600
+        assert node["left_s"] == 0
 
 
 class TestInstances:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -98,11 +99,16 @@ def test_a_request_from_schedule_to_its_end(client: Both, service: tuple[Recorde
     assert isinstance(decision, DecisionReply)
     assert (decision.prefill, decision.prefill_url) == (SPEC.id, SPEC.url)
     assert core.requests[REQUEST.id] == REQUEST
+    elsewhere = replace(REQUEST, id="r-2", exclude=("gone",))
+    client.schedule(elsewhere)
+    assert core.requests["r-2"] == elsewhere
     assert client.schedule(REQUEST).prefill == decision.prefill
-    assert client.observe(RequestEvent(REQUEST.id, "first_token")) is None
+    raced = RequestEvent(REQUEST.id, "first_token", route=("i 1?", "another"))
+    assert client.observe(raced) is None
     client.observe(RequestEvent(REQUEST.id, "tokens", 4))
     client.observe(RequestEvent(REQUEST.id, "finished"))
     assert core.events[-2] == RequestEvent(REQUEST.id, "tokens", 4)
+    assert core.events[-3] == raced
     with pytest.raises(UnknownRequest):
         client.observe(RequestEvent(REQUEST.id, "finished"))
 
@@ -152,6 +158,18 @@ def test_looking(client: Both, service: tuple[Recorder, str]) -> None:
     assert client.decisions(1, instance=SPEC.id)[0].request_id == REQUEST.id
     with pytest.raises(UnknownRequest):
         client.why("another")
+
+
+def test_looking_at_the_pool(client: Both, service: tuple[Recorder, str]) -> None:
+    core, _ = service
+    client.register(SPEC)
+    client.schedule(REQUEST)
+    client.drain(SPEC.id)
+    drains = {one.name: one for one in client.drains()}
+    assert (drains[SPEC.id].kind, drains[SPEC.id].phase) == ("instance", "waiting")
+    found = client.plans()
+    assert (found.leads, found.leader) == (True, "")
+    assert {one.model for one in found.plans} == set(core.steering.plans())
 
 
 def test_settings(client: Both) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 
 import msgspec
 import numpy as np
@@ -324,6 +325,65 @@ class TestInstances:
         made.heartbeat("a", Load(), 17.0)
         assert made.instances(17.0)[0].status is Status.READY
 
+    def test_one_that_is_drained_and_falls_silent_is_lost_and_comes_back_drained(self) -> None:
+        made = conductor(spec("a"), spec("b"))
+        decision = made.schedule(prompt("x"), 1.0)
+        assert isinstance(decision, Decision)
+        name = decision.prefill
+        (other,) = {"a", "b"} - {name}
+        made.drain(name, 2.0)
+        made.heartbeat(other, Load(), 15.0)
+        made.tick(16.0)
+        made.steering.tick({}, 16.0)
+        row = made.cluster.row(name)
+        assert made.cluster.status[row] is Status.LOST
+        (drain,) = made.steering.drains(16.0)
+        assert (drain.name, drain.phase) == (name, "lost")
+        made.heartbeat(name, Load(), 17.0)
+        assert made.cluster.status[row] is Status.DRAINING
+        made.register(spec(name), 18.0)
+        assert made.cluster.status[row] is Status.READY
+
+    def test_one_that_is_drained_while_it_is_silent_comes_back_drained(self) -> None:
+        made = conductor(spec("a"), spec("b"))
+        made.tick(16.0)
+        made.drain("a", 17.0)
+        assert made.cluster.status[made.cluster.row("a")] is Status.LOST
+        made.heartbeat("a", Load(), 18.0)
+        assert made.cluster.status[made.cluster.row("a")] is Status.DRAINING
+
+    @pytest.mark.parametrize("drained", [False, True])
+    def test_requests_at_a_silent_one_go_elsewhere_when_they_are_asked_about(
+        self, drained: bool
+    ) -> None:
+        made = conductor(spec("a"), spec("b"))
+        decision = made.schedule(prompt("x"), 1.0)
+        assert isinstance(decision, Decision)
+        name = decision.prefill
+        (other,) = {"a", "b"} - {name}
+        if drained:
+            made.drain(name, 2.0)
+        made.tick(16.0)
+        assert made.schedule(prompt("x"), 16.0) is decision, "nobody else is there"
+        made.heartbeat(other, Load(), 17.0)
+        again = made.schedule(prompt("x"), 17.0)
+        assert isinstance(again, Decision)
+        assert (again.prefill, again.decode) == (other, other)
+        assert made.schedule(prompt("x"), 17.0) is again
+        assert made.statistics()["rescheduled"] == 1
+        tell(made, "x", "finished", now=18.0)
+        assert nothing_is_promised(made)
+
+    def test_who_has_prefilled_may_fall_silent(self) -> None:
+        made = conductor(spec("p", Role.PREFILL), spec("q", Role.PREFILL), spec("d", Role.DECODE))
+        decision = made.schedule(prompt("x"), 1.0)
+        assert isinstance(decision, Decision)
+        tell(made, "x", "prefill_done", now=2.0)
+        for name in {"q", "p", "d"} - {decision.prefill}:
+            made.heartbeat(name, Load(), 15.0)
+        made.tick(16.0)
+        assert made.schedule(prompt("x"), 16.0) is decision
+
     def test_a_node_of_the_same_name_keeps_its_blocks(self) -> None:
         made = conductor(spec("host-1", node="host-1"), spec("b"))
         made.apply(Added("host-1", "dram", keys("x", 4)), 1.0)
@@ -503,3 +563,54 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# -- instances that a caller does not want ---------------------------------------------------------
+
+
+def test_an_excluded_instance_is_not_chosen_and_unknown_ones_are_ignored() -> None:
+    made = conductor(spec("a"), spec("b"), spec("c"))
+    for number in range(12):
+        asked = prompt(f"r{number}", exclude=("a", "c", "nobody"))
+        decision = made.schedule(asked, 0.0)
+        assert isinstance(decision, Decision)
+        assert (decision.prefill, decision.decode) == ("b", "b")
+
+
+def test_what_was_decided_stands_unless_it_names_an_excluded_instance() -> None:
+    made = conductor(spec("a"), spec("b"))
+    first = made.schedule(prompt("r"), 0.0)
+    assert isinstance(first, Decision)
+    other = {"a": "b", "b": "a"}[first.prefill]
+    assert made.schedule(prompt("r", exclude=(other,)), 1.0) is first
+    second = made.schedule(prompt("r", exclude=(first.prefill,)), 2.0)
+    assert isinstance(second, Decision)
+    assert second.prefill == other
+    assert made.statistics()["in_flight"] == 1
+    rejection = made.schedule(prompt("r", exclude=("a", "b")), 3.0)
+    assert isinstance(rejection, Rejection)
+    assert rejection.reason == "no_prefill"
+    assert "but those that it excludes" in rejection.message
+    assert nothing_is_promised(made)
+
+
+def test_a_hot_prompt_does_not_fill_whoever_was_measured_to_be_the_fastest() -> None:
+    """Of equal instances, one is found to be a little faster than its profile. Requests come one
+    at a time, so that nobody ever waits, and decode for long."""
+    made = conductor(*(spec(f"i{number}") for number in range(8)))
+    for _ in range(200):
+        made.calibration.observe_ttft("i3", 1.0, 0.999)
+    made._correct("i3")
+    for name in made.cluster.names:
+        made.apply(Added(name, "hbm", prompt("").keys), 0.0)
+    placed: Counter[str] = Counter()
+    for number in range(80):
+        now = 10.0 * number
+        decision = made.schedule(prompt(f"r{number}"), now)
+        assert isinstance(decision, Decision)
+        now += decision.predicted_ttft_s
+        tell(made, f"r{number}", "prefill_done", "first_token", now=now)
+        placed[decision.decode] += 1
+        for name in made.cluster.names:
+            made.heartbeat(name, Load(), now)
+    assert max(placed.values()) - min(placed.values()) <= 1

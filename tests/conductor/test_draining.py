@@ -16,6 +16,7 @@ from tiffin.conductor.draining import (
     InstanceDrain,
     NodeDrain,
     Phase,
+    _OnlyHere,
     unique_in_hbm,
 )
 from tiffin.conductor.orders import LOST_S, Admit, Copy, Ended, Evacuate, NodeSpace
@@ -199,6 +200,59 @@ class TestNodes:
                 else:
                     pool.carry_out(order)
                     drain.ended(Ended(order.number, done), pool.now)
+
+    @given(seed=st.integers(0, 1 << 32))
+    @settings(max_examples=50)
+    def test_what_only_it_has_is_what_a_look_at_every_block_finds(self, seed: int) -> None:
+        dice = random.Random(seed)
+        pool = world("abcd")
+        pool.spaces["d"] = NodeSpace("d", 1024 * MIB, 512 * MIB, draining=True)
+        chains: list[tuple[bytes, ...]] = [()]
+        for i in range(12):
+            chains.append(dice.choice(chains) + prompt(f"p{i}", dice.randint(1, 4)))
+            for node, tier in (("a", "dram"), ("a", "nvme"), ("b", "dram"), ("d", "nvme")):
+                part = [key for key in chains[-1] if dice.random() < 0.6]
+                pool.has(node, part, tier)
+            pool.has("p1", chains[-1], "hbm")
+            pool.come(chains[-1], dice.randint(2, 9))
+        looks, found = _OnlyHere("a", pool.pool), set[bytes]()
+        expected = set[bytes]()
+        for prefix in pool.popularity.hot(100, 0.0):
+            here = pool.pool.leading(prefix.keys).get("a", 0)
+            for at, key in enumerate(prefix.keys):
+                if at < here and not pool.holders(key) & {"b", "c"}:
+                    expected.add(key)
+            more = [prefix.keys[at] for at in looks.of(prefix.keys)]
+            assert not found & set(more)
+            found.update(more)
+        assert found == expected
+
+    def test_a_step_looks_once_at_each_hot_block(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """However many prefixes begin with it, and the prefixes once for all that are drained."""
+        pool = world()
+        for node in "ab":
+            pool.spaces[node] = NodeSpace(node, 1024 * MIB, 512 * MIB, draining=True)
+        head, tails = prompt("system", 50), [prompt(f"user {n}", 2) for n in range(20)]
+        for tail in tails:
+            pool.come(head + tail, 3)
+            for node in "ab":
+                pool.has(node, head + tail)
+        counter = count(1)
+        drains = [NodeDrain(node, 0.0, lambda: next(counter)) for node in "ab"]
+        for drain in drains:
+            (admit,) = drain.step(pool.pool, 0.0)
+            drain.ended(Ended(admit.number), 0.0)
+        matched, listed, single = list[bytes](), list[int](), list[bytes]()
+        match, hot, holders_of = pool.index.match, pool.popularity.hot, pool.index.holders_of
+        monkeypatch.setattr(pool.index, "match", lambda keys: matched.extend(keys) or match(keys))
+        monkeypatch.setattr(pool.index, "holders_of", lambda k: single.append(k) or holders_of(k))
+        monkeypatch.setattr(pool.popularity, "hot", lambda n, at: listed.append(n) or hot(n, at))
+        one_moment = pool.pool
+        # Four copies each; for the place of each its prefix is looked up once more.
+        assert [len(drain.step(one_moment, 1.0)) for drain in drains] == [4, 4]
+        assert len(listed) == 1
+        assert len(matched) <= 2 * (len(head) + sum(map(len, tails)) + 4 * len(head))
+        assert single == []
 
 
 class TestInstances:

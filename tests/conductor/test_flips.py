@@ -63,6 +63,25 @@ class TestOneFlip:
         assert flip.until == 30.0
         assert flips.under_way == []
 
+    def test_one_that_falls_silent_while_it_is_drained_goes_on_as_before(self) -> None:
+        """As soon as it is heard of. It was told nothing, so it is what it was."""
+        flips = Flips()
+        flips.begin("p1", D, THREE, 0.0)
+        silent = changed(THREE, "p1", ready=False, lost=True)
+        assert says(flips.tick(silent, 1.0)) == ["assign p1 True"]
+        (flip,) = flips.ended
+        assert (flip.step, flip.why) == (Step.LOST, "it fell silent")
+
+    def test_one_may_be_silent_while_it_takes_its_role(self) -> None:
+        """It may have to load its weights anew."""
+        flips = Flips(FlipSettings(commit_s=60.0))
+        flips.begin("p1", D, THREE, 0.0)
+        assert says(flips.tick(THREE, 1.0)) == ["set role p1 decode"]
+        silent = changed(THREE, "p1", ready=False, lost=True)
+        assert flips.tick(silent, 30.0) == []
+        assert flips.tick(silent, 61.0) == []
+        assert [flip.step for flip in flips.ended] == [Step.FAILED]
+
     def test_requests_that_do_not_end_are_not_cut(self) -> None:
         flips, members = Flips(FlipSettings(drain_s=60.0)), changed(THREE, "p1", requests=1)
         flips.begin("p1", D, members, 0.0)

@@ -65,7 +65,9 @@ class TestAnInstanceIsGone:
                     response = await it.post({"prompt": PROMPT, "stream": True})
                     assert response.status_code == 200
                     assert response.headers["x-tiffin-decode"] == "m1"
+                    assert "x-tiffin-fallback" not in response.headers
                 assert it.number("rescheduled_total") >= 1
+                assert {request.exclude for request in it.core.asked} == {(), ("m0",)}
                 await it.idle()
                 assert it.core.statistics()["in_flight"] == 0
 
@@ -158,13 +160,18 @@ class TestAnInstanceIsGone:
 
         run(scenario)
 
-    def test_an_instance_that_is_leaving(self) -> None:
+    @pytest.mark.parametrize("status", [500, 502, 503, 504])
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_an_instance_that_says_so(self, stream: bool, status: int) -> None:
         async def scenario() -> None:
-            engines = Engine("m0", status=503), Engine("m1")
+            engines = Engine("m0", status=status), Engine("m1")
             async with cluster(*engines) as it:
                 for _ in range(3):
-                    response = await it.post({"prompt": PROMPT})
+                    response = await it.post({"prompt": PROMPT, "stream": stream})
                     assert response.status_code == 200
+                    assert response.headers["x-tiffin-decode"] == "m1"
+                    assert "x-tiffin-fallback" not in response.headers
+                assert engines[0].completions, "it was tried"
 
         run(scenario)
 
@@ -499,7 +506,10 @@ class TestRaces:
                 assert ids == ["r", "r-0-1"], "an engine that serves both sees two requests"
                 assert it.number("races_total") == 1
                 await it.idle()
-                assert ("first_token" in it.core.kinds) == favourite, "its time was predicted"
+                route = winner.name, decode.name
+                for kind in ("prefill_done", "first_token"):
+                    assert [e.route for e in it.core.events if e.kind == kind] == [route]
+                assert it.core.races.statistics().won_by_second == (not favourite)
                 assert it.core.tokens == len(decode.answer)
                 assert it.core.kinds[-1] == "finished"
 
@@ -539,14 +549,17 @@ class TestRaces:
 
         run(scenario)
 
-    def test_if_all_fail_it_is_run_again(self) -> None:
+    def test_if_all_fail_it_is_placed_again_on_none_of_them(self) -> None:
         async def scenario() -> None:
             async with self.course() as (it, one, other, _):
                 one.die_at = other.die_at = -1
                 one.compute.set()
                 other.compute.set()
-                assert (await self.ask(it)).status_code in (502, 503)
-                assert len(one.completions) + len(other.completions) == 3
+                response = await self.ask(it)
+                assert response.status_code == 503
+                assert response.json()["error"]["code"] == "no_instance"
+                assert len(one.completions) == len(other.completions) == 1
+                assert it.core.asked[-1].exclude == ("p0", "p1")
 
         run(scenario)
 

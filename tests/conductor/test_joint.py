@@ -25,7 +25,8 @@ OVERLAP = st.booleans()
 
 
 def joint(overlap: bool = True, **others: object) -> PolicySettings:
-    return PolicySettings(joint=msgspec.convert({"overlap": overlap, **others}, JointSettings))
+    options = msgspec.convert({"overlap": overlap, **others}, JointSettings)
+    return PolicySettings(joint=options, near_share=0.0)
 
 
 def sources(world: World, number: int) -> dict[str, tuple[float, dict[int, float]]]:

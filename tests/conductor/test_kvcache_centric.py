@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from itertools import groupby
 
 import msgspec
 import numpy as np
@@ -24,7 +25,7 @@ from tiffin.conductor.policies.settings import KvcacheCentricSettings, PolicySet
 
 def centric(threshold: float = 1.2, overlap: bool = False) -> PolicySettings:
     options = KvcacheCentricSettings(balancing_threshold=threshold, overlap=overlap)
-    return PolicySettings(kvcache_centric=options)
+    return PolicySettings(kvcache_centric=options, near_share=0.0)
 
 
 def choose(world: World, options: PolicySettings | None = None, **others: int) -> base.Choice:
@@ -32,31 +33,32 @@ def choose(world: World, options: PolicySettings | None = None, **others: int) -
     return policy.choose(world.question(options or centric(), **others))  # type: ignore[arg-type]
 
 
-def places(world: World) -> dict[str, tuple[str, int, int, str, str]]:
-    """Name: node, leading blocks in the faster tier and in both, and what the tiers are."""
+Place = tuple[str, frozenset[int], int, str, str]
+
+
+def places(world: World) -> dict[str, Place]:
+    """Name: node, blocks in the faster tier, leading ones in both, and what the tiers are."""
     found = {}
     for number, inst in enumerate(world.instances):
         if inst.hbm:
-            found[f"i{number}"] = (inst.node, leading(inst.hbm), leading(inst.hbm), "hbm", "hbm")
+            found[f"i{number}"] = (inst.node, inst.hbm, leading(inst.hbm), "hbm", "hbm")
     for name, node in world.nodes.items():
         if node.dram or node.nvme:
             both = leading(node.dram | node.nvme)
-            found[name] = (name, leading(node.dram), both, "dram", "nvme")
+            found[name] = (name, node.dram, both, "dram", "nvme")
     return found
 
 
-def transfer_s(
-    world: World, place: tuple[str, int, int, str, str], target: str, start: int
-) -> float:
-    """What is beyond block `start`, from its faster tier and then from the other."""
+def transfer_s(world: World, place: Place, target: str, start: int) -> float:
+    """What is beyond block `start`, each block from the faster tier that has it; one read for
+    neighbours in the same tier."""
     node, fast, whole, fast_tier, slow_tier = place
     bandwidth, latency_s, wait_s = world.way(node, target)
+    tiers = [fast_tier if block in fast else slow_tier for block in range(start, whole)]
     seconds = 0.0
-    for tier, first, stop in ((fast_tier, 0, fast), (slow_tier, fast, whole)):
-        blocks = stop - max(first, start)
-        if blocks > 0:
-            block_s = max(BLOCK_BYTES / bandwidth, world.tier_block_s(tier))
-            seconds += latency_s + wait_s + blocks * block_s
+    for tier, blocks in groupby(tiers):
+        block_s = max(BLOCK_BYTES / bandwidth, world.tier_block_s(tier))
+        seconds += latency_s + wait_s + len(list(blocks)) * block_s
     return seconds
 
 
@@ -220,3 +222,42 @@ def test_equal_instances_and_senders_share() -> None:
     assert {choice.at for choice in choices} == {0, 1}
     sources = {fetch.source for choice in choices for fetch in choice.fetches}
     assert sources == {f"{name}/dram" for name in names}
+
+
+def test_of_equally_quick_ones_who_decodes_least_is_chosen() -> None:
+    """An instance that is found to be a millionth faster than the others must not get it all."""
+    latency = Inst().latency
+    quick = (latency[0] * (1 - 1e-6), *latency[1:])
+    slow = (latency[0] * 1.5, *latency[1:])
+    everything = frozenset(range(3))
+    world = World(3, [Inst(hbm=everything, latency=each) for each in (quick, latency, slow)])
+
+    def chosen(batch: tuple[int, int, int], near_share: float = 0.01) -> set[int]:
+        policy, found = base.policy("kvcache_centric"), set()
+        for seed in range(20):
+            question = world.question(PolicySettings(near_share=near_share), seed=seed)
+            question.cluster.batch[:3] = batch
+            found.add(policy.choose(question).at)
+        return found
+
+    assert chosen((3, 1, 0)) == {1}
+    assert chosen((1, 3, 0)) == {0}
+    assert chosen((2, 2, 0)) == {0, 1}
+    assert chosen((3, 1, 0), near_share=0.0) == {0}
+
+
+def test_who_has_to_bring_blocks_is_not_as_good_as_who_has_them() -> None:
+    """Six blocks from the neighbour's HBM take 6 ms, and its queue 5 ms."""
+    everything = frozenset(range(6))
+    world = World(6, [Inst("n", hbm=everything, queue_s=0.005), Inst("n")], {"n": Node()})
+
+    def choice() -> base.Choice:
+        question = world.question(PolicySettings(near_share=0.2))
+        question.cluster.batch[:2] = (9, 0)
+        return base.policy("kvcache_centric").choose(question)
+
+    brings = choice()
+    assert brings.ttft_s[0] < brings.ttft_s[1] < brings.ttft_s[0] * 1.2
+    assert (brings.at, brings.fetches) == (0, ())
+    world.instances[1] = Inst("n", hbm=everything, queue_s=0.006)  # as late, and brings nothing
+    assert choice().at == 1

@@ -67,6 +67,18 @@ class TestTimings:
         ]
         assert len(timings) == 0
 
+    def test_of_a_race_the_first_route_alone_was_predicted(self) -> None:
+        for route, seen in (
+            (("p0", "d0"), Observed("ttft", 0.5, 1.0)),
+            (("p1", "d0"), None),
+        ):
+            timings = Timings()
+            timings.begin(replace(decision(), prefill="p0", decode="d0"), now=0.0)
+            event = RequestEvent("r", "first_token", route=route)
+            assert timings.observe(event, 1.0) == seen
+            tokens = timings.observe(RequestEvent("r", "tokens", 4), 2.0)
+            assert tokens == Observed("tbt", 0.02, 0.25, 4)
+
     def test_a_repeated_call_does_not_start_again(self) -> None:
         timings = Timings()
         timings.begin(decision(), now=0.0)

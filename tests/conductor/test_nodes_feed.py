@@ -34,6 +34,7 @@ from tiffin.kvstore.pool.members import FixedMembers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tiffin.kvstore import Prefix
 
@@ -54,6 +55,10 @@ def events(first: int, *signed: int, gap: bool = False) -> messages.EventPage:
     """A positive number was added, a negative one removed."""
     flags = bytes(number > 0 for number in signed)
     return messages.EventPage(1, first, flags, b"".join(key(abs(n)) for n in signed), gap)
+
+
+def tiered(seq: int, tiers: dict[int, int], *, more: bool = False) -> messages.KeyPage:
+    return messages.KeyPage(1, seq, b"".join(map(key, tiers)), more, bytes(tiers.values()))
 
 
 # -- the cursor ------------------------------------------------------------------------------------
@@ -82,6 +87,44 @@ def test_an_inventory_comes_first_and_then_what_happened_since() -> None:
 
 def test_an_empty_node_has_an_empty_inventory() -> None:
     assert cursor().answered(page(0), 0.0) == [Inventory("n", "dram", [], True, True, 0)]
+
+
+def test_a_node_says_which_tier_a_block_is_in() -> None:
+    follower = cursor()
+    assert follower.answered(tiered(7, {1: 1}, more=True), 0.0) == [
+        Inventory("n", "dram", [key(1)], True, False, 7)
+    ]
+    assert follower.answered(tiered(7, {2: 2, 3: 1, 4: 2}), 0.0) == [
+        Inventory("n", "dram", [key(3)], False, True, 7),
+        Inventory("n", "nvme", [key(2), key(4)], True, True, 7),
+    ]
+    moves = messages.EventPage(1, 8, b"\1\1\0", key(1) + key(2) + key(3), tiers=b"\2\1\0")
+    assert follower.answered(moves, 1.0) == [
+        Added("n", "nvme", [key(1)], 8),
+        Removed("n", "dram", [key(1)], 8),
+        Added("n", "dram", [key(2)], 9),
+        Removed("n", "nvme", [key(2)], 9),
+        Removed("n", "dram", [key(3)], 10),
+        Removed("n", "nvme", [key(3)], 10),
+    ]
+    assert follower.answered(events(11), 1.0 + HEARD_S) == [
+        Heard("n", "dram", 10),
+        Heard("n", "nvme", 10),
+    ]
+
+
+def test_a_disk_that_is_gone_has_nothing() -> None:
+    """The node has come back without one, or is one of before, which says nothing of tiers."""
+    for later in (tiered(3, {5: 1}), page(3, 5)):
+        follower, holdings = cursor(), Holdings(PrefixIndex())
+        for update in follower.answered(tiered(7, {1: 1, 2: 2}), 0.0):
+            holdings.apply(update, 0.0)
+        follower.connected()
+        for update in follower.answered(later, 1.0):
+            holdings.apply(update, 1.0)
+        index = holdings.index
+        held = {index.label(number): index.blocks_of(number) for number in index.numbers()}
+        assert held == {"n/dram": 1, "n/nvme": 0}
 
 
 def test_pages_of_different_states_do_not_belong_together() -> None:
@@ -134,6 +177,10 @@ def test_a_node_that_does_not_answer_is_asked_less_and_less_and_then_forgotten()
         (True, page(7, 1)),
         (True, events(9, 1)),
         (True, messages.EventPage(1, 8, b"\1\1", key(1))),
+        (True, messages.EventPage(1, 8, b"\1", key(1), tiers=b"\1\1")),
+        (True, messages.EventPage(1, 8, b"\1", key(1), tiers=b"\3")),
+        (False, tiered(7, {1: 0})),
+        (False, tiered(7, {1: 3})),
     ],
 )
 def test_answers_that_cannot_be_are_refused(synced: bool, reply: Any) -> None:
@@ -162,36 +209,52 @@ def test_nonsense_is_no_answer(nonsense: Any) -> None:
     assert told == [Cleared("n", NODE_TIERS)]
 
 
-def test_a_follower_ends_up_with_what_the_node_has() -> None:
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("tiers", [b"\1", b"\1\2"], ids=["memory", "memory and disk"])
+def test_a_follower_ends_up_with_what_the_node_has(tiers: bytes, seed: int) -> None:
     """Against a node's own log, with all that can come in between."""
-    for seed in range(30):
-        dice, log, has = random.Random(seed), EventLog(events_kept=20), set[bytes]()
-        follower, holdings = cursor(), Holdings(PrefixIndex())
-        snapshot = (0, b"")
+    dice, log, has = random.Random(seed), EventLog(events_kept=20), dict[bytes, int]()
+    follower, holdings = cursor(), Holdings(PrefixIndex())
+    snapshot: tuple[int, list[bytes], bytes] = (0, [], b"")
 
-        def answer(request: Any) -> Any:
-            nonlocal snapshot
-            if isinstance(request, messages.Events):
-                return log.page(request)  # noqa: B023 - called in this turn
-            if request.after == 0:
-                snapshot = (log.seq, b"".join(sorted(has)))  # noqa: B023
-            part = snapshot[1][16 * request.after :][: 16 * 5]
-            return messages.KeyPage(
-                1, snapshot[0], part, 16 * request.after + len(part) < len(snapshot[1])
-            )
+    def answer(request: Any) -> Any:
+        nonlocal snapshot
+        if isinstance(request, messages.Events):
+            return log.page(request)
+        if request.after == 0:
+            snapshot = log.seq, sorted(has), bytes(has[one] for one in sorted(has))
+        of_page = slice(request.after, request.after + 5)
+        more = of_page.stop < len(snapshot[1])
+        keys = b"".join(snapshot[1][of_page])
+        return messages.KeyPage(1, snapshot[0], keys, more, snapshot[2][of_page])
 
-        for turn in range(200):
-            for _ in range(dice.choice((0, 1, 5, 30)) if turn < 150 else 0):
-                one = key(dice.randrange(40))
-                (log.removed if one in has else log.added)(one)
-                has ^= {one}
-            if dice.random() < 0.05:
-                follower.connected()
-            for update in follower.answered(answer(follower.request()), float(turn)):
-                holdings.apply(update, float(turn))
-        number = holdings.index.holder("n", "dram")
-        everything = [key(n) for n in range(40)]
-        assert set(everything) - set(holdings.index.missing(number, everything)) == has
+    def happens() -> None:
+        one, tier = key(dice.randrange(40)), dice.choice(tiers)
+        if one not in has:
+            log.added(one, tier)
+        elif has[one] == tier:
+            log.removed(one)
+            del has[one]
+            return
+        else:
+            log.moved(one, tier)
+        has[one] = tier
+
+    for turn in range(200):
+        for _ in range(dice.choice((0, 1, 5, 30)) if turn < 150 else 0):
+            happens()
+        if dice.random() < 0.05:
+            follower.connected()
+        for update in follower.answered(answer(follower.request()), float(turn)):
+            holdings.apply(update, float(turn))
+    everything = [key(n) for n in range(40)]
+    for tier, name in ((1, "dram"), (2, "nvme")):
+        number = holdings.index.find("n", name)
+        assert number is not None or len(tiers) == 1
+        here = {one for one, where in has.items() if where == tier}
+        if number is not None:
+            missing = set(holdings.index.missing(number, everything))
+            assert set(everything) - missing == here
 
 
 # -- the feed --------------------------------------------------------------------------------------
@@ -207,17 +270,21 @@ class World:
         self.feed = NodesFeed(members, credentials, self.inbox, threads=2, membership_s=0.05)
         self._now = itertools.count(1)
 
-    def held(self, prefix: Prefix, name: str) -> int:
+    def held(self, prefix: Prefix, name: str, tier: str = "dram") -> int:
         index = self.holdings.index
         for update in self.inbox.take():
             self.holdings.apply(update, float(next(self._now)))
-        number = index.find(name, "dram")
+        number = index.find(name, tier)
         if number is None:
             return -1
         return int(index.match(prefix.keys).lengths(index.width)[number])
 
-    def await_held(self, prefix: Prefix, name: str, blocks: int) -> None:
-        wait_until(lambda: self.held(prefix, name) == blocks, f"{name} holds {blocks}", 20.0)
+    def await_held(self, prefix: Prefix, name: str, blocks: int, tier: str = "dram") -> None:
+        wait_until(
+            lambda: self.held(prefix, name, tier) == blocks,
+            f"{name} holds {blocks} in {tier}",
+            20.0,
+        )
 
     def close(self) -> None:
         self.inbox.close()
@@ -262,6 +329,27 @@ def test_all_nodes_of_a_pool_are_followed_as_they_come_and_go(
     assert world.held(before, "one") == 2
     told = world.feed.statistics()["nodes"]["one"]
     assert (told["synced"], told["error"], told["resyncs"]) == (True, "", 1)
+
+
+def test_a_block_is_where_it_is_read_from(cluster: Cluster, world: World, tmp_path: Path) -> None:
+    slab = {"nvme_path": tmp_path, "nvme_bytes": 16 * LARGE.extent_bytes}
+    one = cluster.start("one", 3, **slab)
+    old = one.put(fresh_prefix(2, LARGE))
+    world.await_held(old, "one", 2)
+    new = one.put(fresh_prefix(3, LARGE))
+    world.await_held(old, "one", 2, "nvme")
+    assert world.held(old, "one") == 0, "it was demoted: it is not in memory"
+    wait_until(lambda: world.held(new, "one") >= 1, "what took its place is")
+    with Client.attach(one.node) as client, client.get(old):
+        world.await_held(old, "one", 2)
+    assert world.held(old, "one", "nvme") == 0
+    with Client.attach(one.node) as client:
+        client.remove(old)
+    world.await_held(old, "one", 0)
+    one.stop()
+    one = cluster.start("one", 3, **slab)
+    left = wait_until(lambda: sum(one.has(new)), "the slab is read")
+    world.await_held(new, "one", left, "nvme")
 
 
 def test_a_node_that_was_restarted_is_followed_anew(cluster: Cluster, world: World) -> None:

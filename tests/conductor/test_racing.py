@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tiffin.conductor.core import Conductor
 from tiffin.conductor.errors import Conflict
 from tiffin.conductor.racing import Races, RacingSettings, Route, second_route
-from tiffin.conductor.records import Request
+from tiffin.conductor.records import Decision, InstanceSpec, Request, RequestEvent, Role
+from tiffin.conductor.settings import Settings, patched
 
 ON = RacingSettings(enabled=True, share=0.25, saved_max=2.0, expires_s=60.0)
 A, B = Route("p0", "d0"), Route("p1", "d1")
@@ -257,3 +260,59 @@ class RaceMachine(RuleBasedStateMachine):
 
 TestRaceMachine = RaceMachine.TestCase
 TestRaceMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+# -- what the conductor is told --------------------------------------------------------------------
+
+KEYS = tuple(bytes([number]) * 16 for number in range(8))
+
+
+class TestWhichRouteWon:
+    def race(self) -> tuple[Conductor, Decision]:
+        """A request that runs over both prefill instances."""
+        settings = {"racing": {"enabled": True, "slower_max": 100.0}}
+        made = Conductor(patched(Settings(), settings), dice=random.Random(1))
+        for name, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d", Role.DECODE)):
+            made.register(InstanceSpec(name, "m", role, "llama-3.1-8b.h100.tp1.vllm"), 0.0)
+        decision = made.schedule(Request("r", "m", 8 * 512 + 1, KEYS, urgent=True), 0.0)
+        assert isinstance(decision, Decision)
+        assert len(decision.alternatives) == 1
+        return made, decision
+
+    @pytest.mark.parametrize("told", [True, False])
+    def test_the_first(self, told: bool) -> None:
+        made, decision = self.race()
+        route = (decision.prefill, decision.decode) if told else None
+        made.observe(RequestEvent("r", "first_token", route=route), 30.0)
+        assert made.races.statistics().finished == 1
+        assert made.races.statistics().won_by_second == 0
+        assert made.match(KEYS, 30.0).holders[0][0] == f"{decision.prefill}/hbm"
+        assert decision.prefill in made.calibration.factors()
+
+    def test_the_second(self) -> None:
+        """It has the blocks now, and its time teaches nothing about the one that was predicted."""
+        made, decision = self.race()
+        (other,) = decision.alternatives
+        made.observe(RequestEvent("r", "prefill_done", route=other), 29.0)
+        made.observe(RequestEvent("r", "first_token", route=other), 30.0)
+        assert made.races.winner("r") == other
+        assert made.races.statistics().won_by_second == 1
+        assert [name for name, _, _ in made.match(KEYS, 30.0).holders] == [f"{other[0]}/hbm"]
+        assert made.calibration.factors() == {}
+        made.observe(RequestEvent("r", "finished"), 31.0)
+        assert made.statistics()["in_flight"] == 0
+
+    def test_one_that_does_not_run(self) -> None:
+        """As after the request was decided anew: it is heard of, and teaches nothing."""
+        made, _ = self.race()
+        made.observe(RequestEvent("r", "first_token", route=("elsewhere", "d")), 30.0)
+        assert made.races.statistics().finished == 0
+        assert made.match(KEYS, 30.0).holders == []
+        assert made.calibration.factors() == {}
+
+    def test_one_that_has_left(self) -> None:
+        made, decision = self.race()
+        (other,) = decision.alternatives
+        made.remove(other[0], 1.0)
+        made.observe(RequestEvent("r", "prefill_done", route=other), 2.0)
+        assert made.match(KEYS, 2.0).holders == []

@@ -339,6 +339,7 @@ WORDS: list[Word] = [
     placed(),
     Ended(["r1", "r2"]),
     Happened("r", "tokens", 8),
+    Happened("r", "first_token", 0, ("p1", "d0")),
     Heard("i0", Load(running=3)),
     Instance("i0", 1000.0, spec("i0", labels={"rack": "7"}), "mixed", True),
     Instance("gone", 1000.0, None),

@@ -238,6 +238,15 @@ def test_events_find_their_request_wherever_they_are_reported() -> None:
     assert own_is_zero(both.conductors)
 
 
+def test_which_route_has_won_a_race_is_passed_on() -> None:
+    both = town("a", "b")
+    won = RequestEvent("r", "first_token", route=("p1", "d0"))
+    decided(both["a"], request("r"), both.now)
+    both["b"].observe(won, both.now)
+    both.pass_s(0.1)
+    assert both["a"].news().events == [won]
+
+
 def test_an_event_that_makes_no_sense_is_refused_at_once() -> None:
     both = town("a", "b")
     with pytest.raises(InvalidRequest):
@@ -257,6 +266,8 @@ def test_another_one_takes_over_what_a_dead_one_had_in_flight() -> None:
     both.kill("a")
     both.pass_s(DEAD_S + 0.1)
     assert not column(b, "kv_used_tokens")
+    for one in POOL:
+        b.heartbeat(one.id, Load(), both.now)  # what is silent is given nothing
 
     tell(b, both.now, "told", "tokens")
     again = decided(b, request("asked"), both.now)

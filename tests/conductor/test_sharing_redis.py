@@ -146,6 +146,78 @@ def test_in_a_cluster(tmp_path: Path, link: Callable[[str], Link]) -> None:
         assert b.exchange([]) == [b"one"]
 
 
+# -- the lease -------------------------------------------------------------------------------------
+
+
+def test_one_has_the_lease_until_it_ends_or_is_given_back(
+    server: RedisServer, link: Callable[[str], Link], pool: str
+) -> None:
+    a, b = link(server.url), link(server.url)
+    assert (a.lead("a", 60.0), b.lead("b", 60.0)) == ("a", "a")
+    b.resign("b")  # which has none
+    assert (a.lead("a", 60.0), b.lead("b", 60.0)) == ("a", "a")
+    a.resign("a")
+    assert b.lead("b", 0.05) == "b"
+    wait_until(lambda: a.lead("a", 60.0) == "a", "the lease of b has ended")
+    client = server.client()
+    assert 50_000 < client.pttl(f"tiffin:{{{pool}:c}}:leader") <= 60_000
+    a.close()
+    for call in (lambda: a.lead("a", 1.0), lambda: a.resign("a")):
+        with pytest.raises(ClientClosed):
+            call()
+
+
+def test_what_somebody_else_put_there_is_no_lease(
+    server: RedisServer, link: Callable[[str], Link], pool: str
+) -> None:
+    server.client().rpush(f"tiffin:{{{pool}:c}}:leader", "a list")
+    mine = link(server.url)
+    mine.resign("a")
+    assert mine.lead("a", 60.0) == "a"
+
+
+def test_a_conductor_that_ends_gives_its_lease_back(server: RedisServer, pool: str) -> None:
+    async def run() -> None:
+        core, line = conductor(unique_name()), Link(server.url, pool=pool)
+        task = asyncio.create_task(share(core, line, clock))
+        give_up = clock() + 20.0
+        while not core.steering.leads(clock()):
+            assert clock() < give_up
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert not core.steering.leads(clock())
+        line.close()
+
+    asyncio.run(run())
+    with contextlib.closing(Link(server.url, pool=pool)) as other:
+        assert other.lead("other", 1.0) == "other"
+
+
+def test_who_gets_no_answer_says_so_once_and_leads_until_its_time_is_over(
+    server: RedisServer, link: Callable[[str], Link], caplog: pytest.LogCaptureFixture
+) -> None:
+    core, line, now = conductor(unique_name()), link(server.url), 100.0
+
+    def exchange() -> None:
+        exchange_once(core, line, lambda: now)
+
+    exchange()
+    assert core.steering.leads(now)
+
+    def refuses(name: str, lead_s: float) -> str:
+        raise DirectoryUnavailable("NOPERM")
+
+    line.lead = refuses  # type: ignore[method-assign]
+    for _ in range(4):
+        assert core.steering.leads(now)
+        now += 0.75
+        exchange()
+    assert not core.steering.leads(now)
+    assert caplog.text.count("who leads is not known: NOPERM") == 1
+    assert core.lease.error == "NOPERM"
+
+
 # -- conductors ------------------------------------------------------------------------------------
 
 
@@ -264,6 +336,21 @@ def test_a_process_that_is_killed_leaves_its_requests_to_the_other(
             b.observe(RequestEvent(name, "finished"))
         (one,) = b.instances()
         assert not any(one.load.values())
+
+
+def test_one_process_leads_and_when_it_is_killed_the_other(server: RedisServer, pool: str) -> None:
+    with process(server.url, pool) as first, process(server.url, pool) as second:
+        wait_until(
+            lambda: sum(client.plans().leads for _, client in (first, second)) == 1, "one leads"
+        )
+        ((victim, old), (_, heir)) = sorted(
+            (first, second), key=lambda one: not one[1].plans().leads
+        )
+        wait_until(lambda: heir.plans().leader == old.plans().leader != "", "both know who")
+        before = heir.plans().leader
+        victim.kill()
+        wait_until(lambda: heir.plans().leads, "the other leads")
+        assert heir.plans().leader not in ("", before)
 
 
 def test_names_are_of_nobody_before() -> None:

@@ -15,7 +15,7 @@ from tiffin.conductor.feeds.updates import Added
 from tiffin.conductor.flips import SetRole, Verify
 from tiffin.conductor.forecast import PREDICTORS
 from tiffin.conductor.orders import Admit, Copy, Ended, Evacuate, NodeSpace
-from tiffin.conductor.records import Decision, Request, Role, Status
+from tiffin.conductor.records import Decision, Load, Request, Role, Status
 
 GIB = 1 << 30
 NODES = {f"node-{name}": NodeSpace(f"node-{name}", 64 * GIB, 32 * GIB) for name in "abc"}
@@ -178,6 +178,19 @@ class TestFlips:
         assert made.steering.verified("p1", 4.0) == []
         assert (made.cluster.status[0], made.cluster.role(0)) == (Status.READY, Role.DECODE)
 
+    def test_one_that_falls_silent_is_ready_again_when_it_is_heard_of(self) -> None:
+        made = conductor(spec("p1", Role.PREFILL), spec("p2", Role.PREFILL), spec("d", Role.DECODE))
+        decision = made.schedule(prompt("x"), 1.0)
+        assert isinstance(decision, Decision)
+        name = decision.prefill
+        made.flip(name, Role.DECODE, 2.0)
+        made.tick(16.0)
+        made.steering.tick({}, 16.0)
+        row = made.cluster.row(name)
+        assert made.cluster.status[row] is Status.LOST, "it is not given work before"
+        made.heartbeat(name, Load(), 17.0)
+        assert (made.cluster.status[row], made.cluster.role(row)) == (Status.READY, Role.PREFILL)
+
     def test_a_drain_that_somebody_asks_for_ends_it(self) -> None:
         made = conductor(spec("p1", Role.PREFILL), spec("p2", Role.PREFILL), spec("d", Role.DECODE))
         made.flip("p1", Role.DECODE, 0.0)
@@ -231,7 +244,7 @@ class TestPlanning:
         made = conductor(spec("a"), planner={"interval_s": 10.0})
         made.schedule(prompt("x"), 1.0)
 
-        def fails(fleet: object, now: float) -> None:
+        def fails(fleet: object, now: float, *, leads: bool) -> None:
             raise ZeroDivisionError
 
         monkeypatch.setattr(made.steering._planned["m"].planner, "plan", fails)

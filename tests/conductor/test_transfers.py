@@ -13,6 +13,7 @@ from tiffin.conductor import transfers
 from tiffin.conductor.cluster import Cluster
 from tiffin.conductor.index import TIERS
 from tiffin.conductor.transfers import NODES_MAX, Transfers, TransferSettings
+from tiffin.kvstore.directory import base
 
 HBM, DRAM, NVME = (TIERS.index(tier) for tier in ("hbm", "dram", "nvme"))
 GB = 10**9
@@ -190,12 +191,15 @@ def test_waits_are_those_of_a_queue() -> None:
 def test_a_node_leaves_and_its_number_is_new() -> None:
     ways = made()
     ways.observe("n1", {"n0": [10e9, 0.0], "n2": [10e9, 0.0]})
+    ways.observe("n0", {"n2": [40e9, 0.0]})
     ways.begin(0, GB)
-    ways.forget("n0")
+    ways.forget([0, 900])
     assert seconds(ways, 0, 1) == seconds(ways, 1, 0) == pytest.approx(1.001, rel=1e-5)
     assert seconds(ways, 2, 1) == pytest.approx(0.1, rel=1e-5)
     assert "n0" not in ways.ways()
     assert seconds(ways, 0, 0) == pytest.approx(0.05)
+    ways.begin(2, GB)
+    assert seconds(ways, 2, 1) == pytest.approx(0.2, rel=1e-5), "its fastest way has gone"
 
 
 def test_settings_change_what_is_not_measured() -> None:
@@ -224,15 +228,13 @@ def test_nodes_beyond_the_limit_are_served_at_the_defaults(monkeypatch: pytest.M
     ways.observe("n90", {"n0": [10e9, 0.0]})
     ways.observe("n1", {"n90": [10e9, 0.0]})
     ways.moved(90, 1, GB, 0.1)
-    ways.forget("n90")
+    ways.forget([90])
     assert ways.ignored == 2
     times = ways.seconds(np.array([90, 90, 0, 3]), DRAM, np.array([1, 90, 90, 3]), GB)
     assert times == pytest.approx([1.001, 0.05, 1.001, 0.05], rel=1e-5)
 
 
 def test_the_limit_is_the_pools() -> None:
-    from tiffin.kvstore.directory import base
-
     assert NODES_MAX == base.NODES_MAX
 
 
@@ -277,6 +279,10 @@ def test_columns_say_what_loops_say(
             expected = latency_s + nbytes / min(bandwidth, tiers[tier])
             expected += waiting / max(rates, default=1e9)
         assert found[at] == pytest.approx(expected, rel=1e-4)
+        for now in (0.0, 1.0):
+            from_one = ways.seconds_from(source, tier, columns[2], columns[3], now)
+            among = ways.seconds(source, tier, columns[2], columns[3], now)
+            assert from_one == pytest.approx(among)
 
 
 @given(st.integers(0, 10 * GB), st.integers(0, 10 * GB), st.integers(0, 5 * GB))

@@ -19,7 +19,7 @@ from tiffin.kvstore.block import BlockState
 from tiffin.kvstore.errors import InvalidInput, StaleLease
 from tiffin.kvstore.eviction import POLICIES, make_policy
 from tiffin.kvstore.node import messages
-from tiffin.kvstore.node.core import CoreOptions, NodeCore
+from tiffin.kvstore.node.core import CoreOptions, NodeCore, split_keys
 from tiffin.kvstore.node.following import publish
 from tiffin.kvstore.node.records import Move, MoveOutcome, Pin
 from tiffin.kvstore.node.space import TierSpace
@@ -67,6 +67,9 @@ class Simulation:
         self.processes = [self.connect() for _ in range(4)]
         self.moves: list[Move] = []
         self.tickets = []
+        self.followed: dict[bytes, int] = {}  # the tiers of blocks, by events alone
+        self.events_seen = 0
+        self.tiers_changed = 0
         self.reads_checked = 0
         self.follows_checked = 0
 
@@ -262,6 +265,7 @@ class Simulation:
 
     def check(self) -> None:
         self.core.check()
+        self.follow_events()
         for process in self.processes:
             for held in process.reading.values():
                 for replica, wanted, generation in held:
@@ -275,6 +279,21 @@ class Simulation:
                     for place, names in zip(self.granules(replica), allowed, strict=True):
                         self.follows_checked += 1
                         assert self.memory[replica.tier][place] in names, replica
+
+    def follow_events(self) -> None:
+        """Whoever follows the events knows what is here, and which tier it is read from."""
+        events = self.core.residency.events.since(self.events_seen, 1000)
+        keys = split_keys(events.keys)
+        for tier, is_news, name in zip(events.tiers, events.news, keys, strict=True):
+            before = self.followed.pop(name, 0)
+            assert tier != before, "every event changes something"
+            assert bool(is_news) == (not before or not tier)
+            self.tiers_changed += not is_news
+            if tier:
+                self.followed[name] = tier
+        self.events_seen = events.last_seq
+        assert self.followed == dict(zip(self.core.index, self.core.tiers(), strict=True))
+        assert all(self.core.index[name].tier == tier for name, tier in self.followed.items())
 
     def run(self, steps: int) -> None:
         verbs = {
@@ -326,6 +345,12 @@ def test_a_lease_shows_the_bytes_of_its_key_whatever_happens(seed):
     simulation = Simulation(seed, policy=sorted(POLICIES)[seed % len(POLICIES)])
     simulation.run(600)
     assert simulation.reads_checked > 0
+
+
+def test_blocks_change_tiers_and_followers_know() -> None:
+    simulation = Simulation(seed=3)
+    simulation.run(1500)
+    assert simulation.tiers_changed > 20
 
 
 def test_a_follower_sees_what_was_there_before_or_bytes_of_its_key():

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from tiffin.kvstore.arena import Arena
 from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.eviction import make_policy
+from tiffin.kvstore.node import messages
 from tiffin.kvstore.node.core import CoreOptions, NodeCore
 from tiffin.kvstore.node.events import EventLog, Events
+from tiffin.kvstore.node.records import IN_DRAM, IN_NVME
 from tiffin.kvstore.node.space import TierSpace
 from tiffin.kvstore.tiers.base import TierName
 
@@ -22,14 +24,26 @@ KEYS = [bytes([i]) * 16 for i in range(200)]
 def test_events_are_numbered_from_one() -> None:
     log = EventLog()
     assert log.seq == 0
-    assert log.since(0, 10) == Events(1, b"", b"", 0)
+    assert log.since(0, 10) == Events(1, b"", b"", b"", 0)
     log.added(KEYS[0])
     log.removed(KEYS[0])
-    log.added(KEYS[1])
-    assert log.seq == 3
-    assert log.since(0, 10) == Events(1, b"\1\0\1", KEYS[0] * 2 + KEYS[1], 3)
-    assert log.since(2, 10) == Events(3, b"\1", KEYS[1], 3)
-    assert log.since(3, 10) == Events(4, b"", b"", 3)
+    log.added(KEYS[1], IN_NVME)
+    log.moved(KEYS[1], IN_DRAM)
+    assert log.seq == 4
+    keys = KEYS[0] * 2 + KEYS[1] * 2
+    assert log.since(0, 10) == Events(1, b"\1\0\2\1", b"\1\1\1\0", keys, 4)
+    assert log.since(2, 1) == Events(3, b"\2", b"\1", KEYS[1], 4)
+    assert log.since(4, 10) == Events(5, b"", b"", b"", 4)
+
+
+def test_followers_of_before_take_a_move_for_another_addition() -> None:
+    log = EventLog()
+    log.added(KEYS[0])
+    log.moved(KEYS[0], IN_NVME)
+    log.removed(KEYS[0])
+    assert log.page(messages.Events(7, after=0)) == messages.EventPage(
+        7, 1, b"\1\1\0", KEYS[0] * 3, tiers=b"\1\2\0"
+    )
 
 
 def test_a_follower_goes_on_where_it_stopped() -> None:
@@ -65,8 +79,8 @@ def test_a_number_of_another_node_is_a_gap(seq: int) -> None:
 def test_no_events_fit_no_limit() -> None:
     log = EventLog()
     log.added(KEYS[0])
-    assert log.since(0, 0) == Events(1, b"", b"", 1)
-    assert log.since(0, -5) == Events(1, b"", b"", 1)
+    assert log.since(0, 0) == Events(1, b"", b"", b"", 1)
+    assert log.since(0, -5) == Events(1, b"", b"", b"", 1)
 
 
 def test_a_log_keeps_something() -> None:
@@ -93,7 +107,7 @@ def test_the_ring_is_the_tail_of_an_endless_list(
     expected = happened[seq : seq + limit]
     assert found is not None
     assert found.first_seq == seq + 1
-    assert list(found.added) == [added for added, _ in expected]
+    assert list(found.tiers) == [added for added, _ in expected]
     assert found.keys == b"".join(key for _, key in expected)
     assert found.newest_seq == len(happened)
 
@@ -114,7 +128,8 @@ def test_the_events_of_a_core_are_its_index() -> None:
             core.remove([key])
         events = core.residency.events.since(seq, 1000)
         assert events is not None
-        for i, added in enumerate(events.added):
+        assert all(events.news)
+        for i, added in enumerate(events.tiers):
             name = events.keys[16 * i : 16 * i + 16]
             assert (name in followed) != bool(added), "every event changes something"
             (followed.add if added else followed.discard)(name)

@@ -36,6 +36,7 @@ from tiffin.kvstore.node.publishing import (
     Wait,
     Withdraw,
 )
+from tiffin.kvstore.node.records import IN_DRAM, IN_NVME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -72,6 +73,11 @@ class FakeNode:
                 if removed in self.keys:
                     del self.keys[removed]
                     self.log.removed(removed)
+
+    def move(self, key: bytes, tier: int) -> None:
+        with self.lock:
+            if key in self.keys:
+                self.log.moved(key, tier)
 
     def events_since(self, seq: int, limit: int) -> Events | None:
         with self.lock:
@@ -265,6 +271,20 @@ def test_what_came_and_went_is_never_mentioned(driver: Driver) -> None:
         driver.node.add(KEYS[1])
     driver.node.remove(KEYS[1])
     driver.run_for(1.0)
+    assert driver.told == set()
+
+
+def test_the_directory_is_not_told_of_tiers(driver: Driver) -> None:
+    """And a block that was demoted before it left is taken back all the same."""
+    driver.node.add(KEYS[0])
+    driver.run_until_idle()
+    driver.node.move(KEYS[0], IN_NVME)
+    driver.run_for(1.0)
+    assert (len(driver.kinds(Publish)), driver.core.lag) == (1, 0)
+    driver.node.move(KEYS[0], IN_DRAM)
+    driver.node.remove(KEYS[0])
+    driver.run_for(1.0)
+    assert driver.kinds(Publish)[1:] == [Publish(driver.core.number, [], [KEYS[0]], 2)]
     assert driver.told == set()
 
 
@@ -564,6 +584,7 @@ class Life:
             *[self.work_until] * 8,
             *[self.work, self.time_passes] * 3,
             self.come_and_go,
+            self.change_tiers,
             self.a_reader_does_not_find,
             self.outage,
             self.forgets,
@@ -586,6 +607,10 @@ class Life:
         key = self.random.choice(FEW)
         self.driver.node.add(key)
         self.driver.node.remove(key)
+
+    def change_tiers(self) -> None:
+        for tier in (IN_NVME, IN_DRAM):
+            self.driver.node.move(self.random.choice(FEW), tier)
 
     def work_until(self) -> None:
         """So that the next thing happens just before a step of some kind."""
