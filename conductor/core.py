@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import admission, profiles
 from .admission import Forecast, Outlook
+from .arrivals import Arrivals
 from .calibration import Calibration
 from .checks import check_instance, check_load, check_request
 from .cluster import Cluster
@@ -61,8 +62,6 @@ if TYPE_CHECKING:
     from .records import Request
 
 
-# Prompts of one tick of a tenth of a second: more than one process can decide about.
-SEEN_MAX = 4096
 # Preempted requests that somebody is still to be told of; the simulator tells nobody.
 PUT_OUT_MAX = 1024
 
@@ -122,8 +121,7 @@ class Conductor:
         self._profile = profile
         self._latency: dict[str, tuple[float, ...]] = {}  # of each instance, uncorrected
         self._log: OrderedDict[str, Decision | Rejection] = OrderedDict()
-        # Prompts to be counted at the next tick: it takes as long as the decision itself.
-        self._seen: deque[tuple[Request, int, str]] = deque(maxlen=SEEN_MAX)
+        self.arrivals = Arrivals(self.popularity, dice)
         self._put_out: deque[Rejection] = deque(maxlen=PUT_OUT_MAX)
         self._counts = dict.fromkeys(
             ("decided", "rejected", "expired", "preempted", "rescheduled"), 0
@@ -222,7 +220,7 @@ class Conductor:
         late = self.ledger.expired(now)
         for flight in late:
             self._end(flight, now, "expired")
-        self.count_seen(now)
+        self.arrivals.count(now)
         self.races.expired(now)
         self.computing.expire(now)
         self.holdings.expire(now)
@@ -318,7 +316,7 @@ class Conductor:
 
     def hot(self, n: int, now: float) -> list[HotPrefix]:
         """The most popular prefixes."""
-        self.count_seen(now)
+        self.arrivals.count(now)
         return self.popularity.hot(n, now)
 
     # -- what was decided --------------------------------------------------------------------------
@@ -391,7 +389,7 @@ class Conductor:
         )
         spec = self.cluster.specs[flight.prefill_row]
         assert spec is not None
-        self._seen.append((request, spec.block_bytes, spec.node))
+        self.arrivals.came(request, spec)
         self.races.scheduled()
         if decision.alternatives:
             others = [Route(*other) for other in decision.alternatives]
@@ -435,16 +433,6 @@ class Conductor:
         found = list(self._put_out)
         self._put_out.clear()
         return found
-
-    def count_seen(self, now: float) -> None:
-        """What the prompts since the last tick began with, and on which nodes it was wanted."""
-        while self._seen:
-            request, block_bytes, node = self._seen.popleft()
-            shared = self.popularity.seen(
-                request.keys, now, model=request.model, block_bytes=block_bytes
-            )
-            if shared and node:
-                self.popularity.wanted(request.keys[:shared], node, now)
 
     def _refuse(self, refused: Refused) -> Rejection:
         if refused.ghost is not None and refused.rejection.reason in ("ttft", "tbt"):

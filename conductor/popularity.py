@@ -105,10 +105,10 @@ class Sketch:
         cells: Places = mixed.astype(np.int64) + self._rows
         return cells
 
-    def add(self, places: Places, now: float) -> Floats:
-        """Count a chain of keys once more; what each is counted for then, heads first."""
+    def add(self, places: Places, now: float, weight: float = 1.0) -> Floats:
+        """Count a chain of keys `weight` times more; what each is counted for then, heads first."""
         unit = self._unit(now)
-        counts = np.minimum.accumulate(self._cells[places].min(axis=0)) + unit
+        counts = np.minimum.accumulate(self._cells[places].min(axis=0)) + weight * unit
         # Two keys of the chain may share a cell: the larger count is for both. Flat and repeated,
         # because `ufunc.at` reads beyond values that it would have to broadcast (numpy 2.4).
         np.maximum.at(self._cells, places.ravel(), np.tile(counts, ROWS))
@@ -171,31 +171,37 @@ class Popularity:
             sketch.fade_by(settings.half_life_s, now)
 
     def seen(
-        self, keys: Sequence[bytes], now: float, *, model: str = "", block_bytes: int = 0
+        self,
+        keys: Sequence[bytes],
+        now: float,
+        *,
+        model: str = "",
+        block_bytes: int = 0,
+        weight: float = 1.0,
     ) -> int:
-        """A prompt with these keys, from block 0 on, has come. Returns how many leading blocks it
-        shares with others: tell `wanted` of those.
+        """A prompt with these keys, from block 0 on, has come; it stands for `weight` prompts.
+        Returns how many leading blocks it shares with others: tell `wanted` of those.
 
         Some numpy operations, 40 us for 256 keys, and a step in Python for each block that is seen
         for the second time.
         """
-        self._prompts[model] = self.prompts(now, model) + 1.0, now
+        self._prompts[model] = self.prompts(now, model) + weight, now
         if len(self._prompts) > MODELS_MAX:
             self._prompts.pop(next(iter(self._prompts)))
         if not keys:
             return 0
         keys = keys[:CHAIN_MAX]
-        counts = self._seen.add(self._seen.places(_words(keys)), now)
-        shared = int(np.count_nonzero(counts >= TRACKED_FROM))
+        counts = self._seen.add(self._seen.places(_words(keys)), now, weight)
+        shared = int(np.count_nonzero(counts >= weight + TRACKED_FROM - 1.0))
         self._track(keys, shared, model, block_bytes, now)
         return shared
 
-    def wanted(self, keys: Sequence[bytes], node: str, now: float) -> None:
+    def wanted(self, keys: Sequence[bytes], node: str, now: float, *, weight: float = 1.0) -> None:
         """A prompt that begins with these keys went to an instance on `node`, whether its blocks
         were there or had to be brought."""
         if keys:
             words = _words(keys[:CHAIN_MAX])
-            self._wanted.add(self._wanted.places(words, _salts([node])), now)
+            self._wanted.add(self._wanted.places(words, _salts([node])), now, weight)
 
     def prompts(self, now: float, model: str = "") -> float:
         """How many prompts to a model are remembered: one of a half-life ago is half a one."""

@@ -212,7 +212,7 @@ class Steering:
     def tick(self, nodes: Mapping[str, NodeSpace], now: float) -> Steered:
         """What to do now, with the nodes as the directory has them."""
         steered = Steered()
-        self._core.count_seen(now)
+        self._core.arrivals.count(now)
         pool = self._pool(nodes, now)
         self._give_up_lost(now)
         leads = self.leads(now)

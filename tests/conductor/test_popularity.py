@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiffin.conductor.arrivals import COUNTED_MAX, Arrivals
 from tiffin.conductor.popularity import MODELS_MAX, Popularity, PopularitySettings, Sketch
+from tiffin.conductor.records import InstanceSpec, Request, Role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -236,3 +238,37 @@ class TestTheSketch:
         for _ in range(60):
             found = sketch.add(sketch.places(words([dice.randbytes(16) for _ in range(6)])), 0.0)
             assert (np.diff(found) <= 0).all()
+
+
+class TestArrivals:
+    def test_few_are_counted_each(self) -> None:
+        counted, arrivals, spec = self.made()
+        for prompt in range(COUNTED_MAX):
+            arrivals.came(self.asked(0, prompt), spec)
+        arrivals.count(0.0)
+        assert counted.prompts(0.0, "m") == COUNTED_MAX
+        assert counted.of(chain([0]), 0.0).tolist() == [COUNTED_MAX]
+        assert counted.demand_each(chain([0]), ["n"], 0.0).tolist() == [COUNTED_MAX - 1]
+
+    def test_of_many_some_stand_for_all(self) -> None:
+        """A third of 1,200 prompts begins with the same block. The others share nothing, and get
+        no names, although each of them that is counted stands for many."""
+        counted, arrivals, spec = self.made()
+        for tick in range(30):
+            for prompt in range(40):
+                head = 0 if prompt % 3 == 0 else 1 + 40 * tick + prompt
+                arrivals.came(self.asked(head, 1 + 40 * tick + prompt), spec)
+            arrivals.count(float(tick) / 10)
+        assert counted.prompts(3.0, "m") == pytest.approx(1200, rel=0.02)
+        assert counted.of(chain([0]), 3.0)[0] == pytest.approx(420, rel=0.3)
+        assert [one.keys for one in counted.hot(9, 3.0)] == [chain([0])]
+        arrivals.count(4.0)
+        assert counted.prompts(3.0, "m") == pytest.approx(1200, rel=0.02)
+
+    def made(self) -> tuple[Popularity, Arrivals, InstanceSpec]:
+        counted = popularity()
+        spec = InstanceSpec("i", "m", Role.MIXED, "p", node="n")
+        return counted, Arrivals(counted, random.Random(3)), spec
+
+    def asked(self, *path: int) -> Request:
+        return Request("r", "m", 2000, chain(path))

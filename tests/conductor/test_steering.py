@@ -92,7 +92,7 @@ class TestDrains:
         made.apply(Added("a", "hbm", shared), 0.0)
         for number in range(8):
             made.schedule(Request(f"r{number}", "m", 3 * BLOCK + 7, shared), 1.0)
-        made.count_seen(1.0)
+        made.arrivals.count(1.0)
         counted: list[int] = []
         hot = made.popularity.hot
         monkeypatch.setattr(
