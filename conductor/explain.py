@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .cluster import Cluster
+    from .records import InstanceSpec
 
     Numbers = NDArray[np.float64] | list[float]
 
@@ -26,15 +27,17 @@ if TYPE_CHECKING:
 class Candidates(Sequence[Candidate]):
     """The best candidates of one choice, the chosen one first, then by cost."""
 
-    __slots__ = ("_cost", "_names", "_terms")
+    __slots__ = ("_cost", "_specs", "_terms")
 
-    def __init__(self, names: list[str], cost: Numbers, terms: Mapping[str, Numbers]) -> None:
-        self._names = names
+    def __init__(
+        self, specs: list[InstanceSpec | None], cost: Numbers, terms: Mapping[str, Numbers]
+    ) -> None:
+        self._specs = specs
         self._cost = cost
         self._terms = terms
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._specs)
 
     @overload
     def __getitem__(self, index: int) -> Candidate: ...
@@ -44,7 +47,9 @@ class Candidates(Sequence[Candidate]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         terms = {name: float(values[index]) for name, values in self._terms.items()}
-        return Candidate(self._names[index], float(self._cost[index]), terms)
+        spec = self._specs[index]
+        assert spec is not None  # only rows that are used are candidates
+        return Candidate(spec.id, float(self._cost[index]), terms)
 
 
 def best_of(
@@ -57,7 +62,7 @@ def best_of(
 ) -> Candidates:
     """The `most` best of `rows`, among them `at`, the chosen one."""
     if len(rows) == 1:
-        return Candidates([cluster.name(int(rows[0]))], cost, terms)
+        return Candidates([cluster.specs[rows[0]]], cost, terms)
     cost = np.asarray(cost)
     if len(rows) > most:
         best = cost.argpartition(most - 1)[:most]
@@ -66,6 +71,7 @@ def best_of(
         best = cost.argsort(kind="stable")
     if best[0] != at:
         best = np.concatenate(([at], best[best != at]))[:most]
-    names = [cluster.name(row) for row in rows.take(best).tolist()]
+    specs = cluster.specs
+    named = [specs[row] for row in rows.take(best).tolist()]
     some = {name: np.asarray(values).take(best) for name, values in terms.items()}
-    return Candidates(names, cost.take(best), some)
+    return Candidates(named, cost.take(best), some)

@@ -91,17 +91,22 @@ class Ledger:
         flight still: end them. None if the queue is full, and nothing was reserved."""
         request, row = flight.request, flight.prefill_row
         waiter = Waiter(request.id, flight.prefill_s, now, request.priority, request.tenant)
-        pushed = self._queues.push(row, waiter)
-        if not pushed.accepted:
-            return None
+        preempted: tuple[Waiter, ...] = ()
+        if row not in self._running and self._queues.begin(row, waiter, now):
+            self._running[row] = request.id
+        else:
+            accepted, preempted = self._queues.push(row, waiter)
+            if not accepted:
+                return None
         self._flights[request.id] = flight
         self._cluster.promise(row, queued=1, queued_tokens=flight.prefill_tokens)
         for at, tokens in flight.shares.items():
             self._cluster.promise(at, kv_used_tokens=tokens)
-        self._present.update({row, *flight.shares})
+        for at in {row, *flight.shares}:
+            self._present[at] += 1
         heapq.heappush(self._expiry, (flight.expires_at, request.id))
         self._go_on(row, now)
-        victims = (self._flights.get(one.request_id) for one in pushed.preempted)
+        victims = (self._flights.get(one.request_id) for one in preempted)
         return tuple(victim for victim in victims if victim is not None)
 
     def prefill_done(self, flight: Flight, now: float) -> bool:

@@ -85,6 +85,7 @@ class Metrics:
             "http_request_duration_seconds", "From the head of a request to its answer.", _HTTP_S,
             "route",
         )  # fmt: skip
+        self._answers: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.registry.register(_State(self))
 
     def scheduled(self, request: Request, decision: Decision, took_s: float, now: float) -> None:
@@ -120,8 +121,12 @@ class Metrics:
 
     def answered(self, route: str, status: int, took_s: float) -> None:
         """An answer of a route: its pattern, not the path that was asked for."""
-        self._http.labels(route, str(status)).inc()
-        self._http_s.labels(route).observe(took_s)
+        kept = self._answers.get((route, status))
+        if kept is None:  # looking labels up takes longer than counting
+            counter, duration = self._http.labels(route, str(status)), self._http_s.labels(route)
+            kept = self._answers[route, status] = counter, duration
+        kept[0].inc()
+        kept[1].observe(took_s)
 
     def text(self) -> bytes:
         """All of it, as `CONTENT_TYPE`."""

@@ -95,6 +95,19 @@ class Queues:
             self._count(row, waiter, 1)
         return pushed
 
+    def begin(self, row: int, waiter: Waiter, now: float) -> bool:
+        """Somebody comes to an idle instance, and begins at once: `push` and `take`, in a tenth of
+        the time. Nothing happens, and False is returned, if others wait there. Raises as `push`.
+        """
+        if self._queues.get(row):
+            return False
+        if waiter.request_id in self._row_of:
+            raise Conflict(f"request {waiter.request_id!r} waits already")
+        self._blank.check(waiter)
+        self._grow(row)
+        self._running_until[row] = max(self._running_until.item(row), now) + waiter.seconds
+        return True
+
     def preempt(
         self, row: int, priority: str, *, places: int = 0, seconds: float = 0.0
     ) -> tuple[Waiter, ...]:

@@ -148,12 +148,7 @@ class PrefillQueue:
         Raises InvalidRequest for an unknown class and an impossible estimate, Conflict for an id
         that waits already.
         """
-        number = self.number(waiter.priority)
-        if not (0.0 < waiter.seconds <= SECONDS_MAX and math.isfinite(waiter.arrived_at)):
-            raise InvalidRequest(
-                f"request {waiter.request_id!r}: prefill of {waiter.seconds} s, arrived at "
-                f"{waiter.arrived_at}; give more than 0 s, at most {SECONDS_MAX:.0f} s"
-            )
+        number = self.check(waiter)
         if waiter.request_id in self._waiters:
             raise Conflict(f"request {waiter.request_id!r} waits here already")
         preempted: tuple[Waiter, ...] = ()
@@ -163,6 +158,16 @@ class PrefillQueue:
                 return Pushed(False)
         self._add(number, waiter)
         return Pushed(True, preempted)
+
+    def check(self, waiter: Waiter) -> int:
+        """The number of its class. Raises InvalidRequest if there is none, and for an impossible
+        estimate."""
+        if not (0.0 < waiter.seconds <= SECONDS_MAX and math.isfinite(waiter.arrived_at)):
+            raise InvalidRequest(
+                f"request {waiter.request_id!r}: prefill of {waiter.seconds} s, arrived at "
+                f"{waiter.arrived_at}; give more than 0 s, at most {SECONDS_MAX:.0f} s"
+            )
+        return self.number(waiter.priority)
 
     def adopt(self, waiter: Waiter) -> None:
         """Take in one who waited under other settings: whatever the limit, and in the lowest class

@@ -286,3 +286,31 @@ def test_a_thousand_instances_with_ten_thousand_waiting() -> None:
         exact[row] = math.fsum(one.seconds for one in queue) if queue else 0.0
     # A low one waits for all of them, and by then all that was taken has been computed.
     np.testing.assert_allclose(queues.wait_s(np.arange(1000), "low", 1.0, 1e9), exact, atol=1e-6)
+
+
+def test_beginning_at_once_is_waiting_and_being_taken() -> None:
+    """Whoever comes to an idle instance leaves nothing behind that a later one could notice."""
+    one, other = Queues(QueueSettings()), Queues(QueueSettings())
+    rows = np.arange(3)
+    for at, (row, seconds, now) in enumerate([(0, 2.0, 1.0), (2, 5.0, 2.0), (0, 1.0, 6.0)]):
+        waiter = Waiter(f"r{at}", seconds, now, "normal", "t")
+        assert one.begin(row, waiter, now)
+        assert other.push(row, waiter).accepted
+        assert other.take(row, now) == waiter
+        for asked in (waiter, Waiter("next", 3.0, now, "low")):
+            args = (rows, asked.priority, asked.seconds, now, asked.tenant)
+            assert one.wait_s(*args).tolist() == other.wait_s(*args).tolist()
+    assert len(one) == len(other) == 0
+
+
+def test_nobody_begins_where_others_wait_or_with_what_no_queue_takes() -> None:
+    queues = Queues(QueueSettings())
+    queues.push(0, Waiter("first", 1.0, 0.0))
+    assert not queues.begin(0, Waiter("second", 1.0, 0.0), 0.0)
+    with pytest.raises(Conflict, match="waits already"):
+        queues.begin(1, Waiter("first", 1.0, 0.0), 0.0)
+    with pytest.raises(InvalidRequest, match="no class"):
+        queues.begin(1, Waiter("second", 1.0, 0.0, "absurd"), 0.0)
+    with pytest.raises(InvalidRequest, match="more than 0 s"):
+        queues.begin(1, Waiter("second", 0.0, 0.0), 0.0)
+    assert queues.wait_s(np.arange(2), "normal", 1.0, 0.0).tolist() == [1.0, 0.0]
