@@ -29,7 +29,7 @@ from tiffin.kvstore.errors import NodeUnavailable
 
 from ..store.rows import MICROSECONDS, Row, Side, Target, interleave, rates, times
 from ..store.setting import MIB, size_text
-from .setting import LOOPBACK, Metered, Missing, await_answer, free_port
+from .setting import LOOPBACK, Metered, Missing, apart, await_answer, free_port
 from .transfer import GIGA, get, pair
 
 if TYPE_CHECKING:
@@ -245,7 +245,11 @@ def _small(setting: Setting) -> list[Row]:
     setting.tell(f"one block of {size_text(nbytes)}")
     limit: list[float] = []
     found: list[float] = []
-    with _mooncake(setting, nbytes, 1) as theirs, pair(nbytes, 1) as ours:
+    with (
+        _mooncake(setting, nbytes, 1) as theirs,
+        pair(nbytes, 1) as ours,
+        apart(theirs.pids[:1], [*theirs.pids[1:], ours.node.pid]),
+    ):
         read = partial(get, ours.client, ours.prefix, ours.targets, "off")
         theirs.get(1, _WARM_CALLS)
         theirs.stop()
@@ -263,7 +267,8 @@ def _small(setting: Setting) -> list[Row]:
     return [
         Row(
             name=f"mooncake-{size}",
-            what=f"get(into=) of one block of {size} over TCP, verify=off",
+            what=f"get(into=) of one block of {size} over TCP, verify=off, clients on one core and "
+            "servers on the others",
             unit="us",
             value=times(found, MICROSECONDS),
             limit_what=f"Mooncake's get_into of one key of {size} over TCP",

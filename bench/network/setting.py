@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -174,6 +175,36 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
+
+
+# -- cores -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def apart(clients: Iterable[int], servers: Iterable[int]) -> Iterator[None]:
+    """Keep these processes, and this one with the clients, on a core of their own and the servers
+    on the others: as on two hosts. Left alone, the kernel now and then puts two that answer each
+    other on one core, and each waits for the other. With one core nothing changes."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        yield
+        return
+    ours = os.getpid()
+    for pid in (ours, *clients):
+        _keep_on(pid, cores[:1])
+    for pid in servers:
+        _keep_on(pid, cores[1:])
+    try:
+        yield
+    finally:
+        _keep_on(ours, cores)
+
+
+def _keep_on(pid: int, cores: Sequence[int]) -> None:
+    """All threads of a process; those that begin later are where their parents are."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 # -- CPU time --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ..limits import touched
 from ..store.rows import MICROSECONDS, Row, Side, Target, interleave, rates, times
 from ..store.setting import prefix_of, room_for, schema_of, size_text
 from .plain import PlainSockets
-from .setting import Metered, remote_node
+from .setting import Metered, apart, remote_node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -146,7 +146,7 @@ def remote_small(setting: Setting) -> list[Row]:
     nbytes = sizes.small_block_bytes
     setting.tell(f"one block of {size_text(nbytes)}")
     policies: tuple[Verify, ...] = ("off", "always")
-    with pair(nbytes, 1) as both:
+    with pair(nbytes, 1) as both, apart([], [both.node.pid, both.plain.pid]):
         read = partial(get, both.client, both.prefix, both.targets)
         sides = [Side(partial(both.plain.fetch, both.targets))]
         sides += [Side(partial(read, verify)) for verify in policies]
