@@ -398,8 +398,8 @@ def _message(attempt: _Attempt, limit: float, reason: str, wait_s: float | None)
 
 
 def _exceeds(what: str, predicted_s: float, objective_s: float | None, limit: float) -> str:
-    allowed = "" if limit == 1.0 else f"{limit:g} times, as much as its class may use of, "
-    return f"predicted {what} of {predicted_s:.3g} s exceeds {allowed}the objective {objective_s} s"
+    text = f"predicted {what} of {predicted_s:.3g} s exceeds the objective of {objective_s} s"
+    return text if limit == 1.0 else f"{text} times {limit:g}, which is its class's part of it"
 
 
 def _words(step: Step, settings: AdmissionSettings) -> str:

@@ -133,16 +133,19 @@ def lowest(cost: Floats, dice: random.Random) -> int:
     return least if len(best) < 2 else best.item(dice.randrange(len(best)))
 
 
-def quickest(question: Question, ttft_s: Floats, bring_s: Floats) -> int:
+def quickest(question: Question, ttft_s: Floats, work_s: Floats) -> int:
     """The index of the lowest TTFT [candidates]. Of those that the model could not tell from it,
-    and that have no more to bring (`bring_s` [candidates]), who has the fewest decodes, which each
-    prefill there delays; then the dice. Without that, who is the quickest by a millionth gets all
-    requests until it is full."""
+    who makes the least work (`work_s` [candidates]: seconds to bring blocks and to compute), then
+    who has the fewest decodes, which each prefill there delays; then the dice. Without that, who is
+    the quickest by a millionth gets all requests until it is full, and all is computed again that
+    somebody else has after the same time."""
+    factor = 1.0 + question.settings.near_share
     least = int(ttft_s.argmin())
-    near = np.flatnonzero(ttft_s <= ttft_s[least] * (1.0 + question.settings.near_share))
+    near = np.flatnonzero(ttft_s <= ttft_s[least] * factor)
     if len(near) < 2:
         return least
-    near = near[bring_s.take(near) <= bring_s[least]]
+    work = work_s.take(near)
+    near = near[work <= work[work.argmin()] * factor]
     batch = question.cluster.batch.take(question.rows.take(near))
     near = near[batch == batch[batch.argmin()]]
     return int(near[question.dice.randrange(len(near))])

@@ -260,7 +260,7 @@ class _Search:
 
     def choice(self) -> Choice:
         """The best candidate, with its plan as orders."""
-        at = quickest(self.question, self.ttft_s, self.start_s - self.question.queue_s)
+        at = quickest(self.question, self.ttft_s, self.ttft_s - self.question.queue_s)
         number = int(self.round[at])
         blocks, fetches = self._plan(at, number)
         terms = {

@@ -20,7 +20,8 @@ What the paper leaves open:
 - When nobody could become the fastest by fetching, nobody's fetching is computed: the terms of the
   others are then those of computing what they lack.
 - Of several that have the longest prefix, the one that would send it first is asked.
-- TTFTs within `near_share` of the lowest are equal: of these, who has the fewest decodes is chosen.
+- TTFTs within `near_share` of the lowest are equal: of these, who has the least to bring and to
+  compute is chosen, then who has the fewest decodes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class KvcacheCentric:
             overlap=settings.overlap,
             to_win=True,
         )
-        at = quickest(question, best.ttft_s, best.transfer_s)
+        at = quickest(question, best.ttft_s, best.transfer_s + best.compute_s)
         terms = {
             "queue_s": question.queue_s,
             "load_s": mine.load_s,

@@ -116,9 +116,9 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     near_share: Annotated[float, Meta(ge=0.0, le=0.2)] = 0.01
     """For `kvcache_centric` and `joint`: predicted TTFTs at most this much above the lowest count
-    as equal to it, and of these instances, who has the fewest decodes is chosen. Predictions are
-    off by some 5 % in the mean; an instance that was measured to be a little faster than all others
-    must not get everything."""
+    as equal to it; of these instances who has the least to bring and to compute is chosen, then who
+    has the fewest decodes. Predictions are off by some 5 % in the mean; an instance that was
+    measured to be a little faster than all others must not get everything."""
 
     prefix_aware: PrefixAwareSettings = PrefixAwareSettings()
     kv_cost: KvCostSettings = KvCostSettings()

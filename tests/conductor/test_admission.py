@@ -160,7 +160,9 @@ def test_steps_are_taken_together_if_each_alone_is_too_little() -> None:
 
 def test_a_refusal_says_what_was_tried() -> None:
     verdict = judge(outlook(replace(GOOD, ttft_s=9.0, queue_s=8.5)), degrade=("relax",))
-    assert verdict.message == ("predicted TTFT of 9 s exceeds the objective 4.0 s, even with relax")
+    assert verdict.message == (
+        "predicted TTFT of 9 s exceeds the objective of 4.0 s, even with relax"
+    )
     assert verdict.retry_after_s is not None
 
 
@@ -222,9 +224,8 @@ def test_a_rejection_says_everything() -> None:
     verdict = judge(outlook(replace(GOOD, ttft_s=2.5, tbt_now_s=0.06), priority="low"))
     rejection = verdict.rejection("r", 12.5)
     assert rejection.message == (
-        "predicted TTFT of 2.5 s exceeds 0.8 times, as much as its class may use of, "
-        "the objective 2.0 s; an idle instance would not meet it either: "
-        "send less, or give it longer"
+        "predicted TTFT of 2.5 s exceeds the objective of 2.0 s times 0.8, which is its class's "
+        "part of it; an idle instance would not meet it either: send less, or give it longer"
     )
     assert (rejection.reason, rejection.overloaded, rejection.decided_at) == ("ttft", True, 12.5)
     assert (rejection.predicted_ttft_s, rejection.predicted_tbt_s) == (2.5, 0.05)
