@@ -22,10 +22,10 @@ Everything here is a hint: it may be old (`age_s`), and forgets the oldest block
 for when it is full. Being wrong costs time, never correctness. Pure: no I/O, no clock; for one
 thread.
 
-Memory: 106 bytes per block, of a million, by `bench/conductor/index.py`: 64 are the key, the rest
-is the table. When that grows, which it does by doubling, it takes 0.1 s for a million. Groups come
-on top, about 100 bytes and a bit per holder each; there are as many as there are different sets of
-holders, some hundreds to thousands.
+Memory: 130 bytes per block, of a million, by `bench/conductor/index.py`: 64 are the key, 24 its
+part of a strand of sixteen, the rest is the table. When that grows, which it does by doubling, it
+takes 0.1 s for a million. Groups come on top, about 100 bytes and a bit per holder each; there are
+as many as there are different sets of holders, some hundreds to thousands.
 """
 
 from __future__ import annotations
@@ -73,6 +73,10 @@ _LEADING_ONES = np.array([8 - (~n & 0xFF).bit_length() for n in range(256)], np.
 
 # Fewer are walked each time: it takes 2 us.
 _LONG = 16
+
+# Count and keys of a strand that is none any more. Keys that nobody compares with are not kept:
+# each block of a prompt could be the last one of a strand of its own, as long as the prompt.
+_PARTED = -1, b""
 
 # Up to here, one run after the other is faster than all at once.
 _FEW_RUNS = 4
@@ -169,15 +173,14 @@ class _Group:
 
 
 class _Strand:
-    """`count` blocks of one group whose `keys`, joined, came or were asked for in a row; -1 when
-    some are elsewhere by now: the others are still of this group. Compared by identity."""
+    """`count` blocks of one group whose `keys`, joined, came or were asked for in a row; `_PARTED`
+    when some are elsewhere by now: the others are still of this group. Compared by identity."""
 
     __slots__ = ("count", "group", "keys")
 
     def __init__(self, group: _Group) -> None:
         self.group = group
-        self.keys = b""
-        self.count = -1
+        self.count, self.keys = _PARTED
 
 
 @dataclass(slots=True)
@@ -318,7 +321,7 @@ class PrefixIndex:
                 after = self._group(before.holders ^ bit)
             elif before is nobody:
                 continue
-            strand.count = -1
+            strand.count, strand.keys = _PARTED
             if after is nobody:
                 del blocks[key]
             else:
@@ -371,7 +374,7 @@ class PrefixIndex:
         stop = start + len(old)
         if len(old) >= _LONG:
             for strand in set(old):
-                strand.count = -1
+                strand.count, strand.keys = _PARTED
             self._bind(group, keys[start:stop])
         return stop
 
@@ -457,7 +460,7 @@ class PrefixIndex:
                 before, row = group, []
                 after = group if group.holders & bit else self._group(group.holders | bit)
             if after is not group:
-                strand.count = -1
+                strand.count, strand.keys = _PARTED
                 blocks[key] = after.loose
                 row.append(key)
         self._added(holder, before, after, row)
@@ -561,7 +564,7 @@ class PrefixIndex:
             if spare and asked_for and group.holders:
                 blocks[key] = strand  # at the end: the youngest
             else:
-                strand.count = -1
+                strand.count, strand.keys = _PARTED
                 left[group] = left.get(group, 0) + 1
         for group, gone in left.items():
             for number in _bits(group.holders):
