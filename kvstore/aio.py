@@ -54,9 +54,13 @@ async def drive(verb: Verb[T], link: AsyncLink) -> T:
             failure = error
 
 
-async def in_thread(action: Callable[[], T], threads: Executor | None = None) -> T:
+async def in_thread(
+    action: Callable[[], T],
+    threads: Executor | None = None,
+    cancelled: Callable[[], None] = lambda: None,
+) -> T:
     """Run `action` in a worker and, even if cancelled, return only when it has ended: until then it
-    touches memory whose lease the caller would give back."""
+    touches memory whose lease the caller would give back. `cancelled()` may hasten that."""
     running = asyncio.get_running_loop().run_in_executor(threads, action)
     cancellation: asyncio.CancelledError | None = None
     while not running.done():
@@ -64,6 +68,7 @@ async def in_thread(action: Callable[[], T], threads: Executor | None = None) ->
             await asyncio.wait([running])
         except asyncio.CancelledError as error:  # perhaps not the last one
             cancellation = error
+            cancelled()
     if cancellation is not None:
         raise cancellation
     return running.result()

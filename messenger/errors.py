@@ -37,6 +37,10 @@ class PeerLost(TransferError):
     """The connection was refused, reset, closed or cut: try another path, or the peer later."""
 
 
+class Abandoned(TransferError):
+    """The caller was told to wait no more for a stream: it says nothing of the peer."""
+
+
 class TransferTimeout(TransferError):
     """The deadline passed. The peer may be slow, far away or busy; or the deadline too short."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -23,6 +24,7 @@ from .transport import NOTHING, Served
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from .local import ByteArray
     from .transport import Arrived, Range, Transport
@@ -66,9 +68,11 @@ class _Job(NamedTuple):
 
 
 class Messenger:
-    """`paths` are transports to the same peer; the messenger closes them. Any thread may use it."""
+    """`paths` are transports to the same peer; the messenger closes them. Any thread may use it.
+    `budget`: None for a caller who has taken its turn before: who asked twice would wait for
+    itself."""
 
-    def __init__(self, paths: Sequence[Transport], *, budget: Budget = SHARED) -> None:
+    def __init__(self, paths: Sequence[Transport], *, budget: Budget | None = SHARED) -> None:
         if not paths:
             raise ValueError("a messenger needs at least one path to its peer")
         self._paths = list(paths)
@@ -155,7 +159,7 @@ class Messenger:
             if arrived is not None:
                 arrived(done + index)
 
-        with self._budget.hold(nbytes, job.priority, job.deadline):
+        with self._turn(nbytes, job):
             paths = self._choose(nbytes)
             while True:
                 path, told = paths.pop(0), 0
@@ -171,6 +175,11 @@ class Messenger:
                         if isinstance(error, TransferError):
                             error.served = job.served(done)
                         raise
+
+    def _turn(self, nbytes: int, job: _Job) -> AbstractContextManager[None]:
+        if self._budget is None:
+            return nullcontext()
+        return self._budget.hold(nbytes, job.priority, job.deadline)
 
     def _try(self, path: int, job: _Job, arrived: Arrived | None, *, last: bool) -> Served:
         """One attempt. While there are other paths, it may take half the time that is left."""

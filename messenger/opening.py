@@ -3,6 +3,9 @@
 An opener connects, shakes hands and says hello, and may wait for the peer at each. It only knows
 its deadline; whoever gives the peer up meanwhile (`StreamPool.cut`) must not wait for that. So the
 pool says which opening the thread works on, and `tcp.connect` tells it what there is by now.
+
+Nor must whoever gives up only the call that waits: `Caller.cut` ends what that one call opens, or
+its waiting for streams that others use, and leaves the peer to them.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from .errors import Abandoned
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from .stream import Stream
 
@@ -77,4 +82,59 @@ def current() -> Opening:
     return _here.get() or Opening()
 
 
+class Caller:
+    """Who waits for streams, in one or more threads, and may be told to wait no more.
+
+    After a cut no stream is opened or waited for; those that the caller has, and idle ones, can
+    still be used. Threads that work for a caller have to run in a copy of its context.
+    """
+
+    __slots__ = ("_ends", "_lock", "was_cut")
+
+    def __init__(self) -> None:
+        self.was_cut = False
+        self._ends: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        """`calling` is this one during the block."""
+        token = _caller.set(self)
+        try:
+            yield
+        finally:
+            _caller.reset(token)
+
+    @contextlib.contextmanager
+    def waits(self, end: Callable[[], None]) -> Iterator[None]:
+        """During the block, and not after it, a cut calls `end`, which must neither wait nor raise.
+        Raises Abandoned if the cut came before."""
+        with self._lock:
+            self.check()
+            self._ends.append(end)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._ends.remove(end)
+
+    def check(self) -> None:
+        """Raise Abandoned after a cut."""
+        if self.was_cut:
+            raise Abandoned("the call was given up while it waited for a connection")
+
+    def cut(self) -> None:
+        """Wait no more; from any thread, and at once."""
+        with self._lock:
+            self.was_cut = True
+            for end in self._ends:
+                end()
+
+
+def calling() -> Caller:
+    """For whom this thread works; one that nobody cuts if nobody said so."""
+    return _caller.get() or Caller()
+
+
+_caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
 _here: ContextVar[Opening | None] = ContextVar("opening", default=None)

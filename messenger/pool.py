@@ -13,8 +13,8 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from .errors import PeerLost, TransferTimeout
-from .opening import Opening
+from .errors import MessengerError, PeerLost, TransferTimeout
+from .opening import Opening, calling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +54,8 @@ class StreamPool:
 
     def stream(self, deadline: float) -> AbstractContextManager[Stream]:
         """A stream for the block; put back if the block ends cleanly and nothing is pending on it,
-        else closed. Raises PeerLost, TransferTimeout, and what the opener raises."""
+        else closed. Raises PeerLost, TransferTimeout, what the opener raises, and Abandoned if the
+        `Caller` was cut."""
         return _Turn(self, deadline)
 
     def cut(self) -> None:
@@ -91,13 +92,16 @@ class StreamPool:
         return self._open(stream, deadline)
 
     def _open(self, opening: Opening, deadline: float) -> Stream:
+        caller = calling()
         try:
-            with opening.in_this_thread():
+            with caller.waits(opening.cut), opening.in_this_thread():
                 stream = self._opener(deadline)
-        except BaseException:
+        except BaseException as error:
             with self._changed:
                 self._openings.discard(opening)
                 self._changed.notify_all()
+            if isinstance(error, MessengerError):
+                caller.check()  # then it says nothing of the peer
             raise
         with self._changed:
             self._openings.discard(opening)
@@ -111,21 +115,39 @@ class StreamPool:
     def _take(self, deadline: float) -> Stream | Opening:
         """An idle stream, or the right to open one."""
         with self._changed:
-            while not self._closed:
-                if self._idle:
-                    stream, _ = self._idle.pop()
-                    self._busy.add(stream)
-                    return stream
-                if len(self._busy) + len(self._openings) < self.streams_max:
-                    opening = Opening()
-                    self._openings.add(opening)
-                    return opening
+            found = self._find()
+        return self._wait(deadline) if found is None else found
+
+    def _find(self) -> Stream | Opening | None:
+        """The same if there is one now. Under the lock. Raises PeerLost."""
+        if self._closed:
+            raise PeerLost(_CLOSED)
+        if self._idle:
+            stream, _ = self._idle.pop()
+            self._busy.add(stream)
+            return stream
+        if len(self._busy) + len(self._openings) < self.streams_max:
+            opening = Opening()
+            self._openings.add(opening)
+            return opening
+        return None
+
+    def _wait(self, deadline: float) -> Stream | Opening:
+        """The same as soon as there is one."""
+        caller = calling()
+        with caller.waits(self._wake), self._changed:  # in the order in which a cut takes the locks
+            while (found := self._find()) is None:
+                caller.check()
                 left_s = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
                 if left_s <= 0 or not self._changed.wait(left_s):
                     raise TransferTimeout(
                         f"all {self.streams_max} streams to the peer were in use until the deadline"
                     )
-            raise PeerLost(_CLOSED)
+            return found
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _check_in(self, stream: Stream, *, clean: bool) -> None:
         ended = []

@@ -7,6 +7,7 @@ the same time, and what is told to the caller is what has arrived without a gap.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import errno
 import os
 import select
@@ -322,7 +323,12 @@ class _Parts:
                 self._fail(error)
 
         threads = [
-            threading.Thread(target=run, args=(part,), name="tiffin-part", daemon=True)
+            threading.Thread(
+                target=contextvars.copy_context().run,  # each for the same caller
+                args=(run, part),
+                name="tiffin-part",
+                daemon=True,
+            )
             for part in range(1, len(parts))
         ]
         started: list[threading.Thread] = []

@@ -83,10 +83,13 @@ class _Process:
             raise NodeUnavailable(f"Mooncake's {self._role} has ended: {self.log()}") from error
 
     def log(self) -> str:
-        """The end of its standard error."""
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - _LOG_BYTES))
-        return self._log.read().decode(errors="replace")
+        """The end of the standard error of one that has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its output ends first
+            self.popen.wait(_END_S)
+        # Not `seek`: it writes where the same file is at.
+        descriptor = self._log.fileno()
+        start = max(0, os.fstat(descriptor).st_size - _LOG_BYTES)
+        return os.pread(descriptor, _LOG_BYTES, start).decode(errors="replace")
 
     def end(self, number: signal.Signals | None = None) -> None:
         """Its input ends and, if given, it gets a signal. Returns when it is gone."""

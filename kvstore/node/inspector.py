@@ -1,4 +1,5 @@
-"""Looks at blocks that readers say are damaged: one after the other, without the node's lock.
+"""Looks at blocks that readers say are damaged: one after the other, without the node's lock, and
+of each client in turn, so that nobody waits for all that another one reports.
 
 A large block takes milliseconds to hash, and a reader that is wrong (its own memory, its network
 card) may report every block it reads. Nobody else waits for that: the extent is held as for a
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -70,8 +71,30 @@ class _Behind:
     requests: list[tuple[messages.Request, ReplyTo]] = field(default_factory=list)
 
 
+class _Turns:
+    """Reports that wait: of each client in the order they came, one in its turn."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self._queues: OrderedDict[Session, deque[_Report]] = OrderedDict()
+
+    def add(self, report: _Report) -> None:
+        """A client that has none yet comes after those that have."""
+        self._queues.setdefault(report.session, deque()).append(report)
+        self.waiting += 1
+
+    def take(self) -> _Report:
+        """The next one. There must be one."""
+        session, queue = self._queues.popitem(last=False)
+        report = queue.popleft()
+        if queue:
+            self._queues[session] = queue
+        self.waiting -= 1
+        return report
+
+
 class Inspector:
-    """A thread over a queue of reports.
+    """A thread over the clients' reports.
 
     `lock` is the node's, which protects `core` and what waits here; `view` gives the bytes of a
     replica that is held; `settle` does, under the lock, what the core ordered; `submit` is the
@@ -92,7 +115,7 @@ class Inspector:
         self._settle = settle
         self._submit = submit
         self._behind: dict[Session, _Behind] = {}
-        self._reports: deque[_Report] = deque()
+        self._turns = _Turns()
         self._wake = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tiffin-inspector", daemon=True)
@@ -107,16 +130,16 @@ class Inspector:
             reply(messages.Done(request.id, 0))
             return
         behind = self._behind.get(session, _Behind())
-        if len(self._reports) >= WAITING_MAX or behind.reports >= CLIENT_REPORTS_MAX:
+        if self._turns.waiting >= WAITING_MAX or behind.reports >= CLIENT_REPORTS_MAX:
             raise NodeUnavailable(
-                f"{len(self._reports)} reports of damage wait already; report it when it is read "
+                f"{self._turns.waiting} reports of damage wait already; report it when it is read "
                 "again"
             )
         behind.reports += 1
         self._behind[session] = behind
         self._core.residency.hold(replica)
         with self._wake:
-            self._reports.append(_Report(replica, session, request, reply))
+            self._turns.add(_Report(replica, session, request, reply))
             self._wake.notify()
 
     def postpones(self, session: Session, request: messages.Request, reply: ReplyTo) -> bool:
@@ -183,8 +206,8 @@ class Inspector:
 
     def _next(self) -> _Report | None:
         with self._wake:
-            self._wake.wait_for(lambda: self._reports or self._closed)
-            return None if self._closed else self._reports.popleft()
+            self._wake.wait_for(lambda: self._turns.waiting or self._closed)
+            return None if self._closed else self._turns.take()
 
     def _is_damaged(self, replica: Replica) -> bool:
         # One that has left meanwhile, perhaps for an earlier report, is not found by readers.

@@ -3,7 +3,7 @@
 Bulk bytes are received by blocking system calls, which cost a fraction of what an event loop costs
 per gigabyte (docs/decisions/tcp.md), so each verb runs in a worker thread. A cancelled call returns
 only when its thread has let go of the caller's memory, at the latest when its time is up; what the
-thread got by then is given back.
+thread got by then is given back. For a connection it waits no more.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from tiffin.messenger.opening import Caller
 
 from ..aio import AsyncBlocks, AsyncClient, AsyncSlots, Opening, in_thread
 from ..client import LeasedBlocks, Slots, drive
@@ -225,18 +227,20 @@ class AsyncPoolClient(AsyncClient):
 
 
 async def _awaited(action: Callable[[], T], threads: ThreadPoolExecutor | None) -> T:
-    """As `in_thread`; of a cancelled call, give back what it got."""
+    """As `in_thread`; a cancelled call opens no connection any more, and gives back what it got."""
+    caller = Caller()
     got: list[T] = []
     failed: list[Exception] = []
 
     def run() -> None:
         try:
-            got.append(action())
+            with caller.in_this_thread():
+                got.append(action())
         except Exception as error:  # noqa: BLE001 - raised below, unless nobody waits any more
             failed.append(error)
 
     try:
-        await in_thread(run, threads)
+        await in_thread(run, threads, caller.cut)
     except asyncio.CancelledError:
         for outcome in got:
             _give_back(outcome)

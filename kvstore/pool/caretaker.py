@@ -111,9 +111,11 @@ class Caretaker:
     # -- requests, under the node's lock -----------------------------------------------------------
 
     def _pull(self, session: Session, request: messages.Pull, reply: ReplyTo) -> None:
+        # Also in the queue: who asks is gone then.
+        deadline = time.monotonic() + request.timeout_s
+
         def work() -> int:
             copier = Copier(self._engine.peer(request.source), self._node, self._home)
-            deadline = time.monotonic() + request.timeout_s
             return copier.copy(request.keys, request.parent, request.depth, deadline)
 
         split_keys(request.keys)  # raises InvalidInput

@@ -391,8 +391,9 @@ class PoolClient(Client):
     ) -> Slots:
         """Slots for the blocks that are not resident: at home in place; without a home, or with a
         `node`, in memory of this process, sent when they are published or committed. `shard` as in
-        `put`. `slots.node` is the number of the node that has them, for who streams them. Raises
-        NodeUnavailable or DeadlineExceeded when home is silent and no other node may take them."""
+        `put`. `slots.node` is the number of the node that has them, for who streams them. Resident
+        is what that node has, and where none is named what any has. Raises NodeUnavailable or
+        DeadlineExceeded when that node is silent and no other one may take them."""
         self._check(timeout_s)
         deadline = time.monotonic() + timeout_s
         shard = prefix.schema.check_shard(shard)

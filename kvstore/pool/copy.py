@@ -56,13 +56,15 @@ class Copier:
         """
         done = 0
         total = len(keys) // KEY_BYTES
-        while done < total and time.monotonic() < deadline:
+        while done < total:
             rest = keys[done * KEY_BYTES :]
             here = len(self._node.match(rest))
-            done += here
-            if here or done == total:
-                parent = keys[(done - 1) * KEY_BYTES : done * KEY_BYTES] if done else parent
+            if here:
+                done += here
+                parent = keys[(done - 1) * KEY_BYTES : done * KEY_BYTES]
                 continue
+            if time.monotonic() >= deadline:
+                break
             part = _Part(rest[: AT_ONCE_BLOCKS * KEY_BYTES], parent, depth + done, deadline)
             copied = self._copy_part(part)
             # Another writer may have brought it.
@@ -82,17 +84,17 @@ class Copier:
             self._peer.post(messages.Release(0, leased.lease))
 
     def _copy_leased(self, part: _Part, leased: messages.Leased) -> int:
-        left_s = part.left_s()
         keys = part.keys[: _alike(leased.lengths) * KEY_BYTES]
         length = leased.lengths[0]
-        room_s = min(left_s, ROOM_WAIT_S)
+        room_s = min(part.left_s(), ROOM_WAIT_S)
         request = messages.Reserve(0, keys, part.parent, part.depth, length, room_s)
         reserved, _ = self._home.call(request, room_s)
         if not reserved.lease:
             return 0
         try:
             skip = self._move(part, leased, reserved)
-            answer, _ = self._home.call(messages.Commit(0, reserved.lease, skip), left_s)
+            commit = messages.Commit(0, reserved.lease, skip)
+            answer, _ = self._home.call(commit, part.left_s())
         except BaseException:
             self._home.post(messages.Abort(0, reserved.lease))
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import random
 import threading
@@ -267,7 +268,8 @@ class Engine:
 
     def _submit(self, attempt: Callable[[Any], Any], step: Any) -> Future[Any]:
         try:
-            return self._workers.submit(attempt, step)
+            # In the same context: whoever gives up the call gives up all its threads.
+            return self._workers.submit(contextvars.copy_context().run, attempt, step)
         except RuntimeError as error:  # it was shut down
             raise ClientClosed(_CLOSED) from error
 
@@ -300,13 +302,9 @@ class Engine:
         )
         try:
             # Not the node's fault, nor counted as its time: others of this process were first.
-            small = arrivals.nbytes < _BUDGETED_BYTES_MIN or peer.one_sided is not None
-            turn = (
-                nullcontext()
-                if small
-                else _turn(peer, arrivals.nbytes, reader.priority, step.deadline)
-            )
-            with turn:
+            small = arrivals.nbytes < _BUDGETED_BYTES_MIN
+            how = peer, arrivals.nbytes, reader.priority, step.deadline
+            with nullcontext() if small else _turn(*how):
                 fetched = fetch(
                     peer,
                     part,
@@ -336,11 +334,7 @@ class Engine:
 @contextmanager
 def _turn(peer: Peer, nbytes: int, priority: Priority, deadline: float) -> Iterator[None]:
     """Room for so many bytes in flight: of the peer's share, and of all. Raises TransferTimeout if
-    there is none by the deadline.
-
-    A peer that is read one-sidedly has a messenger, which asks for room itself: who asked twice
-    would wait for itself.
-    """
+    there is none by the deadline."""
     claim = min(nbytes, STREAM_BYTES)
     with peer.budget.hold(claim, priority, deadline), SHARED.hold(claim, priority, deadline):
         yield

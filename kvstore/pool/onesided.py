@@ -93,7 +93,8 @@ class OneSided:
         except FrameError as error:
             log.warning("%s: %s; reading over TCP", self._peer.label, error)
             return
-        self._messenger = Messenger([self._nixl, self._peer.transport])
+        # Whoever reads has room in flight already, whichever way it goes (`engine._turn`).
+        self._messenger = Messenger([self._nixl, self._peer.transport], budget=None)
 
     def hold(self, reply: messages.Leased) -> None:
         """A lease to be read: where its extents lie in the node's region."""

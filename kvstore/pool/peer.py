@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from tiffin.messenger import tcp
 from tiffin.messenger.budget import PEER_BYTES, Budget
+from tiffin.messenger.errors import Abandoned, GrantError, MessengerError, PeerLost, TransferTimeout
 from tiffin.messenger.errors import FrameError as BadFrame
-from tiffin.messenger.errors import GrantError, MessengerError, PeerLost, TransferTimeout
+from tiffin.messenger.opening import Caller
 
 from ..credentials import NONCE_BYTES, Credentials
 from ..errors import (
+    ClientClosed,
     DeadlineExceeded,
     NodeUnavailable,
     NotAuthenticated,
@@ -70,6 +72,8 @@ class as_ours:  # noqa: N801 - used as `contextlib.suppress` is
 
 def _ours(address: str, error: BaseException) -> TiffinError | None:
     """What to raise instead; None for what is not the messenger's."""
+    if isinstance(error, Abandoned):
+        return ClientClosed(f"not asked any more: {error}")
     if isinstance(error, TransferTimeout):
         return DeadlineExceeded(f"the node at {address} did not answer in time: {error}")
     if isinstance(error, PeerLost):
@@ -205,11 +209,12 @@ class Peer:
             return self.receive(stream, request, deadline)
 
     def post(self, request: messages.Request) -> None:
-        """Send what gets no reply; a node that is gone has released everything already."""
+        """Send what gets no reply; a node that is gone has released everything already. Also for a
+        call that was given up, which gives back what it got: it takes no longer for that."""
         request.id = messages.UNAWAITED
         deadline = time.monotonic() + POST_TIMEOUT_S
         try:
-            with as_ours(self.label), self.stream(deadline) as stream:
+            with Caller().in_this_thread(), as_ours(self.label), self.stream(deadline) as stream:
                 stream.message(messages.encoder.encode(request))
                 stream.flush(deadline)
         except TiffinError as error:

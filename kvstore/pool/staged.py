@@ -28,10 +28,11 @@ from ..errors import (
     StaleLease,
     TiffinError,
 )
+from ..node import messages
 from ..node.core import Status
 from ..node.records import Kept
 from ..streaming import segments_of
-from ..verbs import DEFAULT_TIMEOUT_S, Reserved, check_timeout
+from ..verbs import DEFAULT_TIMEOUT_S, Reserved, check_blocks, check_timeout
 from .peer import POST_TIMEOUT_S
 from .placing import ROOM_WAIT_S, TRIES_MAX
 from .plan import place
@@ -60,9 +61,13 @@ class StagedSlots(Slots):
         shard: Shard | None = None,
         node: int | None = None,
     ) -> None:
-        """`timeout_s` is for the commit; what is resident is asked for until `deadline`."""
+        """`timeout_s` is for the commit; what is resident is asked for until `deadline`: in the
+        pool or, where others rely on it, at `node`. Raises what is met there."""
         selection, size = select_shard(prefix.schema, shard), prefix.schema.extent_bytes
-        flags = client.exists(prefix, timeout_s=_left_s(deadline))
+        if node is None:
+            flags = client.exists(prefix, timeout_s=_left_s(deadline))
+        else:
+            flags = _resident_at(client, node, prefix, _left_s(deadline))
         slots = [
             Slot(np.zeros(size, np.uint8), selection, index, 0, 0)
             for index, resident in enumerate(flags)
@@ -77,6 +82,7 @@ class StagedSlots(Slots):
         self._named = node
         self._published: set[int] = set()
         self._early: list[Early] = []
+        self._asked = False  # whether a node has said which of the slots it grants
         self._lost: TiffinError | None = None
 
     # -- publishing ------------------------------------------------------------------------------
@@ -99,7 +105,7 @@ class StagedSlots(Slots):
         wanted = [slot for slot in self._slots if not slot.skipped]
         if not segments or not wanted:
             return
-        if not self._early:
+        if not self._asked:  # not again: what would be granted then lacks the layers before
             self._reserve(wanted, deadline)
         try:
             for early in self._early:
@@ -182,6 +188,7 @@ class StagedSlots(Slots):
         if not (made or resident or busy):
             return False
         self._early = made
+        self._asked = True
         self.resident = tuple(sorted({*self.resident, *resident}))
         self.busy = tuple(busy)
         return True
@@ -277,6 +284,14 @@ class StagedSlots(Slots):
 def _abort_each(reservations: Sequence[Early]) -> None:
     for early in reservations:
         early.abort()
+
+
+def _resident_at(client: PoolClient, node: int, prefix: Prefix, timeout_s: float) -> list[bool]:
+    check_blocks(prefix)
+    if not len(prefix):
+        return []
+    reply = client._engine.ask(node, messages.Exists(0, prefix.key_bytes), timeout_s)
+    return [bool(flag) for flag in reply.flags]
 
 
 def _left_s(deadline: float) -> float:

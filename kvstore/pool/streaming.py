@@ -13,6 +13,7 @@ import numpy as np
 
 from tiffin.messenger.errors import GrantError
 from tiffin.messenger.frames import RANGES_MAX
+from tiffin.messenger.opening import Caller
 from tiffin.messenger.transport import Range
 
 from ..blocks import Payload
@@ -82,6 +83,7 @@ class FarFollowing(Following):
         self._connected: Peer | None = None
         self._ahead = Ahead(self._fetch, ahead, timeout_s) if ahead else None
         self._lock = threading.Lock()
+        self._caller = Caller()  # waits for streams
         self._using: Stream | None = None  # what its thread waits on
         self._given_up = False  # nobody wants the lease that is asked for
 
@@ -94,7 +96,7 @@ class FarFollowing(Following):
     def _lease(self, request: messages.Lease) -> Verb[messages.Leased]:
         yield from ()
         deadline = time.monotonic() + request.timeout_s + GRACE_S
-        with as_ours(self._peer.label), self._peer.stream(deadline) as stream:
+        with self._stream(deadline) as stream:
             self._use(stream)
             try:
                 self._peer.queue(stream, request)
@@ -176,7 +178,7 @@ class FarFollowing(Following):
     ) -> messages.Awaited:
         """One await and one read. Raises what the node refuses with, and what happens to it."""
         deadline = time.monotonic() + request.timeout_s + GRACE_S
-        with as_ours(self._peer.label), self._peer.stream(deadline) as stream:
+        with self._stream(deadline) as stream:
             self._use(stream)
             try:
                 reply, served = self._converse(stream, request, ranges, targets, deadline)
@@ -214,6 +216,13 @@ class FarFollowing(Following):
                 log.debug("nothing to read yet: %s", error)
         return reply, served
 
+    @contextlib.contextmanager
+    def _stream(self, deadline: float) -> Iterator[Stream]:
+        """A stream of the node, which is waited for until `_cut`."""
+        peer = self._peer
+        with self._caller.in_this_thread(), as_ours(peer.label), peer.stream(deadline) as stream:
+            yield stream
+
     def _use(self, stream: Stream | None) -> None:
         """What `_cut` ends. Raises ClientClosed if the stream of layers has ended meanwhile."""
         with self._lock:
@@ -222,7 +231,9 @@ class FarFollowing(Following):
             self._using = stream
 
     def _cut(self) -> None:
-        """Whoever waits for the node, or for the rest of a layer, is to wait no more."""
+        """Whoever waits for the node, a connection to it, or the rest of a layer, is to wait no
+        more."""
+        self._caller.cut()
         with self._lock:
             if self._using is not None:
                 self._using.cut()
@@ -445,11 +456,11 @@ class Searching:
                 following.interrupt()
 
     def give_up(self) -> None:
-        """From any thread, some time after `interrupt`: a node that was asked to hold the blocks is
-        waited for no more. A lease that it gives now expires there."""
-        asked = self._asked
-        if isinstance(asked, FarFollowing):
-            asked.give_up()
+        """From any thread, some time after `interrupt`: a node is waited for no more, be it for a
+        layer or to hold the blocks. A lease that it gives now expires there."""
+        for following in (self._found, self._asked):
+            if isinstance(following, FarFollowing):
+                following.give_up()
 
     def end(self) -> Verb[None]:
         """See `Course.end`."""

@@ -32,7 +32,7 @@ TINY = Sizes(
     prompt_tokens=4096,
     restart_blocks=20,
     restart_rounds=1,
-    resident_blocks=640,
+    resident_blocks=20_000,  # memory comes by the MiB
     operations=2000,
 )
 

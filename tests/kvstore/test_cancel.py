@@ -200,7 +200,7 @@ def test_a_network_put_that_is_cancelled_lets_go_of_its_payloads_first(cluster: 
         payloads = payloads_of(prefix)
         put = asyncio.ensure_future(client.put(prefix, payloads, timeout_s=0.5))
         await asyncio.to_thread(
-            wait_until, lambda: far.node.statistics()["sessions"], "the put begins"
+            wait_until, lambda: reserved_bytes(far.node), "its connection is there, and in use"
         )
         await settled(put)
         with pytest.raises(asyncio.CancelledError):

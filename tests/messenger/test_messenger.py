@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from netsupport import soon
 
-from tiffin.messenger.budget import Budget, Priority
+from tiffin.messenger.budget import SHARED, Budget, Priority
 from tiffin.messenger.doubles import Counting, Cut, Delayed, Lossy, Wrapper
 from tiffin.messenger.errors import FrameError, GrantError, PeerLost, TransferTimeout
 from tiffin.messenger.messenger import Messenger
@@ -254,3 +254,13 @@ def test_no_room_in_flight_is_a_timeout(net: Net) -> None:
         assert messenger.statistics()["local"]["errors"] == 0
         assert messenger.read(net.grant, RANGES, targets(), deadline=soon()).ranges == 10
     assert budget.used_bytes == 0
+
+
+def test_who_took_its_turn_before_does_not_wait_for_itself(net: Net) -> None:
+    into = targets()
+    with (
+        closing(Messenger([net.first], budget=None)) as messenger,
+        SHARED.hold(SHARED.limit_bytes, Priority.DECODE, soon()),
+    ):
+        assert messenger.read(net.grant, RANGES, into, deadline=soon()) == Served(10, 1000)
+    assert np.array_equal(np.concatenate(into), CONTENT)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 from netsupport import soon
 
-from tiffin.messenger.errors import PeerLost
-from tiffin.messenger.opening import Opening
+from tiffin.messenger.errors import Abandoned, PeerLost, TransferError
+from tiffin.messenger.opening import Caller, Opening
 from tiffin.messenger.pool import StreamPool
 from tiffin.messenger.tcp import connect
 from tiffin.messenger.testing import eventually
@@ -79,22 +79,26 @@ def opener(
 class Waiting:
     """A thread that asks a pool for a stream, and what it got instead."""
 
-    def __init__(self, pool: StreamPool) -> None:
+    def __init__(self, pool: StreamPool, caller: Caller | None = None) -> None:
         self._pool = pool
-        self.errors: list[PeerLost] = []
+        self._caller = caller or Caller()
+        self.errors: list[TransferError] = []
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            with self._pool.stream(soon(AN_HOUR_S)):
+            with self._caller.in_this_thread(), self._pool.stream(soon(AN_HOUR_S)):
                 pass
-        except PeerLost as error:
+        except (PeerLost, Abandoned) as error:
             self.errors.append(error)
 
-    def end(self) -> None:
+    def join(self) -> None:
         self._thread.join(20)
         assert not self._thread.is_alive(), "it still waits"
+
+    def end(self) -> None:
+        self.join()
         assert len(self.errors) == 1
 
 
@@ -150,6 +154,64 @@ def test_what_was_cut_before_it_had_anything(mute: tuple[str, int]) -> None:
     opening.cut()
     with opening.in_this_thread(), pytest.raises(PeerLost, match="was cut"):
         connect(mute, soon())
+
+
+class TestCallers:
+    """Who gives up one call, and not the peer."""
+
+    def test_only_what_it_opens_ends(self, opener: Callable[[float], Stream]) -> None:
+        with closing(StreamPool(opener, 8)) as pool:
+            caller = Caller()
+            mine = [Waiting(pool, caller) for _ in range(2)]
+            other = Waiting(pool)
+            assert eventually(lambda: sum(o._what is not None for o in pool._openings) == 3)
+            caller.cut()
+            for one in mine:
+                one.end()
+                assert isinstance(one.errors[0], Abandoned)
+            assert pool.counts() == (0, 1)
+            assert not other.errors
+            pool.cut()
+            other.end()
+            assert isinstance(other.errors[0], PeerLost)
+
+    def test_at_any_moment(self, opener: Callable[[float], Stream]) -> None:
+        with closing(StreamPool(opener, 2)) as pool:
+            for turn in range(30):
+                caller = Caller()
+                waiting = Waiting(pool, caller)
+                while turn % 2 and not pool._openings:
+                    os.sched_yield()
+                caller.cut()
+                waiting.end()
+                assert isinstance(waiting.errors[0], Abandoned)
+
+    def test_it_waits_no_more_for_what_others_use(self, mute: tuple[str, int]) -> None:
+        with closing(StreamPool(lambda deadline: connect(mute, deadline), 1)) as pool:
+            caller = Caller()
+            with pool.stream(soon()):
+                mine, other = Waiting(pool, caller), Waiting(pool)
+                waiting = pool._changed._waiters  # type: ignore[attr-defined]
+                assert eventually(lambda: len(waiting) == 2)
+                caller.cut()
+                mine.end()
+                assert isinstance(mine.errors[0], Abandoned)
+                assert not other.errors
+            other.join()
+            assert not other.errors
+
+    def test_what_is_there_it_may_still_use(self, mute: tuple[str, int]) -> None:
+        """To give back what it got."""
+        with closing(StreamPool(lambda deadline: connect(mute, deadline), 2)) as pool:
+            caller = Caller()
+            with caller.in_this_thread(), pool.stream(soon()) as stream:
+                caller.cut()
+                assert stream.alive()
+                with pytest.raises(Abandoned), pool.stream(soon()):
+                    pass
+            with caller.in_this_thread(), pool.stream(soon()) as again:
+                assert again is stream
+            assert pool.counts() == (1, 0)
 
 
 def test_a_forked_child_has_no_half_open_connection(deaf: tuple[str, int]) -> None:

@@ -76,3 +76,24 @@ def test_a_clock_that_jumps_does_not_silence_it(
     clock.now += 1e9
     log.warning("refusing")
     assert len(lines) == 4
+
+
+class Costly:
+    """Takes its time to be written."""
+
+    written = 0
+
+    def __str__(self) -> str:
+        self.written += 1
+        return "peer"
+
+
+def test_what_is_left_out_is_not_put_into_words(
+    log: logging.Logger, lines: list[str], clock: Clock
+) -> None:
+    peer = Costly()
+    for _ in range(1000):
+        log.warning("refusing %s", peer)
+    clock.now += 1.0
+    log.warning("refusing %s", peer)
+    assert peer.written == len(lines) == 4

@@ -227,6 +227,36 @@ def test_who_leaves_asks_for_nothing_more(node: Node, client: Client, slow: Slow
     assert len(node.statistics()["sessions"]) == 1, "the other client's"
 
 
+def test_clients_take_turns(node: Node, client: Client, slow: Slow) -> None:
+    """Who reports much holds up the others for one look."""
+    prefix = put(client, fresh_prefix(1, LARGE))
+    many, few = Reporter(node), Reporter(node)
+    decided: list[str] = []
+    many.replies, few.replies = Noted(decided, "many"), Noted(decided, "few")
+    for _ in range(20):
+        many.report(prefix)
+    assert slow.reached.wait(20)
+    for _ in range(2):
+        few.report(prefix)
+    slow.go.set()
+    many.answers(20)
+    few.answers(2)
+    assert decided[:5] == ["many", "many", "few", "many", "few"]
+    assert slow.looks == 22
+
+
+class Noted(list[Any]):
+    """Replies of one client, which also notes whose they are."""
+
+    def __init__(self, order: list[str], name: str) -> None:
+        super().__init__()
+        self._order, self._name = order, name
+
+    def append(self, reply: Any) -> None:
+        super().append(reply)
+        self._order.append(self._name)
+
+
 @pytest.mark.parametrize("limit", ["WAITING_MAX", "CLIENT_REPORTS_MAX"])
 def test_reports_that_wait_are_bounded(
     node: Node, client: Client, slow: Slow, monkeypatch: pytest.MonkeyPatch, limit: str

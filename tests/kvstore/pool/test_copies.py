@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from kvsupport import Background, assert_right, fresh_prefix, wait_until, within
-from poolsupport import LARGE, Cluster, Member, holders
+from poolsupport import LARGE, Cluster, Held, Member, holders
 
 from tiffin.kvstore import Client
 from tiffin.kvstore.errors import (
@@ -15,8 +16,9 @@ from tiffin.kvstore.errors import (
     NodeUnavailable,
     NoRoom,
 )
+from tiffin.kvstore.link import LocalLink
 from tiffin.kvstore.node import messages
-from tiffin.kvstore.pool import caretaker
+from tiffin.kvstore.pool import caretaker, copy
 from tiffin.kvstore.pool.caretaker import Watch
 
 if TYPE_CHECKING:
@@ -41,6 +43,13 @@ def fill(member: Member, blocks: int) -> list[Prefix]:
     with Client.attach(member.node) as client:
         assert all(client.pin(prefix, hard=True) for prefix in prefixes)
     return prefixes
+
+
+def queued(member: Member) -> int:
+    """Copies that a node has to make, or is at."""
+    handler: Any = member.node._handlers[messages.Pull]
+    count: int = handler.__self__._queued
+    return count
 
 
 class TestReplicating:
@@ -122,6 +131,74 @@ class TestReplicating:
         else:
             with pytest.raises(error):
                 client._engine.ask(one.number, pull, 5.0)
+
+
+class TestLimitsOfTime:
+    def test_a_commit_has_the_time_that_moving_the_bytes_left(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A copy may wait for its turn nearly until the deadline: its own commit ends there too."""
+        source, target = cluster.start("source"), cluster.start("target")
+        prefix = source.put(prompt(1))
+        cluster.settle()
+        given: list[float] = []
+        move, call = copy.Copier._move, LocalLink.call
+
+        def slow(copier: Any, part: Any, *rest: Any) -> Any:
+            skip = move(copier, part, *rest)
+            given.append(part.left_s())
+            monkeypatch.setattr(copy._Part, "left_s", lambda part: 0.5)  # so long it took
+            return skip
+
+        def noting(link: LocalLink, request: Any, timeout_s: float) -> Any:
+            if isinstance(request, messages.Commit):
+                given.append(timeout_s)
+            return call(link, request, timeout_s)
+
+        monkeypatch.setattr(copy.Copier, "_move", slow)
+        monkeypatch.setattr(LocalLink, "call", noting)
+        assert cluster.open().replicate(prefix, [target.number], timeout_s=20.0)
+        assert given[0] > 1.0
+        assert given[1] == 0.5
+
+    def test_time_in_the_queue_is_spent(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Who ordered a copy has gone by then: another one's turn is not spent on it."""
+        source, target = cluster.start("source"), cluster.start("target")
+        waited, here = source.put(prompt(1)), target.put(source.put(prompt(1)))
+        cluster.settle()
+        engine = cluster.open()._engine
+        held, late = Held(copy.Copier.copy), []
+
+        def pull(prefix: Prefix, timeout_s: float) -> messages.Pull:
+            keys = prefix.key_bytes
+            return messages.Pull(0, keys, prefix.parent, 0, source.number, timeout_s)
+
+        def work(*arguments: Any) -> Any:
+            late.append(arguments[-1] < time.monotonic())
+            return copy_now(*arguments)
+
+        copy_now = copy.Copier.copy
+        with monkeypatch.context() as patch:
+            patch.setattr(copy.Copier, "copy", lambda *arguments: held(*arguments))
+            busy = [
+                Background(lambda: engine.ask(target.number, pull(here, 20.0), 20.0).count)
+                for _ in range(caretaker.COPIERS)
+            ]
+            wait_until(lambda: held.reached.is_set() and queued(target) == len(busy), "all work")
+            orders = [
+                Background(lambda p=p: engine.ask(target.number, pull(p, 0.05), 20.0).count)
+                for p in (waited, here)
+            ]
+            wait_until(lambda: queued(target) == len(busy) + 2, "two more wait")
+            time.sleep(0.06)
+            patch.setattr(copy.Copier, "copy", work)
+            held.go.set()
+            assert [one.result() for one in orders] == [0, 1], "what is here needs no time"
+            assert [one.result() for one in busy] == [1] * len(busy)
+        assert late == [True, True]
+        assert target.has(waited) == [False]
 
 
 class TestEvacuating:

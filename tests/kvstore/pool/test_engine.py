@@ -299,12 +299,13 @@ class TestAsking:
         orders.close()
 
 
+@pytest.mark.parametrize("nixl", [False, True])
 def test_a_large_read_waits_for_its_turn_and_does_not_blame_the_node(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, nixl: bool
 ) -> None:
     monkeypatch.setattr("tiffin.kvstore.pool.engine._BUDGETED_BYTES_MIN", 1)
     cluster.start("one")
-    client, prefix = cluster.open(), fresh_prefix(3)
+    client, prefix = cluster.open(nixl=nixl), fresh_prefix(3)
     assert client.put(prefix, payloads_of(prefix)).complete
     with SHARED.hold(SHARED.limit_bytes, Priority.DECODE, time.monotonic() + 5):
         with client.get(prefix, timeout_s=0.05) as none:
@@ -316,12 +317,14 @@ def test_a_large_read_waits_for_its_turn_and_does_not_blame_the_node(
     assert SHARED.used_bytes == 0
 
 
+@pytest.mark.parametrize("nixl", [False, True])
 def test_a_node_that_hangs_holds_up_only_its_own_reads(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, nixl: bool
 ) -> None:
+    """Also where NIXL was asked for and not offered."""
     monkeypatch.setattr("tiffin.kvstore.pool.engine._BUDGETED_BYTES_MIN", 1)
     one, two = cluster.start("one"), cluster.start("two")
-    client = cluster.open()
+    client = cluster.open(nixl=nixl)
     prefixes = {node.number: fresh_prefix(3) for node in (one, two)}
     for number, prefix in prefixes.items():
         assert client.put(prefix, payloads_of(prefix), node=number).complete

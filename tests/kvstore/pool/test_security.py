@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from certsupport import Authority, make_authority
 from kvsupport import fresh_prefix, payloads_of
 from poolsupport import LARGE, soon
 from waysupport import NetworkNode
@@ -290,41 +289,6 @@ class TestListening:
 
 
 # -- TLS -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Authority:
-    """A CA and certificates of it."""
-
-    folder: Path
-
-    @property
-    def ca(self) -> Path:
-        return self.folder / "ca.crt"
-
-    def certificate(self, name: str, address: str = "127.0.0.1") -> tuple[Path, Path]:
-        key, crt = self.folder / f"{name}.key", self.folder / f"{name}.crt"
-        if not crt.exists():
-            openssl(
-                "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-                "-keyout", key, "-out", crt, "-days", "2", "-subj", f"/CN={name}",
-                "-addext", f"subjectAltName=IP:{address}", "-addext", "basicConstraints=CA:FALSE",
-                "-CA", self.ca, "-CAkey", self.folder / "ca.key",
-            )  # fmt: skip
-        return crt, key
-
-
-def openssl(*arguments: object) -> None:
-    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
-
-
-def make_authority(folder: Path) -> Authority:
-    authority = Authority(folder)
-    openssl(
-        "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-        "-keyout", folder / "ca.key", "-out", authority.ca, "-days", "2", "-subj", "/CN=ca",
-    )  # fmt: skip
-    return authority
 
 
 @pytest.fixture(scope="module")

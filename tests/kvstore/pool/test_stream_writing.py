@@ -38,6 +38,7 @@ from tiffin.kvstore import Client
 from tiffin.kvstore.errors import (
     DeadlineExceeded,
     InvalidInput,
+    NodeUnavailable,
     NoRoom,
     SchemaError,
     StaleLease,
@@ -155,16 +156,65 @@ class TestPublishing:
         prefix = prompt(4)
         two.put(prefix[1:2])
         cluster.settle()
+        slots = cluster.open().reserve(prefix)
+        assert ([slot.index for slot in slots], slots.resident) == ([0, 2, 3], (1,))
+        publish(slots, *range(LAYERS))
+        slots.commit()
+        assert slots.stored == (0, 2, 3)
+        assert sum(map(len, holders(cluster, prefix))) == 4
+        assert "two" in holders(cluster, prefix)[1]
+        assert one.has(prefix)[1] is False
+
+    def test_a_named_node_gets_what_it_lacks_wherever_else_it_is(self, cluster: Cluster) -> None:
+        """As a put there does: a stream of that node has the whole prompt."""
+        one, two = cluster.start("one"), cluster.start("two")
+        prefix = prompt(4)
+        two.put(prefix[:2])
+        one.put(prefix[3:])
+        cluster.settle()
         slots = cluster.open().reserve(prefix, node=one.number)
-        assert [slot.index for slot in slots] == [0, 2, 3]
+        assert ([slot.index for slot in slots], slots.resident) == ([0, 1, 2], (3,))
         publish(slots, 0)
         reserved = one.node.statistics()["tiers"]["dram"]["reserved_bytes"]
         assert reserved == 3 * LARGE.extent_bytes
-        for layer in range(1, LAYERS):
-            fill(slots, layer)
-        slots.commit()
-        assert slots.stored == (0, 2, 3)
-        assert holders(cluster, prefix) == [["one"], ["two"], ["one"], ["one"]]
+        with cluster.open().stream(prefix, node=slots.node, timeout_s=30) as stream:
+            assert stream.complete
+            course = iter(stream)
+            assert is_right(next(course), prefix)
+            publish(slots, *range(1, LAYERS))
+            slots.commit()
+            assert [layer.index for layer in course] == [1, 2, 3]
+        assert slots.stored == (0, 1, 2)
+        assert one.has(prefix) == [True] * 4
+
+    def test_ranks_agree_on_what_is_missing_whatever_each_knows(self, cluster: Cluster) -> None:
+        """One has a home with the first block, of which the other's directory does not know."""
+        home, one = cluster.start("home", schema=SPLIT), cluster.start("one", schema=SPLIT)
+        prefix = home.put(prompt(2, SPLIT))
+        cluster.settle()
+        members = cluster.flaky()
+        away = cluster.open(members=members)
+        assert away.nodes()
+        members.away = True
+        clients = cluster.open(home=home), away
+        ranks = [c.reserve(prefix, shard=(r, 2), node=one.number) for r, c in enumerate(clients)]
+        for slots in ranks:
+            publish(slots, *range(LAYERS))
+            slots.commit()
+        assert (ranks[0].pending, ranks[1].stored) == ((0, 1), (0, 1))
+        assert one.has(prefix) == [True, True]
+
+    def test_a_named_node_that_is_lost_is_told_when_slots_are_reserved(
+        self, cluster: Cluster
+    ) -> None:
+        one, two = cluster.start("one"), cluster.start("two")
+        client = cluster.open()
+        one.hang_up()
+        with pytest.raises(NodeUnavailable):
+            client.reserve(prompt(1), node=one.number)
+        slots = client.reserve(prompt(1), node=two.number)
+        publish(slots, 0)
+        slots.abort()
 
     def test_what_follows_a_resident_block_is_published_beside_it(self, cluster: Cluster) -> None:
         """So that one stream has the whole prompt."""
@@ -195,6 +245,29 @@ class TestPublishing:
             assert slots.stored == (2,)
             others.abort()
         assert one.has(prefix) == [True, False, True]
+
+    @pytest.mark.parametrize("how", ["resident", "busy"])
+    def test_a_node_is_asked_once_who_has_what(self, cluster: Cluster, how: str) -> None:
+        """Of what it would grant later on, the layers before were never sent."""
+        one = cluster.start("one")
+        prefix = prompt(2)
+        slots = cluster.open().reserve(prefix)
+        with Client.attach(one.node) as near:
+            if how == "resident":
+                one.put(prefix)
+                publish(slots, 0)
+                near.remove(prefix)
+            else:
+                others = near.reserve(prefix)
+                publish(slots, 0)
+                others.abort()
+        publish(slots, 1)
+        assert getattr(slots, how) == (0, 1)
+        assert is_quiet(one.node.statistics()), "nothing is reserved that lacks a layer"
+        publish(slots, 2, 3)
+        slots.commit()
+        assert (slots.stored, slots.node) == ((), one.number)
+        assert one.has(prefix) == [False, False]
 
     def test_ranks_publish_their_heads_from_different_places(self, cluster: Cluster) -> None:
         one = cluster.start("one", schema=SPLIT)

@@ -1,0 +1,189 @@
+"""Who is cancelled, or closes a stream, while a connection is on its way: nobody waits for a node
+that does not even answer the first packet.
+
+Deadlines are an hour away, so that only what is cut comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from kvsupport import Background, payloads_of, wait_until
+from poolsupport import Cluster, soon
+from streamsupport import ahead_threads, prompt
+from streamworker import is_right
+
+from tiffin.kvstore import streaming
+from tiffin.kvstore.credentials import Credentials
+from tiffin.kvstore.errors import ClientClosed
+from tiffin.kvstore.pool import peer
+from tiffin.kvstore.pool.aio import AsyncPoolClient
+from tiffin.kvstore.pool.client import PoolClient
+from tiffin.kvstore.pool.engine import Engine, PoolOptions
+from tiffin.kvstore.pool.members import FixedMembers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+AN_HOUR_S = 3600.0
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No limit but the call's own ends a wait for a connection, or for a layer."""
+    monkeypatch.setattr(peer._Patience, "connect_s", AN_HOUR_S)
+    monkeypatch.setattr(streaming, "POLL_S", AN_HOUR_S)
+
+
+@pytest.fixture
+def deaf(nothing_left: None, patient: None) -> Iterator[PoolClient]:
+    """A client of two nodes whose kernels drop the first packet."""
+    with contextlib.ExitStack() as stack:
+        addresses = []
+        for _ in range(2):
+            sock = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+            for _ in range(8):
+                one = stack.enter_context(socket.socket())
+                one.setblocking(False)
+                assert one.connect_ex(sock.getsockname()) in (0, errno.EINPROGRESS)
+            addresses.append(sock.getsockname()[:2])
+        options = PoolOptions(hedge_share=0.0)  # nor does it give up because there is another
+        engine = Engine(FixedMembers(addresses), Credentials(), options=options)
+        client = PoolClient(engine, "always")
+        stack.callback(client.close)
+        yield client
+
+
+def opened(client: PoolClient) -> int:
+    """Connections that are on their way."""
+    return sum(p.transport._pool.counts()[1] for p in list(client._engine._peers.values()))
+
+
+@pytest.mark.parametrize("verb", ["get", "match", "put", "stream"])
+def test_a_call_that_is_cancelled_does_not_wait_for_a_connection(
+    deaf: PoolClient, verb: str
+) -> None:
+    prefix = prompt(1)
+
+    async def call(client: AsyncPoolClient) -> Any:
+        if verb == "put":
+            return await client.put(prefix, payloads_of(prefix), timeout_s=AN_HOUR_S)
+        if verb == "stream":
+            async with client.stream(prefix, timeout_s=AN_HOUR_S) as stream:
+                return [layer async for layer in stream]
+        return await getattr(client, verb)(prefix, timeout_s=AN_HOUR_S)
+
+    async def run() -> None:
+        client = AsyncPoolClient(deaf)
+        task = asyncio.create_task(call(client))
+        # `match` asks both nodes at a time, in two threads.
+        connecting = 2 if verb == "match" else 1
+        await asyncio.to_thread(wait_until, lambda: opened(deaf) == connecting, "it connects")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 30)
+        assert opened(deaf) == 0
+        await client.close()
+
+    asyncio.run(run())
+    assert not deaf._engine.links.statistics(), "whoever gave up, it was not the node"
+
+
+def test_a_call_that_is_cancelled_does_not_wait_for_connections_of_others(
+    cluster: Cluster, patient: None
+) -> None:
+    one = cluster.start("one")
+    prefix = one.put(prompt(1))
+    cluster.settle()
+    pool = cluster.open(streams_max=1)
+
+    async def run() -> None:
+        client = AsyncPoolClient(pool)
+        with pool._engine.peer(one.number).stream(soon()):
+            task = asyncio.ensure_future(_await(client.get(prefix, timeout_s=AN_HOUR_S)))
+            await asyncio.to_thread(wait_until, lambda: _waiting(pool), "it waits for the only one")
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(task, 30)
+        async with client.get(prefix) as blocks:
+            assert blocks.complete, "that was no fault of the node"
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_who_closes_a_stream_does_not_wait_for_connections_of_others(
+    cluster: Cluster, patient: None
+) -> None:
+    one = cluster.start("one")
+    prefix = one.put(prompt(1))
+    reader = cluster.open(streams_max=1)
+    stream = reader.stream(prefix, node=one.number, timeout_s=AN_HOUR_S)
+    assert is_right(stream.step(), prefix)
+    following: Any = stream._course._found  # type: ignore[attr-defined]
+    wait_until(lambda: following._ahead._results, "the next is here")
+    with reader._engine.peer(one.number).stream(soon()):
+        assert is_right(stream.step(), prefix)
+        wait_until(lambda: _waiting(reader), "the one behind it waits for the only connection")
+        Background(stream.close).result()
+    assert not ahead_threads()
+    reader.close()  # what could not be released for want of a connection ends with the session
+
+
+def test_a_stream_that_was_given_up_before_it_began_waits_for_nothing(
+    cluster: Cluster, patient: None
+) -> None:
+    one = cluster.start("one")
+    reader, prefix = cluster.open(streams_max=1), one.put(prompt(1))
+    stream = reader.stream(prefix, node=one.number, timeout_s=AN_HOUR_S)
+    course: Any = stream._course
+    with reader._engine.peer(one.number).stream(soon()):
+        waiting = Background(stream.step)
+        wait_until(lambda: _waiting(reader), "it waits for the only connection")
+        course.interrupt()
+        course.give_up()
+        with pytest.raises(ClientClosed):
+            waiting.result()
+        stream.close()
+
+
+def test_a_cancelled_reader_of_half_a_layer_is_cut_off(cluster: Cluster, patient: None) -> None:
+    one = cluster.start("one", relayed=True)
+    prefix = one.put(prompt(2))
+    assert one.network is not None
+    network = one.network
+
+    async def run() -> None:
+        async with AsyncPoolClient(cluster.open()) as reader:
+            how = {"node": one.number, "timeout_s": AN_HOUR_S, "ahead": 0}
+
+            async def read() -> None:
+                async with reader.stream(prefix, **how) as stream:  # type: ignore[arg-type]
+                    network.stall_after(1 << 15)
+                    async for _ in stream:
+                        pass
+
+            task = asyncio.create_task(read())
+            stalled = lambda: not network._flowing.is_set()  # noqa: E731
+            await asyncio.to_thread(wait_until, stalled, "half of a layer is here")
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(task, 30)
+            network.resume()
+
+    asyncio.run(run())
+
+
+async def _await(opening: Any) -> Any:
+    return await opening
+
+
+def _waiting(client: PoolClient) -> bool:
+    """Whether a thread waits for somebody else's connection."""
+    (one,) = client._engine._peers.values()
+    return bool(one.transport._pool._changed._waiters)  # type: ignore[attr-defined]
