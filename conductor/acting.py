@@ -66,16 +66,20 @@ class Acting:
         """One look at the pool, and what follows from it."""
         records = await self._feeding.records()
         now, core = self._service.clock(), self._core
-        for record in records:
+        for record in records or ():
             core.links(record.name, record.links)
         for outcome in self._feeding.finished():
             core.steering.ended(outcome, now)
-        spaces = {
-            record.name: NodeSpace(
-                record.name, record.capacity_bytes, record.free_bytes, record.draining
-            )
-            for record in records
-        }
+        spaces = (
+            None
+            if records is None
+            else {
+                record.name: NodeSpace(
+                    record.name, record.capacity_bytes, record.free_bytes, record.draining
+                )
+                for record in records
+            }
+        )
         steered = core.steering.tick(spaces, now)
         self._feeding.carry_out(steered.orders)
         self.act(steered.actions)

@@ -174,6 +174,15 @@ def drains() -> Call[list[DrainReply]]:
     return Call("GET", "/v1/drains", lambda status, body: read(status, body).drains)
 
 
+def drain_node(node: str, deadline_s: float | None) -> Call[DrainReply]:
+    body = None if deadline_s is None else _encode({"deadline_s": deadline_s})
+    return Call("PUT", _drain(node), _reader(DrainReply), body)
+
+
+def undrain_node(node: str) -> Call[DrainReply]:
+    return Call("DELETE", _drain(node), _reader(DrainReply))
+
+
 def settings() -> Call[dict[str, Any]]:
     return Call("GET", "/v1/policy", _reader(dict[str, Any]))
 
@@ -299,6 +308,10 @@ def _failure(status: int, body: bytes) -> ConductorError:
 
 def _instance(instance: str) -> str:
     return f"/v1/instances/{_segment(instance)}"
+
+
+def _drain(node: str) -> str:
+    return f"/v1/nodes/{_segment(node)}/drain"
 
 
 def _segment(text: str) -> str:

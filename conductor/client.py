@@ -27,6 +27,7 @@ from . import calls
 from .errors import ConductorUnavailable, InvalidRequest
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Iterator, Sequence
 
     from tiffin.kvstore import KVSchema
@@ -153,6 +154,15 @@ class ConductorClient:
     def drains(self) -> list[DrainReply]:
         """Nodes and instances that are emptied, and those that were."""
         return self._do(calls.drains())
+
+    def drain_node(self, node: str, deadline_s: float | None = None) -> DrainReply:
+        """Empty a kvstore node; `drains` shows how far it is. Raises UnknownNode, and Conflict
+        while it is being told to take new blocks again."""
+        return self._do(calls.drain_node(node, deadline_s))
+
+    def undrain_node(self, node: str) -> DrainReply:
+        """Let a node take new blocks again. Raises UnknownNode."""
+        return self._do(calls.undrain_node(node))
 
     def settings(self) -> dict[str, Any]:
         """All settings."""
@@ -295,6 +305,15 @@ class AsyncConductorClient:
         """Nodes and instances that are emptied, and those that were."""
         return await self._do(calls.drains())
 
+    async def drain_node(self, node: str, deadline_s: float | None = None) -> DrainReply:
+        """Empty a kvstore node; `drains` shows how far it is. Raises UnknownNode, and Conflict
+        while it is being told to take new blocks again."""
+        return await self._do(calls.drain_node(node, deadline_s))
+
+    async def undrain_node(self, node: str) -> DrainReply:
+        """Let a node take new blocks again. Raises UnknownNode."""
+        return await self._do(calls.undrain_node(node))
+
     async def settings(self) -> dict[str, Any]:
         """All settings."""
         return await self._do(calls.settings())
@@ -365,15 +384,20 @@ def _options(url: str, token_file: Path | None, tls_ca: Path | None) -> dict[str
         if not token.isalnum() and b" " in token:
             raise InvalidRequest(f"{chosen} has more than a token; a client's has one, alone")
         headers["authorization"] = f"Bearer {token.decode('latin-1')}"
-    verify: Any = True
-    if tls_ca is not None:
-        import ssl
-
-        try:
-            verify = ssl.create_default_context(cafile=tls_ca)
-        except OSError as error:
-            raise InvalidRequest(f"can't load the CA {tls_ca}: {error}") from error
+    secure = parsed.scheme == "https" or tls_ca is not None
+    verify: Any = trusting(tls_ca) if secure else True
     return {"base_url": parsed, "headers": headers, "verify": verify, "trust_env": False}
+
+
+def trusting(tls_ca: Path | None) -> ssl.SSLContext:
+    """What a client checks certificates by: this CA alone, or those that this machine trusts (and
+    not the list that httpx comes with). Raises InvalidRequest."""
+    import ssl
+
+    try:
+        return ssl.create_default_context(cafile=tls_ca)
+    except OSError as error:
+        raise InvalidRequest(f"can't load the CA {tls_ca}: {error}") from error
 
 
 def _may_repeat(call: Call[Any], error: httpx.TransportError) -> bool:
@@ -382,4 +406,15 @@ def _may_repeat(call: Call[Any], error: httpx.TransportError) -> bool:
 
 
 def _unavailable(url: object, error: httpx.TransportError) -> ConductorUnavailable:
-    return ConductorUnavailable(f"no answer of {url}: {error or type(error).__name__}")
+    why = str(error) or type(error).__name__
+    hint = next((hint for sign, hint in _HINTS.items() if sign in why), "")
+    return ConductorUnavailable(f"no answer of {url}: {why}{hint}")
+
+
+# What OpenSSL and HTTP say of a wrong setting, and what it may be.
+_HINTS = {
+    "get local issuer certificate": "; a CA of your own is trusted where tls_ca names it",
+    "self-signed certificate": "; a CA of your own is trusted where tls_ca names it",
+    "WRONG_VERSION_NUMBER": "; it may not serve https but http",
+    "disconnected without sending": "; it may not serve http but https",
+}

@@ -157,7 +157,7 @@ class Conductor:
         if flight is not None:
             if prompt_of(flight.request) != prompt_of(request):
                 raise Conflict(f"request {request.id!r} is in flight with another prompt")
-            avoided = _avoids(request, flight.decision)
+            avoided = avoids(request, flight.decision)
             if self._stands(flight) and not avoided:
                 return flight.decision
             if avoided or min(flight.prefill_row, flight.decode_row) < 0:
@@ -183,6 +183,8 @@ class Conductor:
         if flight is None:
             raise UnknownRequest(f"no request {event.request_id!r} is in flight")
         self.ledger.prolong(flight, now + self.settings.core.decision_ttl_s)
+        if event.kind == "alive":
+            return
         if event.kind in ("finished", "cancelled"):
             self._finish(flight, event.kind == "finished", now)
             return
@@ -245,7 +247,10 @@ class Conductor:
         latency = self._profile(spec.profile).latency
         self._check_alike(spec)
         self.names.make_room()
+        before = self.cluster.spec(spec.id) if spec.id in self.cluster else None
         self.cluster.register(spec, latency, now)
+        if before is not None and before.model == spec.model and spec.id in self.steering.flipping():
+            self.cluster.assign(spec.id, on=False)  # it may have to restart for its new role
         self._latency[spec.id] = latency
         self.index.holder(spec.id, "hbm")
         if spec.node:
@@ -577,7 +582,7 @@ def _chosen(decision: Decision) -> Route:
     return Route(decision.prefill, decision.decode)
 
 
-def _avoids(request: Request, decision: Decision) -> bool:
+def avoids(request: Request, decision: Decision) -> bool:
     """Whether a request excludes an instance of its decision."""
     if not request.exclude:
         return False

@@ -8,8 +8,9 @@ again. So it is emptied first, and the most valuable goes first, because the tim
     REST      the node hands over everything else that is unique, by itself (`Evacuate`)
     DONE      nobody else lacks anything of it
     LATE      the deadline came first; `Progress` says what would be lost
-    FAILED    the node would not hand over the rest
+    FAILED    the node would not hand over the rest, or nobody had room for it
     LOST      the node went away before that
+    CANCELLED it stays, and takes new blocks again: it is told, or somebody else has told it
 
 An instance has requests instead of blocks to wait for: nothing new is assigned to it, and it is
 done when the last request has ended. Its HBM can't be copied from here; engines with a store write
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
     from .orders import Ended, Order, Pool
     from .popularity import HotPrefix
 
+# A node that is not listed for so long is gone: longer than all take to come back after the
+# directory has lost its data.
+GONE_S = 10.0
+# A node that hands over the rest until the deadline says a moment later how far it has come.
+_ANSWER_S = 10.0
+
 
 class DrainSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How nodes and instances are emptied."""
@@ -49,7 +56,8 @@ class DrainSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Copies under way from a node that is drained: it still serves."""
 
     tries_max: Annotated[int, Meta(ge=1, le=16)] = 3
-    """Targets that are tried for one block, and times that a node is told to hand over the rest."""
+    """Targets that are tried for one block, and times that a node is told to hand over the rest, or
+    that it takes new blocks again."""
 
 
 class Phase(StrEnum):
@@ -72,9 +80,9 @@ ENDED = (Phase.DONE, Phase.LATE, Phase.FAILED, Phase.LOST, Phase.CANCELLED)
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a drain is, of a node or of an instance (`kind`). `unique_blocks` are hot ones that
-    nobody else has yet; `moved_blocks` and `moved_bytes` were copied as hot ones; `handed_over` is
-    what the node itself counts at the end; `failures` are orders that failed. `requests` are an
-    instance's that have not ended."""
+    nobody else has yet; `moved_blocks` and `moved_bytes` were copied as hot ones; the node itself
+    counts at the end that `handed_over` are elsewhere, and `left_blocks` are not; `failures` are
+    orders that failed. `requests` are an instance's that have not ended."""
 
     name: str
     phase: Phase
@@ -83,6 +91,7 @@ class Progress:
     moved_blocks: int = 0
     moved_bytes: int = 0
     handed_over: int = 0
+    left_blocks: int = 0
     failures: int = 0
     requests: int = 0
     kind: Literal["node", "instance"] = "node"
@@ -113,20 +122,45 @@ class NodeDrain:
         self._moved: set[bytes] = set()
         self._refused: dict[bytes, set[str]] = {}
         self._tries = 0
-        self._unique_blocks = 0
+        self._listed_at = begun_at
+        self._was_closed = False  # and the directory knew
+        self._openings = 0  # times that the node is still to be told that it takes new blocks
+        self._unique_blocks = self._left_blocks = 0
         self._moved_blocks = self._moved_bytes = self._handed_over = self._failures = 0
 
-    def step(self, pool: Pool, now: float) -> list[Order]:
-        """What to order now; nothing once it has ended."""
-        if self.phase in ENDED:
+    @property
+    def opening(self) -> bool:
+        """Whether it was cancelled, and the node has not said yet that it takes new blocks."""
+        return self.phase is Phase.CANCELLED and bool(self._openings or self._under_way)
+
+    def step(self, pool: Pool | None, now: float) -> list[Order]:
+        """What to order now; nothing once it has ended, but for what a cancelled one takes back.
+        Without a `pool` nobody knows its nodes just now, and only time passes."""
+        if self.phase in ENDED and not self.opening:
             return []
         self._give_up_lost(now)
-        if self.node not in pool.nodes:
+        listed = pool is not None and self.node in pool.nodes
+        if listed or pool is None:
+            self._listed_at = now
+        if self.opening:
+            return self._open(now) if listed else []
+        answer_s = _ANSWER_S if self._is_handing_over() else 0.0
+        if now >= self._listed_at + GONE_S:
             self.phase = Phase.LOST
-        elif now >= self.deadline:
+        elif now >= self.deadline + answer_s:
             self.phase = Phase.LATE
-        elif self.phase is Phase.CLOSING:
+        elif pool is not None and listed:
+            return self._go_on(pool, now)
+        return []
+
+    def _go_on(self, pool: Pool, now: float) -> list[Order]:
+        if self.phase is Phase.CLOSING:
             return self._close(now)
+        draining = pool.nodes[self.node].draining
+        if self._was_closed and not draining:  # somebody has opened it, or it was restarted
+            self.phase = Phase.CANCELLED
+            self._under_way.clear()
+        self._was_closed |= draining
         if self.phase is Phase.HOT:
             orders: list[Order] = [*self._move_hot(pool, now)]
             if orders or self._under_way:
@@ -138,26 +172,33 @@ class NodeDrain:
 
     def ended(self, outcome: Ended, now: float) -> None:
         """What became of an order of this drain; others are ignored."""
+        counts = self.phase not in ENDED or self.opening
         order, _ = self._under_way.pop(outcome.number, (None, 0.0))
-        if order is None or self.phase in ENDED:
+        if order is None or not counts:
             return
         self._failures += bool(outcome.error)
-        if isinstance(order, Admit):
-            # A node that can't be told may still be copied from; it only fills up again.
-            self.phase = Phase.HOT
+        if isinstance(order, Admit) and order.on:
+            self._openings = self._openings if outcome.error else 0
+        elif isinstance(order, Admit):
+            if self.phase is Phase.CLOSING:
+                # A node that can't be told may still be copied from; it only fills up again.
+                self.phase = Phase.HOT
         elif isinstance(order, Copy):
             self._copied(order, min(max(0, outcome.blocks), len(order.keys)))
         elif isinstance(order, Evacuate) and not outcome.error:
-            self._handed_over = outcome.blocks
-            self.phase = Phase.DONE if now < self.deadline else Phase.LATE
+            self._handed_over, self._left_blocks = outcome.blocks, outcome.left
+            if not outcome.left:
+                self.phase = Phase.DONE
+            elif now >= self.deadline:
+                self.phase = Phase.LATE
 
-    def cancel(self) -> list[Order]:
-        """It stays: the node is to take new blocks again. What was copied remains where it is."""
-        if self.phase in ENDED:
-            return []
+    def cancel(self) -> None:
+        """It stays, also if the drain has ended: the node is to take new blocks again, which the
+        next steps tell it. What was copied remains where it is."""
         self.phase = Phase.CANCELLED
-        self._under_way.clear()
-        return [Admit(self._numbers(), self.node, on=True)]
+        # It is opened after the order to close it has ended, not before.
+        self._under_way = {n: o for n, o in self._under_way.items() if isinstance(o[0], Admit)}
+        self._openings = self.settings.tries_max
 
     def progress(self, now: float) -> Progress:
         """How far it is."""
@@ -169,6 +210,7 @@ class NodeDrain:
             self._moved_blocks,
             self._moved_bytes,
             self._handed_over,
+            self._left_blocks,
             self._failures,
         )
 
@@ -178,6 +220,15 @@ class NodeDrain:
         if self._under_way:
             return []
         return [self._begin(Admit(self._numbers(), self.node, on=False), now)]
+
+    def _open(self, now: float) -> list[Order]:
+        if self._under_way or not self._openings:
+            return []
+        self._openings -= 1
+        return [self._begin(Admit(self._numbers(), self.node, on=True), now)]
+
+    def _is_handing_over(self) -> bool:
+        return any(isinstance(order, Evacuate) for order, _ in self._under_way.values())
 
     def _hand_over(self, now: float) -> list[Order]:
         if self._tries >= self.settings.tries_max:

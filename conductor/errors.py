@@ -19,6 +19,10 @@ class UnknownInstance(ConductorError):
     """No such instance is registered: it was removed, or its registration expired."""
 
 
+class UnknownNode(ConductorError):
+    """No such node is in the pool, or the conductor does not follow it."""
+
+
 class UnknownRequest(ConductorError):
     """No such request is in flight: it was never scheduled here, has ended, or expired."""
 

@@ -126,15 +126,15 @@ class Feeding:
             return f"the blocks of {len(behind)} nodes are not known yet, {behind[0]!r} among them"
         return ""
 
-    async def records(self) -> list[NodeRecord]:
-        """What the pool's nodes say of themselves; nothing while the directory does not answer."""
+    async def records(self) -> list[NodeRecord] | None:
+        """What the pool's nodes say of themselves; None while the directory does not answer."""
         if self._directory is None:
             return []
         try:
             return list((await asyncio.to_thread(self._directory.nodes)).values())
         except TiffinError as error:
             log.debug("the directory does not answer: %s", error)  # `missing` tells operators
-            return []
+            return None
 
     def carry_out(self, orders: Sequence[Order]) -> None:
         """Have nodes do this; `finished` tells how it went. Does not wait."""

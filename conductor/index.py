@@ -321,7 +321,8 @@ class PrefixIndex:
                 after = self._group(before.holders ^ bit)
             elif before is nobody:
                 continue
-            strand.count, strand.keys = _PARTED
+            if strand.count >= 0:
+                strand.count, strand.keys = _PARTED
             if after is nobody:
                 del blocks[key]
             else:
@@ -460,7 +461,8 @@ class PrefixIndex:
                 before, row = group, []
                 after = group if group.holders & bit else self._group(group.holders | bit)
             if after is not group:
-                strand.count, strand.keys = _PARTED
+                if strand.count >= 0:
+                    strand.count, strand.keys = _PARTED
                 blocks[key] = after.loose
                 row.append(key)
         self._added(holder, before, after, row)
@@ -564,7 +566,8 @@ class PrefixIndex:
             if spare and asked_for and group.holders:
                 blocks[key] = strand  # at the end: the youngest
             else:
-                strand.count, strand.keys = _PARTED
+                if strand.count >= 0:
+                    strand.count, strand.keys = _PARTED
                 left[group] = left.get(group, 0) + 1
         for group, gone in left.items():
             for number in _bits(group.holders):

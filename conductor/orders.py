@@ -86,12 +86,14 @@ Order = Copy | Drop | Admit | Evacuate
 @dataclass(frozen=True, slots=True)
 class Ended:
     """What became of an order. `blocks`: how many leading ones of a Copy's keys the target has
-    (another order: how many blocks it was done to). `error` names what went wrong, "" if nothing
-    did. Nobody tries again but who ordered."""
+    (another order: how many blocks it was done to); `left` of an Evacuate are those that no other
+    node has yet. `error` names what went wrong, "" if nothing did. Nobody tries again but who
+    ordered."""
 
     number: int
     blocks: int = 0
     error: str = ""
+    left: int = 0
 
 
 class Holders(Protocol):

@@ -152,6 +152,7 @@ class Popularity:
         self._seen = Sketch(half_life_s, dice, columns_log2)
         self._wanted = Sketch(half_life_s, dice, columns_log2)
         self._prompts: dict[str, tuple[float, float]] = {}  # of each model: how many, when
+        self._grain = (1.0, 0.0)  # the largest weight of one prompt, when
         self._tracked_max = tracked_max
         # The table: row of each key, and columns. A parent is in a lower row than its children.
         self._row: dict[bytes, int] = {}
@@ -166,6 +167,7 @@ class Popularity:
     def configure(self, settings: PopularitySettings, now: float) -> None:
         """From now on; what was counted stays."""
         self._prompts = {model: (self.prompts(now, model), now) for model in self._prompts}
+        self._grain = (self.grain(now), now)
         self.settings = settings
         for sketch in (self._seen, self._wanted):
             sketch.fade_by(settings.half_life_s, now)
@@ -185,6 +187,8 @@ class Popularity:
         Some numpy operations, 40 us for 256 keys, and a step in Python for each block that is seen
         for the second time.
         """
+        if weight > self.grain(now):
+            self._grain = (weight, now)
         self._prompts[model] = self.prompts(now, model) + weight, now
         if len(self._prompts) > MODELS_MAX:
             self._prompts.pop(next(iter(self._prompts)))
@@ -207,6 +211,13 @@ class Popularity:
         """How many prompts to a model are remembered: one of a half-life ago is half a one."""
         count, at = self._prompts.get(model, (0.0, now))
         return float(count * 2.0 ** (-max(0.0, now - at) / self.settings.half_life_s))
+
+    def grain(self, now: float) -> float:
+        """What one prompt that was counted adds at most to a popularity of now; 1 as long as each
+        stands for itself. A number of prompts is believed in by whoever has seen as many: compare
+        with so many times the grain. Else one of a thousand that stood for ten is hot."""
+        weight, at = self._grain
+        return float(max(1.0, weight * 2.0 ** (-max(0.0, now - at) / self.settings.half_life_s)))
 
     def of(self, keys: Sequence[bytes], now: float) -> Floats:
         """Popularity of each block of one chain, from block 0 on; never rising."""

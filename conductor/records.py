@@ -108,7 +108,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class RequestEvent:
-    """What became of a request. `tokens` of a "tokens" event: how many more it has answered.
+    """What became of a request. "alive": it waits or runs still, and nothing else is known; so it
+    keeps its place. `tokens` of a "tokens" event: how many more it has answered.
     `route` of a request that is raced: the ids of the prefill and the decode instance that this is
     about; without it, those of its decision."""
 
@@ -118,7 +119,7 @@ class RequestEvent:
     route: tuple[str, str] | None = None
 
 
-EVENT_KINDS = ("prefill_done", "first_token", "tokens", "finished", "cancelled")
+EVENT_KINDS = ("alive", "prefill_done", "first_token", "tokens", "finished", "cancelled")
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,8 +314,9 @@ class Replication:
         for order, _ in self._under_way.values():
             coming.setdefault(order.target, set()).update(order.keys)
         orders: list[Copy] = []
+        popularity_min = own.popularity_min * pool.popularity.grain(now)
         for prefix in pool.popularity.hot(own.hot_max, now):
-            if prefix.popularity < own.popularity_min or prefix.block_bytes <= 0:
+            if prefix.popularity < popularity_min or prefix.block_bytes <= 0:
                 continue
             burst_bytes = max(own.bandwidth_bytes_s * own.burst_s, float(prefix.block_bytes))
             self._bucket.fill(own.bandwidth_bytes_s, burst_bytes, now)
@@ -346,11 +347,13 @@ class Replication:
         goal = self._goal(prefix.share, len(takers))
         demand = pool.popularity.demand_each([keys[-1]] * len(takers), takers, now).tolist()
         wants = {n: d for n, d in zip(takers, demand, strict=True) if have[n] < len(keys)}
+        wants_min = own.wants_min * pool.popularity.grain(now)
         if replicas >= goal:
-            wants = {n: d for n, d in wants.items() if d >= own.wants_min}
+            wants = {n: d for n, d in wants.items() if d >= wants_min}
+        wanting = {n: d if d >= wants_min else 0.0 for n, d in wants.items()}
         orders: list[Copy] = []
-        for name in sorted(wants, key=lambda n: self._preference(pool, n, wants[n], have[n])):
-            wanted = wants[name] >= own.wants_min
+        for name in sorted(wants, key=lambda n: self._preference(pool, n, wanting[n], have[n])):
+            wanted = wanting[name] > 0.0
             if replicas >= own.replicas_max or (not wanted and replicas >= goal):
                 break  # those that follow want it less
             why = f"wanted {wants[name]:.1f} times" if wanted else f"{replicas} of {goal} nodes"
@@ -363,12 +366,11 @@ class Replication:
 
     def _preference(
         self, pool: Pool, name: str, wants: float, have: int
-    ) -> tuple[bool, float, int, float, str]:
-        """Who gets a copy first: who wants it, who has most of it, who has room."""
+    ) -> tuple[float, int, float, str]:
+        """Who gets a copy first: who wants it (0: not enough), who has most of it, who has room."""
         node = pool.nodes[name]
         free = node.free_bytes / max(node.capacity_bytes, 1)
-        wanted = wants >= self.settings.wants_min
-        return (not wanted, -wants if wanted else 0.0, -have, -free, name)
+        return (-wants, -have, -free, name)
 
     def _with_coming(
         self,

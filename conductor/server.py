@@ -27,7 +27,7 @@ from .api.app import create_app
 from .api.intake import Limits
 from .auth import Tokens, check_listen
 from .feeding import Feeding
-from .serving import announce, check_tls, listening, web_server
+from .serving import announce, check_tls, listening, tls_context, web_server
 from .shared import SharedConductor
 
 if TYPE_CHECKING:
@@ -90,8 +90,9 @@ async def serve(
     started: Callable[[tuple[str, int]], None] | None = None,
 ) -> None:
     """Run until SIGINT or SIGTERM. `started` is called with the address when it answers. Raises
-    InvalidInput for a directory or an address that can't work."""
+    InvalidInput for a directory, an address or a certificate that can't work."""
     loop = asyncio.get_running_loop()
+    tls = tls_context(options.tls_cert, options.tls_key)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
@@ -110,8 +111,7 @@ async def serve(
             app,
             connections=options.limits.connections,
             stop_s=int(STOP_S),
-            tls_cert=options.tls_cert,
-            tls_key=options.tls_key,
+            tls=tls,
         )
         try:
             if options.directory:
@@ -128,7 +128,7 @@ async def serve(
                         "the conductor answers at %s, described at /docs",
                         "tokens",
                         tokens=options.tokens,
-                        tls=options.tls_cert is not None,
+                        tls=tls is not None,
                         started=started,
                     )
                     await _either(stop, serving)

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from tiffin.kvstore.errors import InvalidInput
+from tiffin.messenger.tls import server_tls
 
 if TYPE_CHECKING:
     import logging
+    import ssl
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
@@ -43,26 +45,40 @@ def check_tls(cert: Path | None, key: Path | None) -> None:
         raise InvalidInput("a TLS certificate and its key go together: give both or neither")
 
 
+def tls_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """What a server proves itself with; None without a certificate. Raises InvalidInput for files
+    that are no certificate and its key."""
+    if cert is None or key is None:
+        return None
+    try:
+        return server_tls(cert, key)
+    except OSError as error:  # SSLError is one
+        raise InvalidInput(
+            f"can't load the TLS certificate {cert} with the key {key}: {error}"
+        ) from error
+
+
 def web_server(
-    app: Any, *, connections: int, stop_s: int, tls_cert: Path | None, tls_key: Path | None
+    app: Any, *, connections: int, stop_s: int, tls: ssl.SSLContext | None
 ) -> uvicorn.Server:
     """A server of so many connections, that has `stop_s` to finish what is under way."""
-    return _Server(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            ws="none",
-            proxy_headers=False,
-            limit_concurrency=connections,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=stop_s,
-            ssl_certfile=tls_cert,
-            ssl_keyfile=str(tls_key) if tls_key is not None else None,
-        )
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        proxy_headers=False,
+        limit_concurrency=connections,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=stop_s,
     )
+    config.load()
+    # uvicorn would make its own when it serves, too late for an error that an operator understands;
+    # that of older versions has no ciphers for TLS 1.2 but those of TLS 1.0.
+    config.ssl = tls
+    return _Server(config)
 
 
 def announce(

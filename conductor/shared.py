@@ -16,9 +16,9 @@ hears of the request next takes it over.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, nextafter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from . import admission
 from .bulletins import (
@@ -35,16 +35,16 @@ from .bulletins import (
     unpack,
 )
 from .checks import check_request
-from .core import Conductor
+from .core import Conductor, avoids
+from .deciding import Refused, decide
 from .errors import ConductorError, Conflict, InvalidRequest, UnknownRequest
+from .flights import decision_of, flight_of, left_of, placed_word
 from .leading import FlipsElsewhere, Lease
-from .ledger import Flight
+from .news import News, learn
 from .racing import Route
 from .records import (
     Decision,
-    InstanceSpec,
     Load,
-    Objectives,
     Rejection,
     Request,
     RequestEvent,
@@ -52,13 +52,14 @@ from .records import (
     Status,
 )
 from .sharing import Elsewhere, PeerLoads, SharingSettings, rank, same_prompt
-from .telling import OwnRows, Registry, placed_word, reservation
+from .telling import OwnRows, Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .bulletins import Word
     from .deciding import Accepted
+    from .ledger import Flight
     from .sharing import Entry
 
 # Each reads what all others say.
@@ -70,22 +71,6 @@ PASSED_ON_MAX = 65_536
 # Of events that were passed on in one interval; beyond, whoever reports them gets UnknownRequest.
 EVENTS_MAX = 16_384
 SCHEMAS_MAX = 256
-# Of each kind, until somebody asks for them.
-NEWS_MAX = 65_536
-
-Learnt = TypeVar("Learnt")
-
-
-@dataclass(slots=True)
-class News:
-    """What was learnt from others since the last call, for whoever follows instances: those that
-    `joined` (or changed) and `left`, `schemas` of models as (model, canonical text), `events` of
-    our requests that were reported elsewhere."""
-
-    joined: list[InstanceSpec] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    schemas: list[tuple[str, str]] = field(default_factory=list)
-    events: list[RequestEvent] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -161,25 +146,44 @@ class SharedConductor(Conductor):
         """See `Conductor.schedule`. Also what another conductor has decided is given again."""
         if self.ledger.get(request.id) is not None:
             self._check_adopted(request)
-            return super().schedule(request, now)
+            claim = self._claims.get(request.id)
+            outcome = super().schedule(request, now)
+            if claim is not None and self.ledger.get(request.id) is not None:
+                self._claims[request.id] = claim  # decided anew or not, it is claimed of others
+            return outcome
         entry = self._elsewhere.get(request.id)
         if entry is None:
             return super().schedule(request, now)
         check_request(request)
         if not same_prompt(entry.placed, request):
             raise Conflict(f"request {request.id!r} is in flight with another prompt")
+        return self._schedule_placed(entry, request, now)
+
+    def _schedule_placed(self, entry: Entry, request: Request, now: float) -> Decision | Rejection:
+        """As the core does with what is in flight here."""
         placed = entry.placed
-        if self._stands_elsewhere(placed, request):
-            if entry.owner in self._peers:
-                return self._decision_of(placed, now)
-            flight = self._adopt(entry, now, request)
-            if flight is not None:
-                return flight.decision
-        outcome = super().schedule(request, now)
-        if isinstance(outcome, Decision):  # anew: whoever has it gives it up
-            self._elsewhere.pop(request.id)
+        here = placed.prefill in self.cluster and placed.decode in self.cluster
+        stays = here and not avoids(request, self._decision_of(placed, now))
+        if stays and not self._is_silent(placed):
+            kept = self._kept(entry, request, now)
+            if kept is not None:
+                return kept
+        outcome = decide(self._parts, request, now)
+        if isinstance(outcome, Refused):
+            # If it is silent, perhaps it is only we who don't hear of it.
+            kept = self._kept(entry, request, now) if stays else None
+            if kept is not None:
+                return kept
+            found: Decision | Rejection = self._refuse(outcome)
+        else:
+            found = self._begin(outcome, now)
+        # Whoever has it gives it up: by our claim, or as it was told to be over.
+        self._elsewhere.pop(request.id)
+        if isinstance(found, Decision):
             self._claims[request.id] = placed.claim + 1
-        return outcome
+        elif entry.owner in self._peers and len(self._events) < EVENTS_MAX:
+            self._pass_on(RequestEvent(request.id, "cancelled"), now)
+        return found
 
     def observe(self, event: RequestEvent, now: float) -> None:
         """See `Conductor.observe`. Of a request that is not ours, the event is passed on; only when
@@ -339,7 +343,7 @@ class SharedConductor(Conductor):
             event = RequestEvent(word.request_id, word.kind, word.tokens, word.route)
             if self.ledger.get(event.request_id) is not None:
                 self.observe(event, now)
-                self._learn(self._news.events, event)
+                learn(self._news.events, event)
         elif isinstance(word, Heard):
             if word.instance in self.cluster:
                 self._hear_load(word.instance, word.load, now)
@@ -351,7 +355,7 @@ class SharedConductor(Conductor):
             word.model in self._schemas or len(self._schemas) < SCHEMAS_MAX
         ):
             self._schemas[word.model] = word.canonical
-            self._learn(self._news.schemas, (word.model, word.canonical))
+            learn(self._news.schemas, (word.model, word.canonical))
 
     def _hear_placed(self, by: str, placed: Placed, now: float) -> None:
         """Another conductor has a request in flight. If we have it, too, one of us gives it up."""
@@ -374,29 +378,38 @@ class SharedConductor(Conductor):
         self._loads.report(self.cluster.row(instance), load, now)
 
     def _hear_instance(self, word: Instance, now: float) -> None:
-        known_at = self._registry.changed_at(word.instance)
-        if word.changed_at <= known_at:
-            if word.changed_at < known_at:  # who says that has missed something
+        is_news = self._registry.is_news(word)
+        if not is_news:
+            if is_news is False:  # who says that has missed something
                 self._changed[word.instance] = None
             return
         if word.spec is None:
             if word.instance in self.cluster:
                 self.remove(word.instance, now)
-                self._learn(self._news.left, word.instance)
+                learn(self._news.left, word.instance)
             self._registry.settled(word.instance, word.changed_at)
             return
         role = Role(word.role) if word.role in tuple(Role) else word.spec.role
         if word.spec.id != word.instance:
             raise InvalidRequest(f"{word.instance!r} is registered as {word.spec.id!r}")
-        if word.instance not in self.cluster or self.cluster.spec(word.instance) != word.spec:
+        # A flip of ours that has ended, which who says this had not heard; nobody else knows.
+        past = word.flip_by == self.name != self._flips().get(word.instance, ("", ""))[1]
+        here = word.instance in self.cluster
+        draining = word.draining
+        if past:
+            draining = here and bool(self.cluster.draining[self.cluster.row(word.instance)])
+        if not here or self.cluster.spec(word.instance) != word.spec:
             self.register(word.spec, now)
-            self._learn(self._news.joined, word.spec)
+            learn(self._news.joined, word.spec)
         row = self.cluster.row(word.instance)
         if self.cluster.role(row) is not role:
             self.cluster.set_role(row, role)
-        self.cluster.assign(word.instance, on=not word.draining)
+        self.cluster.assign(word.instance, on=not draining)
         self._hear_flip(word, now)
         self._registry.settled(word.instance, word.changed_at)
+        if past:
+            self._registry.settled(word.instance, nextafter(word.changed_at, inf))
+            self._changed[word.instance] = None
 
     def _hear_flip(self, word: Instance, now: float) -> None:
         """Who changes its role, if anybody does."""
@@ -411,12 +424,6 @@ class SharedConductor(Conductor):
         """For others: the role that an instance is being given, and by whom."""
         flips = self.steering.flipping()
         return {name: (role.value, by or self.name) for name, (role, by) in flips.items()}
-
-    @staticmethod
-    def _learn(news: list[Learnt], item: Learnt) -> None:
-        """If nobody asks for news, they are not kept for ever."""
-        if len(news) < NEWS_MAX:
-            news.append(item)
 
     def _bury(self, name: str, now: float) -> None:
         """A conductor is dead. Events that were passed on to it in vain are ours now."""
@@ -446,14 +453,17 @@ class SharedConductor(Conductor):
         self._passed_on.append((now, event))
         self._shared_counts["passed_on"] += 1
 
-    def _stands_elsewhere(self, placed: Placed, request: Request) -> bool:
-        """Whether those who have something left to do for it are there to do it, and wanted."""
-        if placed.prefill not in self.cluster or placed.decode not in self.cluster:
-            return False
-        left = [placed.decode] if placed.prefilled else [placed.prefill, placed.decode]
-        status = self.cluster.status
-        lost = any(status[self.cluster.row(name)] is Status.LOST for name in left)
-        return not lost and not set(left) & set(request.exclude)
+    def _is_silent(self, placed: Placed) -> bool:
+        rows = map(self.cluster.row, left_of(placed))
+        return any(self.cluster.status[row] is Status.LOST for row in rows)
+
+    def _kept(self, entry: Entry, request: Request, now: float) -> Decision | None:
+        """It stays where it is: at its owner, or taken over from a dead one; None if that can't
+        be."""
+        if entry.owner in self._peers:
+            return self._decision_of(entry.placed, now)
+        flight = self._adopt(entry, now, request)
+        return flight.decision if flight is not None else None
 
     def _check_adopted(self, request: Request) -> None:
         """Of a request that was taken over the keys are not known until it is asked about."""
@@ -475,7 +485,8 @@ class SharedConductor(Conductor):
         placed = entry.placed
         if placed.prefill not in self.cluster or placed.decode not in self.cluster:
             return None
-        flight = self._flight_of(placed, request, now)
+        at, ttl_s = self._local(placed.decided_at, now), self.settings.core.decision_ttl_s
+        flight = flight_of(placed, request, self.cluster, decided_at=at, ttl_s=ttl_s, now=now)
         try:
             preempted = self.ledger.begin(flight, now)
         except ConductorError:  # a class of priority that does not exist here
@@ -506,40 +517,8 @@ class SharedConductor(Conductor):
         if placed.prefilled:
             self._prefilled(flight, Route(placed.prefill, placed.decode), now)
 
-    def _flight_of(self, placed: Placed, request: Request | None, now: float) -> Flight:
-        decision = self._decision_of(placed, now)
-        ttl_s = self.settings.core.decision_ttl_s
-        asked = request or Request(
-            placed.request_id,
-            placed.model,
-            placed.prompt_tokens,
-            objectives=Objectives(placed.objective_ttft_s, placed.objective_tbt_s),
-            priority=placed.priority,
-            tenant=placed.tenant,
-            output_class=placed.output_class,
-        )
-        rows = self.cluster
-        shares = {rows.row(name): n for name, n in placed.shares.items() if name in rows}
-        return Flight(
-            request=asked,
-            decision=decision,
-            prefill_row=rows.row(placed.prefill),
-            decode_row=rows.row(placed.decode),
-            own_s=placed.own_s,
-            prefill_s=placed.prefill_s,
-            prefill_tokens=placed.prefill_tokens,
-            shares=shares,
-            heavy=placed.heavy,
-            decided_at=decision.decided_at,
-            expires_at=now + ttl_s,
-            first_token_at=now,  # whenever it was: it is not observed here
-        )
-
     def _decision_of(self, placed: Placed, now: float) -> Decision:
-        decided_at = self._local(placed.decided_at, now)
-        return Decision(
-            **reservation(placed), decided_at=decided_at, expires_at=decided_at + placed.ttl_s
-        )
+        return decision_of(placed, self._local(placed.decided_at, now))
 
     def _local(self, unix_s: float, now: float) -> float:
         """A time of another machine on our clock; always in the past, whatever that clock says."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from .cluster import INSTANCES_MAX
 from .draining import ENDED, InstanceDrain, NodeDrain, unique_in_hbm
-from .errors import ConductorError, InvalidRequest
+from .errors import ConductorError, Conflict, InvalidRequest, UnknownNode
 from .flips import Assign, Member, SetRole, Verify
 from .leading import FlipsElsewhere
 from .orders import LOST_S, Pool
@@ -87,6 +87,7 @@ class Steering:
         self.lease: Lease | None = None
         self.elsewhere = FlipsElsewhere()
         self.replication = Replication(core.settings.replication)
+        self._nodes: Mapping[str, NodeSpace] = {}  # as the directory had them last
         self._node_drains: dict[str, NodeDrain] = {}
         self._instance_drains: dict[str, InstanceDrain] = {}
         # Instances that were drained since their last flip began: no flip gives them work again.
@@ -137,22 +138,28 @@ class Steering:
     # -- what is wanted ----------------------------------------------------------------------------
 
     def drain_node(self, node: str, now: float, deadline_s: float | None = None) -> None:
-        """Empty a node: it takes nothing new, its hot and unique blocks first, then the rest.
-        Raises InvalidRequest when too many are being drained."""
+        """Empty a node: it takes nothing new, its hot and unique blocks first, then the rest. One
+        that is being emptied goes on as it was asked to. Raises UnknownNode, Conflict while it is
+        still being told to take new blocks again, and InvalidRequest when too many are drained."""
+        self._check_node(node)
         drain = self._node_drains.get(node)
+        if drain is not None and drain.opening:
+            raise Conflict(f"{node!r} is just being told to take new blocks again: ask in a second")
         if drain is None or drain.phase in ENDED:
             going = sum(one.phase not in ENDED for one in self._node_drains.values())
             if going >= _NODE_DRAINS_MAX:
                 raise InvalidRequest(
                     f"{_NODE_DRAINS_MAX} nodes are being drained, which is the limit: wait for one"
                 )
-            _make_room(self._node_drains, node, _NODE_DRAINS_MAX)
-            settings = self._core.settings.draining
-            # Its own numbers begin anew; ours tell them apart.
-            numbers = count(1)
-            self._node_drains[node] = NodeDrain(
-                node, now, lambda: next(numbers), settings, deadline_s=deadline_s
-            )
+            self._begin_drain(node, now, deadline_s)
+
+    def undrain_node(self, node: str, now: float) -> None:
+        """A node is to take new blocks again, whether its drain is under way here, has ended, or
+        was asked for elsewhere. Raises UnknownNode."""
+        if node not in self._node_drains:
+            self._check_node(node)
+            self._begin_drain(node, now)
+        self._node_drains[node].cancel()
 
     def drain_instance(self, instance: str, now: float, deadline_s: float | None = None) -> None:
         """Follow an instance that is given nothing new until its requests have ended."""
@@ -184,6 +191,13 @@ class Steering:
         planned = self._plans_of(self._core.cluster.spec(instance).model, now)
         return self._carried(planned, planned.planner.flips.verified(instance, now, error), now)
 
+    def node_drain(self, node: str, now: float) -> Progress:
+        """How far a node's is, or was. Raises UnknownNode if there is none."""
+        drain = self._node_drains.get(node)
+        if drain is None:
+            raise UnknownNode(f"{node!r} was not drained here")
+        return drain.progress(now)
+
     def drains(self, now: float) -> list[Progress]:
         """How far all drains are, also those that have ended."""
         nodes = [drain.progress(now) for drain in self._node_drains.values()]
@@ -209,11 +223,14 @@ class Steering:
 
     # -- time --------------------------------------------------------------------------------------
 
-    def tick(self, nodes: Mapping[str, NodeSpace], now: float) -> Steered:
-        """What to do now, with the nodes as the directory has them."""
+    def tick(self, nodes: Mapping[str, NodeSpace] | None, now: float) -> Steered:
+        """What to do now, with the nodes as the directory has them. None: it does not answer, and
+        nothing is ordered of nodes."""
         steered = Steered()
         self._core.arrivals.count(now)
-        pool = self._pool(nodes, now)
+        if nodes is not None:
+            self._nodes = nodes
+        pool = self._pool(self._nodes, now)
         self._give_up_lost(now)
         leads = self.leads(now)
         if nodes and leads:
@@ -221,7 +238,8 @@ class Steering:
                 self.replication, self.replication.plan(pool, now), now
             )
         for drain in self._node_drains.values():
-            steered.orders += self._numbered(drain, drain.step(pool, now), now)
+            orders = drain.step(None if nodes is None else pool, now)
+            steered.orders += self._numbered(drain, orders, now)
         self._step_instances(pool, now)
         self._kept_out = {name for name in self._kept_out if name in self._core.cluster}
         for name in self.elsewhere:
@@ -243,6 +261,20 @@ class Steering:
         return self._fleets((model,))[model]
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _check_node(self, node: str) -> None:
+        """Raises UnknownNode."""
+        if node not in self._nodes:
+            why = "" if self._nodes else ": the conductor knows no nodes (`--directory`)"
+            raise UnknownNode(f"no node {node!r} is in the pool now{why}")
+
+    def _begin_drain(self, node: str, now: float, deadline_s: float | None = None) -> None:
+        _make_room(self._node_drains, node, _NODE_DRAINS_MAX)
+        settings = self._core.settings.draining
+        numbers = count(1)  # its own begin anew; ours tell them apart
+        self._node_drains[node] = NodeDrain(
+            node, now, lambda: next(numbers), settings, deadline_s=deadline_s
+        )
 
     def _under_way(self) -> list[Flip]:
         every = self._planned.values()

@@ -1,4 +1,5 @@
-"""What a conductor tells others of itself: its promises, its instances, its requests. Pure.
+"""What a conductor tells others of itself: its promises and its instances. Pure. Requests:
+`flights.py`.
 
 Nothing has to say when an instance or a promise changes: what is, is compared with what was told
 last.
@@ -7,12 +8,12 @@ last.
 from __future__ import annotations
 
 from math import inf, nextafter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 
-from .bulletins import SECONDS_MAX, Instance, Placed, Row
-from .ledger import Phase
+from .bulletins import SECONDS_MAX, Instance, Row
 from .sharing import COUNTS, REPORTED
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .cluster import Cluster
-    from .ledger import Flight, Ledger
+    from .ledger import Ledger
     from .queues import Queues
     from .records import InstanceSpec, Role
 
@@ -113,6 +114,10 @@ class _State(NamedTuple):
     flip: tuple[str, str] = ("", "")
 
 
+def _rank(word: Instance) -> tuple[bool, bytes]:
+    return word.draining, msgspec.msgpack.encode(word, order="deterministic")
+
+
 class Registry:
     """When each instance changed last, by Unix time: of two different words, the later is right.
 
@@ -151,6 +156,19 @@ class Registry:
         """When it changed last; before all times if it is unknown."""
         return self._changed_at.get(instance, -inf)
 
+    def is_news(self, word: Instance) -> bool | None:
+        """Whether a word is right rather than what is known here; None if they say the same.
+
+        Two may be of the same time: who has heard of a change by a clock ahead of its own dates
+        what follows just after it, and so does another one meanwhile. Then a drain is right, else
+        whatever, if it is the same to all.
+        """
+        known_at = self.changed_at(word.instance)
+        if word.changed_at != known_at:
+            return word.changed_at > known_at
+        mine = self.word(word.instance)
+        return None if word == mine else _rank(word) > _rank(mine)
+
     def settled(self, instance: str, changed_at: float) -> None:
         """It is now as it was said to be since then."""
         self._flips.pop(instance, None)  # what changed of others meanwhile is still to be found
@@ -182,65 +200,3 @@ class Registry:
         draining = bool(cluster.draining[row])  # that it is silent here is our own affair
         flip = self._flips.get(instance, ("", ""))
         return _State(cluster.spec(instance), cluster.role(row), draining, flip)
-
-
-def placed_word(
-    flight: Flight,
-    cluster: Cluster,
-    *,
-    claim: int,
-    keyless: Placed | None,
-    ttl_s: float,
-    unix_offset_s: float,
-) -> Placed:
-    """A request in flight, for others. `keyless` is what was told of one that was taken over."""
-    request, decision, keys = flight.request, flight.decision, flight.request.keys
-    return Placed(
-        request_id=request.id,
-        claim=claim,
-        decided_at=flight.decided_at + unix_offset_s,
-        ttl_s=min(ttl_s, SECONDS_MAX),
-        blocks=keyless.blocks if keyless else len(keys),
-        last_key=keyless.last_key if keyless else keys[-1] if keys else b"",
-        model=request.model,
-        prompt_tokens=request.prompt_tokens,
-        priority=request.priority,
-        tenant=request.tenant,
-        output_class=request.output_class,
-        objective_ttft_s=request.objectives.ttft_s,
-        objective_tbt_s=request.objectives.tbt_s,
-        prefill=decision.prefill,
-        decode=decision.decode,
-        policy=decision.policy,
-        predicted_ttft_s=_seconds(decision.predicted_ttft_s),
-        predicted_tbt_s=_seconds(decision.predicted_tbt_s),
-        cached_tokens=decision.cached_tokens,
-        available_tokens=decision.available_tokens,
-        fetches=decision.fetches,
-        layerwise=decision.layerwise,
-        wait_for=decision.wait_for,
-        output_tokens_max=decision.output_tokens_max,
-        degraded=decision.degraded,
-        shards=decision.shards,
-        alternatives=decision.alternatives,
-        own_s=_seconds(flight.own_s),
-        prefill_s=_seconds(flight.prefill_s),
-        prefill_tokens=flight.prefill_tokens,
-        shares={cluster.name(row): tokens for row, tokens in flight.shares.items()},
-        heavy=flight.heavy,
-        prefilled=flight.phase is not Phase.PREFILL,
-    )
-
-
-def reservation(placed: Placed) -> dict[str, Any]:
-    """The fields of a `Decision` but for its times."""
-    names = (
-        "request_id", "prefill", "decode", "policy", "predicted_ttft_s", "predicted_tbt_s",
-        "cached_tokens", "available_tokens", "fetches", "layerwise", "wait_for",
-        "output_tokens_max", "degraded", "shards", "alternatives",
-    )  # fmt: skip
-    return {name: getattr(placed, name) for name in names}
-
-
-def _seconds(value: float) -> float:
-    return min(max(value, 0.0), SECONDS_MAX)

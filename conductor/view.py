@@ -98,8 +98,9 @@ class View:
         key = (model, prefill)
         found = self._ready.get(key)
         if found is None:
-            rows = self._cluster.rows_for(model, prefill=prefill)
-            found = self._ready[key] = _Ready(rows, self._columns)
+            found = _Ready(self._cluster.rows_for(model, prefill=prefill), self._columns)
+            if len(found.rows):  # there is no end of models that requests name and nobody serves
+                self._ready[key] = found
         return found.rows
 
     def question(

@@ -11,6 +11,7 @@ from ..errors import (
     NotAuthorized,
     UnknownInstance,
     UnknownModel,
+    UnknownNode,
     UnknownRequest,
 )
 
@@ -24,6 +25,7 @@ _CODES: tuple[tuple[type[ConductorError], int, str], ...] = (
     (NotAuthorized, 401, "not_authorized"),
     (UnknownModel, 404, "unknown_model"),
     (UnknownInstance, 404, "unknown_instance"),
+    (UnknownNode, 404, "unknown_node"),
     (UnknownRequest, 404, "unknown_request"),
     (Conflict, 409, "conflict"),
     (ConductorUnavailable, 503, "unavailable"),

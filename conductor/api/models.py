@@ -426,6 +426,14 @@ class PlansReply(Reply, frozen=True, kw_only=True):
     ]
 
 
+class DrainBody(Body, frozen=True, kw_only=True):
+    """How a node is emptied."""
+
+    deadline_s: Annotated[
+        Seconds | None, Meta(description="When to give up; else the setting `draining.deadline_s`.")
+    ] = None
+
+
 class DrainReply(Reply, frozen=True, kw_only=True):
     """How far a node, or an instance, is emptied."""
 
@@ -438,7 +446,10 @@ class DrainReply(Reply, frozen=True, kw_only=True):
     unique_blocks: Annotated[int, Meta(description="Hot ones that nobody else has yet.")]
     moved_blocks: Annotated[int, Meta(description="Hot ones that were copied away.")]
     moved_bytes: int
-    handed_over: Annotated[int, Meta(description="Blocks that the node handed over at the end.")]
+    handed_over: Annotated[
+        int, Meta(description="Blocks that are elsewhere, as the node itself counts at the end.")
+    ]
+    left_blocks: Annotated[int, Meta(description="Blocks that are not: nobody had room, or time.")]
     failures: Annotated[int, Meta(description="Orders that failed.")]
     requests: Annotated[int, Meta(description="Of an instance, in flight.")]
 

@@ -44,6 +44,7 @@ and as OpenAPI 3.1 at `/openapi.json`. How to run it, tokens and metrics: [servi
 | `not_authorized` | 401 | no token, or one that is not known |
 | `missing_right` | 403 | the token does not allow this |
 | `unknown_model`, `unknown_instance`, `unknown_request` | 404 | never there, gone, or expired |
+| `unknown_node` | 404 | not in the pool, or the conductor follows none |
 | `no_such_route` | 404 | |
 | `method_not_allowed` | 405 | |
 | `too_slow` | 408 | the body took longer than 30 s |

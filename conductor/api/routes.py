@@ -20,6 +20,7 @@ from .models import (
     HOT_MAX,
     MATCH_HOLDERS_MAX,
     DecisionsReply,
+    DrainBody,
     DrainsReply,
     EventBody,
     HealthReply,
@@ -63,6 +64,7 @@ _event = msgspec.json.Decoder(EventBody)
 _instance = msgspec.json.Decoder(InstanceBody)
 _role = msgspec.json.Decoder(RoleBody)
 _match = msgspec.json.Decoder(MatchBody)
+_drain = msgspec.json.Decoder(DrainBody)
 _changes = msgspec.json.Decoder(dict[str, Any])
 _encoder = msgspec.json.Encoder()
 
@@ -101,7 +103,8 @@ class Routes:
 
         `tokens` takes a body with how many more have been answered, `prefill_done` and
         `first_token` of a race one with the route. A request that was not heard of for as long as
-        its decision said is taken for lost, and is not known any more.
+        its decision said is taken for lost, and is not known any more: say `alive` of one of which
+        there is nothing else to be said, such as one that waits for its first token.
         """
         request_id = check_id(http.path_params["request_id"], "request_id")
         kind = http.path_params["event"]
@@ -259,6 +262,26 @@ class Routes:
         one stops now. Of several conductors each shows those that it was asked for."""
         found = self._core.steering.drains(self._service.clock())
         return answer(DrainsReply(drains=[drain_reply(progress) for progress in found]))
+
+    async def drain_node(self, http: HttpRequest) -> Response:
+        """Empty a kvstore node before it stops: it takes nothing new, its hot blocks that no other
+        node has are copied away first, and then it hands over the rest. It goes on serving what it
+        has. The answer, and `GET /v1/drains` of this conductor, show how far it is; asked again
+        meanwhile, it goes on as before. Instances on its host are drained by themselves."""
+        node = check_id(http.path_params["node"], "a node's name")
+        body = await self._intake.optional(http, _drain, DrainBody())
+        steering, now = self._core.steering, self._service.clock()
+        steering.drain_node(node, now, body.deadline_s)
+        return answer(drain_reply(steering.node_drain(node, now)))
+
+    async def undrain_node(self, http: HttpRequest) -> Response:
+        """Let a node take new blocks again: its drain is cancelled, or undone if it has ended.
+        Copies stay where they are. Any conductor can be asked; one that empties the node just now
+        sees that it is open, and stops."""
+        node = check_id(http.path_params["node"], "a node's name")
+        steering, now = self._core.steering, self._service.clock()
+        steering.undrain_node(node, now)
+        return answer(drain_reply(steering.node_drain(node, now)))
 
     # -- settings, health --------------------------------------------------------------------------
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from ..feeding import Feeding
     from ..flips import Action
     from ..metrics import Family
+    from ..news import News
     from ..records import InstanceSpec, Request, RequestEvent
-    from ..shared import News
 
 log = logging.getLogger("tiffin.conductor")
 

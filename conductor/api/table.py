@@ -16,6 +16,8 @@ from .models import (
     MATCH_HOLDERS_MAX,
     DecisionReply,
     DecisionsReply,
+    DrainBody,
+    DrainReply,
     DrainsReply,
     EntryReply,
     EventBody,
@@ -90,10 +92,12 @@ _ID = {"type": "string", "minLength": 1, "maxLength": ID_MAX, "pattern": ID_PATT
 IN_PATH = {
     "request_id": Parameter("request_id", "The id that it was scheduled with.", _ID),
     "instance": Parameter("instance", "The instance's id.", _ID),
+    "node": Parameter("node", "The node's name, if it has no slash.", _ID),
     "event": Parameter("event", "What happened.", {"type": "string", "enum": list(EVENT_KINDS)}),
 }
 _CANDIDATES = _number("candidates", "Candidates to show of each.", 0, CANDIDATES_MAX)
 _NO_INSTANCE = (404, "No such instance is registered.")
+_NO_NODE = (404, "No such node is in the pool, or the conductor follows none (`--directory`).")
 _NO_REQUEST = (404, "No such request is in flight.")
 
 _DECISION = {
@@ -149,21 +153,31 @@ _PLANS = {
     ],
     "flips": [],
 }
-_DRAINS = {
-    "drains": [
-        {
-            "kind": "instance",
-            "name": "decode-1",
-            "phase": "waiting",
-            "left_s": 588.0,
-            "unique_blocks": 12,
-            "moved_blocks": 0,
-            "moved_bytes": 0,
-            "handed_over": 0,
-            "failures": 0,
-            "requests": 3,
-        }
-    ]
+_NODE_DRAIN = {
+    "kind": "node",
+    "name": "node-a",
+    "phase": "hot",
+    "left_s": 588.0,
+    "unique_blocks": 120,
+    "moved_blocks": 64,
+    "moved_bytes": 4294967296,
+    "handed_over": 0,
+    "left_blocks": 0,
+    "failures": 0,
+    "requests": 0,
+}
+_INSTANCE_DRAIN = {
+    "kind": "instance",
+    "name": "decode-1",
+    "phase": "waiting",
+    "left_s": 588.0,
+    "unique_blocks": 12,
+    "moved_blocks": 0,
+    "moved_bytes": 0,
+    "handed_over": 0,
+    "left_blocks": 0,
+    "failures": 0,
+    "requests": 3,
 }
 
 ROUTES: tuple[Route, ...] = (
@@ -334,7 +348,30 @@ ROUTES: tuple[Route, ...] = (
         "pool",
         Right.READ,
         reply=DrainsReply,
-        reply_example=_DRAINS,
+        reply_example={"drains": [_NODE_DRAIN, _INSTANCE_DRAIN]},
+    ),
+    Route(
+        "PUT",
+        "/v1/nodes/{node}/drain",
+        Routes.drain_node,
+        "pool",
+        Right.OPERATE,
+        body=DrainBody,
+        body_needed=False,
+        reply=DrainReply,
+        others=(_NO_NODE, (409, "It is just being told to take new blocks again.")),
+        body_example={"deadline_s": 600},
+        reply_example=_NODE_DRAIN | {"phase": "closing", "left_s": 600.0},
+    ),
+    Route(
+        "DELETE",
+        "/v1/nodes/{node}/drain",
+        Routes.undrain_node,
+        "pool",
+        Right.OPERATE,
+        reply=DrainReply,
+        others=(_NO_NODE,),
+        reply_example=_NODE_DRAIN | {"phase": "cancelled", "left_s": 0.0},
     ),
     Route("GET", "/v1/policy", Routes.settings, "settings", Right.READ, reply=SETTINGS),
     Route(

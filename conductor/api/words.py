@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 
 def check_id(text: str, what: str) -> str:
-    """`text`, if it can be the id of a request or an instance. Raises InvalidRequest."""
+    """`text`, if it can be the id of a request or an instance, or a node's name. Raises
+    InvalidRequest."""
     if not 0 < len(text) <= ID_MAX or not text.isprintable() or "/" in text:
         raise InvalidRequest(
             f"{what} is 1 to {ID_MAX} printable characters without a slash; this has {len(text)}"
@@ -295,6 +296,7 @@ def drain_reply(progress: Progress) -> DrainReply:
         moved_blocks=progress.moved_blocks,
         moved_bytes=progress.moved_bytes,
         handed_over=progress.handed_over,
+        left_blocks=progress.left_blocks,
         failures=progress.failures,
         requests=progress.requests,
     )

@@ -9,6 +9,10 @@ from 0 again. The publisher keeps its last batches for a replay, if it was told 
     asking      what is replayed is applied; then what was held, without what was replayed
                 no answer in time: the same, and what was lost stays lost
 
+Every replay begins with the last batch that was applied, and shows that it is still the same
+publisher: one that was restarted and has said nothing since has no batches, or others under their
+numbers.
+
 What stays lost may have been removals: what is known is in doubt then (`Doubt`). Without a replay
 port only the last part applies.
 """
@@ -71,6 +75,10 @@ class Numbering:
         self._floor = 0  # held ones below this are of a restarted publisher
         self._held: deque[tuple[int, bytes]] = deque()
         self._heard_at = now
+        self._last: int | None = None  # a hash of what was applied last
+        self._keeps = False  # whether it was ever seen to replay anything
+        self._came = False  # whether the replay that is under way has brought anything
+        self._another = False  # it is of another life of the publisher: to be asked for anew
 
     @property
     def asking(self) -> bool:
@@ -96,9 +104,17 @@ class Numbering:
 
     def replayed(self, seq: int, payload: bytes, now: float) -> list[Step]:
         """A batch of a replay."""
-        if not self._asking or seq < self.expected:
+        if not self._asking or seq < self.expected - 1:
             return []
         self._heard_at = now
+        self._keeps = self._came = True
+        if self._another:
+            return []
+        if seq < self.expected:
+            if hash(payload) == self._last:
+                return []
+            self._another = True
+            return [self._forget()]
         steps: list[Step] = []
         if seq > self.expected and self._knows:
             steps.append(Doubt())  # the publisher has forgotten what lies between
@@ -108,7 +124,14 @@ class Numbering:
         """The last one of a replay has come."""
         if not self._asking:
             return []
-        return [*self._resume(now), Current()]
+        if self._another:
+            self._held.clear()  # the next replay has those of this life
+            return self._ask(now)
+        steps: list[Step] = []
+        if self._last is not None and self._keeps and not self._came:
+            self._held.clear()
+            steps.append(self._forget())
+        return [*steps, *self._resume(now), Current()]
 
     def look(self, now: float) -> list[Step]:
         """Time has passed: a replay may be overdue, or a quiet publisher asked."""
@@ -131,24 +154,29 @@ class Numbering:
         return self._apply(seq, payload)
 
     def _apply(self, seq: int, payload: bytes) -> list[Step]:
-        self.expected, self._knows = seq + 1, True
+        self.expected, self._knows, self._last = seq + 1, True, hash(payload)
         return [Apply(seq, payload)]
 
     def _ask(self, now: float) -> list[Step]:
         self._asking, self._floor = True, self.expected
+        self._came = self._another = False
         self._heard_at = now
-        return [Ask(self.expected)]
+        return [Ask(max(0, self.expected - 1))]
 
     def _restart(self, seq: int, payload: bytes, now: float) -> list[Step]:
         self._held.clear()
-        self.expected, self._knows, self._asking = 0, False, False
-        return [Restarted(), *self._follow(seq, payload, now)]
+        self._asking = False
+        return [self._forget(), *self._follow(seq, payload, now)]
+
+    def _forget(self) -> Step:
+        self.expected, self._knows, self._last = 0, False, None
+        return Restarted()
 
     def _resume(self, now: float) -> list[Step]:
         """The replay is over, one way or another: go on with what was held."""
         steps: list[Step] = []
         held, self._held = self._held, deque()
-        self._asking, self._heard_at = False, now
+        self._asking, self._another, self._heard_at = False, False, now
         for seq, payload in held:
             if seq >= self.expected:
                 steps += self._follow(seq, payload, now, may_ask=False)

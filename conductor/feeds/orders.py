@@ -139,7 +139,7 @@ class OrderCarrier:
     def _run(self, order: Order) -> None:
         outcome = Ended(order.number, error="Unexpected")
         try:
-            outcome = Ended(order.number, self._carry_out(order))
+            outcome = self._carry_out(order)
         except TiffinError as error:
             log.info("%s failed: %s", type(order).__name__.lower(), error)
             outcome = Ended(order.number, error=type(error).__name__)
@@ -148,16 +148,22 @@ class OrderCarrier:
         finally:
             self._end(order, outcome)
 
-    def _carry_out(self, order: Order) -> int:
+    def _carry_out(self, order: Order) -> Ended:
         if isinstance(order, Copy):
-            return self._copy(order)
+            return Ended(order.number, self._copy(order))
         if isinstance(order, Drop):
-            return self._drop(order)
+            return Ended(order.number, self._drop(order))
         if isinstance(order, Admit):
             request: messages.Request = messages.Drain(0, not order.on)
-            return self._ask(order.node, request, ASK_TIMEOUT_S)
+            return Ended(order.number, self._ask(order.node, request, ASK_TIMEOUT_S))
+        return self._evacuate(order)
+
+    def _evacuate(self, order: Evacuate) -> Ended:
+        node = self._number(order.node)
         timeout_s = min(order.timeout_s, messages.TIMEOUT_S_MAX)
-        return self._ask(order.node, messages.Evacuate(0, timeout_s), timeout_s)
+        elsewhere = int(self._engine.ask(node, messages.Evacuate(0, timeout_s), timeout_s).count)
+        numbers = self._engine.ask(node, messages.Statistics(0), ASK_TIMEOUT_S).numbers
+        return Ended(order.number, elsewhere, left=max(0, numbers["blocks"] - elsewhere))
 
     def _copy(self, order: Copy) -> int:
         target, source = self._number(order.target), self._number(order.source)

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from tiffin.kvstore.directory.server import Reply
 
     from ..leading import Lease
-    from ..shared import News, SharedConductor
+    from ..news import News
+    from ..shared import SharedConductor
 
 log = logging.getLogger(__name__)
 

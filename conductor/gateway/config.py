@@ -136,6 +136,9 @@ class GatewayConfig(_Group, frozen=True, kw_only=True):
     engine_token_file: str = ""
     """The API key of the instances."""
 
+    engine_tls_ca: str = ""
+    """The CA of instances that answer at https, if this machine does not trust it anyway."""
+
     report_tokens: Annotated[int, Meta(ge=1, le=65_536)] = 16
     report_s: Seconds = 0.5
     """The conductor is told of so many tokens at a time, or after so long: at 25 ms per token

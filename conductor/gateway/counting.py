@@ -6,6 +6,8 @@ which breaks can still be ended with an event that says so. Bytes and their orde
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from msgspec import Raw, Struct
 
@@ -48,7 +50,12 @@ class _Event(Struct):
     error: Raw = Raw(b"null")
 
 
+class _Error(Struct):
+    code: Any = None
+
+
 _event = msgspec.json.Decoder(_Event)
+_error = msgspec.json.Decoder(_Error)
 
 
 class Counter:
@@ -56,16 +63,17 @@ class Counter:
 
     `tokens` so far: one per event that adds anything to an answer, or what it says itself
     (`token_ids`, `usage`). `ended`: it has said why it ends, or [DONE]. `failed`: it carried an
-    error.
+    error, whose `error_status` is a status of HTTP, 0 if it does not say.
     """
 
-    __slots__ = ("_tail", "ended", "failed", "tokens")
+    __slots__ = ("_tail", "ended", "error_status", "failed", "tokens")
 
     def __init__(self) -> None:
         self._tail = b""
         self.tokens = 0
         self.ended = False
         self.failed = False
+        self.error_status = 0
 
     def feed(self, data: bytes) -> bytes:
         """The whole events among what has arrived and was not given yet. Raises TooLong."""
@@ -93,7 +101,8 @@ class Counter:
         except (msgspec.DecodeError, UnicodeDecodeError):
             self.tokens += 1  # of a form that we do not know; the client may
             return
-        self.failed = self.failed or bytes(event.error) != b"null"
+        if bytes(event.error) != b"null" and not self.failed:
+            self.failed, self.error_status = True, _status(event.error)
         for choice in event.choices:
             self.tokens += _tokens(choice)
             self.ended = self.ended or choice.finish_reason is not None
@@ -108,6 +117,14 @@ def answered_tokens(body: bytes) -> int:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return 0
     return max(0, usage.completion_tokens or 0) if usage is not None else 0
+
+
+def _status(error: Raw) -> int:
+    try:
+        code = _error.decode(error).code
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return 0
+    return code if isinstance(code, int) else 0
 
 
 def _tokens(choice: _Choice) -> int:

@@ -11,12 +11,14 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import httpx
 import msgspec
 from msgspec import Raw
 
+from ..client import trusting
 from . import bodies
 from .counting import Counter, TooLong, answered_tokens
 
@@ -112,6 +114,11 @@ class Stream:
             raise _translated(self._target, error) from error
         except TooLong as error:
             raise EngineOdd(self._target, str(error)) from error
+        if self.counter.error_status in _GONE and not self.counter.tokens:
+            # vLLM answers 200 before it computes, and says so when its engine dies then.
+            raise EngineGone(
+                self._target, f"its answer begins with an error {self.counter.error_status}"
+            )
         self.first = b"".join(pieces)
 
     async def rest(self) -> AsyncGenerator[bytes]:
@@ -158,7 +165,8 @@ _tokenised = msgspec.json.Decoder(_Tokenised)
 
 
 class Engines:
-    """All instances. `token` is their API key, b"" if they have none. Close it."""
+    """All instances. `token` is their API key, b"" if they have none. Close it. Raises
+    InvalidRequest for a CA that is none."""
 
     def __init__(self, config: GatewayConfig, token: bytes = b"") -> None:
         times = config.timeouts
@@ -174,6 +182,7 @@ class Engines:
                 keepalive_expiry=_IDLE_CONNECTION_S,
             ),
             timeout=httpx.Timeout(times.first_token_s, connect=times.connect_s),
+            verify=trusting(Path(config.engine_tls_ca) if config.engine_tls_ca else None),
             trust_env=False,
         )  # fmt: skip
 

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from .reporting import Health
     from .tokenizing import Sized
 
-# Half of the time after which the conductor forgets a request: one report may be lost.
-_ALIVE_SHARE = 0.5
+# Of the time after which the conductor forgets a request: one report may be lost.
+_ALIVE_SHARE = 1 / 3
 _ALIVE_S = 30.0  # of a decision that does not say when it ends
+# Of a decision that was asked for again, which may have come to its end, and the request has not.
+_ALIVE_MIN_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Placement:
     """Where a request runs: on the first of `routes`, or on all of them, raced.
 
     `fallback` says why the conductor has not decided it, and then nothing is reported; "" if it
-    has. `output_tokens_max` is where the conductor cuts the answer. Within `alive_s` it wants to
+    has. `in_doubt`: it may have decided something else, and its answer did not come. `output_tokens_max` is where the conductor cuts the answer. Within `alive_s` it wants to
     hear of it. `raced`: it wants to hear of which route. `wait_for` is a request whose blocks this
     one waits for, included in `predicted_ttft_s` (None: not predicted). `shards` of its context are
     at several instances.
@@ -46,6 +48,7 @@ class Placement:
     predicted_ttft_s: float | None = None
     shards: tuple[Shard, ...] = ()
     fallback: str = ""
+    in_doubt: bool = False
 
 
 class NoInstance(Exception):
@@ -136,7 +139,7 @@ class Placing:
             routes=routes,
             cached_tokens=decided.cached_tokens,
             output_tokens_max=decided.output_tokens_max,
-            alive_s=_ALIVE_S if expires_s is None else max(0.05, expires_s * _ALIVE_SHARE),
+            alive_s=_ALIVE_S if expires_s is None else max(_ALIVE_MIN_S, expires_s * _ALIVE_SHARE),
             raced=bool(decided.alternatives),
             wait_for=decided.wait_for,
             predicted_ttft_s=decided.predicted_ttft_s,
@@ -172,4 +175,5 @@ class Placing:
                 else f"the conductor did not place {ask.model!r}, and fallback is off"
             )
         self._metrics.fallbacks.labels(why).inc()
-        return Placement(routes=(route,), fallback=why)
+        in_doubt = isinstance(error, ConductorUnavailable)
+        return Placement(routes=(route,), fallback=why, in_doubt=in_doubt)

@@ -78,7 +78,7 @@ class Reporter:
         interval_s: float,
     ) -> None:
         self.tokens, self.interval_s = tokens, interval_s
-        self._client, self._health, self._clock = client, health, clock
+        self._client, self._health, self.now = client, health, clock
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class Reporter:
         Ends are told even to one that seems to be gone: what they free would be missing for
         minutes. That something could not be told says nothing of the next decision.
         """
-        if event.kind not in _ENDS and self._health.rests(self._clock()):
+        if event.kind not in _ENDS and self._health.rests(self.now()):
             raise ConductorUnavailable("the conductor did not answer a moment ago")
         return await self._client.observe(event)
 
@@ -131,12 +131,16 @@ class Report:
         self._reporter, self._request_id, self._alive_s = reporter, request_id, alive_s
         self._some, self._enough = asyncio.Event(), asyncio.Event()
         self._first: RequestEvent | None = None
+        self._answers_at = float("inf")
         self._pending = 0
         self._end: str | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def running(self) -> None:
-        """It runs, and nothing is heard of it until it ends: keep its place."""
+    def running(self, answers_in_s: float | None = None) -> None:
+        """It was sent on its way: keep its place until there is more to say. One whose first token
+        nobody will see is taken to be answering after `answers_in_s`."""
+        if answers_in_s is not None:
+            self._answers_at = self._reporter.now() + answers_in_s
         self._start()
 
     def first_token(self, route: tuple[str, str] | None = None) -> None:
@@ -179,7 +183,8 @@ class Report:
         ended = False
         while not ended:
             if not await _within(self._some, self._alive_s):
-                await self._say(RequestEvent(self._request_id, "tokens", 0))
+                answers = self._reporter.now() >= self._answers_at
+                await self._say(RequestEvent(self._request_id, "tokens" if answers else "alive"))
                 continue
             await _within(self._enough, self._reporter.interval_s)
             first, tokens, end = self._first, self._pending, self._end

@@ -9,6 +9,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from . import bodies
+from .asking import CHAT
 from .engines import EngineError, EngineGone, Stream, Whole
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ async def _end(tasks: Sequence[asyncio.Future[Answer]]) -> None:
 
 
 def _engine_id(ask: Ask, attempt: int, number: int) -> str:
-    """Engines refuse an id twice, and an attempt that was cancelled may not have ended there."""
+    """Engines refuse an id twice, and an attempt that was cancelled may not have ended there. vLLM
+    puts the kind of the answer before it, which ours has already."""
     extra = f"-{attempt}{'' if number == 0 else f'-{number}'}" if attempt or number else ""
-    return ask.wishes.request_id + extra
+    kind = "chatcmpl-" if ask.path == CHAT else "cmpl-"
+    return (ask.wishes.request_id.removeprefix(kind) or kind) + extra

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..auth import Tokens, check_listen
 from ..client import AsyncConductorClient
-from ..serving import announce, check_tls, listening, web_server
+from ..serving import announce, check_tls, listening, tls_context, web_server
 from .app import create_app
 from .config import GatewayConfig
 from .gateway import Gateway
@@ -55,6 +55,7 @@ async def serve(
     """Run until SIGINT or SIGTERM. `started` is called with the address when it answers. Raises
     InvalidInput and InvalidRequest for what can't work."""
     loop = asyncio.get_running_loop()
+    tls = tls_context(options.tls_cert, options.tls_key)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
@@ -71,8 +72,7 @@ async def serve(
                 app,
                 connections=options.config.limits.requests * _CONNECTIONS_PER_REQUEST,
                 stop_s=max(1, round(options.config.timeouts.stop_s)),
-                tls_cert=options.tls_cert,
-                tls_key=options.tls_key,
+                tls=tls,
             )
             serving = asyncio.create_task(server.serve([door]))
             stopping = asyncio.create_task(stop.wait())
@@ -82,7 +82,7 @@ async def serve(
                 "the gateway answers at %s/v1",
                 "keys and prompts",
                 tokens=options.tokens,
-                tls=options.tls_cert is not None,
+                tls=tls is not None,
                 started=started,
             )
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)

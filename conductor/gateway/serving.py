@@ -150,7 +150,8 @@ class Serving(Response):
             self._forget()
             return None, rejected(refused.rejection)
         except ConductorError as failure:
-            self._forget()
+            if not isinstance(failure, ConductorUnavailable):  # else it may have placed it
+                self._forget()
             return None, _unplaced(failure)
         except NoInstance as failure:
             headers = {"retry-after": "1"}
@@ -190,17 +191,19 @@ class Serving(Response):
         """Place it, on none of those that are `gone`, and run it. `prefill` is over when this
         returns, or before."""
         gateway, ask = self._gateway, self._ask
-        self._placed = True
+        before, self._placed = self._placed, True
         placed = await gateway.place(ask, sized, gone)
         if isinstance(placed, Rejection):
             raise _Refused(placed)
-        self._placed, self._decided, self._prefill_told = not placed.fallback, True, False
+        self._placed = before or placed.in_doubt or not placed.fallback
+        self._decided, self._prefill_told = True, False
+        unseen = not ask.stream and not handed_over(ask, placed.routes[0])
         if not placed.fallback:
             self._report = gateway.reporter.begin(ask.wishes.request_id, placed.alive_s)
-            if not ask.stream:
-                self._report.running()
+            # Of an answer in one piece nobody sees when its prefill is over.
+            self._report.running(placed.predicted_ttft_s or 0.0 if unseen else None)
         await self._hold(placed)
-        if not ask.stream and not handed_over(ask, placed.routes[0]):
+        if unseen:
             prefill.over_in(placed.predicted_ttft_s or 0.0)
 
         async def prefilled(route: Route) -> None:
@@ -274,7 +277,10 @@ class Serving(Response):
         finally:
             self._gateway.metrics.answered_tokens.inc(answer.counter.tokens)
         await self._last(send, b"")
-        return "cancelled" if answer.counter.failed else "finished"
+        if answer.counter.failed:
+            self._gateway.metrics.broken.inc()
+            return "cancelled"
+        return "finished"
 
     def _whole(self, answer: Whole) -> Response:
         """An answer in one piece: the engine's, its refusals included."""
@@ -361,10 +367,10 @@ def _unplaced(failure: ConductorError) -> Response:
     if isinstance(failure, NotAuthorized):
         log.error("the conductor does not let the gateway in: %s", failure)
         return error(503, "misconfigured", "the gateway has no right to schedule; its log has more")
-    response = failed(failure)
-    if isinstance(failure, ConductorUnavailable):
-        response.headers["retry-after"] = "1"
-    return response
+    if isinstance(failure, ConductorUnavailable):  # where it is, the log says
+        headers = {"retry-after": "1"}
+        return error(503, "unavailable", "the conductor does not answer", headers=headers)
+    return failed(failure)
 
 
 def _as_event(response: Response) -> bytes:

@@ -31,6 +31,7 @@ from tiffin.conductor.records import InstanceSpec, Load, RequestEvent, Role
 from tiffin.conductor.serving import listening
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
@@ -277,17 +278,18 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[str]:
+async def serving(app: Any, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """Serve an ASGI application; its URL."""
     with listening(("127.0.0.1", 0)) as door:
         door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, ws="none")
         config.load()
+        config.ssl = tls
         server = _Server(config)
         server.lifespan = config.lifespan_class(config)
         await server.startup([door])
         try:
-            yield f"http://127.0.0.1:{door.getsockname()[1]}"
+            yield f"http{'s' if tls else ''}://127.0.0.1:{door.getsockname()[1]}"
         finally:
             await server.end()
 

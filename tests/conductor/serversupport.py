@@ -19,6 +19,7 @@ from tiffin.conductor.api.app import create_app
 from tiffin.conductor.serving import listening
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Iterator
 
     from tiffin.conductor.api.intake import Limits
@@ -61,6 +62,7 @@ def served(
 class Process:
     """`tiffin conductor` with these options, in a process."""
 
+    COMMAND = "conductor"
     CODE = (
         "import typer; from tiffin.conductor.cli import commands; app = typer.Typer();"
         "app.callback()(lambda: None); commands(app); app()"
@@ -69,18 +71,19 @@ class Process:
     def __init__(self, *options: str) -> None:
         path = os.pathsep.join(filter(None, sys.path))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", self.CODE, "conductor", *options],
+            [sys.executable, "-c", self.CODE, self.COMMAND, *options],
             env={**os.environ, "PYTHONPATH": path, "COLUMNS": "300", "TERM": "dumb"},
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def wait_until_it_answers(self, url: str) -> float:
+    def wait_until_it_answers(self, url: str, tls: ssl.SSLContext | bool = True) -> float:
         """Seconds until it answers."""
         began = time.monotonic()
+        live = f"{url}/livez"
         while True:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/livez", trust_env=False, timeout=1).status_code == 200:
+                if httpx.get(live, trust_env=False, timeout=1, verify=tls).status_code == 200:
                     return time.monotonic() - began
             assert self.process.poll() is None, self.end()[1]
             assert time.monotonic() - began < START_S
@@ -99,6 +102,13 @@ class Process:
         if self.process.poll() is None:
             self.process.kill()
         self.process.communicate()
+
+
+class GatewayProcess(Process):
+    """`tiffin gateway` with these options."""
+
+    COMMAND = "gateway"
+    CODE = Process.CODE.replace("tiffin.conductor.cli", "tiffin.conductor.gateway.cli")
 
 
 def free_port() -> int:

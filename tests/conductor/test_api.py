@@ -19,7 +19,9 @@ from tiffin.conductor.api.intake import Limits
 from tiffin.conductor.api.keying import parse_schema
 from tiffin.conductor.api.table import ROUTES
 from tiffin.conductor.auth import load_tokens
+from tiffin.conductor.draining import GONE_S
 from tiffin.conductor.leading import Lease
+from tiffin.conductor.orders import Ended, NodeSpace
 from tiffin.conductor.records import Rejection, RequestEvent
 from tiffin.kvstore import KVSchema
 
@@ -31,6 +33,7 @@ SCHEMA = KVSchema.gqa(
     model=MODEL, layers=2, kv_heads=2, head_dim=8, dtype="float16", block_tokens=16
 )
 HEX = KEY.hex()
+NODES = {"node-a": NodeSpace("node-a", 1 << 30, 1 << 29)}
 
 
 @pytest.fixture
@@ -209,10 +212,11 @@ class TestEvents:
     def test_they_reach_the_core(self, http: TestClient, core: Recorder) -> None:
         register(http)
         http.post("/v1/schedule", json=prompt())
-        for kind in ("prefill_done", "first_token", "tokens", "finished"):
+        for kind in ("alive", "prefill_done", "first_token", "tokens", "finished"):
             body = {"tokens": 4} if kind == "tokens" else {}
             assert http.post(f"/v1/requests/r1/{kind}", json=body).status_code == 204
-        assert core.events[2] == RequestEvent("r1", "tokens", 4)
+        assert core.events[0] == RequestEvent("r1", "alive")
+        assert core.events[3] == RequestEvent("r1", "tokens", 4)
         response = http.post("/v1/requests/r1/cancelled")
         assert (response.status_code, error_of(response)["code"]) == (404, "unknown_request")
 
@@ -303,14 +307,52 @@ class TestPool:
         register(http)
         http.post("/v1/schedule", json=prompt())
         http.delete("/v1/instances/i1")
-        core.steering.drain_node("node-a", time.monotonic())
-        core.steering.tick({}, time.monotonic())
+        core.steering.tick(NODES, time.monotonic())
+        assert http.put("/v1/nodes/node-a/drain").status_code == 200
+        core.steering.tick({}, time.monotonic() + GONE_S)
         node, instance = http.get("/v1/drains").json()["drains"]
         assert (node["kind"], node["name"], node["phase"]) == ("node", "node-a", "lost")
         assert (instance["kind"], instance["name"]) == ("instance", "i1")
         assert (instance["phase"], instance["requests"]) == ("waiting", 1)
         assert 500 < instance["left_s"] <= 600
         assert node["left_s"] == 0
+
+    def test_a_node_is_drained_and_opened_again(self, http: TestClient, core: Recorder) -> None:
+        path = "/v1/nodes/node-a/drain"
+        for method in ("PUT", "DELETE"):
+            response = http.request(method, path)
+            assert (response.status_code, error_of(response)["code"]) == (404, "unknown_node")
+        core.steering.tick(NODES, time.monotonic())
+        told = http.put(path, json={"deadline_s": 60}).json()
+        assert (told["kind"], told["name"], told["phase"]) == ("node", "node-a", "closing")
+        assert 50 < told["left_s"] <= 60
+        again = http.put(path, json={"deadline_s": 600}).json()
+        assert 50 < again["left_s"] <= 60, "it goes on as it was asked to"
+        (closed,) = core.steering.tick(NODES, time.monotonic()).orders
+        core.steering.ended(Ended(closed.number), time.monotonic())
+        assert http.delete(path).json()["phase"] == "cancelled"
+        response = http.put(path)
+        assert (response.status_code, error_of(response)["code"]) == (409, "conflict")
+        (opened,) = core.steering.tick(NODES, time.monotonic()).orders
+        core.steering.ended(Ended(opened.number), time.monotonic())
+        assert http.put(path).status_code == 200
+
+    @pytest.mark.parametrize(
+        ("node", "body", "status"),
+        [
+            ("node-a", {"deadline_s": 0}, 422),
+            ("node-a", {"deadline_s": 86_401}, 422),
+            ("node-a", {"deadline": 1}, 422),
+            ("a%0Ab", {}, 400),
+            ("a" * 257, {}, 400),
+        ],
+    )
+    def test_a_drain_that_makes_no_sense_is_refused(
+        self, http: TestClient, core: Recorder, node: str, body: dict[str, Any], status: int
+    ) -> None:
+        core.steering.tick(NODES, time.monotonic())
+        assert http.put(f"/v1/nodes/{node}/drain", json=body).status_code == status
+        assert http.get("/v1/drains").json() == {"drains": []}
 
 
 class TestInstances:
@@ -621,7 +663,7 @@ class TestDoors:
         for route in ROUTES:
             if route.name == "stream":
                 continue
-            path = route.path.format(request_id="r", event="finished", instance="i")
+            path = route.path.format(request_id="r", event="finished", instance="i", node="n")
             if route.right is None:
                 assert guarded.request(route.method, path).status_code in (200, 503)
                 continue

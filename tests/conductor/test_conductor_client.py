@@ -24,8 +24,10 @@ from tiffin.conductor.errors import (
     NotAuthorized,
     UnknownInstance,
     UnknownModel,
+    UnknownNode,
     UnknownRequest,
 )
+from tiffin.conductor.orders import NodeSpace
 from tiffin.conductor.records import (
     InstanceSpec,
     Load,
@@ -170,6 +172,23 @@ def test_looking_at_the_pool(client: Both, service: tuple[Recorder, str]) -> Non
     found = client.plans()
     assert (found.leads, found.leader) == (True, "")
     assert {one.model for one in found.plans} == set(core.steering.plans())
+
+
+def test_a_node_is_drained_and_opened_again(
+    client: Both, service: tuple[Recorder, str], kind: str
+) -> None:
+    core, _ = service
+    core.steering.tick({f"n-{kind} 1?": NodeSpace(f"n-{kind} 1?", 1 << 30, 1 << 29)}, 0.0)
+    for asked in (client.drain_node, client.undrain_node):
+        with pytest.raises(UnknownNode):
+            asked("another")
+    drain = client.drain_node(f"n-{kind} 1?", deadline_s=60.0)
+    assert (drain.kind, drain.phase) == ("node", "closing")
+    assert 50 < drain.left_s <= 60
+    assert client.drain_node(f"n-{kind} 1?").left_s <= 60
+    assert client.undrain_node(f"n-{kind} 1?").phase == "cancelled"
+    with pytest.raises(Conflict):
+        client.drain_node(f"n-{kind} 1?")
 
 
 def test_settings(client: Both) -> None:

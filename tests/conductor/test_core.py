@@ -22,6 +22,7 @@ from tiffin.conductor.errors import (
     UnknownRequest,
 )
 from tiffin.conductor.feeds.updates import Added
+from tiffin.conductor.ledger import Phase
 from tiffin.conductor.policies import base
 from tiffin.conductor.records import (
     EVENT_KINDS,
@@ -154,6 +155,27 @@ class TestOneRequest:
         assert made.tick(6.5) == []
         assert made.tick(9.5) == ["x"]
         assert nothing_is_promised(made)
+
+    def test_one_that_lives_keeps_its_place_and_nothing_else_changes(self) -> None:
+        made = conductor(
+            spec("p", Role.PREFILL), spec("d", Role.DECODE), core={"decision_ttl_s": 5.0}
+        )
+        made.schedule(prompt("x"), 1.0)
+        columns = {column: getattr(made.cluster, column).copy() for column in OWN}
+        flight = made.ledger.get("x")
+        assert flight is not None
+        for now in (4.0, 8.0):
+            tell(made, "x", "alive", now=now)
+            assert made.tick(now) == []
+        assert (flight.phase, flight.first_token_at) == (Phase.PREFILL, None)
+        assert made.match(keys("x", 8), 8.0).blocks == 0
+        for column, before in columns.items():
+            assert (getattr(made.cluster, column) == before).all()
+        tell(made, "x", "first_token", "alive", now=9.0)
+        assert (flight.phase, flight.answered_tokens) == (Phase.DECODE, 1)
+        assert made.tick(14.0) == ["x"]
+        with pytest.raises(UnknownRequest):
+            tell(made, "x", "alive", now=14.0)
 
     def test_events_that_skip_others(self) -> None:
         made = conductor(spec("a"))

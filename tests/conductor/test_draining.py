@@ -12,6 +12,7 @@ from replicationsupport import MIB, World, lines, prompt, say
 
 from tiffin.conductor.draining import (
     ENDED,
+    GONE_S,
     DrainSettings,
     InstanceDrain,
     NodeDrain,
@@ -117,8 +118,43 @@ class TestNodes:
         drain.ended(Ended(admit.number), 0.0)
         (rest,) = drain.step(pool.pool, 1.0)
         assert isinstance(rest, Evacuate)
-        drain.ended(Ended(rest.number, 3), 10.0)
-        assert (drain.phase, drain.progress(10.0).handed_over) == (Phase.LATE, 3)
+        assert drain.step(pool.pool, 10.0) == []
+        assert drain.phase is Phase.REST, "it says in a moment how far it has come"
+        drain.ended(Ended(rest.number, 3, left=4), 10.1)
+        progress = drain.progress(10.1)
+        assert (drain.phase, progress.handed_over, progress.left_blocks) == (Phase.LATE, 3, 4)
+
+    def test_one_that_says_nothing_after_the_deadline_is_late(self) -> None:
+        pool = world()
+        drain = leaving(pool, hot_max=0, deadline_s=10.0)
+        (admit,) = drain.step(pool.pool, 0.0)
+        drain.ended(Ended(admit.number), 0.0)
+        assert len(drain.step(pool.pool, 1.0)) == 1
+        drain.step(pool.pool, 19.9)
+        assert drain.phase is Phase.REST
+        drain.step(pool.pool, 20.0)
+        assert drain.phase is Phase.LATE
+
+    def test_what_nobody_has_room_for_is_not_done(self) -> None:
+        pool = world()
+        drain = leaving(pool, hot_max=0)
+        evacuations = 0
+        for second in range(20):
+            for order in drain.step(pool.pool, float(second)):
+                evacuations += isinstance(order, Evacuate)
+                drain.ended(Ended(order.number, 5, left=2), float(second))
+        assert (evacuations, drain.phase) == (3, Phase.FAILED)
+        progress = drain.progress(20.0)
+        assert (progress.handed_over, progress.left_blocks, progress.failures) == (5, 2, 0)
+
+    def test_room_that_comes_late_is_used(self) -> None:
+        pool = world()
+        drain = leaving(pool, hot_max=0)
+        lefts = iter((0, 2, 0))  # of the order to close, and of two that hand over
+        for second in range(20):
+            for order in drain.step(pool.pool, float(second)):
+                drain.ended(Ended(order.number, 5, left=next(lefts)), float(second))
+        assert (drain.phase, drain.progress(20.0).left_blocks) == (Phase.DONE, 0)
 
     def test_who_has_no_room_is_not_asked_again_for_the_same(self) -> None:
         pool = world()
@@ -155,18 +191,76 @@ class TestNodes:
     def test_a_node_that_goes_away_is_lost(self) -> None:
         pool = world()
         drain = leaving(pool)
+        drain.step(pool.pool, 0.0)
+        space = pool.spaces.pop("a")
+        assert drain.step(pool.pool, GONE_S - 1) == []
+        assert drain.phase is Phase.CLOSING
+        pool.spaces["a"] = space  # the directory had lost its data
+        drain.step(pool.pool, GONE_S)
         del pool.spaces["a"]
-        assert drain.step(pool.pool, 1.0) == []
+        drain.step(pool.pool, 2 * GONE_S - 1)
+        assert drain.phase is Phase.CLOSING
+        assert drain.step(pool.pool, 2 * GONE_S) == []
         assert drain.phase is Phase.LOST
+
+    def test_while_the_directory_is_away_only_time_passes(self) -> None:
+        pool = world()
+        drain = leaving(pool, deadline_s=100.0)
+        (admit,) = drain.step(pool.pool, 0.0)
+        drain.ended(Ended(admit.number), 0.0)
+        for second in range(1, 99):
+            assert drain.step(None, float(second)) == []
+        assert drain.phase is Phase.HOT
+        assert drain.step(pool.pool, 99.0) != []
+        drain.step(None, 100.0)
+        assert drain.phase is Phase.LATE
 
     def test_cancelled_it_takes_new_blocks_again(self) -> None:
         pool = world()
         drain = leaving(pool)
         (admit,) = drain.step(pool.pool, 0.0)
-        assert [say(order) for order in drain.cancel()] == ["a takes new blocks"]
-        drain.ended(Ended(admit.number), 1.0)  # of before
-        assert drain.step(pool.pool, 1.0) == drain.cancel() == []
+        drain.cancel()
+        assert drain.opening
+        assert drain.step(pool.pool, 0.5) == [], "it may still hear that it is closed"
+        drain.ended(Ended(admit.number), 1.0)
+        (again,) = drain.step(pool.pool, 1.0)
+        assert say(again) == "a takes new blocks"
+        assert drain.step(pool.pool, 2.0) == []
+        drain.ended(Ended(again.number), 2.0)
+        assert not drain.opening
+        assert drain.step(pool.pool, 3.0) == []
         assert drain.phase is Phase.CANCELLED
+
+    @pytest.mark.parametrize("failures", [1, 3])
+    def test_it_is_told_so_until_it_has_heard_it_or_never_hears(self, failures: int) -> None:
+        pool = world()
+        run(pool, drain := leaving(pool))
+        assert drain.phase is Phase.DONE
+        drain.cancel()  # also when it has ended
+        assert drain.step(None, pool.now) == []
+        told = 0
+        for second in range(10):
+            for order in drain.step(pool.pool, pool.now + second):
+                told += 1
+                error = "NodeUnavailable" if told <= failures else ""
+                drain.ended(Ended(order.number, error=error), pool.now)
+        assert told == min(failures + 1, 3)
+        assert drain.progress(pool.now).failures == failures
+        assert not drain.opening
+
+    def test_one_that_somebody_else_opens_is_not_emptied(self) -> None:
+        pool = world()
+        drain = leaving(pool)
+        (admit,) = drain.step(pool.pool, 0.0)
+        drain.ended(Ended(admit.number), 0.0)
+        assert drain.step(pool.pool, 1.0) != []  # the directory does not know yet that it is closed
+        pool.spaces["a"] = NodeSpace("a", 1024 * MIB, 512 * MIB, draining=True)
+        drain.step(pool.pool, 2.0)
+        assert drain.phase is Phase.HOT
+        pool.spaces["a"] = NodeSpace("a", 1024 * MIB, 512 * MIB)
+        assert drain.step(pool.pool, 3.0) == []
+        assert drain.phase is Phase.CANCELLED
+        assert drain.step(pool.pool, 4.0) == []
 
     @given(seed=st.integers(0, 1 << 32))
     @settings(max_examples=30)

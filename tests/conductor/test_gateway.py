@@ -101,6 +101,25 @@ class TestPassingThrough:
 
         run(scenario)
 
+    @pytest.mark.parametrize(
+        ("path", "kind"), [("completions", "cmpl-"), ("chat/completions", "chatcmpl-")]
+    )
+    def test_the_answer_of_vllm_has_the_id_of_the_request(self, path: str, kind: str) -> None:
+        """vLLM puts the kind before the id that it is given."""
+
+        async def scenario() -> None:
+            engine = Engine("m0")
+            async with cluster(engine) as it:
+                asked = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+                response = await it.post(asked, path)
+                given = [headers.get("x-request-id") for where, _, headers in engine.calls]
+                assert response.headers["x-request-id"] == f"{kind}{given[-1]}"
+                own = {"x-request-id": kind}
+                await it.post(asked, path, headers=own)
+                assert engine.calls[-1][2]["x-request-id"] == kind, "an id is not empty"
+
+        run(scenario)
+
     def test_tokens_are_reported_in_batches(self) -> None:
         async def scenario() -> None:
             engine = Engine("m0", answer=["x"] * 100)

@@ -8,17 +8,19 @@ import dataclasses
 import json
 import logging
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import pytest
 from gatewaysupport import CONFIG, QUICK, Engine, Heard, cluster, until
 
+from tiffin.conductor.api.models import DecisionReply
 from tiffin.conductor.gateway import waiting
 from tiffin.conductor.gateway.known import Route, Target
 from tiffin.conductor.gateway.placing import Placement
 from tiffin.conductor.gateway.waiting import Prefills, hold_s
-from tiffin.conductor.records import Decision, Rejection, Role
+from tiffin.conductor.ledger import Phase
+from tiffin.conductor.records import Decision, Rejection, Request, RequestEvent, Role
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
@@ -354,6 +356,64 @@ class TestContextsOverSeveralInstances:
 
 def events_of(body: bytes) -> list[bytes]:
     return [part for part in body.split(b"\n\n") if part]
+
+
+class TestLongWaits:
+    """The conductor forgets what it does not hear of for `decision_ttl_s`."""
+
+    SETTINGS: ClassVar = {"core": {"decision_ttl_s": 0.9}}
+
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_one_that_waits_for_its_first_token_keeps_its_place(self, stream: bool) -> None:
+        async def scenario() -> None:
+            engine = Engine("p", Role.PREFILL)
+            engine.compute.clear()
+            other = Engine("d", Role.DECODE)
+            async with cluster(engine, other, settings={**SPLIT, **self.SETTINGS}) as it:
+                answer = ask(it, "a", stream=stream)
+                await until(lambda: len(engine.completions) == 1)
+                flight = it.core.ledger.get("a")
+                assert flight is not None
+                decided_until = flight.decision.expires_at
+                await until(lambda: it.core.kinds.count("alive") >= 2)
+                assert it.core.tick(decided_until) == []
+                assert set(it.core.kinds) == {"alive"}
+                assert flight.phase is Phase.PREFILL, "it waits still"
+                engine.compute.set()
+                assert (await answer).status_code == 200
+                await it.idle()
+                assert it.core.kinds[-1] == "finished"
+
+        run(scenario)
+
+    def test_one_that_is_held_keeps_its_place(self) -> None:
+        async def scenario() -> None:
+            engine = Engine("m0", hold_at=0)
+            async with decided(b_waits_for_a, engine, settings=self.SETTINGS) as it:
+                a = ask(it, "a")
+                await until(lambda: len(engine.completions) == 1)
+                b = ask(it, "b")
+                await held(it)
+                await until(
+                    lambda: "alive" in {e.kind for e in it.core.events if e.request_id == "b"}
+                )
+                await held(it)
+                engine.go.set()
+                assert (await a).status_code == (await b).status_code == 200
+
+        run(scenario)
+
+    def test_one_that_is_asked_for_again_late_is_not_reported_all_the_time(self) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0"), settings=self.SETTINGS) as it:
+                reply = await it.gateway._client.schedule(Request("x", "llama-3-8b", 100))
+                assert isinstance(reply, DecisionReply)
+                late = msgspec.structs.replace(reply, expires_in_s=0.0)
+                placed = it.gateway._placing._usable(None, late, ())  # type: ignore[arg-type]
+                assert placed.alive_s == 0.25
+                it.core.observe(RequestEvent("x", "cancelled"), it.gateway.clock())
+
+        run(scenario)
 
 
 class TestStreamsThatTakeLong:

@@ -13,7 +13,7 @@ import pytest
 from gatewaysupport import CONFIG, QUICK, Engine, cluster, until
 
 from tiffin.conductor.auth import load_tokens
-from tiffin.conductor.errors import UnknownModel
+from tiffin.conductor.errors import ConductorUnavailable, UnknownModel
 from tiffin.conductor.gateway.config import GatewayLimits
 from tiffin.conductor.records import Decision, Role
 
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 
 SPLIT = {"disaggregation": {"form": "remote"}}
 PROMPT = "Where does the lunch of Mumbai come from, and who carries it?"
+CHAT = [{"role": "user", "content": PROMPT}]
+# What vLLM 0.32 sends after the 200 when its engine process is killed.
+VLLM_DIED = (
+    b'data: {"error": {"message": "EngineCore encountered an issue. See stack trace (above) for '
+    b'the root cause.", "type": "InternalServerError", "param": null, "code": 500}}\n\n'
+    b"data: [DONE]\n\n"
+)
 # Nothing listens at the discard port.
 NOWHERE = "http://127.0.0.1:9"
 
@@ -47,6 +54,18 @@ def move(it: Cluster, name: str, url: str) -> None:
     """The conductor believes that the instance is somewhere else."""
     spec = dataclasses.replace(it.core.cluster.spec(name), url=url)
     it.core.register(spec, asyncio.get_running_loop().time())
+
+
+def lose_answers(it: Cluster) -> None:
+    """The conductor decides, and nobody hears what."""
+    client = it.gateway._client
+    schedule = client.schedule
+
+    async def lost(*arguments: Any, **named: Any) -> Any:
+        await schedule(*arguments, **named)
+        raise ConductorUnavailable("no answer came in time")
+
+    client.schedule = lost  # type: ignore[method-assign]
 
 
 def events_of(body: bytes) -> list[Any]:
@@ -282,6 +301,35 @@ class TestAnInstanceIsOdd:
 
         run(scenario)
 
+    @pytest.mark.parametrize("path", ["completions", "chat/completions"])
+    def test_an_engine_that_dies_before_its_first_token_and_says_so(self, path: str) -> None:
+        """vLLM answers 200 at once, and its HTTP server outlives its engine for a moment."""
+
+        async def scenario() -> None:
+            head = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
+            died = (head if path != "completions" else b"") + VLLM_DIED
+            engines = Engine("m0", odd=("text/event-stream", died)), Engine("m1")
+            async with cluster(*engines) as it:
+                for _ in range(2):
+                    body = {"prompt": PROMPT} if path == "completions" else {"messages": CHAT}
+                    response = await it.post({**body, "stream": True}, path)
+                    assert response.headers["x-tiffin-decode"] == "m1"
+                    assert b"error" not in response.content
+                assert engines[0].completions, "it was asked, and another one in its place"
+                assert it.number("broken_streams_total") == 0
+
+        run(scenario)
+
+    def test_an_engine_that_dies_after_its_first_token_and_says_so(self) -> None:
+        async def scenario() -> None:
+            content = b'data: {"choices": [{"text": "a"}]}\n\n' + VLLM_DIED
+            async with cluster(Engine("m0", odd=("text/event-stream", content))) as it:
+                response = await it.post({"prompt": PROMPT, "stream": True})
+                assert response.content == content
+                assert it.number("broken_streams_total") == 1
+
+        run(scenario)
+
     def test_an_error_in_a_stream_is_passed_on(self) -> None:
         async def scenario() -> None:
             content = b'data: {"error": {"message": "no"}}\n\ndata: [DONE]\n\n'
@@ -413,7 +461,51 @@ class TestTheConductorIsGone:
                     response = await it.post({"prompt": PROMPT})
                     assert response.status_code == 503
                     assert int(response.headers["retry-after"]) >= 1
+                    assert "127.0.0.1" not in response.text, "where it is, is not theirs to know"
                 assert (await it.http.get("/readyz")).status_code == 503
+
+        run(scenario)
+
+    @pytest.mark.parametrize("fallback", [True, False])
+    def test_after_it_had_decided_it_hears_of_the_end(self, fallback: bool) -> None:
+        """Its answer was late: it keeps a place until it hears otherwise."""
+
+        async def scenario() -> None:
+            async with cluster(Engine("m0"), config=changed(fallback=fallback)) as it:
+                lose_answers(it)
+                response = await it.post({"prompt": PROMPT})
+                assert response.status_code == (200 if fallback else 503)
+                await it.idle()
+                assert it.core.kinds == ["cancelled"]
+                assert it.core.statistics()["in_flight"] == 0
+
+        run(scenario)
+
+    @pytest.mark.parametrize("asked", [True, False])
+    def test_after_the_first_of_two_places(self, asked: bool) -> None:
+        """The second one is by turns, whether it was asked for or not."""
+
+        async def scenario() -> None:
+            first, second = Engine("m0", die_at=-1), Engine("m1")
+            async with cluster(first, second) as it:
+                it.core.drain("m1", asyncio.get_running_loop().time())
+                place = it.gateway._placing.place
+
+                async def then_lost(*arguments: Any) -> Any:
+                    placed = await place(*arguments)
+                    if asked:
+                        it.core.cluster.assign("m1", on=True)
+                        lose_answers(it)
+                    else:
+                        now = asyncio.get_running_loop().time()
+                        it.gateway.health.failed(now, ConductorUnavailable("gone"))
+                    return placed
+
+                it.gateway._placing.place = then_lost  # type: ignore[method-assign]
+                response = await it.post({"prompt": PROMPT})
+                assert response.headers["x-tiffin-fallback"] == "conductor_down"
+                await it.idle()
+                assert it.core.statistics()["in_flight"] == 0
 
         run(scenario)
 

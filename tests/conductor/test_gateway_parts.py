@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import typer
+from gatewaysupport import until
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.main import get_command
@@ -35,13 +36,12 @@ from tiffin.conductor.gateway.metrics import Metrics
 from tiffin.conductor.gateway.reporting import REST_S, Health, Reporter
 from tiffin.conductor.gateway.server import GatewayOptions
 from tiffin.conductor.gateway.tokenizing import LocalTokenizer, Tokenizing
+from tiffin.conductor.records import RequestEvent
 from tiffin.kvstore import KVSchema
 from tiffin.kvstore.errors import InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from tiffin.conductor.records import RequestEvent
 
 MODEL = "llama-3-8b"
 SCHEMA = KVSchema.gqa(
@@ -120,7 +120,18 @@ def test_an_error_in_a_stream() -> None:
     counter = Counter()
     counter.feed(event(error={"message": "out of memory"}))
     assert counter.failed
+    assert counter.error_status == 0
     assert counter.tokens == 0
+
+
+@pytest.mark.parametrize(("code", "status"), [(500, 500), ("engine_failed", 0), (None, 0)])
+def test_the_status_of_an_error_in_a_stream(code: object, status: int) -> None:
+    counter = Counter()
+    counter.feed(event(error={"message": "no", "code": code}))
+    assert counter.error_status == status
+    odd = Counter()
+    odd.feed(b'data: {"error": "out of memory"}\n\n')
+    assert (odd.failed, odd.error_status) == (True, 0)
 
 
 def test_an_event_without_an_end() -> None:
@@ -355,6 +366,40 @@ class TestReports:
             assert [(e.kind, e.tokens) for e in listener.heard[1:]] == [
                 ("tokens", 4), ("finished", 0),
             ]  # fmt: skip
+
+        asyncio.run(scenario())
+
+    def test_one_of_which_nothing_is_heard_is_said_to_live(self) -> None:
+        async def scenario() -> None:
+            listener = Listener()
+            reports = reporter(listener)
+            report = reports.begin("r", 0.001)
+            report.running()
+            await until(lambda: len(listener.heard) >= 2)
+            assert {(e.kind, e.tokens) for e in listener.heard} == {("alive", 0)}
+            report.first_token()
+            await until(lambda: "first_token" in [e.kind for e in listener.heard])
+            said = len(listener.heard)
+            await until(lambda: len(listener.heard) > said)
+            assert listener.heard[-1].kind == "alive", "so it is between tokens"
+            report.end("finished")
+            await reports.close(5.0)
+
+        asyncio.run(scenario())
+
+    def test_an_answer_in_one_piece_is_taken_to_have_begun_when_that_was_predicted(self) -> None:
+        async def scenario() -> None:
+            now = 0.0
+            listener = Listener()
+            reports = Reporter(listener, Health(), lambda: now, tokens=4, interval_s=60.0)  # type: ignore[arg-type]
+            report = reports.begin("r", 0.001)
+            report.running(answers_in_s=5.0)
+            await until(lambda: bool(listener.heard))
+            assert {e.kind for e in listener.heard} == {"alive"}
+            now = 5.0
+            await until(lambda: listener.heard[-1] == RequestEvent("r", "tokens", 0))
+            report.end("finished")
+            await reports.close(5.0)
 
         asyncio.run(scenario())
 

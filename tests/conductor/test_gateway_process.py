@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import httpx
 import typer
 from apisupport import MODEL
-from serversupport import Process, free_port, served
+from serversupport import GatewayProcess, free_port, served
 from typer.testing import CliRunner
 
 from tiffin.conductor.client import ConductorClient
@@ -21,21 +18,6 @@ from tiffin.conductor.records import InstanceSpec, Role
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-class GatewayProcess(Process):
-    """`tiffin gateway` with these options."""
-
-    CODE = Process.CODE.replace("tiffin.conductor.cli", "tiffin.conductor.gateway.cli")
-
-    def __init__(self, *options: str) -> None:
-        path = os.pathsep.join(filter(None, sys.path))
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", self.CODE, "gateway", *options],
-            env={**os.environ, "PYTHONPATH": path, "COLUMNS": "300", "TERM": "dumb"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
 
 
 def test_it_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:

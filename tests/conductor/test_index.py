@@ -288,6 +288,18 @@ def test_prompts_that_part_ways_are_remembered_up_to_there() -> None:
     assert index.match(prompt[:5][::-1]).blocks == 5
 
 
+def test_keys_of_rows_are_kept_once() -> None:
+    """However prompts part ways: each block could be the last of a row as long as the prompt."""
+    index, prompt = PrefixIndex(), keys(400)
+    holders = [index.holder(f"i{number}", "hbm") for number in range(100)]
+    for at, holder in enumerate(holders):
+        index.add(holder, prompt[: 400 - at], 0.0)
+    for blocks in range(400, 0, -1):
+        assert index.match(prompt[:blocks]).blocks == blocks
+        kept = sum(len(strand.keys) for strand in set(index._blocks.values()))
+        assert kept <= 16 * len(index)
+
+
 class IndexMachine(RuleBasedStateMachine):
     """Any order of calls leaves the index with what a set per holder has."""
 
@@ -393,6 +405,7 @@ class IndexMachine(RuleBasedStateMachine):
         for strand in set(index._blocks.values()):
             its = [key for key, one in index._blocks.items() if one is strand]
             assert strand.count in (-1, len(its))
+            assert bool(strand.keys) == (strand.count >= 0)
             assert strand.count < 0 or set(its) == {
                 strand.keys[at : at + 16] for at in range(0, len(strand.keys), 16)
             }

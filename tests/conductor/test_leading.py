@@ -330,6 +330,32 @@ def test_what_is_registered_anew_meanwhile_is_still_flipped() -> None:
     it.b.register(replace(it.b.cluster.spec("p1"), url="http://elsewhere"), it.town.now)
     it.town.pass_s(0.2)
     assert [flip.step for flip in it.a.steering.flips()] == ["draining"]
+    assert flipped(it.a, "p1") == flipped(it.b, "p1") == (Status.DRAINING, P)
+    assert it.tick(it.a) == [SetRole("p1", D)]
+    it.a.steering.committed("p1", it.town.now)
+    it.a.steering.verified("p1", it.town.now)
+    it.town.exchange()
+    assert flipped(it.a, "p1") == flipped(it.b, "p1") == (Status.READY, D)
+
+
+def test_a_flip_has_ended_although_another_one_spoke_of_it_later() -> None:
+    """What it says of itself comes to b, which has not heard yet that a is done."""
+    it = Flipping()
+    it.a.flip("p1", D, it.town.now)
+    it.town.exchange()
+    it.a.steering.tick({}, it.town.now)
+    it.a.steering.committed("p1", it.town.now)
+    it.a.steering.verified("p1", it.town.now)
+    it.town.log += it.a.bulletins(it.town.now)
+    it.town.now += 1e-3
+    it.b.register(replace(it.b.cluster.spec("p1"), url="http://elsewhere"), it.town.now)
+    it.town.pass_s(0.3)
+    assert it.a.steering.flipping() == it.b.steering.flipping() == {}
+    assert flipped(it.a, "p1") == flipped(it.b, "p1") == (Status.READY, P)  # as it says itself
+    it.town.kill("a")
+    it.pass_s(3.8)
+    assert it.tick(it.b) == []
+    assert it.b.steering.flips() == []
 
 
 def test_an_instance_that_leaves_is_flipped_by_nobody() -> None:

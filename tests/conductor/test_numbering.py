@@ -54,8 +54,8 @@ def test_a_gap_is_replayed() -> None:
     follower = Numbering(replays=True, now=0.0)
     follower.begin(0.0)
     assert follower.replay_ended(0.0) == [Current()]
-    assert live(follower, 0, 3) == [*apply(0), Ask(1)]
-    assert replayed(follower, 1, 2) == apply(1, 2)
+    assert live(follower, 0, 3) == [*apply(0), Ask(0)]
+    assert replayed(follower, 0, 1, 2) == apply(1, 2)
     assert follower.replay_ended(0.0) == [*apply(3), Current()]
 
 
@@ -66,12 +66,12 @@ def test_what_cannot_be_replayed_is_doubted() -> None:
     forgotten = Numbering(replays=True, now=0.0)
     forgotten.begin(0.0)
     forgotten.replay_ended(0.0)
-    assert live(forgotten, 0, 9) == [*apply(0), Ask(1)]
+    assert live(forgotten, 0, 9) == [*apply(0), Ask(0)]
     assert replayed(forgotten, 7, 8) == [Doubt(), *apply(7, 8)]
     silent = Numbering(replays=True, now=0.0)
     silent.begin(0.0)
     silent.replay_ended(0.0)
-    assert live(silent, 0, 5) == [*apply(0), Ask(1)]
+    assert live(silent, 0, 5) == [*apply(0), Ask(0)]
     assert silent.look(PATIENCE_S - 0.1) == []
     assert silent.look(PATIENCE_S) == [Doubt(), *apply(5)]
     assert replayed(silent, 1, 2) == []  # too late
@@ -97,11 +97,47 @@ def test_a_quiet_publisher_is_asked_whether_it_said_anything() -> None:
     follower.replay_ended(0.0)
     live(follower, 0, now=1.0)
     assert follower.look(PROBE_S) == []
-    assert follower.look(1.0 + PROBE_S) == [Ask(1)]
-    assert replayed(follower, 1, now=7.0) == apply(1)
+    assert follower.look(1.0 + PROBE_S) == [Ask(0)]
+    assert replayed(follower, 0, 1, now=7.0) == apply(1)
     assert follower.replay_ended(7.0) == [Current()]
-    assert follower.look(7.0 + PROBE_S) == [Ask(2)]
+    assert follower.look(7.0 + PROBE_S) == [Ask(1)]
     assert follower.look(7.0 + PROBE_S + PATIENCE_S) == []  # no answer says nothing
+
+
+def asked(follower: Numbering, now: float) -> None:
+    """A follower that has applied 0 to 2, replayed, and asks again."""
+    follower.begin(0.0)
+    replayed(follower, 0, 1, 2)
+    follower.replay_ended(0.0)
+    assert follower.look(now) == [Ask(2)]
+
+
+def test_a_restarted_publisher_that_has_said_nothing_yet_is_noticed() -> None:
+    """Else a router believes for hours that it has what it had."""
+    follower = Numbering(replays=True, now=0.0)
+    asked(follower, PROBE_S)
+    assert follower.replay_ended(PROBE_S) == [Restarted(), Current()]
+    assert live(follower, 0) == apply(0)
+
+
+def test_a_restarted_publisher_that_says_as_much_again_is_noticed() -> None:
+    follower = Numbering(replays=True, now=0.0)
+    asked(follower, PROBE_S)
+    assert follower.replayed(2, b"other", PROBE_S) == [Restarted()]
+    assert follower.replayed(3, b"more", PROBE_S) == []  # what came before it is needed
+    assert live(follower, 4) == []
+    assert follower.replay_ended(PROBE_S) == [Ask(0)]
+    assert replayed(follower, 0, 1, 2, 3, 4) == apply(0, 1, 2, 3, 4)
+    assert follower.replay_ended(PROBE_S) == [Current()]
+
+
+def test_of_a_publisher_that_keeps_nothing_a_replay_tells_nothing() -> None:
+    follower = Numbering(replays=True, now=0.0)
+    follower.begin(0.0)
+    follower.replay_ended(0.0)
+    live(follower, 0, 1)
+    assert follower.look(PROBE_S) == [Ask(1)]
+    assert follower.replay_ended(PROBE_S) == [Current()]
 
 
 def test_what_is_held_during_a_replay_is_bounded() -> None:
@@ -115,8 +151,8 @@ def test_what_is_held_during_a_replay_is_bounded() -> None:
 @given(st.integers(0, 2**32), st.booleans())
 def test_against_a_publisher_that_loses_and_restarts(seed: int, replays: bool) -> None:
     """What was applied since the last restart is in order; holes in it were doubted; and with a
-    replay that forgets nothing there are none."""
-    dice = random.Random(seed)
+    replay that forgets nothing there are none, nor is there anything of an earlier life."""
+    dice, now = random.Random(seed), 0.0
     follower, log = Numbering(replays=replays, now=0.0), [b"0/0"]
     applied: list[bytes] = []
     life, doubts = 0, 0
@@ -133,17 +169,27 @@ def test_against_a_publisher_that_loses_and_restarts(seed: int, replays: bool) -
                 doubts += 1
             elif isinstance(step, Ask):
                 for seq, payload in list(enumerate(log))[step.seq :]:
-                    carry_out(follower.replayed(seq, payload, 0.0))
-                carry_out(follower.replay_ended(0.0))
+                    carry_out(follower.replayed(seq, payload, now))
+                carry_out(follower.replay_ended(now))
 
     carry_out(follower.begin(0.0))
     for _ in range(60):
         if dice.random() < 0.05:
             life += 1
             log = []
+            if dice.random() < 0.5:
+                now += PROBE_S + PATIENCE_S
+                carry_out(follower.look(now))
         log.append(f"{life}/{len(log)}".encode())
         if dice.random() < 0.7:
-            carry_out(follower.live(len(log) - 1, log[-1], 0.0))
+            carry_out(follower.live(len(log) - 1, log[-1], now))
+    if dice.random() < 0.5:
+        life += 1
+        log = []
+    now += PROBE_S + PATIENCE_S
+    carry_out(follower.look(now))
+    lives = {int(payload.split(b"/")[0]) for payload in applied}
+    assert not replays or lives <= {life}
     numbers = [int(payload.split(b"/")[1]) for payload in applied]
     assert numbers == sorted(set(numbers))
     holes = sum(b != a + 1 for a, b in itertools.pairwise(numbers))

@@ -265,6 +265,20 @@ class TestArrivals:
         arrivals.count(4.0)
         assert counted.prompts(3.0, "m") == pytest.approx(1200, rel=0.02)
 
+    def test_what_one_stands_for_is_told_and_fades(self) -> None:
+        counted, arrivals, spec = self.made()
+        assert counted.grain(0.0) == 1.0
+        for prompt in range(8 * COUNTED_MAX):
+            arrivals.came(self.asked(prompt), spec)
+        arrivals.count(0.0)
+        assert counted.grain(0.0) == 8.0
+        arrivals.came(self.asked(0), spec)
+        arrivals.count(HALF_LIFE_S)
+        assert counted.grain(HALF_LIFE_S) == pytest.approx(4.0)
+        counted.configure(PopularitySettings(half_life_s=2 * HALF_LIFE_S), HALF_LIFE_S)
+        assert counted.grain(3 * HALF_LIFE_S) == pytest.approx(2.0)
+        assert counted.grain(1e6) == 1.0
+
     def made(self) -> tuple[Popularity, Arrivals, InstanceSpec]:
         counted = popularity()
         spec = InstanceSpec("i", "m", Role.MIXED, "p", node="n")

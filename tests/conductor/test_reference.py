@@ -19,6 +19,7 @@ from tiffin.conductor.api import codes, intake, reference
 from tiffin.conductor.api.app import create_app
 from tiffin.conductor.api.table import ROUTES
 from tiffin.conductor.cli import commands
+from tiffin.conductor.orders import NodeSpace
 from tiffin.conductor.records import InstanceSpec, Role
 
 DOCS = Path(__file__).parents[2] / "docs" / "conductor"
@@ -26,6 +27,7 @@ SERVICE = (DOCS / "service.md").read_text(encoding="utf-8")
 
 core = Recorder()
 core.register(InstanceSpec("i1", "llama-3-8b", Role.MIXED, "test"), 0.0)
+core.steering.tick({"n1": NodeSpace("n1", 1 << 30, 1 << 29)}, 0.0)
 app = create_app(core)
 schema = schemathesis.openapi.from_asgi("/openapi.json", app)
 # A stream has no end to wait for.
@@ -120,14 +122,16 @@ def test_answers_are_as_described_at_length(case: Any) -> None:
 
 
 def test_the_examples_are_accepted() -> None:
-    with TestClient(create_app(Recorder()), base_url="http://localhost") as http:
+    core = Recorder()
+    core.steering.tick({"node-a": NodeSpace("node-a", 1 << 30, 1 << 29)}, 0.0)
+    with TestClient(create_app(core), base_url="http://localhost") as http:
         for name in ("prefill-3", "prefill-4"):
             http.put(f"/v1/instances/{name}", json=spec_body())
         for route in ROUTES:
             if route.body_example is None:
                 continue
             path = route.path.format(
-                request_id="chatcmpl-7f3a", event="tokens", instance="prefill-3"
+                request_id="chatcmpl-7f3a", event="tokens", instance="prefill-3", node="node-a"
             )
             response = http.request(route.method, path, json=route.body_example)
             assert response.status_code in (200, 204), (path, response.text)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replicationsupport import MIB, World, lines, prompt
 
+from tiffin.conductor.arrivals import COUNTED_MAX, Arrivals
 from tiffin.conductor.orders import NO_PARENT, ORDER_BLOCKS_MAX, Copy, Drop, Ended, NodeSpace
+from tiffin.conductor.records import InstanceSpec, Request, Role
 from tiffin.conductor.replication import (
     LOST_S,
     REST_MAX_S,
@@ -18,6 +21,9 @@ from tiffin.conductor.replication import (
     SETTLED_S,
     ReplicationSettings,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SYSTEM = prompt("sys", 4)
 TEN = [f"n{i}" for i in range(10)]
@@ -136,6 +142,37 @@ class TestScenarios:
 def _first(pool: World) -> list[str]:
     pool.tick()
     return pool.transcript
+
+
+class TestSampling:
+    """Of many prompts at a time some are counted, each for several."""
+
+    def test_what_came_twice_is_not_hot_because_each_stood_for_many(self) -> None:
+        pool = world(["a", "b"])
+        turns = [prompt(f"talk{number}", 3) for number in range(400)]
+        for keys in turns:
+            pool.has("a", keys)
+        for begin in range(0, 2 * len(turns), 4 * COUNTED_MAX):
+            self.come(pool, (turns + turns)[begin : begin + 4 * COUNTED_MAX])
+        assert max(one.popularity for one in pool.popularity.hot(9, pool.now)) > 7
+        assert pool.transcript == []
+
+    def test_what_many_of_them_begin_with_is(self) -> None:
+        pool = world(["a", "b"])
+        pool.has("a", SYSTEM)
+        for tick in range(3):
+            others = [prompt(f"u{tick}-{other}", 1) for other in range(2 * COUNTED_MAX)]
+            self.come(pool, [SYSTEM] * len(others) + others)
+        assert "copy sys:0..3 a -> b, 4 MiB (wanted" in pool.transcript[0]
+
+    def come(self, pool: World, batch: Sequence[tuple[bytes, ...]]) -> None:
+        """All at a time, to an instance on b."""
+        arrivals = Arrivals(pool.popularity, random.Random(1))
+        spec = InstanceSpec("i", "m", Role.MIXED, "p", node="b", block_bytes=MIB)
+        for keys in batch:
+            arrivals.came(Request("r", "m", 10_000, keys), spec)
+        arrivals.count(pool.now)
+        pool.tick()
 
 
 class TestLimits:

@@ -16,9 +16,10 @@ from tiffin.conductor.bulletins import Instance, Schema, pack
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.feeding import EVENTS_LABEL, Feeding
 from tiffin.conductor.feeds.sharing import share
+from tiffin.conductor.news import News
 from tiffin.conductor.records import Decision, InstanceSpec, Rejection, Request, RequestEvent, Role
 from tiffin.conductor.settings import Settings, patched
-from tiffin.conductor.shared import News, SharedConductor
+from tiffin.conductor.shared import SharedConductor
 from tiffin.kvstore import KVSchema
 
 if TYPE_CHECKING:

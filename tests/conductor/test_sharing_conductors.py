@@ -26,10 +26,12 @@ from sharingsupport import (
 
 from tiffin.conductor.bulletins import Ended, Heard, Instance, Word, pack
 from tiffin.conductor.errors import Conflict, InvalidRequest, UnknownModel, UnknownRequest
+from tiffin.conductor.ledger import Phase
 from tiffin.conductor.records import (
     EVENT_KINDS,
     Decision,
     Load,
+    Rejection,
     RequestEvent,
     Role,
     Status,
@@ -236,6 +238,24 @@ def test_events_find_their_request_wherever_they_are_reported() -> None:
     both.pass_s(0.1)
     assert not len(a.ledger)
     assert own_is_zero(both.conductors)
+
+
+def test_that_one_lives_is_passed_on_and_keeps_its_place() -> None:
+    both = town("a", "b", core={"decision_ttl_s": 20.0})
+    a, b = both["a"], both["b"]
+    decided(a, request("r"), both.now)
+    for _ in range(3):
+        both.pass_s(12.0)
+        tell(b, both.now, "r", "alive")
+    both.pass_s(2 * DEAD_S + 0.1)  # what was passed on has been heard
+    assert sum(column(b, "queued").values()) == len(a.ledger) == 1
+    both.kill("a")
+    both.pass_s(DEAD_S + 0.1)
+    assert not len(b.ledger)
+    tell(b, both.now, "r", "alive")
+    flight = b.ledger.get("r")
+    assert flight is not None
+    assert (flight.phase, flight.expires_at) == (Phase.PREFILL, both.now + 20.0)
 
 
 def test_which_route_has_won_a_race_is_passed_on() -> None:
@@ -457,6 +477,87 @@ def test_an_instance_that_one_hears_from_is_silent_for_nobody() -> None:
     assert column(b, "batch") == {one.id: 2 for one in POOL}
     both.pass_s(b.settings.core.heartbeat_timeout_s + 1)
     assert not b.cluster.ready.any()
+
+
+@pytest.mark.parametrize("owner_lives", [True, False])
+def test_what_is_placed_at_a_silent_one_stays_if_nobody_else_can_take_it(owner_lives: bool) -> None:
+    both = town("a", "b")
+    a, b = both["a"], both["b"]
+    first = decided(a, request("r"), both.now)
+    both.pass_s(0.1)
+    if not owner_lives:
+        both.kill("a")
+    both.pass_s(b.settings.core.heartbeat_timeout_s + 1)
+    assert not b.cluster.ready.any()
+    again = decided(b, request("r"), both.now)
+    assert (again.prefill, again.decode) == (first.prefill, first.decode)
+    assert b.statistics()["rejected"] == 0
+    assert b.statistics()["sharing"]["adopted"] == (0 if owner_lives else 1)
+    for name in {one.id for one in POOL} - {first.prefill}:
+        b.heartbeat(name, Load(), both.now)
+    elsewhere = decided(b, request("r"), both.now)
+    assert elsewhere.prefill != first.prefill
+    both.pass_s(0.2)
+    assert [len(core.ledger) for core in both.conductors] == ([0, 1] if owner_lives else [1])
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_what_a_request_avoids_is_the_same_to_all(mine: bool) -> None:
+    """Also an instance that has done its part."""
+    both = town("a", "b")
+    first = decided(both["a"], request("r"), both.now)
+    tell(both["a"], both.now, "r", "prefill_done")
+    both.pass_s(60.1)  # it says so again after half of the time that it may be silent for
+    for one in POOL:
+        both["a"].heartbeat(one.id, Load(), both.now)
+    both.pass_s(0.1)
+    asked = both["a" if mine else "b"]
+    again = decided(asked, request("r", exclude=(first.prefill,)), both.now)
+    assert again.prefill != first.prefill
+    none = request("r", exclude=tuple(one.id for one in POOL))
+    assert isinstance(asked.schedule(none, both.now), Rejection)
+
+
+def test_who_decides_anew_twice_keeps_it_whatever_the_clocks_say() -> None:
+    """Two engines refused within one interval, and the clock of the first conductor is ahead."""
+    both = town("a", "b")
+    a, b = both["a"], both["b"]
+    a._unix_offset_s = 0.5
+    first = decided(a, request("r"), both.now)
+    both.exchange()
+    second = decided(b, request("r", exclude=(first.prefill,)), both.now)
+    third = decided(b, request("r", exclude=(first.prefill, second.prefill)), both.now)
+    both.pass_s(0.2)
+    assert [len(core.ledger) for core in (a, b)] == [0, 1]
+    assert decided(a, request("r"), both.now).prefill == third.prefill
+
+
+def test_what_is_refused_anew_keeps_no_place_anywhere() -> None:
+    """Another conductor than its own finds nobody who may take it: nobody will tell its own."""
+    both = town("a", "b")
+    decided(both["a"], request("r"), both.now)
+    both.pass_s(0.1)
+    none = request("r", exclude=tuple(one.id for one in POOL))
+    assert isinstance(both["b"].schedule(none, both.now), Rejection)
+    both.pass_s(0.2)
+    assert own_is_zero(both.conductors)
+    assert not any(column(core, "kv_used_tokens") for core in both.conductors)
+    assert [core.statistics()["sharing"]["requests_elsewhere"] for core in both.conductors] == [0, 0]
+
+
+def test_two_changes_of_the_same_time_are_one_to_all() -> None:
+    """a's clock is ahead, so what b and c then say of an instance both follow just after it."""
+    three = Town.of("a", "b", "c")
+    a, b, c = three["a"], three["b"], three["c"]
+    a._registry._unix_offset_s = 1.0
+    three.register(*POOL)
+    three.pass_s(0.1)
+    b.drain("p0", three.now)
+    c.register(replace(c.cluster.spec("p0"), url="http://elsewhere"), three.now)
+    three.pass_s(0.2)
+    assert b._registry.changed_at("p0") == c._registry.changed_at("p0")
+    assert {core.cluster.spec("p0").url for core in (a, b, c)} == {""}
+    assert all(core.cluster.draining[core.cluster.row("p0")] for core in (a, b, c))
 
 
 def test_a_heartbeat_without_numbers_does_not_hide_one_with_them() -> None:

@@ -22,11 +22,13 @@ from tiffin.conductor.client import ConductorClient
 from tiffin.conductor.feeds import sharing
 from tiffin.conductor.feeds.sharing import Link, exchange_once, share, unique_name
 from tiffin.conductor.records import Decision, Rejection, RequestEvent
-from tiffin.conductor.shared import News, SharedConductor
+from tiffin.conductor.shared import SharedConductor
 from tiffin.kvstore.errors import ClientClosed, DirectoryUnavailable, InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from tiffin.conductor.news import News
 
 clock = time.monotonic
 

@@ -10,7 +10,8 @@ import pytest
 from test_core import BLOCK, conductor, keys, prompt, spec, tell
 
 from tiffin.conductor import steering
-from tiffin.conductor.errors import Conflict, InvalidRequest, UnknownInstance
+from tiffin.conductor.draining import GONE_S
+from tiffin.conductor.errors import Conflict, InvalidRequest, UnknownInstance, UnknownNode
 from tiffin.conductor.feeds.updates import Added
 from tiffin.conductor.flips import SetRole, Verify
 from tiffin.conductor.forecast import PREDICTORS
@@ -56,6 +57,7 @@ class TestDrains:
         made.apply(Added("node-a", "dram", shared), 0.0)
         for number in range(10):
             made.schedule(Request(f"r{number}", "m", 3 * BLOCK + 7, shared), 1.0)
+        made.steering.tick(NODES, 1.0)
         made.steering.drain_node("node-a", 2.0)
         now, seen = 2.0, []
         draining = NODES | {"node-a": NodeSpace("node-a", 64 * GIB, 0, draining=True)}
@@ -129,15 +131,59 @@ class TestDrains:
     ) -> None:
         monkeypatch.setattr(steering, "_NODE_DRAINS_MAX", 2)
         made = conductor(spec("a"))
-        made.steering.drain_node("x", 0.0)
-        made.steering.drain_node("y", 0.0)
+        made.steering.tick(NODES, 0.0)
+        made.steering.drain_node("node-a", 0.0)
+        made.steering.drain_node("node-b", 0.0)
         with pytest.raises(InvalidRequest, match="wait for one"):
-            made.steering.drain_node("z", 0.0)
-        made.steering.drain_node("y", 0.0)  # it is being drained already
-        assert [one.name for one in made.steering.drains(0.0)] == ["x", "y"]
-        made.steering.tick({}, 1.0)  # there are no such nodes
-        made.steering.drain_node("z", 2.0)
-        assert [one.name for one in made.steering.drains(2.0)] == ["y", "z"]
+            made.steering.drain_node("node-c", 0.0)
+        made.steering.drain_node("node-b", 0.0)  # it is being drained already
+        assert [one.name for one in made.steering.drains(0.0)] == ["node-a", "node-b"]
+        made.steering.tick({"node-c": NODES["node-c"]}, GONE_S)  # the others are gone
+        made.steering.drain_node("node-c", GONE_S)
+        assert [one.name for one in made.steering.drains(GONE_S)] == ["node-b", "node-c"]
+
+    def test_a_node_that_nobody_knows(self) -> None:
+        made = conductor(spec("a"))
+        for asked in (made.steering.drain_node, made.steering.undrain_node):
+            with pytest.raises(UnknownNode, match="--directory"):
+                asked("node-a", 0.0)
+            made.steering.tick(NODES, 1.0)
+            with pytest.raises(UnknownNode, match=r"'node-x' is in the pool now$"):
+                asked("node-x", 1.0)
+            made.steering.tick({}, 2.0)
+        with pytest.raises(UnknownNode):
+            made.steering.node_drain("node-a", 2.0)
+
+    def test_known_nodes_stay_known_while_the_directory_is_away(self) -> None:
+        made = conductor(spec("a"))
+        made.steering.tick(NODES, 0.0)
+        assert made.steering.tick(None, 1.0).orders == []
+        made.steering.drain_node("node-a", 1.0)
+        assert made.steering.tick(None, 2.0).orders == []
+        assert made.steering.tick(NODES, 3.0).orders == [Admit(1, "node-a", on=False)]
+
+    def test_who_takes_it_back_waits_until_the_node_knows(self) -> None:
+        made = conductor(spec("a"))
+        made.steering.tick(NODES, 0.0)
+        made.steering.drain_node("node-a", 0.0)
+        (closed,) = made.steering.tick(NODES, 1.0).orders
+        made.steering.ended(Ended(closed.number), 1.0)
+        made.steering.undrain_node("node-a", 1.0)
+        (opened,) = made.steering.tick(NODES, 2.0).orders
+        assert isinstance(opened, Admit)
+        assert opened.on
+        with pytest.raises(Conflict, match="ask in a second"):
+            made.steering.drain_node("node-a", 2.0)
+        made.steering.ended(Ended(opened.number), 3.0)
+        made.steering.drain_node("node-a", 3.0)
+        assert made.steering.node_drain("node-a", 3.0).phase == "closing"
+
+    def test_what_another_conductor_drains_can_be_opened_here(self) -> None:
+        made = conductor(spec("a"))
+        made.steering.tick(NODES, 0.0)
+        made.steering.undrain_node("node-b", 0.0)
+        assert made.steering.tick(NODES, 1.0).orders == [Admit(1, "node-b", on=True)]
+        assert made.steering.node_drain("node-b", 1.0).phase == "cancelled"
 
 
 class TestFlips:

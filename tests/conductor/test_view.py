@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiffin.conductor.core import Conductor
+from tiffin.conductor.errors import UnknownModel
 from tiffin.conductor.feeds.updates import Added
 from tiffin.conductor.profiles import DEFAULT
 from tiffin.conductor.records import InstanceSpec, Request, Role
@@ -77,3 +79,14 @@ def test_leading_blocks_are_those_of_each_instance_and_its_node(
         request, rows, core.transfers, core.computing, core.queues, core.settings, parts.dice, 0.0
     )
     assert np.array_equal(again.hbm_blocks, question.hbm_blocks)
+
+
+def test_models_that_nobody_serves_are_not_remembered() -> None:
+    """Their names come from whoever asks: there is no end of them."""
+    core = Conductor(dice=random.Random(0))
+    core.register(InstanceSpec("i", "m", Role.MIXED, DEFAULT), 0.0)
+    for number in range(20):
+        with pytest.raises(UnknownModel):
+            core.schedule(Request(f"r{number}", f"model-{number}", 100), 0.0)
+    core.schedule(Request("r", "m", 100), 0.0)
+    assert {model for model, _ in core._parts.view._ready} == {"m"}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
+import json
 import threading
+import zlib
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,19 +19,19 @@ import zmq
 from kvsupport import wait_until
 
 from tiffin.conductor.errors import InvalidRequest
+from tiffin.conductor.feeds import numbering
 from tiffin.conductor.feeds.inbox import Inbox
 from tiffin.conductor.feeds.routed import Holdings
 from tiffin.conductor.feeds.updates import NODE_TIERS, Added
 from tiffin.conductor.feeds.vllm import Publisher, VllmFeed
 from tiffin.conductor.feeds.vllm_events import BadEvents, Cleared, EventReader
-from tiffin.conductor.folding import Chain, Removed, Stored
+from tiffin.conductor.folding import Chain, Folder, Removed, Stored
 from tiffin.conductor.index import PrefixIndex
 from tiffin.kvstore import KVSchema
 from tiffin.kvstore.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Sequence
 
 PART = 16
 SCHEMA = KVSchema.gqa(
@@ -365,6 +369,65 @@ def test_a_restarted_engine_has_nothing(world: World, start: Callable[..., Engin
     world.await_held(other, 1)
     assert world.held(prompt) == 0
     assert world.feed.statistics()["engine"]["restarts"] == 1
+
+
+def test_a_restarted_engine_that_says_nothing_has_nothing(
+    world: World, start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says something with its first request, which would be sent there for nothing."""
+    monkeypatch.setattr(numbering, "PROBE_S", 0.0)
+    engine, prompt = start(), list(range(128))
+    world.feed.follow(engine.publisher())
+    engine.wait_for_subscriber()
+    engine.publish(stored(prompt))
+    world.await_held(prompt, 2)
+    world.await_count("asked", 3)  # it was quiet, and is still the same
+    assert world.held(prompt) == 2
+    engine.restart()
+    world.await_held(prompt, 0)
+    world.await_count("restarts", 1)
+
+
+class TestWhatVllmSent:
+    """Recorded from vLLM 0.32 with blocks of 128 tokens and room for 48, prefix caching on: two
+    prompts that share 600 tokens, the second one again with a `cache_salt`, four others that need
+    the room, and a reset of the cache."""
+
+    SCHEMA = KVSchema.gqa(model="tiny", layers=1, kv_heads=1, head_dim=8, dtype="float32")
+    FIRST = tuple((i * 7 + 1) % 1000 + 4 for i in range(1100))
+    SECOND = FIRST[:600] + tuple((i * 11 + 5) % 1000 + 4 for i in range(450))
+    OTHERS = tuple(tuple((i * 13 + k * 77) % 1000 + 4 for i in range(1500)) for k in range(4))
+
+    def folded(self) -> Iterator[tuple[set[bytes], Folder]]:
+        """The keys that are held after each batch."""
+        folder, reader = Folder(Chain.of(self.SCHEMA)), EventReader()
+        for line in json.loads((Path(__file__).parent / "vllm_0_32_events.json").read_text()):
+            for event in reader.read(zlib.decompress(base64.b64decode(line))):
+                if isinstance(event, Stored):
+                    folder.stored(event, 0.0)
+                elif isinstance(event, Removed):
+                    folder.removed(event)
+                else:
+                    folder.reset()
+            yield set(folder.keys("hbm")), folder
+
+    def keys(self, *prompts: Sequence[int]) -> set[bytes]:
+        return {key for prompt in prompts for key in self.SCHEMA.prefix(prompt).keys}
+
+    def test_keys_are_those_of_the_prompts(self) -> None:
+        after = [keys for keys, _ in self.folded()]
+        assert after[0] == self.keys(self.FIRST)
+        assert after[1] == after[2] == self.keys(self.FIRST, self.SECOND)
+        assert after[4] == self.keys(self.FIRST, self.SECOND, *self.OTHERS[:2])
+        # The third takes seven blocks: the first prompt's last four, and three of the second's.
+        assert after[5] == self.keys(self.FIRST[:512], *self.OTHERS[:3])
+        assert after[7] == after[8] == set()
+
+    def test_nothing_is_left_over(self) -> None:
+        *_, (_, folder) = self.folded()
+        assert len(folder) == 1  # the last prompt has one block of 128
+        assert folder.waiting_parts == 0
+        assert folder.counts.unknown_parents == folder.counts.refused_parts == 0
 
 
 def test_garbage_is_counted_and_what_is_known_doubted(

@@ -1,0 +1,215 @@
+"""A real vLLM as its users start it: a tiny model, KV events, and what is said beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import psutil
+from serversupport import free_port
+
+from tiffin.kvstore import KVSchema
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+# A Python that has vLLM; docs/conductor/gateway.md says how to get one without a GPU.
+VARIABLE = "TIFFIN_VLLM"
+MODEL = "tiny"
+SCHEMA = KVSchema.gqa(model=MODEL, layers=4, kv_heads=2, head_dim=32, dtype="float32")
+# Of 128 tokens: twelve blocks of ours, so that prompts drive each other out.
+ENGINE_BLOCKS = 48
+WORDS = 1020
+START_S = 240.0
+PATIENCE_S = 60.0
+
+
+def make_model(folder: Path) -> None:
+    """Random weights, spread so that answers vary, and a word per token: "w5 w9" is [9, 13]."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    names = ["<pad>", "<unk>", "<bos>", "<eos>", *(f"w{i}" for i in range(WORDS))]
+    raw = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, unk_token="<unk>", bos_token="<bos>", eos_token="<eos>"
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(names), hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=8192,
+        bos_token_id=2, eos_token_id=3, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+
+
+def words(ids: Sequence[int]) -> str:
+    return " ".join(f"w{i - 4}" for i in ids)
+
+
+def until(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    ends_at = time.monotonic() + patience_s
+    while not true():
+        assert time.monotonic() < ends_at, f"not in {patience_s:g} s: {what}"
+        time.sleep(0.05)
+
+
+class Vllm:
+    """`vllm serve` on ports of its own. `start` it; it can be killed and started again."""
+
+    def __init__(self, name: str, model: Path) -> None:
+        self.name, self._model = name, model
+        self.port, self._events, self._replay = free_port(), free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = model.parent / f"{name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._http = httpx.Client(base_url=self.url, trust_env=False, timeout=PATIENCE_S)
+
+    @property
+    def endpoints(self) -> tuple[str, str]:
+        """Where it publishes and where it replays."""
+        return f"tcp://127.0.0.1:{self._events}", f"tcp://127.0.0.1:{self._replay}"
+
+    def start(self) -> None:
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self._events}",
+            "replay_endpoint": f"tcp://*:{self._replay}",
+        }
+        options = {
+            "served-model-name": MODEL,
+            "host": "127.0.0.1",
+            "port": self.port,
+            "dtype": "float32",
+            "max-model-len": 4096,
+            "max-num-seqs": 4,
+            "block-size": 128,
+            "num-gpu-blocks-override": ENGINE_BLOCKS,
+            "kv-events-config": json.dumps(events),
+        }
+        command = [os.environ[VARIABLE], "-m", "vllm.entrypoints.cli.main", "serve"]
+        command += [str(self._model), "--enforce-eager"]
+        command += [str(one) for name, value in options.items() for one in (f"--{name}", value)]
+        env = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, env=env, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        """Until it answers."""
+        until(self._healthy, f"{self.name} answers, {self.log}", START_S)
+
+    def _healthy(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, self.log.read_text()[-4000:]
+        with contextlib.suppress(httpx.TransportError):
+            return self._http.get("/health").status_code == 200
+        return False
+
+    def kill_engine(self) -> None:
+        """What computes dies; what speaks HTTP finds out."""
+        self._engine().kill()
+
+    def kill_server(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+
+    def pause(self) -> None:
+        for one in self._computing():
+            one.suspend()
+
+    def go_on(self) -> None:
+        for one in self._computing():
+            one.resume()
+
+    def end(self) -> None:
+        """All of it, whatever is left."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        self.end()
+        self._http.close()
+
+    def _computing(self) -> list[psutil.Process]:
+        engine = self._engine()
+        return [engine, *engine.children(recursive=True)]
+
+    def _engine(self) -> psutil.Process:
+        assert self._process is not None
+        children = psutil.Process(self._process.pid).children()
+        (engine,) = (one for one in children if one.name().startswith("VLLM::Engine"))
+        return engine
+
+    def answer(self, path: str, body: dict[str, Any]) -> list[int]:
+        """Its tokens, asked directly."""
+        response = self._http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return list(response.json()["choices"][0]["token_ids"])
+
+    def hit_tokens(self) -> float:
+        """Of all prompts, what it found in its cache."""
+        lines = self._http.get("/metrics").text.splitlines()
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith("vllm:prefix_cache_hits_total")
+        )
+
+
+class Beside:
+    """The process beside a vLLM, as docs/conductor/gateway.md has it, for our model."""
+
+    def __init__(self, vllm: Vllm, conductor: str, folder: Path) -> None:
+        script = folder / f"beside_{vllm.name}.py"
+        script.write_text(_script())
+        arguments = [vllm.name, vllm.url, *vllm.endpoints, conductor]
+        path = os.pathsep.join(filter(None, sys.path))
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            env={**os.environ, "PYTHONPATH": path},
+            stderr=subprocess.DEVNULL,
+        )
+
+    def __enter__(self) -> Beside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def _script() -> str:
+    page = (Path(__file__).parents[2] / "docs/conductor/gateway.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(# beside_vllm\.py.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    ours = (
+        f'schema = KVSchema.gqa(model="{MODEL}", layers=4, kv_heads=2, head_dim=32, '
+        'dtype="float32")\n'
+    )
+    script, count = re.subn(r"^schema = .*\n", ours, code, flags=re.MULTILINE)
+    assert count == 1
+    return script
