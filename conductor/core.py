@@ -247,9 +247,9 @@ class Conductor:
         latency = self._profile(spec.profile).latency
         self._check_alike(spec)
         self.names.make_room()
-        before = self.cluster.spec(spec.id) if spec.id in self.cluster else None
+        before = self.cluster.spec(spec.id).model if spec.id in self.cluster else ""
         self.cluster.register(spec, latency, now)
-        if before is not None and before.model == spec.model and spec.id in self.steering.flipping():
+        if before == spec.model and spec.id in self.steering.flipping():
             self.cluster.assign(spec.id, on=False)  # it may have to restart for its new role
         self._latency[spec.id] = latency
         self.index.holder(spec.id, "hbm")

@@ -27,7 +27,8 @@ from typing import TypeAlias
 HELD_MAX = 4096
 # For the answer to a replay to begin, and from one message of it to the next.
 PATIENCE_S = 2.0
-# A publisher that is quiet for so long is asked whether there is anything new.
+# A publisher that is quiet for so long is asked whether there is anything new; one that was never
+# seen to replay anything is asked so often.
 PROBE_S = 5.0
 
 
@@ -74,7 +75,7 @@ class Numbering:
         self._asking = False
         self._floor = 0  # held ones below this are of a restarted publisher
         self._held: deque[tuple[int, bytes]] = deque()
-        self._heard_at = now
+        self._heard_at = self._asked_at = now
         self._last: int | None = None  # a hash of what was applied last
         self._keeps = False  # whether it was ever seen to replay anything
         self._came = False  # whether the replay that is under way has brought anything
@@ -137,7 +138,8 @@ class Numbering:
         """Time has passed: a replay may be overdue, or a quiet publisher asked."""
         if self._asking and now >= self._heard_at + PATIENCE_S:
             return self._resume(now)
-        if self._replays and not self._asking and now >= self._heard_at + PROBE_S:
+        since = self._heard_at if self._keeps else self._asked_at
+        if self._replays and not self._asking and now >= since + PROBE_S:
             return self._ask(now)
         return []
 
@@ -160,7 +162,7 @@ class Numbering:
     def _ask(self, now: float) -> list[Step]:
         self._asking, self._floor = True, self.expected
         self._came = self._another = False
-        self._heard_at = now
+        self._heard_at = self._asked_at = now
         return [Ask(max(0, self.expected - 1))]
 
     def _restart(self, seq: int, payload: bytes, now: float) -> list[Step]:

@@ -33,10 +33,11 @@ class Placement:
     """Where a request runs: on the first of `routes`, or on all of them, raced.
 
     `fallback` says why the conductor has not decided it, and then nothing is reported; "" if it
-    has. `in_doubt`: it may have decided something else, and its answer did not come. `output_tokens_max` is where the conductor cuts the answer. Within `alive_s` it wants to
-    hear of it. `raced`: it wants to hear of which route. `wait_for` is a request whose blocks this
-    one waits for, included in `predicted_ttft_s` (None: not predicted). `shards` of its context are
-    at several instances.
+    has. `in_doubt`: it may have decided something else, and its answer did not come.
+    `output_tokens_max` is where the conductor cuts the answer. Within `alive_s` it wants to hear of
+    it. `raced`: it wants to hear of which route. `wait_for` is a request whose blocks this one
+    waits for, included in `predicted_ttft_s` (None: not predicted). `shards` of its context are at
+    several instances.
     """
 
     routes: tuple[Route, ...]

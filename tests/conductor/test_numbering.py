@@ -94,13 +94,14 @@ def test_a_restart_is_noticed_also_during_a_replay() -> None:
 def test_a_quiet_publisher_is_asked_whether_it_said_anything() -> None:
     follower = Numbering(replays=True, now=0.0)
     follower.begin(0.0)
+    replayed(follower, 0)
     follower.replay_ended(0.0)
-    live(follower, 0, now=1.0)
+    live(follower, 1, now=1.0)
     assert follower.look(PROBE_S) == []
-    assert follower.look(1.0 + PROBE_S) == [Ask(0)]
-    assert replayed(follower, 0, 1, now=7.0) == apply(1)
+    assert follower.look(1.0 + PROBE_S) == [Ask(1)]
+    assert replayed(follower, 1, 2, now=7.0) == apply(2)
     assert follower.replay_ended(7.0) == [Current()]
-    assert follower.look(7.0 + PROBE_S) == [Ask(1)]
+    assert follower.look(7.0 + PROBE_S) == [Ask(2)]
     assert follower.look(7.0 + PROBE_S + PATIENCE_S) == []  # no answer says nothing
 
 
@@ -129,6 +130,22 @@ def test_a_restarted_publisher_that_says_as_much_again_is_noticed() -> None:
     assert follower.replay_ended(PROBE_S) == [Ask(0)]
     assert replayed(follower, 0, 1, 2, 3, 4) == apply(0, 1, 2, 3, 4)
     assert follower.replay_ended(PROBE_S) == [Current()]
+
+
+def test_a_busy_publisher_shows_once_that_it_keeps_what_it_says() -> None:
+    """Without that, an empty replay says nothing; and it may die before it is ever quiet."""
+    follower = Numbering(replays=True, now=0.0)
+    follower.begin(0.0)
+    follower.replay_ended(0.0)
+    live(follower, 0, now=PROBE_S - 1)
+    assert follower.look(PROBE_S - 1) == []
+    assert follower.look(PROBE_S) == [Ask(0)]
+    assert replayed(follower, 0, now=PROBE_S) == []
+    assert follower.replay_ended(PROBE_S) == [Current()]
+    live(follower, 1, now=2 * PROBE_S - 1)
+    assert follower.look(2 * PROBE_S) == [], "it is not quiet, and once is enough"
+    assert follower.look(3 * PROBE_S) == [Ask(1)]
+    assert follower.replay_ended(3 * PROBE_S) == [Restarted(), Current()]
 
 
 def test_of_a_publisher_that_keeps_nothing_a_replay_tells_nothing() -> None:

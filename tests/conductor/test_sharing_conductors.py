@@ -542,7 +542,7 @@ def test_what_is_refused_anew_keeps_no_place_anywhere() -> None:
     both.pass_s(0.2)
     assert own_is_zero(both.conductors)
     assert not any(column(core, "kv_used_tokens") for core in both.conductors)
-    assert [core.statistics()["sharing"]["requests_elsewhere"] for core in both.conductors] == [0, 0]
+    assert not any(core.statistics()["sharing"]["requests_elsewhere"] for core in both.conductors)
 
 
 def test_two_changes_of_the_same_time_are_one_to_all() -> None:
