@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from tiffin.kvstore.collector import calm_collector
 from tiffin.kvstore.console import JsonFlag, console, warn
 from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.names import printable
@@ -149,11 +149,7 @@ def conductor(
         log_to_terminal(log_level)
         # Or each counter has a second line, of when this process began.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        # A full collection looks at every module and stops all decisions for 50 ms, and the young
-        # ones take a fifth of each decision; what requests leave behind has no cycles.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(20_000, 50, 1_000_000)
+        calm_collector()
         with contextlib.suppress(KeyboardInterrupt):
             uvloop.run(serve(core, options))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from .collector import calm_collector
 from .credentials import Credentials
 from .directory import NodeRecord, host_id, open_directory
 from .errors import InvalidInput
@@ -70,7 +70,7 @@ async def serve(options: DaemonOptions) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     node = Node(options.node, name=options.name)
-    _calm_collector()
+    calm_collector()
     try:
         async with Server(node, options.socket):
             with contextlib.ExitStack() as stack:
@@ -157,15 +157,6 @@ def _announce(node: Node, options: DaemonOptions, address: str | None) -> None:
 
 def _anywhere(host: str) -> bool:
     return host in ("0.0.0.0", "::", "*", "")
-
-
-def _calm_collector() -> None:
-    """Keep Python's cycle collector away from the index: with 500,000 blocks a full collection
-    stops the loop for half a second. Records leave by reference counting alone (`Residency` cuts
-    every cycle), so only rare garbage, such as tracebacks, waits for the young generations."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 50, 1_000_000)
 
 
 def _tiers_in_words(options: NodeOptions) -> str:

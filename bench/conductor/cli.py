@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from tiffin.kvstore.collector import calm_collector
+
 from ..display import add_command, carry_out, rows_help
 from .setting import Setting, Sizes
 from .suite import SUITE
@@ -38,6 +40,7 @@ def conductor(
 
     `tiffin bench conductor --quick`, `tiffin bench conductor --row decision --row service`
     """
+    calm_collector()  # as the service does
     setting = partial(Setting, Sizes.quick() if quick else Sizes(), dynamo)
     names = row or [name for name in SUITE.measurements if name != "dynamo" or dynamo]
     carry_out(SUITE, setting, names, out, as_json=as_json, as_markdown=as_markdown)

@@ -200,20 +200,26 @@ def extend(
     ttft_s = start_s(question.queue_s, mine.load_s, overlap=overlap) + mine.compute_s
     none = np.zeros(len(ttft_s))
     # Nobody has more than the least that anybody uses: most prompts of a hot prefix end here.
-    useful = question.pool_blocks > int(mine.blocks.min())
-    if useful and to_win:
+    alone = Extended(mine.blocks, none, mine.compute_s, ttft_s, None, none)
+    if question.pool_blocks <= mine.blocks[mine.blocks.argmin()]:
+        return alone
+    compute_s = compute.seconds(question.pool_blocks)
+    if to_win:
         # Even if all that anybody has were there at once.
-        at_best = question.queue_s + compute.seconds(question.pool_blocks)
-        useful = bool(at_best.min() < ttft_s.min())
-    source = longest(question) if useful else None
+        at_best = question.queue_s + compute_s
+        if at_best[at_best.argmin()] >= ttft_s[ttft_s.argmin()]:
+            return alone
+    source = longest(question)
     if source is None:
-        return Extended(mine.blocks, none, mine.compute_s, ttft_s, None, none)
-    transfer_s, compute_s = source.transfer_s(mine.blocks), compute.seconds(source.blocks)
+        return alone
+    if source.blocks != question.pool_blocks:
+        compute_s = compute.seconds(source.blocks)
+    transfer_s = source.transfer_s(mine.blocks)
     bring_s = mine.load_s + transfer_s
     fetched_s = start_s(question.queue_s, bring_s, overlap=overlap) + compute_s
-    # By multiplication, so that an own prefix of 0 needs no case of its own.
-    pays = source.blocks >= threshold * mine.blocks
-    pays &= (source.blocks > mine.blocks) & (fetched_s < ttft_s)
+    pays = (source.blocks > mine.blocks) & (fetched_s < ttft_s)
+    if threshold > 1.0:  # by multiplication, so that an own prefix of 0 needs no case of its own
+        pays &= source.blocks >= threshold * mine.blocks
     if not pays.any():
         return Extended(mine.blocks, none, mine.compute_s, ttft_s, source, transfer_s)
     return Extended(

@@ -34,7 +34,11 @@ class Compute:
 
     def seconds(self, blocks: NDArray[np.int64] | NDArray[np.float64] | int) -> Floats:
         """`blocks` [..., candidates] or one number; returns [..., candidates]."""
-        tokens = np.minimum(np.multiply(blocks, float(self.block_tokens)), self._tokens_max)
+        tokens: Floats | float
+        if isinstance(blocks, int):
+            tokens = min(blocks * float(self.block_tokens), self._tokens_max)
+        else:
+            tokens = np.minimum(blocks * float(self.block_tokens), self._tokens_max)
         seconds: Floats = self._all_s - (self._c1 + self._c2 * tokens) * tokens
         return seconds
 
