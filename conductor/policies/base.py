@@ -139,13 +139,16 @@ def quickest(question: Question, ttft_s: Floats, work_s: Floats) -> int:
     who has the fewest decodes, which each prefill there delays; then the dice. Without that, who is
     the quickest by a millionth gets all requests until it is full, and all is computed again that
     somebody else has after the same time."""
-    factor = 1.0 + question.settings.near_share
+    factor, everybody = 1.0 + question.settings.near_share, len(ttft_s)
     least = int(ttft_s.argmin())
-    near = np.flatnonzero(ttft_s <= ttft_s[least] * factor)
+    near = (ttft_s <= ttft_s[least] * factor).nonzero()[0]
     if len(near) < 2:
         return least
-    work = work_s.take(near)
-    near = near[work <= work[work.argmin()] * factor]
-    batch = question.cluster.batch.take(question.rows.take(near))
-    near = near[batch == batch[batch.argmin()]]
-    return int(near[question.dice.randrange(len(near))])
+    # Of a hot prompt everybody is near, which saves some microseconds of taking parts.
+    work_s = work_s if len(near) == everybody else work_s.take(near)
+    little = work_s <= work_s[work_s.argmin()] * factor
+    near = near if little.all() else near[little]
+    rows = question.rows if len(near) == everybody else question.rows.take(near)
+    batch = question.cluster.batch.take(rows)
+    idlest = (batch == batch[batch.argmin()]).nonzero()[0]
+    return int(near[idlest[question.dice.randrange(len(idlest))]])
