@@ -46,6 +46,7 @@ _COLUMNS: dict[str, tuple[Any, Any]] = {
     "node": (np.int32, -1),  # number of the kvstore node on its host
     "profile": (np.int32, -1),
     "block_bytes": (np.int64, 0),
+    "fetches": (np.bool_, False),  # blocks from elsewhere
     # Prefill: how much is queued. In what order, and how long that takes: `queues.py`.
     "queued": (np.int64, 0),
     "queued_tokens": (np.int64, 0),
@@ -85,6 +86,7 @@ class Cluster:
     node: NDArray[np.int32]
     profile: NDArray[np.int32]
     block_bytes: NDArray[np.int64]
+    fetches: NDArray[np.bool_]
     queued: NDArray[np.int64]
     queued_tokens: NDArray[np.int64]
     others_s: NDArray[np.float64]
@@ -205,6 +207,7 @@ class Cluster:
         self.model[row] = self._models.give(spec.model)
         self.node[row] = self.node_number(spec.node)
         self.block_bytes[row] = spec.block_bytes
+        self.fetches[row] = spec.fetches
         self.kv_capacity_tokens[row] = spec.kv_capacity_tokens
         self.batch_max[row] = spec.batch_max
         self.heard_at[row] = now

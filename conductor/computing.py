@@ -2,7 +2,9 @@
 
 When a prompt arrives whose beginning another request is just computing, no holder has these blocks
 yet, but it can be cheaper to wait for them than to compute them a second time. A hundred requests
-with the same new system prompt arrive within a second; one of them has to compute it.
+with the same new system prompt arrive within a second; one of them has to compute it. What an
+instance fetches for a request counts as well: when that request is ready, it is there, and need not
+be sent twice.
 
 Keys are chained, so a key names a whole prefix: whoever computes `keys[i]` has, when it is ready,
 all blocks up to `i`. What it says is a hint: nothing is lost if the one that is waited for fails,

@@ -377,11 +377,10 @@ class Conductor:
         for node, nbytes in flight.transfers:
             self.transfers.begin(node, nbytes, now)
         ready_at = now + decision.predicted_ttft_s
-        cached = decision.cached_tokens // accepted.plan.question.block_tokens
         node_number = int(self.cluster.node[flight.prefill_row])
         self.computing.begin(
             request.id, flight.prefill_row, node_number, request.keys,
-            min(cached, len(request.keys)), ready_at, now,
+            min(flight.hbm_blocks, len(request.keys)), ready_at, now,
         )  # fmt: skip
         output = accepted.plan.output_tokens
         decode_s = admission.expected_decode_s(

@@ -75,7 +75,9 @@ class InstanceSpec:
 
     `node` is the name of the kvstore node on its host ("" if none): what that node holds in DRAM or
     NVMe is local to the instance. `profile` names its latency profile. `kv_capacity_tokens` is how
-    much context its HBM holds, `batch_max` how many requests it decodes at a time.
+    much context its HBM holds, `batch_max` how many requests it decodes at a time. `fetches`:
+    whether its engine can bring blocks from elsewhere, by a connector of the pool; of one that can
+    not, only what it has itself counts.
     """
 
     id: str
@@ -88,6 +90,7 @@ class InstanceSpec:
     block_bytes: int = 0
     kv_capacity_tokens: int = 1_000_000
     batch_max: int = 256
+    fetches: bool = True
     labels: dict[str, str] = field(default_factory=dict)
 
 

@@ -231,6 +231,9 @@ class InstanceBody(Body, frozen=True, kw_only=True):
         1_000_000
     )
     batch_max: Annotated[int, Meta(ge=1, le=1 << 20)] = 256
+    fetches: Annotated[
+        bool, Meta(description="Whether its engine can bring blocks from elsewhere.")
+    ] = True
     labels: Annotated[dict[Name, Name], Meta(max_length=LABELS_MAX)] = {}
     schema: SchemaBody | None = None
     load: LoadBody | None = None
@@ -256,6 +259,7 @@ class InstanceReply(Reply, frozen=True, kw_only=True):
     block_bytes: int
     kv_capacity_tokens: int
     batch_max: int
+    fetches: bool
     labels: dict[str, str]
     heard_s: Annotated[float | None, Meta(description="Since its last heartbeat.")]
     load: dict[str, float | None]

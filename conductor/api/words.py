@@ -113,6 +113,7 @@ def to_spec(instance: str, body: InstanceBody) -> InstanceSpec:
         block_bytes=body.block_bytes,
         kv_capacity_tokens=body.kv_capacity_tokens,
         batch_max=body.batch_max,
+        fetches=body.fetches,
         labels=dict(body.labels),
     )
 
@@ -230,6 +231,7 @@ def instance_reply(view: InstanceView) -> InstanceReply:
         block_bytes=spec.block_bytes,
         kv_capacity_tokens=spec.kv_capacity_tokens,
         batch_max=spec.batch_max,
+        fetches=spec.fetches,
         labels=spec.labels,
         heard_s=view.heard_s,
         load=dict(view.load),

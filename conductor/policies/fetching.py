@@ -220,6 +220,7 @@ def extend(
     pays = (source.blocks > mine.blocks) & (fetched_s < ttft_s)
     if threshold > 1.0:  # by multiplication, so that an own prefix of 0 needs no case of its own
         pays &= source.blocks >= threshold * mine.blocks
+    pays &= question.cluster.fetches.take(question.rows)
     if not pays.any():
         return Extended(mine.blocks, none, mine.compute_s, ttft_s, source, transfer_s)
     return Extended(

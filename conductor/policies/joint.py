@@ -163,7 +163,8 @@ class _Search:
         same = question.rows == computed.row
         started_s = np.where(same, np.maximum(question.queue_s, ready_s), started_s)
         ttft_s = started_s + self.compute.seconds(computed.blocks)
-        self._improve(2, np.where(lacking > 0, ttft_s, NEVER_S), started_s)
+        able = same | question.cluster.fetches.take(question.rows)
+        self._improve(2, np.where((lacking > 0) & able, ttft_s, NEVER_S), started_s)
         return floor_s
 
     def _computed_transfer_s(self, blocks: Blocks) -> Floats:

@@ -109,6 +109,7 @@ def lanes(question: Question, places: Places, chosen: Blocks, at: Blocks) -> tup
     block_s[:2] = (seconds[1:] - seconds[0]) / _MANY_BYTES * cluster.block_bytes[rows]
     # What an instance has in HBM behind a hole, its engine can not send to itself.
     block_s[:, places.rows[chosen][:, np.newaxis] == rows] = NEVER_S
+    block_s[:, :, ~cluster.fetches[rows]] = NEVER_S
     return seconds[0], block_s
 
 

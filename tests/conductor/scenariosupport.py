@@ -94,10 +94,10 @@ class _Stage:
 
     # -- what lines do -----------------------------------------------------------------------------
 
-    def _instance(self, name: str, role: str, on: str = "", node: str = "", *more: str) -> str:
+    def _instance(self, name: str, role: str, *more: str) -> str:
         given: dict[str, Any] = {key: int(value) for key, value in _pairs(*more)}
+        node = more[more.index("on") + 1] if "on" in more else ""
         one = InstanceSpec(name, "m", Role(role), DEFAULT, node=node, block_bytes=_BLOCK_BYTES)
-        assert on in ("", "on")
         spec = {field: getattr(one, field) for field in one.__slots__}
         self.core.register(InstanceSpec(**{**spec, **given}), self.now)
         self._seen[name] = f"{role}, ready"

@@ -139,7 +139,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
         listens = [url.removeprefix("http://") for url in urls]
         # There is no pool: nobody fetches what another one has.
-        conductor = stack.enter_context(Process("--listen", listens[0], "--policy", "preble"))
+        conductor = stack.enter_context(Process("--listen", listens[0]))
         conductor.wait_until_it_answers(urls[0])
         options = ("--listen", listens[1], "--conductor", urls[0], "--config", str(config))
         gateway = stack.enter_context(GatewayProcess(*options))
