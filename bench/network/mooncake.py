@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _PEER = Path(__file__).with_name("mooncake_peer.py")
 _WARM_CALLS = 200
 # Before each batch of small blocks, on either side: it has slept while the other was measured.
-_WARM_AGAIN_CALLS = 10
+_WARM_AGAIN_CALLS = 200
 _END_S = 10.0
 # Of what its libraries have to say, for an error message: some forty lines.
 _LOG_BYTES = 4096
