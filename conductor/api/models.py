@@ -259,7 +259,7 @@ class InstanceReply(Reply, frozen=True, kw_only=True):
     block_bytes: int
     kv_capacity_tokens: int
     batch_max: int
-    fetches: bool
+    fetches: bool = True  # a conductor that does not say so yet counts on it
     labels: dict[str, str]
     heard_s: Annotated[float | None, Meta(description="Since its last heartbeat.")]
     load: dict[str, float | None]
