@@ -148,9 +148,8 @@ class Conductor:
 
         The same id again gets the same decision while the request is in flight. One whose instance
         has gone since, or is in `request.exclude`, is decided anew, and so is one whose instance is
-        silent, if there is another.
-        Raises InvalidRequest, UnknownModel, and Conflict for another prompt under an id that is in
-        flight.
+        silent, if there is another. Raises InvalidRequest, UnknownModel, and Conflict for another
+        prompt under an id that is in flight.
         """
         check_request(request)
         flight = self.ledger.get(request.id)

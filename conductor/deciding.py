@@ -212,8 +212,6 @@ def _alone(parts: Parts, question: Question, choice: Choice, row: int, now: floa
         request, cluster, row, output_tokens, settings,
         batch=batch, context_tokens=context, heavy=parts.lengths.heavy(output_tokens),
     )  # fmt: skip
-    tokens = request.prompt_tokens + output_tokens
-    usable = cluster.kv_capacity_tokens.item(row) * (1.0 - settings.reserve_share)
     tbt_s = float(chosen.tbt_s[0])
     forecast = Forecast(
         ttft_s=ttft_s,
@@ -221,7 +219,7 @@ def _alone(parts: Parts, question: Question, choice: Choice, row: int, now: floa
         tbt_then_s=tbt_s,
         queue_s=min(queue_s, ttft_s),
         room=isinstance(chosen, DecodeChoice),
-        room_ever=tokens <= usable,
+        room_ever=_fits_ever(parts, request, output_tokens, rows),
     )
     return Plan(question, choice, rows, chosen, None, output_tokens, tbt_s, forecast)
 
@@ -261,7 +259,7 @@ def _decoded(parts: Parts, question: Question, choice: Choice, decode: Rows, now
         tbt_then_s=tbt_s,
         queue_s=min(float(question.queue_s[choice.at]), ttft_s),
         room=apart is not None or isinstance(chosen, DecodeChoice),
-        room_ever=_fits_ever(asked),
+        room_ever=_fits_ever(parts, request, output_tokens, decode),
     )
     return Plan(question, choice, decode, chosen, apart, output_tokens, tbt_s, forecast)
 
@@ -313,12 +311,12 @@ def _spread(settings: Settings, asked: DecodeQuestion) -> Spread | None:
     return found if isinstance(found, Spread) else None
 
 
-def _fits_ever(asked: DecodeQuestion) -> bool:
+def _fits_ever(parts: Parts, request: Request, output_tokens: int, rows: Rows) -> bool:
     """Whether some instance could hold context and answer, were it alone there. Spread over several
     they may fit where this says no: then there is room."""
-    capacity = int(asked.cluster.kv_capacity_tokens.take(asked.rows).max(initial=0))
-    usable = capacity * (1.0 - asked.settings.reserve_share)
-    return asked.request.prompt_tokens + asked.output_tokens <= usable
+    capacity = int(parts.cluster.kv_capacity_tokens.take(rows).max(initial=0))
+    usable = capacity * (1.0 - parts.settings.decode.reserve_share)
+    return request.prompt_tokens + output_tokens <= usable
 
 
 def _tbt_now_s(parts: Parts, row: int, context_tokens: float) -> float:

@@ -74,10 +74,6 @@ _LEADING_ONES = np.array([8 - (~n & 0xFF).bit_length() for n in range(256)], np.
 # Fewer are walked each time: it takes 2 us.
 _LONG = 16
 
-# Count and keys of a strand that is none any more. Keys that nobody compares with are not kept:
-# each block of a prompt could be the last one of a strand of its own, as long as the prompt.
-_PARTED = -1, b""
-
 # Up to here, one run after the other is faster than all at once.
 _FEW_RUNS = 4
 
@@ -173,14 +169,19 @@ class _Group:
 
 
 class _Strand:
-    """`count` blocks of one group whose `keys`, joined, came or were asked for in a row; `_PARTED`
-    when some are elsewhere by now: the others are still of this group. Compared by identity."""
+    """`count` blocks of one group whose `keys`, joined, came or were asked for in a row; -1 when
+    some are elsewhere by now: the others are still of this group. Compared by identity."""
 
     __slots__ = ("count", "group", "keys")
 
     def __init__(self, group: _Group) -> None:
         self.group = group
-        self.count, self.keys = _PARTED
+        self.part()
+
+    def part(self) -> None:
+        """Some of its blocks are elsewhere. Keys that nobody compares with are not kept: each block
+        of a prompt could be the last one of a strand of its own, as long as the prompt."""
+        self.count, self.keys = -1, b""
 
 
 @dataclass(slots=True)
@@ -322,7 +323,7 @@ class PrefixIndex:
             elif before is nobody:
                 continue
             if strand.count >= 0:
-                strand.count, strand.keys = _PARTED
+                strand.part()
             if after is nobody:
                 del blocks[key]
             else:
@@ -375,7 +376,7 @@ class PrefixIndex:
         stop = start + len(old)
         if len(old) >= _LONG:
             for strand in set(old):
-                strand.count, strand.keys = _PARTED
+                strand.part()
             self._bind(group, keys[start:stop])
         return stop
 
@@ -462,7 +463,7 @@ class PrefixIndex:
                 after = group if group.holders & bit else self._group(group.holders | bit)
             if after is not group:
                 if strand.count >= 0:
-                    strand.count, strand.keys = _PARTED
+                    strand.part()
                 blocks[key] = after.loose
                 row.append(key)
         self._added(holder, before, after, row)
@@ -567,7 +568,7 @@ class PrefixIndex:
                 blocks[key] = strand  # at the end: the youngest
             else:
                 if strand.count >= 0:
-                    strand.count, strand.keys = _PARTED
+                    strand.part()
                 left[group] = left.get(group, 0) + 1
         for group, gone in left.items():
             for number in _bits(group.holders):

@@ -108,8 +108,9 @@ def longest(question: Question) -> Longest | None:
     if not blocks:
         return None
     able = np.flatnonzero(whole == blocks)
-    place = int(able[0] if len(able) == 1 else _first_to_send(question, places, able, fast, blocks))
-    return Longest(question, places, place, blocks)
+    slow = (fast.take(able) < blocks).astype(np.int64)
+    at = 0 if len(able) == 1 else _first_to_send(question, places, able, slow, blocks)
+    return Longest(question, places, int(able[at]), blocks)
 
 
 # Sets of holders up to this size are gone through bit by bit, larger ones as arrays.
@@ -128,40 +129,28 @@ def _having_all(question: Question, places: Places) -> list[int]:
 
 
 def _asked(question: Question, places: Places, few: list[int]) -> Longest:
-    blocks, fast = question.match.blocks, [_fast_blocks(question, places, p) for p in few]
+    blocks = question.match.blocks
+    found = [Longest(question, places, place, blocks) for place in few]
+    slow = [int(not one.fast) for one in found]
     if len({int(places.nodes[place]) for place in few}) == 1 and places.nodes[few[0]] >= 0:
         # One sender and one way: the tier decides.
-        tiers = [int(places.tiers[int(f < blocks), p]) for f, p in zip(fast, few, strict=True)]
-        at = tiers.index(min(tiers))
-    else:
-        lengths = np.zeros(len(places), np.int64)
-        lengths[few] = fast
-        able = np.array(few, np.int64)
-        at = few.index(_first_to_send(question, places, able, lengths, blocks))
-    return Longest(question, places, few[at], blocks)
-
-
-def _fast_blocks(question: Question, places: Places, place: int) -> int:
-    """Leading blocks in a place's faster tier."""
-    column, blocks = int(places.columns[0, place]), 0
-    if column >= 0:
-        for run in question.match.runs:
-            if not run.holders >> column & 1:
-                break
-            blocks = run.stop
-    return blocks
+        tiers = [int(places.tiers[tier, place]) for tier, place in zip(slow, few, strict=True)]
+        return found[tiers.index(min(tiers))]
+    at = _first_to_send(question, places, np.array(few), np.array(slow), blocks)
+    return found[at]
 
 
 def _first_to_send(
-    question: Question, places: Places, able: Blocks, fast: Blocks, blocks: int
+    question: Question, places: Places, able: Blocks, slow: Blocks, blocks: int
 ) -> int:
+    """The index in `able` of who would send so many blocks first; `slow` [able]: 1 for those that
+    have some of them in their slower tier only."""
     nbytes = int(question.cluster.block_bytes[question.rows[0]]) * blocks
-    slow = (fast[able] < blocks).astype(np.int64)
     seconds = question.transfers.seconds(
         places.nodes[able], places.tiers[slow, able], -1, nbytes, question.now
     )
     # Estimates that differ by less than a part in a million are equal.
-    first = able[seconds <= seconds.min() * (1 + 1e-6)]
+    first = np.flatnonzero(seconds <= seconds.min() * (1 + 1e-6))
     return int(first[question.dice.randrange(len(first))])
 
 
