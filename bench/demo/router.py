@@ -48,6 +48,7 @@ class Served:
     load_s: float = 0.0
     save_s: float = 0.0
     move_s: float = 0.0
+    not_saved: str = ""  # why not all that prefill computed is in the pool
     tokens: list[int] = field(default_factory=list)
 
 
@@ -173,11 +174,17 @@ class Router:
         served = one.served
         served.ttft_s = said["first_token_at"] - one.arrived_at
         served.hit_tokens, served.load_s = said["hit_tokens"], said["load_s"]
-        served.save_s = said["save_s"]
+        served.save_s, served.not_saved = said["save_s"], said["not_saved"]
         self.failures[served.prefill] = said["failures"]
         self._prefilling.discard(served.id)
-        order = {"id": served.id, "tokens": one.prompt, "first_token": said["token"]}
-        self._crew.send(served.decode, {"decode": {**order, "new_tokens": NEW_TOKENS}})
+        order = {
+            "id": served.id,
+            "tokens": one.prompt,
+            "first_token": said["token"],
+            "new_tokens": NEW_TOKENS,
+            "handed_over": not served.not_saved,
+        }
+        self._crew.send(served.decode, {"decode": order})
         for other in self._open.values():
             if other.wait_for == served.id:
                 self._prefill(other)

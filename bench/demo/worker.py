@@ -39,9 +39,11 @@ WAITING_MAX = 1024
 # Prefill and decode share the cores of one machine here, which on two machines they would not. So
 # prefill goes first: how long it takes is then its own matter, as its profile says.
 DECODE_NICENESS = 10
-# The directory hears of new blocks a moment after their node has them. So long is waited for that;
-# what is not found by then, was evicted for example, is computed.
-HANDOVER_S = 0.5
+# The directory hears of new blocks a moment after their node has them, and another prefill may still
+# be writing some of them. So long is waited for blocks that prefill has handed over; what is not
+# found by then is computed.
+HANDOVER_S = 5.0
+HANDOVER_POLL_S = 0.025
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +75,14 @@ class Membership:
 @dataclass(frozen=True, slots=True)
 class Order:
     """A request to prefill or to decode. `cached_tokens` need no computing, the conductor thinks.
-    `first_token` is what prefill found."""
+    `first_token` is what prefill found; `handed_over` says that its blocks are in the pool, or
+    about to be."""
 
     id: str
     tokens: list[int]
     cached_tokens: int = 0
     first_token: int = -1
+    handed_over: bool = True
     new_tokens: int = 1
 
 
@@ -221,6 +225,7 @@ class Worker:
                     "hit_tokens": last.hit_tokens,
                     "load_s": last.load_s,
                     "save_s": last.save_s,
+                    "not_saved": last.save_reason or "",
                     "failures": self._cached.failures,
                 }
             }
@@ -232,10 +237,10 @@ class Worker:
 
         ids = as_ids([*order.tokens, order.first_token])
         full = len(order.tokens) // BLOCK_TOKENS * BLOCK_TOKENS
-        deadline = time.monotonic() + HANDOVER_S
+        deadline = time.monotonic() + (HANDOVER_S if order.handed_over else 0.0)
         cache, hit = self._cached.load(ids)
         while hit < full and time.monotonic() < deadline:
-            time.sleep(HANDOVER_S / 20)
+            time.sleep(HANDOVER_POLL_S)
             cache, hit = self._cached.load(ids)
         last = self._cached.last
         tokens = [order.first_token]

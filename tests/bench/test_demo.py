@@ -165,7 +165,7 @@ class Workers:
         at = time.monotonic()
         common = {"id": order["id"], "hit_tokens": 512, "load_s": 0.1, "failures": 1}
         if kind == "prefill":
-            more = {"token": 7, "first_token_at": at, "save_s": 0.1}
+            more = {"token": 7, "first_token_at": at, "save_s": 0.1, "not_saved": ""}
             self.waiting.append((name, {"prefilled": {**common, **more}}))
         else:
             assert order["first_token"] == 7
@@ -399,8 +399,11 @@ def test_the_quick_demo_runs_and_agrees(tmp_path: Path, nodes: int) -> None:
     assert [r["request"] for r in rows] == [*range(16)]
     assert {r["prefill"] for r in rows} <= {"prefill-1", "prefill-2"}
     assert {r["decode"] for r in rows} <= {"decode-1", "decode-2"}
-    # Prefill and decode are processes of their own: all full blocks come from the pool.
-    assert all(r["moved_tokens"] == r["prompt_tokens"] // 512 * 512 for r in rows)
+    # Prefill and decode are processes of their own: all full blocks come from the pool, but for
+    # those that found no room in it, because readers held all of a pool of a few prompts.
+    short = [r for r in rows if r["moved_tokens"] < r["prompt_tokens"] // 512 * 512]
+    assert [r for r in short if not r["not_saved"]] == []
+    assert len(short) <= 2, short
     found, handed = summary["found_blocks"], summary["handed_blocks"]
     assert sum(r["hit_tokens"] for r in rows) == 512 * sum(found.values())
     assert sum(r["moved_tokens"] for r in rows) == 512 * sum(handed.values())
