@@ -19,7 +19,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
-PACKAGES := kvstore messenger conductor bench
+PACKAGES := kvstore messenger kernels conductor bench
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test coverage test-slow lint format bench clean
@@ -33,7 +33,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[engines,bench,redis,conductor,dev]"
+	$(BIN)/pip install --quiet --editable ".[engines,kernels,bench,redis,conductor,dev]"
 	touch $@
 
 # Type checkers do not follow editable installs: they read this folder of links instead.
