@@ -6,8 +6,8 @@
 #   make coverage   the same, and which lines they did not run: a third longer
 #   make test-slow  the kill -9 and corruption campaigns
 #   make lint     ruff and mypy
-#   make bench    the performance tables of the store and of the network, each row against a limit
-#                 measured in the same run
+#   make bench    the performance tables: store, network, conductor, kernels and HBM tier, each row
+#                 against a limit measured in the same run
 #
 # Demo, tests and the network's table start a Redis of their own: apt-get install redis-server.
 # As root, test-slow also breaks networks, in namespaces of its own: apt-get install iptables.
@@ -67,6 +67,8 @@ bench: venv
 	$(BIN)/tiffin bench store
 	$(BIN)/tiffin bench network
 	$(BIN)/tiffin bench conductor
+	$(BIN)/tiffin bench kernels
+	$(BIN)/tiffin bench hbm
 
 clean:
 	rm -rf $(VENV) build out

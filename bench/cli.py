@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from .conductor.cli import commands as conductor_commands
 from .demo.cli import demo
+from .hbm.cli import commands as hbm_commands
+from .kernels.cli import commands as kernels_commands
 from .network.cli import commands as network_commands
 from .store.cli import commands as store_commands
 
@@ -19,3 +21,5 @@ def commands(app: typer.Typer) -> None:
     store_commands(app)
     network_commands(app)
     conductor_commands(app)
+    kernels_commands(app)
+    hbm_commands(app)

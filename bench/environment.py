@@ -46,14 +46,16 @@ def environment(libraries: Iterable[str] = LIBRARIES) -> dict[str, Any]:
 
 
 def environment_lines(found: dict[str, Any]) -> list[str]:
-    """The same for people: three lines to print on top of a table."""
+    """The same for people: three lines to print on top of a table, and one for a device."""
     memory_gib = found["memory_bytes"] / (1 << 30)
     libraries = ", ".join(f"{name} {number}" for name, number in found["libraries"].items())
     machine = "virtual machine" if found["virtual_machine"] else "no hypervisor"
+    device = [found["device"]["text"]] if "device" in found else []
     return [
         f"{found['cpu']}, {found['cores']} cores, L2 {found['l2_cache']}, L3 {found['l3_cache']}, "
         f"{memory_gib:.0f} GiB memory, {machine}",
         f"{found['kernel']}, Python {found['python']}, {libraries}, {found['fio']}",
+        *device,
         f"{found['date']}, load average {found['load_1m']}",
     ]
 

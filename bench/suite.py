@@ -55,6 +55,7 @@ class Report:
 
     `crashed` maps a measurement to what it died of, `traces` to where. `missing` maps one that was
     left out to what it would have needed; None in a suite whose measurements need nothing.
+    `surroundings` are those of each row, in a suite that looks at them after each measurement.
     """
 
     suite: str
@@ -64,13 +65,17 @@ class Report:
     crashed: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] | None = None
     traces: dict[str, str] = field(default_factory=dict)
+    surroundings: list[dict[str, Any]] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
+        rows = [row.plain() for row in self.rows]
+        for row, around in zip(rows, self.surroundings, strict=False):
+            row["environment"] = around
         found = {
             "environment": self.environment,
             "sizes": self.sizes,
-            "rows": [row.plain() for row in self.rows],
+            "rows": rows,
             "crashed": self.crashed,
         }
         return found if self.missing is None else {**found, "missing": self.missing}
@@ -95,25 +100,32 @@ class Suite(Generic[S]):
 
     `lack` is what one raises that needs what is not here; its message says how to get it. Without
     one, all measurements run everywhere. `libraries` are those whose versions matter.
+    `surroundings` says what else the numbers depend on, as plain values, and `in_words` puts it in
+    a line: a GPU and its clocks, which are asked again after each measurement.
     """
 
     name: str
     measurements: dict[str, Callable[[S], list[Row]]]
     lack: type[Exception] | None = None
     libraries: tuple[str, ...] = LIBRARIES
+    surroundings: Callable[[S], dict[str, Any]] | None = None
+    in_words: Callable[[dict[str, Any]], str] | None = None
 
     def run(self, setting: S, names: Iterable[str], started: Tell = print) -> Report:
         """Carry out the named measurements; `started(name)` is called before each.
 
         Raises KeyError for a name that is not one of `measurements`.
         """
-        report = Report(self.name, environment(self.libraries), asdict(setting.sizes))
+        report = Report(self.name, self._environment(setting), asdict(setting.sizes))
         lacks = (self.lack,) if self.lack else ()
         report.missing = {} if self.lack else None
         for name in names:
             started(name)
             try:
-                report.rows += self.measurements[name](setting)
+                rows = self.measurements[name](setting)
+                report.rows += rows
+                if self.surroundings is not None:
+                    report.surroundings += [self.surroundings(setting)] * len(rows)
             except lacks as lack:
                 assert report.missing is not None
                 report.missing[name] = str(lack)
@@ -121,3 +133,10 @@ class Suite(Generic[S]):
                 report.crashed[name] = f"{type(error).__name__}: {error}"
                 report.traces[name] = traceback.format_exc()
         return report
+
+    def _environment(self, setting: S) -> dict[str, Any]:
+        found = environment(self.libraries)
+        if self.surroundings is not None and self.in_words is not None:
+            around = self.surroundings(setting)
+            found["device"] = {**around, "text": self.in_words(around)}
+        return found

@@ -26,6 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from tiffin.messenger.local import HASHES, XXH3_64, XXH3_64_PAGES, Algorithm
+
 from .errors import CorruptBlock, InvalidInput, VersionMismatch
 
 if TYPE_CHECKING:
@@ -38,6 +40,11 @@ PAGE_BYTES = 4096  # the largest logical sector of common NVMe devices, and the 
 MAGIC = b"TIFFINB1"
 FORMAT_VERSION = 1
 CHECKSUM_XXH3_64 = 1
+CHECKSUM_XXH3_64_PAGES = 2
+CHECKSUMS: dict[Algorithm, int] = {  # by their names in a schema
+    XXH3_64: CHECKSUM_XXH3_64,
+    XXH3_64_PAGES: CHECKSUM_XXH3_64_PAGES,
+}
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 CHECKSUM_BYTES = 8
@@ -59,7 +66,10 @@ _COUNTS_OFFSET = 104
 _HEADER_BYTES_OFFSET = 112
 _VERSION_OFFSET = 116
 _VERSION_END = 120
-_VERSION = struct.pack("<HH", FORMAT_VERSION, CHECKSUM_XXH3_64)
+_VERSIONS: dict[Algorithm, bytes] = {
+    name: struct.pack("<HH", FORMAT_VERSION, number) for name, number in CHECKSUMS.items()
+}
+_ALGORITHMS = {version: name for name, version in _VERSIONS.items()}
 _U64 = struct.Struct("<Q")
 _U32 = struct.Struct("<I")
 _COUNTS = struct.Struct("<III")
@@ -105,6 +115,7 @@ class Header:
     segment_bytes: NDArray[np.uint64]
     checksums: NDArray[np.uint64]
     header_bytes: int
+    algorithm: Algorithm  # of the segments' checksums
 
     @property
     def token_count(self) -> int:
@@ -123,9 +134,9 @@ def header_bytes(segment_count: int, token_count: int) -> int:
 MAX_HEADER_BYTES = header_bytes(MAX_SEGMENTS, MAX_BLOCK_TOKENS)
 
 
-def segment_checksum(buffer: Buffer) -> int:
-    """XXH3-64, seed 0, of contiguous bytes: the checksum a header keeps for each segment."""
-    return xxh3_64_intdigest(buffer.data if isinstance(buffer, np.ndarray) else buffer)
+def segment_checksum(buffer: Buffer, algorithm: Algorithm = XXH3_64) -> int:
+    """The checksum of contiguous bytes that a header keeps for each segment."""
+    return HASHES[algorithm](_bytes_of(buffer))
 
 
 def pack_header(
@@ -142,13 +153,17 @@ def pack_header(
     tokens: bytes,
     segment_bytes: "Sequence[int] | NDArray[np.uint64]",
     checksums: "Sequence[int] | NDArray[np.uint64]",
+    algorithm: Algorithm = XXH3_64,
 ) -> int:
     """Write a header into the first bytes of `buffer` and return its size in bytes.
 
     Bytes of `buffer` behind the header are not touched. The checksum is written last, so a header
     that is half written never passes. `segment_bytes` are the lengths of the segments, in payload
-    order. Raises InvalidInput for fields that no header can hold.
+    order; `checksums` were made by `algorithm`. Raises InvalidInput for fields that no header can
+    hold.
     """
+    if algorithm not in CHECKSUMS:
+        raise InvalidInput(f"unknown checksum {algorithm!r}; known: {', '.join(CHECKSUMS)}")
     sums = _u64_array("checksums", checksums)
     lengths = _u64_array("segment lengths", segment_bytes)
     segment_count = len(sums)
@@ -164,7 +179,7 @@ def pack_header(
             f" and a payload of {payload_bytes}"
         )
     view = _writable(buffer, size_bytes)
-    counts = (token_count, segment_count, size_bytes, FORMAT_VERSION, CHECKSUM_XXH3_64)
+    counts = (token_count, segment_count, size_bytes, FORMAT_VERSION, CHECKSUMS[algorithm])
     _FIXED.pack_into(view, 0, MAGIC, 0, *names, *numbers, *counts, extent_bytes)
     tokens_offset = _FIXED_BYTES + segment_count * _PER_SEGMENT_BYTES
     tokens_end = tokens_offset + len(tokens)
@@ -210,6 +225,7 @@ def read_header(buffer: Buffer, *, offset_expected: int | None = None) -> Header
         segment_bytes=lengths,
         checksums=_checksums(raw, segment_count),
         header_bytes=size_bytes,
+        algorithm=_ALGORITHMS[raw[_VERSION_OFFSET:_VERSION_END]],
     )
 
 
@@ -278,12 +294,18 @@ class HeaderShape:
     __slots__ = ("_constant", "_tokens_offset", "header_bytes", "payload_bytes", "used_bytes")
 
     def __init__(
-        self, *, segment_count: int, token_count: int, payload_bytes: int, extent_bytes: int
+        self,
+        *,
+        segment_count: int,
+        token_count: int,
+        payload_bytes: int,
+        extent_bytes: int,
+        algorithm: Algorithm = XXH3_64,
     ) -> None:
         self.header_bytes = header_bytes(segment_count, token_count)
         self.payload_bytes = payload_bytes
         counts = _COUNTS.pack(token_count, segment_count, self.header_bytes)
-        self._constant = counts + _VERSION + _U64.pack(extent_bytes)
+        self._constant = counts + _VERSIONS[algorithm] + _U64.pack(extent_bytes)
         self._tokens_offset = _FIXED_BYTES + segment_count * _PER_SEGMENT_BYTES
         # Without the zeros up to the end of the last page: what a reader copies out.
         self.used_bytes = self._tokens_offset + token_count * TOKEN_BYTES
@@ -360,11 +382,12 @@ def _checked_copy(buffer: Buffer) -> bytes:
     (checksum,) = _U64.unpack_from(raw, _CHECKSUM_OFFSET)
     if checksum != xxh3_64_intdigest(raw[_SUMMED_FROM:]):
         raise CorruptBlock("header checksum differs")
-    if raw[_VERSION_OFFSET:_VERSION_END] != _VERSION:
+    if raw[_VERSION_OFFSET:_VERSION_END] not in _ALGORITHMS:
         version, algorithm = struct.unpack_from("<HH", raw, _VERSION_OFFSET)
+        known = " or ".join(map(str, CHECKSUMS.values()))
         raise VersionMismatch(
             f"block format {version} with checksum algorithm {algorithm};"
-            f" this program reads format {FORMAT_VERSION} with algorithm {CHECKSUM_XXH3_64}"
+            f" this program reads format {FORMAT_VERSION} with algorithm {known}"
         )
     return raw
 

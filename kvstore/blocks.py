@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from .errors import ClientClosed, InvalidInput, SchemaError
+from .layers import SCALE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .keys import Prefix
+    from .layers import Part
     from .schema import ByteRange, HeadRange, KVSchema, LayerRange, Shard
 
     Bytes = NDArray[np.uint8]
@@ -211,7 +213,11 @@ def _pieces(schema: KVSchema, segments: list[int]) -> tuple[Piece, ...]:
 
 class Layer:
     """One layer of one block. Arrays are [heads, tokens, dim] views of the schema's dtype
-    (ml_dtypes for bfloat16 and float8), writable only in a reserved slot."""
+    (ml_dtypes for bfloat16 and float8), writable only in a reserved slot.
+
+    Of a quantised part they are the values as they are kept, and `scales` is what to multiply them
+    by; `dequantised` does (docs/quantisation.md).
+    """
 
     __slots__ = ("_payload", "index")
 
@@ -237,6 +243,27 @@ class Layer:
     def part(self, name: str) -> NDArray[Any]:
         """The part called `name` ("k", "v", "latent", "state", "data"); SchemaError if none is."""
         return self._payload.array(self.index, name)
+
+    def scales(self, name: str) -> NDArray[np.float32]:
+        """What the values of a quantised part are multiples of; [heads, groups of tokens].
+
+        SchemaError if there is no such part, or if it is not quantised.
+        """
+        return self._payload.scales(self.index, name)
+
+    def dequantised(self, name: str) -> NDArray[np.float32]:
+        """A quantised part's numbers: values times scales, a copy; [heads, tokens, dim].
+
+        NaN where a group of tokens had a number that was not finite. SchemaError as of `scales`.
+        """
+        scales, values = self.scales(name), self.part(name)
+        heads, groups = scales.shape
+        numbers = np.empty(values.shape, np.float32)
+        grouped = numbers.reshape(heads, groups, -1)
+        np.multiply(
+            values.astype(np.float32).reshape(grouped.shape), scales[:, :, None], out=grouped
+        )
+        return numbers
 
 
 class Payload:
@@ -284,13 +311,27 @@ class Payload:
 
     def array(self, layer: int, name: str) -> NDArray[Any]:
         """[heads, entries, dim] of one part, only the selected heads."""
+        part, entries, runs = self._runs(layer, name)
+        values = runs[:, : entries * part.row_bytes].view(part.numpy_dtype)
+        return values.reshape(-1, entries, part.dim)
+
+    def scales(self, layer: int, name: str) -> NDArray[np.float32]:
+        """[heads, groups] of one quantised part, only the selected heads."""
+        part, entries, runs = self._runs(layer, name)
+        if not part.scale_tokens:
+            raise SchemaError(f"{name} of layer {layer} is not quantised, it has no scales")
+        return runs[:, entries * part.row_bytes :].view(SCALE)
+
+    def _runs(self, layer: int, name: str) -> tuple[Part, int, Bytes]:
+        """A part, its entries, and the bytes of the selected heads, one row each."""
         selection = self.selection
-        schema = selection.schema
         where = selection.where(layer, name)
-        part = next(part for part in schema.layers[layer].parts if part.name == name)
+        spec = selection.schema.layers[layer]
+        part = next(part for part in spec.parts if part.name == name)
+        entries = spec.entries(selection.schema.block_tokens)
         offset = selection.packed_offset(where) if self._packed else where.offset
-        flat = self.memory[offset : offset + where.length].view(part.numpy_dtype)
-        return flat.reshape(-1, schema.layers[layer].entries(schema.block_tokens), part.dim)
+        flat = self.memory[offset : offset + where.length]
+        return part, entries, flat.reshape(-1, part.head_bytes(entries))
 
 
 class Block(Payload):

@@ -225,6 +225,9 @@ def inspect(
     raise typer.Exit(1 if report.damaged_blocks else 0)
 
 
+_TEXT = ("checksum", "key", "state")
+
+
 def _slab_table(report: Any) -> Table:
     damaged = report.damaged_blocks
     checked = "payloads verified" if report.payload_verified else "payloads not verified"
@@ -233,8 +236,17 @@ def _slab_table(report: Any) -> Table:
         f"{len(report.blocks)} blocks, {damaged} damaged ({checked})",
         title_justify="left",
     )
-    for column in ("offset", "extent", "payload", "tokens", "generation", "key", "state"):
-        table.add_column(column, justify="left" if column in ("key", "state") else "right")
+    for column in (
+        "offset",
+        "extent",
+        "payload",
+        "tokens",
+        "generation",
+        "checksum",
+        "key",
+        "state",
+    ):
+        table.add_column(column, justify="left" if column in _TEXT else "right")
     for block in report.blocks:
         table.add_row(
             str(block.offset),
@@ -242,6 +254,7 @@ def _slab_table(report: Any) -> Table:
             format_bytes(block.payload_bytes),
             str(block.token_count),
             str(block.generation),
+            block.algorithm or "-",
             block.key or "-",
             f"[red]{escape(block.damage)}[/]" if block.damage else "ok",
         )

@@ -81,7 +81,7 @@ class Leased:
             verify_identity(
                 whole, key, parent, *fingerprints, generation, tokens, offset_expected=offset
             )
-            raise CorruptBlock("another block's header: its sizes differ")
+            raise CorruptBlock("another block's header: its sizes or its algorithm differ")
         return raw
 
     def payload(self, index: int) -> Bytes:
@@ -122,7 +122,11 @@ def check(
 
 def verify(payload: Bytes, selection: Selection, checksums: NDArray[np.uint64]) -> None:
     """Hash the segments that the selection touches, where they lie. Raises CorruptBlock."""
-    _compare(local.hash_segments(payload, selection.spans), selection, checksums)
+    _compare(
+        local.hash_segments(payload, selection.spans, selection.schema.checksum),
+        selection,
+        checksums,
+    )
 
 
 def _compare(

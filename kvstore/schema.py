@@ -5,6 +5,7 @@ byte range of any (layer, part, head range). The order is
 
     layer → part (K, V) → head → token → dim          contiguous, without padding
 
+and, where a part is quantised, each head's float32 scales behind its tokens (docs/quantisation.md),
 so that one layer is one range, and so are one tensor-parallel rank's heads of one part: ranks of
 any degree read the same block, each its own slices. Engines keep `[page, token, head, dim]`;
 kernels translate on the way in and out.
@@ -17,65 +18,59 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 from hashlib import blake2b
-from math import prod
-from typing import Any, Final, Self, TypeAlias
+from typing import Final, Self, TypeAlias
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from .block import MAX_BLOCK_TOKENS, MAX_SEGMENTS, PAGE_BYTES, HeaderShape, header_bytes
+from tiffin.messenger.local import XXH3_64, Algorithm
+
+from .block import (
+    CHECKSUMS,
+    MAX_BLOCK_TOKENS,
+    MAX_SEGMENTS,
+    PAGE_BYTES,
+    HeaderShape,
+    header_bytes,
+)
 from .errors import SchemaError
 from .keys import Prefix, TokenIds
+from .layers import (
+    DTYPES,
+    MAX_BLOCK_BYTES,
+    PART_NAMES,
+    LayerKind,
+    LayerSpec,
+    Part,
+    check_int,
+    check_name,
+)
+
+__all__ = [
+    "DTYPES",
+    "HASHES",
+    "MAX_BLOCK_BYTES",
+    "MAX_LAYERS",
+    "SCHEMA_FORMAT",
+    "ByteRange",
+    "HeadRange",
+    "KVSchema",
+    "LayerKind",
+    "LayerRange",
+    "LayerSpec",
+    "Part",
+    "Shard",
+]
 
 SCHEMA_FORMAT: Final = "tiffin-schema-1"
 HASHES: Final = ("xxh3_128", "sha256", "blake2b")
 MAX_LAYERS: Final = MAX_SEGMENTS
-MAX_NAME_BYTES: Final = 1024
-MAX_BLOCK_BYTES: Final = 16 << 30  # a hundred times Llama-3-70B's 160 MiB: a mistyped number
-MAX_WINDOW_TOKENS: Final = 2**32 - 1
-
-DTYPES: Final[dict[str, np.dtype[Any]]] = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-    "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),  # GPUs' and torch's variant, no inf
-    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
-    "int8": np.dtype(np.int8),
-    "uint8": np.dtype(np.uint8),
-}
 
 _Range: TypeAlias = range  # KVSchema has a method of that name
 HeadRange: TypeAlias = tuple[int, int] | slice | range
 LayerRange: TypeAlias = int | tuple[int, int] | slice | range
 Shard: TypeAlias = tuple[int, int]  # (rank, ranks): one tensor-parallel rank of so many
-
-
-class LayerKind(StrEnum):
-    """How a layer's cache grows with tokens."""
-
-    GQA = "gqa"  # K and V for every token
-    MLA = "mla"  # one latent vector for every token; K and V are computed from it
-    WINDOW = "window"  # K and V for the last w tokens only
-    COMPRESSED = "compressed"  # K and V once per m tokens
-    STATE = "state"  # constant size, whatever the number of tokens
-    OPAQUE = "opaque"  # so many bytes in an engine's own packing
-
-
-_KV: Final = ("k", "v")
-_PART_NAMES: Final = {
-    LayerKind.GQA: _KV,
-    LayerKind.MLA: ("latent",),
-    LayerKind.WINDOW: _KV,
-    LayerKind.COMPRESSED: _KV,
-    LayerKind.STATE: ("state",),
-    LayerKind.OPAQUE: ("data",),
-}
-# Kinds whose parts have a head axis. The others are the same on every tensor-parallel rank.
-_SLICED: Final = frozenset({LayerKind.GQA, LayerKind.WINDOW, LayerKind.COMPRESSED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,149 +85,6 @@ class ByteRange:
         return self.offset + self.length
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One array of a layer: [heads, entries, dim]. Raises SchemaError for sizes that cannot be."""
-
-    name: str
-    heads: int
-    dim: int
-    dtype: str
-
-    def __post_init__(self) -> None:
-        _check_int("heads", self.heads, 1, 65536)
-        _check_int("dim", self.dim, 1, MAX_BLOCK_BYTES)
-        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
-            raise SchemaError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
-
-    @property
-    def numpy_dtype(self) -> np.dtype[Any]:
-        return DTYPES[self.dtype]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one entry of one head."""
-        return self.dim * DTYPES[self.dtype].itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """What one layer keeps. Use the constructors named after the kinds.
-
-    Fields that a kind does not use have their defaults, so equal layers have equal specs.
-    """
-
-    kind: LayerKind
-    parts: tuple[Part, ...]
-    window_tokens: int = 0
-    tokens_per_entry: int = 1
-    shape: tuple[int, ...] = ()
-    format: str = ""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.kind, LayerKind):
-            raise SchemaError(f"unknown layer kind {self.kind!r}")
-        if not isinstance(self.parts, tuple) or not isinstance(self.shape, tuple):
-            raise SchemaError("parts and shape are tuples")
-        names, expected = tuple(part.name for part in self.parts), _PART_NAMES[self.kind]
-        if names != expected:
-            raise SchemaError(f"a {self.kind} layer has parts {expected}, not {names}")
-        if self.kind not in _SLICED and self.parts[0].heads != 1:
-            raise SchemaError(f"a {self.kind} layer has no head axis: heads must be 1")
-        lowest, highest = (1, MAX_WINDOW_TOKENS) if self.kind is LayerKind.WINDOW else (0, 0)
-        _check_int("window_tokens", self.window_tokens, lowest, highest)
-        most = MAX_BLOCK_TOKENS if self.kind is LayerKind.COMPRESSED else 1
-        _check_int("tokens_per_entry", self.tokens_per_entry, 1, most)
-        self._check_shape_and_format()
-
-    def _check_shape_and_format(self) -> None:
-        if self.kind is not LayerKind.STATE and self.shape:
-            raise SchemaError(f"a {self.kind} layer has no shape")
-        if self.kind is LayerKind.STATE and prod(self.shape) != self.parts[0].dim:
-            raise SchemaError(f"shape {self.shape} does not have {self.parts[0].dim} elements")
-        if self.kind is LayerKind.OPAQUE:
-            _check_name("format", self.format)
-        elif self.format:
-            raise SchemaError(f"a {self.kind} layer has no format")
-
-    @classmethod
-    def gqa(
-        cls,
-        *,
-        kv_heads: int,
-        head_dim: int,
-        dtype: str,
-        v_head_dim: int | None = None,
-        v_dtype: str | None = None,
-    ) -> Self:
-        """K and V per token: multi-head, grouped-query and multi-query attention."""
-        k = Part("k", kv_heads, head_dim, dtype)
-        v_dim = head_dim if v_head_dim is None else v_head_dim
-        v = Part("v", kv_heads, v_dim, dtype if v_dtype is None else v_dtype)
-        return cls(LayerKind.GQA, (k, v))
-
-    @classmethod
-    def mla(cls, *, latent_dim: int, rope_dim: int = 0, dtype: str) -> Self:
-        """One vector of latent_dim + rope_dim per token, which K and V share."""
-        _check_int("latent_dim", latent_dim, 1, MAX_BLOCK_BYTES)
-        _check_int("rope_dim", rope_dim, 0, MAX_BLOCK_BYTES)
-        return cls(LayerKind.MLA, (Part("latent", 1, latent_dim + rope_dim, dtype),))
-
-    @classmethod
-    def window(cls, *, kv_heads: int, head_dim: int, dtype: str, window_tokens: int) -> Self:
-        """K and V of a block's last `window_tokens` tokens; of all of them if it has fewer."""
-        parts = tuple(Part(name, kv_heads, head_dim, dtype) for name in _KV)
-        return cls(LayerKind.WINDOW, parts, window_tokens=window_tokens)
-
-    @classmethod
-    def compressed(cls, *, kv_heads: int, head_dim: int, dtype: str, tokens_per_entry: int) -> Self:
-        """One K and V entry per `tokens_per_entry` tokens, which must divide block_tokens."""
-        parts = tuple(Part(name, kv_heads, head_dim, dtype) for name in _KV)
-        return cls(LayerKind.COMPRESSED, parts, tokens_per_entry=tokens_per_entry)
-
-    @classmethod
-    def state(
-        cls,
-        *,
-        shape: Iterable[int] | None = None,
-        dtype: str = "uint8",
-        nbytes: int | None = None,
-    ) -> Self:
-        """The state after a block's last token: an array of `shape`, or just `nbytes` bytes."""
-        if (shape is None) == (nbytes is None):
-            raise SchemaError("a state layer has either a shape or nbytes")
-        if nbytes is not None and dtype != "uint8":
-            raise SchemaError("nbytes counts bytes; give a shape with the dtype instead")
-        sizes = tuple(shape) if shape is not None else (nbytes,)
-        checked = tuple(_check_int("shape", size, 1, MAX_BLOCK_BYTES) for size in sizes)
-        return cls(LayerKind.STATE, (Part("state", 1, prod(checked), dtype),), shape=checked)
-
-    @classmethod
-    def opaque(cls, *, nbytes: int, format: str) -> Self:
-        """`nbytes` per block that only the engine understands; `format` names the packing."""
-        return cls(LayerKind.OPAQUE, (Part("data", 1, nbytes, "uint8"),), format=format)
-
-    def entries(self, block_tokens: int) -> int:
-        """Rows along the token axis, per head, in a block of so many tokens."""
-        if self.kind in (LayerKind.STATE, LayerKind.OPAQUE):
-            return 1
-        if self.kind is LayerKind.WINDOW:
-            return min(self.window_tokens, block_tokens)
-        return block_tokens // self.tokens_per_entry
-
-    def part_bytes(self, part: Part, block_tokens: int) -> int:
-        return part.heads * self.entries(block_tokens) * part.row_bytes
-
-    def segment_bytes(self, block_tokens: int) -> int:
-        """Bytes of this layer in one block."""
-        return sum(self.part_bytes(part, block_tokens) for part in self.parts)
-
-    @property
-    def has_heads(self) -> bool:
-        """Whether a head range selects a part of this layer, and not the whole of it."""
-        return self.kind in _SLICED
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class KVSchema:
     """The bytes of every block of one model in one layout. Equal schemas have equal fingerprints.
@@ -245,6 +97,7 @@ class KVSchema:
     block_tokens: int = 512
     hash: str = "xxh3_128"
     shards: int = 1  # groups of heads with checksums of their own, in layers that they divide
+    checksum: Algorithm = XXH3_64  # of each segment; a GPU can compute xxh3_64_pages
     block_bytes: int = field(init=False, compare=False)  # payload, without the header
     header_bytes: int = field(init=False, compare=False)
     extent_bytes: int = field(init=False, compare=False)  # header and payload, in whole pages
@@ -257,16 +110,19 @@ class KVSchema:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", _as_layers(self.layers))
-        _check_name("model", self.model)
-        _check_int("block_tokens", self.block_tokens, 1, MAX_BLOCK_TOKENS)
+        check_name("model", self.model)
+        check_int("block_tokens", self.block_tokens, 1, MAX_BLOCK_TOKENS)
         if self.hash not in HASHES:
             raise SchemaError(f"unknown hash {self.hash!r}; known: {', '.join(HASHES)}")
+        if self.checksum not in tuple(CHECKSUMS):
+            raise SchemaError(f"unknown checksum {self.checksum!r}; known: {', '.join(CHECKSUMS)}")
+        quantised = any(layer.quantised for layer in self.layers)
         for index, layer in enumerate(self.layers):
-            if self.block_tokens % layer.tokens_per_entry:
-                raise SchemaError(
-                    f"layer {index}: one entry per {layer.tokens_per_entry} tokens"
-                    f" does not divide {self.block_tokens} tokens"
-                )
+            wrong = layer.misfit(self.block_tokens)
+            if wrong is None and quantised:
+                wrong = layer.unaligned(self.block_tokens)
+            if wrong is not None:
+                raise SchemaError(f"layer {index}: {wrong}")
         spans = _tile(layer.segment_bytes(self.block_tokens) for layer in self.layers)
         block_bytes = spans[-1].end
         if block_bytes > MAX_BLOCK_BYTES:
@@ -280,6 +136,7 @@ class KVSchema:
             token_count=self.block_tokens,
             payload_bytes=block_bytes,
             extent_bytes=extent_bytes,
+            algorithm=self.checksum,
         )
         object.__setattr__(self, "segments", segments)
         object.__setattr__(self, "header", header)
@@ -291,7 +148,7 @@ class KVSchema:
 
     def _cut_segments(self) -> tuple[ByteRange, ...]:
         """The segments of all layers; notes where each layer's begin, and how long each is."""
-        _check_int("shards", self.shards, 1, MAX_SEGMENTS)
+        check_int("shards", self.shards, 1, MAX_SEGMENTS)
         if self.shards > 1 and not any(self.splits(layer) for layer in range(len(self.layers))):
             raise SchemaError(
                 f"shards={self.shards} divides the heads of no layer, so there is nothing to split"
@@ -325,13 +182,19 @@ class KVSchema:
         block_tokens: int = 512,
         hash: str = "xxh3_128",
         shards: int = 1,
+        checksum: Algorithm = XXH3_64,
     ) -> Self:
         """A schema with one spec per layer, for models that mix kinds.
 
         With `shards`, layers whose heads it divides are split; the others keep one segment each.
         """
         return cls(
-            model=model, layers=tuple(specs), block_tokens=block_tokens, hash=hash, shards=shards
+            model=model,
+            layers=tuple(specs),
+            block_tokens=block_tokens,
+            hash=hash,
+            shards=shards,
+            checksum=checksum,
         )
 
     @classmethod
@@ -348,11 +211,14 @@ class KVSchema:
         block_tokens: int = 512,
         hash: str = "xxh3_128",
         shards: int = 1,
+        scale_tokens: int = 0,
+        checksum: Algorithm = XXH3_64,
     ) -> Self:
         """A model whose layers all keep K and V for every token: Llama, Qwen, Mistral.
 
         `shards`: the largest tensor-parallel degree whose ranks write or read slices of a block on
-        their own; it divides `kv_heads`, and every other degree divides it.
+        their own; it divides `kv_heads`, and every other degree divides it. `scale_tokens`:
+        quantised, with one scale per head and so many tokens (block_tokens: one per head).
         """
         spec = LayerSpec.gqa(
             kv_heads=kv_heads,
@@ -360,9 +226,17 @@ class KVSchema:
             dtype=dtype,
             v_head_dim=v_head_dim,
             v_dtype=v_dtype,
+            scale_tokens=scale_tokens,
         )
         specs = _repeat(spec, layers)
-        return cls(model=model, layers=specs, block_tokens=block_tokens, hash=hash, shards=shards)
+        return cls(
+            model=model,
+            layers=specs,
+            block_tokens=block_tokens,
+            hash=hash,
+            shards=shards,
+            checksum=checksum,
+        )
 
     @classmethod
     def mla(
@@ -375,11 +249,20 @@ class KVSchema:
         dtype: str,
         block_tokens: int = 512,
         hash: str = "xxh3_128",
+        scale_tokens: int = 0,
+        checksum: Algorithm = XXH3_64,
     ) -> Self:
-        """A model whose layers all keep one latent vector per token: DeepSeek."""
-        spec = LayerSpec.mla(latent_dim=latent_dim, rope_dim=rope_dim, dtype=dtype)
+        """A model whose layers all keep one latent vector per token: DeepSeek.
+
+        `scale_tokens`: quantised, with one scale per so many tokens.
+        """
+        spec = LayerSpec.mla(
+            latent_dim=latent_dim, rope_dim=rope_dim, dtype=dtype, scale_tokens=scale_tokens
+        )
         specs = _repeat(spec, layers)
-        return cls(model=model, layers=specs, block_tokens=block_tokens, hash=hash)
+        return cls(
+            model=model, layers=specs, block_tokens=block_tokens, hash=hash, checksum=checksum
+        )
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
@@ -399,7 +282,7 @@ class KVSchema:
         layers = [
             [
                 str(layer.kind),
-                [[part.name, part.heads, part.dim, part.dtype] for part in layer.parts],
+                [_canonical(part) for part in layer.parts],
                 layer.window_tokens,
                 layer.tokens_per_entry,
                 list(layer.shape),
@@ -410,6 +293,8 @@ class KVSchema:
         content = [SCHEMA_FORMAT, self.model, self.hash, self.block_tokens, layers]
         if self.shards > 1:
             content.append(self.shards)
+        if self.checksum != XXH3_64:
+            content.append(self.checksum)
         return json.dumps(content, ensure_ascii=True, separators=(",", ":")).encode("ascii")
 
     def range(self, layer: int, part: str, heads: HeadRange | None = None) -> ByteRange:
@@ -418,11 +303,11 @@ class KVSchema:
         `heads` takes `(first, end)`, a slice or a range. Parts without a head axis (latent, state,
         data) are the same on every tensor-parallel rank and are given whole. Raises SchemaError.
         """
-        _check_int("layer", layer, 0, len(self.layers) - 1)
+        check_int("layer", layer, 0, len(self.layers) - 1)
         for name, span in self._parts(layer, heads):
             if name == part:
                 return span
-        names = _PART_NAMES[self.layers[layer].kind]
+        names = PART_NAMES[self.layers[layer].kind]
         raise SchemaError(f"layer {layer} has parts {names}, not {part!r}")
 
     def ranges(
@@ -470,8 +355,8 @@ class KVSchema:
             return None
         if not isinstance(shard, tuple) or len(shard) != 2:
             raise SchemaError(f"shard is (rank, ranks), not {shard!r}")
-        ranks = _check_int("ranks", shard[1], 1, MAX_SEGMENTS)
-        rank = _check_int("rank", shard[0], 0, ranks - 1)
+        ranks = check_int("ranks", shard[1], 1, MAX_SEGMENTS)
+        rank = check_int("rank", shard[0], 0, ranks - 1)
         if self.shards % ranks:
             raise SchemaError(
                 f"{ranks} ranks can't each write whole segments of a schema with"
@@ -525,6 +410,12 @@ class KVSchema:
             offset += part_bytes
 
 
+def _canonical(part: Part) -> list[str | int]:
+    """A part's fields; `scale_tokens` only of a quantised one, so that others read as ever."""
+    fields: list[str | int] = [part.name, part.heads, part.dim, part.dtype]
+    return [*fields, part.scale_tokens] if part.scale_tokens else fields
+
+
 def _select(what: str, chosen: LayerRange | None, count: int) -> _Range:
     """A selection as a non-empty ascending range with step 1 inside [0, count)."""
     if chosen is None:
@@ -537,10 +428,10 @@ def _select(what: str, chosen: LayerRange | None, count: int) -> _Range:
     elif isinstance(chosen, range):
         span = chosen
     elif isinstance(chosen, tuple) and len(chosen) == 2:
-        first = _check_int(what, chosen[0], 0, count)
-        span = range(first, _check_int(what, chosen[1], 0, count))
+        first = check_int(what, chosen[0], 0, count)
+        span = range(first, check_int(what, chosen[1], 0, count))
     else:
-        first = _check_int(what, chosen, 0, count - 1)
+        first = check_int(what, chosen, 0, count - 1)
         span = range(first, first + 1)
     if not span or span.step != 1 or span.start < 0 or span.stop > count:
         raise SchemaError(f"{what} {chosen} selects no consecutive range of the {count} there are")
@@ -559,30 +450,11 @@ def _tile(sizes: Iterable[int]) -> tuple[ByteRange, ...]:
 def _as_layers(layers: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
     if not isinstance(layers, list | tuple):
         raise SchemaError("layers is a sequence of LayerSpec; KVSchema.gqa and .mla take a count")
-    _check_int("the number of layers", len(layers), 1, MAX_LAYERS)
+    check_int("the number of layers", len(layers), 1, MAX_LAYERS)
     if not all(isinstance(layer, LayerSpec) for layer in layers):
         raise SchemaError("every layer is a LayerSpec")
     return tuple(layers)
 
 
 def _repeat(spec: LayerSpec, layers: int) -> tuple[LayerSpec, ...]:
-    return (spec,) * _check_int("layers", layers, 1, MAX_LAYERS)
-
-
-def _check_int(what: str, value: object, lowest: int, highest: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise SchemaError(f"{what} is an int, not {value!r}")
-    if not lowest <= value <= highest:
-        raise SchemaError(f"{what} is {value}; it must be in [{lowest}, {highest}]")
-    return value
-
-
-def _check_name(what: str, value: object) -> None:
-    if not isinstance(value, str) or not value:
-        raise SchemaError(f"{what} is a non-empty str, not {value!r}")
-    try:
-        size_bytes = len(value.encode())
-    except UnicodeEncodeError as error:
-        raise SchemaError(f"{what} must encode as UTF-8: {error.reason}") from error
-    if size_bytes > MAX_NAME_BYTES:
-        raise SchemaError(f"{what} has {size_bytes} bytes of UTF-8; at most {MAX_NAME_BYTES}")
+    return (spec,) * check_int("layers", layers, 1, MAX_LAYERS)

@@ -34,7 +34,8 @@ def seal(
 ) -> None:
     """Write the header of block `index` of `prefix` into the first bytes of `target`.
 
-    `offset` is where the block's extent begins in its tier; `checksums` is uint64 [segments].
+    `offset` is where the block's extent begins in its tier; `checksums` is uint64 [segments], by
+    the schema's algorithm.
     """
     schema = prefix.schema
     pack_header(
@@ -50,6 +51,7 @@ def seal(
         tokens=prefix.token_bytes(index),
         segment_bytes=schema.segment_bytes,
         checksums=checksums,
+        algorithm=schema.checksum,
     )
 
 

@@ -42,7 +42,13 @@ def slice_schema(schema: KVSchema, shard: Shard) -> KVSchema:
             layers.append(replace(spec, parts=parts))
         elif rank == 0:
             layers.append(spec)
-    return KVSchema.of(schema.model, layers, block_tokens=schema.block_tokens, hash=schema.hash)
+    return KVSchema.of(
+        schema.model,
+        layers,
+        block_tokens=schema.block_tokens,
+        hash=schema.hash,
+        checksum=schema.checksum,
+    )
 
 
 def source_views(selection: Selection, payloads: Sequence[Any], count: int) -> list[Bytes]:
@@ -106,7 +112,10 @@ def _copy_hashed(
         spans = [(at - targets[0], piece.length) for at, piece in zip(targets, pieces, strict=True)]
         end = spans[-1][0] + spans[-1][1]
         return local.copy_segments_hashed(
-            target[targets[0] : targets[0] + end], source[sources[0] : sources[0] + end], spans
+            target[targets[0] : targets[0] + end],
+            source[sources[0] : sources[0] + end],
+            spans,
+            selection.schema.checksum,
         )
     checksums = np.empty(len(selection.spans), np.uint64)
     for to, at, piece in zip(targets, sources, pieces, strict=True):
@@ -121,7 +130,11 @@ def _copy_hashed(
 def piece_checksums(copied: Bytes, selection: Selection, piece: Piece) -> Checksums:
     """The checksums of the segments of one piece, whose bytes are `copied`."""
     spans = selection.spans[piece.first : piece.first + piece.count]
-    return local.hash_segments(copied, [(at - piece.offset, length) for at, length in spans])
+    return local.hash_segments(
+        copied,
+        [(at - piece.offset, length) for at, length in spans],
+        selection.schema.checksum,
+    )
 
 
 def _offsets(selection: Selection) -> list[int]:
@@ -130,10 +143,11 @@ def _offsets(selection: Selection) -> list[int]:
 
 def checksums_of(source: Bytes, selection: Selection) -> Checksums:
     """The checksums of an aligned selection, packed or in a whole payload."""
+    algorithm = selection.schema.checksum
     if len(source) == selection.schema.block_bytes:
-        return local.hash_segments(source, selection.spans)
+        return local.hash_segments(source, selection.spans, algorithm)
     spans = [(at, stop - at) for at, stop in _packed(selection)]
-    return local.hash_segments(source, spans)
+    return local.hash_segments(source, spans, algorithm)
 
 
 def runs_of(source: Bytes, selection: Selection) -> list[Bytes]:

@@ -83,12 +83,13 @@ def publish(slots: Sequence[Slot], lease: int, layer: int, timeout_s: float) -> 
     if not segments:
         return
     in_payload, spans = places_of(selection.schema, segments)
+    algorithm = selection.schema.checksum
     at_once = published_at_once(segments)
     for first in range(0, len(kept), at_once):
         part = kept[first : first + at_once]
         sums = b""
         for _, slot in part:
-            found = yield Work(partial(local.hash_segments, slot.view, in_payload))
+            found = yield Work(partial(local.hash_segments, slot.view, in_payload, algorithm))
             sums += found.astype("<u8").tobytes()
         numbers = [number for number, _ in part]
         yield Call(messages.Publish(0, lease, numbers, segments, spans, sums), timeout_s)
@@ -295,7 +296,7 @@ class Following(ABC):
         tokens = prefix.token_bytes(block)
         if not shape.matches(raw, b"".join(names), generation, offset, tokens):
             verify_identity(raw, *names, generation, tokens, offset_expected=offset)
-            raise CorruptBlock("another block's header: its sizes differ")
+            raise CorruptBlock("another block's header: its sizes or its algorithm differ")
         return shape.checksums(raw)
 
     def _awaited(self, selection: Selection | None) -> Verb[tuple[list[Any], bytes]]:

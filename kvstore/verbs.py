@@ -476,7 +476,8 @@ def _reserve(
 
 
 def _seal_in_place(prefix: Prefix, slot: Slot) -> bytes:
-    return _seal(prefix, slot, local.hash_segments(slot.view, slot.selection.spans))
+    algorithm = prefix.schema.checksum
+    return _seal(prefix, slot, local.hash_segments(slot.view, slot.selection.spans, algorithm))
 
 
 def _seal(prefix: Prefix, slot: Slot, found: NDArray[np.uint64]) -> bytes:

@@ -107,10 +107,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the things that take turns: `action` is timed, `reset` after it is not."""
+    """One of the things that take turns: `action` is timed; `prepare` before it and `reset` after
+    it are not."""
 
     action: Callable[[], object]
     reset: Callable[[], object] = _nothing
+    prepare: Callable[[], object] = _nothing
 
 
 def interleave(sides: Sequence[Side], *, rounds: int, batch: int = 1) -> list[list[float]]:
@@ -121,6 +123,7 @@ def interleave(sides: Sequence[Side], *, rounds: int, batch: int = 1) -> list[li
     """
     for _ in range(2):
         for side in sides:
+            side.prepare()
             side.action()
             side.reset()
     gc.collect()
@@ -128,6 +131,7 @@ def interleave(sides: Sequence[Side], *, rounds: int, batch: int = 1) -> list[li
     for _ in range(rounds):
         for side, taken in zip(sides, seconds, strict=True):
             for _ in range(batch):
+                side.prepare()
                 start_s = time.perf_counter()
                 side.action()
                 taken.append(time.perf_counter() - start_s)

@@ -10,6 +10,7 @@ import numpy as np
 from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.keys import Prefix
 from tiffin.kvstore.schema import SCHEMA_FORMAT, KVSchema, LayerKind, LayerSpec, Part
+from tiffin.messenger.local import XXH3_64
 
 from ..errors import Conflict, InvalidRequest
 from ..records import KEY_BYTES, KEYS_MAX
@@ -51,11 +52,17 @@ def parse_schema(canonical: str) -> KVSchema:
     """The schema whose `canonical_bytes()` these are. Raises InvalidRequest."""
     try:
         name, model, digest, block_tokens, rows, *rest = _canonical.decode(canonical)
+        checksum: Any = rest.pop() if rest and isinstance(rest[-1], str) else XXH3_64
         if name != SCHEMA_FORMAT or len(rest) > 1:
             raise InvalidInput(f"it is not of the format {SCHEMA_FORMAT}")
         layers = [_layer(row) for row in msgspec.convert(rows, _layers)]
         schema = KVSchema.of(
-            model, layers, block_tokens=block_tokens, hash=digest, shards=rest[0] if rest else 1
+            model,
+            layers,
+            block_tokens=block_tokens,
+            hash=digest,
+            shards=rest[0] if rest else 1,
+            checksum=checksum,
         )
     except (InvalidInput, ValueError, TypeError, RecursionError) as error:
         # ValueError: also msgspec's, too few fields, and an unknown kind of layer.

@@ -7,9 +7,9 @@
         cached.last.hit_tokens                     # how much of the prompt was not computed
 
 What is kept: layers that hold K and V of every token, in float32, bfloat16 or float16, one prompt
-at a time. Everything else (sliding windows, linear attention, states, keys that depend on the
-length of the prompt) is refused when the schema is made, never stored half. docs/transformers.md
-has the costs and the limits.
+at a time; as they are, or with `quantise` in half or a quarter of the bytes. Everything else
+(sliding windows, linear attention, states, keys that depend on the length of the prompt) is refused
+when the schema is made, never stored half. docs/transformers.md has the costs and the limits.
 """
 
 from __future__ import annotations
@@ -17,22 +17,28 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from ..errors import InvalidInput, NoRoom, TiffinError
+from tiffin.kernels.cache import PagedCache
+from tiffin.kernels.errors import KernelError
+from tiffin.kernels.plan import PageMap
+
+from ..errors import InvalidInput, TiffinError
+from .carrier import Carrier
 from .transformers_schema import check_layer, identity, schema_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
 
-    from numpy.typing import NDArray
+    from tiffin.messenger.local import Algorithm
 
-    from ..blocks import Block
     from ..client import Client
+    from ..hbm.store import HbmStore
     from ..keys import Prefix
 
 __all__ = ["LastCall", "PrefixCache", "SaveResult", "identity", "schema_of"]
@@ -76,7 +82,8 @@ class SaveResult:
 @dataclass(frozen=True, slots=True)
 class LastCall:
     """What the pool did for the last load, save or generate. `load_reason` says why not more was
-    loaded (see `Missing`), `save_reason` why not everything was saved, None if nothing is amiss."""
+    loaded (see `Missing` and `HbmBlocks`), `save_reason` why not everything was saved, None if
+    nothing is amiss."""
 
     prompt_tokens: int = 0
     hit_tokens: int = 0
@@ -95,7 +102,18 @@ class PrefixCache:
     full, `load` gives an empty cache and `save` stores nothing; one warning is logged per outage,
     `failures` counts them, and the pool is asked again after RETRY_S. `client` may be replaced.
 
-    Not thread-safe, as models are not. Raises InvalidInput as `schema_of` does.
+    `quantise`: "float8_e4m3" or "int8" keeps K and V in one byte per number, with a float32 scale
+    for each head and `scale_tokens` tokens (default: the whole block). What is loaded is then close
+    to what was computed, not equal (docs/transformers.md has the bounds). `checksum`: as in
+    `KVSchema`; with "xxh3_64_pages" a GPU verifies blocks where they are. Caches that differ in any
+    of these, or in `block_tokens`, share no blocks.
+
+    `hbm_bytes` of the model's device keep the hottest blocks in front of the pool, as an `HbmStore`
+    (`hbm`). Saved blocks go down to the pool in the background; `close` waits for that.
+
+    Not thread-safe, as models are not. A context manager: with a GPU or `hbm_bytes`, `close` it,
+    before the client. Raises InvalidInput as `schema_of` does, SchemaError for `scale_tokens` that
+    do not divide a block, and what `HbmStore` raises.
     """
 
     def __init__(
@@ -107,11 +125,22 @@ class PrefixCache:
         secret: bytes = b"",
         block_tokens: int = 512,
         hash: str = "xxh3_128",
+        checksum: Algorithm = "xxh3_64",
+        quantise: str | None = None,
+        scale_tokens: int | None = None,
+        hbm_bytes: int = 0,
+        hbm_device: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self.client = client
         self.model = model
-        self.schema = schema_of(model, block_tokens=block_tokens, hash=hash)
+        self.schema = schema_of(
+            model,
+            block_tokens=block_tokens,
+            hash=hash,
+            checksum=checksum,
+            quantise=quantise,
+            scale_tokens=scale_tokens,
+        )
         self.namespace = namespace
         self.timeout_s = timeout_s
         self.last = LastCall()
@@ -119,8 +148,41 @@ class PrefixCache:
         self._secret = secret
         self._down = False
         self._retry_at_s = 0.0
+        self._hbm_bytes = _check_hbm(hbm_bytes, hbm_device, model.device)
         spec = self.schema.layers[0].parts[0]
-        self._block_shape = (len(self.schema.layers), 2, spec.heads, block_tokens, spec.dim)
+        self._heads, self._dim = spec.heads, spec.dim
+        self._carrier = Carrier(client, self.schema, model.device, hbm_bytes=hbm_bytes)
+
+    @property
+    def client(self) -> Client:
+        """What reaches the pool. Assigning another one begins with an empty HBM tier."""
+        return self._carrier.client
+
+    @client.setter
+    def client(self, client: Client) -> None:
+        self._carrier.close()
+        self._carrier = Carrier(client, self.schema, self.model.device, hbm_bytes=self._hbm_bytes)
+        self._retry_at_s = 0.0
+
+    @property
+    def hbm(self) -> HbmStore | None:
+        """The HBM tier, if there is one."""
+        return self._carrier.hbm
+
+    def close(self) -> None:
+        """Copy down what only HBM has, and let go of memory and threads. Not of the client."""
+        self._carrier.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def load(self, input_ids: Any) -> tuple[Any, int]:
         """A DynamicCache with the longest stored prefix of `input_ids` [1, n], and its tokens.
@@ -172,64 +234,49 @@ class PrefixCache:
         self.save(cache, getattr(output, "sequences", output))
         return output
 
-    # -- loading ---------------------------------------------------------------------------------
+    # -- moving ----------------------------------------------------------------------------------
 
     def _load_into(self, cache: Any, prefix: Prefix) -> str | None:
-        with self.client.get(prefix, timeout_s=self.timeout_s) as blocks:
-            reason = blocks.reason
-            loaded = self._copies(list(blocks)) if len(blocks) else []
-        for layer, kv in zip(cache.layers, loaded, strict=False):  # none if nothing was found
+        made: list[Any] = []
+
+        def room(blocks: int) -> tuple[PagedCache, PageMap]:
+            tokens = blocks * self.schema.block_tokens
+            shape = (len(self.schema.layers), 2, 1, self._heads, tokens, self._dim)
+            for _ in range(shape[0]):  # one each: DynamicCache lets go of them one by one
+                kv = torch.empty(shape[1:], dtype=self.model.dtype, device=self.model.device)
+                made.append(kv)
+            paged = PagedCache.contiguous([kv[0] for kv in made], [kv[1] for kv in made])
+            return paged, self._rows(range(blocks), tokens)
+
+        _, reason = self._carrier.load(prefix, room, self.timeout_s)
+        for layer, kv in zip(cache.layers, made, strict=False):  # none if nothing was found
             # Appending to an empty layer would copy it all; an empty append only sets the layer up.
             layer.update(kv[0, :, :, :0], kv[1, :, :, :0])
             layer.keys, layer.values = kv[0], kv[1]
         return None if reason == "miss" else reason
 
-    def _copies(self, blocks: list[Block]) -> list[Any]:
-        """Per layer a tensor [K and V, 1, heads, tokens, dim] on the model's device."""
-        layers, parts, heads, step, dim = self._block_shape
-        # The pool's memory is read-only here, which torch has no word for: numpy copies, as
-        # integers of the same width because it has no bfloat16.
-        word = np.dtype(f"u{self.model.dtype.itemsize}")
-        sources = [block.memory.view(word).reshape(self._block_shape) for block in blocks]
-        copies = []
-        for layer in range(layers):
-            shape = (parts, 1, heads, step * len(blocks), dim)
-            copied = torch.empty(shape, dtype=self.model.dtype)
-            target = copied.view(torch.uint8).numpy().view(word)
-            for index, source in enumerate(sources):
-                target[:, 0, :, index * step : (index + 1) * step] = source[layer]
-            copies.append(copied.to(self.model.device))
-        return copies
-
-    # -- saving ----------------------------------------------------------------------------------
-
     def _store(self, cache: Any, prefix: Prefix, stored: list[int]) -> str | None:
         """Fill what the pool lacks, a part at a time. Returns why there is not more."""
-        at_once = max(1, SAVE_BYTES_AT_ONCE // self.schema.extent_bytes)
-        position, deadline = 0, time.monotonic() + self.timeout_s
-        while position < len(prefix):
-            part = prefix[position : position + at_once]
-            try:
-                slots = self.client.reserve(part, timeout_s=max(0.0, deadline - time.monotonic()))
-            except NoRoom:
-                return "no_room"
-            with slots:
-                for slot in slots:
-                    self._fill(slot.view, cache, (position + slot.index) * self.schema.block_tokens)
-                last = slots[-1].index if len(slots) else -1
-            stored += [position + index for index in slots.stored]
-            if slots.reason and last < 0:
-                return slots.reason
-            position += last + 1 if slots.reason else len(part)
-        return None
+        tensors = [(_plain(layer.keys), _plain(layer.values)) for layer in cache.layers]
+        tokens = int(tensors[0][0].shape[2])
+        try:
+            return self._carrier.save(
+                PagedCache.contiguous(*zip(*tensors, strict=True)),
+                lambda positions: self._rows(positions, tokens),
+                prefix,
+                stored,
+                blocks_at_once=max(1, SAVE_BYTES_AT_ONCE // self.schema.extent_bytes),
+                timeout_s=self.timeout_s,
+            )
+        except KernelError as error:
+            raise InvalidInput(f"this cache can't be saved: {error}") from error
 
-    def _fill(self, view: NDArray[np.uint8], cache: Any, start: int) -> None:
-        """One block straight from the model's tensors into the pool's memory."""
-        target = torch.from_numpy(view).view(self.model.dtype).view(self._block_shape)
-        stop = start + self.schema.block_tokens
-        for index, layer in enumerate(cache.layers):
-            target[index, 0].copy_(layer.keys[0, :, start:stop])
-            target[index, 1].copy_(layer.values[0, :, start:stop])
+    def _rows(self, positions: Sequence[int], tokens: int) -> PageMap:
+        """Blocks of a cache that is one page of `tokens` tokens."""
+        step = self.schema.block_tokens
+        begins = np.array(positions, np.int64) * step
+        pages = np.zeros((len(begins), 1), np.int64)
+        return PageMap(pages, page_tokens=tokens, tokens=step, first_slots=begins)
 
     # -- checks ----------------------------------------------------------------------------------
 
@@ -239,7 +286,7 @@ class PrefixCache:
     def _check_cache(self, cache: Any) -> None:
         if self.model.training:
             raise InvalidInput("the model is in training mode; call model.eval() first")
-        layers, _, heads, _, dim = self._block_shape
+        layers, heads, dim = len(self.schema.layers), self._heads, self._dim
         if len(cache.layers) != layers:
             raise InvalidInput(f"the cache has {len(cache.layers)} layers; the model has {layers}")
         for index, layer in enumerate(cache.layers):
@@ -300,3 +347,19 @@ def _check_mask(mask: Any, input_ids: Any, tokens: int) -> Any:
     if tuple(mask.shape) != (1, tokens) or not bool((mask == 1).all()):
         raise InvalidInput("attention_mask must be all ones: the cache has no padding")
     return mask
+
+
+def _check_hbm(nbytes: int, device: str | None, model_device: Any) -> int:
+    """`nbytes`. Raises InvalidInput for an HBM tier on another device than the model's."""
+    if device is not None and torch.device(device) != torch.device(model_device):
+        raise InvalidInput(f"HBM on {device} for a model on {model_device}: kernels reach one")
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+        raise InvalidInput(f"hbm_bytes={nbytes!r}; pass a number of bytes, 0 for no HBM tier")
+    return nbytes
+
+
+def _plain(tensor: Any) -> Any:
+    """A tensor as the kernels take it: the last axis without gaps, nothing twice."""
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    apart = all(stride or size == 1 for stride, size in strides) and tensor.stride(-1) == 1
+    return tensor.detach() if apart else tensor.detach().contiguous()

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import InvalidInput
+from ..layers import QUANTISED
 from ..schema import KVSchema
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+
+    from tiffin.messenger.local import Algorithm
 
 DTYPES = ("float32", "bfloat16", "float16")
 SAMPLES = 1024  # elements of each tensor that a fingerprint reads
@@ -46,25 +49,47 @@ _NOT_IDENTITY = {
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope", "su"}
 
 
-def schema_of(model: Any, *, block_tokens: int = 512, hash: str = "xxh3_128") -> KVSchema:
+def schema_of(
+    model: Any,
+    *,
+    block_tokens: int = 512,
+    hash: str = "xxh3_128",
+    checksum: Algorithm = "xxh3_64",
+    quantise: str | None = None,
+    scale_tokens: int | None = None,
+) -> KVSchema:
     """The schema of `model`'s KV cache. Its model name is `identity(model)`.
 
-    Raises InvalidInput, naming the layer and the reason, for a model whose cache can't be kept.
+    `quantise`: the dtype of what is kept, if not the model's, "float8_e4m3" or "int8", with a scale
+    per head and `scale_tokens` tokens (default: a whole block).
+
+    Raises InvalidInput, naming the layer and the reason, for a model whose cache can't be kept, and
+    SchemaError for numbers that describe no block.
     """
     config = _keepable_config(model)
     dtype = str(model.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise InvalidInput(f"the model computes in {dtype}; this connector keeps {DTYPES}")
+    if quantise is not None and quantise not in QUANTISED:
+        raise InvalidInput(f"quantise={quantise!r}; choose {' or '.join(QUANTISED)}, or None")
+    if quantise is None and scale_tokens is not None:
+        raise InvalidInput("scale_tokens goes with quantise")
+    if quantise is not None and scale_tokens == 0:
+        raise InvalidInput("scale_tokens=0: values without scales would be no numbers")
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if scale_tokens is None:
+        scale_tokens = block_tokens if quantise is not None else 0
     return KVSchema.gqa(
         model=identity(model),
         layers=_layers(config),
         kv_heads=heads,
         head_dim=dim,
-        dtype=dtype,
+        dtype=quantise or dtype,
         block_tokens=block_tokens,
         hash=hash,
+        checksum=checksum,
+        scale_tokens=scale_tokens,
     )
 
 

@@ -59,7 +59,7 @@ def verify_extent(view: NDArray[np.uint8], key: bytes, generation: int, *, offse
     ends = header.header_bytes + np.cumsum(header.segment_bytes).astype(np.int64)
     lengths = header.segment_bytes.astype(np.int64)
     spans = zip((ends - lengths).tolist(), lengths.tolist(), strict=True)
-    differs = hash_segments(view, spans) != header.checksums
+    differs = hash_segments(view, spans, header.algorithm) != header.checksums
     if differs.any():
         raise CorruptBlock(f"{name}: checksum of segment {int(differs.argmax())} differs")
     return header

@@ -123,6 +123,7 @@ class SharedWrite:
             tokens=header.tokens,
             segment_bytes=header.segment_bytes,
             checksums=checksums,
+            algorithm=header.algorithm,
         )
         return pages
 
@@ -201,4 +202,5 @@ def _identity(header: Header) -> tuple[object, ...]:
         header.namespace_fingerprint,
         header.payload_bytes,
         header.tokens,
+        header.algorithm,
     )

@@ -214,7 +214,7 @@ class Arrivals:
             )
         except VersionMismatch as error:
             raise CorruptBlock(f"a block of another format version: {error}") from error
-        raise CorruptBlock("another block's header: its sizes differ")
+        raise CorruptBlock("another block's header: its sizes or its algorithm differ")
 
     def _cut_out(self, block: int) -> None:
         """Copy the head range out of the whole segments that were moved to verify it."""

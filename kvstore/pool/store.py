@@ -252,7 +252,7 @@ class Early:
     ) -> None:
         in_payload, spans = places_of(self._schema, segments)
         for number in numbers:
-            found = local.hash_segments(self.slots[number].view, in_payload)
+            found = local.hash_segments(self.slots[number].view, in_payload, self._schema.checksum)
             self._checksums[number, segments] = found
         sums = self._checksums[np.ix_(numbers, segments)].astype("<u8").tobytes()
         request = messages.Publish(0, self._lease, numbers, segments, spans, sums)
@@ -344,7 +344,7 @@ class Early:
         """The header of a slot, hashing what was not published; of a rank, as its commit has it."""
         if missing:
             in_payload, _ = places_of(self._schema, missing)
-            found = local.hash_segments(self.slots[number].view, in_payload)
+            found = local.hash_segments(self.slots[number].view, in_payload, self._schema.checksum)
             self._checksums[number, missing] = found
         offset, generation = self._places[number]
         index, checksums = self._positions[number], self._checksums[number]

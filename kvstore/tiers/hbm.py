@@ -1,5 +1,9 @@
 """The HBM tier: one byte tensor per device. On device `cpu` the same class runs anywhere.
 
+The memory is a `DeviceRegion`, so that other processes on the host can map it. Where there is no
+such region for a device that torch knows (a GPU without NVIDIA's driver), it is torch's own, and
+stays in this process.
+
 Copies run on a stream of the tier's own, so that they neither wait for an engine's kernels nor hold
 them up, and are waited for before a verb returns. Memory that CUDA has registered (`pin_memory`)
 moves at the link's speed; other memory goes through the driver's staging buffer at about half.
@@ -12,6 +16,10 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from tiffin.messenger.device_driver import DeviceUnavailable
+from tiffin.messenger.device_region import DeviceRegion
+from tiffin.messenger.errors import MessengerError
 
 from ..errors import InvalidInput, TierUnavailable
 from .base import Tier, TierName
@@ -36,19 +44,46 @@ class HbmTier(Tier):
             self.device = self._torch.device(device)
         except RuntimeError as error:
             raise InvalidInput(f"torch knows no device {device!r}: {error}") from error
-        try:
-            self._tensor = self._torch.empty(
-                self.capacity_bytes, dtype=self._torch.uint8, device=self.device
-            )
-        except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
-            raise TierUnavailable(f"no HBM tier on {device}: {error}") from error
         on_gpu = self.device.type == "cuda"
+        try:
+            if on_gpu and self.device.index is None:
+                self.device = self._torch.device("cuda", self._torch.cuda.current_device())
+            self._region, self._tensor = self._allocate()
+        except (RuntimeError, AssertionError, MessengerError) as error:
+            # AssertionError: torch without CUDA
+            raise TierUnavailable(f"no HBM tier on {device}: {error}") from error
         self._stream = self._torch.cuda.Stream(self.device) if on_gpu else None
+
+    def _allocate(self) -> tuple[DeviceRegion | None, Any]:
+        try:
+            region = DeviceRegion.create(self.capacity_bytes, str(self.device))
+        except DeviceUnavailable:
+            kind = self._torch.uint8
+            return None, self._torch.empty(self.capacity_bytes, dtype=kind, device=self.device)
+        return region, region.tensor
+
+    @property
+    def region(self) -> DeviceRegion:
+        """What another process can attach to: an extent's offset is its offset in the region.
+        Raises TierUnavailable after `close()`, and for memory that cannot be shared."""
+        self._slice(0, 0)
+        if self._region is None:
+            raise TierUnavailable(f"memory of {self.device} cannot be shared with other processes")
+        return self._region
 
     @property
     def tensor(self) -> Any:
         """The whole tier, uint8 [capacity_bytes]; None after `close()`."""
         return self._tensor
+
+    @property
+    def torch(self) -> Any:
+        """The module torch, which this package does not import by itself."""
+        return self._torch
+
+    def view_all(self) -> Any:
+        """As `tensor`, for callers that need it: raises TierUnavailable after `close()`."""
+        return self._slice(0, self.capacity_bytes)
 
     def view(self, extent: Extent) -> Any:
         """The extent's bytes on the device, uint8 [length], not copied.
@@ -59,7 +94,8 @@ class HbmTier(Tier):
         return self._slice(extent.offset, extent.length)
 
     def close(self) -> None:
-        self._tensor = None
+        # Not the region's own `close`: views that somebody still has keep the memory until they go.
+        self._tensor = self._region = None
 
     def _write(self, start: int, data: ByteArray) -> None:
         self._copy(self._slice(start, len(data)), self._host_tensor(data))

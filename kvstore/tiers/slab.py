@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 
 from ..arena import Extent
 from ..block import MAGIC as BLOCK_MAGIC
-from ..block import MAX_HEADER_BYTES, PAGE_BYTES, Header, read_header
+from ..block import MAX_HEADER_BYTES, PAGE_BYTES, Header, read_header, segment_checksum
 from ..errors import CorruptBlock, InvalidInput, TierUnavailable, VersionMismatch
 
 if TYPE_CHECKING:
@@ -173,6 +173,7 @@ class SlabBlock:
     payload_bytes: int
     generation: int
     token_count: int
+    algorithm: str  # of its segments' checksums, empty when there is no header
     damage: str  # what is wrong with it, or empty
 
     @property
@@ -249,7 +250,7 @@ class _Inspection:
                 header = probe(offset, length)
             except (CorruptBlock, VersionMismatch) as error:
                 if not self._scan_all:
-                    damaged.append(SlabBlock("", offset, length, 0, 0, 0, str(error)))
+                    damaged.append(SlabBlock("", offset, length, 0, 0, 0, "", str(error)))
                 continue
             found.append((Extent(offset, header.extent_bytes), header))
         kept, lost = resolve_overlaps(found, self._layout.capacity_bytes)
@@ -301,7 +302,7 @@ class _Inspection:
         start, bad = extent.offset + header.header_bytes, []
         segments = zip(header.segment_bytes.tolist(), header.checksums.tolist(), strict=True)
         for index, (length, checksum) in enumerate(segments):
-            if xxh3_64_intdigest(self._read(start, length)) != checksum:
+            if segment_checksum(self._read(start, length), header.algorithm) != checksum:
                 bad.append(index)
             start += length
         return f"payload differs from its checksum in segments {bad}" if bad else ""
@@ -328,6 +329,7 @@ def _describe(pair: tuple[Extent, Header], damage: str) -> SlabBlock:
         payload_bytes=header.payload_bytes,
         generation=header.generation,
         token_count=header.token_count,
+        algorithm=header.algorithm,
         damage=damage,
     )
 

@@ -53,7 +53,13 @@ MIXED = KVSchema.of(
 )
 
 
-@pytest.mark.parametrize("schema", [schema_of(), MIXED], ids=["gqa", "mixed"])
+PAGED = [
+    KVSchema.of("p", MIXED.layers, block_tokens=32, shards=shards, checksum="xxh3_64_pages")
+    for shards in (1, 2)
+]
+
+
+@pytest.mark.parametrize("schema", [schema_of(), MIXED, *PAGED])
 def test_a_schema_survives_the_way(schema: KVSchema) -> None:
     parsed = parse_schema(schema.canonical_bytes().decode())
     assert parsed == schema
@@ -72,6 +78,9 @@ def test_a_schema_survives_the_way(schema: KVSchema) -> None:
         schema_of().canonical_bytes().decode().replace("gqa", "gqb"),
         schema_of().canonical_bytes().decode().replace("16,", "-16,"),
         schema_of().canonical_bytes().decode().replace("xxh3_128", "md5"),
+        schema_of().canonical_bytes().decode()[:-1] + ',"xxh3_64"]',
+        schema_of().canonical_bytes().decode()[:-1] + ',"crc32"]',
+        PAGED[1].canonical_bytes().decode().replace(',2,"xxh3_64_pages"]', ',"xxh3_64_pages",2]'),
         json.dumps(json.loads(schema_of().canonical_bytes())),
     ],
 )

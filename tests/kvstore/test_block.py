@@ -240,6 +240,39 @@ def test_readers_recognise_a_chain_up_to_the_first_flipped_bit() -> None:
         memory[second_at] ^= 1 << place % 8
 
 
+def test_a_header_says_how_its_segments_were_hashed() -> None:
+    for algorithm, number in (("xxh3_64", 1), ("xxh3_64_pages", 2)):
+        buffer = packed(size_bytes=4096, extent_offset=0, algorithm=algorithm)
+        assert struct.unpack_from("<HH", buffer, 116) == (1, number)
+        assert read_header(buffer).algorithm == algorithm
+        relocate_header(buffer, extent_offset=4096)
+        assert read_header(buffer, offset_expected=4096).algorithm == algorithm
+    with pytest.raises(InvalidInput, match="xxh3_64_pages"):
+        packed(algorithm="crc32")
+
+
+def test_readers_recognise_their_algorithm_alone() -> None:
+    shapes = {
+        algorithm: HeaderShape(
+            segment_count=32,
+            token_count=512,
+            payload_bytes=1 << 20,
+            extent_bytes=(1 << 20) + 8192,
+            algorithm=algorithm,
+        )
+        for algorithm in ("xxh3_64", "xxh3_64_pages")
+    }
+    for written in shapes:
+        memory = packed(size_bytes=4096, extent_offset=0, algorithm=written)
+        for read, shape in shapes.items():
+            names = b"k" * 16 + b"p" * 16 + NAMES
+            good = shape.leading(
+                memoryview(memory), [0], [7], [b"k" * 16], b"p" * 16, NAMES, [TOKENS]
+            )
+            matches = shape.matches(bytes(memory), names, 7, 0, TOKENS)
+            assert (good, matches) == (int(read == written), read == written)
+
+
 def test_readers_do_not_recognise_what_is_elsewhere_or_cut_off() -> None:
     memory = packed(size_bytes=4096, extent_offset=0)
     assert lies_in_a_chain(memory, [0]) == 1
@@ -340,10 +373,10 @@ def test_a_misplaced_extent_is_detected() -> None:
 @pytest.mark.parametrize("offset", [116, 118])
 def test_another_version_is_told_from_damage(offset: int) -> None:
     buffer = packed()
-    struct.pack_into("<H", buffer, offset, 2)
+    struct.pack_into("<H", buffer, offset, 3)
     with pytest.raises(CorruptBlock, match="checksum"):
         read_header(buffer)
-    with pytest.raises(VersionMismatch, match="2"):
+    with pytest.raises(VersionMismatch, match="3"):
         read_header(resign(buffer))
 
 

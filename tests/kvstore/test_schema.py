@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +15,7 @@ from tiffin.kvstore.errors import SchemaError
 from tiffin.kvstore.schema import DTYPES, ByteRange, KVSchema, LayerKind, LayerSpec, Part
 
 MIB = 1 << 20
+ODD = LayerSpec.opaque(nbytes=7, format="odd")
 
 
 def llama(layers: int = 32, **fields: object) -> KVSchema:
@@ -32,6 +34,21 @@ def hybrid() -> KVSchema:
         LayerSpec.opaque(nbytes=77, format="engine-x/1"),
     ]
     return KVSchema.of("hybrid", specs, block_tokens=16)
+
+
+def quantised() -> KVSchema:
+    """Every kind that has scales, beside parts that have none; 16 tokens."""
+    specs = [
+        LayerSpec.gqa(kv_heads=4, head_dim=8, dtype="float8_e4m3", scale_tokens=16),
+        LayerSpec.gqa(kv_heads=4, head_dim=6, dtype="bfloat16", v_dtype="int8", scale_tokens=4),
+        LayerSpec.mla(latent_dim=16, rope_dim=4, dtype="float8_e4m3", scale_tokens=1),
+        LayerSpec.window(kv_heads=4, head_dim=8, dtype="int8", window_tokens=6, scale_tokens=3),
+        LayerSpec.compressed(
+            kv_heads=4, head_dim=3, dtype="int8", tokens_per_entry=4, scale_tokens=2
+        ),
+        LayerSpec.state(nbytes=12),
+    ]
+    return KVSchema.of("quantised", specs, block_tokens=16, shards=2)
 
 
 def test_published_models_have_the_published_sizes() -> None:
@@ -79,7 +96,10 @@ def test_numpy_agrees_on_every_dtype() -> None:
         assert part.row_bytes == 3 * sizes.get(name, 1) == np.zeros(3, dtype).nbytes
 
 
-@pytest.mark.parametrize("schema", [llama(3), hybrid()], ids=["llama", "hybrid"])
+SCHEMAS = {"llama": llama(3), "hybrid": hybrid(), "quantised": quantised()}
+
+
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
 def test_segments_and_parts_tile_the_payload(schema: KVSchema) -> None:
     parts = [
         schema.range(index, part.name)
@@ -99,7 +119,10 @@ def positions(schema: KVSchema) -> list[tuple[int, str, int | None]]:
     for index, layer in enumerate(schema.layers):
         for part in layer.parts:
             for head in range(part.heads):
-                length = layer.entries(schema.block_tokens) * part.row_bytes
+                entries = layer.entries(schema.block_tokens)
+                length = entries * part.row_bytes
+                if part.scale_tokens:
+                    length += entries // part.scale_tokens * 4
                 owners += [(index, part.name, head if layer.has_heads else None)] * length
     return owners
 
@@ -108,9 +131,10 @@ def covered(spans: tuple[ByteRange, ...]) -> list[int]:
     return [offset for span in spans for offset in range(span.offset, span.end)]
 
 
+@pytest.mark.parametrize("name", ["hybrid", "quantised"])
 @given(data=st.data())
-def test_ranges_equal_the_walk(data: st.DataObject) -> None:
-    schema = hybrid()
+def test_ranges_equal_the_walk(name: str, data: st.DataObject) -> None:
+    schema = SCHEMAS[name]
     first = data.draw(st.integers(0, 5))
     end = data.draw(st.integers(first + 1, 6))
     low = data.draw(st.integers(0, 3))
@@ -275,6 +299,91 @@ def test_every_field_is_in_the_fingerprint() -> None:
     ]
     assert len({schema.fingerprint for schema in changed}) == len(changed)
     assert all(len(schema.fingerprint) == 16 for schema in changed)
+
+
+def test_a_quantised_block_has_its_scales_behind_each_head() -> None:
+    schema = quantised()
+    assert [segment.length for segment in schema.spans] == [
+        2 * 4 * (16 * 8 + 1 * 4),
+        4 * 16 * 6 * 2 + 4 * (16 * 6 + 4 * 4),
+        16 * 20 + 16 * 4,
+        2 * 4 * (6 * 8 + 2 * 4),
+        2 * 4 * (4 * 3 + 2 * 4),
+        12,
+    ]
+    head_bytes = 16 * 8 + 4
+    assert schema.range(0, "v", heads=(1, 3)) == ByteRange(5 * head_bytes, 2 * head_bytes)
+    assert [segment.length for segment in schema.segments[:4]] == [2 * head_bytes] * 4
+    halved = KVSchema.gqa(
+        model="m", layers=32, kv_heads=8, head_dim=128, dtype="float8_e4m3", scale_tokens=512
+    )
+    assert halved.block_bytes == 32 * MIB + 32 * 2 * 8 * 4
+
+
+def test_how_values_are_quantised_is_in_the_fingerprint() -> None:
+    schemas = [
+        llama(),
+        llama(dtype="int8"),
+        llama(dtype="float8_e4m3"),
+        *(llama(dtype="int8", scale_tokens=tokens) for tokens in (1, 16, 512)),
+        *(llama(dtype="float8_e4m3", scale_tokens=tokens) for tokens in (1, 16, 512)),
+        llama(dtype="float8_e4m3", v_dtype="int8", scale_tokens=16),
+        llama(v_dtype="int8"),
+        llama(v_dtype="int8", scale_tokens=16),
+    ]
+    assert len({schema.fingerprint for schema in schemas}) == len(schemas)
+    assert llama(scale_tokens=0).fingerprint == llama().fingerprint
+    assert b'[["k",8,128,"int8",16],["v",8,128,"int8",16]]' in schemas[4].canonical_bytes()
+    assert b'[["k",8,128,"bfloat16"],["v",8,128,"int8",16]]' in schemas[-1].canonical_bytes()
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: llama(scale_tokens=16), "k is bfloat16, which has no scales"),
+        (lambda: llama(dtype="uint8", scale_tokens=1), "k is uint8"),
+        (lambda: llama(dtype="float8_e5m2", scale_tokens=1), "k is float8_e5m2"),
+        (lambda: llama(dtype="int8", scale_tokens=3), "layer 0: k: one scale per 3 entries"),
+        (lambda: llama(dtype="int8", scale_tokens=1024), "one scale per 1024 entries"),
+        (lambda: llama(dtype="int8", scale_tokens=-1), "scale_tokens is -1"),
+        (lambda: llama(dtype="int8", scale_tokens=True), "scale_tokens is an int"),
+        (lambda: llama(dtype="int8", scale_tokens=None), "scale_tokens is an int"),
+        (
+            lambda: llama(dtype="int8", scale_tokens=1, head_dim=3, block_tokens=6),
+            "layer 0: a head of k has 18 bytes; .* multiple of 4",
+        ),
+        (
+            lambda: KVSchema.of("m", [*llama(1, dtype="int8", scale_tokens=1).layers, ODD]),
+            "layer 1: data has 7 bytes; .* pad it",
+        ),
+        (
+            lambda: LayerSpec(LayerKind.STATE, (Part("state", 1, 4, "int8", 1),), shape=(4,)),
+            "no entries that could share a scale",
+        ),
+        (
+            lambda: LayerSpec(LayerKind.OPAQUE, (Part("data", 1, 4, "int8", 1),), format="x"),
+            "no entries that could share a scale",
+        ),
+        (
+            lambda: KVSchema.mla(
+                model="m", layers=1, latent_dim=6, dtype="int8", block_tokens=6, scale_tokens=4
+            ),
+            "one scale per 4 entries does not divide the 6",
+        ),
+    ],
+)
+def test_scales_that_cannot_be(make: Callable[[], object], why: str) -> None:
+    with pytest.raises(SchemaError, match=why):
+        make()
+
+
+def test_scales_lie_at_multiples_of_four_in_every_selection() -> None:
+    schema = quantised()
+    for layer, spec in enumerate(schema.layers):
+        for part in spec.parts:
+            for head in range(part.heads if spec.has_heads else 1):
+                span = schema.range(layer, part.name, (head, head + 1))
+                assert span.offset % 4 == span.length % 4 == 0
 
 
 def test_the_fingerprint_is_the_same_in_another_process() -> None:

@@ -38,6 +38,15 @@ LARGE = KVSchema.gqa(
 SHARDED = KVSchema.gqa(
     model="c", layers=2, kv_heads=4, head_dim=32, dtype="bfloat16", block_tokens=4, shards=4
 )
+PAGED = KVSchema.gqa(
+    model="d",
+    layers=2,
+    kv_heads=2,
+    head_dim=256,
+    dtype="bfloat16",
+    block_tokens=4,
+    checksum="xxh3_64_pages",
+)
 DRAM_BYTES = 12 * LARGE.extent_bytes
 NVME_BYTES = 24 * LARGE.extent_bytes
 BLOCKS = 5  # of each prompt
@@ -46,7 +55,7 @@ BLOCKS = 5  # of each prompt
 def prompts() -> list[Prefix]:
     """Of all schemas: prompts that share their first blocks, and prompts that share nothing."""
     found = []
-    for schema in (SMALL, LARGE, SHARDED):
+    for schema in (SMALL, LARGE, SHARDED, PAGED):
         base = np.arange(BLOCKS * schema.block_tokens)
         for shared in (0, 2, 4):
             tokens = base.copy()

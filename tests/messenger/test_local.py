@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import xxhash
 
+from tiffin.kernels import pagehash
 from tiffin.messenger import local
 from tiffin.messenger.errors import RangeError
 from tiffin.messenger.local import (
     PIECE_BYTES,
+    XXH3_64_PAGES,
     byte_view,
     copy,
     copy_hashed,
@@ -47,6 +49,30 @@ def test_segments() -> None:
     gap = slice(2 * PIECE_BYTES + 10, 2 * PIECE_BYTES + 20)
     assert not target[gap].any()
     assert copy_segments_hashed(target, source, []).tolist() == []
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES - 7])
+@pytest.mark.parametrize("piece_bytes", [1000, PIECE_BYTES])
+def test_pages_are_copied_and_hashed_however_they_are_cut(nbytes: int, piece_bytes: int) -> None:
+    source, target = _random(nbytes), np.zeros(nbytes, np.uint8)
+    found = copy_hashed(target, source, XXH3_64_PAGES, piece_bytes=piece_bytes)
+    assert np.array_equal(target, source)
+    assert found == hash_bytes(source, XXH3_64_PAGES) == pagehash.checksum(source)
+    assert found != hash_bytes(source)
+
+
+@pytest.mark.parametrize("nbytes", [3 * PIECE_BYTES, 10 * PIECE_BYTES])
+def test_segments_of_pages(nbytes: int) -> None:
+    """Small, and so large that plain segments would be shared with the helper."""
+    source, target = _random(nbytes), np.zeros(nbytes, np.uint8)
+    segments = [(0, 10), (10, 2 * PIECE_BYTES), (2 * PIECE_BYTES + 20, 100), (7, 0)]
+    if nbytes > local.SHARED_BYTES_MIN:
+        segments += [(3 * PIECE_BYTES, 5 * PIECE_BYTES + 3), (9 * PIECE_BYTES, PIECE_BYTES)]
+    expected = pagehash.checksums(source, segments)
+    found = copy_segments_hashed(target, source, segments, XXH3_64_PAGES)
+    assert (found.dtype, found.tolist()) == (np.uint64, expected.tolist())
+    assert hash_segments(target, segments, XXH3_64_PAGES).tolist() == expected.tolist()
+    assert not target[2 * PIECE_BYTES + 10 : 2 * PIECE_BYTES + 20].any()
 
 
 @pytest.mark.parametrize("segment", [(-1, 5), (96, 5), (0, 101), (50, -1)])

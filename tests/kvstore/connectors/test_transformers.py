@@ -14,7 +14,18 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from llamasupport import (  # noqa: E402
+    BLOCK,
+    NEW,
+    POOL,
+    assert_same_cache,
+    computed,
+    greedy,
+    make_model,
+    plain,
+    tokens,
+)
+from transformers import DynamicCache, GenerationConfig  # noqa: E402
 
 from tiffin.kvstore import Client  # noqa: E402
 from tiffin.kvstore.connectors import transformers as connector  # noqa: E402
@@ -24,40 +35,6 @@ from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-BLOCK = 64
-NEW = 12
-POOL = "embedded:?dram=64MiB&prefault=false"
-
-
-def make_model(*, dtype: str = "float32", kv_heads: int = 2, seed: int = 0, **changes: Any) -> Any:
-    torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.3,  # the default gives the same token for ever
-    }
-    config = LlamaConfig(**{**sizes, **changes})
-    return LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
-
-
-def tokens(count: int, seed: int = 1) -> Any:
-    return torch.randint(4, 512, (1, count), generator=torch.Generator().manual_seed(seed))
-
-
-def greedy(generate: Any, ids: Any, **kwargs: Any) -> list[int]:
-    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    out: list[int] = generate(ids, **{**options, **kwargs})[0, ids.shape[1] :].tolist()
-    return out
-
-
-def plain(model: Any, ids: Any) -> list[int]:
-    return greedy(model.generate, ids, attention_mask=torch.ones_like(ids))
 
 
 @pytest.fixture
@@ -105,10 +82,10 @@ def test_greedy_tokens_are_the_same_with_the_pool(
     assert len(set(expected)) > 3  # a model that repeats itself would prove nothing
     assert greedy(cached.generate, ids) == expected
     assert (cached.last.hit_tokens, cached.last.stored_blocks) == (0, 5)
-    with Counting(model) as computed:
+    with Counting(model) as counting:
         assert greedy(cached.generate, ids) == expected
     assert (cached.last.hit_tokens, cached.last.stored_blocks) == (5 * BLOCK, 0)
-    assert computed.tokens == 17 + NEW - 1
+    assert counting.tokens == 17 + NEW - 1
     assert client.statistics()["counters"]["dram_hits"] == 5
 
 
@@ -117,15 +94,11 @@ def test_loaded_bytes_are_the_computed_ones(client: Client, dtype: str) -> None:
     model = make_model(dtype=dtype)
     cached = PrefixCache(client, model, block_tokens=BLOCK)
     ids = tokens(3 * BLOCK + 1)
-    computed = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, past_key_values=computed)
-    cached.save(computed, ids)
+    expected = computed(model, ids)
+    cached.save(expected, ids)
     loaded, hit = cached.load(ids)
     assert hit == 3 * BLOCK
-    for mine, theirs in zip(loaded.layers, computed.layers, strict=True):
-        assert torch.equal(mine.keys, theirs.keys[:, :, :hit])
-        assert torch.equal(mine.values, theirs.values[:, :, :hit])
+    assert_same_cache(loaded, expected, hit)
 
 
 def test_another_tail_uses_the_shared_prefix(cached: PrefixCache, model: Any) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tiffin.kvstore.errors import TierUnavailable
 from tiffin.kvstore.testing import TIER_BYTES, TierContract, checked
 from tiffin.kvstore.tiers.dram import DramTier
 from tiffin.kvstore.tiers.nvme import NvmeTier
@@ -43,14 +45,40 @@ class TestNvmeBuffered(TierContract):
             yield tier
 
 
-class TestHbmOnCpu(TierContract):
-    @pytest.fixture
-    def tier(self) -> Iterator[Tier]:
-        pytest.importorskip("torch")
+def devices() -> list[str]:
+    """Where an HBM tier can be tried: the CPU stands for a GPU anywhere, and a GPU for itself."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    import torch
+
+    return ["cpu", "cuda:0"] if torch.cuda.is_available() else ["cpu"]
+
+
+class TestHbm(TierContract):
+    @pytest.fixture(params=devices())
+    def tier(self, request: pytest.FixtureRequest) -> Iterator[Tier]:
         from tiffin.kvstore.tiers.hbm import HbmTier
 
-        with checked(HbmTier(TIER_BYTES, "cpu")) as tier:
+        with checked(HbmTier(TIER_BYTES, request.param)) as tier:
             yield tier
+
+
+@pytest.mark.parametrize("device", devices())
+def test_hbm_view_is_the_memory_itself(device: str) -> None:
+    from tiffin.kvstore.tiers.hbm import HbmTier
+
+    with HbmTier(TIER_BYTES, device) as tier:
+        tier.reserve(4096)
+        extent = tier.reserve(100)
+        tier.view(extent)[:100] = 9
+        if tier.device.type == "cuda":
+            tier.torch.cuda.current_stream(tier.device).synchronize()
+        target = bytearray(100)
+        tier.read(extent, 0, target)
+        assert target == b"\x09" * 100
+        assert tier.view_all()[4096:4196].tolist() == [9] * 100
+    with pytest.raises(TierUnavailable):
+        tier.view_all()
 
 
 def test_dram_view_is_the_memory_itself() -> None:

@@ -1,0 +1,61 @@
+"""What the measurements share: how large a run is, and the device that is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..kernels.device import surroundings
+from ..store.setting import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..kernels.device import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much a run measures. The defaults are the run that `docs/benchmarks.md` shows."""
+
+    rounds: int = 20
+    block_bytes: int = 64 * MIB  # Llama-3-8B: 512 tokens of 32 layers
+    blocks: int = 4
+    layers: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    block_tokens: int = 512
+    page_tokens: int = 16
+    paged_blocks: int = 8
+    piece_bytes: tuple[int, ...] = (4 * KIB, 8 * KIB, 16 * KIB)
+    pieces_bytes: int = 256 * MIB
+    # A decode step reads all weights for a few tokens: matrices as Llama-3-8B's MLP has them, more
+    # of them than any cache holds.
+    decode_batch: int = 32
+    decode_shape: tuple[int, int] = (4096, 14_336)
+    decode_layers: int = 16
+    decode_steps: int = 4
+    transfer_bytes: int = 1024 * MIB
+    busy_edge: int = 8192  # of the square matrices that hold the SMs
+
+    @classmethod
+    def quick(cls) -> Sizes:
+        """Fewer rounds and blocks; the same shapes."""
+        return cls(rounds=5, blocks=2, paged_blocks=4, pieces_bytes=128 * MIB)
+
+
+def _silent(text: str) -> None:
+    del text
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One run: its sizes, its device, and whom to tell what is going on."""
+
+    sizes: Sizes
+    machine: Machine
+    tell: Callable[[str], None] = field(default=_silent)
+
+    def surroundings(self) -> dict[str, Any]:
+        """The device, for the report and for each row."""
+        return surroundings(self.machine)

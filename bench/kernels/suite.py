@@ -1,0 +1,60 @@
+"""The kernels' measurements, in the order of the docs.
+
+What they measure is imported when they run: every `tiffin` command comes by here to learn their
+names, and torch takes a second to import or is not installed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeVar
+
+from ..environment import LIBRARIES
+from ..suite import Suite
+from .device import Missing, in_words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..store.rows import Row
+    from .setting import Setting
+
+S = TypeVar("S")
+
+
+def later(package: str, module: str, function: str) -> Callable[[S], list[Row]]:
+    """A measurement that is imported at its first call. What the kernels or the device refuse ends
+    this one, and not those after it."""
+
+    def measured(setting: S) -> list[Row]:
+        from tiffin.kernels.errors import KernelError
+
+        measure: Callable[[S], list[Row]] = getattr(import_module(f".{module}", package), function)
+        try:
+            return measure(setting)
+        except (KernelError, RuntimeError) as error:
+            raise ValueError(f"the device refused: {type(error).__name__}: {error}") from error
+
+    return measured
+
+
+_WHERE = {
+    "gather": ("paged", "gathers"),
+    "scatter": ("paged", "scatters"),
+    "parts": ("paged", "parts"),
+    "lmcache": ("lmcache", "lmcache"),
+    "quantise": ("quantised", "quantise"),
+    "reshard": ("resharded", "reshard"),
+    "checksum": ("checksums", "checksum"),
+    "launches": ("calls", "launches"),
+    "host": ("calls", "host"),
+}
+
+SUITE: Suite[Setting] = Suite(
+    "kernels",
+    {name: later(__package__, *where) for name, where in _WHERE.items()},
+    lack=Missing,
+    libraries=(*LIBRARIES, "torch", "triton"),
+    surroundings=lambda setting: setting.surroundings(),
+    in_words=in_words,
+)

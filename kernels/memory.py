@@ -1,0 +1,91 @@
+"""The blocks of a call as addresses, checked before anything is written to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .errors import DeviceError, LayoutError, RoomError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMemory:
+    """Where each block of a call lies: `addresses` int64 [n], and the bytes as uint8 tensors."""
+
+    addresses: NDArray[np.int64]
+    tensors: Sequence[Any]
+
+
+def block_memory(
+    blocks: Any, *, count: int, nbytes: int, device: Any, written: bool
+) -> BlockMemory:
+    """`count` blocks of `nbytes` that kernels on `device` can reach.
+
+    `blocks`: one uint8 tensor [count, nbytes or more], or a sequence of 1-D uint8 tensors that may
+    lie anywhere. For a CUDA device they are on it, or pinned on the host, where a kernel reads and
+    writes them over PCIe under the same addresses (unified addressing, as on every 64-bit Linux).
+    Blocks that are `written` may not overlap.
+
+    Raises LayoutError, RoomError (too few or too small, or overlapping) and DeviceError.
+    """
+    if isinstance(blocks, torch.Tensor):
+        memory = _rows(blocks)
+        tensors = [blocks[:1].reshape(-1)] if len(memory.tensors) else []
+        smallest = blocks.shape[1]
+    else:
+        tensors = list(blocks)
+        memory = _separate(tensors)
+        smallest = min((tensor.numel() for tensor in tensors), default=0)
+    if len(memory.tensors) != count:
+        raise RoomError(f"{len(memory.tensors)} blocks for a map of {count}")
+    if smallest < nbytes:
+        raise RoomError(f"a block has {smallest} bytes of room and needs {nbytes}")
+    _check_devices(tensors, device)
+    if written and count > 1:
+        ordered = np.sort(memory.addresses)
+        if np.diff(ordered).min() < nbytes:
+            raise RoomError(f"two blocks of {nbytes} bytes overlap")
+    return memory
+
+
+def _rows(blocks: Any) -> BlockMemory:
+    if blocks.dim() != 2 or blocks.dtype != torch.uint8:
+        raise LayoutError(f"blocks are uint8 [n, nbytes], not {blocks.dtype} {tuple(blocks.shape)}")
+    if blocks.shape[1] > 1 and blocks.stride(1) != 1:
+        raise LayoutError("a block's bytes are not contiguous")
+    count = int(blocks.shape[0])
+    addresses = int(blocks.data_ptr()) + np.arange(count, dtype=np.int64) * int(blocks.stride(0))
+    return BlockMemory(addresses, blocks)
+
+
+def _separate(tensors: Sequence[Any]) -> BlockMemory:
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.uint8:
+            raise LayoutError("a block is a uint8 tensor")
+        if tensor.dim() != 1 or (tensor.stride(0) != 1 and tensor.numel() > 1):
+            raise LayoutError(f"a block is one contiguous axis, not of shape {tuple(tensor.shape)}")
+    addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+    return BlockMemory(addresses, tensors)
+
+
+def _check_devices(tensors: Sequence[Any], device: Any) -> None:
+    elsewhere = [tensor for tensor in tensors if tensor.device != device]
+    if not elsewhere:
+        return
+    # Pinning belongs to an allocation: blocks of one arena are asked about once.
+    distinct = {tensor.untyped_storage().data_ptr(): tensor for tensor in elsewhere}
+    for tensor in distinct.values():
+        reachable = device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
+        if not reachable:
+            raise DeviceError(
+                f"a block on {tensor.device} can't be reached from {device}"
+                + (": pin the host memory" if tensor.device.type == "cpu" else "")
+            )

@@ -1,0 +1,247 @@
+"""Gather pages into blocks, and scatter blocks back into pages.
+
+All layers and all blocks of a call are one launch (one per group of lanes, see lanes.py: mostly
+one). On CUDA the Triton kernel of paged_kernel.py runs; on a CPU the torch reference.
+
+How the work is cut. A tile is 8 KiB of one run: 128 threads, four loads of 16 bytes each before
+the first store. 16 such programs fill an SM (2048 threads) and keep 128 KiB in flight on it; to
+keep 3.35 TB/s of HBM busy at about 700 ns per load takes 2.3 MB on the whole GPU, 18 KiB on each of
+132 SMs. So a launch has at most 16 programs per SM, each of which takes tile after tile. Fewer
+(`programs=`) leave SMs to an engine's kernels: 64 of them keep 512 KiB in flight, which is 750 GB/s
+at 700 ns and more than PCIe moves. These figures are arithmetic, not measurements.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from . import reference
+from .errors import DeviceError, LayoutError
+from .lanes import alignment, lanes
+from .memory import block_memory
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from .layout import BlockLayout, PagedCache, Selection
+    from .plan import LaneGroup, PageMap
+
+TILE_BYTES: Final = 8192
+WARPS: Final = 4
+PROGRAMS_PER_SM: Final = 16  # of 4 warps: 2048 threads, all that an SM of an A100 or H100 holds
+_MOST_UNITS: Final = 2048  # of a tile whose words are narrow: 16 for each of 128 threads
+_INTERPRETED_PROGRAMS: Final = 3  # few, and more than one, so that tests see programs share work
+
+
+def gather(
+    cache: PagedCache,
+    pages: PageMap,
+    blocks: Any,
+    layout: BlockLayout,
+    *,
+    layers: Selection | None = None,
+    heads: Selection | None = None,
+    stream: Any = None,
+    programs: int | None = None,
+    backend: str | None = None,
+) -> None:
+    """Copy the tokens that `pages` names from the cache into blocks.
+
+    `blocks`: one uint8 tensor [n, layout.nbytes or more], or n 1-D uint8 tensors that may lie
+    anywhere, also in pinned host memory. `layers`, `heads`: half-open ranges of the model's, by
+    default all that the cache and the layout share; other runs of the blocks stay as they are.
+    Where a block has fewer tokens than the layout, its rows beyond them become zeros, so that
+    nothing that somebody else left there is ever published.
+
+    On CUDA the work is queued on `stream` (default: the current one) and the call returns; cache
+    and blocks have to stay until the stream has passed it. `programs` bounds the programs, and so
+    the SMs, that the kernel takes. `backend`: "triton", "reference", or None for the device's own.
+
+    Raises PageError, LayoutError, RoomError and DeviceError, before anything is written.
+    """
+    _move(cache, pages, blocks, layout, layers, heads, stream, programs, backend, True)
+
+
+def scatter(
+    cache: PagedCache,
+    pages: PageMap,
+    blocks: Any,
+    layout: BlockLayout,
+    *,
+    layers: Selection | None = None,
+    heads: Selection | None = None,
+    stream: Any = None,
+    programs: int | None = None,
+    backend: str | None = None,
+) -> None:
+    """Copy blocks into the pages that `pages` names: `gather` the other way, with its parameters.
+
+    Only the named tokens' rows are written; the rest of their pages, and rows of a block beyond its
+    tokens, are left alone. Where a layout has a head several times, the first is read.
+    """
+    _move(cache, pages, blocks, layout, layers, heads, stream, programs, backend, False)
+
+
+def _move(
+    cache: PagedCache,
+    pages: PageMap,
+    blocks: Any,
+    layout: BlockLayout,
+    layers: Selection | None,
+    heads: Selection | None,
+    stream: Any,
+    programs: int | None,
+    backend: str | None,
+    gather: bool,
+) -> None:
+    device = cache.device
+    triton = uses_triton(device, backend)
+    groups = lanes(cache, layout, layers=layers, heads=heads, once=not gather)
+    pages.check_fits(cache, layout.tokens)
+    memory = block_memory(
+        blocks, count=len(pages), nbytes=layout.nbytes, device=device, written=gather
+    )
+    if not triton:
+        if any(tensor.device != device for tensor in memory.tensors):
+            raise DeviceError("the reference does not reach pinned memory from a device")
+        with on_stream(device, stream):
+            reference.move(cache, groups, pages, memory.tensors, gather=gather)
+        return
+    works = [tile_work(group, memory.addresses, len(pages)) for group in groups]
+    with on_stream(device, stream):
+        table = device_table(np.concatenate((memory.addresses, pages.table)), device)
+        for group, work in zip(groups, works, strict=True):
+            launch(group, work, table, pages, device, programs, gather)
+
+
+def uses_triton(device: Any, backend: str | None) -> bool:
+    """Whether a kernel or the reference runs. Raises DeviceError for one that can't."""
+    if backend not in (None, "triton", "reference"):
+        raise DeviceError(f"unknown backend {backend!r}: triton or reference")
+    if backend is None or backend == "reference":
+        return backend is None and device.type == "cuda"
+    if device.type != "cuda" and not interpreted():
+        raise DeviceError(f"Triton has no kernels for {device}, but for its interpreter")
+    return True
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1 before its import)."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from .paged_kernel import move_lanes
+
+    return isinstance(move_lanes, InterpretedFunction)
+
+
+def on_stream(device: Any, stream: Any) -> ExitStack:
+    """A context in which CUDA work goes to this device and stream; nothing on a CPU."""
+    stack = ExitStack()
+    if device.type == "cuda":
+        stack.enter_context(torch.cuda.device(device))
+        if stream is not None:
+            stack.enter_context(torch.cuda.stream(stream))
+    return stack
+
+
+def device_table(numbers: NDArray[np.int64], device: Any) -> Any:
+    """int64 numbers on the device, by one copy that the host does not wait for.
+
+    From pinned memory of torch's cache, which torch gives out again only when the copy has ended:
+    one from pageable memory may make the driver wait for the stream.
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(numbers)
+    staging = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
+    staging.numpy()[:] = numbers
+    return staging.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TileWork:
+    """How a launch cuts its work; constants of the kernel but for the counts."""
+
+    word_bytes: int
+    unit_words: int
+    row_units: int
+    tile_units: int
+    tiles: int  # per run
+    items: int  # lanes × blocks × tiles
+
+
+def tile_work(group: LaneGroup, addresses: NDArray[np.int64], blocks: int) -> TileWork:
+    """Cut the runs of a group into tiles. A unit is the widest word, up to 16 bytes, that divides
+    all addresses, strides and rows. Raises LayoutError for more than 2**31 - 1 tiles."""
+    unit_bytes = alignment(int(np.bitwise_or.reduce(addresses)) | group.alignment)
+    row_units = group.row_bytes // unit_bytes
+    units = group.rows * row_units
+    tile_units = min(TILE_BYTES // unit_bytes, _MOST_UNITS, 1 << (units - 1).bit_length())
+    tiles = -(-units // tile_units)
+    items = len(group) * blocks * tiles
+    if items >= 1 << 31:
+        raise LayoutError(f"{items} tiles are too many for a launch: move fewer blocks at a time")
+    word_bytes = min(unit_bytes, 8)
+    return TileWork(word_bytes, unit_bytes // word_bytes, row_units, tile_units, tiles, items)
+
+
+def grid_programs(items: int, device: Any, programs: int | None) -> int:
+    """How many programs share `items` tiles: at most `programs`, or what fills the device."""
+    if programs is None:
+        if device.type != "cuda":
+            programs = _INTERPRETED_PROGRAMS
+        else:
+            count = torch.cuda.get_device_properties(device).multi_processor_count
+            programs = PROGRAMS_PER_SM * int(count)
+    return max(1, min(programs, items))
+
+
+def launch(
+    group: LaneGroup,
+    work: TileWork,
+    table: Any,
+    pages: PageMap,
+    device: Any,
+    programs: int | None,
+    gather: bool,
+) -> None:
+    """One launch of the kernel over one group of lanes."""
+    from .paged_kernel import WORD_TYPES, move_lanes
+
+    size = pages.page_tokens
+    move_lanes[(grid_programs(work.items, device, programs),)](
+        lane_table(group, device),
+        table,
+        work.items,
+        len(group),
+        group.together,
+        len(pages),
+        pages.pages.shape[1],
+        work.tiles,
+        size,
+        group.page_stride_bytes,
+        group.token_stride_bytes,
+        group.rows,
+        group.skip,
+        GATHER=gather,
+        WORD_TYPE=WORD_TYPES[work.word_bytes],
+        WORD_BYTES=work.word_bytes,
+        UNIT_WORDS=work.unit_words,
+        ROW_UNITS=work.row_units,
+        TILE_UNITS=work.tile_units,
+        PAGE_SHIFT=-1 if size & (size - 1) else size.bit_length() - 1,
+        num_warps=WARPS,
+    )
+
+
+def lane_table(group: LaneGroup, device: Any) -> Any:
+    """A group's addresses and offsets on the device, int64 [2, lanes], copied once."""
+    table = group.memo.get(device)
+    if table is None:
+        host = torch.from_numpy(np.stack((group.addresses, group.offsets)))
+        table = group.memo[device] = host.to(device)
+    return table

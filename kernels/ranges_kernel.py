@@ -1,0 +1,44 @@
+"""The kernel of `ranges`: apart, so that what only plans copies does not import Triton."""
+
+# Triton compiles this from its source; Python's types say nothing about it.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def copy_rows(
+    table,
+    rows,
+    WORD_TYPE: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    CHUNK_BYTES: tl.constexpr,
+):
+    """Copy `rows` rows of `table` (int64 [3, rows]: target, source, bytes up to CHUNK_BYTES).
+
+    ALIGN (1 to 16) divides every number in the table. Words are of up to 8 bytes; with ALIGN 16 the
+    compiler is told that it may load two at once.
+    """
+    lanes = tl.arange(0, CHUNK_BYTES // WORD_BYTES)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        target_address = tl.load(table + row)
+        source_address = tl.load(table + rows + row)
+        words = tl.load(table + 2 * rows + row) // WORD_BYTES
+        target = target_address.to(tl.pointer_type(WORD_TYPE))
+        source = source_address.to(tl.pointer_type(WORD_TYPE))
+        target = tl.multiple_of(target, ALIGN)
+        source = tl.multiple_of(source, ALIGN)
+        words = tl.multiple_of(words, ALIGN // WORD_BYTES)
+        mask = lanes < words
+        # Bytes pass once: they should not push an engine's data out of the cache.
+        values = tl.load(source + lanes, mask=mask, eviction_policy="evict_first")
+        tl.store(target + lanes, values, mask=mask, eviction_policy="evict_first")
+
+
+# By the bytes of a word.
+WORD_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}

@@ -1,0 +1,240 @@
+"""Blocks between an engine's cache and wherever they lie: the pool's memory or a GPU's.
+
+One call of a kernel moves all layers of many blocks, and converts them if the schema is quantised.
+What differs is how the kernel reaches the blocks:
+
+    cache on    blocks in                      way
+    CPU         host memory                    the torch reference, where they lie
+    GPU         that GPU's memory (HBM tier)   the kernel, where they lie
+    GPU         pinned host memory             the kernel, where they lie, over the link
+    GPU         other host memory              through device memory and `DeviceCopier`
+
+Work is queued on the current stream of the cache's device. If blocks are in host memory, the host
+waits for it at the end: the pool then hashes what was saved, or takes back what it lent. That wait
+has no deadline. A kernel can't be called back, so memory it may touch can't be given back either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tiffin.kernels import paged, quant
+from tiffin.kernels.plan import PageMap
+from tiffin.messenger.device import DeviceCopier, StillCopying
+from tiffin.messenger.errors import MessengerError
+from tiffin.messenger.pinning import registration
+
+from ..errors import TierUnavailable
+from .paging import host_tensor, layout_of, quantised_layout_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tiffin.kernels.cache import PagedCache
+    from tiffin.messenger.device import Transfer
+
+    from ..schema import KVSchema
+
+# What passes through device memory takes at most this, two times: large enough that starting a
+# copy costs nothing (128 MiB are 2.5 ms at 50 GB/s), small beside a model.
+STAGE_BYTES = 128 << 20
+_STAGES = 2
+# Between two looks at a copy that has not ended.
+_PATIENCE_S = 10.0
+
+
+class BlockMover:
+    """Gathers and scatters blocks of one schema, for caches on one device ("cpu", "cuda:0").
+
+    On a CPU it has no memory and no threads of its own. Use it where the current stream is the one
+    that the engine computes on. Not thread-safe.
+    """
+
+    def __init__(self, schema: KVSchema, device: Any) -> None:
+        self.schema = schema
+        self.device = torch.device(device)
+        self._layout = layout_of(schema)
+        self._quantised = quantised_layout_of(schema)
+        self._copier: DeviceCopier | None = None
+
+    def gather(self, cache: PagedCache, pages: PageMap, blocks: Sequence[Any]) -> None:
+        """Fill `blocks` (uint8 [block_bytes] each: arrays of the host, or tensors of the cache's
+        device) with the tokens that `pages` names, a row for each block.
+
+        Arrays are filled when it returns, tensors by the current stream. Raises the kernels' errors
+        before anything is touched, TierUnavailable when the device fails.
+        """
+        with self._copies(blocks) as copies:
+            for part, members in self._parts(pages, blocks):
+                if self._reaches(members[0]):
+                    self._gather(cache, part, [_tensor(block) for block in members])
+                    continue
+                stage = self._stage(len(members))
+                self._gather(cache, part, stage)
+                copies.start(self._open_copier(), list(zip(members, stage, strict=True)))
+
+    def scatter(self, cache: PagedCache, pages: PageMap, blocks: Sequence[Any]) -> None:
+        """Fill the rows of the cache that `pages` names from `blocks`, as `gather` has them; arrays
+        may be read-only.
+
+        The cache is filled by the current stream; arrays have been read when it returns. Raises as
+        `gather` does.
+        """
+        with self._copies(blocks) as copies:
+            for part, members in self._parts(pages, blocks):
+                if self._reaches(members[0]):
+                    self._scatter(cache, part, [_tensor(block) for block in members])
+                    continue
+                stage = self._stage(len(members))
+                pairs = list(zip(stage, members, strict=True))
+                copies.start(self._open_copier(), pairs).stream_wait(self._stream())
+                self._scatter(cache, part, stage)
+
+    def close(self) -> None:
+        """Let go of the staging buffers."""
+        copier, self._copier = self._copier, None
+        if copier is not None:
+            copier.close()
+
+    # -- kernels ---------------------------------------------------------------------------------
+
+    def _gather(self, cache: PagedCache, pages: PageMap, blocks: Sequence[Any]) -> None:
+        if self._quantised is None:
+            paged.gather(cache, pages, blocks, self._layout)
+        else:
+            quant.gather_quantised(cache, pages, blocks, self._quantised)
+
+    def _scatter(self, cache: PagedCache, pages: PageMap, blocks: Sequence[Any]) -> None:
+        if self._quantised is None:
+            paged.scatter(cache, pages, blocks, self._layout)
+        else:
+            quant.scatter_dequantised(cache, pages, blocks, self._quantised)
+
+    # -- where blocks lie ------------------------------------------------------------------------
+
+    def _parts(
+        self, pages: PageMap, blocks: Sequence[Any]
+    ) -> Iterator[tuple[PageMap, Sequence[Any]]]:
+        """Neighbours that go one way, at most STAGE_BYTES of those that are staged."""
+        most = max(1, STAGE_BYTES // self.schema.block_bytes)
+        for reached, group in groupby(range(len(blocks)), lambda i: self._reaches(blocks[i])):
+            indices = list(group)
+            step = len(indices) if reached else most
+            for at in range(0, len(indices), step):
+                first = indices[at]
+                end = indices[min(at + step, len(indices)) - 1] + 1
+                yield _rows(pages, first, end), blocks[first:end]
+
+    def _reaches(self, block: Any) -> bool:
+        """Whether a kernel can use the block where it lies."""
+        if self.device.type == "cpu" or isinstance(block, torch.Tensor):
+            return True
+        entry = registration(block.ctypes.data, block.nbytes, self.device.type)
+        return entry is not None and entry.kernels
+
+    # -- copies and streams ----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _copies(self, blocks: Sequence[Any]) -> Iterator[_Copies]:
+        """Around a move: at its end nothing touches host memory any more, also after an error."""
+        copies = _Copies(self)
+        try:
+            yield copies
+        except MessengerError as error:
+            raise TierUnavailable(f"a copy on {self.device} failed: {error}") from error
+        finally:
+            copies.end()
+            if not all(isinstance(block, torch.Tensor) for block in blocks):
+                self._synchronize()
+
+    def _stage(self, count: int) -> Any:
+        """Device memory for so many blocks, uint8 [count, block_bytes]. It is the current stream's:
+        dropped, it is given out again only to work that comes later on that stream."""
+        try:
+            return torch.empty(
+                (count, self.schema.block_bytes), dtype=torch.uint8, device=self.device
+            )
+        except torch.OutOfMemoryError as error:
+            raise TierUnavailable(f"no room to stage {count} blocks: {error}") from error
+
+    def _open_copier(self) -> DeviceCopier:
+        if self._copier is None:
+            self._copier = DeviceCopier(str(self.device))
+        return self._copier
+
+    def _stream(self) -> Any:
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.current_stream(self.device) if on_gpu else None
+
+    def point(self) -> Any:
+        """An event: what the current stream has now. None on a CPU."""
+        stream = self._stream()
+        return None if stream is None else stream.record_event()
+
+    def _synchronize(self) -> None:
+        stream = self._stream()
+        if stream is None:
+            return
+        try:
+            stream.synchronize()
+        except RuntimeError as error:  # sticky: this process can't use the device any more
+            raise TierUnavailable(f"{self.device} failed: {error}") from error
+
+
+class _Copies:
+    """Copies between host memory and stages, at most _STAGES at once."""
+
+    def __init__(self, mover: BlockMover) -> None:
+        self._mover = mover
+        self._live: deque[Transfer] = deque()  # each keeps its stage alive until it has ended
+
+    def start(self, copier: DeviceCopier, pairs: list[tuple[Any, Any]]) -> Transfer:
+        """Copy each (target, source), behind what the current stream has so far."""
+        while len(self._live) >= _STAGES:
+            _wait(self._live.popleft())
+        try:
+            transfer = copier.submit([pairs], after=self._mover.point())
+        except StillCopying as error:
+            self._live.append(error.transfer)
+            raise
+        self._live.append(transfer)
+        return transfer
+
+    def end(self) -> None:
+        """Wait for all. Raises TierUnavailable when one failed."""
+        failed: MessengerError | None = None
+        while self._live:
+            try:
+                _wait(self._live.popleft())
+            except MessengerError as error:
+                failed = error
+        if failed is not None:
+            raise TierUnavailable(f"a copy failed: {failed}") from failed
+
+
+def _wait(transfer: Transfer) -> None:
+    while True:
+        with contextlib.suppress(StillCopying):
+            transfer.wait(_PATIENCE_S)
+            return
+
+
+def _rows(pages: PageMap, first: int, end: int) -> PageMap:
+    """The rows of some blocks."""
+    if (first, end) == (0, len(pages)):
+        return pages
+    return PageMap(
+        pages.pages[first:end],
+        page_tokens=pages.page_tokens,
+        tokens=pages.tokens[first:end],
+        first_slots=pages.first_slots[first:end],
+    )
+
+
+def _tensor(block: Any) -> Any:
+    return block if isinstance(block, torch.Tensor) else host_tensor(block)

@@ -1,0 +1,180 @@
+"""The device's side of an HBM tier: its bytes, copies, checksums and events.
+
+Everything that touches a stream is here, so that the store has none in sight. Own work runs on own
+streams: the copier's, and one for checksums. Each begins behind an event of whoever wrote the bytes
+and is waited for by the host before anything is decided from it; nothing synchronises a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from tiffin.kernels import pagehash
+from tiffin.kernels.errors import KernelError
+from tiffin.messenger.device import DeviceCopier, DeviceError, DeviceUnavailable, StillCopying
+from tiffin.messenger.errors import MessengerError, RangeError, RegionError, TransferTimeout
+
+from ..errors import TierUnavailable
+from ..tiers.hbm import HbmTier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+    Pairs = Sequence[tuple[Any, Any]]
+
+
+class Passed(Protocol):
+    """Work on a device that ends some time."""
+
+    def done(self) -> bool:
+        """Whether it has ended. Raises MessengerError where nobody can know."""
+
+
+class Point:
+    """Where a stream was at one moment; on the CPU that moment is over at once."""
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        """Whether the stream has passed it. Raises DeviceError."""
+        try:
+            return self.event is None or bool(self.event.query())
+        except RuntimeError as error:
+            raise DeviceError(f"a stream failed: {error}") from error
+
+
+class Never:
+    """Of a copy that failed, or that was interrupted, nobody knows whether it has ended."""
+
+    def done(self) -> bool:
+        """Raises DeviceError."""
+        raise DeviceError("a copy failed, or was interrupted: its memory is not used again")
+
+
+class Unfinished(Exception):
+    """A copy that did not end well. `passed` is when its memory may be used again, None if nothing
+    was begun; `late` if time ran out, else the device refused."""
+
+    def __init__(self, cause: Exception, passed: Passed | None, *, late: bool) -> None:
+        super().__init__(str(cause))
+        self.passed = passed
+        self.late = late
+
+
+class HbmMemory:
+    """`nbytes` of a device, and what is done with them. Any thread may call any of it.
+
+    Raises InvalidInput and TierUnavailable like `HbmTier`.
+    """
+
+    def __init__(self, nbytes: int, device: str) -> None:
+        self.tier = HbmTier(nbytes, device)
+        self._torch = self.tier.torch
+        self.device = self.tier.device
+        self._on_gpu = self.device.type == "cuda"
+        self._stream = self._torch.cuda.Stream(self.device) if self._on_gpu else None
+        # An event that has passed, for whoever wants to wait for one; None on the CPU.
+        self.passed_event = None if self._stream is None else self._stream.record_event()
+        try:
+            self.copier = DeviceCopier(str(self.device))
+        except DeviceUnavailable as error:
+            self.tier.close()
+            raise TierUnavailable(f"no copies to or from {device}: {error}") from error
+
+    @property
+    def tensor(self) -> Any:
+        """All of it, uint8 [capacity_bytes]. Raises TierUnavailable after `close`."""
+        return self.tier.view_all()
+
+    def view(self, offset: int, nbytes: int) -> Any:
+        """uint8 [nbytes], not copied. Raises TierUnavailable after `close`."""
+        return self.tensor[offset : offset + nbytes]
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    def point(self, stream: Any = None) -> Point:
+        """Where `stream` is now; without one, the calling thread's current stream there."""
+        if not self._on_gpu:
+            return Point(None)
+        event = self._torch.cuda.Event()
+        event.record(self._torch.cuda.current_stream(self.device) if stream is None else stream)
+        return Point(event)
+
+    # -- copies ----------------------------------------------------------------------------------
+
+    def copy(self, pairs: Pairs, deadline: float) -> None:
+        """Copy each (target, source), all one way: tensors of this device, uint8 arrays of the
+        host. Returns when all bytes are there. Raises Unfinished."""
+        try:
+            # One group: nobody looks at a single block before all have arrived and were verified.
+            transfer = self.copier.submit([list(pairs)], timeout_s=left_s(deadline))
+            transfer.wait(left_s(deadline))
+        except StillCopying as error:
+            raise Unfinished(error, error.transfer, late=True) from error
+        except TransferTimeout as error:
+            raise Unfinished(error, None, late=True) from error
+        except (RangeError, RegionError) as error:
+            raise Unfinished(error, None, late=False) from error
+        except MessengerError as error:
+            raise Unfinished(error, Never(), late=False) from error
+
+    # -- checksums -------------------------------------------------------------------------------
+
+    def checksums(
+        self, spans: Sequence[tuple[int, int]], after: Point | None = None
+    ) -> NDArray[np.uint64]:
+        """`xxh3_64_pages` of each (offset, length), computed on the device once the stream has
+        passed `after`; uint64 [spans]. Waits for the result.
+
+        Raises TierUnavailable when the device refuses.
+        """
+        from tiffin.kernels.checksum import segment_checksums
+
+        if not spans:
+            return np.empty(0, np.uint64)
+        try:
+            with self._own_stream(after):
+                sums: NDArray[np.uint64] = segment_checksums(self.tensor, spans)
+        except (RuntimeError, KernelError) as error:
+            raise TierUnavailable(f"checksums on {self.device} failed: {error}") from error
+        return sums
+
+    @contextlib.contextmanager
+    def _own_stream(self, after: Point | None) -> Any:
+        if self._stream is None:
+            yield
+            return
+        with self._torch.cuda.stream(self._stream):
+            if after is not None and after.event is not None:
+                self._stream.wait_event(after.event)
+            yield
+
+    def close(self) -> None:
+        """Wait for copies that are under way, then let go of the memory. Of copies that do not end
+        the memory stays: the copier keeps it alive."""
+        with contextlib.suppress(MessengerError):
+            self.copier.close()
+        self.tier.close()
+
+
+def host_checksums(data: Bytes, spans: Sequence[tuple[int, int]]) -> NDArray[np.uint64]:
+    """The same checksums of host memory, uint8 [n]; uint64 [spans]."""
+    return pagehash.checksums(data, spans)
+
+
+def left_s(deadline: float) -> float:
+    """The time until then, not negative."""
+    return max(0.0, deadline - time.monotonic())
+
+
+def spans_at(offsets: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The `spans` of a block, for each block that begins at one of `offsets`."""
+    return [(offset + at, length) for offset in offsets for at, length in spans]

@@ -1,0 +1,261 @@
+"""Checksums by the kernel are those of `pagehash`, bit for bit: here in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+
+from tiffin.kernels import checksum, pagehash  # noqa: E402
+from tiffin.kernels.checksum import segment_checksums, segment_checksums_async  # noqa: E402
+from tiffin.kernels.errors import DeviceError, LayoutError  # noqa: E402
+
+PAGE = pagehash.PAGE_BYTES
+TILE = checksum.TILE_BYTES
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TWO_LEVELS = PAGE * PAGE // 8
+
+
+def memory_of(nbytes: int, seed: int = 0) -> Any:
+    data = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+    return torch.from_numpy(data).to(DEVICE)
+
+
+MEMORY = memory_of(TILE + 6 * PAGE)
+LARGE = np.random.default_rng(1).integers(0, 256, TWO_LEVELS + 5 * PAGE, np.uint8)
+
+
+def both(memory: Any, spans: list[tuple[int, int]]) -> list[int]:
+    """What the kernel finds, which is what the reference finds."""
+    found = segment_checksums(memory, spans, backend="triton")
+    assert found.dtype == np.uint64
+    assert found.tolist() == segment_checksums(memory, spans, backend="reference").tolist()
+    return list(found.tolist())
+
+
+def test_a_page_is_hashed_as_xxhash_does() -> None:
+    for seed in range(3):
+        memory = memory_of(PAGE, seed)
+        page = memory.cpu().numpy().tobytes()
+        root = xxhash.xxh3_64_intdigest(page).to_bytes(8, "little")
+        expected = xxhash.xxh3_64_intdigest(root + PAGE.to_bytes(8, "little"))
+        assert both(memory, [(0, PAGE)]) == [expected]
+
+
+@given(
+    offset=st.one_of(st.integers(0, 40), st.sampled_from([PAGE, PAGE + 8, 2 * PAGE + 16])),
+    length=st.one_of(
+        st.integers(0, 3 * PAGE),
+        st.builds(
+            lambda pages, more: max(0, pages * PAGE + more), st.integers(0, 3), st.integers(-17, 17)
+        ),
+        st.sampled_from([TILE, TILE - 8, TILE + 1]),
+    ),
+)
+@settings(max_examples=8)
+def test_the_kernel_and_the_reference_agree(offset: int, length: int) -> None:
+    both(MEMORY, [(offset, length)])
+
+
+def test_segments_of_every_kind_in_one_call() -> None:
+    both(MEMORY, [(0, 0), (1, 0), (0, PAGE), (16, PAGE), (8, PAGE + 8), (3, PAGE + 1), (0, TILE)])
+
+
+def carried_out(memory: Any, spans: list[tuple[int, int]]) -> tuple[list[int], int]:
+    """The plan of these spans, with each launch done by `pagehash`; and how many launches."""
+    offsets, lengths = (np.array(column, np.int64) for column in zip(*spans, strict=True))
+    hashes = np.zeros(checksum.hash_count(lengths), np.uint64)
+    made = np.zeros(len(hashes), np.int64)
+    base = hashes.ctypes.data
+    plan = checksum.plan(memory.ctypes.data + offsets, lengths, base)
+    for tiles, align in plan.launches:
+        for address, nbytes, first in tiles.T.tolist():
+            assert not (address | nbytes) % align
+            assert nbytes <= TILE
+            inside = base <= address < base + hashes.nbytes
+            source, begin = (
+                (hashes.view(np.uint8), base) if inside else (memory, memory.ctypes.data)
+            )
+            found = pagehash.page_hashes(source[address - begin : address - begin + nbytes])
+            hashes[first : first + len(found)] = found
+            made[first : first + len(found)] += 1
+    assert (made == 1).all(), "a page is hashed never or twice"
+    whole = [
+        xxhash.xxh3_64_intdigest(hashes[root].tobytes() + length.to_bytes(8, "little"))
+        for root, length in plan.segments.T.tolist()
+    ]
+    return whole, len(plan.launches)
+
+
+@given(
+    spans=st.lists(
+        st.tuples(
+            st.integers(0, 4 * PAGE),
+            st.one_of(
+                st.integers(0, 3 * PAGE),
+                st.sampled_from([TILE, TILE + 1, 2 * TILE + 9, TWO_LEVELS, TWO_LEVELS + 8]),
+            ),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+@settings(max_examples=40)
+def test_the_plan_hashes_every_page_once_level_by_level(spans: list[tuple[int, int]]) -> None:
+    """Segments of one, two and three levels: more than 512 pages have a second page of hashes."""
+    memory = LARGE
+    found, launches = carried_out(memory, spans)
+    assert found == pagehash.checksums(memory, spans).tolist()
+    levels = 1 + sum(max(n for _, n in spans) > limit for limit in (PAGE, TWO_LEVELS))
+    assert levels <= launches <= levels + 1
+
+
+def test_zeros_and_ones() -> None:
+    for value in (0, 255):
+        memory = torch.full((2 * PAGE + 24,), value, dtype=torch.uint8, device=DEVICE)
+        assert len(set(both(memory, [(0, n) for n in (0, 8, PAGE, PAGE + 8)]))) == 4
+
+
+def test_views_of_a_larger_tensor_lie_anywhere() -> None:
+    for begin in (1, 8):
+        view = MEMORY[begin : begin + 2 * PAGE]
+        assert both(view, [(0, 2 * PAGE)]) == both(MEMORY, [(begin, 2 * PAGE)])
+
+
+def test_more_segments_than_one_program_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksum, "_FINISH_SEGMENTS", 2)
+    spans = [(8 * i, 16 * i) for i in range(5)]
+    assert len(set(both(MEMORY, spans))) == len(spans)
+
+
+def test_damage_changes_it() -> None:
+    memory = MEMORY[: 3 * PAGE + 40].clone()
+    spans = [(0, 3 * PAGE + 40)]
+    right = both(memory, spans)
+    for place in (0, 1023, PAGE - 64, PAGE + 5, 3 * PAGE + 39):
+        memory[place] ^= 1 << place % 8
+        assert both(memory, spans) != right, place
+        memory[place] ^= 1 << place % 8
+    swapped = memory.clone()
+    swapped[:PAGE], swapped[PAGE : 2 * PAGE] = memory[PAGE : 2 * PAGE], memory[:PAGE]
+    assert both(swapped, spans) != right
+    assert both(memory, spans) == right
+
+
+def test_bytes_beside_a_span_do_not_count() -> None:
+    memory, spans = memory_of(3 * PAGE), [(24, PAGE + 8), (2 * PAGE + 3, 50)]
+    right = both(memory, spans)
+    memory[:24] = 0
+    memory[24 + PAGE + 8 : 2 * PAGE + 3] = 0
+    memory[2 * PAGE + 53 :] = 0
+    assert both(memory, spans) == right
+
+
+def test_nothing_to_do() -> None:
+    for backend in ("triton", "reference"):
+        found = segment_checksums(MEMORY, [], backend=backend)  # type: ignore[arg-type]
+        assert (found.dtype, found.shape) == (np.uint64, (0,))
+
+
+def test_a_cpu_tensor_is_hashed_where_it_is() -> None:
+    memory = memory_of(5 * PAGE).cpu()
+    expected = pagehash.checksums(memory.numpy(), [(0, 5 * PAGE), (1, 7)])
+    assert segment_checksums(memory, [(0, 5 * PAGE), (1, 7)]).tolist() == expected.tolist()
+
+
+def test_the_result_stays_on_the_device_until_it_is_asked_for() -> None:
+    pending = segment_checksums_async(MEMORY, [(0, PAGE), (8, 100)], backend="triton")
+    assert (pending.bits.device.type, pending.bits.dtype) == (DEVICE, torch.int64)
+    assert (pending.event is None) == (DEVICE == "cpu")
+    assert pending.result().tolist() == both(MEMORY, [(0, PAGE), (8, 100)])
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0, len(MEMORY) + 1)],
+        [(0, 8), (len(MEMORY), 1)],
+        [(-1, 1)],
+        [(8, -1)],
+        [(2**62, 2**62)],
+        [(1, 2**63 - 1)],
+        [(2**64, 1)],
+        [(0, 1, 2)],
+        [(0, 1), (0,)],
+        ["no"],
+    ],
+)
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_spans_that_are_not_inside(spans: Any, backend: Any) -> None:
+    with pytest.raises(LayoutError):
+        segment_checksums(MEMORY, spans, backend=backend)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        torch.zeros(64, dtype=torch.int8),
+        torch.zeros(64, dtype=torch.float32),
+        torch.zeros((8, 8), dtype=torch.uint8),
+        torch.zeros(64, dtype=torch.uint8)[::2],
+        np.zeros(64, np.uint8),
+        bytes(64),
+    ],
+)
+def test_other_memory_is_refused(memory: Any) -> None:
+    with pytest.raises(LayoutError):
+        segment_checksums(memory, [(0, 8)])
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(DeviceError, match="meta"):
+        segment_checksums(torch.zeros(64, dtype=torch.uint8, device="meta"), [(0, 8)])
+    with pytest.raises(DeviceError, match="backend"):
+        segment_checksums(MEMORY, [(0, 8)], backend="fast")  # type: ignore[arg-type]
+
+
+COMPILES = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton, torch
+from tiffin.kernels import checksum_kernel as kernels
+from tiffin.kernels.checksum import segment_checksums
+from tiffin.kernels.errors import DeviceError
+pages = {"constants": "*u64", "tiles": "*i64", "count": "i32", "hashes": "*u64"}
+ends = {"constants": "*u64", "segments": "*i64", "count": "i32", "hashes": "*u64",
+        "checksums": "*u64"}
+sources = [ASTSource(kernels.hash_pages, {**pages, "PAGES": "constexpr", "ALIGN": "constexpr"},
+                     {"PAGES": 16, "ALIGN": align}) for align in (16, 8)]
+sources.append(ASTSource(kernels.finish, {**ends, "SEGMENTS": "constexpr"}, {"SEGMENTS": 128}))
+for source in sources:
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2})
+    assert made.asm["cubin"], "no code for a GPU"
+    print(made.asm["ptx"].count("ld.global.v2.b64"))
+try:
+    segment_checksums(torch.zeros(8, dtype=torch.uint8), [(0, 8)], backend="triton")
+except DeviceError as error:
+    print(error)
+"""
+
+
+def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
+    """Not interpreted: by the compiler, for an H100; and then no CPU tensor is taken."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_DEFAULT_FP_FUSION"] = "1"
+    command = [sys.executable, "-c", COMPILES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    wide, narrow, _, refusal = done.stdout.splitlines()
+    assert int(wide) >= 16, "aligned pages are not loaded 16 bytes at a time"
+    assert int(narrow) == 0
+    assert "interpreter only" in refusal

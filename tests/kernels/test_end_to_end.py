@@ -1,0 +1,136 @@
+"""From one engine's pages to another's, through a real node: other pages, other order, other ranks.
+
+Without an engine: a small Llama's K and V fill a toy paged cache as vLLM lays it out.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import pagedworker as toy  # noqa: E402
+from kvsupport import Daemon  # noqa: E402
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from tiffin.kernels import paged  # noqa: E402
+from tiffin.kvstore import Client  # noqa: E402
+from tiffin.kvstore.connectors.paging import host_tensor, layout_of  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WORKER = Path(__file__).with_name("pagedworker.py")
+
+
+@pytest.fixture(scope="module")
+def llama_cache() -> Any:
+    """K and V of the prompt, [1, heads, tokens, dim] bfloat16 per layer."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=toy.LAYERS,
+        num_attention_heads=toy.KV_HEADS,
+        num_key_value_heads=toy.KV_HEADS,
+        head_dim=toy.HEAD_DIM,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    cache = DynamicCache(config=config)
+    with torch.no_grad():
+        model(torch.arange(100, 100 + toy.PROMPT_TOKENS)[None], past_key_values=cache)
+    return cache
+
+
+@pytest.fixture
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    one = Daemon(tmp_path_factory.mktemp("commands"), dram=1 << 20)
+    yield one
+    one.close()
+
+
+def triton() -> str | None:
+    """The kernel where the interpreter can run it on a CPU."""
+    return "triton" if os.environ.get("TRITON_INTERPRET") == "1" else None
+
+
+def engine(llama_cache: Any) -> list[toy.Rank]:
+    """Two ranks with two heads each, in NHD pages of 16 tokens, filled with the Llama's numbers."""
+    ranks = [toy.Rank(rank, 2, "2BNHD", 16, seed=rank) for rank in range(2)]
+    for rank in ranks:
+        for index, layer in enumerate(llama_cache.layers):
+            for part, tensor in enumerate((layer.keys, layer.values)):
+                for head in rank.heads:
+                    rank.write(index, part, head, tensor[0, head])
+    return ranks
+
+
+def save(client: Client, ranks: list[toy.Rank], *, backend: str | None) -> None:
+    """Each rank writes its heads into the same slots."""
+    for number, rank in enumerate(ranks):
+        with client.reserve(toy.prompt(), shard=(number, len(ranks))) as slots:
+            memory = [host_tensor(slot.view) for slot in slots]
+            paged.gather(rank.cache, rank.map, memory, layout_of(toy.SCHEMA), backend=backend)
+        done = slots.stored if number == len(ranks) - 1 else slots.pending
+        assert done == tuple(range(toy.BLOCKS))
+
+
+def plain_attention(llama_cache: Any) -> Any:
+    """From the model's own tensors, without any page."""
+    asked, outputs = toy.queries(), []
+    for index, layer in enumerate(llama_cache.layers):
+        for head in range(toy.KV_HEADS):
+            keys, values = (t[0, head].float().contiguous() for t in (layer.keys, layer.values))
+            scores = asked[index, head] @ keys.T / toy.HEAD_DIM**0.5
+            outputs.append(scores.softmax(-1) @ values)
+    return torch.stack(outputs).view(toy.LAYERS, toy.KV_HEADS, 3, toy.HEAD_DIM)
+
+
+@pytest.mark.parametrize("writer", ["triton", "reference"])
+def test_another_engine_computes_the_same(
+    llama_cache: Any, daemon: Daemon, tmp_path: Path, writer: str
+) -> None:
+    backends = {"triton": triton(), "reference": "reference"}
+    reader = backends["reference" if writer == "triton" else "triton"]
+    with Client.open(daemon.url) as client:
+        save(client, engine(llama_cache), backend=backends[writer])
+        expected = plain_attention(llama_cache)
+        command = [sys.executable, str(WORKER), daemon.url, str(tmp_path), reader or "none"]
+        subprocess.run(command, check=True, timeout=60)
+    outputs = torch.from_numpy(np.load(tmp_path / "outputs.npy"))
+    assert torch.isfinite(outputs).all()
+    assert torch.equal(outputs, expected)
+
+
+def test_pages_that_were_not_named_stay_as_they_were(llama_cache: Any, daemon: Daemon) -> None:
+    rank = toy.Rank(1, 4, "2BHND", 48, seed=9)
+    with Client.open(daemon.url) as client:
+        save(client, engine(llama_cache), backend=None)
+        toy.load(client, rank, backend=None)
+    others = np.setdiff1d(np.arange(2 * len(rank.page_ids)), rank.page_ids)
+    last, end = rank.page_ids[-1], toy.PROMPT_TOKENS % 48
+    for layer, (keys, values) in enumerate(rank.cache.layers):
+        tensors = llama_cache.layers[layer].keys, llama_cache.layers[layer].values
+        for part, view in enumerate((keys, values)):
+            assert torch.equal(rank.read(layer, part, 1), tensors[part][0, 1])
+            assert view[others].isnan().all()
+            assert view[last, end:].isnan().all()
+
+
+def test_a_wrong_byte_in_the_pool_is_never_attended_to(llama_cache: Any, daemon: Daemon) -> None:
+    with Client.open(daemon.url) as client:
+        save(client, engine(llama_cache), backend=None)
+        with client.get(toy.prompt()) as blocks:
+            host_tensor(blocks[2].memory)[5] ^= 1
+        with client.get(toy.prompt(), timeout_s=10.0) as blocks:
+            assert (len(blocks), blocks.reason) == (2, "corrupt")

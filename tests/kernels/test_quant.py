@@ -1,0 +1,437 @@
+"""Quantised blocks out of pages and back: the kernels, their reference, and a slow walk agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiffin.kernels import quant
+from tiffin.kernels.cache import PagedCache
+from tiffin.kernels.errors import DeviceError, LayoutError, PageError, RoomError
+from tiffin.kernels.layout import BlockLayout, BlockPart, BlockShape
+from tiffin.kernels.plan import PageMap
+from tiffin.kernels.quant import QuantisedLayout, gather_quantised, scatter_dequantised
+from tiffin.kernels.quant_reference import dequantise, quantise
+from tiffin.kernels.scaling import FORMATS, Scaling
+from tiffin.kvstore.schema import KVSchema, LayerSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.float32
+UNTOUCHED = 0x5A
+
+
+def numbers(*shape: int, dtype: Any = torch.bfloat16, seed: int = 0) -> Any:
+    """Normal numbers of sizes that differ from token to token, a few of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(*shape, generator=generator)
+    drawn *= torch.exp2(torch.randint(-9, 9, (*shape[:-1], 1), generator=generator))
+    flat = drawn.view(-1)
+    flat[::37], flat[5::41], flat[11::43] = 0, -0.0, 1e-7
+    return drawn.to(dtype).to(DEVICE)
+
+
+def blank(count: int, nbytes: int) -> Any:
+    return torch.full((count, nbytes), UNTOUCHED, dtype=torch.uint8, device=DEVICE)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two caches' tensors have the same numbers; a NaN is a NaN."""
+    return torch.equal(one.float().nan_to_num(7e7), other.float().nan_to_num(7e7))
+
+
+def walk(cache: PagedCache, pages: PageMap, layout: QuantisedLayout) -> Any:
+    """What blocks have to have where the layout has a run, head by head and token by token."""
+    shape = layout.layout.shape
+    blocks = blank(len(pages), layout.nbytes)
+    for layer, part, head, offset in layout.layout.runs.tolist():
+        index = cache.layer_ids.index(layer) if layer in cache.layer_ids else None
+        spec, scaling = shape.layers[layer][part], layout.scalings[layer][part]
+        first = cache.first_head if spec.sliced else 0
+        if index is None or not first <= head < first + cache.layers[index][part].shape[2]:
+            continue
+        view = cache.layers[index][part][:, :, head - first]
+        for block in range(len(pages)):
+            rows = view.new_zeros(spec.rows, view.shape[2])
+            skip = shape.tokens - spec.rows
+            for token in range(skip, int(pages.tokens[block])):
+                place = int(pages.first_slots[block]) + token
+                page = pages.pages[block, place // pages.page_tokens]
+                rows[token - skip] = view[int(page), place % pages.page_tokens]
+            blocks[block, offset : offset + spec.run_bytes] = run_of(rows, scaling)
+    return blocks
+
+
+def run_of(rows: Any, scaling: Scaling | None) -> Any:
+    if scaling is None:
+        return rows.contiguous().view(torch.uint8).flatten()
+    groups = [quantise(group, scaling) for group in rows.split(scaling.scale_tokens)]
+    pieces = [values.view(torch.uint8).flatten() for values, _ in groups]
+    return torch.cat([*pieces, *(scale.view(torch.uint8) for _, scale in groups)])
+
+
+def walk_back(
+    cache: PagedCache, pages: PageMap, layout: QuantisedLayout, blocks: Any
+) -> list[list[Any]]:
+    """What such a cache, filled with 3, has to have when the blocks were written to it."""
+    shape = layout.layout.shape
+    views = [[torch.full_like(part, 3) for part in parts] for parts in cache.layers]
+    for layer, part, head, offset in reversed(layout.layout.runs.tolist()):  # the first one counts
+        index = cache.layer_ids.index(layer) if layer in cache.layer_ids else None
+        spec, scaling = shape.layers[layer][part], layout.scalings[layer][part]
+        first = cache.first_head if spec.sliced else 0
+        if index is None or not first <= head < first + cache.layers[index][part].shape[2]:
+            continue
+        view = views[index][part][:, :, head - first]
+        for block in range(len(pages)):
+            run = blocks[block, offset : offset + spec.run_bytes]
+            rows = rows_of(run, spec, scaling, view)
+            skip = shape.tokens - spec.rows
+            for token in range(skip, int(pages.tokens[block])):
+                place = int(pages.first_slots[block]) + token
+                page = pages.pages[block, place // pages.page_tokens]
+                view[int(page), place % pages.page_tokens] = rows[token - skip]
+    return views
+
+
+def rows_of(run: Any, spec: BlockPart, scaling: Scaling | None, view: Any) -> Any:
+    if scaling is None:
+        return run.clone().view(view.dtype).view(spec.rows, -1)
+    kind = torch.int8 if scaling.format == "int8" else torch.float8_e4m3fn
+    values = run[: spec.rows * spec.row_bytes].view(kind).view(spec.rows, -1)
+    scales = run[spec.rows * spec.row_bytes :].clone().view(torch.float32)
+    rows = [values[r].float() * scales[r // scaling.scale_tokens] for r in range(spec.rows)]
+    return torch.stack(rows).to(view.dtype)
+
+
+def check_both_ways(cache: PagedCache, pages: PageMap, layout: QuantisedLayout) -> None:
+    """The kernel and the reference give the walk's bytes, and write back its numbers, and nothing
+    beside them."""
+    blocks = walk(cache, pages, layout)
+    numbers = walk_back(cache, pages, layout, blocks)
+    for backend in ("reference", "triton"):
+        target = blank(len(pages), layout.nbytes)
+        gather_quantised(cache, pages, target, layout, backend=backend)
+        assert torch.equal(target, blocks), backend
+        views = [[torch.full_like(part, 3) for part in parts] for parts in cache.layers]
+        other = PagedCache(views, layer_ids=cache.layer_ids, first_head=cache.first_head)
+        scatter_dequantised(other, pages, blocks, layout, backend=backend)
+        for ours, theirs in zip(numbers, views, strict=True):
+            assert all(same(one, two) for one, two in zip(ours, theirs, strict=True)), backend
+
+
+def gqa(**fields: Any) -> KVSchema:
+    chosen = {"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "int8", "block_tokens": 16}
+    return KVSchema.gqa(model="m", **{**chosen, "scale_tokens": 16, **fields})
+
+
+def sequence(tokens: int = 27, first_token: int = 0, page_tokens: int = 4) -> PageMap:
+    return PageMap.of_sequence(
+        [3, 1, 8, 0, 5, 7, 2, 6, 4],
+        tokens=tokens,
+        block_tokens=16,
+        page_tokens=page_tokens,
+        first_token=first_token,
+    )
+
+
+CACHES: dict[str, Callable[[], PagedCache]] = {
+    "vllm NHD": lambda: PagedCache.vllm([numbers(2, 9, 4, 2, 8, seed=s) for s in (1, 2)]),
+    "vllm HND": lambda: PagedCache.vllm([numbers(2, 9, 2, 4, 8, seed=s) for s in (1, 2)], "2BHND"),
+    "vllm packed": lambda: PagedCache.vllm_packed(
+        [numbers(9, 4, 2, 16, seed=s).transpose(1, 2) for s in (1, 2)]
+    ),
+    "cross-layer": lambda: PagedCache.cross_layer(numbers(9, 2, 2, 4, 2, 8)),
+    "sglang": lambda: PagedCache.sglang(
+        [numbers(36, 2, 8, seed=s) for s in (1, 2)],
+        [numbers(36, 2, 8, seed=s) for s in (3, 4)],
+        page_tokens=4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize(("form", "scale_tokens"), [("float8_e4m3", 16), ("int8", 4)])
+def test_engines_layouts(name: str, form: str, scale_tokens: int) -> None:
+    layout = QuantisedLayout.of_schema(gqa(dtype=form, scale_tokens=scale_tokens))
+    check_both_ways(CACHES[name](), sequence(first_token=3), layout)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[PagedCache, PageMap, QuantisedLayout]:
+    """A cache of any shape and dtype, a sequence in it, and how its blocks are quantised."""
+    page_tokens = draw(st.sampled_from([1, 2, 3, 16, 48, 256]))
+    scale_tokens, groups = draw(st.tuples(st.integers(1, 6), st.integers(1, 4)))
+    heads, dim = draw(st.integers(1, 3)), draw(st.sampled_from([1, 3, 8, 20]))
+    block_tokens = scale_tokens * groups * (1 if scale_tokens * groups * dim % 4 == 0 else 4)
+    tokens = draw(st.integers(1, 2 * block_tokens))
+    first_token = draw(st.integers(0, page_tokens))
+    needed = -(-(first_token + tokens) // page_tokens)
+    ids = draw(st.permutations(range(needed + 1)))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    source = numbers(2, needed + 1, page_tokens, heads, dim + 1, dtype=dtype)[..., 1:]
+    schema = gqa(
+        layers=1,
+        kv_heads=heads,
+        head_dim=dim,
+        dtype=draw(st.sampled_from(list(FORMATS))),
+        block_tokens=block_tokens,
+        scale_tokens=scale_tokens,
+    )
+    pages = PageMap.of_sequence(
+        ids,
+        tokens=tokens,
+        block_tokens=block_tokens,
+        page_tokens=page_tokens,
+        first_token=first_token,
+    )
+    return PagedCache.vllm([source]), pages, QuantisedLayout.of_schema(schema)
+
+
+@given(case=cases(), tile=st.sampled_from([16, 64, 8192]))
+@settings(max_examples=20)
+def test_any_shape(case: tuple[PagedCache, PageMap, QuantisedLayout], tile: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quant, "TILE_NUMBERS", tile)  # groups of one tile, of several, and of a part
+        check_both_ways(*case)
+
+
+def test_a_latent() -> None:
+    schema = KVSchema.mla(
+        model="m",
+        layers=2,
+        latent_dim=12,
+        rope_dim=8,
+        dtype="int8",
+        block_tokens=16,
+        scale_tokens=2,
+    )
+    cache = PagedCache.mla([numbers(9, 4, 20, seed=s) for s in (1, 2)])
+    check_both_ways(cache, sequence(), QuantisedLayout.of_schema(schema))
+
+
+def test_a_window_of_a_block() -> None:
+    spec = LayerSpec.window(
+        kv_heads=2, head_dim=4, dtype="float8_e4m3", window_tokens=6, scale_tokens=3
+    )
+    layout = QuantisedLayout.of_schema(KVSchema.of("m", [spec], block_tokens=16))
+    cache = PagedCache.vllm([numbers(2, 9, 4, 2, 4)])
+    for tokens in (8, 12, 32):  # the last block ends before its window, in it, and after it
+        check_both_ways(cache, sequence(tokens), layout)
+
+
+def test_parts_that_stay_as_they_are_are_copied_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = QuantisedLayout.of_schema(gqa(dtype="bfloat16", v_dtype="int8", scale_tokens=8))
+    cache = CACHES["vllm NHD"]()
+    check_both_ways(cache, sequence(), layout)
+    assert count_launches(monkeypatch, cache, sequence(), layout) == 2
+
+
+def test_all_layers_and_blocks_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = QuantisedLayout.of_schema(gqa())
+    assert count_launches(monkeypatch, CACHES["vllm NHD"](), sequence(), layout) == 1
+
+
+def count_launches(
+    monkeypatch: pytest.MonkeyPatch, cache: PagedCache, pages: PageMap, layout: QuantisedLayout
+) -> int:
+    launches = []
+    for name in ("_launch", "launch"):
+        whole = getattr(quant, name)
+
+        def counted(*args: Any, whole: Any = whole) -> None:
+            launches.append(args)
+            whole(*args)
+
+        monkeypatch.setattr(quant, name, counted)
+    gather_quantised(cache, pages, blank(2, layout.nbytes), layout, backend="triton")
+    return len(launches)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_layers_and_heads_of_a_block(backend: str) -> None:
+    layout = QuantisedLayout.of_schema(gqa(scale_tokens=4, kv_heads=4, layers=3))
+    cache = PagedCache.vllm([numbers(2, 9, 4, 4, 8, seed=s) for s in range(3)])
+    whole, pages = walk(cache, sequence(), layout), sequence()
+    blocks = blank(2, layout.nbytes)
+    gather_quantised(cache, pages, blocks, layout, layers=(1, 2), heads=(1, 3), backend=backend)
+    schema = gqa(scale_tokens=4, kv_heads=4, layers=3)
+    expected = blank(2, layout.nbytes)
+    for span in schema.ranges(layers=(1, 2), heads=(1, 3)):
+        expected[:, span.offset : span.end] = whole[:, span.offset : span.end]
+    assert torch.equal(blocks, expected)
+
+
+def test_ranks_slices_and_rank_major_blocks() -> None:
+    schema = gqa(scale_tokens=4, kv_heads=4)
+    shape = BlockShape.of_schema(schema)
+    whole = PagedCache.vllm([numbers(2, 9, 4, 4, 8, seed=s) for s in (1, 2)])
+    share = PagedCache.vllm(
+        [torch.stack(parts)[..., 2:, :] for parts in whole.layers], first_head=2
+    )
+    for cache, layout in (
+        (whole, BlockLayout.slice(shape, layers=(1, 2), heads=(1, 4))),
+        (whole, BlockLayout.rank_major(shape, 8)),  # every head twice
+        (share, BlockLayout.rank(shape, 1, 2)),
+        (share, BlockLayout.canonical(shape)),
+    ):
+        layout_of = QuantisedLayout.of_schema(schema, layout)
+        check_both_ways(cache, sequence(), layout_of)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_spoils_its_group_alone(bad: float, form: str, backend: str) -> None:
+    layout = QuantisedLayout.of_schema(gqa(layers=1, dtype=form, scale_tokens=4))
+    source = -numbers(2, 9, 4, 2, 8).abs()
+    source[0, 8, 1, 1, 3] = (
+        bad  # K of head 1, the second token of the third page: block 0's group 2
+    )
+    pages = sequence(16)
+    blocks = blank(1, layout.nbytes)
+    gather_quantised(PagedCache.vllm([source]), pages, blocks, layout, backend=backend)
+    assert not blocks[0, 16 * 8 + 16 :][2 * 32 : 3 * 32].any(), "bytes of a spoilt group are zeros"
+    target = torch.zeros_like(source)
+    scatter_dequantised(PagedCache.vllm([target]), pages, blocks, layout, backend=backend)
+    spoilt = target.isnan()
+    assert spoilt[0, 8, :, 1].all()
+    assert int(spoilt.sum()) == 4 * 8
+
+
+# NumPy, on which the interpreter stands, warns of signalling NaN.
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_of_16_bits(form: str, dtype: Any) -> None:
+    """Each pattern beside 1, beside 1/500 and beside 0: all bytes, and most scales there are."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    beside = torch.tensor([1.0, 0.002, 0.0]).to(dtype)
+    source = torch.stack([every.repeat(3), beside.repeat_interleave(1 << 16)], dim=1)
+    source = torch.cat([source, -source], dim=1).to(DEVICE)
+    shape = BlockShape(4096, ((BlockPart(1, 4096, 4, 4096 * 4, sliced=False),),))
+    layout = QuantisedLayout(BlockLayout.canonical(shape), ((Scaling(form, 1),),))
+    cache = PagedCache.mla([source.view(-1, 256, 4)])
+    pages = PageMap.of_sequence(
+        list(range(3 << 8)), tokens=3 << 16, block_tokens=4096, page_tokens=256
+    )
+    blocks = blank(48, layout.nbytes)
+    gather_quantised(cache, pages, blocks, layout, backend="triton", programs=1)
+    values, scales = quantise(source.view(48, 4096, 4), Scaling(form, 1))
+    assert torch.equal(blocks[:, : 4096 * 4], values.view(torch.uint8).flatten(1))
+    assert torch.equal(blocks[:, 4096 * 4 :], scales.view(torch.uint8))
+    backs = []
+    for backend in ("reference", "triton"):
+        back = torch.zeros_like(source)
+        target = PagedCache.mla([back.view(-1, 256, 4)])
+        scatter_dequantised(target, pages, blocks, layout, backend=backend)
+        backs.append(back)
+    assert same(*backs)
+    assert int(backs[0].isnan().sum()) == 4 * int((~source.isfinite()).any(dim=1).sum())
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_every_byte_restored(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with the conversions that GPUs have, which the interpreter has but for NaN."""
+    monkeypatch.setattr(quant, "_native", lambda _device: native)
+    shape = BlockShape(64, ((BlockPart(1, 64, 4, 4, sliced=False),),))
+    layout = QuantisedLayout(BlockLayout.canonical(shape), ((Scaling("float8_e4m3", 64),),))
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    scale = torch.tensor([0.25]).view(torch.uint8)
+    block = torch.cat([every, scale])[None].to(DEVICE)
+    restored = torch.zeros(1, 64, 4, dtype=torch.float32, device=DEVICE)
+    pages = PageMap([[0]], page_tokens=64)
+    cache = PagedCache.mla([restored])
+    scatter_dequantised(cache, pages, block, layout, backend="triton")
+    expected = dequantise(every.view(torch.float8_e4m3fn).view(64, 4), torch.tensor([0.25]), DTYPE)
+    if native and DEVICE.type == "cpu":
+        restored[0, 31, 3] = restored[0, 63, 3] = torch.nan
+    assert same(restored[0].cpu(), expected)
+    kept = restored.nan_to_num(0)
+    gathered = blank(1, layout.nbytes)
+    gather_quantised(PagedCache.mla([kept]), pages, gathered, layout, backend="triton")
+    whole = torch.where((every & 0x7F) == 0x7F, 0, every)
+    assert torch.equal(gathered.cpu()[0], torch.cat([whole, scale]))
+
+
+REFUSED = {
+    "too few blocks": ({"blocks": 1}, RoomError, "1 blocks for a map of 2"),
+    "too small": ({"nbytes": -4}, RoomError, "room"),
+    "odd address": ({"shift": 1}, LayoutError, "multiples of 4 bytes"),
+    "other pages": ({"mapped": 8}, PageError, "pages of 8 tokens"),
+    "no such page": ({"shape": (2, 8, 4, 2, 8)}, PageError, "page 8 of a cache of 8"),
+    "double": ({"dtype": torch.float64}, LayoutError, "is torch.float64; what is quantised"),
+    "bytes": ({"dtype": torch.int8}, LayoutError, "is torch.int8; what is quantised"),
+    "dim": ({"shape": (2, 9, 4, 2, 12)}, LayoutError, "rows of 12 numbers, but the block's have 8"),
+    "heads": ({"shape": (2, 9, 4, 3, 8)}, LayoutError, "the cache has heads"),
+    "tokens": ({"schema": gqa(block_tokens=8, scale_tokens=8)}, PageError, "16 tokens"),
+    "kept": ({"schema": gqa(v_dtype="float16", v_head_dim=4)}, LayoutError, "rows of 16 bytes"),
+    "backend": ({"backend": "numpy"}, DeviceError, "unknown backend"),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("call", [gather_quantised, scatter_dequantised])
+@pytest.mark.parametrize("name", REFUSED)
+def test_nothing_is_written_when_something_does_not_fit(
+    name: str, call: Callable[..., None], backend: str
+) -> None:
+    case, error, why = REFUSED[name]
+    source = torch.full(case.get("shape", (2, 9, 4, 2, 8)), 3, device=DEVICE)
+    source = source.to(case.get("dtype", torch.bfloat16))
+    layout = QuantisedLayout.of_schema(case.get("schema", gqa()))
+    nbytes, count = layout.nbytes + case.get("nbytes", 0), case.get("blocks", 2)
+    room = blank(1, 2 * nbytes + 64).flatten()
+    begins = [i * nbytes + case.get("shift", 0) for i in range(count)]
+    blocks = [room[begin : begin + nbytes] for begin in begins]
+    pages = sequence(page_tokens=case.get("mapped", 4))
+    cache = PagedCache.vllm([source, source.clone()])
+    with pytest.raises(error, match=why):
+        call(cache, pages, blocks, layout, backend=case.get("backend", backend))
+    assert (room == UNTOUCHED).all()
+    assert all((part == 3).all() for parts in cache.layers for part in parts)
+
+
+def test_layouts_without_room_for_the_scales() -> None:
+    plain, scaling = BlockLayout.canonical(BlockShape.of_schema(gqa())), Scaling("int8", 16)
+    with pytest.raises(LayoutError, match="one scaling, or None"):
+        QuantisedLayout(plain, ())
+    with pytest.raises(LayoutError, match="its scales are 0"):
+        QuantisedLayout(plain, ((scaling, None),) * 2)
+    with pytest.raises(LayoutError, match="its scales are 8"):
+        QuantisedLayout(plain, ((Scaling("int8", 8), scaling),) * 2)
+    with pytest.raises(LayoutError, match="can't have"):
+        QuantisedLayout(plain, ((Scaling("int8", 3), scaling),) * 2)
+
+
+def test_compilers_for_gpus_take_the_kernels(tmp_path: Path) -> None:
+    """Compiled, not run: with 128-bit loads and stores, and no rounding but what is meant."""
+    worker = Path(__file__).with_name("quantcompiler.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, str(worker)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    codes = json.loads(run.stdout)
+    assert len(codes) == 9
+    for name, code in codes.items():
+        if name.startswith("gfx"):
+            continue
+        assert "ld.global.v4.b32" in code, name
+        assert "st.global.v4.b32" in code, name
+        assert not re.search(r"\bfma\.|\.ftz\b|div\.(full|approx)", code), name
+    assert "div.rn.f32" in codes["sm_80 int8"]
+    assert "cvt.rn.satfinite.e4m3x2.f32" in codes["sm_90 e4m3"]
+    assert "e4m3" not in codes["sm_80 e4m3"]
