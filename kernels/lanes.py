@@ -124,6 +124,7 @@ def _plan(cache: PagedCache, layout: BlockLayout, wanted: _Wanted, once: bool) -
     if once:
         _, first = np.unique(runs[:, :3], axis=0, return_index=True)
         runs = runs[np.sort(first)]
+    tables, none = _by_part(runs), runs[:0]
     for index, layer in _layers(cache, layout, wanted):
         parts = layout.shape.layers[layer]
         if len(parts) != len(cache.layers[index]):
@@ -134,8 +135,9 @@ def _plan(cache: PagedCache, layout: BlockLayout, wanted: _Wanted, once: bool) -
         for number, part in enumerate(parts):
             view = cache.layers[index][number]
             heads, first_head = _heads(cache, view, layer, part, wanted)
-            table = runs[(runs[:, 0] == layer) & (runs[:, 1] == number)]
-            table = table[(table[:, 2] >= heads.start) & (table[:, 2] < heads.stop)]
+            table = tables.get((layer, number), none)
+            if len(heads) < part.heads:
+                table = table[(table[:, 2] >= heads.start) & (table[:, 2] < heads.stop)]
             if wanted.heads is not None and len(np.unique(table[:, 2])) < len(heads):
                 raise LayoutError(f"heads {heads} of layer {layer} are not all in {layout!r}")
             stretches = _stretches(table, index, number, first_head, part.run_bytes)
@@ -181,16 +183,25 @@ def _heads(
     return chosen, first_head
 
 
+def _by_part(runs: NDArray[np.int64]) -> dict[tuple[int, int], NDArray[np.int64]]:
+    """The rows of a layout's table of each (layer, part)."""
+    ordered = runs[np.lexsort((runs[:, 1], runs[:, 0]))]
+    changes = np.flatnonzero((ordered[1:, :2] != ordered[:-1, :2]).any(axis=1)) + 1
+    parts = np.split(ordered, changes)
+    return {(int(rows[0, 0]), int(rows[0, 1])): rows for rows in parts if len(rows)}
+
+
 def _stretches(
     table: NDArray[np.int64], layer: int, part: int, first_head: int, run_bytes: int
 ) -> list[Stretch]:
     """Rows of a layout's table as neighbours, in the order of their offsets."""
     table = table[np.argsort(table[:, 3])]
-    steps = np.diff(table[:, 2:], axis=0)
-    breaks = np.flatnonzero((steps != (1, run_bytes)).any(axis=1)) + 1
+    goes_on = (table[1:, 2] - table[:-1, 2] == 1) & (table[1:, 3] - table[:-1, 3] == run_bytes)
+    breaks = np.flatnonzero(~goes_on) + 1
+    parts = np.split(table, breaks) if len(breaks) else [table]
     return [
         Stretch(layer, part, int(rows[0, 2]) - first_head, len(rows), int(rows[0, 3]), run_bytes)
-        for rows in np.split(table, breaks)
+        for rows in parts
         if len(rows)
     ]
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tiffin.kernels import paged, quant
+from tiffin.kernels.errors import DeviceError
 from tiffin.kernels.plan import PageMap
 from tiffin.messenger.device import DeviceCopier, StillCopying
 from tiffin.messenger.errors import MessengerError
@@ -74,7 +75,7 @@ class BlockMover:
                 if self._reaches(members[0]):
                     self._gather(cache, part, [_tensor(block) for block in members])
                     continue
-                stage = self._stage(len(members))
+                stage = copies.stage(len(members))
                 self._gather(cache, part, stage)
                 copies.start(self._open_copier(), list(zip(members, stage, strict=True)))
 
@@ -90,7 +91,7 @@ class BlockMover:
                 if self._reaches(members[0]):
                     self._scatter(cache, part, [_tensor(block) for block in members])
                     continue
-                stage = self._stage(len(members))
+                stage = copies.stage(len(members))
                 pairs = list(zip(stage, members, strict=True))
                 copies.start(self._open_copier(), pairs).stream_wait(self._stream())
                 self._scatter(cache, part, stage)
@@ -145,14 +146,16 @@ class BlockMover:
         copies = _Copies(self)
         try:
             yield copies
-        except MessengerError as error:
-            raise TierUnavailable(f"a copy on {self.device} failed: {error}") from error
+        except (MessengerError, DeviceError) as error:
+            raise TierUnavailable(f"a move on {self.device} failed: {error}") from error
         finally:
-            copies.end()
-            if not all(isinstance(block, torch.Tensor) for block in blocks):
-                self._synchronize()
+            try:
+                copies.end()
+            finally:
+                if not all(isinstance(block, torch.Tensor) for block in blocks):
+                    self._synchronize()
 
-    def _stage(self, count: int) -> Any:
+    def stage(self, count: int) -> Any:
         """Device memory for so many blocks, uint8 [count, block_bytes]. It is the current stream's:
         dropped, it is given out again only to work that comes later on that stream."""
         try:
@@ -193,10 +196,14 @@ class _Copies:
         self._mover = mover
         self._live: deque[Transfer] = deque()  # each keeps its stage alive until it has ended
 
-    def start(self, copier: DeviceCopier, pairs: list[tuple[Any, Any]]) -> Transfer:
-        """Copy each (target, source), behind what the current stream has so far."""
+    def stage(self, count: int) -> Any:
+        """Room for so many blocks on the device, when fewer than _STAGES are in use."""
         while len(self._live) >= _STAGES:
             _wait(self._live.popleft())
+        return self._mover.stage(count)
+
+    def start(self, copier: DeviceCopier, pairs: list[tuple[Any, Any]]) -> Transfer:
+        """Copy each (target, source), behind what the current stream has so far."""
         try:
             transfer = copier.submit([pairs], after=self._mover.point())
         except StillCopying as error:

@@ -98,6 +98,29 @@ def test_a_part_of_a_model_moves_its_layers_and_heads(device: str, backend: str,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("engine", ["hnd", "mla", "contiguous", "nhd"])
+def test_blocks_of_whole_pages(device: str, backend: str, engine: str) -> None:
+    """Where rows of a page follow each other they may be moved together, but never beyond it."""
+    cache = ENGINES[engine](Sizes(2, 7, 4, 2, 8, device=device))
+    layout = BlockLayout.canonical(BlockShape.of_cache(cache, 8))
+    pages = PageMap.of_sequence([6, 1, 5, 0], tokens=16, block_tokens=8, page_tokens=4)
+    check_both_ways(cache, pages, layout, backend=backend)
+    half = PageMap([[3], [2]], page_tokens=4, tokens=2, first_slots=[2, 1])
+    check_both_ways(cache, half, layout, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_without_heads_are_whole_on_every_rank(device: str, backend: str) -> None:
+    made = Sizes(1, 5, 4, 2, 8, device=device)
+    cache = PagedCache([*nhd(made).layers, *mla(made).layers], first_head=2)
+    shape = BlockShape(6, ((BlockPart(4, 6, 16),) * 2, (BlockPart(1, 6, 16, sliced=False),)))
+    pages = PageMap.of_sequence([4, 0, 3], tokens=9, block_tokens=6, page_tokens=4)
+    for layout in (BlockLayout.canonical(shape), BlockLayout.rank_major(shape, 2)):
+        check_both_ways(cache, pages, layout, backend=backend)
+        check_both_ways(cache, pages, layout, backend=backend, heads=(2, 4))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_selections_leave_the_rest_alone(device: str, backend: str) -> None:
     cache = nhd(Sizes(4, 6, 4, 4, 8, device=device))
     shape = BlockShape.of_cache(cache, 8)
