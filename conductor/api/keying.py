@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 # Each has some hundred KiB at most, and a conductor serves some dozens.
 MODELS_MAX = 1024
 
-_PartRow = tuple[str, int, int, str]
+# Part, heads, dim and dtype, and of a quantised part scale_tokens: `Part` checks what they are.
+_PartRow = list[Any]
 _LayerRow = tuple[str, list[_PartRow], int, int, list[int], str]
 _KEY = np.dtype((np.void, KEY_BYTES))  # bytes that end in zeros stay as long as they are
 _canonical = msgspec.json.Decoder(list[Any])

@@ -241,10 +241,10 @@ class PrefixCache:
 
         def room(blocks: int) -> tuple[PagedCache, PageMap]:
             tokens = blocks * self.schema.block_tokens
-            shape = (len(self.schema.layers), 2, 1, self._heads, tokens, self._dim)
-            for _ in range(shape[0]):  # one each: DynamicCache lets go of them one by one
-                kv = torch.empty(shape[1:], dtype=self.model.dtype, device=self.model.device)
-                made.append(kv)
+            shape = (2, 1, self._heads, tokens, self._dim)
+            dtype, device = self.model.dtype, self.model.device  # each walks over the parameters
+            # One for each layer: DynamicCache lets go of them one by one.
+            made.extend(torch.empty(shape, dtype=dtype, device=device) for _ in self.schema.layers)
             paged = PagedCache.contiguous([kv[0] for kv in made], [kv[1] for kv in made])
             return paged, self._rows(range(blocks), tokens)
 

@@ -59,7 +59,12 @@ PAGED = [
 ]
 
 
-@pytest.mark.parametrize("schema", [schema_of(), MIXED, *PAGED])
+QUANTISED = KVSchema.gqa(
+    model="q", layers=2, kv_heads=2, head_dim=8, dtype="int8", block_tokens=32, scale_tokens=16
+)
+
+
+@pytest.mark.parametrize("schema", [schema_of(), MIXED, *PAGED, QUANTISED])
 def test_a_schema_survives_the_way(schema: KVSchema) -> None:
     parsed = parse_schema(schema.canonical_bytes().decode())
     assert parsed == schema
@@ -80,6 +85,8 @@ def test_a_schema_survives_the_way(schema: KVSchema) -> None:
         schema_of().canonical_bytes().decode().replace("xxh3_128", "md5"),
         schema_of().canonical_bytes().decode()[:-1] + ',"xxh3_64"]',
         schema_of().canonical_bytes().decode()[:-1] + ',"crc32"]',
+        QUANTISED.canonical_bytes().decode().replace(",16]", ",16,1]"),
+        QUANTISED.canonical_bytes().decode().replace(",16]", ',"16"]'),
         PAGED[1].canonical_bytes().decode().replace(',2,"xxh3_64_pages"]', ',"xxh3_64_pages",2]'),
         json.dumps(json.loads(schema_of().canonical_bytes())),
     ],

@@ -1,4 +1,4 @@
-"""The kernel compiles for GPUs that are not here, into the loads and stores that it is written for."""
+"""The kernel compiles for GPUs that are not here, into the loads that it is written for."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tiffin.kernels.layout import BlockLayout, BlockPart, BlockShape
 from tiffin.kernels.plan import PageMap
 from tiffin.kernels.quant import QuantisedLayout, gather_quantised, scatter_dequantised
 from tiffin.kernels.quant_reference import dequantise, quantise
-from tiffin.kernels.scaling import FORMATS, Scaling
+from tiffin.kernels.scaling import FLOAT32_MAX, FORMATS, Scaling
 from tiffin.kvstore.schema import KVSchema, LayerSpec
 
 if TYPE_CHECKING:
@@ -340,6 +340,18 @@ def test_every_number_of_16_bits(form: str, dtype: Any) -> None:
         backs.append(back)
     assert same(*backs)
     assert int(backs[0].isnan().sum()) == 4 * int((~source.isfinite()).any(dim=1).sum())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_ends_of_float32(form: str) -> None:
+    """Scales at both of their limits, and around them."""
+    sizes = torch.tensor([2.0**-149, 2.0**-126, 2.0**-118, 1.0, 1e30, 2.0**127, FLOAT32_MAX, 0.0])
+    pairs = torch.cartesian_prod(sizes, torch.tensor([1.0, 0.5, -0.75]))
+    source = torch.stack([pairs[:, 0], pairs.prod(dim=1), -pairs[:, 0] / 3, pairs[:, 0] / 500])
+    source = source.T.contiguous().view(1, 24, 4).to(DEVICE)
+    shape = BlockShape(24, ((BlockPart(1, 24, 4, 24 * 4, sliced=False),),))
+    layout = QuantisedLayout(BlockLayout.canonical(shape), ((Scaling(form, 1),),))
+    check_both_ways(PagedCache.mla([source]), PageMap([[0]], page_tokens=24), layout)
 
 
 @pytest.mark.parametrize("native", [False, True])

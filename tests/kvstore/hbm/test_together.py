@@ -1,0 +1,298 @@
+"""Threads, processes and interrupts at one HBM store: who must not stand in whose way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hbmsupport import BLOCK, DEVICES, SCHEMA, assert_quiet, assert_right, publish
+from kvsupport import Background, fresh_prefix, payloads_of, wait_until
+
+from tiffin.kvstore import Client
+from tiffin.kvstore.errors import ClientClosed, NoRoom
+from tiffin.kvstore.hbm import HbmOptions, HbmStore
+from tiffin.kvstore.hbm.endings import Endings
+from tiffin.kvstore.hbm.memory import Point
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HBM_BLOCKS = 8
+QUIET = HbmOptions(write_back=False)
+POOL = f"embedded:?dram={32 * SCHEMA.extent_bytes}&prefault=0"
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with Client.open(POOL) as client:
+        yield client
+
+
+@pytest.fixture
+def store(client: Client, device: str) -> Iterator[HbmStore]:
+    with HbmStore(client, SCHEMA, HBM_BLOCKS * BLOCK, device, options=QUIET) as store:
+        yield store
+
+
+# -- threads -------------------------------------------------------------------------------------
+
+
+def test_who_wants_what_another_brings_waits_for_it(
+    store: HbmStore, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefix that all requests of a burst have is fetched once, and all of them get it."""
+    prefix = fresh_prefix(4, SCHEMA)
+    client.put(prefix, payloads_of(prefix))
+    copy, copied = store._memory.copy, []
+
+    def slow(pairs: Any, deadline: float) -> None:
+        copied.append(len(pairs))
+        time.sleep(0.1)
+        copy(pairs, deadline)
+
+    monkeypatch.setattr(store._memory, "copy", slow)
+
+    def promote(count: int) -> int:
+        with store.promote(prefix[:count]) as blocks:
+            assert_right(blocks, prefix)
+            return len(blocks)
+
+    threads = [Background(lambda count=count: promote(count)) for count in (4, 4, 4, 2, 3)]  # type: ignore[misc]
+    assert [thread.result() for thread in threads] == [4, 4, 4, 2, 3]
+    assert sum(copied) == 4
+    assert_quiet(store)
+
+
+def test_who_waits_for_another_waits_no_longer_than_it_said(
+    store: HbmStore, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = fresh_prefix(2, SCHEMA)
+    client.put(prefix, payloads_of(prefix))
+    copy, there, go = store._memory.copy, threading.Event(), threading.Event()
+
+    def hang(pairs: Any, deadline: float) -> None:
+        there.set()
+        go.wait(8)
+        copy(pairs, deadline)
+
+    monkeypatch.setattr(store._memory, "copy", hang)
+    first = Background(lambda: store.promote(prefix).release())
+    assert there.wait(8)
+    began = time.monotonic()
+    with store.promote(prefix, timeout_s=0.1) as blocks:
+        assert (len(blocks), blocks.reason) == (0, "busy")
+    assert time.monotonic() - began < 2.0
+    go.set()
+    first.result()
+    assert_quiet(store)
+
+
+def test_a_removal_stops_only_what_it_names(
+    store: HbmStore, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, unrelated = fresh_prefix(2, SCHEMA), fresh_prefix(1, SCHEMA)
+    client.put(prefix, payloads_of(prefix))
+    copy = store._memory.copy
+
+    def copy_late(pairs: Any, deadline: float) -> None:
+        store.remove(unrelated)
+        copy(pairs, deadline)
+
+    monkeypatch.setattr(store._memory, "copy", copy_late)
+    with store.promote(prefix) as blocks:
+        assert blocks.complete
+        assert_right(blocks, prefix)
+
+
+def test_reservations_expire_while_a_copy_down_takes_long(
+    client: Client, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = HbmOptions(write_lease_s=0.1, high_watermark=0.25, low_watermark=0.1)
+    with HbmStore(client, SCHEMA, HBM_BLOCKS * BLOCK, device, options=options) as store:
+        copy, there, go = store._memory.copy, threading.Event(), threading.Event()
+
+        def hang(pairs: Any, deadline: float) -> None:
+            there.set()
+            go.wait(8)
+            copy(pairs, deadline)
+
+        monkeypatch.setattr(store._memory, "copy", hang)
+        abandoned = fresh_prefix(1, SCHEMA)
+        slots = store.reserve(abandoned)
+        publish(store, fresh_prefix(4, SCHEMA))
+        assert there.wait(8)
+        time.sleep(0.15)
+        assert publish(store, abandoned) == (0,)
+        go.set()
+        slots.abort() if False else None
+        with contextlib.suppress(Exception):
+            slots.abort()
+        assert_quiet(store)
+
+
+def test_close_does_not_wait_for_who_waits_for_room(client: Client, device: str) -> None:
+    store = HbmStore(client, SCHEMA, HBM_BLOCKS * BLOCK, device, options=QUIET)
+    publish(store, fresh_prefix(HBM_BLOCKS, SCHEMA))
+    held = store.reserve(fresh_prefix(HBM_BLOCKS, SCHEMA))
+    waiting = Background(lambda: store.reserve(fresh_prefix(1, SCHEMA), timeout_s=20))
+    time.sleep(0.05)
+    began = time.monotonic()
+    store.close(timeout_s=0.2)
+    assert time.monotonic() - began < 4
+    with pytest.raises((ClientClosed, NoRoom)):
+        waiting.result()
+    held.abort()
+
+
+# -- mistakes of one caller ----------------------------------------------------------------------
+
+
+def test_a_stream_that_is_none_leaves_what_is_held_to_be_released(
+    store: HbmStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = fresh_prefix(4, SCHEMA)
+    publish(store, prefix[:2])
+
+    def point(stream: Any = None) -> Point:
+        if stream is not None:
+            raise TypeError("not a stream")
+        return Point(None)
+
+    monkeypatch.setattr(store._memory, "point", point)
+    blocks = store.lease(prefix)
+    with pytest.raises(TypeError):
+        blocks.release("stream")
+    blocks.release()
+    for end in ("commit", "abort"):
+        slots = store.reserve(prefix)
+        with pytest.raises(TypeError):
+            getattr(slots, end)("stream")
+        slots.abort()
+    assert_quiet(store)
+
+
+def test_one_ending_that_fails_does_not_take_others_along() -> None:
+    endings, done = Endings(), []
+
+    class Later:
+        over = False
+
+        def done(self) -> bool:
+            return self.over
+
+    later = Later()
+
+    def fails() -> None:
+        raise RuntimeError("of somebody else")
+
+    endings.add(later, fails)
+    endings.add(later, lambda: done.append(1))
+    later.over = True
+    endings.look()
+    assert done == [1]
+    assert len(endings) == 0
+
+
+# -- interrupts, forks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_an_interrupt_during_a_copy_costs_no_memory(
+    store: HbmStore, client: Client, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = fresh_prefix(2, SCHEMA)
+    if way == "up":
+        client.put(prefix, payloads_of(prefix))
+    else:
+        publish(store, prefix)
+    submit = store._memory.copier.submit
+
+    class Interrupted:
+        def __init__(self, transfer: Any) -> None:
+            self.done = transfer.done
+
+        def wait(self, timeout_s: float) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        store._memory.copier, "submit", lambda *a, **k: Interrupted(submit(*a, **k))
+    )
+    with pytest.raises(KeyboardInterrupt):
+        store.promote(prefix) if way == "up" else store.demote()
+    monkeypatch.undo()
+    assert_quiet(store)
+    with store.promote(prefix) as blocks:
+        assert blocks.complete
+        assert_right(blocks, prefix)
+    store.demote()
+    assert client.match(prefix).blocks == 2
+    assert_quiet(store)
+
+
+def test_in_a_forked_child_the_store_is_closed(store: HbmStore) -> None:
+    prefix = fresh_prefix(2, SCHEMA)
+    publish(store, prefix)
+    blocks = store.lease(prefix)
+    with store._desk.lock:  # whatever another thread held
+        child = os.fork()
+        if child == 0:
+            try:
+                code = 0
+                for verb in (store.lease, store.match, store.promote, store.reserve):
+                    try:
+                        verb(prefix)
+                        code = 1
+                    except ClientClosed:
+                        pass
+                blocks.release()
+                store.close()
+                os._exit(code)
+            except BaseException:  # noqa: BLE001
+                os._exit(2)
+
+    def ended() -> Any:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        return (status,) if pid else None
+
+    try:
+        (status,) = wait_until(ended, "the child ends")
+    except AssertionError:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        raise
+    assert status == 0
+    assert_right(blocks, prefix)
+    blocks.release()
+    assert_quiet(store)
+
+
+def test_stores_leave_nothing_behind(client: Client, device: str) -> None:
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    def once() -> None:
+        with HbmStore(client, SCHEMA, HBM_BLOCKS * BLOCK, device) as store:
+            publish(store, fresh_prefix(2, SCHEMA))
+
+    once()
+    before = count()
+    for _ in range(5):
+        once()
+    assert count() == before
+
+
+@pytest.mark.parametrize("nbytes", ["8GiB", 4.5 * BLOCK, True, None, -BLOCK, 1 << 62])
+def test_sizes_that_are_none(client: Client, device: str, nbytes: Any) -> None:
+    from tiffin.kvstore.errors import InvalidInput, TierUnavailable
+
+    with pytest.raises((InvalidInput, TierUnavailable)):
+        HbmStore(client, SCHEMA, nbytes, device)
