@@ -38,17 +38,14 @@ def block_memory(
     """
     if isinstance(blocks, torch.Tensor):
         memory = _rows(blocks)
-        tensors = [blocks[:1].reshape(-1)] if len(memory.tensors) else []
-        smallest = blocks.shape[1]
+        smallest, elsewhere = int(blocks.shape[1]), [blocks] if blocks.device != device else []
     else:
-        tensors = list(blocks)
-        memory = _separate(tensors)
-        smallest = min((tensor.numel() for tensor in tensors), default=0)
+        memory, smallest, elsewhere = _separate(list(blocks), device)
     if len(memory.tensors) != count:
         raise RoomError(f"{len(memory.tensors)} blocks for a map of {count}")
     if smallest < nbytes:
         raise RoomError(f"a block has {smallest} bytes of room and needs {nbytes}")
-    _check_devices(tensors, device)
+    _check_reach(elsewhere, device)
     if written and count > 1:
         ordered = np.sort(memory.addresses)
         if np.diff(ordered).min() < nbytes:
@@ -66,20 +63,22 @@ def _rows(blocks: Any) -> BlockMemory:
     return BlockMemory(addresses, blocks)
 
 
-def _separate(tensors: Sequence[Any]) -> BlockMemory:
+def _separate(tensors: list[Any], device: Any) -> tuple[BlockMemory, int, list[Any]]:
+    """The blocks, the bytes of the smallest, and those that are not on the device."""
+    addresses, elsewhere, smallest = [], [], 1 << 63
     for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.uint8:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.uint8:
             raise LayoutError("a block is a uint8 tensor")
-        if tensor.dim() != 1 or (tensor.stride(0) != 1 and tensor.numel() > 1):
+        if tensor.dim() != 1 or not tensor.is_contiguous():
             raise LayoutError(f"a block is one contiguous axis, not of shape {tuple(tensor.shape)}")
-    addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
-    return BlockMemory(addresses, tensors)
+        if tensor.device != device:
+            elsewhere.append(tensor)
+        smallest = min(smallest, tensor.numel())
+        addresses.append(tensor.data_ptr())
+    return BlockMemory(np.array(addresses, np.int64), tensors), smallest, elsewhere
 
 
-def _check_devices(tensors: Sequence[Any], device: Any) -> None:
-    elsewhere = [tensor for tensor in tensors if tensor.device != device]
-    if not elsewhere:
-        return
+def _check_reach(elsewhere: Sequence[Any], device: Any) -> None:
     # Pinning belongs to an allocation: blocks of one arena are asked about once.
     distinct = {tensor.untyped_storage().data_ptr(): tensor for tensor in elsewhere}
     for tensor in distinct.values():
