@@ -121,7 +121,9 @@ def _spans(memory: Any, spans: Sequence[tuple[int, int]]) -> Numbers:
     if memory.dim() != 1 or not memory.is_contiguous():
         raise LayoutError("the memory of segments has one dimension and no gaps")
     try:
-        table = np.asarray(spans if len(spans) else np.empty((0, 2)), np.int64)
+        given = np.asarray(spans if len(spans) else np.empty((0, 2), np.int64))
+        # Not np.asarray(spans, np.int64), which would cut 1.5 to 1.
+        table = given.astype(np.int64, casting="same_kind")
     except (TypeError, ValueError, OverflowError) as error:
         raise LayoutError(f"spans are pairs of offset and length: {error}") from error
     if table.ndim != 2 or table.shape[1] != 2:
@@ -286,12 +288,12 @@ def _launch(memory: Any, table: Numbers) -> PendingChecksums:
                 size = tiles.shape[1]
                 hash_pages[(size,)](
                     constants, uploaded[at : at + 3 * size], size, hashes,
-                    PAGES=TILE_PAGES, ALIGN=align, num_warps=_WARPS,
+                    PAGES=TILE_PAGES, ALIGN=align, num_warps=_WARPS, enable_fp_fusion=False,
                 )  # fmt: skip
                 at += 3 * size
             finish[(-(-count // _FINISH_SEGMENTS),)](
                 constants, uploaded[at:], count, hashes, checksums.view(torch.uint64),
-                SEGMENTS=_FINISH_SEGMENTS,
+                SEGMENTS=_FINISH_SEGMENTS, enable_fp_fusion=False,
             )  # fmt: skip
         event = None if on_host else torch.cuda.Event()
         if event is not None:

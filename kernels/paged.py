@@ -35,6 +35,7 @@ TILE_BYTES: Final = 8192
 WARPS: Final = 4
 PROGRAMS_PER_SM: Final = 16  # of 4 warps: 2048 threads, all that an SM of an A100 or H100 holds
 _MOST_UNITS: Final = 2048  # of a tile whose words are narrow: 16 for each of 128 threads
+_MOST_ITEMS: Final = 1 << 30
 _INTERPRETED_PROGRAMS: Final = 3  # few, and more than one, so that tests see programs share work
 
 
@@ -140,9 +141,12 @@ def interpreted() -> bool:
 
 
 def on_stream(device: Any, stream: Any) -> ExitStack:
-    """A context in which CUDA work goes to this device and stream; nothing on a CPU."""
+    """A context in which CUDA work goes to this device and stream; nothing on a CPU. Raises
+    DeviceError for a stream of another device."""
     stack = ExitStack()
     if device.type == "cuda":
+        if stream is not None and stream.device != device:
+            raise DeviceError(f"a stream of {stream.device} for work on {device}")
         stack.enter_context(torch.cuda.device(device))
         if stream is not None:
             stack.enter_context(torch.cuda.stream(stream))
@@ -176,15 +180,19 @@ class TileWork:
 
 def tile_work(group: LaneGroup, addresses: NDArray[np.int64], blocks: int) -> TileWork:
     """Cut the runs of a group into tiles. A unit is the widest word, up to 16 bytes, that divides
-    all addresses, strides and rows. Raises LayoutError for more than 2**31 - 1 tiles."""
+    all addresses, strides and rows. Raises LayoutError for more than 2**30 tiles, and for runs of
+    2 GiB and more: the kernel counts both in 32 bits."""
     unit_bytes = alignment(int(np.bitwise_or.reduce(addresses)) | group.alignment)
     row_units = group.row_bytes // unit_bytes
     units = group.rows * row_units
     tile_units = min(TILE_BYTES // unit_bytes, _MOST_UNITS, 1 << (units - 1).bit_length())
     tiles = -(-units // tile_units)
     items = len(group) * blocks * tiles
-    if items >= 1 << 31:
+    # A loop's counter goes beyond the last item by as many as there are programs.
+    if items > _MOST_ITEMS:
         raise LayoutError(f"{items} tiles are too many for a launch: move fewer blocks at a time")
+    if units * unit_bytes >= 1 << 31:
+        raise LayoutError(f"a run of {units * unit_bytes} bytes is too long for the kernel")
     word_bytes = min(unit_bytes, 8)
     return TileWork(word_bytes, unit_bytes // word_bytes, row_units, tile_units, tiles, items)
 
@@ -235,6 +243,7 @@ def launch(
         TILE_UNITS=work.tile_units,
         PAGE_SHIFT=-1 if size & (size - 1) else size.bit_length() - 1,
         num_warps=WARPS,
+        enable_fp_fusion=False,  # there is nothing to fuse; unasked, Triton warns of its default
     )
 
 
@@ -244,4 +253,8 @@ def lane_table(group: LaneGroup, device: Any) -> Any:
     if table is None:
         host = torch.from_numpy(np.stack((group.addresses, group.offsets)))
         table = group.memo[device] = host.to(device)
+    if device.type == "cuda":
+        # Made on one stream, used on any, and dropped when there are too many plans: what it lies
+        # in must not be given out again before this stream has passed the launch.
+        table.record_stream(torch.cuda.current_stream(device))
     return table

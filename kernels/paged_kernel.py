@@ -97,8 +97,9 @@ def move_lanes(
         words = tl.arange(0, UNIT_WORDS)[None, :]
         paged_pointers = paged.to(tl.pointer_type(WORD_TYPE))[:, None] + words
         packed_pointers = packed.to(tl.pointer_type(WORD_TYPE))[:, None] + words
-        paged_pointers = tl.multiple_of(paged_pointers, (UNIT_BYTES, UNIT_BYTES))
-        packed_pointers = tl.multiple_of(packed_pointers, (UNIT_BYTES, UNIT_BYTES))
+        # Down a column that is a word's, along a row a unit's.
+        paged_pointers = tl.multiple_of(paged_pointers, (WORD_BYTES, UNIT_BYTES))
+        packed_pointers = tl.multiple_of(packed_pointers, (WORD_BYTES, UNIT_BYTES))
         if GATHER:
             values = tl.load(paged_pointers, mask=filled[:, None], other=0)
             tl.store(packed_pointers, values, mask=inside[:, None])

@@ -56,6 +56,7 @@ PROGRAMS_PER_SM: Final = (
 READ_TWICE_BYTES: Final = 32 << 20  # of groups that are being read, to be found in the L2 again
 _MOST_NUMBERS: Final = 1 << 20  # of a tile, in Triton
 _MOST_RUN_BYTES: Final = (1 << 31) - 1
+_MOST_ITEMS: Final = 1 << 30  # the kernels' loops count beyond it, by the number of programs
 
 
 def gather_quantised(
@@ -228,7 +229,7 @@ def _work(group: ScaledGroup, blocks: int, gather: bool) -> _Work | None:
         if step < tokens:
             read_twice_bytes = tokens * group.lanes.row_bytes
     items = len(group.lanes) * blocks * units
-    if items > _MOST_RUN_BYTES:
+    if items > _MOST_ITEMS:
         raise LayoutError(f"{items} tiles are too many for a launch: move fewer blocks at a time")
     return _Work(width, step, together, units, items, read_twice_bytes)
 

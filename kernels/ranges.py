@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import subprocess
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,16 +124,16 @@ def copy_ranges(
     shape = (*_words(alignment_bytes(targets, sources, lengths)), chunk_bytes)
     table = chunk_table(targets, sources, lengths, chunk_bytes)
     rows = table.shape[1]
-    if device.type == "cpu":
-        grid = min(rows, programs or rows)
-        kernel[(grid,)](torch.from_numpy(table), rows, *shape)
-        return
-    with torch.cuda.device(device):
-        # Both allocators know that the stream uses this memory: it may be dropped here.
-        uploaded = torch.from_numpy(table).pin_memory().to(device, non_blocking=True)
-        grid = min(rows, programs or 4 * _multiprocessors(device.index))
+    on_host = device.type == "cpu"
+    with nullcontext() if on_host else torch.cuda.device(device):
+        uploaded = torch.from_numpy(table)
+        if not on_host:
+            # Both allocators know that the stream uses this memory: it may be dropped here.
+            uploaded = uploaded.pin_memory().to(device, non_blocking=True)
+        most = programs or (rows if on_host else 4 * _multiprocessors(device.index))
         warps = max(1, chunk_bytes // 2048)
-        kernel[(grid,)](uploaded, rows, *shape, num_warps=warps)
+        # Nothing is computed, so there is nothing to fuse; unasked, Triton warns of its default.
+        kernel[(min(rows, most),)](uploaded, rows, *shape, num_warps=warps, enable_fp_fusion=False)
 
 
 def copy_ranges_host(targets: Addresses, sources: Addresses, lengths: Addresses) -> None:
@@ -199,12 +201,13 @@ def _shapes(columns: list[NDArray[Any]]) -> list[tuple[int, ...]]:
 
 
 def available(device_type: str) -> bool:
-    """Whether `copy_ranges` can run on devices of this type here."""
+    """Whether `copy_ranges` can run on devices of this type here: Triton is there, and for a GPU
+    also what its launcher is built with at the first use (a C compiler, Python's headers)."""
     try:
         _kernel()
     except DeviceError:
         return False
-    return device_type == "cuda" or _interpreted()
+    return _interpreted() or (device_type == "cuda" and _launches())
 
 
 def _torch() -> Any:
@@ -219,6 +222,18 @@ def _interpreted() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
+
+
+@functools.cache
+def _launches() -> bool:
+    """Whether Triton has a driver that it can launch with. It is built, once, when asked for."""
+    import triton
+
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except (RuntimeError, OSError, ImportError, subprocess.CalledProcessError):
+        return False
+    return True
 
 
 @functools.cache

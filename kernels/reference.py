@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from .plan import LaneGroup, PageMap, Stretch
 
 _THREADED_BYTES: Final = 4 << 20  # below, starting threads (about 0.1 ms) is not worth it
+# Indexed assignment lets other threads run (releases the GIL) only for more than 500 items:
+# NPY_BEGIN_THREADS_THRESHOLDED, in numpy's lowlevel_strided_loops.c.src and ndarraytypes.h.
+_FREEING_PIECES: Final = 501
 # On a GPU, words stand for their bytes: the widest are copied fastest.
 _WORDS: Final = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16))
 
@@ -46,20 +49,22 @@ def move(
     on_host = cache.device.type == "cpu"
     move_one = _move_on_host if on_host else _move_on_device
     memories = [block.numpy() for block in blocks] if on_host else blocks
+    moved_bytes = sum(len(group) * group.run_bytes for group in groups) * len(pages)
+    large = on_host and moved_bytes >= _THREADED_BYTES
+    threads = torch.get_num_threads() if large else 1
     works = []
     for group in groups:
         fold = _fold(group, pages)
         offsets = [row_offsets(group, pages, block, fold) for block in range(len(pages))]
         indices: dict[tuple[int, int, int], list[NDArray[np.int64]]] = {}
         for stretch in group.stretches:
-            rows = _Rows(cache.layers[stretch.layer][stretch.part], group, stretch, fold)
+            view = cache.layers[stretch.layer][stretch.part]
+            rows = _Rows(view, group, stretch, fold, split=threads > 1 and not gather)
             key = (stretch.heads, rows.head_stride, rows.piece)
             if key not in indices:
                 indices[key] = [rows.index(at) for at in offsets]
             works.append(partial(move_one, rows, indices[key], memories, gather))
-    moved_bytes = sum(len(group) * group.run_bytes for group in groups) * len(pages)
-    threads = min(torch.get_num_threads(), len(works))
-    if not on_host or threads == 1 or moved_bytes < _THREADED_BYTES:
+    if threads == 1 or len(works) == 1:
         for work in works:
             work()
         return
@@ -90,10 +95,13 @@ def row_offsets(group: LaneGroup, pages: PageMap, block: int, fold: int = 1) -> 
 class _Rows:
     """A stretch's rows in the cache: its tensor as a flat array of pieces.
 
-    A piece is what divides `fold` rows and every stride: all of them, but in odd layouts.
+    A piece is what divides `fold` rows and every stride: all of them, but in odd layouts. `split`:
+    into so many pieces that threads take turns.
     """
 
-    def __init__(self, view: Any, group: LaneGroup, stretch: Stretch, fold: int) -> None:
+    def __init__(
+        self, view: Any, group: LaneGroup, stretch: Stretch, fold: int, *, split: bool
+    ) -> None:
         heads = int(view.shape[2])
         self.view, self.group, self.stretch = view.detach(), group, stretch
         self.head_stride = int(view.stride(2)) * int(view.element_size()) if heads > 1 else 0
@@ -102,6 +110,9 @@ class _Rows:
         self.piece = gcd(self.moved_bytes, *strides[::2])
         if fold == 1:
             self.piece = gcd(self.piece, group.token_stride_bytes)
+        run_bytes, even = stretch.heads * group.run_bytes, 2 * int(view.element_size())
+        while split and run_bytes < _FREEING_PIECES * self.piece and self.piece % even == 0:
+            self.piece //= 2
         steps = (view.shape[0] - 1, view.shape[1] - 1, heads - 1 - stretch.head)
         reach = sum(step * stride for step, stride in zip(steps, strides, strict=True))
         elements = self.piece // int(view.element_size())

@@ -61,6 +61,11 @@ _STAGING_BYTES_MIN = 4096
 IN_FLIGHT_BYTES = 1 << 30
 
 
+# Copiers that nobody holds any more, and whose buffers and both ends the device still uses. Every
+# submit of another looks at them, so that they do not stay for good.
+_dropped: list[DeviceCopier] = []
+
+
 class StillCopying(MessengerError):
     """Given up, and not ended: the device may touch both ends until `transfer.done()`. The copier
     keeps their memory alive until then; whoever gives out parts of it must not reuse them. Not a
@@ -231,6 +236,11 @@ class DeviceCopier:
             transfer.wait(max(0.0, deadline - time.monotonic()))
         self._movers.clear()
 
+    def __del__(self) -> None:
+        # Memory that is given back now would be somebody else's while it is being copied.
+        if getattr(self, "_live", None):
+            _dropped.append(self)
+
     def __enter__(self) -> Self:
         return self
 
@@ -261,6 +271,7 @@ class DeviceCopier:
             raise
 
     def _make_room(self, transfer: Transfer, deadline: float) -> None:
+        _reap_dropped()
         while True:
             self._reap()
             with self._lock:
@@ -301,6 +312,14 @@ class DeviceCopier:
                 name = f"{way.value}.{group.path.value}"
                 self._counts[f"{name}.ranges"] += len(group.rows)
                 self._counts[f"{name}.bytes"] += group.rows.nbytes
+
+
+def _reap_dropped() -> None:
+    for copier in tuple(_dropped):
+        copier._reap()
+        if not copier._live:
+            with contextlib.suppress(ValueError):  # another thread was sooner
+                _dropped.remove(copier)
 
 
 def _open(device: str, lanes: Lanes | None) -> tuple[Any, Lanes]:

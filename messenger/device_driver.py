@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 from ctypes import POINTER, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +135,7 @@ class Driver:
         batch = find("cuMemcpyBatchAsync", _BATCH_VERSION)
         self._batch = ctypes.CFUNCTYPE(c_int, *_BATCH_CALL)(batch) if batch else None
         self._contexts: dict[int, Any] = {}
+        self._process = os.getpid()
         self._call("cuInit", 0)
 
     @property
@@ -143,7 +145,10 @@ class Driver:
 
     @contextlib.contextmanager
     def on(self, index: int) -> Iterator[None]:
-        """Inside the block this thread works with the primary context of a device, torch's own."""
+        """Inside the block this thread works with the primary context of a device, torch's own.
+        Raises DeviceError, also in a fork of the process that began: no CUDA survives that."""
+        if os.getpid() != self._process:
+            raise DeviceError("a fork cannot use its parent's CUDA: start processes by spawn")
         context = self._contexts.get(index)
         if context is None:
             device, context = self._device(index), c_void_p()

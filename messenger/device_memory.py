@@ -14,7 +14,7 @@ import numpy as np
 from .device_plan import Direction, Rows, concatenate
 from .errors import RangeError
 from .local import byte_view
-from .pinning import registration
+from .pinning import partly_registered, registration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -171,7 +171,9 @@ def _tensor_place(tensor: Any, device: Any) -> _Place:
     if tensor.device.type != "cpu":
         raise RangeError(f"a tensor on {tensor.device} for a copier of {device}")
     entry = registration(address, nbytes, device.type)
-    pinned = entry is not None or bool(tensor.is_pinned())
+    pinned = entry is not None or (
+        not partly_registered(address, nbytes, device.type) and bool(tensor.is_pinned())
+    )
     return _Place(
         address=address,
         nbytes=nbytes,

@@ -3,8 +3,8 @@
 On a GPU the memory comes from the driver (cuMemAlloc), not from torch's allocator. That one hands
 out parts of larger allocations, and an IPC handle always opens the whole: whoever attached could
 reach tensors that were never meant to be shared, and with `expandable_segments` there is no handle
-at all. An allocation of its own begins at its handle, is freed when we say, and is no part of what
-torch may reuse. torch sees it through `__cuda_array_interface__`.
+at all. An allocation of its own, of whole 2 MiB, begins at its handle, is freed when we say, and is
+no part of what torch may reuse. torch sees it through `__cuda_array_interface__`.
 
 A descriptor is data, not authority: what it names can be opened by any process of the same user on
 the same host, so give it only to whom you would give the memory. On `cpu` it is worth nothing
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 # A descriptor is about 200 bytes; nothing longer is looked at.
 DESCRIPTOR_BYTES_MAX = 1024
+# The driver may cut smaller allocations from a larger one, and their handle opens all of it; shared
+# memory should be of whole 2 MiB (CUDA C++ Programming Guide, Interprocess Communication).
+GRANULE_BYTES = 2 << 20
 _VERSION = 1
 _NBYTES_MAX = 1 << 48
 
@@ -93,7 +96,7 @@ class DeviceRegion:
         driver = load()
         _check_index(driver, index)
         with driver.on(index):
-            address = driver.allocate(nbytes)
+            address = driver.allocate(-(-nbytes // GRANULE_BYTES) * GRANULE_BYTES)
         return cls(f"cuda:{index}", nbytes, True, _Mapping(driver, index, address, imported=False))
 
     def descriptor(self) -> bytes:
@@ -176,7 +179,8 @@ class DeviceRegion:
     def tensor(self) -> Any:
         """All bytes, a uint8 tensor [nbytes] on the device. Not to be used after `close()`.
 
-        Raises RegionError when closed, DeviceUnavailable without torch.
+        Raises RegionError when closed or when torch cannot use the memory on that device,
+        DeviceUnavailable without torch.
         """
         backing = self._open()
         if self._tensor is None:
@@ -184,9 +188,7 @@ class DeviceRegion:
             if isinstance(backing, Region):
                 self._tensor = _host_tensor(torch, backing)
             else:
-                # Of length and address alone; the tensor keeps the mapping alive.
-                bytes_there = _CudaBytes(backing, self.nbytes)
-                self._tensor = torch.as_tensor(bytes_there, device=self.device)
+                self._tensor = _device_tensor(torch, backing, self.nbytes, self.device)
         return self._tensor
 
     def close(self) -> None:
@@ -226,14 +228,16 @@ class _Mapping:
         self.driver = driver
         self.index = index
         self.address = address
-        self._end = weakref.finalize(self, _end, driver, index, address, imported)
+        self._end = weakref.finalize(self, _end, driver, index, address, imported, os.getpid())
         self._end.atexit = False  # the process's end frees it, and CUDA may be gone before
 
     def close(self) -> None:
         self._end()
 
 
-def _end(driver: Driver, index: int, address: int, imported: bool) -> None:
+def _end(driver: Driver, index: int, address: int, imported: bool, process: int) -> None:
+    if os.getpid() != process:
+        return  # a fork has the object, and neither CUDA nor the memory
     with driver.on(index):
         if imported:
             driver.ipc_close(address)
@@ -276,7 +280,8 @@ def _decode(descriptor: bytes) -> _Descriptor:
         raise RegionError(f"a descriptor of {len(descriptor)} bytes is none")
     try:
         described = msgspec.msgpack.decode(descriptor, type=_Descriptor)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        # ValueError: a field's name that is no UTF-8. RecursionError: lists in lists.
         raise RegionError(f"these bytes describe no region: {error}") from error
     if described.version != _VERSION:
         raise RegionError(f"a descriptor of version {described.version}, not {_VERSION}")
@@ -304,6 +309,15 @@ def _check_index(driver: Driver, index: int) -> None:
     count = len(driver.device_uuids())
     if index >= count:
         raise DeviceUnavailable(f"no cuda:{index}: this process sees {count} devices")
+
+
+def _device_tensor(torch: Any, mapping: _Mapping, nbytes: int, device: str) -> Any:
+    """Of address and length alone; the tensor keeps the mapping alive."""
+    tensor = torch.as_tensor(_CudaBytes(mapping, nbytes), device=device)
+    if tensor.data_ptr() != mapping.address:
+        # Where torch finds the memory to be of another device, it makes a copy there.
+        raise RegionError(f"torch sees the memory on another device than {device}")
+    return tensor
 
 
 def _host_tensor(torch: Any, region: Region) -> Any:

@@ -11,6 +11,7 @@ a copy must not cross from one registration to the next.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from bisect import bisect_right, insort
@@ -49,6 +50,10 @@ class _Book:
     """What is registered, by kind of device. Thread-safe."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """For a fork, where nothing is registered, and whose lock another thread may have held."""
         self._lock = threading.Lock()
         self._entries: dict[str, list[Registration]] = {}
 
@@ -72,13 +77,25 @@ class _Book:
             entry = entries[at - 1] if at else None
         return entry if entry is not None and stop <= entry.stop else None
 
+    def touching(self, device_type: str, start: int, stop: int) -> bool:
+        with self._lock:
+            entries = self._entries.get(device_type, [])
+            at = bisect_right(entries, stop - 1, key=lambda entry: entry.start)
+        return at > 0 and entries[at - 1].stop > start
+
 
 _book = _Book()
+os.register_at_fork(after_in_child=_book.forget)
 
 
 def registration(address: int, nbytes: int, device_type: str = "cuda") -> Registration | None:
     """What covers all of `nbytes` at `address`, if one `Pinned` does."""
     return _book.covering(device_type, address, address + nbytes)
+
+
+def partly_registered(address: int, nbytes: int, device_type: str = "cuda") -> bool:
+    """Whether a `Pinned` has some byte of it. CUDA, asked about an address, knows only that one."""
+    return _book.touching(device_type, address, address + nbytes)
 
 
 class Pinned:
@@ -112,7 +129,7 @@ class Pinned:
             raise
         # Also for an object that is dropped without being closed.
         self._finalizer = weakref.finalize(
-            self, _unpin, self.device_type, entry, driver, self._index, array
+            self, _unpin, self.device_type, entry, driver, self._index, os.getpid(), array
         )
         # At exit CUDA may be gone before us, and the process's memory goes with it anyway.
         self._finalizer.atexit = False
@@ -159,8 +176,15 @@ class Pinned:
 
 
 def _unpin(
-    device_type: str, entry: Registration, driver: Driver | None, index: int, _memory: object
+    device_type: str,
+    entry: Registration,
+    driver: Driver | None,
+    index: int,
+    process: int,
+    _memory: object,
 ) -> None:
+    if os.getpid() != process:
+        return  # a fork has the object, but nothing is registered there
     _book.remove(device_type, entry)
     if driver is not None:
         _unregister(driver, index, entry)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from ..errors import DeadlineExceeded, TiffinError
 from .below import POOL_ERRORS
-from .saving import RUN_BYTES, CopyLate, DeviceRefused, Saved, Saver
+from .saving import RUN_BYTES, CopyLate, DeviceRefused, OutOfTime, Saved, Saver
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..client import Client
     from ..node.records import Replica
+    from .below import PinnedPool
     from .bringing import PoolDoor
     from .core import Entry
     from .desk import Desk
@@ -35,9 +36,16 @@ class Background:
     """Saves in the background, and saves that are asked for: one at a time."""
 
     def __init__(
-        self, client: Client, memory: HbmMemory, desk: Desk, door: PoolDoor, block_bytes: int
+        self,
+        client: Client,
+        memory: HbmMemory,
+        desk: Desk,
+        door: PoolDoor,
+        pinned: PinnedPool | None,
+        block_bytes: int,
     ) -> None:
         self._desk = desk
+        self._pinned = pinned
         self._door = door
         self._blocks_max = max(1, RUN_BYTES // block_bytes)
         self._saver = Saver(client, memory, desk.endings, self._ended, desk.condemn)
@@ -91,11 +99,12 @@ class Background:
         total = Saved()
         try:
             self._saver.save(replicas, entries, deadline, total)
-            self._door.answered()
+            if replicas:
+                self._door.answered()
         except CopyLate:
             self._desk.count(timeouts=1)
             raise
-        except DeviceRefused:
+        except (DeviceRefused, OutOfTime):
             raise
         except POOL_ERRORS:
             self._door.failed()
@@ -121,6 +130,8 @@ class Background:
                 self._desk.endings.look()
                 with self._desk.lock:
                     self._desk.core.tick(time.monotonic())
+                if self._pinned is not None:
+                    self._pinned.renew()
                 while not self._closed and self._save_due():
                     pass
             except TiffinError as error:
@@ -132,13 +143,17 @@ class Background:
         """One batch of what is due; whether it is worth looking for another one."""
         if not self._desk.core.hbm.write_back:
             return False
-        with self.saving:
+        if not self.saving.acquire(blocking=False):
+            return False  # somebody demotes; this thread has other things to do as well
+        try:
             with self._desk.lock:
-                # Asked only when there is something: an answer makes the caller the probe.
-                if not self._desk.core.is_full() or not self._door.admits():
-                    return False
                 replicas = self._desk.core.saves_due(self._blocks_max)
                 entries = self._entries(replicas)
-            if not replicas:
+            # Asked only when there is something: an answer makes the caller the probe.
+            if not replicas or not self._door.admits():
+                for replica in replicas:
+                    self._ended(replica, saved=False)
                 return False
             return self._save(replicas, entries, time.monotonic() + SAVE_TIMEOUT_S).refused == 0
+        finally:
+            self.saving.release()

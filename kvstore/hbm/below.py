@@ -32,18 +32,21 @@ from ..errors import (
     DeadlineExceeded,
     DirectoryUnavailable,
     NodeUnavailable,
+    ProtocolError,
     TierUnavailable,
+    TiffinError,
     VersionMismatch,
 )
 from ..leased import Leased
 from ..node import messages
 from ..node.records import Reason
 from ..pool.client import PoolClient
+from ..pool.home import Home
 from ..verbs import Access, Call, Post, check_blocks
 from .memory import host_checksums, left_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from ..link import Link
     from ..schema import KVSchema
     from ..verbs import Verb, Verify
+    from .memory import HbmMemory
 
     Bytes = NDArray[np.uint8]
     Sums = NDArray[np.uint64]
@@ -65,9 +69,13 @@ POOL_ERRORS = (
     DeadlineExceeded,
     TierUnavailable,
     ClientClosed,
+    ProtocolError,  # after an update, say
 )
 
 PAGES = XXH3_64_PAGES
+
+# How long to wait for room in the pool: a client's calls take turns, and a reader may be next.
+ROOM_WAIT_S = 0.1
 
 
 @dataclass(slots=True)
@@ -107,17 +115,76 @@ def near_link(client: Client) -> Link | None:
     return client._link
 
 
-def pin_pool(client: Client, device: str) -> Pinned | None:
-    """Register the pool's memory on this host with CUDA, about 0.3 s per GiB, so that copies need
-    no staging. Where that is refused, they go on through staging buffers, and the log says why."""
+@contextlib.contextmanager
+def kept_open(client: Client) -> Iterator[None]:
+    """Inside, the client's `close` waits with its goodbye. It would free what the client holds in
+    the pool's memory: a copy into it, or out of it, would be of another's block by then.
+
+    Raises ClientClosed.
+    """
     link = near_link(client)
-    if link is None:
-        return None
-    try:
-        return Pinned(link.memory, device)
-    except MessengerError as error:
-        log.warning("copies to and from the pool pass through staging buffers: %s", error)
-        return None
+    if link is None:  # what it holds is memory of this process
+        yield
+        return
+    with link.gate:
+        yield
+
+
+def room_wait_s(client: Client, left_s: float) -> float:
+    """How long to wait for room in the pool. Slots elsewhere than on this host are sent when they
+    are committed, within the same time: that needs all that there is."""
+    link = near_link(client)
+    if link is None or (isinstance(link, Home) and link.away):
+        return left_s
+    return min(left_s, ROOM_WAIT_S)
+
+
+class PinnedPool:
+    """The pool's memory on this host, registered with CUDA, about 0.3 s per GiB, so that copies
+    need no staging. Where that is refused, they go on through staging buffers, and the log says
+    why. A node that was restarted has other memory: `renew` registers it, and lets go of the old,
+    which would take its bytes for as long as it is registered."""
+
+    def __init__(self, client: Client, device: str, memory: HbmMemory) -> None:
+        self._link = near_link(client)
+        self._device = device
+        self._memory = memory
+        self._seen: Bytes | None = None
+        self._pinned: list[Pinned] = []  # the last one is of `_seen`
+        self.renew()
+
+    def renew(self) -> None:
+        """Look whether the memory is another one. One thread at a time."""
+        if len(self._pinned) > 1:
+            self._memory.while_idle(self._let_go_of_old)
+        if self._link is None:
+            return
+        try:
+            memory = self._link.memory
+        except TiffinError:
+            return  # closed, or gone for the moment
+        if memory is self._seen:
+            return
+        self._seen = memory
+        try:
+            self._pinned.append(Pinned(memory, self._device))
+        except MessengerError as error:
+            log.warning("copies to and from the pool pass through staging buffers: %s", error)
+
+    def _let_go_of_old(self) -> None:
+        while len(self._pinned) > 1:
+            _unpin(self._pinned.pop(0))
+
+    def close(self) -> None:
+        """When no copy is under way."""
+        while self._pinned:
+            _unpin(self._pinned.pop())
+        self._seen = None
+
+
+def _unpin(pinned: Pinned) -> None:
+    with contextlib.suppress(MessengerError):  # at worst it stays pinned
+        pinned.close()
 
 
 def fetch(client: Client, prefix: Prefix, verify: Verify, timeout_s: float) -> Fetched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -9,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..directory.breaker import Breaker
-from ..errors import NoRoom, StaleLease, TierUnavailable
+from ..errors import ClientClosed, NoRoom, StaleLease, TierUnavailable
 from ..node.core import Status
 from ..node.records import Kept
-from .below import POOL_ERRORS, fetch, no_release, nothing, spans_of
+from .below import POOL_ERRORS, fetch, kept_open, no_release, nothing, spans_of
 from .core import Admission, Entry
 from .memory import Never, Unfinished, spans_at
 
@@ -24,11 +25,16 @@ if TYPE_CHECKING:
     from ..node.core import Reservation
     from ..node.records import Session
     from ..verbs import Verify
+    from .arrivals import Arrival
     from .below import Fetched
     from .desk import Desk
     from .memory import HbmMemory
 
     Sums = NDArray[np.uint64]
+
+
+# Why a call brought no more: look at HBM again, and ask for the rest.
+AGAIN = "again"
 
 
 class PoolDoor:
@@ -73,35 +79,58 @@ class Bringer:
         self._admission = admission
 
     def bring(
-        self, prefix: Prefix, verify: Verify, deadline: float
+        self, prefix: Prefix, verify: Verify, deadline: float, *, join: bool
     ) -> tuple[frozenset[int], str | None]:
         """Bring up the leading blocks of `prefix` that the pool has and HBM has room for.
 
-        Returns the generations that are published and proven, and why there are not more. Never
-        raises for what the pool is or does; TierUnavailable when the device refuses.
+        Returns the generations that are published and proven, and why there are not more: AGAIN if
+        that may have changed, as another has brought some. With `join` it fetches nothing that
+        another is bringing, and waits for it instead. Never raises for what the pool is or does;
+        TierUnavailable when the device refuses.
         """
         with self._desk.lock:
             wanted = prefix[: self._admission.admits(prefix.keys)]
-            removals = self._desk.removals
         if not len(wanted):
             return frozenset(), "admission"
-        fetched = self._fetch(wanted, verify, deadline)
+        arrival = self._desk.begin_arrival(wanted.keys, join=join)
+        if arrival is None:
+            ended = self._desk.await_arrival(wanted.keys[0], deadline)
+            return frozenset(), AGAIN if ended else "busy"
         try:
-            return self._arrive(fetched, deadline, removals)
-        except Unfinished as error:
-            # The copy, if it began, still reads the host's memory, and writes HBM.
-            self._desk.count(timeouts=error.late)
-            if error.passed is not None:
-                self._desk.endings.add(error.passed, fetched.release)
-                fetched.release = no_release
-            if error.late:
-                return frozenset(), "deadline"
-            raise TierUnavailable(f"a copy to the device failed: {error}") from error
+            mine = wanted[: len(arrival.keys)]
+            good, why = self._bring(mine, verify, deadline, arrival)
         finally:
-            fetched.release()
+            self._desk.end_arrival(arrival)
+        return good, AGAIN if why is None and len(mine) < len(wanted) else why
+
+    def _bring(
+        self, wanted: Prefix, verify: Verify, deadline: float, arrival: Arrival
+    ) -> tuple[frozenset[int], str | None]:
+        with contextlib.ExitStack() as stack:
+            try:
+                # Its goodbye would end the lease of what is being read.
+                stack.enter_context(kept_open(self._client))
+            except ClientClosed:
+                return frozenset(), "pool"
+            fetched = self._fetch(wanted, verify, deadline)
+            try:
+                return self._arrive(fetched, deadline, arrival)
+            except Unfinished as error:
+                # The copy, if it began, still reads the host's memory, and writes HBM.
+                self._desk.count(timeouts=error.late)
+                if error.passed is not None:
+                    self._desk.endings.add(error.passed, fetched.release)
+                    fetched.release = no_release
+                if error.late:
+                    return frozenset(), "deadline"
+                if error.interrupt is not None:
+                    raise error.interrupt from None
+                raise TierUnavailable(f"a copy to the device failed: {error}") from error
+            finally:
+                fetched.release()
 
     def _arrive(
-        self, fetched: Fetched, deadline: float, removals: int
+        self, fetched: Fetched, deadline: float, arrival: Arrival
     ) -> tuple[frozenset[int], str | None]:
         """Copy up and publish what was fetched, as far as there is room. Raises Unfinished."""
         if not fetched.views:
@@ -115,7 +144,7 @@ class Bringer:
         if made.lease is not None:
             self._copy(fetched, use, made, deadline)
             entries = self._entries(fetched, use, made)
-            good = self._publish(use, made, entries, removals)
+            good = self._publish(use, made, entries, arrival)
             if None in entries:
                 return good, "corrupt"
         if made.reason:
@@ -176,12 +205,12 @@ class Bringer:
         return Entry(fetched.prefix, index, sums, dirty=False)
 
     def _publish(
-        self, use: Session, made: Reservation, entries: list[Entry | None], removals: int
+        self, use: Session, made: Reservation, entries: list[Entry | None], arrival: Arrival
     ) -> frozenset[int]:
         """Make visible what is right; the generations of what was stored."""
         assert made.lease is not None
         try:
-            kept = self._desk.publish(use, made.lease.id, entries, unless_removed_since=removals)
+            kept = self._desk.publish(use, made.lease.id, entries, arrival)
         except StaleLease:
             return frozenset()
         replicas = made.lease.replicas

@@ -88,6 +88,11 @@ class Entry:
     checksums: NDArray[np.uint64]
     dirty: bool
 
+    @property
+    def key(self) -> bytes:
+        """The block's."""
+        return self.prefix.keys[self.index]
+
 
 class HbmResidency(Residency):
     """One tier whose blocks are clean or dirty; some of the dirty ones are being copied down."""
@@ -202,6 +207,7 @@ class HbmCore(NodeCore):
         With `stop_at_busy` it ends before the first block that another is writing: what comes
         behind it could not be read yet.
         """
+        self.tick(now)  # what has expired is nobody's any more
         keys: Sequence[bytes] = prefix.keys
         if stop_at_busy:
             writing = self.residency.writing

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import NoRoom
+from .arrivals import Arrival, Arrivals
 from .endings import POLL_S, Endings, has_passed
 
 if TYPE_CHECKING:
@@ -58,13 +59,23 @@ class Desk:
     a call to the pool.
     """
 
-    def __init__(self, core: HbmCore, kick: Callable[[], None]) -> None:
+    def __init__(
+        self, core: HbmCore, kick: Callable[[], None], check_open: Callable[[], None]
+    ) -> None:
+        """`kick`: something was published. `check_open` raises once the store is closing: who
+        waits is not to hold it up."""
         self.core = core
         self.lock = threading.Lock()
         self.endings = Endings()
         self.counters = HbmCounters()
-        self.removals = 0  # how often somebody removed something: what is under way looks again
+        self.arrivals = Arrivals()
+        self.check_open = check_open
         self._kick = kick
+
+    def forget(self) -> None:
+        """In a forked child: whoever held the lock is not here."""
+        self.lock = threading.Lock()
+        self.endings.forget()
 
     def count(self, **changes: int) -> None:
         """Add to counters."""
@@ -93,6 +104,7 @@ class Desk:
     ) -> tuple[Session, Reservation]:
         """Extents for what is not here. Raises NoRoom when there was none until `deadline`."""
         while True:
+            self.check_open()
             self.endings.look()
             now = time.monotonic()
             with self.lock:
@@ -118,20 +130,44 @@ class Desk:
         use: Session,
         lease: int,
         entries: Sequence[Entry | None],
-        *,
-        unless_removed_since: int | None = None,
+        arrival: Arrival | None = None,
     ) -> bytes:
         """Make blocks visible and end the use: all that was started on it has ended. A `Kept` for
-        each. Nothing is stored if something was removed since `removals` had that value: it may be
-        one of these, fetched before. Raises StaleLease."""
+        each; those of an `arrival` that were removed meanwhile are not stored. Raises StaleLease.
+        """
         with self.lock:
-            if unless_removed_since not in (None, self.removals):
-                entries = [None] * len(entries)
+            gone = arrival.removed if arrival is not None else set()
+            entries = [None if e is None or e.key in gone else e for e in entries]
             try:
                 return self.core.publish(use, lease, entries, time.monotonic())
             finally:
                 self.core.close_use(use, fenced=True)
                 self._kick()
+
+    # -- coming up -------------------------------------------------------------------------------
+
+    def begin_arrival(self, keys: Sequence[bytes], *, join: bool) -> Arrival | None:
+        """The caller brings `keys`, with `join` only the leading ones that nobody else brings;
+        None if that is none. `end_arrival` in any case."""
+        with self.lock:
+            count = self.arrivals.unclaimed(keys) if join else len(keys)
+            return self.arrivals.begin(keys[:count]) if count else None
+
+    def end_arrival(self, arrival: Arrival) -> None:
+        """The blocks are published, or will not come."""
+        with self.lock:
+            self.arrivals.end(arrival)
+
+    def await_arrival(self, key: bytes, deadline: float) -> bool:
+        """Wait while somebody brings `key`; whether that has ended in time."""
+        while True:
+            self.check_open()
+            with self.lock:
+                if self.arrivals.unclaimed([key]):
+                    return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_S)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -150,6 +186,12 @@ class Desk:
                 return Held(use, replicas, entries, reason)
             self.core.close_use(use, fenced=True)
         return self.hold(prefix[:good]) if good else Held(None, [], [], reason)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Forget blocks, those on their way as well; how many were here."""
+        with self.lock:
+            self.arrivals.remove(keys)
+            return self.core.remove(keys)
 
     def condemn(self, replica: Replica) -> None:
         """These bytes are not what was written: forget the block."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..node.core import Reservation
     from ..node.records import Replica, Session
     from .core import Entry
+    from .memory import Point
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,13 @@ class HbmSlot:
 class Keeper(Protocol):
     """Who ends what is held here: the store."""
 
-    def let_go(self, use: Session, stream: Any) -> None:
-        """End a use of the memory when `stream` has passed what it has now."""
+    def point(self, stream: Any) -> Point:
+        """Where `stream` is now. Nothing has ended yet if this raises."""
 
-    def commit(self, slots: HbmSlots, use: Session, lease: int, stream: Any) -> tuple[int, ...]:
+    def let_go(self, use: Session, point: Point) -> None:
+        """End a use of the memory when the stream has passed `point`."""
+
+    def commit(self, slots: HbmSlots, use: Session, lease: int, point: Point) -> tuple[int, ...]:
         """Publish; the positions that were stored. Ends the use in any case."""
 
 
@@ -125,12 +129,14 @@ class HbmBlocks(Sequence[HbmBlock]):
 
     def release(self, stream: Any = None) -> None:
         """End the lease once `stream` has passed what was launched on it so far. Raises StaleLease
-        the second time."""
+        the second time, TierUnavailable if the device refuses: then they are held as before."""
         if self._released:
             raise StaleLease("these blocks were released before")
-        self._released = True
         if self._use is not None:
-            self._keeper.let_go(self._use, stream)
+            point = self._keeper.point(stream)
+            self._released = True
+            self._keeper.let_go(self._use, point)
+        self._released = True
 
     def __enter__(self) -> Self:
         return self
@@ -193,22 +199,24 @@ class HbmSlots(Sequence[HbmSlot]):
         Raises StaleLease if the reservation expired or has ended, TierUnavailable if the device
         refuses; nothing is published then.
         """
-        self._end()
-        self.stored = self._keeper.commit(self, self._use, self._lease, stream)
+        point = self._end(stream)
+        self.stored = self._keeper.commit(self, self._use, self._lease, point)
 
     def abort(self, stream: Any = None) -> None:
         """Give the slots back; their memory is free when `stream` has passed."""
-        self._end()
-        self._keeper.let_go(self._use, stream)
+        point = self._end(stream)
+        self._keeper.let_go(self._use, point)
 
     def kept(self) -> Sequence[HbmSlot]:
         """All slots, also after the end. For the store."""
         return self._slots
 
-    def _end(self) -> None:
+    def _end(self, stream: Any) -> Point:
         if self._ended:
             raise StaleLease("this reservation was committed or aborted before")
+        point = self._keeper.point(stream)
         self._ended = True
+        return point
 
     def __enter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ and is waited for by the host before anything is decided from it; nothing synchr
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,7 +23,7 @@ from ..errors import TierUnavailable
 from ..tiers.hbm import HbmTier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -61,12 +62,14 @@ class Never:
 
 class Unfinished(Exception):
     """A copy that did not end well. `passed` is when its memory may be used again, None if nothing
-    was begun; `late` if time ran out, else the device refused."""
+    was begun; `late` if time ran out, `interrupt` if somebody wanted no more of it (Ctrl-C), else
+    the device refused."""
 
-    def __init__(self, cause: Exception, passed: Passed | None, *, late: bool) -> None:
+    def __init__(self, cause: BaseException, passed: Passed | None, *, late: bool) -> None:
         super().__init__(str(cause))
         self.passed = passed
         self.late = late
+        self.interrupt = None if isinstance(cause, Exception) else cause
 
 
 class HbmMemory:
@@ -80,6 +83,8 @@ class HbmMemory:
         self._torch = self.tier.torch
         self.device = self.tier.device
         self._on_gpu = self.device.type == "cuda"
+        self._lock = threading.Lock()
+        self._copies = 0  # that are being queued or waited for
         self._stream = self._torch.cuda.Stream(self.device) if self._on_gpu else None
         # An event that has passed, for whoever wants to wait for one; None on the CPU.
         self.passed_event = None if self._stream is None else self._stream.record_event()
@@ -101,11 +106,17 @@ class HbmMemory:
     # -- streams ---------------------------------------------------------------------------------
 
     def point(self, stream: Any = None) -> Point:
-        """Where `stream` is now; without one, the calling thread's current stream there."""
+        """Where `stream` is now; without one, the calling thread's current stream there.
+
+        Raises TierUnavailable when the device refuses.
+        """
         if not self._on_gpu:
             return Point(None)
-        event = self._torch.cuda.Event()
-        event.record(self._torch.cuda.current_stream(self.device) if stream is None else stream)
+        try:
+            event = self._torch.cuda.Event()
+            event.record(self._torch.cuda.current_stream(self.device) if stream is None else stream)
+        except RuntimeError as error:
+            raise TierUnavailable(f"a stream on {self.device} failed: {error}") from error
         return Point(event)
 
     # -- copies ----------------------------------------------------------------------------------
@@ -113,10 +124,21 @@ class HbmMemory:
     def copy(self, pairs: Pairs, deadline: float) -> None:
         """Copy each (target, source), all one way: tensors of this device, uint8 arrays of the
         host. Returns when all bytes are there. Raises Unfinished."""
+        with self._lock:
+            self._copies += 1
+        try:
+            self._copy(pairs, deadline)
+        finally:
+            with self._lock:
+                self._copies -= 1
+
+    def _copy(self, pairs: Pairs, deadline: float) -> None:
+        transfer: Passed = Never()
         try:
             # One group: nobody looks at a single block before all have arrived and were verified.
-            transfer = self.copier.submit([list(pairs)], timeout_s=left_s(deadline))
-            transfer.wait(left_s(deadline))
+            queued = self.copier.submit([list(pairs)], timeout_s=left_s(deadline))
+            transfer = queued
+            queued.wait(left_s(deadline))
         except StillCopying as error:
             raise Unfinished(error, error.transfer, late=True) from error
         except TransferTimeout as error:
@@ -125,6 +147,16 @@ class HbmMemory:
             raise Unfinished(error, None, late=False) from error
         except MessengerError as error:
             raise Unfinished(error, Never(), late=False) from error
+        except BaseException as error:
+            raise Unfinished(error, transfer, late=False) from error
+
+    def while_idle(self, action: Callable[[], None]) -> bool:
+        """Do `action` while nothing is copied and no copy begins; whether that was so."""
+        with self._lock:
+            if self._copies or self.copier.statistics()["in_flight_bytes"]:
+                return False
+            action()
+            return True
 
     # -- checksums -------------------------------------------------------------------------------
 
@@ -157,11 +189,11 @@ class HbmMemory:
                 self._stream.wait_event(after.event)
             yield
 
-    def close(self) -> None:
+    def close(self, timeout_s: float) -> None:
         """Wait for copies that are under way, then let go of the memory. Of copies that do not end
         the memory stays: the copier keeps it alive."""
         with contextlib.suppress(MessengerError):
-            self.copier.close()
+            self.copier.close(timeout_s)
         self.tier.close()
 
 

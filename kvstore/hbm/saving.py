@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import DeadlineExceeded, NoRoom, StaleLease, TierUnavailable
-from .below import POOL_ERRORS, spans_of
+from ..verbs import BLOCKS_MAX
+from .below import POOL_ERRORS, kept_open, room_wait_s, spans_of
 from .core import runs_of
-from .memory import Never, Point, Unfinished, host_checksums
+from .memory import Never, Point, Unfinished, host_checksums, left_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from ..node.records import Replica
     from .core import Entry
     from .endings import Endings
-    from .memory import HbmMemory
+    from .memory import HbmMemory, Passed
 
     Sums = NDArray[np.uint64]
 
@@ -40,12 +42,13 @@ if TYPE_CHECKING:
 # the time for which the client is busy with its commit.
 RUN_BYTES = 256 << 20
 
-# How long to wait for room in the pool: a client's calls take turns, and a reader may be next.
-ROOM_WAIT_S = 0.1
-
 
 class CopyLate(DeadlineExceeded):
     """The copy did not end in time: no fault of the pool's."""
+
+
+class OutOfTime(DeadlineExceeded):
+    """There was no time left for the rest: no fault of the pool's."""
 
 
 class DeviceRefused(TierUnavailable):
@@ -91,27 +94,31 @@ class Saver:
         """Copy each down, and count in `total`.
 
         Raises one of POOL_ERRORS when the pool does not answer in time, CopyLate when the copy did
-        not end in time, DeviceRefused when the device refuses. Then, too, each block was reported,
-        or will be when its copy has ended.
+        not end in time, OutOfTime when there was none left, DeviceRefused when the device refuses.
+        Then, too, each block was reported, or will be when its copy has ended.
         """
         by_key = {r.key: entry for r, entry in zip(replicas, entries, strict=True)}
-        runs = list(_cut(runs_of(replicas, by_key.__getitem__)))
-        while runs:
-            part, members = runs.pop(0)
-            run = _Run(members, [by_key[r.key].checksums for r in members], self._ended, total)
-            try:
-                self._carry_out(part, run, deadline)
-            except BaseException:
-                for _, rest in runs:
-                    _Run(rest, [], self._ended, total).report(range(len(rest)), saved=False)
-                raise
+        runs = deque(_cut(runs_of(replicas, by_key.__getitem__)))
+        try:
+            while runs:
+                if time.monotonic() >= deadline:
+                    raise OutOfTime("no time was left to copy all blocks down to the pool")
+                part, members = runs.popleft()
+                sums = [by_key[replica.key].checksums for replica in members]
+                self._carry_out(part, _Run(members, sums, self._ended, total), deadline)
+        except BaseException:
+            for _, rest in runs:
+                _Run(rest, [], self._ended, total).report_rest()
+            raise
 
     def _carry_out(self, part: Prefix, run: _Run, deadline: float) -> None:
         """One reservation, from its room to its commit."""
         slots: Slots | None = None
+        inside = contextlib.ExitStack()
         try:
-            left_s = max(0.0, deadline - time.monotonic())
-            slots = self._client.reserve(part, timeout_s=min(left_s, ROOM_WAIT_S))
+            inside.enter_context(kept_open(self._client))
+            wait_s = room_wait_s(self._client, left_s(deadline))
+            slots = self._client.reserve(part, timeout_s=wait_s)
             run.total.present += len(slots.resident)
             run.report(slots.resident, saved=True)
             granted = {slot.index for slot in slots}
@@ -126,15 +133,23 @@ class Saver:
             pass  # there is another time; what is not reported is refused below
         except Unfinished as error:
             # The copy, if it began, still writes into the slots and reads the extents.
-            self._endings.add(error.passed or Point(None), partial(_give_up, slots, run))
+            self._give_up(error.passed or Point(None), slots, run, inside)
+            if error.interrupt is not None:
+                raise error.interrupt from None
             kind = CopyLate if error.late else DeviceRefused
             raise kind(f"a copy from HBM to the host did not end: {error}") from error
         except BaseException:
-            self._endings.add(
-                Never() if run.copying else Point(None), partial(_give_up, slots, run)
-            )
+            self._give_up(Never() if run.copying else Point(None), slots, run, inside)
             raise
         run.report_rest()
+        inside.close()
+
+    def _give_up(
+        self, passed: Passed, slots: Slots | None, run: _Run, inside: contextlib.ExitStack
+    ) -> None:
+        """Let go of all when the copy has ended; the client's `close` waits for that. Of what
+        failed nobody knows, and nobody waits for it."""
+        self._endings.add(passed, partial(_give_up, slots, run, inside), inside.close)
 
     def _fill(self, slots: Slots, run: _Run, deadline: float) -> None:
         """Copy into the slots, and skip those in which something else arrived than was written."""
@@ -185,19 +200,22 @@ class _Run:
         self.report(list(self._open), saved=False)
 
 
-def _give_up(slots: Slots | None, run: _Run) -> None:
+def _give_up(slots: Slots | None, run: _Run, inside: contextlib.ExitStack) -> None:
     """Give the slots back, unless a commit has, and the blocks. The pool may be gone."""
-    if slots is not None:
-        with contextlib.suppress(StaleLease, *POOL_ERRORS):
-            slots.abort()
-    run.report_rest()
+    try:
+        if slots is not None:
+            with contextlib.suppress(StaleLease, *POOL_ERRORS):
+                slots.abort()
+    finally:
+        run.report_rest()
+        inside.close()
 
 
 def _cut(
     runs: Iterable[tuple[Prefix, list[Replica]]],
 ) -> Iterator[tuple[Prefix, list[Replica]]]:
-    """Runs of at most RUN_BYTES each."""
+    """Runs of at most RUN_BYTES each, and of as many blocks as one call takes."""
     for part, members in runs:
-        step = max(1, RUN_BYTES // part.schema.block_bytes)
+        step = min(BLOCKS_MAX, max(1, RUN_BYTES // part.schema.block_bytes))
         for first in range(0, len(members), step):
             yield part[first : first + step], members[first : first + step]

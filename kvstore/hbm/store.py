@@ -14,13 +14,15 @@ It belongs to one process and sits in front of any client. `docs/hbm.md` is the 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tiffin.messenger.errors import MessengerError
 from tiffin.messenger.gate import Gate
 
 from ..errors import ClientClosed, InvalidInput, NoRoom, SchemaError
@@ -29,13 +31,13 @@ from ..node.core import Status
 from ..node.records import Kept, Pin, Reason
 from ..verbs import DEFAULT_TIMEOUT_S, Access, check_timeout, check_ttl, check_verify
 from .background import Background
-from .below import pin_pool, spans_of
-from .bringing import Bringer, PoolDoor
+from .below import PinnedPool, spans_of
+from .bringing import AGAIN, Bringer, PoolDoor
 from .core import Admission, Entry, HbmCore, HbmOptions
 from .desk import Desk, Held
 from .exporting import export_blocks
 from .held import HbmBlocks, HbmSlot, HbmSlots, blocks_of
-from .memory import HbmMemory, spans_at
+from .memory import HbmMemory, Point, left_s, spans_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,20 +81,24 @@ class HbmStore:
         self.schema = schema
         self._access = Access(check_verify(verify), random.Random())
         options = options if options is not None else HbmOptions()
-        if nbytes < schema.block_bytes:
-            raise InvalidInput(f"{nbytes} bytes of HBM hold no block of {schema.block_bytes}")
+        if not isinstance(nbytes, int) or nbytes < schema.block_bytes:
+            raise InvalidInput(f"{nbytes!r} bytes of HBM hold no block of {schema.block_bytes}")
         self._spans = spans_of(schema)
         self._memory = HbmMemory(nbytes, device)
         # Grows from one process to the next: what another process was told of ours goes stale.
         core = HbmCore(self._memory.tier.arena, options, first_generation=time.time_ns())
         self._gate = Gate(lambda: ClientClosed("this HBM store is closed; open another"))
-        self._desk = Desk(core, lambda: self._background.kick())
+        self._desk = Desk(core, lambda: self._background.kick(), self._gate.check)
+        self._pinned = PinnedPool(client, str(self._memory.device), self._memory) if pin else None
         door = PoolDoor()
-        self._background = Background(client, self._memory, self._desk, door, schema.block_bytes)
+        self._background = Background(
+            client, self._memory, self._desk, door, self._pinned, schema.block_bytes
+        )
         admission = Admission(second_use=options.admit_on_second_use)
         self._bringer = Bringer(client, self._memory, self._desk, door, admission)
         self._client = client
-        self._pinned = pin_pool(client, str(self._memory.device)) if pin else None
+        self._forked = False
+        _open_stores.add(self)
         self._background.start()
 
     @property
@@ -127,9 +133,8 @@ class HbmStore:
         resident, busy = positions(Status.RESIDENT), positions(Status.BUSY)
         return HbmSlots(part, slots, made, use, self, resident=resident, busy=busy)
 
-    def commit(self, slots: HbmSlots, use: Session, lease: int, stream: Any) -> tuple[int, ...]:
+    def commit(self, slots: HbmSlots, use: Session, lease: int, point: Point) -> tuple[int, ...]:
         """For `HbmSlots`: checksums of what was written, then the publication."""
-        point = self._memory.point(stream)
         written = [slot for slot in slots.kept() if not slot.skipped]
         if not written:
             self._desk.end(use, point)
@@ -183,19 +188,24 @@ class HbmStore:
         with self._gate:
             part, access = self._part(prefix), self._reading(verify)
             deadline = time.monotonic() + check_timeout(timeout_s)
-            first, damaged = self._hold(part, access, frozenset())
-            hits = len(first.replicas)
-            if hits == len(part):
-                return self._blocks(part, first, None, hits)
-            why: str | None
-            try:
-                fresh, why = self._bringer.bring(part[hits:], access.verify, deadline)
-                trusted = fresh.union(replica.generation for replica in first.replicas)
-                last, damaged = self._hold(part, access, trusted)
-            finally:
-                if first.use is not None:
-                    self._desk.end(first.use)
-            return self._blocks(part, last, "corrupt" if damaged else why, hits)
+            held, damaged = self._hold(part, access, frozenset())
+            hits = len(held.replicas)
+            why: str | None = AGAIN
+            join = True
+            while why == AGAIN and len(held.replicas) < len(part):
+                count, before = len(held.replicas), held.use
+                try:
+                    fresh, why = self._bringer.bring(
+                        part[count:], access.verify, deadline, join=join
+                    )
+                    trusted = fresh.union(replica.generation for replica in held.replicas)
+                    held, damaged = self._hold(part, access, trusted)
+                finally:
+                    if before is not None:
+                        self._desk.end(before)
+                # Who waited for another in vain does not do so again.
+                join = len(held.replicas) > count
+            return self._blocks(part, held, "corrupt" if damaged else why, hits)
 
     def _blocks(self, part: Prefix, held: Held, why: str | None, hits: int) -> HbmBlocks:
         count = len(held.replicas)
@@ -245,9 +255,13 @@ class HbmStore:
                 return i
         return None
 
-    def let_go(self, use: Session, stream: Any) -> None:
-        """For `HbmBlocks` and `HbmSlots`: the use ends when the stream has passed this moment."""
-        self._desk.end(use, self._memory.point(stream))
+    def point(self, stream: Any) -> Point:
+        """For `HbmBlocks` and `HbmSlots`: this moment of the stream."""
+        return Point(None) if self._forked else self._memory.point(stream)
+
+    def let_go(self, use: Session, point: Point) -> None:
+        """For `HbmBlocks` and `HbmSlots`: the use ends when the stream has passed `point`."""
+        self._desk.end(use, point)
 
     # -- wishes ----------------------------------------------------------------------------------
 
@@ -287,17 +301,14 @@ class HbmStore:
         with self._gate:
             part = self._part(prefix)
             deadline = time.monotonic() + check_timeout(timeout_s)
-            removed = self._remove(part)
+            removed = self._desk.remove(part.keys)
             if pool:
                 # What was under way when they were forgotten here may be there when it has ended.
                 self._background.settle(deadline)
-                self._client.remove(part, timeout_s=max(0.0, deadline - time.monotonic()))
+                self._client.remove(part, timeout_s=left_s(deadline))
+                # And until now somebody may have brought them up again.
+                self._desk.remove(part.keys)
             return removed
-
-    def _remove(self, part: Prefix) -> int:
-        with self._desk.lock:
-            self._desk.removals += 1
-            return self._desk.core.remove(part.keys)
 
     # -- the rest --------------------------------------------------------------------------------
 
@@ -337,11 +348,30 @@ class HbmStore:
             return
         self._gate.close()
         self._background.close()
-        self._desk.endings.wait(timeout_s)
-        self._memory.close()
+        deadline = time.monotonic() + timeout_s
+        ended = self._desk.endings.wait(timeout_s)
+        self._memory.close(left_s(deadline))
+        if ended:
+            self._unpin()
+            return
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending
+            threading.Thread(target=self._finish, name="tiffin-hbm-late", daemon=True).start()
+
+    def _finish(self) -> None:
+        """What goes on holds the pool's blocks and slots, and its client's `close`."""
+        self._desk.endings.wait()
+        self._unpin()
+
+    def _unpin(self) -> None:
         if self._pinned is not None:
-            with contextlib.suppress(MessengerError):  # at worst it stays pinned
-                self._pinned.close()
+            self._memory.while_idle(self._pinned.close)
+
+    def forget(self) -> None:
+        """In a forked child: the memory, the thread and the client are the parent's."""
+        self._forked = True
+        self._gate = Gate(lambda: ClientClosed("a forked child opens an HBM store of its own"))
+        self._gate.closed = True
+        self._desk.forget()
 
     def __enter__(self) -> Self:
         return self
@@ -370,5 +400,15 @@ class HbmStore:
         found = self._memory.checksums(spans_at(offsets, self._spans), **after)
         return found.reshape(len(offsets), len(self._spans))
 
+
+_open_stores: weakref.WeakSet[HbmStore] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for store in list(_open_stores):
+        store.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 __all__ = ["HbmStore", "NoRoom"]

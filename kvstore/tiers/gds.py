@@ -3,14 +3,15 @@
 Two ways, chosen once, when it is opened:
 
     gds      kvikio (GPUDirect Storage): the drive's DMA engine writes the GPU's memory. Needs
-             kvikio, NVIDIA's cufile library and nvidia-fs or a driver with P2P DMA, and a
-             filesystem that supports it (ext4 or xfs on NVMe). Believed only after it has read the
-             slab's first page correctly.
+             kvikio 25.04 or later, NVIDIA's cufile library and nvidia-fs or a driver with P2P DMA,
+             and a filesystem that supports it (ext4 or xfs on NVMe). Believed only after it has
+             read the slab's first page correctly.
     bounce   two pinned buffers: while the tier reads piece i+1 into one (O_DIRECT, several requests
              at a time), piece i is copied from the other to the device.
 
-kvikio has a bounce of its own ("compatibility mode"). It is not used: it reads through POSIX calls
-without the tier's counters, health and queue depth.
+kvikio has a bounce of its own ("compatibility mode"), and so has cufile. They are not used: they
+read through POSIX calls without the tier's counters, health and queue depth. Only for what is
+shorter than its `gds_threshold` (1 MiB) kvikio still does that.
 
 The bytes are not checked here: whoever reads a block compares it with its header's checksums.
 """
@@ -190,13 +191,25 @@ class DeviceSlab:
         """Whether GDS moved it all. If not, the bounce does it again, and says what is wrong."""
         if self._file is None:
             return False
-        start = self._tier.layout.data_offset + extent.offset + at
+        move, flat = getattr(self._file, verb), _bytes_of(tensor)
+        first = self._tier.layout.data_offset + extent.offset + at
+        futures, moved, failure = [], 0, ""
+        # A task per piece, and each is waited for: of a larger one kvikio makes several, tells of
+        # the first that fails, and the others go on touching the tensor.
         try:
-            moved = int(getattr(self._file, verb)(_bytes_of(tensor), nbytes, start).get())
+            for start, stop in self._parts(nbytes):
+                size = stop - start
+                futures.append(move(flat[start:stop], size, first + start, task_size=size))
         except (OSError, RuntimeError) as error:
-            _log.warning("GDS %s of %d bytes failed, bouncing instead: %s", verb, nbytes, error)
-            moved = -1
-        if moved != nbytes:
+            failure = str(error)
+        for future in futures:
+            try:
+                moved += int(future.get())
+            except (OSError, RuntimeError) as error:
+                failure = str(error)
+        if failure or moved != nbytes:
+            why = failure or f"{moved} bytes were moved"
+            _log.warning("GDS %s of %d bytes failed, bouncing instead: %s", verb, nbytes, why)
             self._counts["gds.failures"] += 1
             return False
         self._count("gds.read" if verb == "pread" else "gds.write", nbytes)
@@ -274,35 +287,42 @@ def _open_gds(tier: NvmeTier, device: Any) -> tuple[Any, str]:
         return None, "the tier's filesystem refuses direct I/O"
     try:
         import kvikio
+        import kvikio.cufile_driver
+        import kvikio.defaults
     except ImportError as error:
         return None, f"kvikio cannot be imported: {error}"
     try:
-        file = kvikio.CuFile(str(tier.path), "r+")
-    except (OSError, RuntimeError) as error:
+        # OFF: what cufile cannot open is an error then, and not read by POSIX calls from there on.
+        with kvikio.defaults.set("compat_mode", kvikio.CompatMode.OFF):
+            file = kvikio.CuFile(str(tier.path), "r+")
+    except (OSError, RuntimeError, AttributeError) as error:
         return None, f"kvikio cannot open {tier.path}: {error}"
-    reason = _why_not(file, tier, device)
+    reason = _why_not(file, kvikio.cufile_driver, tier, device)
     if reason:
         file.close()
         return None, reason
     return file, ""
 
 
-def _why_not(file: Any, tier: NvmeTier, device: Any) -> str:
-    """Why GDS should not be used for this file; empty if it works."""
+def _why_not(file: Any, driver: Any, tier: NvmeTier, device: Any) -> str:
+    """Why GDS should not be used for this file; empty if it works. `driver`: `cufile_driver`."""
     import torch
 
+    on_gpu = device.type == "cuda"
     try:
-        if file.is_compat_mode_preferred():
-            return "kvikio would bounce itself (compatibility mode): no GPUDirect Storage here"
+        if not driver.get("is_gds_available"):
+            return "cufile would bounce itself (its compatibility mode): no GPUDirect Storage here"
         # Zeros, which a superblock never is: old memory might hold the right bytes by chance.
         page = torch.zeros(GRANULE_BYTES, dtype=torch.uint8, device=device)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # GDS knows nothing of streams
-        moved = int(file.pread(page, GRANULE_BYTES, 0).get())
+        with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
+            if on_gpu:
+                torch.cuda.current_stream().synchronize()  # GDS knows nothing of streams
+            # Not `pread`, which takes POSIX calls for so little.
+            moved = int(file.raw_read(page, GRANULE_BYTES, 0))
         there = bytes(page.cpu().numpy())
         with open(tier.path, "rb") as plain:
             expected = plain.read(GRANULE_BYTES)
-    except (OSError, RuntimeError, AttributeError) as error:
+    except (OSError, RuntimeError, AttributeError, KeyError) as error:
         return f"a first read by GDS failed: {error}"
     return "" if moved == GRANULE_BYTES and there == expected else "GDS read a page wrongly"
 

@@ -190,6 +190,7 @@ def test_the_result_stays_on_the_device_until_it_is_asked_for() -> None:
         [(2**62, 2**62)],
         [(1, 2**63 - 1)],
         [(2**64, 1)],
+        [(0.0, 1.5)],
         [(0, 1, 2)],
         [(0, 1), (0,)],
         ["no"],

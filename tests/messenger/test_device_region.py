@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -101,6 +101,24 @@ class TestAttaching:
             fields = msgspec.msgpack.decode(region.descriptor())
         fields |= {"process": b"another process!", field: value}
         self.refused(msgspec.msgpack.encode(fields), "describe|version|fit")
+
+    def test_damaged_bytes_describe_nothing(self) -> None:
+        """Every byte of a descriptor changed in turn: it is refused, or describes some region."""
+        with DeviceRegion.create(100, "cpu") as region:
+            fields = msgspec.msgpack.decode(region.descriptor())
+        data = msgspec.msgpack.encode(fields | {"process": b"another process!"})
+        refused = 0
+        for at in range(len(data)):
+            for flipped in (0x01, 0x80, 0xFF):
+                damaged = bytearray(data)
+                damaged[at] ^= flipped
+                try:
+                    device_region._decode(bytes(damaged))
+                except RegionError:
+                    refused += 1
+        assert refused > len(data)
+        self.refused(b"\x81\xa1\xff\x01", "describe")  # a field's name that is no UTF-8
+        self.refused(b"\x81\xa1x" + b"\x91" * 1000 + b"\x01", "describe")
 
     def test_memory_of_the_host_is_on_no_gpu(self) -> None:
         with DeviceRegion.create(100, "cpu") as region:
@@ -209,7 +227,11 @@ class TestCalls:
             region.descriptor()
         region.close()
         at = 0x7000_0000
-        assert driver.calls == [("allocate", 64, 1), ("handle", at, 1), ("free", at, 1)]
+        # Whole 2 MiB: the driver may put smaller allocations beside others, into one handle.
+        assert driver.calls == [("allocate", 2 << 20, 1), ("handle", at, 1), ("free", at, 1)]
+        assert region.nbytes == 64
+        DeviceRegion.create((2 << 20) + 1, "cuda:1").close()
+        assert driver.calls[3] == ("allocate", 4 << 20, 1)
 
     def test_of_who_attaches(self, driver: FakeDriver) -> None:
         data = self.described(driver, "cuda:0")
@@ -248,3 +270,29 @@ class TestCalls:
         region = DeviceRegion.create(64, "cuda:0")
         del region
         assert driver.calls[-1] == ("free", 0x7000_0000, 0)
+
+    def test_a_fork_frees_nothing_of_its_parent(
+        self, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        region = DeviceRegion.create(64, "cuda:0")
+        driver.calls.clear()
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        region.close()
+        assert driver.calls == []
+
+    def test_a_tensor_is_the_memory_and_no_copy_of_it(
+        self, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[tuple[object, object]] = []
+
+        def as_tensor(memory: Any, device: str) -> Any:
+            asked.append((memory.__cuda_array_interface__["data"], device))
+            return torch.zeros(64, dtype=torch.uint8)  # somewhere else
+
+        monkeypatch.setattr(torch, "as_tensor", as_tensor)
+        with (
+            DeviceRegion.create(64, "cuda:1") as region,
+            pytest.raises(RegionError, match="another device than cuda:1"),
+        ):
+            _ = region.tensor
+        assert asked == [((0x7000_0000, False), "cuda:1")]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,8 +16,9 @@ import pytest
 
 from tiffin.messenger import device_driver, pinning
 from tiffin.messenger.device_driver import DeviceError, DeviceUnavailable, Driver
+from tiffin.messenger.device_memory import _tensor_place
 from tiffin.messenger.errors import RangeError
-from tiffin.messenger.pinning import Pinned, PinningError, registration
+from tiffin.messenger.pinning import Pinned, PinningError, partly_registered, registration
 from tiffin.messenger.region import Region
 
 if TYPE_CHECKING:
@@ -45,6 +48,50 @@ def test_two_that_touch_are_not_one() -> None:
         assert registration(start, 4096, "cpu") is not None
         assert registration(start + 4096, 4096, "cpu") is not None
         assert registration(start + 4000, 200, "cpu") is None
+
+
+def test_what_is_registered_in_part() -> None:
+    array = np.zeros(8192, np.uint8)
+    start = array.ctypes.data
+    with Pinned(array[1000:2000], "cpu"), Pinned(array[3000:4000], "cpu"):
+        for begin, nbytes, partly in [
+            (0, 1000, False), (0, 1001, True), (1999, 1, True), (1999, 10, True),
+            (2000, 1000, False), (2000, 1001, True), (0, 8192, True), (4000, 4192, False),
+        ]:  # fmt: skip
+            assert partly_registered(start + begin, nbytes, "cpu") is partly, begin
+        assert not partly_registered(start, 8192, "cuda")
+    assert not partly_registered(start, 8192, "cpu")
+
+
+@pytest.mark.parametrize(("nbytes", "pinned"), [(100, True), (101, False)])
+def test_a_tensor_is_pinned_only_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, pinned: bool
+) -> None:
+    """torch asks CUDA about the first byte only, and would say that all of it is pinned."""
+    torch = pytest.importorskip("torch")
+    array = np.arange(200, dtype=np.uint8)
+    host, device = torch.from_numpy(array)[:nbytes], SimpleNamespace(type="cuda")
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _tensor: True)
+    monkeypatch.setattr(pinning, "load", FakeDriver)
+    assert _tensor_place(host, device).pinned
+    with Pinned(array[:100], "cuda:0"):
+        assert _tensor_place(host, device).pinned is pinned
+
+
+def test_a_fork_has_nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(pinning, "load", lambda: driver)
+    book = pinning._Book()
+    monkeypatch.setattr(pinning, "_book", book)
+    array = np.zeros(100, np.uint8)
+    pinned = Pinned(array)
+    calls = len(driver.calls)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    book.forget()  # as the child does first
+    assert registration(array.ctypes.data, 100) is None
+    pinned.close()
+    assert pinned.closed
+    assert len(driver.calls) == calls
 
 
 @pytest.mark.parametrize("part", [(0, 8192), (0, 1), (8191, 8192), (4095, 4097), (10, 20)])
@@ -222,6 +269,16 @@ def test_a_context_is_pushed_and_popped_also_after_an_error() -> None:
         raise ZeroDivisionError
     names = [call[0] for call in library.seen]
     assert names == ["cuInit", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuCtxPopCurrent"]
+
+
+def test_a_fork_is_told_that_it_has_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    driver = Driver(library.find)
+    library.seen.clear()
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(DeviceError, match="fork"), driver.on(0):
+        pytest.fail("nothing may be asked of the driver here")
+    assert library.seen == []
 
 
 def test_refusals_are_typed() -> None:

@@ -448,7 +448,7 @@ def test_the_page_explains_every_number_option_and_verb(store: HbmStore) -> None
     page = (Path(__file__).parents[3] / "docs" / "hbm.md").read_text(encoding="utf-8")
     named = [*store.statistics(), *(field.name for field in dataclasses.fields(HbmOptions))]
     named += [verb for verb in vars(HbmStore) if verb[0] != "_"]
-    internal = {"commit", "let_go", "check", "tensor"}
+    internal = {"commit", "let_go", "point", "forget", "check", "tensor"}
     missing = [name for name in named if f"`{name}" not in page and name not in internal]
     assert missing == []
 

@@ -3,10 +3,12 @@ Storage against a double of kvikio's file that reads and writes the slab by ordi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import sys
 import threading
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -271,25 +273,41 @@ class FakeCuFile:
         assert flags == "r+"
         self.file = open(path, "r+b", buffering=0)  # noqa: SIM115 - closed by close()
         self.calls: list[tuple[str, int, int]] = []
-        self.compatible = False
+        self.waited = 0
         self.fails: Exception | int | None = None
+        self.fails_late = False  # when the future is asked, and not when the task is made
 
-    def is_compat_mode_preferred(self) -> bool:
-        return self.compatible
+    def raw_read(self, buffer: Any, size: int, file_offset: int) -> int:
+        self.calls.append(("raw_read", size, file_offset))
+        return int(self.move(lambda: os.preadv(self.fd, [buffer.numpy()], file_offset)))
 
-    def pread(self, buffer: Any, size: int, file_offset: int) -> Any:
+    def pread(self, buffer: Any, size: int, file_offset: int, task_size: int) -> Any:
+        assert task_size == size
         self.calls.append(("pread", size, file_offset))
-        return self.moved(lambda: os.preadv(self.file.fileno(), [buffer.numpy()], file_offset))
+        return self.future(lambda: os.preadv(self.fd, [buffer.numpy()], file_offset))
 
-    def pwrite(self, buffer: Any, size: int, file_offset: int) -> Any:
+    def pwrite(self, buffer: Any, size: int, file_offset: int, task_size: int) -> Any:
+        assert task_size == size
         self.calls.append(("pwrite", size, file_offset))
-        return self.moved(lambda: os.pwrite(self.file.fileno(), buffer.numpy(), file_offset))
+        return self.future(lambda: os.pwrite(self.fd, buffer.numpy(), file_offset))
 
-    def moved(self, move: Any) -> Any:
+    @property
+    def fd(self) -> int:
+        return self.file.fileno()
+
+    def move(self, move: Any) -> Any:
         if isinstance(self.fails, Exception):
             raise self.fails
-        nbytes = move() if self.fails is None else self.fails
-        return SimpleNamespace(get=lambda: nbytes)
+        return move() if self.fails is None else self.fails
+
+    def future(self, move: Any) -> Any:
+        moved = None if self.fails_late else self.move(move)
+
+        def get() -> Any:
+            self.waited += 1
+            return self.move(move) if moved is None else moved
+
+        return SimpleNamespace(get=get)
 
     def close(self) -> None:
         self.file.close()
@@ -319,10 +337,13 @@ class TestGds:
     ) -> None:
         assert direct.path == "gds"
         check_round_trip(direct, tier, 4096, 20_000)
-        (write, size, at), read = file.calls
-        assert (write, size) == ("pwrite", 20_000)
-        assert read == ("pread", 20_000, at)
-        assert at % 4096 == 0
+        first = file.calls[0][2]
+        assert first % 4096 == 0
+        pieces = [
+            (min(20_000, start + PIECE_BYTES) - start, first + start)
+            for start in range(0, 20_000, PIECE_BYTES)
+        ]
+        assert file.calls == [(verb, *piece) for verb in ("pwrite", "pread") for piece in pieces]
         numbers = direct.statistics()
         assert numbers["gds.read.bytes"] == numbers["gds.write.bytes"] == 20_000
         assert "bounce.read.calls" not in numbers
@@ -337,22 +358,67 @@ class TestGds:
         assert numbers["gds.failures"] == 2
         assert numbers["bounce.read.bytes"] == numbers["bounce.write.bytes"] == 20_000
 
+    def test_all_tasks_have_ended_when_one_fails(
+        self, direct: DeviceSlab, tier: NvmeTier, file: FakeCuFile
+    ) -> None:
+        file.fails, file.fails_late = RuntimeError("an I/O error"), True
+        check_round_trip(direct, tier, 0, 20_000)
+        assert file.waited == len(file.calls) == 2 * -(-20_000 // PIECE_BYTES)
+
     def test_is_believed_only_after_a_right_read(self, tier: NvmeTier, file: FakeCuFile) -> None:
         device = torch.device("cpu")
-        assert _why_not(file, tier, device) == ""
+        found: dict[str, bool] = {"is_gds_available": True}
+        driver = SimpleNamespace(get=found.__getitem__)
+        assert _why_not(file, driver, tier, device) == ""
+        assert file.calls == [("raw_read", 4096, 0)]
         file.fails = 4096  # says so, and moves nothing
-        assert "wrongly" in _why_not(file, tier, device)
+        assert "wrongly" in _why_not(file, driver, tier, device)
         file.fails = 0
-        assert "wrongly" in _why_not(file, tier, device)
+        assert "wrongly" in _why_not(file, driver, tier, device)
         file.fails = RuntimeError("nvidia-fs is not loaded")
-        assert "nvidia-fs" in _why_not(file, tier, device)
-        file.compatible = True
-        assert "compatibility" in _why_not(file, tier, device)
+        assert "nvidia-fs" in _why_not(file, driver, tier, device)
+        found["is_gds_available"] = False
+        assert "compatibility" in _why_not(file, driver, tier, device)
+        found.clear()
+        assert "is_gds_available" in _why_not(file, driver, tier, device)
+
+    def test_kvikio_is_asked_as_it_wants_to_be(
+        self, tier: NvmeTier, file: FakeCuFile, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The names of kvikio 25.04 (python/kvikio/kvikio: defaults.py, cufile_driver.py)."""
+        modes: list[str] = []
+
+        @contextlib.contextmanager
+        def changed(name: str, value: str) -> Iterator[None]:
+            modes.append(f"{name}={value}")
+            yield
+            modes.append("as before")
+
+        def opened(path: str, flags: str) -> FakeCuFile:
+            modes.append("opened")
+            assert (path, flags) == (str(tier.path), "r+")
+            return file
+
+        kvikio, defaults, driver = (
+            ModuleType(f"kvikio{name}") for name in ("", ".defaults", ".cufile_driver")
+        )
+        vars(defaults)["set"] = changed
+        vars(driver)["get"] = {"is_gds_available": True}.__getitem__
+        vars(kvikio).update(
+            CuFile=opened, CompatMode=SimpleNamespace(OFF="off"), defaults=defaults,
+            cufile_driver=driver,
+        )  # fmt: skip
+        for module in (kvikio, defaults, driver):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(gds_module, "_why_not", lambda *_: "")
+        if tier.statistics().direct_io:
+            assert _open_gds(tier, SimpleNamespace(type="cuda")) == (file, "")
+            assert modes == ["compat_mode=off", "opened", "as before"]
 
     def test_without_kvikio_the_reason_is_said(
         self, tier: NvmeTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setitem(__import__("sys").modules, "kvikio", None)
+        monkeypatch.setitem(sys.modules, "kvikio", None)
         gpu = SimpleNamespace(type="cuda")
         if tier.statistics().direct_io:
             assert "kvikio cannot be imported" in _open_gds(tier, gpu)[1]
