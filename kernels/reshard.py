@@ -22,6 +22,7 @@ from .layout import select
 from .memory import BlockMemory, block_memory
 from .paged import device_table, launch, on_stream, tile_work, uses_triton
 from .plan import PageMap
+from .ranges import copy_ranges_host
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -167,17 +168,19 @@ def _check_apart(source: BlockMemory, source_bytes: int, target: BlockMemory, nb
 
 
 def _copy(group: LaneGroup, source: BlockMemory, target: BlockMemory) -> None:
-    """The reference: a slice per stretch of runs that are neighbours on both sides."""
+    """The reference: runs that are neighbours on both sides, as one range."""
     length = group.row_bytes
     steps = (np.diff(group.addresses) != length) | (np.diff(group.offsets) != length)
     firsts = np.concatenate(([0], np.flatnonzero(steps) + 1))
     sizes = np.diff(np.concatenate((firsts, [len(group)]))) * length
-    spans = zip(
-        group.addresses[firsts].tolist(),
-        group.offsets[firsts].tolist(),
-        sizes.tolist(),
-        strict=True,
-    )
-    for begin, offset, size in spans:
+    begins, offsets = group.addresses[firsts], group.offsets[firsts]
+    if all(block.device.type == "cpu" for block in (*source.tensors, *target.tensors)):
+        copy_ranges_host(
+            (target.addresses[:, None] + offsets).ravel(),
+            (source.addresses[:, None] + begins).ravel(),
+            np.tile(sizes, len(target.addresses)),
+        )
+        return
+    for begin, offset, size in zip(begins.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
         for read, written in zip(source.tensors, target.tensors, strict=True):
             written[offset : offset + size].copy_(read[begin : begin + size], non_blocking=True)

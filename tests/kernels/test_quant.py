@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -426,24 +420,3 @@ def test_layouts_without_room_for_the_scales() -> None:
         QuantisedLayout(plain, ((Scaling("int8", 8), scaling),) * 2)
     with pytest.raises(LayoutError, match="can't have"):
         QuantisedLayout(plain, ((Scaling("int8", 3), scaling),) * 2)
-
-
-def test_compilers_for_gpus_take_the_kernels(tmp_path: Path) -> None:
-    """Compiled, not run: with 128-bit loads and stores, and no rounding but what is meant."""
-    worker = Path(__file__).with_name("quantcompiler.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, str(worker)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stderr
-    codes = json.loads(run.stdout)
-    assert len(codes) == 9
-    for name, code in codes.items():
-        if name.startswith("gfx"):
-            continue
-        assert "ld.global.v4.b32" in code, name
-        assert "st.global.v4.b32" in code, name
-        assert not re.search(r"\bfma\.|\.ftz\b|div\.(full|approx)", code), name
-    assert "div.rn.f32" in codes["sm_80 int8"]
-    assert "cvt.rn.satfinite.e4m3x2.f32" in codes["sm_90 e4m3"]
-    assert "e4m3" not in codes["sm_80 e4m3"]

@@ -3,9 +3,6 @@ slices."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -165,36 +162,3 @@ def test_a_cpu_has_no_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         assert ranges.available("cuda") is launches
     with pytest.raises(DeviceError, match="copy_ranges_host"):
         ranges.copy_ranges(*columns((8, 8, 8)), device="cpu")
-
-
-COMPILE = """
-import re, warnings
-warnings.simplefilter("ignore")
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from tiffin.kernels.ranges_kernel import WORD_TYPES, copy_rows
-names = ["WORD_TYPE", "WORD_BYTES", "ALIGN", "CHUNK_BYTES"]
-signature = {"table": "*i64", "rows": "i32"} | dict.fromkeys(names, "constexpr")
-for align in (16, 8, 1):
-    word = min(8, align)
-    values = dict(zip([(i,) for i in range(2, 6)], [WORD_TYPES[word], word, align, 16384]))
-    source = ASTSource(fn=copy_rows, signature=signature, constexprs=values)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-    assert "cubin" in compiled.asm
-    kinds = re.findall(r"(?:ld|st)[.]global\\S*?[.]((?:v2[.])?b\\d+)", compiled.asm["ptx"])
-    print(align, sorted(set(kinds)))
-"""
-
-
-def test_it_compiles_for_a_gpu_into_wide_loads_and_stores() -> None:
-    """For sm_90, by the assembler that Triton brings: this needs no GPU."""
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", COMPILE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "16 ['b64', 'v2.b64']",  # rows of the table, and 16 bytes of data
-        "8 ['b64']",
-        "1 ['b64', 'b8']",
-    ]
