@@ -36,7 +36,6 @@ from .errors import MessengerError, RangeError, RegionError, TransferTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     from .device_lanes import Event, Lanes
 
@@ -244,12 +243,7 @@ class DeviceCopier:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _queue(

@@ -28,7 +28,6 @@ from .region import Region
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
 # A descriptor is about 200 bytes; nothing longer is looked at.
 DESCRIPTOR_BYTES_MAX = 1024
@@ -208,12 +207,7 @@ class DeviceRegion:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -15,14 +15,11 @@ import os
 import threading
 import weakref
 from bisect import bisect_right, insort
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from .device_driver import DeviceError, DeviceUnavailable, Driver, load
 from .errors import RangeError, RegionError
 from .local import BufferLike, byte_view
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 # By CUresult, from cuda.h.
 _REFUSALS = {
@@ -162,12 +159,7 @@ class Pinned:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 # tests/kvstore/kvsupport.py, under a name that nothing else has.
 sys.path.insert(0, str(Path(__file__).parent / "kvstore"))
 
-# Without a GPU, kernels run in Triton's interpreter, which has to be known before Triton is imported.
+# Without a GPU, kernels run in Triton's interpreter, which it has to know before it is imported.
 if not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -39,9 +39,9 @@ WAITING_MAX = 1024
 # Prefill and decode share the cores of one machine here, which on two machines they would not. So
 # prefill goes first: how long it takes is then its own matter, as its profile says.
 DECODE_NICENESS = 10
-# The directory hears of new blocks a moment after their node has them, and another prefill may still
-# be writing some of them. So long is waited for blocks that prefill has handed over; what is not
-# found by then is computed.
+# The directory hears of new blocks a moment after their node has them, and another prefill may be
+# writing some of them. So long is waited for blocks that prefill has handed over; what is not found
+# by then is computed.
 HANDOVER_S = 5.0
 HANDOVER_POLL_S = 0.025
 

@@ -33,7 +33,6 @@ from .transformers_schema import check_layer, identity, schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
 
     from tiffin.messenger.local import Algorithm
 
@@ -176,12 +175,7 @@ class PrefixCache:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def load(self, input_ids: Any) -> tuple[Any, int]:

@@ -32,7 +32,6 @@ from ..errors import CorruptBlock, InvalidInput, NoRoom, VersionMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from ..block import Header
 
@@ -237,12 +236,7 @@ class Tier(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -40,7 +40,6 @@ from .base import GRANULE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from tiffin.messenger.local import ByteArray
 
@@ -270,12 +269,7 @@ class DeviceSlab:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
