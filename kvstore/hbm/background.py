@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from ..client import Client
     from ..node.records import Replica
-    from .below import PinnedPool
     from .bringing import PoolDoor
     from .core import Entry
     from .desk import Desk
     from .memory import HbmMemory
+    from .pinned import PinnedPool
 
 log = logging.getLogger(__name__)
 

@@ -15,15 +15,12 @@ device's checksums are then taken as they are, and prove only what happens to th
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tiffin.messenger.errors import MessengerError
 from tiffin.messenger.local import XXH3_64_PAGES
-from tiffin.messenger.pinning import Pinned
 
 from ..client import Client, drive
 from ..errors import (
@@ -34,7 +31,6 @@ from ..errors import (
     NodeUnavailable,
     ProtocolError,
     TierUnavailable,
-    TiffinError,
     VersionMismatch,
 )
 from ..leased import Leased
@@ -55,12 +51,9 @@ if TYPE_CHECKING:
     from ..link import Link
     from ..schema import KVSchema
     from ..verbs import Verb, Verify
-    from .memory import HbmMemory
 
     Bytes = NDArray[np.uint8]
     Sums = NDArray[np.uint64]
-
-log = logging.getLogger(__name__)
 
 # The pool's condition, not a mistake of anybody: HBM goes on with what it has.
 POOL_ERRORS = (
@@ -88,7 +81,6 @@ class Fetched:
     prefix: Prefix
     views: list[Bytes]
     sums: list[Sums | None]
-    generations: list[int]
     reason: str | None
     release: Callable[[], None]
     report: Callable[[int], None] = lambda _: None  # a block is damaged: its node looks for itself
@@ -139,54 +131,6 @@ def room_wait_s(client: Client, left_s: float) -> float:
     return min(left_s, ROOM_WAIT_S)
 
 
-class PinnedPool:
-    """The pool's memory on this host, registered with CUDA, about 0.3 s per GiB, so that copies
-    need no staging. Where that is refused, they go on through staging buffers, and the log says
-    why. A node that was restarted has other memory: `renew` registers it, and lets go of the old,
-    which would take its bytes for as long as it is registered."""
-
-    def __init__(self, client: Client, device: str, memory: HbmMemory) -> None:
-        self._link = near_link(client)
-        self._device = device
-        self._memory = memory
-        self._seen: Bytes | None = None
-        self._pinned: list[Pinned] = []  # the last one is of `_seen`
-        self.renew()
-
-    def renew(self) -> None:
-        """Look whether the memory is another one. One thread at a time."""
-        if len(self._pinned) > 1:
-            self._memory.while_idle(self._let_go_of_old)
-        if self._link is None:
-            return
-        try:
-            memory = self._link.memory
-        except TiffinError:
-            return  # closed, or gone for the moment
-        if memory is self._seen:
-            return
-        self._seen = memory
-        try:
-            self._pinned.append(Pinned(memory, self._device))
-        except MessengerError as error:
-            log.warning("copies to and from the pool pass through staging buffers: %s", error)
-
-    def _let_go_of_old(self) -> None:
-        while len(self._pinned) > 1:
-            _unpin(self._pinned.pop(0))
-
-    def close(self) -> None:
-        """When no copy is under way."""
-        while self._pinned:
-            _unpin(self._pinned.pop())
-        self._seen = None
-
-
-def _unpin(pinned: Pinned) -> None:
-    with contextlib.suppress(MessengerError):  # at worst it stays pinned
-        pinned.close()
-
-
 def fetch(client: Client, prefix: Prefix, verify: Verify, timeout_s: float) -> Fetched:
     """The leading blocks of `prefix` that the pool has. Raises what `Client.get` does."""
     client._check(timeout_s)
@@ -224,8 +168,7 @@ def _joined(near: Fetched, far: Fetched) -> Fetched:
             near.report(index)
 
     views, sums = near.views + far.views, near.sums + far.sums
-    generations = near.generations + far.generations
-    return Fetched(near.prefix, views, sums, generations, far.reason, release, report)
+    return Fetched(near.prefix, views, sums, far.reason, release, report)
 
 
 def _lease(prefix: Prefix, link: Link, timeout_s: float) -> Verb[Fetched]:
@@ -243,21 +186,19 @@ def _lease(prefix: Prefix, link: Link, timeout_s: float) -> Verb[Fetched]:
     except BaseException:
         yield Post(messages.Release(0, reply.lease))
         raise
-    generations = list(reply.generations)
 
     def release() -> None:
         if reply.lease:
             link.post(messages.Release(0, reply.lease))
 
     def report(index: int) -> None:
-        link.post(messages.Report(0, prefix.keys[index], generations[index]))
+        link.post(messages.Report(0, prefix.keys[index], reply.generations[index]))
 
     views = [leased.payload(index) for index in range(len(sums))]
     return Fetched(
         prefix,
         views,
         list(sums),
-        generations,
         reason,
         while_it_answers(release),
         while_it_answers(report),
@@ -272,13 +213,10 @@ def _get(client: Client, prefix: Prefix, verify: Verify, timeout_s: float) -> Fe
         views = [block.bytes for block in blocks]
         spans = spans_of(prefix.schema)
         sums = [host_checksums(v, spans) if access.checks_payload() else None for v in views]
-        generations = [block.generation for block in blocks]
     except BaseException:
         blocks.release()
         raise
-    return Fetched(
-        prefix, views, sums, generations, blocks.reason, while_it_answers(blocks.release)
-    )
+    return Fetched(prefix, views, sums, blocks.reason, while_it_answers(blocks.release))
 
 
 def spans_of(schema: KVSchema) -> list[tuple[int, int]]:
@@ -292,4 +230,4 @@ def _why(reason: int) -> str | None:
 
 def nothing(prefix: Prefix, reason: str) -> Fetched:
     """No blocks, and why."""
-    return Fetched(prefix, [], [], [], reason, no_release)
+    return Fetched(prefix, [], [], reason, no_release)

@@ -16,19 +16,32 @@ import numpy as np
 
 from tiffin.kernels import pagehash
 from tiffin.kernels.errors import KernelError
-from tiffin.messenger.device import DeviceCopier, DeviceError, DeviceUnavailable, StillCopying
+from tiffin.messenger.device import (
+    IN_FLIGHT_BYTES,
+    DeviceCopier,
+    DeviceError,
+    DeviceUnavailable,
+    StillCopying,
+)
 from tiffin.messenger.errors import MessengerError, RangeError, RegionError, TransferTimeout
 
 from ..errors import TierUnavailable
 from ..tiers.hbm import HbmTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from tiffin.messenger.device import Transfer
+
     Bytes = NDArray[np.uint8]
     Pairs = Sequence[tuple[Any, Any]]
+
+
+# What is submitted at a time. A copier has room for IN_FLIGHT_BYTES; more than that would have to
+# wait until nothing else is under way, which may never be.
+COPY_BYTES = IN_FLIGHT_BYTES // 4
 
 
 class Passed(Protocol):
@@ -58,6 +71,17 @@ class Never:
     def done(self) -> bool:
         """Raises DeviceError."""
         raise DeviceError("a copy failed, or was interrupted: its memory is not used again")
+
+
+class All:
+    """Several, each on its own."""
+
+    def __init__(self, parts: Sequence[Passed]) -> None:
+        self._parts = parts
+
+    def done(self) -> bool:
+        """Whether all have ended. Raises what one of them does."""
+        return all(part.done() for part in self._parts)
 
 
 class Unfinished(Exception):
@@ -133,22 +157,27 @@ class HbmMemory:
                 self._copies -= 1
 
     def _copy(self, pairs: Pairs, deadline: float) -> None:
-        transfer: Passed = Never()
+        begun: list[Transfer] = []
+        queueing = False
         try:
-            # One group: nobody looks at a single block before all have arrived and were verified.
-            queued = self.copier.submit([list(pairs)], timeout_s=left_s(deadline))
-            transfer = queued
-            queued.wait(left_s(deadline))
+            for part in _cut(pairs):
+                queueing = True
+                begun.append(self.copier.submit([part], timeout_s=left_s(deadline)))
+                queueing = False
+            for transfer in begun:
+                transfer.wait(left_s(deadline))
         except StillCopying as error:
-            raise Unfinished(error, error.transfer, late=True) from error
+            # Of a submit or of a wait; asking a transfer twice does no harm.
+            raise Unfinished(error, All([*begun, error.transfer]), late=True) from error
         except TransferTimeout as error:
-            raise Unfinished(error, None, late=True) from error
+            raise Unfinished(error, _all(begun), late=True) from error
         except (RangeError, RegionError) as error:
-            raise Unfinished(error, None, late=False) from error
+            raise Unfinished(error, _all(begun), late=False) from error
         except MessengerError as error:
             raise Unfinished(error, Never(), late=False) from error
         except BaseException as error:
-            raise Unfinished(error, transfer, late=False) from error
+            passed = Never() if queueing else _all(begun)
+            raise Unfinished(error, passed, late=False) from error
 
     def while_idle(self, action: Callable[[], None]) -> bool:
         """Do `action` while nothing is copied and no copy begins; whether that was so."""
@@ -195,6 +224,25 @@ class HbmMemory:
         with contextlib.suppress(MessengerError):
             self.copier.close(timeout_s)
         self.tier.close()
+
+
+def _all(begun: Sequence[Passed]) -> Passed | None:
+    return All(begun) if begun else None
+
+
+def _cut(pairs: Pairs) -> Iterator[list[tuple[Any, Any]]]:
+    """Pieces of at most COPY_BYTES, or of one pair."""
+    part: list[tuple[Any, Any]] = []
+    nbytes = 0
+    for pair in pairs:
+        size = int(pair[0].nbytes)
+        if part and nbytes + size > COPY_BYTES:
+            yield part
+            part, nbytes = [], 0
+        part.append(pair)
+        nbytes += size
+    if part:
+        yield part
 
 
 def host_checksums(data: Bytes, spans: Sequence[tuple[int, int]]) -> NDArray[np.uint64]:

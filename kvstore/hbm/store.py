@@ -31,13 +31,14 @@ from ..node.core import Status
 from ..node.records import Kept, Pin, Reason
 from ..verbs import DEFAULT_TIMEOUT_S, Access, check_timeout, check_ttl, check_verify
 from .background import Background
-from .below import PinnedPool, spans_of
+from .below import spans_of
 from .bringing import AGAIN, Bringer, PoolDoor
 from .core import Admission, Entry, HbmCore, HbmOptions
 from .desk import Desk, Held
 from .exporting import export_blocks
 from .held import HbmBlocks, HbmSlot, HbmSlots, blocks_of
 from .memory import HbmMemory, Point, left_s, spans_at
+from .pinned import PinnedPool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,8 @@ from tiffin.kernels.plan import PageMap
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+# Not both: either Triton is its interpreter, or it has no kernels for a CPU.
+DEVICES = ["cuda"] if torch.cuda.is_available() else ["cpu"]
 BACKENDS = ["reference", "triton"]
 DTYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32]
 

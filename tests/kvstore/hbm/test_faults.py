@@ -431,7 +431,7 @@ def test_threads(client: Client, schema: KVSchema, device: str) -> None:
     chains = [fresh_prefix(5, schema) for _ in range(4)]
     options = HbmOptions(high_watermark=0.5, low_watermark=0.25)
     wrong: list[BaseException] = []
-    stop = time.monotonic() + 1.5
+    stop = time.monotonic() + 1.0
     with HbmStore(client, schema, HBM_BLOCKS * BLOCK, device, options=options) as store:
 
         def work(seed: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -16,6 +17,8 @@ from tiffin.kvstore.errors import ClientClosed, InvalidInput, TierUnavailable
 from tiffin.kvstore.hbm import HbmOptions, HbmStore
 from tiffin.kvstore.hbm.endings import Endings
 from tiffin.kvstore.hbm.memory import Point
+from tiffin.messenger.device import DeviceCopier, Transfer
+from tiffin.messenger.errors import TransferTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,6 +113,51 @@ def test_a_removal_stops_only_what_it_names(
     with store.promote(prefix) as blocks:
         assert blocks.complete
         assert_right(blocks, prefix)
+
+
+def test_a_large_promote_finds_its_turn_among_other_copies(
+    store: HbmStore, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than may be in flight would have to wait until nothing else is."""
+    prefix = fresh_prefix(6, SCHEMA)
+    client.put(prefix, payloads_of(prefix))
+    monkeypatch.setattr("tiffin.kvstore.hbm.memory.COPY_BYTES", BLOCK)
+    with DeviceCopier(str(store._memory.device), in_flight_bytes=4 * BLOCK) as copier:
+        monkeypatch.setattr(store._memory, "copier", copier)
+        other = Transfer(copier, 1, None)
+        copier._live[other] = False  # goes on and on
+        with store.promote(prefix, timeout_s=0.5) as blocks:
+            assert blocks.complete
+            assert_right(blocks, prefix)
+        copier._ended(other)
+        monkeypatch.undo()
+    assert_quiet(store)
+
+
+@pytest.mark.parametrize("queued", [0, 2])
+def test_a_part_of_a_copy_that_is_late_keeps_all_of_its_memory(
+    store: HbmStore, client: Client, queued: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, over = fresh_prefix(4, SCHEMA), threading.Event()
+    client.put(prefix, payloads_of(prefix))
+    monkeypatch.setattr("tiffin.kvstore.hbm.memory.COPY_BYTES", BLOCK)
+    submit, begun = store._memory.copier.submit, []
+
+    def late(groups: Any, *, timeout_s: float) -> Any:
+        if len(begun) == queued:
+            raise TransferTimeout("no room")
+        begun.append(submit(groups, timeout_s=timeout_s))
+        begun[-1].done = over.is_set
+        return begun[-1]
+
+    monkeypatch.setattr(store._memory.copier, "submit", late)
+    with store.promote(prefix) as blocks:
+        assert (len(blocks), blocks.reason) == (0, "deadline")
+    assert store.statistics()["quarantined_bytes"] == (4 * BLOCK if queued else 0)
+    over.set()
+    monkeypatch.undo()
+    assert_quiet(store)
+    assert store.promote(prefix).complete
 
 
 def test_what_is_removed_stays_away_whoever_asks_meanwhile(
@@ -293,6 +341,7 @@ def test_in_a_forked_child_the_store_is_closed(store: HbmStore) -> None:
 
 def test_stores_leave_nothing_behind(client: Client, device: str) -> None:
     def count() -> tuple[int, int]:
+        gc.collect()  # of tests before
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
     def once() -> None:

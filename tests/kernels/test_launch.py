@@ -1,0 +1,100 @@
+"""What launchers see to around a launch on a GPU: asked of doubles, for there need be none."""
+
+from __future__ import annotations
+
+import subprocess
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+
+from tiffin.kernels import paged, ranges  # noqa: E402
+from tiffin.kernels.errors import DeviceError, LayoutError  # noqa: E402
+from tiffin.kernels.lanes import LaneGroup  # noqa: E402
+
+GPU = SimpleNamespace(type="cuda", index=1)
+
+
+def group_of(*, lanes: int = 1, rows: int = 1, row_bytes: int = 16) -> LaneGroup:
+    return LaneGroup(
+        addresses=np.full(lanes, 1 << 20, np.int64),
+        offsets=np.zeros(lanes, np.int64),
+        row_bytes=row_bytes,
+        run_row_bytes=row_bytes,
+        rows=rows,
+        skip=0,
+        page_stride_bytes=16,
+        token_stride_bytes=16,
+        together=1,
+        alignment=16,
+        stretches=(),
+    )
+
+
+def test_a_stream_of_another_device_is_refused() -> None:
+    """Kernels would run on the stream's device, over memory of the other."""
+    elsewhere = SimpleNamespace(device=SimpleNamespace(type="cuda", index=0))
+    with pytest.raises(DeviceError, match="a stream of"), paged.on_stream(GPU, elsewhere):
+        pytest.fail("nothing may be launched here")
+    with paged.on_stream(torch.device("cpu"), elsewhere):
+        pass  # there are no streams
+
+
+def test_a_table_of_lanes_stays_for_every_stream_that_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch gives memory out again by the stream it was made on, and knows of no other."""
+    read_by: list[object] = []
+    table = SimpleNamespace(record_stream=read_by.append)
+    group = group_of()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device.index}")
+    device = _Hashable()
+    group.memo[device] = table
+    assert paged.lane_table(group, device) is table
+    assert paged.lane_table(group, device) is table
+    assert read_by == ["stream of 1"] * 2
+
+
+class _Hashable:
+    type, index = "cuda", 1
+
+
+@pytest.mark.parametrize(
+    ("group", "blocks"),
+    [
+        (group_of(lanes=1 << 10), (1 << 20) + 1),  # tiles
+        (group_of(rows=1 << 27, row_bytes=16), 1),  # bytes of a run
+    ],
+)
+def test_what_32_bits_cannot_count_is_refused(group: LaneGroup, blocks: int) -> None:
+    with pytest.raises(LayoutError, match=r"too many|too long"):
+        paged.tile_work(group, group.addresses, blocks)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        RuntimeError("Failed to find C compiler."),
+        subprocess.CalledProcessError(1, ["gcc"]),
+        ImportError("no libcuda"),
+    ],
+)
+def test_a_triton_that_cannot_launch_is_not_counted_on(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    class Driver:
+        @property
+        def active(self) -> Any:
+            raise failure
+
+    monkeypatch.setattr(triton.runtime, "driver", Driver())
+    monkeypatch.setattr(ranges, "_interpreted", lambda: False)
+    ranges._launches.cache_clear()
+    try:
+        assert not ranges.available("cuda")
+    finally:
+        ranges._launches.cache_clear()
