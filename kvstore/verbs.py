@@ -353,10 +353,10 @@ def _filled(part: Prefix, lease: int, slots: list[Slot], sources: list[Bytes]) -
     try:
         for slot, source in zip(slots, sources, strict=True):
             headers.append((yield Work(partial(_fill, part, slot, source))))
+        reply, _ = yield Call(_commit(lease, slots, headers), DEFAULT_TIMEOUT_S)
     except BaseException:
-        yield Post(messages.Abort(0, lease))
+        yield Post(messages.Abort(0, lease))  # as `commit` does
         raise
-    reply, _ = yield Call(_commit(lease, slots, headers), DEFAULT_TIMEOUT_S)
     return cast("bytes", reply.flags)
 
 
@@ -433,10 +433,11 @@ def commit(
                 headers.append(b"")
             else:
                 headers.append((yield Work(partial(_seal_in_place, prefix, slot))))
+        reply, _ = yield Call(_commit(lease, slots, headers), timeout_s)
     except BaseException:
+        # Also when its turn to be sent never came. After a commit, an abort has nothing to end.
         yield Post(messages.Abort(0, lease))
         raise
-    reply, _ = yield Call(_commit(lease, slots, headers), timeout_s)
     return cast("bytes", reply.flags)
 
 

@@ -39,7 +39,8 @@ from kvsupport import (
 )
 from waysupport import IN_PLACE_WAYS, Pool
 
-from tiffin.kvstore import AsyncClient, Client, KVSchema, LayerSpec, Prefix
+from tiffin.kvstore import AsyncClient, Client, KVSchema, LayerSpec, Prefix, verbs
+from tiffin.kvstore.client import drive
 from tiffin.kvstore.errors import (
     ClientClosed,
     DeadlineExceeded,
@@ -49,6 +50,7 @@ from tiffin.kvstore.errors import (
     SchemaError,
     StaleLease,
 )
+from tiffin.kvstore.link import SocketLink
 from tiffin.kvstore.node import messages
 from tiffin.kvstore.node.node import Node
 from tiffin.kvstore.tiers.slab import SLAB_NAME, inspect_slab
@@ -989,6 +991,19 @@ class TestDeadlines:
         with pool.client.get(prefix) as blocks:
             assert_right(blocks, prefix)
         assert pool.client.put(missing, payloads_of(missing)).complete
+
+    @pytest.mark.parametrize("way", ["sync-daemon"])
+    def test_a_commit_whose_turn_never_comes_gives_its_slots_back(self, pool: Pool) -> None:
+        prefix, watcher = fresh_prefix(2), pool.open("watcher")
+        with Client.open(pool.daemon.url) as client:
+            slots = client.reserve(prefix)
+            link = client._link
+            assert isinstance(link, SocketLink)
+            with link._lock, pytest.raises(DeadlineExceeded):  # as of a call that does not end
+                drive(verbs.commit(prefix, slots[:], slots._lease, 0.1), link)
+            wait_until(lambda: is_quiet(watcher.statistics()), "the reservation is given back")
+            with pytest.raises(StaleLease):
+                slots.commit()
 
     @embedded_ways
     def test_a_promotion_that_began_late_does_not_outlast_the_deadline(
