@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -39,53 +39,46 @@ _MOST_ITEMS: Final = 1 << 30
 _INTERPRETED_PROGRAMS: Final = 3  # few, and more than one, so that tests see programs share work
 
 
+class How(TypedDict, total=False):
+    """What every move takes, by keyword.
+
+    `layers`, `heads`: half-open ranges of the model's, by default all that both sides share.
+    On CUDA the work is queued on `stream` (default: the current one) and the call returns; memory
+    has to stay until the stream has passed it. `programs` bounds the programs, and so the SMs, that
+    a kernel takes. `backend`: "triton", "reference", or None for the device's own.
+    """
+
+    layers: Selection | None
+    heads: Selection | None
+    stream: Any
+    programs: int | None
+    backend: str | None
+
+
 def gather(
-    cache: PagedCache,
-    pages: PageMap,
-    blocks: Any,
-    layout: BlockLayout,
-    *,
-    layers: Selection | None = None,
-    heads: Selection | None = None,
-    stream: Any = None,
-    programs: int | None = None,
-    backend: str | None = None,
+    cache: PagedCache, pages: PageMap, blocks: Any, layout: BlockLayout, **how: Unpack[How]
 ) -> None:
     """Copy the tokens that `pages` names from the cache into blocks.
 
     `blocks`: one uint8 tensor [n, layout.nbytes or more], or n 1-D uint8 tensors that may lie
-    anywhere, also in pinned host memory. `layers`, `heads`: half-open ranges of the model's, by
-    default all that the cache and the layout share; other runs of the blocks stay as they are.
-    Where a block has fewer tokens than the layout, its rows beyond them become zeros, so that
-    nothing that somebody else left there is ever published.
-
-    On CUDA the work is queued on `stream` (default: the current one) and the call returns; cache
-    and blocks have to stay until the stream has passed it. `programs` bounds the programs, and so
-    the SMs, that the kernel takes. `backend`: "triton", "reference", or None for the device's own.
+    anywhere, also in pinned host memory. Runs of layers and heads that are not moved stay as they
+    are (`how`: see `How`). Where a block has fewer tokens than the layout, its rows beyond them
+    become zeros, so that nothing that somebody else left there is ever published.
 
     Raises PageError, LayoutError, RoomError and DeviceError, before anything is written.
     """
-    _move(cache, pages, blocks, layout, layers, heads, stream, programs, backend, True)
+    _move(cache, pages, blocks, layout, True, **how)
 
 
 def scatter(
-    cache: PagedCache,
-    pages: PageMap,
-    blocks: Any,
-    layout: BlockLayout,
-    *,
-    layers: Selection | None = None,
-    heads: Selection | None = None,
-    stream: Any = None,
-    programs: int | None = None,
-    backend: str | None = None,
+    cache: PagedCache, pages: PageMap, blocks: Any, layout: BlockLayout, **how: Unpack[How]
 ) -> None:
     """Copy blocks into the pages that `pages` names: `gather` the other way, with its parameters.
 
     Only the named tokens' rows are written; the rest of their pages, and rows of a block beyond its
     tokens, are left alone. Where a layout has a head several times, the first is read.
     """
-    _move(cache, pages, blocks, layout, layers, heads, stream, programs, backend, False)
+    _move(cache, pages, blocks, layout, False, **how)
 
 
 def _move(
@@ -93,12 +86,13 @@ def _move(
     pages: PageMap,
     blocks: Any,
     layout: BlockLayout,
-    layers: Selection | None,
-    heads: Selection | None,
-    stream: Any,
-    programs: int | None,
-    backend: str | None,
     gather: bool,
+    *,
+    layers: Selection | None = None,
+    heads: Selection | None = None,
+    stream: Any = None,
+    programs: int | None = None,
+    backend: str | None = None,
 ) -> None:
     device = cache.device
     triton = uses_triton(device, backend)

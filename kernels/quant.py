@@ -16,7 +16,7 @@ are arithmetic, not measurements.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from .errors import DeviceError, LayoutError
 from .lanes import alignment
 from .memory import block_memory
 from .paged import (
+    How,
     device_table,
     grid_programs,
     lane_table,
@@ -60,16 +61,7 @@ _MOST_ITEMS: Final = 1 << 30  # the kernels' loops count beyond it, by the numbe
 
 
 def gather_quantised(
-    cache: PagedCache,
-    pages: PageMap,
-    blocks: Any,
-    layout: QuantisedLayout,
-    *,
-    layers: Selection | None = None,
-    heads: Selection | None = None,
-    stream: Any = None,
-    programs: int | None = None,
-    backend: str | None = None,
+    cache: PagedCache, pages: PageMap, blocks: Any, layout: QuantisedLayout, **how: Unpack[How]
 ) -> None:
     """Quantise the tokens that `pages` names from the cache into blocks.
 
@@ -80,27 +72,18 @@ def gather_quantised(
 
     Raises PageError, LayoutError, RoomError and DeviceError, before anything is written.
     """
-    _move(cache, pages, blocks, layout, layers, heads, stream, programs, backend, True)
+    _move(cache, pages, blocks, layout, True, **how)
 
 
 def scatter_dequantised(
-    cache: PagedCache,
-    pages: PageMap,
-    blocks: Any,
-    layout: QuantisedLayout,
-    *,
-    layers: Selection | None = None,
-    heads: Selection | None = None,
-    stream: Any = None,
-    programs: int | None = None,
-    backend: str | None = None,
+    cache: PagedCache, pages: PageMap, blocks: Any, layout: QuantisedLayout, **how: Unpack[How]
 ) -> None:
     """Write the numbers of quantised blocks into the pages that `pages` names.
 
     `gather_quantised` the other way. A float32 product is rounded to the cache's dtype, to the
     nearest, ties to even; beyond float16's range that is an infinity.
     """
-    _move(cache, pages, blocks, layout, layers, heads, stream, programs, backend, False)
+    _move(cache, pages, blocks, layout, False, **how)
 
 
 def _move(
@@ -108,12 +91,13 @@ def _move(
     pages: PageMap,
     blocks: Any,
     layout: QuantisedLayout,
-    layers: Selection | None,
-    heads: Selection | None,
-    stream: Any,
-    programs: int | None,
-    backend: str | None,
     gather: bool,
+    *,
+    layers: Selection | None = None,
+    heads: Selection | None = None,
+    stream: Any = None,
+    programs: int | None = None,
+    backend: str | None = None,
 ) -> None:
     device = cache.device
     triton = uses_triton(device, backend)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    import pytest
 
 # `--import-mode=importlib` puts no folder on the path. Helpers of the store's tests live in
 # tests/kvstore/kvsupport.py, under a name that nothing else has.
@@ -16,8 +21,23 @@ sys.path.insert(0, str(Path(__file__).parent / "kvstore"))
 if not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Models and matrices of these tests are small: with a thread per core, most of the time would go
+# into starting and waiting for each other. Read when torch and NumPy are imported, here and in
+# processes of the tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shared machine with two cores has slow moments; a test that hangs is caught by pytest-timeout.
 settings.register_profile(
     "tiffin", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("tiffin")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Triton's interpreter follows each sum and product of 32 bits by one of 64, to see whether it
+    overflowed: half of its time. Slow tests ask for that."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is not None:
+        builder = interpreter.interpreter_builder
+        checked = item.get_closest_marker("slow") is not None
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=checked)

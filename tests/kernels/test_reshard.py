@@ -28,6 +28,7 @@ MIXED = BlockShape(
         (BlockPart(4, 6, 16, tail_bytes=4), BlockPart(4, 6, 10)),
     ),
 )
+MORE_RANKS = [(4, 1), (2, 4), (8, 2)]
 
 
 def slow_reshard(
@@ -57,7 +58,7 @@ def random_blocks(count: int, layout: BlockLayout, device: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_heads_land_where_the_layouts_say(device: str, backend: str, data: Any) -> None:
     source_layout, target_layout = data.draw(layouts(MIXED)), data.draw(layouts(MIXED))
@@ -73,7 +74,10 @@ def test_heads_land_where_the_layouts_say(device: str, backend: str, data: Any) 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("p", "d"), [(1, 4), (4, 1), (2, 4), (4, 2), (2, 8), (8, 2)])
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [(1, 4), (4, 2), (2, 8), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_RANKS)],
+)
 def test_from_p_ranks_to_d_and_back(device: str, backend: str, p: int, d: int) -> None:
     canonical = BlockLayout.canonical(MIXED)
     before, after = BlockLayout.rank_major(MIXED, p), BlockLayout.rank_major(MIXED, d)
