@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import sys
 from pathlib import Path
@@ -31,6 +32,16 @@ settings.register_profile(
     "tiffin", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("tiffin")
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay to the end: the collector need not look through them again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

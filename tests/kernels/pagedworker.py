@@ -1,8 +1,8 @@
 """Toy engines with paged caches, and attention over them; and one of them as a process of its own.
 
-`python pagedworker.py URL FOLDER BACKEND` reads a prompt's blocks from the node at URL into the
-caches of four tensor-parallel ranks, each with one head in HND pages of 48 tokens, and writes what
-their attention gives to FOLDER/outputs.npy.
+`python pagedworker.py FOLDER URL BACKEND [URL BACKEND ...]` reads a prompt's blocks from the node
+at each URL into the caches of four tensor-parallel ranks, each with one head in HND pages of 48
+tokens, and writes what their attention gives to FOLDER/outputs.npy.
 """
 
 from __future__ import annotations
@@ -118,14 +118,18 @@ def load_slice(client: Client, rank: Rank, *, backend: str | None) -> None:
     paged.scatter(rank.cache, rank.map, torch.from_numpy(buffers), layout, backend=backend)
 
 
-def main(url: str, folder: str, backend: str) -> None:
+def main(folder: str, *jobs: str) -> None:
+    """Each job: a node's URL and a backend, in two arguments."""
     torch.set_num_threads(1)
-    chosen = None if backend == "none" else backend
-    ranks = [Rank(rank, 4, "2BHND", 48, seed=70 + rank) for rank in range(4)]
-    with Client.open(url) as client:
-        for index, rank in enumerate(ranks):
-            (load_slice if index % 2 else load)(client, rank, backend=chosen)
-    np.save(Path(folder) / "outputs.npy", attention(ranks).numpy())
+    outputs = []
+    for url, backend in zip(jobs[::2], jobs[1::2], strict=True):
+        chosen = None if backend == "none" else backend
+        ranks = [Rank(rank, 4, "2BHND", 48, seed=70 + rank) for rank in range(4)]
+        with Client.open(url) as client:
+            for index, rank in enumerate(ranks):
+                (load_slice if index % 2 else load)(client, rank, backend=chosen)
+        outputs.append(attention(ranks).numpy())
+    np.save(Path(folder) / "outputs.npy", np.stack(outputs))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from tiffin.kvstore import Client  # noqa: E402
 from tiffin.kvstore.connectors.paging import host_tensor, layout_of  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 WORKER = Path(__file__).with_name("pagedworker.py")
 
@@ -53,10 +53,21 @@ def llama_cache() -> Any:
 
 
 @pytest.fixture
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    one = Daemon(tmp_path_factory.mktemp("commands"), dram=1 << 20)
-    yield one
-    one.close()
+def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Daemon]]:
+    started: list[Daemon] = []
+
+    def start() -> Daemon:
+        started.append(Daemon(tmp_path_factory.mktemp("commands"), dram=1 << 20))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+@pytest.fixture
+def daemon(daemons: Callable[[], Daemon]) -> Daemon:
+    return daemons()
 
 
 def triton() -> str | None:
@@ -96,20 +107,21 @@ def plain_attention(llama_cache: Any) -> Any:
     return torch.stack(outputs).view(toy.LAYERS, toy.KV_HEADS, 3, toy.HEAD_DIM)
 
 
-@pytest.mark.parametrize("writer", ["triton", "reference"])
 def test_another_engine_computes_the_same(
-    llama_cache: Any, daemon: Daemon, tmp_path: Path, writer: str
+    llama_cache: Any, daemons: Callable[[], Daemon], tmp_path: Path
 ) -> None:
-    backends = {"triton": triton(), "reference": "reference"}
-    reader = backends["reference" if writer == "triton" else "triton"]
-    with Client.open(daemon.url) as client:
-        save(client, engine(llama_cache), backend=backends[writer])
-        expected = plain_attention(llama_cache)
-        command = [sys.executable, str(WORKER), daemon.url, str(tmp_path), reader or "none"]
-        subprocess.run(command, check=True, timeout=60)
-    outputs = torch.from_numpy(np.load(tmp_path / "outputs.npy"))
-    assert torch.isfinite(outputs).all()
-    assert torch.equal(outputs, expected)
+    """What a kernel wrote is read by the reference, and the other way."""
+    jobs = []
+    for writer, reader in ((triton(), "reference"), ("reference", triton())):
+        daemon = daemons()
+        with Client.open(daemon.url) as client:
+            save(client, engine(llama_cache), backend=writer)
+        jobs += [daemon.url, reader or "none"]
+    subprocess.run([sys.executable, str(WORKER), str(tmp_path), *jobs], check=True, timeout=60)
+    expected = plain_attention(llama_cache)
+    assert torch.isfinite(expected).all()
+    for outputs in torch.from_numpy(np.load(tmp_path / "outputs.npy")):
+        assert torch.equal(outputs, expected)
 
 
 def test_pages_that_were_not_named_stay_as_they_were(llama_cache: Any, daemon: Daemon) -> None:

@@ -58,11 +58,7 @@ def check_both_ways(cache: PagedCache, pages: PageMap, layout: BlockLayout, **op
     assert torch.equal(blocks, kept), "a scatter wrote to a block"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("engine", ENGINES)
-@settings(max_examples=5)
-@given(data=st.data())
-def test_moves_what_the_loops_move(device: str, backend: str, engine: str, data: Any) -> None:
+def check_moves(device: str, backend: str, engine: str, data: Any) -> None:
     made = data.draw(sizes())
     cache = ENGINES[engine](Sizes(**{**made.__dict__, "device": device}))
     tokens = data.draw(st.integers(1, 20))
@@ -72,7 +68,23 @@ def test_moves_what_the_loops_move(device: str, backend: str, engine: str, data:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=15)
+@pytest.mark.parametrize("engine", ENGINES)
+@settings(max_examples=4)
+@given(data=st.data())
+def test_moves_what_the_loops_move(device: str, backend: str, engine: str, data: Any) -> None:
+    check_moves(device, backend, engine, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_moves_what_the_loops_move_at_length(device: str, engine: str, data: Any) -> None:
+    check_moves(device, "triton", engine, data)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_a_part_of_a_model_moves_its_layers_and_heads(device: str, backend: str, data: Any) -> None:
     """A pipeline stage's rank: some layers, some heads, into any order of the whole model's."""
@@ -241,13 +253,13 @@ def test_one_launch_moves_all_layers_and_blocks(
 
     monkeypatch.setattr(paged, "launch", counted)
     for made, expected in (
-        (nhd(Sizes(5, 6, 4, 2, 8, device=device)), 1),
-        (mla(Sizes(5, 6, 4, 1, 8, device=device)), 1),
-        (separate(Sizes(5, 6, 4, 2, 8, device=device, v_dim=12)), 2),
+        (nhd(Sizes(3, 4, 4, 2, 8, device=device)), 1),
+        (mla(Sizes(5, 4, 4, 1, 8, device=device)), 1),
+        (separate(Sizes(2, 4, 4, 2, 8, device=device, v_dim=12)), 2),
     ):
         layout = BlockLayout.canonical(BlockShape.of_cache(made, 4))
-        pages = PageMap.of_sequence(range(6), tokens=24, block_tokens=4, page_tokens=4)
-        blocks = filled(6, layout.nbytes, device=device)
+        pages = PageMap.of_sequence(range(4), tokens=16, block_tokens=4, page_tokens=4)
+        blocks = filled(4, layout.nbytes, device=device)
         for move in (gather, scatter):
             launched.clear()
             move(made, pages, blocks, layout, backend="triton")

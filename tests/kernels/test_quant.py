@@ -194,12 +194,27 @@ def cases(draw: st.DrawFn) -> tuple[PagedCache, PageMap, QuantisedLayout]:
     return PagedCache.vllm([source]), pages, QuantisedLayout.of_schema(schema)
 
 
-@given(case=cases(), tile=st.sampled_from([16, 64, 8192]))
-@settings(max_examples=20)
-def test_any_shape(case: tuple[PagedCache, PageMap, QuantisedLayout], tile: int) -> None:
+Case = tuple[PagedCache, PageMap, QuantisedLayout]
+TILES = st.sampled_from([16, 64, 8192])
+
+
+def check_any_shape(case: Case, tile: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quant, "TILE_NUMBERS", tile)  # groups of one tile, of several, and of a part
         check_both_ways(*case)
+
+
+@given(case=cases(), tile=TILES)
+@settings(max_examples=10)
+def test_any_shape(case: Case, tile: int) -> None:
+    check_any_shape(case, tile)
+
+
+@pytest.mark.slow
+@given(case=cases(), tile=TILES)
+@settings(max_examples=30)
+def test_any_shape_at_length(case: Case, tile: int) -> None:
+    check_any_shape(case, tile)
 
 
 def test_a_latent() -> None:
@@ -305,25 +320,39 @@ def test_what_is_not_finite_spoils_its_group_alone(bad: float, form: str, backen
     assert int(spoilt.sum()) == 4 * 8
 
 
+def patterns(one_in_eight: bool) -> Any:
+    """All of 16 bits, int16; or four of each 32 neighbours, which have sign and exponent in common:
+    the first two (a mantissa of 0 is among them), the last, and one of the others."""
+    every = torch.arange(1 << 16, dtype=torch.int32)
+    if one_in_eight:
+        strata = every.view(-1, 32)
+        other = torch.randint(2, 31, (len(strata), 1), generator=torch.Generator().manual_seed(4))
+        chosen = torch.tensor([0, 1, 31]).expand(len(strata), 3)
+        every = strata.gather(1, torch.cat([chosen, other], dim=1)).flatten()
+    return every.to(torch.int16)
+
+
 # NumPy, on which the interpreter stands, warns of signalling NaN.
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_number_of_16_bits(form: str, dtype: Any) -> None:
+@pytest.mark.parametrize("one_in_eight", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_every_number_of_16_bits(form: str, dtype: Any, one_in_eight: bool) -> None:
     """Each pattern beside 1, beside 1/500 and beside 0: all bytes, and most scales there are."""
-    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    every = patterns(one_in_eight).view(dtype)
+    count = 3 * len(every)
     beside = torch.tensor([1.0, 0.002, 0.0]).to(dtype)
-    source = torch.stack([every.repeat(3), beside.repeat_interleave(1 << 16)], dim=1)
+    source = torch.stack([every.repeat(3), beside.repeat_interleave(len(every))], dim=1)
     source = torch.cat([source, -source], dim=1).to(DEVICE)
     shape = BlockShape(4096, ((BlockPart(1, 4096, 4, 4096 * 4, sliced=False),),))
     layout = QuantisedLayout(BlockLayout.canonical(shape), ((Scaling(form, 1),),))
     cache = PagedCache.mla([source.view(-1, 256, 4)])
     pages = PageMap.of_sequence(
-        list(range(3 << 8)), tokens=3 << 16, block_tokens=4096, page_tokens=256
+        list(range(count // 256)), tokens=count, block_tokens=4096, page_tokens=256
     )
-    blocks = blank(48, layout.nbytes)
+    blocks = blank(count // 4096, layout.nbytes)
     gather_quantised(cache, pages, blocks, layout, backend="triton", programs=1)
-    values, scales = quantise(source.view(48, 4096, 4), Scaling(form, 1))
+    values, scales = quantise(source.view(-1, 4096, 4), Scaling(form, 1))
     assert torch.equal(blocks[:, : 4096 * 4], values.view(torch.uint8).flatten(1))
     assert torch.equal(blocks[:, 4096 * 4 :], scales.view(torch.uint8))
     backs = []

@@ -57,10 +57,7 @@ def random_blocks(count: int, layout: BlockLayout, device: str) -> torch.Tensor:
     return torch.randint(0, 256, (count, layout.nbytes), dtype=torch.uint8).to(device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=8)
-@given(data=st.data())
-def test_heads_land_where_the_layouts_say(device: str, backend: str, data: Any) -> None:
+def check_heads_land(device: str, backend: str, data: Any) -> None:
     source_layout, target_layout = data.draw(layouts(MIXED)), data.draw(layouts(MIXED))
     count = data.draw(st.integers(1, 3))
     source = random_blocks(count, source_layout, device)
@@ -71,6 +68,20 @@ def test_heads_land_where_the_layouts_say(device: str, backend: str, data: Any) 
     reshard(source, source_layout, target, target_layout, backend=backend)
     assert torch.equal(target, expected)
     assert torch.equal(source, kept)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_heads_land_where_the_layouts_say(device: str, backend: str, data: Any) -> None:
+    check_heads_land(device, backend, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(data=st.data())
+def test_heads_land_where_the_layouts_say_at_length(device: str, data: Any) -> None:
+    check_heads_land(device, "triton", data)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
