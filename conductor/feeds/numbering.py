@@ -11,7 +11,9 @@ from 0 again. The publisher keeps its last batches for a replay, if it was told 
 
 Every replay begins with the last batch that was applied, and shows that it is still the same
 publisher: one that was restarted and has said nothing since has no batches, or others under their
-numbers.
+numbers. Numbers are all there is: a publisher that restarts between two batches, and whose first
+ones are lost until just the expected number comes, is taken for its earlier self. An engine takes
+seconds to start, and is asked when it was quiet for PROBE_S.
 
 What stays lost may have been removals: what is known is in doubt then (`Doubt`). Without a replay
 port only the last part applies.
