@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-from tiffin.kernels import checksum, pagehash  # noqa: E402
-from tiffin.kernels.checksum import segment_checksums, segment_checksums_async  # noqa: E402
-from tiffin.kernels.errors import DeviceError, LayoutError  # noqa: E402
+from tiffin.kernels import checksum, pagehash
+from tiffin.kernels.checksum import segment_checksums, segment_checksums_async
+from tiffin.kernels.errors import DeviceError, LayoutError
 
 PAGE = pagehash.PAGE_BYTES
 TILE = checksum.TILE_BYTES

@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow  # a quarter of a minute, all of it in compilers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,13 +17,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import pagedworker as toy  # noqa: E402
-from kvsupport import Daemon  # noqa: E402
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
+import pagedworker as toy
+from kvsupport import Daemon
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from tiffin.kernels import paged  # noqa: E402
-from tiffin.kvstore import Client  # noqa: E402
-from tiffin.kvstore.connectors.paging import host_tensor, layout_of  # noqa: E402
+from tiffin.kernels import paged
+from tiffin.kvstore import Client
+from tiffin.kvstore.connectors.paging import host_tensor, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

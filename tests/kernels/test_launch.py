@@ -12,9 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-from tiffin.kernels import paged, ranges  # noqa: E402
-from tiffin.kernels.errors import DeviceError, LayoutError  # noqa: E402
-from tiffin.kernels.lanes import LaneGroup  # noqa: E402
+from tiffin.kernels import paged, ranges
+from tiffin.kernels.errors import DeviceError, LayoutError
+from tiffin.kernels.lanes import LaneGroup
 
 GPU = SimpleNamespace(type="cuda", index=1)
 

@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
 from pagedsupport import ENGINES, Sizes, mla, nhd, odd_views, place
 
 from tiffin.kernels.errors import DeviceError, LayoutError, PageError

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
 
 from tiffin.kernels import quant
 from tiffin.kernels.cache import PagedCache

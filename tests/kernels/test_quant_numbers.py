@@ -9,9 +9,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
 
 from tiffin.kernels.errors import LayoutError
 from tiffin.kernels.quant_reference import dequantise, pack, quantise, unpack

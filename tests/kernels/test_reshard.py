@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
 from pagedsupport import BACKENDS, DEVICES, Sizes, filled, nhd
 
 from tiffin.kernels.errors import DeviceError, KernelError, LayoutError, RoomError

@@ -241,6 +241,7 @@ with Client.open(sys.argv[1]) as client:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_through_the_pool(own_daemon: Callable[..., Daemon]) -> None:
     daemon, model, ids = own_daemon(dram=4 * MIB), make_model(), tokens(4 * BLOCK + 9)
     done = subprocess.run(

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
+
 from hbmsupport import BLOCK, SCHEMA, SCHEMAS, assert_quiet, publish
 from hypothesis import given, settings
 from hypothesis import strategies as st

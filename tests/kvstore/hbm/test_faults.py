@@ -8,7 +8,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
+
 from hbmsupport import BLOCK, DEVICES, SCHEMA, SCHEMAS, assert_quiet, assert_right, publish
 from kvsupport import (
     fresh_prefix,

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
 from hbmsupport import BLOCK, DEVICES, SCHEMA, SCHEMAS, assert_quiet, assert_right, publish
 from kvsupport import Background, fresh_prefix, is_quiet, payloads_of, wait_until
 from kvsupport import assert_right as pool_assert_right

@@ -9,6 +9,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+pytest.importorskip("torch")
+
 from hbmsupport import BLOCK, DEVICES, SCHEMA, assert_quiet, assert_right, publish
 from kvsupport import Background, fresh_prefix, payloads_of, wait_until
 
