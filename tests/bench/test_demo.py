@@ -366,8 +366,9 @@ def engines() -> None:
         pytest.importorskip(name)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("engines")
-@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_the_quick_demo_runs_and_agrees(tmp_path: Path, nodes: int) -> None:
     temporary, out = tmp_path / "tmp", tmp_path / "out"
     temporary.mkdir()

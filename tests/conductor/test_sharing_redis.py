@@ -140,6 +140,7 @@ def test_a_url_that_can_not_work_is_refused() -> None:
             Link(url, pool=pool)
 
 
+@pytest.mark.slow
 def test_in_a_cluster(tmp_path: Path, link: Callable[[str], Link]) -> None:
     with RedisCluster(tmp_path) as cluster:
         a, b = link(cluster.url), link(cluster.url)
@@ -247,6 +248,7 @@ def test_two_conductors_over_redis(server: RedisServer, link: Callable[[str], Li
     assert own_is_zero(cores)
 
 
+@pytest.mark.slow
 def test_in_a_loop_without_redis_and_with_it_again(tmp_path: Path, pool: str) -> None:
     """Decisions are made all the time; what was learnt comes out."""
     found: list[News] = []
@@ -312,6 +314,7 @@ def queued(client: ConductorClient) -> float:
     return one.load["queued"] or 0.0
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_its_requests_to_the_other(
     server: RedisServer, pool: str
 ) -> None:

@@ -36,7 +36,7 @@ def check(tally: Tally) -> None:
     assert max(tally.waits_s) < EXTRA_S + SLACK_S
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_get_fails_when_a_node_is_killed(pool: FaultPool, victim: int) -> None:
     with pool.open() as client:
         prefixes = pool.fill(client, 12)
@@ -48,6 +48,7 @@ def test_no_get_fails_when_a_node_is_killed(pool: FaultPool, victim: int) -> Non
         check(tally)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_no_get_fails_when_a_node_stops_answering(pool: FaultPool, victim: int) -> None:
     with pool.open() as client:
@@ -59,6 +60,7 @@ def test_no_get_fails_when_a_node_stops_answering(pool: FaultPool, victim: int) 
         check(tally)
 
 
+@pytest.mark.slow
 def test_a_put_finds_another_node_when_one_is_killed(pool: FaultPool) -> None:
     with pool.open() as client:
         pool.fill(client, 2)
@@ -79,6 +81,7 @@ def test_a_put_finds_another_node_when_one_is_killed(pool: FaultPool) -> None:
             assert (tally.short, tally.failed, tally.wrong) == ([], [], 0)
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_back_is_used_again(pool: FaultPool) -> None:
     with pool.open() as client:
         prefixes = pool.fill(client, 4)
@@ -96,6 +99,7 @@ def test_a_node_that_comes_back_is_used_again(pool: FaultPool) -> None:
         assert (tally.wrong, tally.failed, tally.short) == (0, [], [])
 
 
+@pytest.mark.slow
 def test_redis_may_be_killed_and_emptied(pool: FaultPool) -> None:
     with pool.open() as client:
         prefixes = pool.fill(client, 6)
@@ -111,6 +115,7 @@ def test_redis_may_be_killed_and_emptied(pool: FaultPool) -> None:
         assert (again.wrong, again.failed, again.short) == (0, [], [])
 
 
+@pytest.mark.slow
 def test_an_emptied_directory_is_filled_again(pool: FaultPool) -> None:
     with pool.open() as client:
         prefixes = pool.fill(client, 6)
