@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..store.setting import silent
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -54,10 +56,6 @@ class Sizes:
         )
 
 
-def _silent(text: str) -> None:
-    del text
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One run: its sizes, a Python that has Dynamo if there is one, and whom to tell what is going
@@ -65,4 +63,4 @@ class Setting:
 
     sizes: Sizes
     dynamo: Path | None = None
-    tell: Callable[[str], None] = field(default=_silent)
+    tell: Callable[[str], None] = field(default=silent)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..kernels.device import surroundings
-from ..store.setting import KIB, MIB
+from ..store.setting import KIB, MIB, silent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,17 +44,13 @@ class Sizes:
         return cls(rounds=5, blocks=2, paged_blocks=4, pieces_bytes=128 * MIB)
 
 
-def _silent(text: str) -> None:
-    del text
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One run: its sizes, its device, and whom to tell what is going on."""
 
     sizes: Sizes
     machine: Machine
-    tell: Callable[[str], None] = field(default=_silent)
+    tell: Callable[[str], None] = field(default=silent)
 
     def surroundings(self) -> dict[str, Any]:
         """The device, for the report and for each row."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..store.setting import silent
 from .device import surroundings
 
 if TYPE_CHECKING:
@@ -42,17 +43,13 @@ class Sizes:
         return cls(rounds=5, blocks=2, quantised_blocks=1, calls=50)
 
 
-def _silent(text: str) -> None:
-    del text
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One run: its sizes, its device, and whom to tell what is going on."""
 
     sizes: Sizes
     machine: Machine
-    tell: Callable[[str], None] = field(default=_silent)
+    tell: Callable[[str], None] = field(default=silent)
 
     def surroundings(self) -> dict[str, Any]:
         """The device, for the report and for each row."""

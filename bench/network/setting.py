@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from tiffin.kvstore.client import Client
 from tiffin.kvstore.errors import NodeUnavailable
 
-from ..store.setting import KIB, MIB
+from ..store.setting import KIB, MIB, silent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -70,10 +70,6 @@ class Sizes:
         )
 
 
-def _silent(text: str) -> None:
-    del text
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One run: its sizes, a Python that has Mooncake if there is one, and whom to tell what is
@@ -81,7 +77,7 @@ class Setting:
 
     sizes: Sizes
     mooncake: Path | None = None
-    tell: Callable[[str], None] = field(default=_silent)
+    tell: Callable[[str], None] = field(default=silent)
 
 
 # -- processes -------------------------------------------------------------------------------------
