@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from tiffin.messenger import local
 
@@ -126,8 +126,7 @@ class PutResult:
         return self.reason is None and not (self.busy or self.refused or self.pending)
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """How much a client distrusts the pool's memory."""
 
     verify: Verify

@@ -154,6 +154,11 @@ def parse_request(body: bytes | memoryview) -> tuple[int, NDArray[np.uint64]]:
     return grant, unpack_ranges(body, _HEAD_BODY.size, count)
 
 
+def grant_of(body: bytes) -> int:
+    """The grant of a READ's body, of which nothing else is looked at. Raises FrameError."""
+    return _parse_head(body)[2]
+
+
 def parse_answer(body: bytes | memoryview) -> tuple[Served, str | None]:
     """What was served, and why not if refused. Raises FrameError."""
     status, count, nbytes = _parse_head(body)

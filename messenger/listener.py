@@ -24,6 +24,7 @@ import ssl
 import threading
 import time
 import weakref
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -56,6 +57,8 @@ _DRAIN_BYTES_MAX = 1 << 30
 _DRAIN_STEP_BYTES = 256 << 10
 # A transfer slower than this for its whole length holds a thread and a grant for nothing.
 _BYTES_S_MIN = 1 << 20
+# Of a READ of a few ranges.
+_FEW_BYTES = 512
 # After an accept that failed for want of descriptors or memory; and between two lines about it.
 _ACCEPT_RETRY_S = 0.1
 _LOG_EVERY_S = 10.0
@@ -330,7 +333,7 @@ class _Connection:
                 stream.flush(_FOREVER, stall_s)
                 self._answer(stream, conversation, body)
             elif kind is Kind.READ:
-                self._send_ranges(stream, conversation.grants, *frames.parse_request(body))
+                self._send_ranges(stream, conversation.grants, bytes(body))
             elif kind is Kind.WRITE:
                 self._receive_ranges(stream, conversation.grants, *frames.parse_request(body))
             else:
@@ -357,16 +360,14 @@ class _Connection:
         if reply is not None:
             stream.message(reply)
 
-    def _send_ranges(
-        self, stream: Stream, grants: Grants, grant: int, ranges: NDArray[np.uint64]
-    ) -> None:
+    def _send_ranges(self, stream: Stream, grants: Grants, body: bytes) -> None:
+        plan = _plan_of_few if len(body) <= _FEW_BYTES else _plan
+        stall_s = self._listener.stall_s
         try:
-            with grants.open(self._granted(grant), writes=False) as arrays:
-                served, pieces = lay_out(ranges, [len(array) for array in arrays])
-                stream.send_frame(frames.answer(Kind.DATA, served), _views(arrays, pieces))
-                stream.flush(
-                    _deadline(served.nbytes, self._listener.stall_s), self._listener.stall_s
-                )
+            with grants.open(self._granted(frames.grant_of(body)), writes=False) as arrays:
+                answer, served, pieces = plan(body, tuple(map(len, arrays)))
+                stream.send_frame(answer, _views(arrays, pieces))
+                stream.flush(_deadline(served.nbytes, stall_s), stall_s)
         except GrantError as error:
             stream.send_frame(frames.refusal(Kind.DATA, str(error)))
 
@@ -396,6 +397,17 @@ class _Connection:
         if not self._last_grant:
             raise GrantError("the last message on this connection was not answered with a grant")
         return self._last_grant
+
+
+def _plan(body: bytes, sizes: tuple[int, ...]) -> tuple[bytes, Served, list[Piece]]:
+    """How to serve a READ of a grant whose arrays have these sizes: the answer's head, and which
+    bytes follow it. Raises FrameError."""
+    served, pieces = lay_out(frames.parse_request(body)[1], sizes)
+    return frames.answer(Kind.DATA, served), served, pieces
+
+
+# Small reads look alike but for the block they are about.
+_plan_of_few = lru_cache(maxsize=256)(_plan)
 
 
 def _views(arrays: Sequence[ByteArray], pieces: list[Piece]) -> list[memoryview]:

@@ -13,11 +13,9 @@ TLS connection can't use either and goes through Python's timeouts, a record of 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -37,6 +35,7 @@ from .errors import (
     TransferTimeout,
 )
 from .frames import HEAD_BYTES, HEADER, Header, Kind
+from .waiting import WAIT_S_MAX, WAIT_S_MIN, Gathering, Patience
 from .wire import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -61,9 +60,9 @@ _RECORD_BYTES = 16 << 10
 # 64 KiB took 190 us with none, 110 us with one end looking, 65 us with both. On busy cores it made
 # no difference; without yielding it did harm there.
 _LOOKS = 50
-# Of SO_RCVTIMEO and SO_SNDTIMEO.
-_WAIT_S_MIN, _WAIT_S_MAX = 2.0**-10, 2.0**10
-_TIMEVAL = struct.Struct("@ll")
+# Numbers: the flags are enumerations in Python, and joining two takes a microsecond.
+_PEEK = int(socket.MSG_PEEK) | int(socket.MSG_DONTWAIT)
+_DONTWAIT, _WAITALL = int(socket.MSG_DONTWAIT), int(socket.MSG_WAITALL)
 _HEADER_BYTES = HEADER.size
 
 
@@ -332,6 +331,7 @@ class Stream:
                 return
             views = cursor.batch(_RECEIVE_BYTES_MAX)
             try:
+                self._expect(cursor.left - _RECEIVE_BYTES_MAX)
                 cursor.advance(self._patiently(views, deadline, stall_s, whole=True))
             except TransferError as error:
                 error.served = cursor.served()
@@ -395,6 +395,9 @@ class Stream:
         """What is here already, or comes in the next few microseconds; else 0."""
         return 0
 
+    def _expect(self, after_bytes: int) -> None:
+        """So many bytes come behind those of the next call to receive. Raises PeerLost."""
+
     def _receive_some(self, views: list[memoryview], wait_s: float, *, whole: bool) -> int:
         """Bytes received, 0 if none came in `wait_s` or a little earlier. Raises PeerLost."""
         raise NotImplementedError
@@ -404,29 +407,6 @@ class Stream:
         raise NotImplementedError
 
 
-class _Wait:
-    """How long the kernel lets a call wait: at most what is allowed, at least half of it, in powers
-    of two, so that it seldom has to be told. The caller looks at the clock and comes again."""
-
-    __slots__ = ("_high_s", "_low_s", "_option", "_socket")
-
-    def __init__(self, sock: socket.socket, option: int) -> None:
-        self._socket = sock
-        self._option = option
-        self._low_s = self._high_s = -1.0  # not told yet
-
-    def allow(self, wait_s: float) -> None:
-        """The next call may wait for `wait_s`. Raises OSError."""
-        if self._low_s <= wait_s <= self._high_s:
-            return
-        step_s = math.ldexp(1.0, math.frexp(min(max(wait_s, _WAIT_S_MIN), _WAIT_S_MAX))[1] - 1)
-        seconds = int(step_s)
-        timeval = _TIMEVAL.pack(seconds, int((step_s - seconds) * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, self._option, timeval)
-        self._low_s = 0.0 if step_s == _WAIT_S_MIN else step_s
-        self._high_s = math.inf if step_s == _WAIT_S_MAX else 2 * step_s
-
-
 class PlainStream(Stream):
     """TCP without encryption."""
 
@@ -434,13 +414,14 @@ class PlainStream(Stream):
         """Takes over a connected socket."""
         super().__init__(sock)
         sock.settimeout(None)
-        self._receive_wait = _Wait(sock, socket.SO_RCVTIMEO)
-        self._send_wait = _Wait(sock, socket.SO_SNDTIMEO)
+        self._receive_wait = Patience(sock, socket.SO_RCVTIMEO)
+        self._send_wait = Patience(sock, socket.SO_SNDTIMEO)
+        self._gathering = Gathering(sock)
 
     def alive(self) -> bool:
         """See `Stream.alive`."""
         try:
-            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            self._socket.recv(1, _PEEK)
         except BlockingIOError:
             return True
         except OSError:
@@ -452,7 +433,7 @@ class PlainStream(Stream):
         try:
             for _ in range(_LOOKS):
                 try:
-                    nbytes = receive(view, 0, socket.MSG_DONTWAIT)
+                    nbytes = receive(view, 0, _DONTWAIT)
                 except BlockingIOError:
                     os.sched_yield()
                 else:
@@ -466,8 +447,14 @@ class PlainStream(Stream):
         self.received_bytes += nbytes
         return nbytes
 
+    def _expect(self, after_bytes: int) -> None:
+        try:
+            self._gathering.expect(after_bytes)
+        except OSError as error:
+            raise self._lost(error) from error
+
     def _receive_some(self, views: list[memoryview], wait_s: float, *, whole: bool) -> int:
-        flags = socket.MSG_WAITALL if whole else 0
+        flags = _WAITALL if whole else 0
         try:
             self._receive_wait.allow(wait_s)
             if len(views) == 1:
@@ -523,7 +510,7 @@ class TlsStream(Stream):
 
     def _receive_record(self, view: memoryview, wait_s: float) -> int:
         try:
-            self._socket.settimeout(min(max(wait_s, _WAIT_S_MIN), _WAIT_S_MAX))
+            self._socket.settimeout(min(max(wait_s, WAIT_S_MIN), WAIT_S_MAX))
             nbytes = self._socket.recv_into(view)
         except TimeoutError:
             return 0
@@ -539,7 +526,7 @@ class TlsStream(Stream):
         if len(views) > 1 and len(data) < _RECORD_BYTES:
             data = _joined(views)
         try:
-            self._socket.settimeout(min(max(wait_s, _WAIT_S_MIN), _WAIT_S_MAX))
+            self._socket.settimeout(min(max(wait_s, WAIT_S_MIN), WAIT_S_MAX))
             return self._socket.send(data)
         except TimeoutError:
             return 0

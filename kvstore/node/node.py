@@ -12,7 +12,6 @@ Replies are called with the lock held; they must only hand the answer over.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
@@ -21,13 +20,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tiffin.messenger.errors import GrantError
-
 from ..arena import Extent
 from ..errors import (
     Draining,
     InvalidInput,
-    StaleLease,
     TierUnavailable,
     TiffinError,
 )
@@ -48,9 +44,11 @@ from .onesided import confirm, not_offered
 from .records import Erase, Move, MoveOutcome, Pin, Reason, Replica, Session, Ticket
 from .shared import share_of
 from .space import TierSpace
+from .transfers import Transfer, Transfers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    import contextlib
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from tiffin.messenger.local import ByteArray
@@ -130,6 +128,7 @@ class Node:
         )
         self._lock = threading.RLock()
         self._inspector = Inspector(self.core, self._lock, self._view, self._after, self.submit)
+        self._transfers = Transfers(self.core, self._lock, self._view, self._after)
         self._handlers: dict[type, Callable[[Session, Any, ReplyTo], None]] = {
             messages.Match: self._match,
             messages.Exists: self._exists,
@@ -214,29 +213,13 @@ class Node:
             self._after()
             return ended
 
-    @contextlib.contextmanager
     def transfer(
         self, session: Session, lease_id: int, *, writes: bool
-    ) -> Iterator[list[ByteArray]]:
+    ) -> contextlib.AbstractContextManager[list[ByteArray]]:
         """The extents of a lease, in order, which stay what they are until the context ends, even
         if the lease does not; of one that follows writers, what it awaited last. Raises GrantError
         if the session holds no such lease."""
-        with self._lock:
-            try:
-                replicas = self.core.begin_transfer(session, lease_id, writes=writes)
-            except StaleLease as error:
-                raise GrantError(str(error)) from error
-            followed = session.leases[lease_id].followed
-            exposed = followed.exposed if followed is not None else None
-        try:
-            if exposed is None:
-                yield [self._view(replica) for replica in replicas]
-            else:
-                yield [self._view(r)[at : at + length] for r, at, length in exposed]
-        finally:
-            with self._lock:
-                self.core.end_transfer(session, lease_id, replicas)
-                self._after()
+        return Transfer(self._transfers, session, lease_id, writes=writes)
 
     def give_back(self, session: Session, lease_ids: Iterable[int]) -> None:
         """End those of a remote session's leases that it still has."""
@@ -395,15 +378,18 @@ class Node:
     def _lease(self, session: Session, request: messages.Lease, reply: ReplyTo) -> None:
         self._check_limits(session)
         ticket = self.core.lease(session, split_keys(request.keys), follows=request.follow)
-        self._tickets[ticket] = _now() + request.timeout_s, request.id, reply
         if ticket.ready or request.timeout_s <= 0:
-            self._settle(ticket)
+            self._grant(ticket, request.id, reply)
         else:
+            self._tickets[ticket] = _now() + request.timeout_s, request.id, reply
             self._hurry.set()
 
     def _settle(self, ticket: Ticket) -> None:
-        """Answer a read request with what is there now."""
+        """Answer a read request that waited with what is there now."""
         _, request_id, reply = self._tickets.pop(ticket)
+        self._grant(ticket, request_id, reply)
+
+    def _grant(self, ticket: Ticket, request_id: int, reply: ReplyTo) -> None:
         lease, reason = self.core.settle(ticket, _now())
         replicas = lease.replicas if lease else []
         reply(
@@ -478,6 +464,8 @@ class Node:
         self._check_waiting(session)
 
     def _check_waiting(self, session: Session) -> None:
+        if not (self._parked or self._tickets):
+            return
         waiting = sum(parked.session is session for parked in self._parked)
         waiting += sum(ticket.session is session for ticket in self._tickets)
         if waiting >= WAITING_MAX:
@@ -507,6 +495,8 @@ class Node:
 
     def _after(self) -> None:
         """Do what the core ordered, then let waiting requests go on: readers before writers."""
+        if not (self.core.residency.actions or self._tickets or self._parked):
+            return
         self._act()
         for ticket in [ticket for ticket in self._tickets if ticket.blocked]:
             self.core.advance(ticket)

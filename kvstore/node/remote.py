@@ -227,15 +227,9 @@ class _Conversation:
     def _submit(self, session: Session, request: messages.Request) -> Answer:
         arrival = Arrival(partial(self._undo, session))
         self._node.submit(session, request, arrival.put)
-        deadline = time.monotonic() + getattr(request, "timeout_s", 0.0) + _LATE_S
-        left = False  # a client that is gone must not keep a thread, and get room, for an hour
-        while not (arrival.here(_SLICE_S) or self._service.closing or left):
-            if time.monotonic() > deadline:
-                break
-            left = self.hung_up()
-        reply = arrival.wait(0.0)
-        if reply is None and left:
-            raise PeerLost("the client left before its request was decided")
+        reply = arrival.reply  # nearly always it is here at once
+        if reply is None:
+            reply = self._wait_for(arrival, getattr(request, "timeout_s", 0.0) + _LATE_S)
         if reply is None:
             late = NodeUnavailable("the node did not decide in time; it may be closing")
             return self._refuse(request.id, late)
@@ -247,6 +241,20 @@ class _Conversation:
         if request.id == messages.UNAWAITED:
             return Answer(None, grant)
         return Answer(messages.encoder.encode(reply), grant)
+
+    def _wait_for(self, arrival: Arrival, timeout_s: float) -> messages.AnyReply | None:
+        """Raises PeerLost if the client has left: it must not keep a thread, and get room, for an
+        hour."""
+        deadline = time.monotonic() + timeout_s
+        left = False
+        while not (arrival.here(_SLICE_S) or self._service.closing or left):
+            if time.monotonic() > deadline:
+                break
+            left = self.hung_up()
+        reply = arrival.wait(0.0)
+        if reply is None and left:
+            raise PeerLost("the client left before its request was decided")
+        return reply
 
     def _remember(self, session: Session, grant: int) -> None:
         """What a connection was granted ends with it: nobody knows whether its peer heard of it."""

@@ -7,7 +7,8 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_no_lease = contextlib.suppress(GrantError)  # the reply says why
 # Ends the lease that the same stream was granted last.
 _RELEASE_LAST = messages.encoder.encode(messages.Release(messages.UNAWAITED, 0))
 # Larger reads are leased first and then spread over several streams; smaller ones are one round
@@ -101,16 +103,16 @@ class Arrivals:
         self._at_end = piece is None and not self._cut and selection.nbytes <= _AT_END_BYTES_MAX
         self.reply: messages.Leased | None = None
         self.first_at: float | None = None
-        self.ranges: list[Range] = []
         self.targets: list[Bytes] = []
         self._scratch: dict[int, Bytes] = {}
-        self._where: list[tuple[int, int]] = []  # per range: its block and piece, -1 for the header
-        self._missing: list[int] = []
         self._good: set[int] = set()
         self._lock = threading.Lock()
-        for block in range(len(targets)):
-            self._plan(block)
-        self.nbytes = sum(length for _, length in self.ranges)
+        # Layers that follow each other are one range, unless somebody waits for each.
+        waits = piece is not None and not self._cut
+        by_piece = tuple((checked or waits) and not self._at_end for checked in self._verified)
+        lay_out = _layout_of_few if len(targets) <= _FEW else _layout
+        self.ranges, self._where, missing, self.nbytes = lay_out(selection, by_piece)
+        self._missing = list(missing)  # ranges of each block that have not arrived
 
     @property
     def good(self) -> int:
@@ -120,23 +122,6 @@ class Arrivals:
             count += 1
         return count
 
-    def _plan(self, block: int) -> None:
-        """Which ranges of the lease hold the header and the pieces of a block."""
-        schema, selection = self._schema, self._selection
-        base, header_bytes = block * schema.extent_bytes, schema.header_bytes
-        self.ranges.append(Range(base, header_bytes))
-        self._where.append((block, -1))
-        base += header_bytes
-        # Layers that follow each other are one range, unless somebody waits for each.
-        pieces: Sequence[Piece | ByteRange] = selection.ranges
-        by_layer = self._verified[block] or (self._piece is not None and not self._cut)
-        if by_layer and not self._at_end:
-            pieces = selection.pieces
-        for number, piece in enumerate(pieces):
-            self.ranges.append(Range(base + piece.offset, piece.length))
-            self._where.append((block, number))
-        self._missing.append(len(pieces) + 1)
-
     def prepare(self) -> None:
         """Make `targets`, where each range goes, and what else is needed when the first arrives. On
         its own, so that the node can work on the request meanwhile."""
@@ -144,8 +129,8 @@ class Arrivals:
         self._keys, self._tokens = self._prefix.keys, self._prefix.token_chunks()
         self._common = self._prefix.schema_fingerprint + self._prefix.namespace_fingerprint
         self._headers = np.empty((blocks, self._schema.header_bytes), np.uint8)
-        hashed = blocks if any(self._verified) else 0
-        self._hashes = np.zeros((hashed, len(selection.spans)), np.uint64)
+        if any(self._verified):
+            self._hashes = np.zeros((blocks, len(selection.spans)), np.uint64)
         targets = self.targets
         memory, at = self._headers[:0], 0
         for (block, piece), (_, length) in zip(self._where, self.ranges, strict=True):
@@ -224,6 +209,41 @@ class Arrivals:
             at += length
 
 
+class _Layout(NamedTuple):
+    """The ranges of a lease that one read wants."""
+
+    ranges: tuple[Range, ...]
+    where: tuple[tuple[int, int], ...]  # of each range: its block and piece, -1 for the header
+    missing: tuple[int, ...]  # ranges of each block
+    nbytes: int
+
+
+def _layout(selection: Selection, by_piece: tuple[bool, ...]) -> _Layout:
+    """Which ranges hold the header and the selected bytes of blocks whose extents lie end to end:
+    each block's as the selection's pieces or, if not `by_piece`, as its ranges."""
+    schema = selection.schema
+    ranges: list[Range] = []
+    where: list[tuple[int, int]] = []
+    missing = []
+    for block, each in enumerate(by_piece):
+        base, header_bytes = block * schema.extent_bytes, schema.header_bytes
+        ranges.append(Range(base, header_bytes))
+        where.append((block, -1))
+        base += header_bytes
+        pieces: Sequence[Piece | ByteRange] = selection.pieces if each else selection.ranges
+        for number, piece in enumerate(pieces):
+            ranges.append(Range(base + piece.offset, piece.length))
+            where.append((block, number))
+        missing.append(len(pieces) + 1)
+    nbytes = sum(length for _, length in ranges)
+    return _Layout(tuple(ranges), tuple(where), tuple(missing), nbytes)
+
+
+# Small reads are alike, and to plan one takes longer than to find its plan.
+_FEW = 4
+_layout_of_few = lru_cache(maxsize=64)(_layout)
+
+
 def fetch(
     peer: Peer,
     prefix: Prefix,
@@ -294,8 +314,8 @@ def _at_once(
         reply = peer.receive(stream, lease, first)
         if isinstance(reply, messages.Leased):
             arrivals.reply = reply
-        with contextlib.suppress(GrantError):  # no lease: the reply says why
-            views = [target.data for target in arrivals.targets]
+        views = [target.data for target in arrivals.targets]
+        with _no_lease:
             stream.receive_data_views(views, late, arrivals.arrived, stall_s)
     raise_refusal(reply)
 

@@ -76,7 +76,7 @@ class Links:
     def failed(self, node: int, now: float) -> None:
         """The node, or the way to it, did not answer."""
         with self._lock:
-            way = self._ways.setdefault(node, _Way())
+            way = self._way(node)
             way.statistics.errors += 1
             down_s = min(DOWN_MAX_S, DOWN_MIN_S * 2**way.failures_in_a_row)
             way.failures_in_a_row = min(way.failures_in_a_row + 1, _DOUBLINGS_MAX)
@@ -105,8 +105,14 @@ class Links:
                 for node, way in self._ways.items()
             }
 
+    def _way(self, node: int) -> _Way:
+        way = self._ways.get(node)
+        if way is None:
+            way = self._ways[node] = _Way()
+        return way
+
     def _well(self, node: int) -> _Way:
-        way = self._ways.setdefault(node, _Way())
+        way = self._way(node)
         way.failures_in_a_row = 0
         way.down_until = -math.inf
         return way

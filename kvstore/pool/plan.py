@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import random
@@ -19,8 +18,7 @@ class Costs(Protocol):
         """How long reading `nbytes` from `node` should take; infinite if it is taken for dead."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Consecutive blocks [start, stop) of a prefix to be read from one node. `others`: whether all
     of them could also be had elsewhere."""
 

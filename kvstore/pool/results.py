@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wanted:
     """What one get asks for. `home_away`: home was known to be silent when it began."""
 

@@ -1,0 +1,61 @@
+"""How long, and for how many bytes, the kernel lets a call on a socket wait."""
+
+from __future__ import annotations
+
+import math
+import socket
+import struct
+
+# Of SO_RCVTIMEO and SO_SNDTIMEO.
+WAIT_S_MIN, WAIT_S_MAX = 2.0**-10, 2.0**10
+_TIMEVAL = struct.Struct("@ll")
+# A wake-up is an interrupt to another core: expensive in a virtual machine, and paid by the sender.
+# On loopback, a receiver that was woken for a MiB instead of for each packet took 0.7 of the time
+# and of the CPU time; anything from 128 KiB to 2 MiB was better than none.
+GATHER_BYTES = 1 << 20
+
+
+class Patience:
+    """How long the kernel lets a call wait: at most what is allowed, at least half of it, in powers
+    of two, so that it seldom has to be told. The caller looks at the clock and comes again."""
+
+    __slots__ = ("_high_s", "_low_s", "_option", "_socket")
+
+    def __init__(self, sock: socket.socket, option: int) -> None:
+        """`option`: SO_RCVTIMEO or SO_SNDTIMEO."""
+        self._socket = sock
+        self._option = option
+        self._low_s = self._high_s = -1.0  # not told yet
+
+    def allow(self, wait_s: float) -> None:
+        """The next call may wait for `wait_s`. Raises OSError."""
+        if self._low_s <= wait_s <= self._high_s:
+            return
+        step_s = math.ldexp(1.0, math.frexp(min(max(wait_s, WAIT_S_MIN), WAIT_S_MAX))[1] - 1)
+        seconds = int(step_s)
+        timeval = _TIMEVAL.pack(seconds, int((step_s - seconds) * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, self._option, timeval)
+        self._low_s = 0.0 if step_s == WAIT_S_MIN else step_s
+        self._high_s = math.inf if step_s == WAIT_S_MAX else 2 * step_s
+
+
+class Gathering:
+    """Whether a call that receives is woken for every packet, or once GATHER_BYTES are there."""
+
+    __slots__ = ("_gathers", "_socket")
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._gathers = False
+
+    def expect(self, after_bytes: int) -> None:
+        """At least so many bytes come behind those of the next call. Raises OSError.
+
+        Who waits for more than comes is never woken; so the last calls of a transfer are woken for
+        everything.
+        """
+        gathers = after_bytes >= GATHER_BYTES
+        if gathers != self._gathers:
+            low_water = GATHER_BYTES if gathers else 1
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
+            self._gathers = gathers

@@ -1,0 +1,143 @@
+"""How long calls wait in the kernel, and for how much: nobody may wait for more than comes."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tiffin.messenger import frames
+from tiffin.messenger.errors import Stalled
+from tiffin.messenger.frames import Kind
+from tiffin.messenger.stream import PlainStream
+from tiffin.messenger.testing import random_bytes
+from tiffin.messenger.transport import Range, Served
+from tiffin.messenger.waiting import GATHER_BYTES, Gathering, Patience
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MIB = 1 << 20
+
+
+class Pair:
+    """A stream of ours, and the peer's bare socket."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self.ours = socket.create_connection(server.getsockname())
+            self.peer, _ = server.accept()
+        self.stream = PlainStream(self.ours)
+
+    @property
+    def low_water(self) -> int:
+        return self.ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+
+    def close(self) -> None:
+        self.stream.close()
+        self.peer.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with closing(Pair()) as made:
+        yield made
+
+
+def test_a_wait_is_told_in_powers_of_two(pair: Pair) -> None:
+    patience = Patience(pair.ours, socket.SO_RCVTIMEO)
+    seen = set()
+    for wait_s in (1e-9, 0.1, 0.12, 0.2, 3.0, 1e9):
+        patience.allow(wait_s)
+        seconds, microseconds = struct.unpack(
+            "@ll", pair.ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
+        )
+        told_s = seconds + microseconds / 1e6
+        seen.add(told_s)
+        if 2**-10 <= wait_s <= 2**10:
+            assert wait_s / 2 <= told_s <= wait_s * 1.07  # the kernel rounds to its own ticks
+    assert len(seen) == 5  # 0.1 and 0.12 are one
+
+
+def test_many_bytes_are_gathered_and_the_last_are_not(pair: Pair) -> None:
+    gathering = Gathering(pair.ours)
+    told = []
+    for after_bytes in (0, GATHER_BYTES - 1, GATHER_BYTES, 1 << 40, GATHER_BYTES - 1, -5):
+        gathering.expect(after_bytes)
+        told.append(pair.low_water)
+    assert told == [1, 1, GATHER_BYTES, GATHER_BYTES, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "nbytes", [1, MIB, 3 * MIB - 1, 3 * MIB, 3 * MIB + 1, 4 * MIB + 17, 9 * MIB - 1]
+)
+def test_all_arrives_though_nothing_follows(pair: Pair, nbytes: int) -> None:
+    """Whoever waits for a MiB where less is to come waits for ever."""
+    content = random_bytes(nbytes, 1)
+    sender = threading.Thread(
+        target=lambda: pair.peer.sendall(
+            frames.answer(Kind.DATA, Served(1, nbytes)) + content.tobytes()
+        )
+    )
+    sender.start()
+    target = random_bytes(nbytes, 2)
+    deadline = time.monotonic() + 20
+    pair.stream.ask_read(1, [Range(0, nbytes)])
+    pair.stream.flush(deadline)
+    served = pair.stream.receive_data([Range(0, nbytes)], [target], deadline)
+    sender.join()
+    assert served == Served(1, nbytes)
+    assert (target == content).all()
+    assert pair.low_water == 1
+    pair.peer.sendall(frames.message_header(2) + b"ok")
+    assert pair.stream.receive_message(deadline) == b"ok"
+
+
+def test_drops_are_not_a_stall(pair: Pair) -> None:
+    """A peer that sends less than is gathered within the stall time is slow, and not silent."""
+    nbytes, drop = 6 * MIB, 96 << 10
+    content = random_bytes(nbytes, 1)
+
+    def drip() -> None:
+        pair.peer.sendall(frames.answer(Kind.DATA, Served(1, nbytes)))
+        for at in range(0, nbytes, drop):
+            pair.peer.sendall(content[at : at + drop].data)
+            time.sleep(0.01)
+
+    sender = threading.Thread(target=drip)
+    sender.start()
+    target = random_bytes(nbytes, 2)
+    deadline = time.monotonic() + 30
+    pair.stream.ask_read(1, [Range(0, nbytes)])
+    pair.stream.flush(deadline)
+    pair.stream.receive_data([Range(0, nbytes)], [target], deadline, stall_s=0.08)
+    sender.join()
+    assert (target == content).all()
+
+
+def test_silence_in_the_middle_is_a_stall(pair: Pair) -> None:
+    nbytes, sent = 8 * MIB, 5 * MIB + 1000
+    ranges = [Range(at, MIB) for at in range(0, nbytes, MIB)]
+    content = random_bytes(sent, 1)
+    sender = threading.Thread(
+        target=lambda: pair.peer.sendall(
+            frames.answer(Kind.DATA, Served(8, nbytes)) + content.tobytes()
+        )
+    )
+    sender.start()
+    targets = [random_bytes(MIB, 2) for _ in ranges]
+    deadline = time.monotonic() + 20
+    pair.stream.ask_read(1, ranges)
+    pair.stream.flush(deadline)
+    with pytest.raises(Stalled) as caught:
+        pair.stream.receive_data(ranges, targets, deadline, stall_s=0.2)
+    sender.join()
+    # What had come is not lost, although it was less than is gathered.
+    assert caught.value.served == Served(5, 5 * MIB)
+    for index in range(5):
+        assert (targets[index] == content[index * MIB : (index + 1) * MIB]).all()
