@@ -114,6 +114,8 @@ def select(
 
     Raises SchemaError for what the schema does not have.
     """
+    if layers is None and heads is None:  # nearly always
+        return _select(schema, None, None)
     return _select(schema, _hashable(layers), _hashable(heads))
 
 

@@ -214,7 +214,7 @@ class ClientBase:
     def _reading(self, verify: str | None) -> Access:
         """How to read, perhaps with another policy than the client's."""
         assert self._access is not None
-        if verify is None:
+        if verify is None or verify == self._access.verify:
             return self._access
         return Access(verbs.check_verify(verify), self._access.dice)
 

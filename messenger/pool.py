@@ -47,8 +47,7 @@ class StreamPool:
         for opening in getattr(self, "_openings", ()):
             opening.forget()
         # Invariant: len(_idle) + len(_busy) + len(_openings) <= streams_max.
-        self._lock = threading.RLock()  # entered directly: through a condition it takes longer
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()
         self._idle: list[tuple[Stream, float]] = []  # and since when, the latest last
         self._busy: set[Stream] = set()
         self._openings: set[Opening] = set()
@@ -115,7 +114,7 @@ class StreamPool:
 
     def _take(self, deadline: float) -> Stream | Opening:
         """An idle stream, or the right to open one."""
-        with self._lock:
+        with self._changed:
             found = self._find()
         return self._wait(deadline) if found is None else found
 
@@ -152,7 +151,7 @@ class StreamPool:
 
     def _check_in(self, stream: Stream, *, clean: bool) -> None:
         ended = []
-        with self._lock:
+        with self._changed:
             self._busy.discard(stream)
             now = time.monotonic()
             if clean and stream.idle and not self._closed:

@@ -322,6 +322,7 @@ class Stream:
         done = 0
         if self._start < self._end:
             self._start += cursor.fill(self._buffer[self._start : self._end])
+        large = cursor.left > _RECEIVE_BYTES_MAX
         while True:
             if arrived is not None:
                 for index in range(done, cursor.index):
@@ -331,7 +332,8 @@ class Stream:
                 return
             views = cursor.batch(_RECEIVE_BYTES_MAX)
             try:
-                self._expect(cursor.left - _RECEIVE_BYTES_MAX)
+                if large:
+                    self._expect(cursor.left - _RECEIVE_BYTES_MAX)
                 cursor.advance(self._patiently(views, deadline, stall_s, whole=True))
             except TransferError as error:
                 error.served = cursor.served()

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from .. import names
 from ..block import MAX_HEADER_BYTES, MAX_SEGMENTS
+from .records import Reason
 
 PROTOCOL_VERSION = 1
 
@@ -34,13 +35,16 @@ Keys = Annotated[bytes, Meta(max_length=KEYS_BYTES_MAX)]
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(max_length=NAME_MAX, pattern=names.PLAIN)]
 Timeout = Annotated[float, Meta(ge=0, le=TIMEOUT_S_MAX)]
-Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+NATURAL_MAX = (1 << 63) - 1
+Natural = Annotated[int, Meta(ge=0, le=NATURAL_MAX)]
+Why = Annotated[int, Meta(ge=0, le=int(max(Reason)))]
 # Writers of one block: no more than it has segments. A header comes without the zeros at its end.
 Ranks = Annotated[int, Meta(ge=1, le=MAX_SEGMENTS)]
 Bitmap = Annotated[bytes, Meta(max_length=MAX_SEGMENTS // 8)]
 HeaderBytes = Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
 # Of one slot per key at most: the slots of a commit, what a reservation or a lease grants.
 PerKey = Annotated[list[Natural], Meta(max_length=KEYS_MAX)]
+Lengths = Annotated[list[Annotated[int, Meta(ge=1, le=NATURAL_MAX)]], Meta(max_length=KEYS_MAX)]
 Headers = Annotated[list[HeaderBytes], Meta(max_length=KEYS_MAX)]
 # A byte per key.
 KeyFlags = Annotated[bytes, Meta(max_length=KEYS_MAX)]
@@ -313,8 +317,8 @@ class Reserved(Reply, tag="reserved"):
     """`statuses` per key decided on; offsets and generations of the granted ones, in order."""
 
     statuses: KeyFlags
-    reason: int
-    lease: int
+    reason: Why
+    lease: Natural
     offsets: PerKey
     generations: PerKey
 
@@ -323,11 +327,11 @@ class Leased(Reply, tag="leased"):
     """The leading blocks that are held; `reason` says why not more. `lengths`, over the network
     only: how long each extent is, header and payload; the lease's ranges count through them."""
 
-    reason: int
-    lease: int
+    reason: Why
+    lease: Natural
     offsets: PerKey
     generations: PerKey
-    lengths: PerKey = []
+    lengths: Lengths = []
 
 
 class Awaited(Reply, tag="awaited"):

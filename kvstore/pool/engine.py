@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -233,13 +233,13 @@ class Engine:
     def _do(self, step: Any, reader: Reader | None) -> Any:
         if isinstance(step, Locate):
             return self.locate(step.keys)
+        if isinstance(step, Read):
+            assert reader is not None
+            return self._read(step, reader)
         if isinstance(step, Together):
             return self._together(step.steps, reader)
-        if isinstance(step, Ask):
-            return self.ask(step.node, step.request, step.timeout_s)
-        assert isinstance(step, Read)
-        assert reader is not None
-        return self._read(step, reader)
+        assert isinstance(step, Ask)
+        return self.ask(step.node, step.request, step.timeout_s)
 
     def _together(self, steps: list[Any], reader: Reader | None) -> list[Any]:
         """Outcomes of all steps, once none of them is running any more."""
@@ -301,18 +301,14 @@ class Engine:
             piece=_shifted(reader.piece, run.start),
         )
         try:
-            # Not the node's fault, nor counted as its time: others of this process were first.
-            small = arrivals.nbytes < _BUDGETED_BYTES_MIN
-            how = peer, arrivals.nbytes, reader.priority, step.deadline
-            with nullcontext() if small else _turn(*how):
-                fetched = fetch(
-                    peer,
-                    part,
-                    arrivals,
-                    deadline=step.deadline,
-                    stall_s=None if step.patient else options.hedge_s,
-                    streams=options.streams,
-                )
+            stall_s = None if step.patient else options.hedge_s
+            how = peer, part, arrivals, step.deadline, stall_s, options.streams
+            if arrivals.nbytes < _BUDGETED_BYTES_MIN:
+                fetched = fetch(*how)
+            else:
+                # Not the node's fault, nor counted as its time: others of this process were first.
+                with _turn(peer, arrivals.nbytes, reader.priority, step.deadline):
+                    fetched = fetch(*how)
         except TransferTimeout:
             return Fetched(0, "deadline")
         self._note(run.node, fetched)

@@ -248,7 +248,6 @@ def fetch(
     peer: Peer,
     prefix: Prefix,
     arrivals: Arrivals,
-    *,
     deadline: float,
     stall_s: float | None = None,
     streams: int = 1,
@@ -311,10 +310,10 @@ def _at_once(
         stream.message(_RELEASE_LAST)
         stream.flush(first)
         arrivals.prepare()
+        views = [target.data for target in arrivals.targets]
         reply = peer.receive(stream, lease, first)
         if isinstance(reply, messages.Leased):
             arrivals.reply = reply
-        views = [target.data for target in arrivals.targets]
         with _no_lease:
             stream.receive_data_views(views, late, arrivals.arrived, stall_s)
     raise_refusal(reply)

@@ -53,7 +53,7 @@ class Links:
         way = self._ways.get(node)
         if way is None:
             return _UNKNOWN.predicted_s(nbytes)
-        if (time.monotonic() if now is None else now) < way.down_until:
+        if way.failures_in_a_row and (time.monotonic() if now is None else now) < way.down_until:
             return math.inf
         return way.statistics.predicted_s(nbytes)
 

@@ -51,6 +51,7 @@ class FixedMembers:
             )
             for number, address in enumerate(addresses, start=1)
         }
+        self._numbers = tuple(self._records)
 
     def nodes(self) -> dict[int, NodeRecord]:
         """All of them."""
@@ -58,7 +59,7 @@ class FixedMembers:
 
     def locate(self, keys: Sequence[bytes]) -> list[tuple[int, ...]]:
         """All of them, for every key."""
-        return [tuple(self._records)] * len(keys)
+        return [self._numbers] * len(keys)
 
     def close(self) -> None:
         """Nothing to give back."""

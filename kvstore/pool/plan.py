@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     from ..directory.base import NodeRecord
 
@@ -53,11 +54,14 @@ def plan_reads(
     return runs
 
 
-def cheapest(nodes: Iterable[int], nbytes: int, costs: Costs) -> int | None:
+def cheapest(nodes: Collection[int], nbytes: int, costs: Costs) -> int | None:
     """The node that should answer first; None if all are taken for dead."""
-    known = [(costs.seconds(node, nbytes), node) for node in nodes]
-    alive = [pair for pair in known if pair[0] != float("inf")]
-    return min(alive)[1] if alive else None
+    best, least_s = None, math.inf
+    for node in sorted(nodes) if len(nodes) > 1 else nodes:
+        seconds = costs.seconds(node, nbytes)
+        if seconds < least_s:
+            best, least_s = node, seconds
+    return best
 
 
 def place(
