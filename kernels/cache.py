@@ -5,13 +5,16 @@ Nothing here imports torch: tensors are asked for their shape, strides and addre
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, TypeVar, Unpack
 
 from .errors import DeviceError, LayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+Made = TypeVar("Made")
+
+_MOST_KEPT: Final = 256  # a rank uses a handful of plans, so more are selections made at random
 _AXES: Final = frozenset("L2BNTHDC")  # `PagedCache.of` says what they are
 
 
@@ -65,7 +68,17 @@ class PagedCache:
         self.pages, self.page_tokens = (int(size) for size in views[0].shape[:2])
         self.device: Any = views[0].device
         self._check_together(views)
-        self.memo: dict[Any, Any] = {}  # plan.py's lane tables: addresses never change
+        self.memo: dict[Any, Any] = {}
+
+    def kept(self, key: Any, make: Callable[[], Made]) -> Made:
+        """What `make` gives, made once for this key: addresses never change."""
+        found: Made | None = self.memo.get(key)
+        if found is None:
+            found = make()
+            if len(self.memo) >= _MOST_KEPT:
+                self.memo.clear()
+            self.memo[key] = found
+        return found
 
     def _check_names(self) -> None:
         if not self.layers or not all(self.layers):

@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Where things are in the table of constants; `checksum.py` fills it.
+# Where things are in the table of constants; `checksum_plan.py` fills it.
 LAST_KEYS = tl.constexpr(24)
 MERGE_KEYS = tl.constexpr(32)
 STARTS = tl.constexpr(40)

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .cache import row_bytes
 from .errors import LayoutError
-from .layout import BlockLayout, BlockPart, PagedCache, Selection, row_bytes, select
+from .layout import select
+from .words import alignment
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
-_MOST_PLANS: Final = 256  # per cache; a rank uses a handful, so more are selections made at random
-MAX_WORD_BYTES: Final = 16  # the widest load and store of a GPU's thread
+    from .cache import PagedCache
+    from .layout import BlockLayout, BlockPart, BlockShape, Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,47 +89,59 @@ def lanes(
     `same_rows=False` is for kernels that convert: rows may differ in bytes. The result is kept with
     the cache. Raises LayoutError.
     """
-    shape = layout.shape
-    wanted = _Wanted(
-        None if layers is None else select("layers", layers, len(shape.layers)),
-        None if heads is None else select("heads", heads, shape.most_heads),
-    )
-    key = (layout, wanted, once, same_rows)
-    groups: tuple[LaneGroup, ...] | None = cache.memo.get(key)
-    if groups is None:
-        groups = tuple(_plan(cache, layout, wanted, once))
+    chosen = wanted(layout.shape, layers, heads)
+
+    def plan() -> tuple[LaneGroup, ...]:
+        groups = _plan(cache, layout, chosen, once)
         if same_rows:
-            _check_rows(groups)
-        if len(cache.memo) >= _MOST_PLANS:
-            cache.memo.clear()
-        cache.memo[key] = groups
-    return groups
+            for group in groups:
+                check_rows(group)
+        return tuple(groups)
+
+    return cache.kept((layout, chosen, once, same_rows), plan)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
+class Wanted(NamedTuple):
+    """What was asked for among the model's layers and heads; None is all."""
+
     layers: range | None
     heads: range | None
 
 
-def _check_rows(groups: tuple[LaneGroup, ...]) -> None:
-    for group in groups:
-        if group.row_bytes != group.run_row_bytes:
-            at = group.stretches[0]
-            raise LayoutError(
-                f"layer {at.layer}, part {at.part} of the cache: rows of {group.row_bytes} bytes,"
-                f" but the block's have {group.run_row_bytes}"
-            )
+def wanted(shape: BlockShape, layers: Selection | None, heads: Selection | None) -> Wanted:
+    """Raises LayoutError for layers and heads that the shape has not."""
+    return Wanted(
+        None if layers is None else select("layers", layers, len(shape.layers)),
+        None if heads is None else select("heads", heads, shape.most_heads),
+    )
 
 
-def _plan(cache: PagedCache, layout: BlockLayout, wanted: _Wanted, once: bool) -> list[LaneGroup]:
+def check_rows(group: LaneGroup) -> None:
+    """Raises LayoutError if rows differ in bytes between the cache and the block."""
+    if group.row_bytes != group.run_row_bytes:
+        at = group.stretches[0]
+        raise LayoutError(
+            f"layer {at.layer}, part {at.part} of the cache: rows of {group.row_bytes} bytes,"
+            f" but the block's have {group.run_row_bytes}"
+        )
+
+
+def together(stretches: Iterable[Stretch]) -> int:
+    """How many lanes of these come from the same tensor at a time, everywhere in the table."""
+    counts: dict[tuple[int, int], int] = {}
+    for at in stretches:
+        counts[at.layer, at.part] = counts.get((at.layer, at.part), 0) + at.heads
+    return math.gcd(*counts.values())
+
+
+def _plan(cache: PagedCache, layout: BlockLayout, chosen: Wanted, once: bool) -> list[LaneGroup]:
     grouped: dict[_Alike, list[Stretch]] = {}
     runs = layout.runs
     if once:
         _, first = np.unique(runs[:, :3], axis=0, return_index=True)
         runs = runs[np.sort(first)]
     tables, none = _by_part(runs), runs[:0]
-    for index, layer in _layers(cache, layout, wanted):
+    for index, layer in _layers(cache, layout, chosen.layers):
         parts = layout.shape.layers[layer]
         if len(parts) != len(cache.layers[index]):
             raise LayoutError(
@@ -134,11 +150,11 @@ def _plan(cache: PagedCache, layout: BlockLayout, wanted: _Wanted, once: bool) -
             )
         for number, part in enumerate(parts):
             view = cache.layers[index][number]
-            heads, first_head = _heads(cache, view, layer, part, wanted)
+            heads, first_head = _heads(cache, view, layer, part, chosen.heads)
             table = tables.get((layer, number), none)
             if len(heads) < part.heads:
                 table = table[(table[:, 2] >= heads.start) & (table[:, 2] < heads.stop)]
-            if wanted.heads is not None and len(np.unique(table[:, 2])) < len(heads):
+            if chosen.heads is not None and len(np.unique(table[:, 2])) < len(heads):
                 raise LayoutError(f"heads {heads} of layer {layer} are not all in {layout!r}")
             stretches = _stretches(table, index, number, first_head, part.run_bytes)
             grouped.setdefault(_alike(view, part, layout.tokens), []).extend(stretches)
@@ -147,13 +163,12 @@ def _plan(cache: PagedCache, layout: BlockLayout, wanted: _Wanted, once: bool) -
     return [_group(cache, key, stretches) for key, stretches in grouped.items() if stretches]
 
 
-def _layers(cache: PagedCache, layout: BlockLayout, wanted: _Wanted) -> list[tuple[int, int]]:
+def _layers(cache: PagedCache, layout: BlockLayout, chosen: range | None) -> list[tuple[int, int]]:
     """(index in the cache, layer of the model) of what is to be moved."""
     count = len(layout.shape.layers)
     if cache.layer_ids[-1] >= count:
         raise LayoutError(f"the cache has layer {cache.layer_ids[-1]}; the block has {count}")
     held = set(layout.runs[:, 0].tolist())
-    chosen = wanted.layers
     if chosen is not None and not set(chosen) <= held.intersection(cache.layer_ids):
         raise LayoutError(f"layers {chosen} are not all in the cache and in {layout!r}")
     return [
@@ -164,7 +179,7 @@ def _layers(cache: PagedCache, layout: BlockLayout, wanted: _Wanted) -> list[tup
 
 
 def _heads(
-    cache: PagedCache, view: Any, layer: int, part: BlockPart, wanted: _Wanted
+    cache: PagedCache, view: Any, layer: int, part: BlockPart, asked: range | None
 ) -> tuple[range, int]:
     """The model's heads to be moved of one part, and which of them is the view's first."""
     if not part.per_token:
@@ -173,9 +188,9 @@ def _heads(
     held = range(first_head, first_head + int(view.shape[2]))
     if held.stop > part.heads:
         raise LayoutError(f"layer {layer} has {part.heads} heads; the cache has heads {held}")
-    if wanted.heads is None or not part.sliced:
+    if asked is None or not part.sliced:
         return held, first_head
-    chosen = select("heads", wanted.heads, part.heads)
+    chosen = select("heads", asked, part.heads)
     if chosen.start < held.start or chosen.stop > held.stop:
         raise LayoutError(
             f"heads {chosen} of layer {layer} are not all in the cache: it has {held}"
@@ -231,27 +246,19 @@ def _alike(view: Any, part: BlockPart, tokens: int) -> _Alike:
 
 def _group(cache: PagedCache, alike: _Alike, stretches: list[Stretch]) -> LaneGroup:
     addresses, offsets = [], []
-    counts: dict[tuple[int, int], int] = {}
     for at in stretches:
         view = cache.layers[at.layer][at.part]
         heads = np.arange(at.heads)
         head_stride = int(view.stride(2)) * int(view.element_size())
         addresses.append(int(view.data_ptr()) + (at.head + heads) * head_stride)
         offsets.append(at.offset + heads * at.run_bytes)
-        counts[at.layer, at.part] = counts.get((at.layer, at.part), 0) + at.heads
     table = np.concatenate([*addresses, *offsets]).reshape(2, -1)
-    bits = int(np.bitwise_or.reduce(table, axis=None)) | alike.row_bytes | alike.run_row_bytes
-    bits |= alike.page_stride_bytes | alike.token_stride_bytes
+    strides = (alike.page_stride_bytes, alike.token_stride_bytes)
     return LaneGroup(
         addresses=table[0],
         offsets=table[1],
         **alike._asdict(),
-        together=math.gcd(*counts.values()),
-        alignment=alignment(bits),
+        together=together(stretches),
+        alignment=alignment(table, alike.row_bytes, alike.run_row_bytes, *strides),
         stretches=tuple(stretches),
     )
-
-
-def alignment(bits: int) -> int:
-    """The largest power of two, at most 16, that divides every number whose bits are in `bits`."""
-    return min(bits & -bits, MAX_WORD_BYTES) or MAX_WORD_BYTES

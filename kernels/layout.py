@@ -343,6 +343,5 @@ __all__ = [
     "Schema",
     "Selection",
     "rank_heads",
-    "row_bytes",
     "select",
 ]

@@ -25,14 +25,14 @@ class BlockMemory:
 
 
 def block_memory(
-    blocks: Any, *, count: int, nbytes: int, device: Any, written: bool
+    blocks: Any, *, count: int, nbytes: int, device: Any, written: bool, pinned: bool = True
 ) -> BlockMemory:
     """`count` blocks of `nbytes` that kernels on `device` can reach.
 
     `blocks`: one uint8 tensor [count, nbytes or more], or a sequence of 1-D uint8 tensors that may
     lie anywhere. For a CUDA device they are on it, or pinned on the host, where a kernel reads and
-    writes them over PCIe under the same addresses (unified addressing, as on every 64-bit Linux).
-    Blocks that are `written` may not overlap.
+    writes them over PCIe under the same addresses (unified addressing, as on every 64-bit Linux);
+    not `pinned` is for references that can't. Blocks that are `written` may not overlap.
 
     Raises LayoutError, RoomError (too few or too small, or overlapping) and DeviceError.
     """
@@ -45,7 +45,7 @@ def block_memory(
         raise RoomError(f"{len(memory.tensors)} blocks for a map of {count}")
     if smallest < nbytes:
         raise RoomError(f"a block has {smallest} bytes of room and needs {nbytes}")
-    _check_reach(elsewhere, device)
+    _check_reach(elsewhere, device, pinned)
     if written and count > 1:
         ordered = np.sort(memory.addresses)
         if np.diff(ordered).min() < nbytes:
@@ -78,7 +78,11 @@ def _separate(tensors: list[Any], device: Any) -> tuple[BlockMemory, int, list[A
     return BlockMemory(np.array(addresses, np.int64), tensors), smallest, elsewhere
 
 
-def _check_reach(elsewhere: Sequence[Any], device: Any) -> None:
+def _check_reach(elsewhere: Sequence[Any], device: Any, pinned: bool) -> None:
+    if elsewhere and not pinned:
+        raise DeviceError(
+            f"the reference on {device} does not reach memory on {elsewhere[0].device}"
+        )
     # Pinning belongs to an allocation: blocks of one arena are asked about once.
     distinct = {tensor.untyped_storage().data_ptr(): tensor for tensor in elsewhere}
     for tensor in distinct.values():

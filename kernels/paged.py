@@ -13,30 +13,33 @@ at 700 ns and more than PCIe moves. These figures are arithmetic, not measuremen
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
-import numpy as np
-import torch
-
 from . import reference
-from .errors import DeviceError, LayoutError
-from .lanes import alignment, lanes
+from .backend import uses_triton
+from .errors import LayoutError
+from .lanes import lanes
+from .launching import Call, on_stream
 from .memory import block_memory
+from .words import alignment, word_type
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
-    from .layout import BlockLayout, PagedCache, Selection
-    from .plan import LaneGroup, PageMap
+    from .backend import Backend
+    from .cache import PagedCache
+    from .lanes import LaneGroup
+    from .layout import BlockLayout, Selection
+    from .memory import BlockMemory
+    from .plan import PageMap
 
 TILE_BYTES: Final = 8192
 WARPS: Final = 4
 PROGRAMS_PER_SM: Final = 16  # of 4 warps: 2048 threads, all that an SM of an A100 or H100 holds
 _MOST_UNITS: Final = 2048  # of a tile whose words are narrow: 16 for each of 128 threads
 _MOST_ITEMS: Final = 1 << 30
-_INTERPRETED_PROGRAMS: Final = 3  # few, and more than one, so that tests see programs share work
 
 
 class How(TypedDict, total=False):
@@ -52,7 +55,7 @@ class How(TypedDict, total=False):
     heads: Selection | None
     stream: Any
     programs: int | None
-    backend: str | None
+    backend: Backend | None
 
 
 def gather(
@@ -92,72 +95,44 @@ def _move(
     heads: Selection | None = None,
     stream: Any = None,
     programs: int | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> None:
     device = cache.device
     triton = uses_triton(device, backend)
     groups = lanes(cache, layout, layers=layers, heads=heads, once=not gather)
-    pages.check_fits(cache, layout.tokens)
-    memory = block_memory(
-        blocks, count=len(pages), nbytes=layout.nbytes, device=device, written=gather
-    )
+    memory = checked_blocks(cache, pages, blocks, layout, gather, triton)
     if not triton:
-        if any(tensor.device != device for tensor in memory.tensors):
-            raise DeviceError("the reference does not reach pinned memory from a device")
         with on_stream(device, stream):
             reference.move(cache, groups, pages, memory.tensors, gather=gather)
         return
     works = [tile_work(group, memory.addresses, len(pages)) for group in groups]
     with on_stream(device, stream):
-        table = device_table(np.concatenate((memory.addresses, pages.table)), device)
+        call = Call(pages, memory.addresses, device, gather, programs)
         for group, work in zip(groups, works, strict=True):
-            launch(group, work, table, pages, device, programs, gather)
+            launch(group, work, call)
 
 
-def uses_triton(device: Any, backend: str | None) -> bool:
-    """Whether a kernel or the reference runs. Raises DeviceError for one that can't."""
-    if backend not in (None, "triton", "reference"):
-        raise DeviceError(f"unknown backend {backend!r}: triton or reference")
-    if backend is None or backend == "reference":
-        return backend is None and device.type == "cuda"
-    if device.type != "cuda" and not interpreted():
-        raise DeviceError(f"Triton has no kernels for {device}, but for its interpreter")
-    return True
+def checked_blocks(
+    cache: PagedCache,
+    pages: PageMap,
+    blocks: Any,
+    layout: BlockLayout,
+    gather: bool,
+    triton: bool,
+) -> BlockMemory:
+    """The blocks of a move, if they and the pages fit the cache and the layout.
 
-
-def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1 before its import)."""
-    from triton.runtime.interpreter import InterpretedFunction
-
-    from .paged_kernel import move_lanes
-
-    return isinstance(move_lanes, InterpretedFunction)
-
-
-def on_stream(device: Any, stream: Any) -> ExitStack:
-    """A context in which CUDA work goes to this device and stream; nothing on a CPU. Raises
-    DeviceError for a stream of another device."""
-    stack = ExitStack()
-    if device.type == "cuda":
-        if stream is not None and stream.device != device:
-            raise DeviceError(f"a stream of {stream.device} for work on {device}")
-        stack.enter_context(torch.cuda.device(device))
-        if stream is not None:
-            stack.enter_context(torch.cuda.stream(stream))
-    return stack
-
-
-def device_table(numbers: NDArray[np.int64], device: Any) -> Any:
-    """int64 numbers on the device, by one copy that the host does not wait for.
-
-    From pinned memory of torch's cache, which torch gives out again only when the copy has ended:
-    one from pageable memory may make the driver wait for the stream.
+    Raises PageError, LayoutError, RoomError and DeviceError.
     """
-    if device.type == "cpu":
-        return torch.from_numpy(numbers)
-    staging = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
-    staging.numpy()[:] = numbers
-    return staging.to(device, non_blocking=True)
+    pages.check_fits(cache, layout.tokens)
+    return block_memory(
+        blocks,
+        count=len(pages),
+        nbytes=layout.nbytes,
+        device=cache.device,
+        written=gather,
+        pinned=triton,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +151,7 @@ def tile_work(group: LaneGroup, addresses: NDArray[np.int64], blocks: int) -> Ti
     """Cut the runs of a group into tiles. A unit is the widest word, up to 16 bytes, that divides
     all addresses, strides and rows. Raises LayoutError for more than 2**30 tiles, and for runs of
     2 GiB and more: the kernel counts both in 32 bits."""
-    unit_bytes = alignment(int(np.bitwise_or.reduce(addresses)) | group.alignment)
+    unit_bytes = min(alignment(addresses), group.alignment)
     row_units = group.row_bytes // unit_bytes
     units = group.rows * row_units
     tile_units = min(TILE_BYTES // unit_bytes, _MOST_UNITS, 1 << (units - 1).bit_length())
@@ -191,64 +166,25 @@ def tile_work(group: LaneGroup, addresses: NDArray[np.int64], blocks: int) -> Ti
     return TileWork(word_bytes, unit_bytes // word_bytes, row_units, tile_units, tiles, items)
 
 
-def grid_programs(items: int, device: Any, programs: int | None) -> int:
-    """How many programs share `items` tiles: at most `programs`, or what fills the device."""
-    if programs is None:
-        if device.type != "cuda":
-            programs = _INTERPRETED_PROGRAMS
-        else:
-            count = torch.cuda.get_device_properties(device).multi_processor_count
-            programs = PROGRAMS_PER_SM * int(count)
-    return max(1, min(programs, items))
-
-
-def launch(
-    group: LaneGroup,
-    work: TileWork,
-    table: Any,
-    pages: PageMap,
-    device: Any,
-    programs: int | None,
-    gather: bool,
-) -> None:
+def launch(group: LaneGroup, work: TileWork, call: Call) -> None:
     """One launch of the kernel over one group of lanes."""
-    from .paged_kernel import WORD_TYPES, move_lanes
+    from .paged_kernel import move_lanes
 
-    size = pages.page_tokens
-    move_lanes[(grid_programs(work.items, device, programs),)](
-        lane_table(group, device),
-        table,
-        work.items,
-        len(group),
-        group.together,
-        len(pages),
-        pages.pages.shape[1],
-        work.tiles,
-        size,
+    page_tokens = call.pages.page_tokens
+    move_lanes[call.grid(work.items, lambda multiprocessors: PROGRAMS_PER_SM * multiprocessors)](
+        *call.arguments(group, work.items, work.tiles),
+        page_tokens,
         group.page_stride_bytes,
         group.token_stride_bytes,
         group.rows,
         group.skip,
-        GATHER=gather,
-        WORD_TYPE=WORD_TYPES[work.word_bytes],
+        GATHER=call.gather,
+        WORD_TYPE=word_type(work.word_bytes),
         WORD_BYTES=work.word_bytes,
         UNIT_WORDS=work.unit_words,
         ROW_UNITS=work.row_units,
         TILE_UNITS=work.tile_units,
-        PAGE_SHIFT=-1 if size & (size - 1) else size.bit_length() - 1,
+        PAGE_SHIFT=-1 if page_tokens & (page_tokens - 1) else page_tokens.bit_length() - 1,
         num_warps=WARPS,
         enable_fp_fusion=False,  # there is nothing to fuse; unasked, Triton warns of its default
     )
-
-
-def lane_table(group: LaneGroup, device: Any) -> Any:
-    """A group's addresses and offsets on the device, int64 [2, lanes], copied once."""
-    table = group.memo.get(device)
-    if table is None:
-        host = torch.from_numpy(np.stack((group.addresses, group.offsets)))
-        table = group.memo[device] = host.to(device)
-    if device.type == "cuda":
-        # Made on one stream, used on any, and dropped when there are too many plans: what it lies
-        # in must not be given out again before this stream has passed the launch.
-        table.record_stream(torch.cuda.current_stream(device))
-    return table

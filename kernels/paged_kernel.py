@@ -106,7 +106,3 @@ def move_lanes(
         else:
             values = tl.load(packed_pointers, mask=filled[:, None], other=0)
             tl.store(paged_pointers, values, mask=filled[:, None])
-
-
-# By the bytes of a word.
-WORD_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}

@@ -1,7 +1,7 @@
 """What a move will touch, decided and checked on the host before anything is launched.
 
-`PageMap` says which pages hold the tokens of which block, `lanes` (lanes.py) which heads go where
-in a block. Both are numpy, without loops over pages or tokens, and neither knows what is done with
+`PageMap` says which pages hold the tokens of which block; which heads go where in a block is in
+lanes.py. Both are numpy, without loops over pages or tokens, and neither knows what is done with
 the bytes: copies (paged.py) and conversions (quant.py) run over the same tables.
 """
 
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from .errors import DeviceError, PageError
-from .lanes import LaneGroup, Stretch, lanes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .cache import PagedCache
-
-__all__ = ["LaneGroup", "PageMap", "Stretch", "host_ids", "lanes"]
 
 
 class PageMap:
@@ -55,7 +52,7 @@ class PageMap:
         tokens: Any = None,
         first_slots: Any = 0,
     ) -> None:
-        ids = host_ids("pages", pages)
+        ids = _host_ids("pages", pages)
         if ids.ndim != 2 or not ids.size:
             raise PageError(f"pages is [blocks, pages of a block], not of shape {ids.shape}")
         self.page_tokens = _positive("page_tokens", page_tokens)
@@ -98,7 +95,7 @@ class PageMap:
         `page_ids`: the sequence's page table, from its token 0 on. Blocks may begin in mid-page,
         and the last one may be short.
         """
-        ids = host_ids("page_ids", page_ids)
+        ids = _host_ids("page_ids", page_ids)
         if ids.ndim != 1:
             raise PageError(f"page_ids is a sequence's table, not of shape {ids.shape}")
         _positive("tokens", tokens), _positive("block_tokens", block_tokens)
@@ -132,7 +129,7 @@ class PageMap:
         order, as for paged attention; for pools in which they lie anywhere, take page_tokens=1 and
         a cache of one-token pages. Raises PageError for others, as for slots below 0 (padding).
         """
-        slots = host_ids("slot_mapping", slot_mapping)
+        slots = _host_ids("slot_mapping", slot_mapping)
         if slots.ndim != 1 or not slots.size:
             raise PageError(f"slot_mapping has one entry per token, not the shape {slots.shape}")
         _positive("block_tokens", block_tokens), _positive("page_tokens", page_tokens)
@@ -175,6 +172,14 @@ class PageMap:
             tokens=np.concatenate([one.tokens for one in maps]),
             first_slots=np.concatenate([one.first_slots for one in maps]),
         )
+
+    def places(
+        self, block: int, first: int, step: int = 1
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Page and slot of a block's tokens from `first` on, of every `step`th: int64 each."""
+        tokens = np.arange(first, max(first, int(self.tokens[block])), step)
+        columns, slots = np.divmod(self.first_slots[block] + tokens, self.page_tokens)
+        return self.pages[block, columns], slots
 
     def check_fits(self, cache: PagedCache, tokens: int) -> None:
         """Raises PageError unless the cache has such pages, and a block has room for the tokens."""
@@ -237,7 +242,7 @@ def _pages_needed(
     return -(-(first_slots + tokens) // page_tokens)
 
 
-def host_ids(what: str, ids: Any) -> NDArray[np.int64]:
+def _host_ids(what: str, ids: Any) -> NDArray[np.int64]:
     """Integers on the host as int64. Raises PageError, and DeviceError for a device's tensor."""
     device = getattr(ids, "device", None)
     if device is not None and str(device) != "cpu":
@@ -255,7 +260,7 @@ def host_ids(what: str, ids: Any) -> NDArray[np.int64]:
 
 
 def _per_block(what: str, values: Any, count: int) -> NDArray[np.int64]:
-    array = host_ids(what, values)
+    array = _host_ids(what, values)
     if array.ndim and array.shape != (count,):
         raise PageError(f"{what} has shape {array.shape}; there are {count} blocks")
     return array

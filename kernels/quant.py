@@ -18,32 +18,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
-import numpy as np
 import torch
 
 from . import reference
-from .errors import DeviceError, LayoutError
-from .lanes import alignment
-from .memory import block_memory
-from .paged import (
-    How,
-    device_table,
-    grid_programs,
-    lane_table,
-    launch,
-    on_stream,
-    tile_work,
-    uses_triton,
-)
+from .backend import uses_triton
+from .errors import LayoutError
+from .launching import Call, on_stream
+from .paged import How, TileWork, checked_blocks, launch, tile_work
 from .quant_layout import QuantisedLayout, ScaledGroup, scaled_groups
 from .quant_reference import dequantise, pack, quantise, unpack
 from .scaling import SCALE_BYTES
+from .words import alignment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .lanes import LaneGroup
-    from .layout import PagedCache, Selection
+    from .backend import Backend
+    from .cache import PagedCache
+    from .layout import Selection
     from .plan import PageMap
     from .scaling import Scaling
 
@@ -51,9 +43,7 @@ __all__ = ["QuantisedLayout", "gather_quantised", "scatter_dequantised"]
 
 TILE_NUMBERS: Final = 8192
 WARPS: Final = 8
-PROGRAMS_PER_SM: Final = (
-    4  # of 8 warps at 64 registers, which is what compilers for sm_90 give them
-)
+PROGRAMS_PER_SM: Final = 4  # of 8 warps at 64 registers, which compilers for sm_90 give them
 READ_TWICE_BYTES: Final = 32 << 20  # of groups that are being read, to be found in the L2 again
 _MOST_NUMBERS: Final = 1 << 20  # of a tile, in Triton
 _MOST_RUN_BYTES: Final = (1 << 31) - 1
@@ -97,33 +87,31 @@ def _move(
     heads: Selection | None = None,
     stream: Any = None,
     programs: int | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> None:
     device = cache.device
     triton = uses_triton(device, backend)
     groups = scaled_groups(cache, layout, layers, heads, once=not gather)
-    pages.check_fits(cache, layout.layout.tokens)
-    memory = block_memory(
-        blocks, count=len(pages), nbytes=layout.nbytes, device=device, written=gather
-    )
-    begins = int(np.bitwise_or.reduce(memory.addresses))
-    if begins % SCALE_BYTES:
+    memory = checked_blocks(cache, pages, blocks, layout.layout, gather, triton)
+    if alignment(memory.addresses) % SCALE_BYTES:
         raise LayoutError(f"quantised blocks begin at multiples of {SCALE_BYTES} bytes")
     if not triton:
-        if any(tensor.device != device for tensor in memory.tensors):
-            raise DeviceError("the reference does not reach pinned memory from a device")
         with on_stream(device, stream):
             _refer(cache, groups, pages, memory.tensors, gather)
         return
-    works = [_work(group, len(pages), gather) for group in groups]
+    works = [
+        tile_work(group.lanes, memory.addresses, len(pages))
+        if group.scaling is None
+        else _work(group, group.scaling.scale_tokens, len(pages), gather)
+        for group in groups
+    ]
     with on_stream(device, stream):
-        table = device_table(np.concatenate((memory.addresses, pages.table)), device)
+        call = Call(pages, memory.addresses, device, gather, programs)
         for group, work in zip(groups, works, strict=True):
-            if work is not None:
-                _launch(group, work, table, pages, device, programs, gather, begins)
+            if isinstance(work, TileWork):
+                launch(group.lanes, work, call)
             else:
-                tiles = tile_work(group.lanes, memory.addresses, len(pages))
-                launch(group.lanes, tiles, table, pages, device, programs, gather)
+                _launch(group, work, call)
 
 
 # -- in torch --------------------------------------------------------------------------------------
@@ -142,7 +130,8 @@ def _refer(
             reference.move(cache, (group.lanes,), pages, blocks, gather=gather)
             continue
         for block in range(len(pages)):
-            at = _slots(group.lanes, pages, block, cache.device)
+            places = pages.places(block, group.lanes.skip)
+            at = tuple(torch.from_numpy(place).to(cache.device) for place in places)
             for stretch in group.lanes.stretches:
                 view = cache.layers[stretch.layer][stretch.part]
                 end = stretch.offset + stretch.heads * stretch.run_bytes
@@ -154,16 +143,8 @@ def _refer(
                     _refer_scatter(group, group.scaling, view, at, held, runs)
 
 
-def _slots(group: LaneGroup, pages: PageMap, block: int, device: Any) -> tuple[Any, Any]:
-    """Page and slot of each row that the block has tokens for."""
-    tokens = np.arange(group.skip, max(group.skip, int(pages.tokens[block])))
-    columns, slots = np.divmod(pages.first_slots[block] + tokens, pages.page_tokens)
-    ids = pages.pages[block, columns]
-    return torch.from_numpy(ids).to(device), torch.from_numpy(slots).to(device)
-
-
 def _refer_gather(
-    group: ScaledGroup, scaling: Scaling, view: Any, at: tuple[Any, Any], heads: slice, runs: Any
+    group: ScaledGroup, scaling: Scaling, view: Any, at: tuple[Any, ...], heads: slice, runs: Any
 ) -> None:
     numbers = view.new_zeros(len(runs), group.lanes.rows, group.dim)
     numbers[:, : len(at[0])] = view[:, :, heads][at].transpose(0, 1)
@@ -171,7 +152,7 @@ def _refer_gather(
 
 
 def _refer_scatter(
-    group: ScaledGroup, scaling: Scaling, view: Any, at: tuple[Any, Any], heads: slice, runs: Any
+    group: ScaledGroup, scaling: Scaling, view: Any, at: tuple[Any, ...], heads: slice, runs: Any
 ) -> None:
     numbers = dequantise(*unpack(runs, group.dim, scaling), view.dtype)
     view[:, :, heads][at] = numbers[:, : len(at[0])].transpose(0, 1)
@@ -191,16 +172,20 @@ class _Work:
     items: int
     read_twice_bytes: int
 
+    def programs(self, multiprocessors: int) -> int:
+        """What fills so many SMs, or as many as find what they read twice in the L2 cache."""
+        most = PROGRAMS_PER_SM * multiprocessors
+        if not self.read_twice_bytes:
+            return most
+        return max(multiprocessors, min(most, READ_TWICE_BYTES // self.read_twice_bytes))
 
-def _work(group: ScaledGroup, blocks: int, gather: bool) -> _Work | None:
-    """Raises LayoutError for what the kernels can't count. None for what is copied."""
-    if group.scaling is None:
-        return None
+
+def _work(group: ScaledGroup, tokens: int, blocks: int, gather: bool) -> _Work:
+    """`tokens`: that share a scale. Raises LayoutError for what the kernels can't count."""
     rows, width = group.lanes.rows, _power(group.dim)
     if width > _MOST_NUMBERS or rows * group.dim > _MOST_RUN_BYTES:
         raise LayoutError(f"{rows} rows of {group.dim} numbers are too many for a kernel")
     most_rows = max(1, TILE_NUMBERS // width)
-    tokens = group.scaling.scale_tokens
     read_twice_bytes = 0
     if not gather:
         step, together = min(most_rows, _power(rows)), 1
@@ -223,61 +208,36 @@ def _power(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _launch(
-    group: ScaledGroup,
-    work: _Work,
-    table: Any,
-    pages: PageMap,
-    device: Any,
-    programs: int | None,
-    gather: bool,
-    begins: int,
-) -> None:
-    """One launch over one group of lanes; `begins`: the blocks' addresses, or-ed."""
+def _launch(group: ScaledGroup, work: _Work, call: Call) -> None:
+    """One launch over one group of lanes."""
     from .quant_kernel import NUMBER_TYPES, dequantise_pages, quantise_pages
 
     assert group.scaling is not None
-    if programs is None and device.type == "cuda":
-        programs = _programs(work, device)
     form, held = group.scaling.byte_format, group.lanes
-    kernel = quantise_pages if gather else dequantise_pages
-    sizes = (held.rows // group.scaling.scale_tokens, form.scale_max) if gather else (held.rows,)
-    only = {"LIMIT": form.limit, "TOGETHER": work.together} if gather else {}
-    kernel[(grid_programs(work.items, device, programs),)](
-        lane_table(held, device),
-        table,
-        work.items,
-        len(held),
-        held.together,
-        len(pages),
-        pages.pages.shape[1],
-        work.units,
+    tokens = group.scaling.scale_tokens
+    kernel = quantise_pages if call.gather else dequantise_pages
+    sizes = (held.rows // tokens, form.scale_max) if call.gather else (held.rows,)
+    only = {"LIMIT": form.limit, "TOGETHER": work.together} if call.gather else {}
+    kernel[call.grid(work.items, work.programs)](
+        *call.arguments(held, work.items, work.units),
         held.page_stride_bytes,
         held.token_stride_bytes,
         held.skip,
         *sizes,
-        PAGE_TOKENS=pages.page_tokens,
+        PAGE_TOKENS=call.pages.page_tokens,
         NUMBER=NUMBER_TYPES[str(group.dtype).removeprefix("torch.")],
         STORED=form.name,
         DIM=group.dim,
         WIDTH=work.width,
-        GROUP=group.scaling.scale_tokens,
+        GROUP=tokens,
         STEP=work.step,
         CACHE_ALIGN=group.cache_alignment,
-        RUN_ALIGN=alignment(begins | group.run_alignment),
-        NATIVE=_native(device),
+        RUN_ALIGN=min(alignment(call.addresses), group.run_alignment),
+        NATIVE=_native(call.device),
         **only,
         num_warps=WARPS,
         enable_fp_fusion=False,
     )
-
-
-def _programs(work: _Work, device: Any) -> int:
-    """What fills the device, or as many as find what they read twice in its L2 cache."""
-    count = int(torch.cuda.get_device_properties(device).multi_processor_count)
-    if not work.read_twice_bytes:
-        return PROGRAMS_PER_SM * count
-    return max(count, min(PROGRAMS_PER_SM * count, READ_TWICE_BYTES // work.read_twice_bytes))
 
 
 def _native(device: Any) -> bool:

@@ -7,25 +7,22 @@ block stand for the numbers of the cache.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import gcd
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
 from .errors import LayoutError
-from .lanes import LaneGroup, Stretch, alignment, lanes
+from .lanes import LaneGroup, check_rows, lanes, together
 from .layout import BlockLayout, BlockShape
 from .quant_reference import NUMBERS
 from .scaling import SCALE_BYTES, Scaling
+from .words import alignment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
-    from .layout import PagedCache, Selection
-
-_MOST_PLANS: Final = 256  # per cache, as in lanes.py
+    from .cache import PagedCache
+    from .layout import Selection
 
 
 class _Part(Protocol):
@@ -107,14 +104,10 @@ def scaled_groups(
 ) -> tuple[ScaledGroup, ...]:
     """`lanes`, parted by how they are quantised; kept with the cache. Raises LayoutError."""
     plain = lanes(cache, layout.layout, layers=layers, heads=heads, once=once, same_rows=False)
-    key = (layout, plain)
-    groups: tuple[ScaledGroup, ...] | None = cache.memo.get(key)
-    if groups is None:
-        groups = tuple(part for group in plain for part in _parted(cache, layout, group))
-        if len(cache.memo) >= _MOST_PLANS:
-            cache.memo.clear()
-        cache.memo[key] = groups
-    return groups
+    return cache.kept(
+        (layout, plain),
+        lambda: tuple(part for group in plain for part in _parted(cache, layout, group)),
+    )
 
 
 def _parted(cache: PagedCache, layout: QuantisedLayout, group: LaneGroup) -> list[ScaledGroup]:
@@ -140,40 +133,29 @@ def _scaled(
     stretches = tuple(group.stretches[index] for index in chosen)
     which = np.concatenate([np.arange(ends[index], ends[index + 1]) for index in chosen])
     addresses, offsets = group.addresses[which], group.offsets[which]
-    cache_bits = int(np.bitwise_or.reduce(addresses)) | group.page_stride_bytes
-    cache_bits |= group.token_stride_bytes | group.row_bytes
-    run_bits = int(np.bitwise_or.reduce(offsets)) | group.run_row_bytes
+    strides = (group.page_stride_bytes, group.token_stride_bytes)
+    cache_alignment = alignment(addresses, group.row_bytes, *strides)
+    run_alignment = alignment(offsets, group.run_row_bytes)
     part = replace(
         group,
         addresses=addresses,
         offsets=offsets,
-        together=_together(stretches),
-        alignment=alignment(cache_bits | run_bits),
+        together=together(stretches),
+        alignment=min(cache_alignment, run_alignment),
         stretches=stretches,
         memo={},
     )
-    _check_rows(part, scaling, dtype)
-    return ScaledGroup(part, scaling, dtype, alignment(cache_bits), alignment(run_bits))
+    if scaling is None:
+        check_rows(part)
+    else:
+        _check_numbers(part, dtype)
+    return ScaledGroup(part, scaling, dtype, cache_alignment, run_alignment)
 
 
-def _together(stretches: Sequence[Stretch]) -> int:
-    """Neighbouring lanes that are of the same tensor, everywhere in the table."""
-    counts: dict[tuple[int, int], int] = {}
-    for at in stretches:
-        counts[at.layer, at.part] = counts.get((at.layer, at.part), 0) + at.heads
-    return gcd(*counts.values())
-
-
-def _check_rows(group: LaneGroup, scaling: Scaling | None, dtype: Any) -> None:
+def _check_numbers(group: LaneGroup, dtype: Any) -> None:
+    """Raises LayoutError if the rows of a group are not what can be quantised to its runs."""
     at = group.stretches[0]
     where = f"layer {at.layer}, part {at.part} of the cache"
-    if scaling is None:
-        if group.row_bytes != group.run_row_bytes:
-            raise LayoutError(
-                f"{where}: rows of {group.row_bytes} bytes, but the block's have"
-                f" {group.run_row_bytes}"
-            )
-        return
     if dtype not in NUMBERS:
         raise LayoutError(f"{where} is {dtype}; what is quantised is bfloat16, float16 or float32")
     if group.row_bytes != group.run_row_bytes * dtype.itemsize:
@@ -181,5 +163,5 @@ def _check_rows(group: LaneGroup, scaling: Scaling | None, dtype: Any) -> None:
             f"{where}: rows of {group.row_bytes // dtype.itemsize} numbers, but the block's have"
             f" {group.run_row_bytes}"
         )
-    if int(np.bitwise_or.reduce(group.offsets)) % SCALE_BYTES:
+    if alignment(group.offsets) % SCALE_BYTES:
         raise LayoutError(f"{where}: a run begins where its scales are not at multiples of 4 bytes")

@@ -27,9 +27,11 @@ def quantise(numbers: Any, scaling: Scaling) -> tuple[Any, Any]:
     [..., tokens / scale_tokens], float32. Raises LayoutError for another dtype and for tokens that
     `scale_tokens` does not divide.
     """
-    check_numbers(numbers)
-    groups = _groups(numbers, scaling)
-    grouped = numbers.unflatten(-2, (groups, -1)).to(torch.float32)
+    _check_dtype(numbers.dtype)
+    tokens = int(numbers.shape[-2])
+    if not tokens or tokens % scaling.scale_tokens:
+        raise LayoutError(f"a scale for {scaling.scale_tokens} tokens does not divide {tokens}")
+    grouped = numbers.unflatten(-2, (-1, scaling.scale_tokens)).to(torch.float32)
     form = scaling.byte_format
     scales = _scales(grouped.abs().amax(dim=(-2, -1)), form)
     # Tensor by tensor: torch's CUDA kernels divide by a number as they multiply by its inverse.
@@ -49,8 +51,7 @@ def dequantise(values: Any, scales: Any, dtype: Any) -> Any:
     """
     if values.dtype not in _STORED.values() or scales.dtype != torch.float32:
         raise LayoutError(f"{values.dtype} with scales of {scales.dtype} is no quantised part")
-    if dtype not in NUMBERS:
-        raise LayoutError(f"numbers are bfloat16, float16 or float32, not {dtype}")
+    _check_dtype(dtype)
     groups = scales.shape[-1]
     if values.shape[:-2] != scales.shape[:-1] or not groups or values.shape[-2] % groups:
         raise LayoutError(f"scales {tuple(scales.shape)} for values {tuple(values.shape)}")
@@ -83,10 +84,9 @@ def unpack(runs: Any, dim: int, scaling: Scaling) -> tuple[Any, Any]:
     return values, runs[..., value_bytes:].contiguous().view(torch.float32)
 
 
-def check_numbers(numbers: Any) -> None:
-    """Raises LayoutError unless `numbers` are of a dtype that can be quantised."""
-    if numbers.dtype not in NUMBERS:
-        raise LayoutError(f"numbers are bfloat16, float16 or float32, not {numbers.dtype}")
+def _check_dtype(dtype: Any) -> None:
+    if dtype not in NUMBERS:
+        raise LayoutError(f"numbers are bfloat16, float16 or float32, not {dtype}")
 
 
 def _widened(values: Any) -> Any:
@@ -99,13 +99,6 @@ def _widened(values: Any) -> Any:
     wide = half.view(torch.float16).to(torch.float32).mul_(256)
     nan = values.view(torch.int8).bitwise_and(0x7F) == 0x7F
     return wide.masked_fill_(nan, torch.nan) if bool(nan.any()) else wide
-
-
-def _groups(numbers: Any, scaling: Scaling) -> int:
-    tokens = int(numbers.shape[-2])
-    if not tokens or tokens % scaling.scale_tokens:
-        raise LayoutError(f"a scale for {scaling.scale_tokens} tokens does not divide {tokens}")
-    return tokens // scaling.scale_tokens
 
 
 def _scales(amax: Any, form: ByteFormat) -> Any:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import subprocess
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import backend
 from .errors import DeviceError, LayoutError
+from .words import alignment, word_type
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 # What one program moves at a time: with 8 warps, 64 bytes per thread in four loads of 16.
 CHUNK_BYTES = 16 << 10
 _CHUNK_BYTES_MIN = 512
-# The widest load and store of one thread.
-_ALIGN_MAX = 16
 # Bytes of loads in flight that keep a PCIe link busy: 55 GB/s × about 1.5 us there and back is
 # 82 KB; three times that. An estimate, not measured.
 _IN_FLIGHT_BYTES = 256 << 10
@@ -64,7 +62,9 @@ def check_ranges(
     """
     three = [np.asarray(column) for column in (targets, sources, lengths)]
     if any(column.ndim != 1 or column.shape != three[0].shape for column in three):
-        raise LayoutError(f"a table needs three columns of one length, not {_shapes(three)}")
+        raise LayoutError(
+            f"a table needs three columns of one length, not {[c.shape for c in three]}"
+        )
     if any(column.dtype != np.int64 for column in three):
         raise LayoutError(f"addresses and lengths are int64, not {[c.dtype.name for c in three]}")
     some = three[2] != 0
@@ -73,14 +73,6 @@ def check_ranges(
     if len(three[0]) and min(int(column.min()) for column in three) <= 0:
         raise LayoutError("a range has a negative length or starts at address 0")
     return three[0], three[1], three[2]
-
-
-def alignment_bytes(*columns: Addresses) -> int:
-    """The largest power of two up to 16 that divides every number of the columns."""
-    bits = _ALIGN_MAX
-    for column in columns:
-        bits |= int(np.bitwise_or.reduce(column)) if len(column) else 0
-    return bits & -bits
 
 
 def chunk_table(
@@ -119,24 +111,28 @@ def copy_ranges(
         raise LayoutError(f"programs={programs}; at least 1 has to run")
     if not len(lengths):
         return
-    torch, kernel = _torch(), _kernel()
+    kernel = _kernel()
+    import torch
+
+    from .launching import multiprocessors, on_stream, upload
+
     device = torch.device(device)
-    if device.type == "cpu" and not _interpreted():
+    on_host = device.type == "cpu"
+    if on_host and not backend.interpreted():
         raise DeviceError("Triton has no kernels for a CPU; use copy_ranges_host")
     chunk_bytes = _chunk_bytes(int(lengths.max()))
-    shape = (*_words(alignment_bytes(targets, sources, lengths)), chunk_bytes)
+    align = alignment(targets, sources, lengths)
+    word_bytes = min(8, align)
+    words = (word_type(word_bytes), word_bytes, align, chunk_bytes)
     table = chunk_table(targets, sources, lengths, chunk_bytes)
     rows = table.shape[1]
-    on_host = device.type == "cpu"
-    with nullcontext() if on_host else torch.cuda.device(device):
-        uploaded = torch.from_numpy(table)
-        if not on_host:
-            # Both allocators know that the stream uses this memory: it may be dropped here.
-            uploaded = uploaded.pin_memory().to(device, non_blocking=True)
-        most = programs or (rows if on_host else 4 * _multiprocessors(device.index))
+    with on_stream(device):
+        # Both allocators know that the stream uses this memory: it may be dropped here.
+        uploaded = upload(table, device)
+        most = programs or (rows if on_host else 4 * multiprocessors(device))
         warps = max(1, chunk_bytes // 2048)
         # Nothing is computed, so there is nothing to fuse; unasked, Triton warns of its default.
-        kernel[(min(rows, most),)](uploaded, rows, *shape, num_warps=warps, enable_fp_fusion=False)
+        kernel[(min(rows, most),)](uploaded, rows, *words, num_warps=warps, enable_fp_fusion=False)
 
 
 def copy_ranges_host(targets: Addresses, sources: Addresses, lengths: Addresses) -> None:
@@ -192,18 +188,6 @@ def _chunk_bytes(longest_bytes: int) -> int:
     return min(CHUNK_BYTES, max(_CHUNK_BYTES_MIN, power))
 
 
-def _words(align: int) -> tuple[Any, int, int]:
-    """(type and bytes of a word, alignment), as the kernel takes them."""
-    from .ranges_kernel import WORD_TYPES
-
-    word_bytes = min(8, align)
-    return WORD_TYPES[word_bytes], word_bytes, align
-
-
-def _shapes(columns: list[NDArray[Any]]) -> list[tuple[int, ...]]:
-    return [column.shape for column in columns]
-
-
 def available(device_type: str) -> bool:
     """Whether `copy_ranges` can run on devices of this type here: Triton is there, and for a GPU
     also what its launcher is built with at the first use (a C compiler, Python's headers)."""
@@ -211,46 +195,17 @@ def available(device_type: str) -> bool:
         _kernel()
     except DeviceError:
         return False
-    return _interpreted() or (device_type == "cuda" and _launches())
-
-
-def _torch() -> Any:
-    try:
-        import torch
-    except ImportError as error:
-        raise DeviceError("copying ranges by a kernel needs torch") from error
-    return torch
-
-
-def _interpreted() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
-
-
-@functools.cache
-def _launches() -> bool:
-    """Whether Triton has a driver that it can launch with. It is built, once, when asked for."""
-    import triton
-
-    try:
-        triton.runtime.driver.active.get_current_target()
-    except (RuntimeError, OSError, ImportError, subprocess.CalledProcessError):
-        return False
-    return True
-
-
-@functools.cache
-def _multiprocessors(index: int | None) -> int:
-    return int(_torch().cuda.get_device_properties(index).multi_processor_count)
+    return backend.interpreted() or (device_type == "cuda" and backend.can_launch())
 
 
 @functools.cache
 def _kernel() -> Any:
-    """The kernel; made at the first use, because importing this module must not need Triton."""
-    _torch()
+    """The kernel; found at the first use, because importing this module must need neither torch nor
+    Triton."""
     try:
+        import torch  # noqa: F401
+
         from .ranges_kernel import copy_rows
     except ImportError as error:
-        raise DeviceError("copying ranges by a kernel needs Triton") from error
+        raise DeviceError(f"copying ranges by a kernel needs torch and Triton: {error}") from error
     return copy_rows

@@ -38,7 +38,3 @@ def copy_rows(
         # Bytes pass once: they should not push an engine's data out of the cache.
         values = tl.load(source + lanes, mask=mask, eviction_policy="evict_first")
         tl.store(target + lanes, values, mask=mask, eviction_policy="evict_first")
-
-
-# By the bytes of a word.
-WORD_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from .layout import PagedCache
-    from .plan import LaneGroup, PageMap, Stretch
+    from .cache import PagedCache
+    from .lanes import LaneGroup, Stretch
+    from .plan import PageMap
 
 _THREADED_BYTES: Final = 4 << 20  # below, starting threads (about 0.1 ms) is not worth it
 # Indexed assignment lets other threads run (releases the GIL) only for more than 500 items:
@@ -55,7 +56,7 @@ def move(
     works = []
     for group in groups:
         fold = _fold(group, pages)
-        offsets = [row_offsets(group, pages, block, fold) for block in range(len(pages))]
+        offsets = [_row_offsets(group, pages, block, fold) for block in range(len(pages))]
         indices: dict[tuple[int, int, int], list[NDArray[np.int64]]] = {}
         for stretch in group.stretches:
             view = cache.layers[stretch.layer][stretch.part]
@@ -82,14 +83,11 @@ def _fold(group: LaneGroup, pages: PageMap) -> int:
     return gcd(fold, pages.page_tokens) if pages.pages.shape[1] > 1 else fold
 
 
-def row_offsets(group: LaneGroup, pages: PageMap, block: int, fold: int = 1) -> NDArray[np.int64]:
+def _row_offsets(group: LaneGroup, pages: PageMap, block: int, fold: int) -> NDArray[np.int64]:
     """Where a block's rows lie, in bytes from a lane's address: int64 [tokens from `skip` on], of
     every `fold`th token."""
-    tokens = np.arange(group.skip, max(group.skip, int(pages.tokens[block])), fold)
-    columns, slots = np.divmod(pages.first_slots[block] + tokens, pages.page_tokens)
-    ids = pages.pages[block, columns]
-    offsets: NDArray[np.int64] = ids * group.page_stride_bytes + slots * group.token_stride_bytes
-    return offsets
+    ids, slots = pages.places(block, group.skip, fold)
+    return ids * group.page_stride_bytes + slots * group.token_stride_bytes
 
 
 class _Rows:

@@ -16,17 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .backend import uses_triton
 from .errors import LayoutError, RoomError
-from .lanes import LaneGroup, alignment
+from .lanes import LaneGroup, Wanted, wanted
+from .launching import Call, on_stream
 from .layout import select
 from .memory import BlockMemory, block_memory
-from .paged import device_table, launch, on_stream, tile_work, uses_triton
+from .paged import launch, tile_work
 from .plan import PageMap
 from .ranges import copy_ranges_host
+from .words import alignment
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from .backend import Backend
     from .layout import BlockLayout, BlockShape, Selection
 
 
@@ -40,7 +44,7 @@ def reshard(
     heads: Selection | None = None,
     stream: Any = None,
     programs: int | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> None:
     """Copy every run that both layouts have from the source blocks to the target blocks.
 
@@ -55,14 +59,9 @@ def reshard(
     `backend` as in `gather`. Raises LayoutError, RoomError and DeviceError, before anything is
     written.
     """
-    kernel = uses_triton(_device(source, target), backend)
-    groups = _shared(
-        source_layout,
-        target_layout,
-        None if layers is None else select("layers", layers, len(source_layout.shape.layers)),
-        None if heads is None else select("heads", heads, source_layout.shape.most_heads),
-    )
     device = _device(source, target)
+    triton = uses_triton(device, backend)
+    groups = _shared(source_layout, target_layout, wanted(source_layout.shape, layers, heads))
     count = len(target)
     into = block_memory(
         target, count=count, nbytes=target_layout.nbytes, device=device, written=True
@@ -71,7 +70,7 @@ def reshard(
         source, count=count, nbytes=source_layout.nbytes, device=device, written=False
     )
     _check_apart(out_of, source_layout.nbytes, into, target_layout.nbytes)
-    if not kernel:
+    if not triton:
         with on_stream(device, stream):
             for group in groups:
                 _copy(group, out_of, into)
@@ -81,9 +80,9 @@ def reshard(
     every = np.concatenate((into.addresses, out_of.addresses))
     works = [tile_work(group, every, count) for group in groups]
     with on_stream(device, stream):
-        table = device_table(np.concatenate((into.addresses, pages.table)), device)
+        call = Call(pages, into.addresses, device, gather=True, programs=programs)
         for group, work in zip(groups, works, strict=True):
-            launch(group, work, table, pages, device, programs, gather=True)
+            launch(group, work, call)
 
 
 def _device(source: Any, target: Any) -> Any:
@@ -95,10 +94,9 @@ def _device(source: Any, target: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _shared(
-    source: BlockLayout, target: BlockLayout, layers: range | None, heads: range | None
-) -> tuple[LaneGroup, ...]:
+def _shared(source: BlockLayout, target: BlockLayout, asked: Wanted) -> tuple[LaneGroup, ...]:
     """The runs of both: lanes from the source's offsets to the target's, by their length."""
+    layers, heads = asked
     if source.shape != target.shape:
         raise LayoutError(f"{source!r} and {target!r} hold different parts")
     _, first = np.unique(source.runs[:, :3], axis=0, return_index=True)
@@ -141,7 +139,6 @@ def _run_bytes(runs: NDArray[np.int64], shape: BlockShape) -> NDArray[np.int64]:
 
 
 def _group(sources: NDArray[np.int64], targets: NDArray[np.int64], length: int) -> LaneGroup:
-    bits = int(np.bitwise_or.reduce(sources) | np.bitwise_or.reduce(targets)) | length
     return LaneGroup(
         addresses=sources,
         offsets=targets,
@@ -152,7 +149,7 @@ def _group(sources: NDArray[np.int64], targets: NDArray[np.int64], length: int) 
         page_stride_bytes=1,
         token_stride_bytes=0,
         together=1,
-        alignment=alignment(bits),
+        alignment=alignment(sources, targets, length),
         stretches=(),
     )
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from hypothesis import strategies as st
 
-from tiffin.kernels.layout import BlockLayout, BlockShape, PagedCache
+from tiffin.kernels.layout import BlockLayout, BlockPart, PagedCache
 from tiffin.kernels.plan import PageMap
 
 if TYPE_CHECKING:
@@ -161,84 +161,77 @@ def page_maps(draw: st.DrawFn, cache: PagedCache, block_tokens: int) -> PageMap:
     )
 
 
-def row(cache: PagedCache, layer: int, part: int, head: int, page: int, slot: int) -> torch.Tensor:
-    """One token of one head, as a view of bytes in the cache."""
-    return cache.layers[layer][part][page, slot, head].view(torch.uint8)
-
-
 def place(pages: PageMap, block: int, token: int) -> tuple[int, int]:
     """Page and slot of a block's token."""
     position = int(pages.first_slots[block]) + token
     return int(pages.pages[block, position // pages.page_tokens]), position % pages.page_tokens
 
 
+def heads_of(cache: PagedCache, layout: BlockLayout) -> list[tuple[int, int, int, torch.Tensor]]:
+    """Every run of the layout that the cache has: layer, part, where it begins in a block, and the
+    head's rows in the cache, [pages, page_tokens, dim]."""
+    found = []
+    for layer, part, head, offset in layout.runs.tolist():
+        if layer not in cache.layer_ids:
+            continue
+        view = cache.layers[cache.layer_ids.index(layer)][part]
+        local = head - (cache.first_head if layout.shape.layers[layer][part].sliced else 0)
+        if 0 <= local < view.shape[2]:
+            found.append((layer, part, offset, view[:, :, local]))
+    return found
+
+
+def held_rows(
+    pages: PageMap, block: int, part: BlockPart, block_tokens: int
+) -> list[tuple[int, tuple[int, int]]]:
+    """Which rows of a run a block has tokens for, and the page and slot of each."""
+    skip = block_tokens - part.rows
+    held = range(max(0, int(pages.tokens[block]) - skip))
+    return [(at, place(pages, block, at + skip)) for at in held]
+
+
 def slow_gather(
     cache: PagedCache, pages: PageMap, blocks: list[torch.Tensor], layout: BlockLayout
 ) -> None:
     """Row by row, in the model's terms, for every run of the layout that the cache has."""
-    for layer, part, head, offset in layout.runs.tolist():
-        found = _in_cache(cache, layout.shape, layer, part, head)
-        if found is None:
-            continue
-        index, local = found
+    for layer, part, offset, view in heads_of(cache, layout):
         spec = layout.shape.layers[layer][part]
-        skip = layout.tokens - spec.rows
         for number, block in enumerate(blocks):
-            for at in range(spec.rows):
-                begin = offset + at * spec.row_bytes
-                target = block[begin : begin + spec.row_bytes]
-                if at + skip < int(pages.tokens[number]):
-                    target[:] = row(cache, index, part, local, *place(pages, number, at + skip))
-                else:
-                    target[:] = 0
+            run = block[offset : offset + spec.rows * spec.row_bytes].view(spec.rows, -1)
+            run[:] = 0
+            for at, where in held_rows(pages, number, spec, layout.tokens):
+                run[at] = view[where].view(torch.uint8)
 
 
 def slow_scatter(
     cache: PagedCache, pages: PageMap, blocks: list[torch.Tensor], layout: BlockLayout
 ) -> None:
     """Row by row. Of a head's several runs the first is written last, so that it stays."""
-    for layer, part, head, offset in reversed(layout.runs.tolist()):
-        found = _in_cache(cache, layout.shape, layer, part, head)
-        if found is None:
-            continue
-        index, local = found
+    for layer, part, offset, view in reversed(heads_of(cache, layout)):
         spec = layout.shape.layers[layer][part]
-        skip = layout.tokens - spec.rows
         for number, block in enumerate(blocks):
-            for at in range(max(0, int(pages.tokens[number]) - skip)):
-                begin = offset + at * spec.row_bytes
-                source = block[begin : begin + spec.row_bytes]
-                row(cache, index, part, local, *place(pages, number, at + skip))[:] = source
+            run = block[offset : offset + spec.rows * spec.row_bytes].view(spec.rows, -1)
+            for at, where in held_rows(pages, number, spec, layout.tokens):
+                view[where].view(torch.uint8)[:] = run[at]
 
 
-def _in_cache(
-    cache: PagedCache, shape: BlockShape, layer: int, part: int, head: int
-) -> tuple[int, int] | None:
-    """The cache's own numbers of a layer and head of the model."""
-    if layer not in cache.layer_ids:
-        return None
-    index = cache.layer_ids.index(layer)
-    local = head - (cache.first_head if shape.layers[layer][part].sliced else 0)
-    if not 0 <= local < cache.layers[index][part].shape[2]:
-        return None
-    return index, local
-
-
-def snapshot(cache: PagedCache) -> list[torch.Tensor]:
-    """All bytes of the tensors that the cache's views lie in."""
-    storages = {view.untyped_storage().data_ptr(): view for parts in cache.layers for view in parts}
+def whole_tensors(cache: PagedCache) -> list[torch.Tensor]:
+    """All bytes of the tensors that the cache's views lie in; not a copy."""
+    views = [view for parts in cache.layers for view in parts]
+    storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in views}
     return [
-        torch.tensor([], dtype=torch.uint8, device=view.device).set_(view.untyped_storage()).clone()
-        for view in storages.values()
+        torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)
+        for storage in storages.values()
     ]
 
 
-def restore(cache: PagedCache, bytes_of: list[torch.Tensor]) -> None:
-    storages = {view.untyped_storage().data_ptr(): view for parts in cache.layers for view in parts}
-    for view, saved in zip(storages.values(), bytes_of, strict=True):
-        torch.tensor([], dtype=torch.uint8, device=view.device).set_(view.untyped_storage()).copy_(
-            saved
-        )
+def snapshot(cache: PagedCache) -> list[torch.Tensor]:
+    return [memory.clone() for memory in whole_tensors(cache)]
+
+
+def restore(cache: PagedCache, saved: list[torch.Tensor]) -> None:
+    for memory, before in zip(whole_tensors(cache), saved, strict=True):
+        memory.copy_(before)
 
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
@@ -248,8 +241,3 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 def filled(count: int, nbytes: int, value: int = 0xA5, device: str = "cpu") -> torch.Tensor:
     """Blocks with something in them that nobody may find in the result."""
     return torch.full((count, nbytes), value, dtype=torch.uint8, device=device)
-
-
-def bytes_at(memory: torch.Tensor, offset: int, nbytes: int) -> Any:
-    """A stretch of a block as Python bytes."""
-    return bytes(memory[offset : offset + nbytes].cpu().numpy())

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-from tiffin.kernels import checksum, pagehash
+from tiffin.kernels import checksum, checksum_plan, pagehash
 from tiffin.kernels.checksum import segment_checksums, segment_checksums_async
 from tiffin.kernels.errors import DeviceError, LayoutError
 
 PAGE = pagehash.PAGE_BYTES
-TILE = checksum.TILE_BYTES
+TILE = checksum_plan.TILE_BYTES
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TWO_LEVELS = PAGE * PAGE // 8
 
@@ -81,10 +81,10 @@ def test_segments_of_every_kind_in_one_call() -> None:
 def carried_out(memory: Any, spans: list[tuple[int, int]]) -> tuple[list[int], int]:
     """The plan of these spans, with each launch done by `pagehash`; and how many launches."""
     offsets, lengths = (np.array(column, np.int64) for column in zip(*spans, strict=True))
-    hashes = np.zeros(checksum.hash_count(lengths), np.uint64)
+    hashes = np.zeros(checksum_plan.hash_count(lengths), np.uint64)
     made = np.zeros(len(hashes), np.int64)
     base = hashes.ctypes.data
-    plan = checksum.plan(memory.ctypes.data + offsets, lengths, base)
+    plan = checksum_plan.plan(memory.ctypes.data + offsets, lengths, base)
     for tiles, align in plan.launches:
         for address, nbytes, first in tiles.T.tolist():
             assert not (address | nbytes) % align
@@ -236,6 +236,6 @@ def test_other_devices_are_refused() -> None:
 def test_without_the_interpreter_the_kernel_takes_no_memory_of_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checksum, "_interpreted", lambda: False)
-    with pytest.raises(DeviceError, match="interpreter only"):
+    monkeypatch.setattr("tiffin.kernels.backend.interpreted", lambda: False)
+    with pytest.raises(DeviceError, match="but for its interpreter"):
         segment_checksums(torch.zeros(8, dtype=torch.uint8), [(0, 8)], backend="triton")

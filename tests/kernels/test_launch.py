@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-from tiffin.kernels import paged, ranges
+from tiffin.kernels import backend, launching, paged, quant, ranges
 from tiffin.kernels.errors import DeviceError, LayoutError
 from tiffin.kernels.lanes import LaneGroup
 
@@ -38,9 +38,9 @@ def group_of(*, lanes: int = 1, rows: int = 1, row_bytes: int = 16) -> LaneGroup
 def test_a_stream_of_another_device_is_refused() -> None:
     """Kernels would run on the stream's device, over memory of the other."""
     elsewhere = SimpleNamespace(device=SimpleNamespace(type="cuda", index=0))
-    with pytest.raises(DeviceError, match="a stream of"), paged.on_stream(GPU, elsewhere):
+    with pytest.raises(DeviceError, match="a stream of"), launching.on_stream(GPU, elsewhere):
         pytest.fail("nothing may be launched here")
-    with paged.on_stream(torch.device("cpu"), elsewhere):
+    with launching.on_stream(torch.device("cpu"), elsewhere):
         pass  # there are no streams
 
 
@@ -54,8 +54,8 @@ def test_a_table_of_lanes_stays_for_every_stream_that_reads_it(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device.index}")
     device = _Hashable()
     group.memo[device] = table
-    assert paged.lane_table(group, device) is table
-    assert paged.lane_table(group, device) is table
+    assert launching.lane_table(group, device) is table
+    assert launching.lane_table(group, device) is table
     assert read_by == ["stream of 1"] * 2
 
 
@@ -76,6 +76,25 @@ def test_what_32_bits_cannot_count_is_refused(group: LaneGroup, blocks: int) -> 
 
 
 @pytest.mark.parametrize(
+    ("read_twice_bytes", "programs"),
+    [(0, 4 * 132), (32 << 10, 4 * 132), (128 << 10, 256), (1 << 20, 132)],
+)
+def test_what_is_read_twice_fits_the_cache_between_all_programs(
+    read_twice_bytes: int, programs: int
+) -> None:
+    """32 MiB of it, but never fewer programs than an H100 has SMs."""
+    work = quant._Work(
+        width=128,
+        step=64,
+        together=1,
+        units=1,
+        items=1 << 20,
+        read_twice_bytes=read_twice_bytes,
+    )
+    assert work.programs(132) == programs
+
+
+@pytest.mark.parametrize(
     "failure",
     [
         RuntimeError("Failed to find C compiler."),
@@ -92,9 +111,9 @@ def test_a_triton_that_cannot_launch_is_not_counted_on(
             raise failure
 
     monkeypatch.setattr(triton.runtime, "driver", Driver())
-    monkeypatch.setattr(ranges, "_interpreted", lambda: False)
-    ranges._launches.cache_clear()
+    monkeypatch.setattr(backend, "interpreted", lambda: False)
+    backend.can_launch.cache_clear()
     try:
         assert not ranges.available("cuda")
     finally:
-        ranges._launches.cache_clear()
+        backend.can_launch.cache_clear()

@@ -14,16 +14,16 @@ pytest.importorskip("triton")
 
 from pagedsupport import ENGINES, Sizes
 
+from tiffin.kernels.cache import row_bytes
 from tiffin.kernels.errors import LayoutError
+from tiffin.kernels.lanes import lanes
 from tiffin.kernels.layout import (
     BlockLayout,
     BlockPart,
     BlockShape,
     PagedCache,
     rank_heads,
-    row_bytes,
 )
-from tiffin.kernels.plan import lanes
 from tiffin.kvstore.schema import KVSchema, LayerSpec
 
 

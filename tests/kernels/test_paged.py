@@ -32,10 +32,12 @@ from pagedsupport import (
 )
 
 from tiffin.kernels import paged
+from tiffin.kernels.backend import uses_triton
 from tiffin.kernels.errors import DeviceError, KernelError, LayoutError, PageError, RoomError
+from tiffin.kernels.lanes import lanes
 from tiffin.kernels.layout import BlockLayout, BlockPart, BlockShape, PagedCache
 from tiffin.kernels.paged import gather, scatter
-from tiffin.kernels.plan import PageMap, lanes
+from tiffin.kernels.plan import PageMap
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -270,10 +272,10 @@ def test_one_launch_moves_all_layers_and_blocks(
 
 
 def test_the_backend_follows_the_device(device: str) -> None:
-    chosen = paged.uses_triton(torch.device(device), None)
+    chosen = uses_triton(torch.device(device), None)
     assert chosen == (device == "cuda")
     with pytest.raises(DeviceError, match="unknown backend"):
-        paged.uses_triton(torch.device(device), "numpy")
+        uses_triton(torch.device(device), "numpy")
 
 
 def bad_calls(cache: PagedCache, layout: BlockLayout) -> dict[str, tuple[type[KernelError], Any]]:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from pagedsupport import heads_of, held_rows
+
 from tiffin.kernels import quant
 from tiffin.kernels.cache import PagedCache
 from tiffin.kernels.errors import DeviceError, LayoutError, PageError, RoomError
@@ -52,20 +54,12 @@ def walk(cache: PagedCache, pages: PageMap, layout: QuantisedLayout) -> Any:
     """What blocks have to have where the layout has a run, head by head and token by token."""
     shape = layout.layout.shape
     blocks = blank(len(pages), layout.nbytes)
-    for layer, part, head, offset in layout.layout.runs.tolist():
-        index = cache.layer_ids.index(layer) if layer in cache.layer_ids else None
+    for layer, part, offset, view in heads_of(cache, layout.layout):
         spec, scaling = shape.layers[layer][part], layout.scalings[layer][part]
-        first = cache.first_head if spec.sliced else 0
-        if index is None or not first <= head < first + cache.layers[index][part].shape[2]:
-            continue
-        view = cache.layers[index][part][:, :, head - first]
         for block in range(len(pages)):
             rows = view.new_zeros(spec.rows, view.shape[2])
-            skip = shape.tokens - spec.rows
-            for token in range(skip, int(pages.tokens[block])):
-                place = int(pages.first_slots[block]) + token
-                page = pages.pages[block, place // pages.page_tokens]
-                rows[token - skip] = view[int(page), place % pages.page_tokens]
+            for at, where in held_rows(pages, block, spec, shape.tokens):
+                rows[at] = view[where]
             blocks[block, offset : offset + spec.run_bytes] = run_of(rows, scaling)
     return blocks
 
@@ -78,28 +72,24 @@ def run_of(rows: Any, scaling: Scaling | None) -> Any:
     return torch.cat([*pieces, *(scale.view(torch.uint8) for _, scale in groups)])
 
 
+def threes(cache: PagedCache) -> PagedCache:
+    """Such a cache, filled with 3."""
+    views = [[torch.full_like(part, 3) for part in parts] for parts in cache.layers]
+    return PagedCache(views, layer_ids=cache.layer_ids, first_head=cache.first_head)
+
+
 def walk_back(
     cache: PagedCache, pages: PageMap, layout: QuantisedLayout, blocks: Any
-) -> list[list[Any]]:
+) -> PagedCache:
     """What such a cache, filled with 3, has to have when the blocks were written to it."""
-    shape = layout.layout.shape
-    views = [[torch.full_like(part, 3) for part in parts] for parts in cache.layers]
-    for layer, part, head, offset in reversed(layout.layout.runs.tolist()):  # the first one counts
-        index = cache.layer_ids.index(layer) if layer in cache.layer_ids else None
+    shape, target = layout.layout.shape, threes(cache)
+    for layer, part, offset, view in reversed(heads_of(target, layout.layout)):  # the first counts
         spec, scaling = shape.layers[layer][part], layout.scalings[layer][part]
-        first = cache.first_head if spec.sliced else 0
-        if index is None or not first <= head < first + cache.layers[index][part].shape[2]:
-            continue
-        view = views[index][part][:, :, head - first]
         for block in range(len(pages)):
-            run = blocks[block, offset : offset + spec.run_bytes]
-            rows = rows_of(run, spec, scaling, view)
-            skip = shape.tokens - spec.rows
-            for token in range(skip, int(pages.tokens[block])):
-                place = int(pages.first_slots[block]) + token
-                page = pages.pages[block, place // pages.page_tokens]
-                view[int(page), place % pages.page_tokens] = rows[token - skip]
-    return views
+            rows = rows_of(blocks[block, offset : offset + spec.run_bytes], spec, scaling, view)
+            for at, where in held_rows(pages, block, spec, shape.tokens):
+                view[where] = rows[at]
+    return target
 
 
 def rows_of(run: Any, spec: BlockPart, scaling: Scaling | None, view: Any) -> Any:
@@ -121,10 +111,9 @@ def check_both_ways(cache: PagedCache, pages: PageMap, layout: QuantisedLayout) 
         target = blank(len(pages), layout.nbytes)
         gather_quantised(cache, pages, target, layout, backend=backend)
         assert torch.equal(target, blocks), backend
-        views = [[torch.full_like(part, 3) for part in parts] for parts in cache.layers]
-        other = PagedCache(views, layer_ids=cache.layer_ids, first_head=cache.first_head)
+        other = threes(cache)
         scatter_dequantised(other, pages, blocks, layout, backend=backend)
-        for ours, theirs in zip(numbers, views, strict=True):
+        for ours, theirs in zip(numbers.layers, other.layers, strict=True):
             assert all(same(one, two) for one, two in zip(ours, theirs, strict=True)), backend
 
 
@@ -439,6 +428,20 @@ def test_nothing_is_written_when_something_does_not_fit(
         call(cache, pages, blocks, layout, backend=case.get("backend", backend))
     assert (room == UNTOUCHED).all()
     assert all((part == 3).all() for parts in cache.layers for part in parts)
+
+
+def test_parts_that_cannot_be_copied_are_refused_before_others_are_quantised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def too_long(*_arguments: Any) -> None:
+        raise LayoutError("a run is too long")
+
+    monkeypatch.setattr(quant, "tile_work", too_long)
+    layout = QuantisedLayout.of_schema(gqa(v_dtype="bfloat16"))
+    blocks = blank(2, layout.nbytes)
+    with pytest.raises(LayoutError, match="too long"):
+        gather_quantised(CACHES["vllm NHD"](), sequence(), blocks, layout, backend="triton")
+    assert (blocks == UNTOUCHED).all()
 
 
 def test_layouts_without_room_for_the_scales() -> None:

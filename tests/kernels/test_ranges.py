@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiffin.kernels import ranges
+from tiffin.kernels import backend, ranges
 from tiffin.kernels.errors import DeviceError, LayoutError
+from tiffin.kernels.words import alignment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,10 +112,11 @@ def test_large_and_small_on_the_host() -> None:
 
 
 def test_what_divides_everything() -> None:
-    assert ranges.alignment_bytes(*columns((32, 64, 16))) == 16
-    assert ranges.alignment_bytes(*columns((32, 64, 16), (4, 64, 16))) == 4
-    assert ranges.alignment_bytes(*columns((32, 65, 16))) == 1
-    assert ranges.alignment_bytes(*columns()) == 16
+    assert alignment(*columns((32, 64, 16))) == 16
+    assert alignment(*columns((32, 64, 16), (4, 64, 16))) == 4
+    assert alignment(*columns((32, 65, 16))) == 1
+    assert alignment(*columns()) == 16
+    assert alignment(*columns((32, 64, 16)), 8, 0) == 8
 
 
 def test_a_table_is_cut_in_chunks() -> None:
@@ -155,10 +157,10 @@ def test_nothing_to_copy_and_no_programs() -> None:
 
 
 def test_a_cpu_has_no_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "_interpreted", lambda: False)
+    monkeypatch.setattr(backend, "interpreted", lambda: False)
     assert not ranges.available("cpu")
     for launches in (True, False):  # False: no C compiler for Triton's launcher, say
-        monkeypatch.setattr(ranges, "_launches", lambda launches=launches: launches)
+        monkeypatch.setattr(backend, "can_launch", lambda launches=launches: launches)
         assert ranges.available("cuda") is launches
     with pytest.raises(DeviceError, match="copy_ranges_host"):
         ranges.copy_ranges(*columns((8, 8, 8)), device="cpu")

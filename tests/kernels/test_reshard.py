@@ -166,14 +166,12 @@ def test_words_divide_every_address(device: str, odd: str, monkeypatch: pytest.M
     shape = BlockShape.gqa(layers=2, kv_heads=2, head_dim=8, itemsize=2, tokens=4)
     canonical, ranks = BlockLayout.canonical(shape), BlockLayout.rank_major(shape, 2)
     launched = []
-    monkeypatch.setattr(
-        "tiffin.kernels.reshard.launch", lambda *args, **options: launched.append(args)
-    )
+    monkeypatch.setattr("tiffin.kernels.reshard.launch", lambda *args: launched.append(args))
     arenas = [filled(1, 1024, device=device)[0] for _ in range(2)]
     source = [arenas[0][4 * (odd == "source") :]]
     target = [arenas[1][2 * (odd == "target") :]]
     reshard(source, canonical, target, ranks, backend="triton")
-    ((_, work, _, _, _, _),) = launched
+    ((_, work, _),) = launched
     assert work.word_bytes * work.unit_words == {"source": 4, "target": 2, "neither": 16}[odd]
 
 
