@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
-from ..kernels.device import surroundings
-from ..store.setting import KIB, MIB, silent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ..kernels.device import Machine
+from ..kernels.setting import DeviceSetting
+from ..store.setting import KIB, MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +38,7 @@ class Sizes:
         return cls(rounds=5, blocks=2, paged_blocks=4, pieces_bytes=128 * MIB)
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One run: its sizes, its device, and whom to tell what is going on."""
+class Setting(DeviceSetting[Sizes]):
+    """One run of the HBM tier's measurements."""
 
-    sizes: Sizes
-    machine: Machine
-    tell: Callable[[str], None] = field(default=silent)
-
-    def surroundings(self) -> dict[str, Any]:
-        """The device, for the report and for each row."""
-        return surroundings(self.machine)
+    __slots__ = ()

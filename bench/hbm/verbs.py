@@ -1,8 +1,8 @@
 """Rows about the HBM store's verbs: whole blocks, by the host's clock, beside plain copies.
 
-The pool is a node in this process, its memory pinned on a GPU's machine. All blocks of a call are
-one prefix. On device `cpu` the tier is host memory, and every copy a memcpy: the rows then say what
-the store itself costs.
+The pool is a node in this process, its memory pinned by the store on a GPU's machine. All blocks of
+a call are one prefix. On device `cpu` the tier is host memory, and every copy a memcpy: the rows
+then say what the store itself costs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tiffin.kvstore.client import Client
-from tiffin.kvstore.connectors.pinned_pool import PinnedPool
 from tiffin.kvstore.hbm import HbmOptions, HbmStore
 
 from ..store.rows import MICROSECONDS, Row, Side, rates, times
@@ -99,9 +98,6 @@ def _tier(setting: Setting, checksum: Any = "xxh3_64_pages") -> Iterator[_Tier]:
     options = HbmOptions(write_back=False)
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(Client.open(url, name="bench"))
-        pinned = PinnedPool(where.device)
-        stack.callback(pinned.close)
-        pinned.follow(client)
         # Room for the blocks twice: those of the round before may not be free yet.
         store = HbmStore(client, schema, 2 * nbytes, str(where.device), options=options)
         stack.enter_context(store)

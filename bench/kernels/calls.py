@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,12 @@ from tiffin.kernels.memory import block_memory
 from tiffin.kernels.paged import gather, scatter, tile_work
 
 from ..store.rows import MICROSECONDS, Row, Side, Target, interleave, single, times
-from .case import Case, Model, latents, llama
+from .case import latents, llama, small_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from .case import Case
     from .device import Machine
     from .setting import Setting
 
@@ -31,7 +33,7 @@ def launches(setting: Setting) -> list[Row]:
     one per group of lanes."""
     rows = []
     for model, name in ((llama(setting.sizes), "gqa"), (latents(setting.sizes), "mla")):
-        case = _case(setting, model, blocks=2)
+        case = small_pages(setting, model, blocks=2)
         planned = len(lanes(case.cache, case.layout))
         found, copies = planned, "not counted"
         if setting.machine.on_gpu:
@@ -59,8 +61,8 @@ def host(setting: Setting) -> list[Row]:
     on; on a GPU also whole calls, which return when their work is queued."""
     count = setting.sizes.call_blocks
     sizes = setting.sizes
-    model = Model("", sizes.layers, 2, sizes.kv_heads, sizes.kv_heads, _SHORT_DIM)
-    case = _case(setting, model, blocks=count)
+    model = replace(llama(sizes), dim=_SHORT_DIM)
+    case = small_pages(setting, model, blocks=count)
     extents = list(case.blocks)  # as from an HBM tier, each somewhere else
     pages = f"{len(case.page_ids):,} pages of {case.page_tokens} tokens, {model.layers} layers"
     target = (Target("p50", "<=", _MOST_HOST_US),)
@@ -129,16 +131,6 @@ def _plan(case: Case, extents: list[Any]) -> None:
 
 def _sort(case: Case) -> None:
     np.sort(case.page_ids)
-
-
-def _case(setting: Setting, model: Model, blocks: int) -> Case:
-    return Case(
-        setting.machine,
-        model,
-        blocks=blocks,
-        block_tokens=setting.sizes.block_tokens,
-        page_tokens=setting.sizes.page_tokens[0],
-    )
 
 
 def _profiled(where: Machine, action: Callable[[], None]) -> tuple[int, int]:

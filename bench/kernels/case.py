@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .device import Machine
-    from .setting import Sizes
+    from .setting import Setting, Sizes
 
 Order = Literal["nhd", "hnd"]
 
@@ -55,6 +55,17 @@ def head_slice(sizes: Sizes) -> Model:
 def latents(sizes: Sizes) -> Model:
     """One latent per token and layer."""
     return Model("mla", sizes.latent_layers, 1, 1, 1, sizes.latent_dim)
+
+
+def small_pages(setting: Setting, model: Model, *, blocks: int) -> Case:
+    """A case with the smallest pages of the run."""
+    return Case(
+        setting.machine,
+        model,
+        blocks=blocks,
+        block_tokens=setting.sizes.block_tokens,
+        page_tokens=setting.sizes.page_tokens[0],
+    )
 
 
 class Case:

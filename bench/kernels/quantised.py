@@ -10,9 +10,10 @@ from tiffin.kernels.quant import QuantisedLayout, gather_quantised, scatter_dequ
 from tiffin.kernels.scaling import SCALE_BYTES, Scaling
 
 from ..store.rows import Row, Side, Target, rates
-from .case import Case, llama
+from .case import llama, small_pages
 
 if TYPE_CHECKING:
+    from .case import Case
     from .setting import Setting, Sizes
 
 # In bytes of bf16 that are read, of the rate of the gather that does not convert.
@@ -23,13 +24,8 @@ _BLOCK_ALIGN = 16
 def quantise(setting: Setting) -> list[Row]:
     """Pages of bf16 into blocks of fp8 and int8 and back; a scale per head and per token group."""
     sizes = setting.sizes
-    case = Case(
-        setting.machine,
-        llama(sizes),
-        blocks=sizes.quantised_blocks if setting.machine.on_gpu else 1,
-        block_tokens=sizes.block_tokens,
-        page_tokens=sizes.page_tokens[0],
-    )
+    blocks = sizes.quantised_blocks if setting.machine.on_gpu else 1
+    case = small_pages(setting, llama(sizes), blocks=blocks)
     rows = []
     for form in ("float8_e4m3", "int8"):
         for scale_tokens in (sizes.block_tokens, sizes.scale_tokens):

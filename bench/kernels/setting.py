@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ..store.setting import silent
-from .device import surroundings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .device import Machine
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +45,15 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """One run: its sizes, its device, and whom to tell what is going on."""
+class DeviceSetting(Generic[S]):
+    """One run on a device: its sizes, the device, and whom to tell what is going on."""
 
-    sizes: Sizes
+    sizes: S
     machine: Machine
     tell: Callable[[str], None] = field(default=silent)
 
-    def surroundings(self) -> dict[str, Any]:
-        """The device, for the report and for each row."""
-        return surroundings(self.machine)
+
+class Setting(DeviceSetting[Sizes]):
+    """One run of the kernels' measurements."""
+
+    __slots__ = ()

@@ -1,28 +1,40 @@
-"""The kernels' measurements, in the order of the docs.
+"""The kernels' measurements, in the order of the docs, and what a suite on a device is.
 
-What they measure is imported when they run: every `tiffin` command comes by here to learn their
+What is measured is imported when they run: every `tiffin` command comes by here to learn their
 names, and torch takes a second to import or is not installed.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..environment import LIBRARIES
 from ..suite import Suite
-from .device import Missing, in_words
+from .device import Missing, in_words, surroundings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ..store.rows import Row
-    from .setting import Setting
+    from .setting import DeviceSetting, Setting
 
-S = TypeVar("S")
+S = TypeVar("S", bound="DeviceSetting[Any]")
 
 
-def later(package: str, module: str, function: str) -> Callable[[S], list[Row]]:
+def device_suite(name: str, package: str, where: Mapping[str, tuple[str, str]]) -> Suite[S]:
+    """Measurements on a device: `where` maps their names to modules of `package`, and functions."""
+    return Suite(
+        name,
+        {row: _later(package, *place) for row, place in where.items()},
+        lack=Missing,
+        libraries=(*LIBRARIES, "torch", "triton"),
+        surroundings=lambda setting: surroundings(setting.machine),
+        in_words=in_words,
+    )
+
+
+def _later(package: str, module: str, function: str) -> Callable[[S], list[Row]]:
     """A measurement that is imported at its first call. What the kernels or the device refuse ends
     this one, and not those after it."""
 
@@ -38,23 +50,18 @@ def later(package: str, module: str, function: str) -> Callable[[S], list[Row]]:
     return measured
 
 
-_WHERE = {
-    "gather": ("paged", "gathers"),
-    "scatter": ("paged", "scatters"),
-    "parts": ("paged", "parts"),
-    "lmcache": ("lmcache", "lmcache"),
-    "quantise": ("quantised", "quantise"),
-    "reshard": ("resharded", "reshard"),
-    "checksum": ("checksums", "checksum"),
-    "launches": ("calls", "launches"),
-    "host": ("calls", "host"),
-}
-
-SUITE: Suite[Setting] = Suite(
+SUITE: Suite[Setting] = device_suite(
     "kernels",
-    {name: later(__package__, *where) for name, where in _WHERE.items()},
-    lack=Missing,
-    libraries=(*LIBRARIES, "torch", "triton"),
-    surroundings=lambda setting: setting.surroundings(),
-    in_words=in_words,
+    __package__,
+    {
+        "gather": ("paged", "gathers"),
+        "scatter": ("paged", "scatters"),
+        "parts": ("paged", "parts"),
+        "lmcache": ("lmcache", "lmcache"),
+        "quantise": ("quantised", "quantise"),
+        "reshard": ("resharded", "reshard"),
+        "checksum": ("checksums", "checksum"),
+        "launches": ("calls", "launches"),
+        "host": ("calls", "host"),
+    },
 )

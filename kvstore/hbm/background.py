@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from ..errors import DeadlineExceeded, TiffinError
 from .below import POOL_ERRORS
+from .memory import left_s
 from .saving import RUN_BYTES, CopyLate, DeviceRefused, OutOfTime, Saved, Saver
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ..client import Client
     from ..node.records import Replica
@@ -49,7 +51,7 @@ class Background:
         self._door = door
         self._blocks_max = max(1, RUN_BYTES // block_bytes)
         self._saver = Saver(client, memory, desk.endings, self._ended, desk.condemn)
-        self.saving = threading.Lock()  # held by whoever copies down
+        self._saving = threading.Lock()  # held by whoever copies down
         self._wake = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tiffin-hbm", daemon=True)
@@ -74,21 +76,25 @@ class Background:
 
         Raises DeadlineExceeded, and what the pool or the device meets.
         """
-        if not self.saving.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise DeadlineExceeded("another copy from HBM to the pool is still under way")
-        try:
+        with self._turn(deadline):
             with self._desk.lock:
                 replicas = self._desk.core.saves_of(keys)
                 entries = self._entries(replicas)
             return self._save(replicas, entries, deadline)
-        finally:
-            self.saving.release()
 
     def settle(self, deadline: float) -> None:
         """Wait until no save is under way that began before this. Raises DeadlineExceeded."""
-        if not self.saving.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        with self._turn(deadline):
+            pass
+
+    @contextlib.contextmanager
+    def _turn(self, deadline: float) -> Iterator[None]:
+        if not self._saving.acquire(timeout=left_s(deadline)):
             raise DeadlineExceeded("a copy from HBM to the pool is still under way")
-        self.saving.release()
+        try:
+            yield
+        finally:
+            self._saving.release()
 
     def _entries(self, replicas: Sequence[Replica]) -> list[Entry]:
         return [self._desk.core.entries[replica.key] for replica in replicas]
@@ -143,7 +149,7 @@ class Background:
         """One batch of what is due; whether it is worth looking for another one."""
         if not self._desk.core.hbm.write_back:
             return False
-        if not self.saving.acquire(blocking=False):
+        if not self._saving.acquire(blocking=False):
             return False  # somebody demotes; this thread has other things to do as well
         try:
             with self._desk.lock:
@@ -156,4 +162,4 @@ class Background:
                 return False
             return self._save(replicas, entries, time.monotonic() + SAVE_TIMEOUT_S).refused == 0
         finally:
-            self.saving.release()
+            self._saving.release()

@@ -14,8 +14,8 @@ from ..errors import ClientClosed, NoRoom, StaleLease, TierUnavailable
 from ..node.core import Status
 from ..node.records import Kept
 from .below import POOL_ERRORS, fetch, kept_open, no_release, nothing, spans_of
-from .core import Admission, Entry
-from .memory import Never, Unfinished, spans_at
+from .core import Admission, Entry, positions
+from .memory import Never, Unfinished, left_s
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -155,8 +155,7 @@ class Bringer:
         if not self._door.admits():
             return nothing(wanted, "pool")
         try:
-            left_s = max(0.0, deadline - time.monotonic())
-            fetched = fetch(self._client, wanted, verify, left_s)
+            fetched = fetch(self._client, wanted, verify, left_s(deadline))
         except POOL_ERRORS:
             self._door.failed()
             self._desk.count(pool_errors=1)
@@ -168,10 +167,10 @@ class Bringer:
         """Copy into the reserved extents. Raises Unfinished: they are QUARANTINED then, until the
         copy that goes on has ended."""
         assert made.lease is not None
-        nbytes = fetched.prefix.schema.block_bytes
+        nbytes, granted = fetched.prefix.schema.block_bytes, positions(made, Status.GRANTED)
         pairs = [
             (self._memory.view(replica.offset, nbytes), fetched.views[index])
-            for index, replica in zip(_granted(made), made.lease.replicas, strict=True)
+            for index, replica in zip(granted, made.lease.replicas, strict=True)
         ]
         try:
             self._memory.copy(pairs, deadline)
@@ -188,12 +187,11 @@ class Bringer:
         assert made.lease is not None
         try:
             offsets = [replica.offset for replica in made.lease.replicas]
-            spans = spans_at(offsets, spans_of(fetched.prefix.schema))
-            found = self._memory.checksums(spans).reshape(len(offsets), -1)
+            found = self._memory.checksums(offsets, spans_of(fetched.prefix.schema))
         except BaseException:
             self._desk.end(use)
             raise
-        pairs = zip(_granted(made), found, strict=True)
+        pairs = zip(positions(made, Status.GRANTED), found, strict=True)
         return [self._entry(fetched, index, sums) for index, sums in pairs]
 
     def _entry(self, fetched: Fetched, index: int, sums: Sums) -> Entry | None:
@@ -217,8 +215,3 @@ class Bringer:
         good = [r for r, flag in zip(replicas, kept, strict=True) if flag == Kept.STORED]
         self._desk.count(brought=len(good), brought_bytes=sum(r.length for r in good))
         return frozenset(replica.generation for replica in good)
-
-
-def _granted(made: Reservation) -> list[int]:
-    """Positions of the blocks that got an extent."""
-    return [i for i, status in enumerate(made.statuses) if status == Status.GRANTED]

@@ -270,6 +270,11 @@ class HbmCore(NodeCore):
         return bool(self.residency.saving) or super().worth_waiting()
 
 
+def positions(made: Reservation, status: int) -> tuple[int, ...]:
+    """Positions of the blocks of a reservation that have this `Status`."""
+    return tuple(i for i, found in enumerate(made.statuses) if found == status)
+
+
 class Admission:
     """Which blocks are worth a copy up from the pool. Pure."""
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, overload
 from ..errors import ClientClosed, StaleLease
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..keys import Prefix
     from ..node.core import Reservation
     from ..node.records import Replica, Session
@@ -235,10 +237,10 @@ class HbmSlots(Sequence[HbmSlot]):
 
 
 def blocks_of(
-    replicas: Sequence[Replica], entries: Sequence[Entry], view: Any, nbytes: int
+    replicas: Sequence[Replica], entries: Sequence[Entry], view: Callable[[Replica], Any]
 ) -> list[HbmBlock]:
-    """Replicas as what a caller holds; `view(offset, nbytes)` is a tensor."""
+    """Replicas as what a caller holds; `view` gives a tensor."""
     return [
-        HbmBlock(view(r.offset, nbytes), r.key, r.generation, r.offset, entry)
+        HbmBlock(view(r), r.key, r.generation, r.offset, entry)
         for r, entry in zip(replicas, entries, strict=True)
     ]

@@ -190,23 +190,27 @@ class HbmMemory:
     # -- checksums -------------------------------------------------------------------------------
 
     def checksums(
-        self, spans: Sequence[tuple[int, int]], after: Point | None = None
+        self,
+        offsets: Sequence[int],
+        spans: Sequence[tuple[int, int]],
+        after: Point | None = None,
     ) -> NDArray[np.uint64]:
-        """`xxh3_64_pages` of each (offset, length), computed on the device once the stream has
-        passed `after`; uint64 [spans]. Waits for the result.
+        """`xxh3_64_pages` of each of `spans`, (offset, length) in a block, of the blocks that begin
+        at `offsets`: uint64 [blocks, spans], computed on the device once the stream has passed
+        `after`. Waits for the result.
 
         Raises TierUnavailable when the device refuses.
         """
         from tiffin.kernels.checksum import segment_checksums
 
-        if not spans:
-            return np.empty(0, np.uint64)
+        if not offsets:
+            return np.empty((0, len(spans)), np.uint64)
         try:
             with self._own_stream(after):
-                sums: NDArray[np.uint64] = segment_checksums(self.tensor, spans)
+                sums: NDArray[np.uint64] = segment_checksums(self.tensor, spans_at(offsets, spans))
         except (RuntimeError, KernelError) as error:
             raise TierUnavailable(f"checksums on {self.device} failed: {error}") from error
-        return sums
+        return sums.reshape(len(offsets), len(spans))
 
     @contextlib.contextmanager
     def _own_stream(self, after: Point | None) -> Any:

@@ -25,7 +25,7 @@ import numpy as np
 
 from tiffin.messenger.gate import Gate
 
-from ..errors import ClientClosed, InvalidInput, NoRoom, SchemaError
+from ..errors import ClientClosed, InvalidInput, SchemaError
 from ..keys import Prefix
 from ..node.core import Status
 from ..node.records import Kept, Pin, Reason
@@ -33,11 +33,11 @@ from ..verbs import DEFAULT_TIMEOUT_S, Access, check_timeout, check_ttl, check_v
 from .background import Background
 from .below import spans_of
 from .bringing import AGAIN, Bringer, PoolDoor
-from .core import Admission, Entry, HbmCore, HbmOptions
+from .core import Admission, Entry, HbmCore, HbmOptions, positions
 from .desk import Desk, Held
 from .exporting import export_blocks
 from .held import HbmBlocks, HbmSlot, HbmSlots, blocks_of
-from .memory import HbmMemory, Point, left_s, spans_at
+from .memory import HbmMemory, Point, left_s
 from .pinned import PinnedPool
 
 if TYPE_CHECKING:
@@ -123,15 +123,14 @@ class HbmStore:
             return self._slots(part, use, made)
 
     def _slots(self, part: Prefix, use: Session, made: Reservation) -> HbmSlots:
-        def positions(wanted: int) -> tuple[int, ...]:
-            return tuple(i for i, status in enumerate(made.statuses) if status == wanted)
-
+        granted, resident, busy = (
+            positions(made, status) for status in (Status.GRANTED, Status.RESIDENT, Status.BUSY)
+        )
         replicas = made.lease.replicas if made.lease is not None else []
         slots = [
             HbmSlot(self._view(replica), index, replica.offset, replica.generation)
-            for index, replica in zip(positions(Status.GRANTED), replicas, strict=True)
+            for index, replica in zip(granted, replicas, strict=True)
         ]
-        resident, busy = positions(Status.RESIDENT), positions(Status.BUSY)
         return HbmSlots(part, slots, made, use, self, resident=resident, busy=busy)
 
     def commit(self, slots: HbmSlots, use: Session, lease: int, point: Point) -> tuple[int, ...]:
@@ -142,7 +141,8 @@ class HbmStore:
             return ()
         try:
             with self._gate:
-                sums = self._sums([slot.offset for slot in written], after=point)
+                offsets = [slot.offset for slot in written]
+                sums = self._memory.checksums(offsets, self._spans, after=point)
         except BaseException:
             self._desk.end(use, point)
             raise
@@ -214,9 +214,7 @@ class HbmStore:
         misses = len(part) - count
         self._desk.count(hbm_hits=hits, pool_hits=count - hits, misses=misses)
         reason = why or ("busy" if held.reason is Reason.BUSY else "miss")
-        blocks: list[HbmBlock] = blocks_of(
-            held.replicas, held.entries, self._memory.view, self.schema.block_bytes
-        )
+        blocks = blocks_of(held.replicas, held.entries, self._view)
         ready = self._memory.passed_event
         return HbmBlocks(part, blocks, held.use, self, reason=reason, hits=hits, ready=ready)
 
@@ -246,7 +244,8 @@ class HbmStore:
         if not chosen:
             return None
         try:
-            sums = self._sums([held.replicas[i].offset for i in chosen])
+            offsets = [held.replicas[i].offset for i in chosen]
+            sums = self._memory.checksums(offsets, self._spans)
         except BaseException:
             assert held.use is not None
             self._desk.end(held.use)
@@ -396,11 +395,6 @@ class HbmStore:
     def _view(self, replica: Replica) -> Any:
         return self._memory.view(replica.offset, self.schema.block_bytes)
 
-    def _sums(self, offsets: Sequence[int], **after: Any) -> Any:
-        """Checksums of whole blocks, uint64 [blocks, segments]."""
-        found = self._memory.checksums(spans_at(offsets, self._spans), **after)
-        return found.reshape(len(offsets), len(self._spans))
-
 
 _open_stores: weakref.WeakSet[HbmStore] = weakref.WeakSet()
 
@@ -411,5 +405,3 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
-
-__all__ = ["HbmStore", "NoRoom"]

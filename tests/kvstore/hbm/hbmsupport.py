@@ -1,23 +1,27 @@
-"""Stores, blocks and pools for the tests of the HBM tier, on device `cpu` and, if there is one, on
-a GPU."""
+"""Stores and blocks for the tests of the HBM tier, on device `cpu` and, if there is one, on a GPU.
+
+torch is imported where it is used: without it, these tests can be collected all the same.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch
 from kvsupport import payload_of
 
 from tiffin.kvstore import KVSchema
+from tiffin.kvstore.hbm import HbmOptions, HbmStore
+from tiffin.messenger.pinning import registration
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from tiffin.kvstore.hbm.store import HbmStore
+    import pytest
+
+    from tiffin.kvstore import Client
     from tiffin.kvstore.keys import Prefix
-
-DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 
 # One block fills whole pages, so that sizes in blocks are sizes in bytes.
 SCHEMAS = {
@@ -36,9 +40,29 @@ SCHEMA = SCHEMAS["xxh3_64_pages"]
 BLOCK = SCHEMA.block_bytes
 assert BLOCK % 4096 == 0
 
+HBM_BLOCKS = 8
+POOL_BYTES = 32 * SCHEMA.extent_bytes
+QUIET = HbmOptions(write_back=False)
+
+
+def devices() -> list[str]:
+    """Those of this machine that a store can be on."""
+    import torch
+
+    return ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
+
+
+def hbm_store(
+    client: Client, device: str, schema: KVSchema = SCHEMA, options: HbmOptions = QUIET
+) -> HbmStore:
+    """A store of HBM_BLOCKS blocks."""
+    return HbmStore(client, schema, HBM_BLOCKS * BLOCK, device, options=options)
+
 
 def fill(slots: Any, prefix: Prefix) -> None:
     """The right bytes into every slot, by the device's own copy."""
+    import torch
+
     for slot in slots:
         right = torch.from_numpy(payload_of(prefix.keys[slot.index], prefix.schema))
         slot.tensor.copy_(right.to(slot.tensor.device))
@@ -53,6 +77,8 @@ def publish(store: HbmStore, prefix: Prefix) -> tuple[int, ...]:
 
 def assert_right(blocks: Sequence[Any], prefix: Prefix) -> None:
     """Whatever was handed out is what belongs to its key."""
+    import torch
+
     for block, key in zip(blocks, prefix.keys, strict=False):
         right = torch.from_numpy(payload_of(key, prefix.schema))
         assert torch.equal(block.tensor.cpu(), right), key.hex()
@@ -75,3 +101,47 @@ def assert_quiet(store: HbmStore) -> None:
     assert_conserved(numbers)
     assert numbers["reserved_bytes"] == numbers["quarantined_bytes"] == 0, numbers
     store.check()
+
+
+def is_pinned(memory: Any, device: str) -> bool:
+    """Whether host memory is registered for copies to and from the device."""
+    address = int(memory.__array_interface__["data"][0])
+    return registration(address, len(memory), device.partition(":")[0]) is not None
+
+
+# -- copies that are late --------------------------------------------------------------------------
+
+
+class Later:
+    """Something that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def done(self) -> bool:
+        return self.over
+
+
+def before_copies(
+    store: HbmStore, monkeypatch: pytest.MonkeyPatch, action: Callable[[Any], object]
+) -> None:
+    """Before each of its copies the store does `action(pairs)`."""
+    copy = store._memory.copy
+
+    def copy_late(pairs: Any, deadline: float) -> None:
+        action(pairs)
+        copy(pairs, deadline)
+
+    monkeypatch.setattr(store._memory, "copy", copy_late)
+
+
+class Halfway:
+    """Copies that stop before their bytes move, until they are told to go on."""
+
+    def __init__(self, store: HbmStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.there, self.go = threading.Event(), threading.Event()
+        before_copies(store, monkeypatch, self._wait)
+
+    def _wait(self, pairs: Any) -> None:
+        self.there.set()
+        assert self.go.wait(8)

@@ -14,12 +14,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hbmsupport import BLOCK, SCHEMA, SCHEMAS, assert_quiet, publish
+from hbmsupport import BLOCK, HBM_BLOCKS, SCHEMA, SCHEMAS, assert_quiet, hbm_store, publish
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvsupport import fresh_prefix, payload_of
 
-from tiffin.kvstore import Client
 from tiffin.kvstore.errors import (
     ClientClosed,
     InvalidInput,
@@ -29,27 +28,23 @@ from tiffin.kvstore.errors import (
     TiffinError,
     VersionMismatch,
 )
-from tiffin.kvstore.hbm import HbmOptions, HbmStore, attach
+from tiffin.kvstore.hbm import attach
 from tiffin.kvstore.hbm.exporting import Export
 from tiffin.messenger.device_region import DeviceRegion
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tiffin.kvstore import Client
+    from tiffin.kvstore.hbm import HbmStore
     from tiffin.kvstore.keys import Prefix
 
 HERE = Path(__file__).parent
-HBM_BLOCKS = 8
 
 
 @pytest.fixture
-def store() -> Iterator[HbmStore]:
-    with (
-        Client.open(f"embedded:?dram={8 * SCHEMA.extent_bytes}&prefault=0") as client,
-        HbmStore(
-            client, SCHEMA, HBM_BLOCKS * BLOCK, "cpu", options=HbmOptions(write_back=False)
-        ) as store,
-    ):
+def store(client: Client) -> Iterator[HbmStore]:
+    with hbm_store(client, "cpu") as store:
         yield store
 
 

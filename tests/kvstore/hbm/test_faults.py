@@ -6,12 +6,24 @@ import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from hbmsupport import BLOCK, DEVICES, SCHEMA, SCHEMAS, assert_quiet, assert_right, publish
+from hbmsupport import (
+    BLOCK,
+    HBM_BLOCKS,
+    POOL_BYTES,
+    SCHEMA,
+    Later,
+    assert_quiet,
+    assert_right,
+    before_copies,
+    hbm_store,
+    publish,
+)
 from kvsupport import (
     fresh_prefix,
     held_bytes,
@@ -27,56 +39,21 @@ from tiffin.kvstore.errors import (
     StaleLease,
     TierUnavailable,
 )
-from tiffin.kvstore.hbm import HbmOptions, HbmStore
+from tiffin.kvstore.hbm import HbmOptions
 from tiffin.kvstore.hbm.memory import Never, Point, Unfinished
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
+    from tiffin.kvstore.hbm import HbmStore
     from tiffin.kvstore.keys import Prefix
     from tiffin.kvstore.schema import KVSchema
-
-HBM_BLOCKS = 8
-QUIET = HbmOptions(write_back=False)
-POOL = f"embedded:?dram={32 * SCHEMA.extent_bytes}&prefault=0"
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(params=sorted(SCHEMAS))
-def schema(request: pytest.FixtureRequest) -> KVSchema:
-    return SCHEMAS[request.param]
-
-
-@pytest.fixture
-def client() -> Iterator[Client]:
-    with Client.open(POOL) as client:
-        yield client
-
-
-@pytest.fixture
-def store(client: Client, schema: KVSchema, device: str) -> Iterator[HbmStore]:
-    with HbmStore(client, schema, HBM_BLOCKS * BLOCK, device, options=QUIET) as store:
-        yield store
 
 
 def flip(store: HbmStore, prefix: Prefix, index: int, at: int = 77) -> None:
     """Change one bit of a block in HBM, as a stray kernel would."""
     with store.lease(prefix, verify="off") as blocks:
         blocks[index].tensor[at] ^= 1
-
-
-class Later:
-    """Something that ends when it is told to."""
-
-    def __init__(self) -> None:
-        self.over = False
-
-    def done(self) -> bool:
-        return self.over
 
 
 # -- damage --------------------------------------------------------------------------------------
@@ -169,12 +146,9 @@ def test_what_is_damaged_in_the_pool_does_not_come_up(
 
 
 def test_without_a_pool_hbm_serves_what_it_has(own_daemon: Callable[..., Any], device: str) -> None:
-    schema, daemon = SCHEMA, own_daemon(dram=32 * SCHEMA.extent_bytes)
-    mine, lost = fresh_prefix(2, schema), fresh_prefix(2, schema)
-    with (
-        Client.open(daemon.url) as client,
-        HbmStore(client, schema, HBM_BLOCKS * BLOCK, device, options=QUIET) as store,
-    ):
+    daemon = own_daemon(dram=POOL_BYTES)
+    mine, lost = fresh_prefix(2, SCHEMA), fresh_prefix(2, SCHEMA)
+    with Client.open(daemon.url) as client, hbm_store(client, device) as store:
         publish(store, mine)
         client.put(lost, payloads_of(lost))
         daemon.kill()
@@ -186,7 +160,7 @@ def test_without_a_pool_hbm_serves_what_it_has(own_daemon: Callable[..., Any], d
                 assert (len(blocks), blocks.reason) == (0, "pool")
         with pytest.raises(NodeUnavailable):
             store.demote()
-        assert publish(store, fresh_prefix(1, schema)) == (0,)
+        assert publish(store, fresh_prefix(1, SCHEMA)) == (0,)
         assert store.statistics()["pool_errors"] >= 2
         assert store.statistics()["dirty_blocks"] == 3
         assert_quiet(store)
@@ -200,12 +174,9 @@ def test_without_a_pool_hbm_serves_what_it_has(own_daemon: Callable[..., Any], d
 def test_a_pool_that_hangs_costs_one_deadline_and_not_every_prompt_one(
     own_daemon: Callable[..., Any], device: str
 ) -> None:
-    daemon = own_daemon(dram=32 * SCHEMA.extent_bytes)
+    daemon = own_daemon(dram=POOL_BYTES)
     mine, far = fresh_prefix(2, SCHEMA), fresh_prefix(2, SCHEMA)
-    with (
-        Client.open(daemon.url) as client,
-        HbmStore(client, SCHEMA, HBM_BLOCKS * BLOCK, device, options=QUIET) as store,
-    ):
+    with Client.open(daemon.url) as client, hbm_store(client, device) as store:
         publish(store, mine)
         client.put(far, payloads_of(far))
         with daemon.stopped():
@@ -235,20 +206,10 @@ def _saves(store: HbmStore) -> bool:
 def test_a_node_that_is_killed_during_a_demotion(
     own_daemon: Callable[..., Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    schema, daemon = SCHEMA, own_daemon(dram=32 * SCHEMA.extent_bytes)
-    prefix = fresh_prefix(4, schema)
-    with (
-        Client.open(daemon.url) as client,
-        HbmStore(client, schema, HBM_BLOCKS * BLOCK, device, options=QUIET) as store,
-    ):
+    daemon, prefix = own_daemon(dram=POOL_BYTES), fresh_prefix(4, SCHEMA)
+    with Client.open(daemon.url) as client, hbm_store(client, device) as store:
         publish(store, prefix)
-        copy = store._memory.copy
-
-        def copy_and_kill(pairs: Any, deadline: float) -> None:
-            daemon.kill()
-            copy(pairs, deadline)
-
-        monkeypatch.setattr(store._memory, "copy", copy_and_kill)
+        before_copies(store, monkeypatch, lambda _: daemon.kill())
         with pytest.raises(NodeUnavailable):
             store.demote()
         monkeypatch.undo()
@@ -268,7 +229,7 @@ def test_a_node_that_is_killed_during_a_demotion(
 def test_a_pool_without_room_leaves_blocks_dirty(schema: KVSchema, device: str) -> None:
     with (
         Client.open(f"embedded:?dram={2 * schema.extent_bytes}&prefault=0") as client,
-        HbmStore(client, schema, HBM_BLOCKS * BLOCK, device, options=QUIET) as store,
+        hbm_store(client, device, schema) as store,
     ):
         taken, prefix = fresh_prefix(2, schema), fresh_prefix(3, schema)
         client.put(taken, payloads_of(taken))
@@ -290,10 +251,7 @@ def test_a_copy_up_that_goes_on_keeps_its_memory_until_it_has_ended(
 ) -> None:
     prefix, later = fresh_prefix(2, schema), Later()
     client.put(prefix, payloads_of(prefix))
-
-    def never_ends(pairs: Any, deadline: float) -> None:
-        raise Unfinished(TimeoutError("late"), later, late=True)
-
+    never_ends = Mock(side_effect=Unfinished(TimeoutError("late"), later, late=True))
     monkeypatch.setattr(store._memory, "copy", never_ends)
     with store.promote(prefix) as blocks:
         assert (len(blocks), blocks.reason) == (0, "deadline")
@@ -314,10 +272,7 @@ def test_a_copy_down_that_goes_on_keeps_both_ends(
 ) -> None:
     prefix, later = fresh_prefix(2, schema), Later()
     publish(store, prefix)
-
-    def never_ends(pairs: Any, deadline: float) -> None:
-        raise Unfinished(TimeoutError("late"), later, late=True)
-
+    never_ends = Mock(side_effect=Unfinished(TimeoutError("late"), later, late=True))
     monkeypatch.setattr(store._memory, "copy", never_ends)
     with pytest.raises(DeadlineExceeded):
         store.demote()
@@ -341,10 +296,7 @@ def test_a_device_that_fails_is_an_error_and_its_memory_is_not_used_again(
     up, down = fresh_prefix(1, schema), fresh_prefix(1, schema)
     client.put(up, payloads_of(up))
     publish(store, down)
-
-    def fails(pairs: Any, deadline: float) -> None:
-        raise Unfinished(RuntimeError("ECC"), Never(), late=False)
-
+    fails = Mock(side_effect=Unfinished(RuntimeError("ECC"), Never(), late=False))
     monkeypatch.setattr(store._memory, "copy", fails)
     with pytest.raises(TierUnavailable, match="ECC"):
         store.promote(up)
@@ -362,10 +314,7 @@ def test_checksums_that_fail_publish_nothing(
 ) -> None:
     prefix = fresh_prefix(2, schema)
     client.put(prefix, payloads_of(prefix))
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise TierUnavailable("no checksums today")
-
+    fails = Mock(side_effect=TierUnavailable("no checksums today"))
     monkeypatch.setattr(store._memory, "checksums", fails)
     with pytest.raises(TierUnavailable):
         publish(store, prefix)
@@ -412,7 +361,7 @@ def test_an_expired_reservation_publishes_nothing(
     client: Client, schema: KVSchema, device: str
 ) -> None:
     options = HbmOptions(write_lease_s=0.05, write_back=False)
-    with HbmStore(client, schema, HBM_BLOCKS * BLOCK, device, options=options) as store:
+    with hbm_store(client, device, schema, options) as store:
         prefix = fresh_prefix(2, schema)
         slots = store.reserve(prefix)
         wait_until(lambda: store.statistics()["quarantined_bytes"] == 2 * BLOCK, "it expires")
@@ -434,7 +383,7 @@ def test_threads(client: Client, schema: KVSchema, device: str) -> None:
     options = HbmOptions(high_watermark=0.5, low_watermark=0.25)
     wrong: list[BaseException] = []
     stop = time.monotonic() + 1.0
-    with HbmStore(client, schema, HBM_BLOCKS * BLOCK, device, options=options) as store:
+    with hbm_store(client, device, schema, options) as store:
 
         def work(seed: int) -> None:
             chance = torch.Generator().manual_seed(seed)

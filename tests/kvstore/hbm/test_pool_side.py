@@ -6,16 +6,29 @@ import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
-from hbmsupport import BLOCK, DEVICES, SCHEMA, SCHEMAS, assert_quiet, assert_right, publish
+from hbmsupport import (
+    HBM_BLOCKS,
+    POOL_BYTES,
+    SCHEMA,
+    SCHEMAS,
+    Halfway,
+    Later,
+    assert_quiet,
+    assert_right,
+    before_copies,
+    hbm_store,
+    is_pinned,
+    publish,
+)
 from kvsupport import Background, fresh_prefix, is_quiet, payloads_of, wait_until
 from kvsupport import assert_right as pool_assert_right
-from waysupport import NetworkNode
 
 from tiffin.kvstore import Client, KVSchema
 from tiffin.kvstore.errors import (
@@ -25,7 +38,7 @@ from tiffin.kvstore.errors import (
     ProtocolError,
     TierUnavailable,
 )
-from tiffin.kvstore.hbm import HbmOptions, HbmStore, below
+from tiffin.kvstore.hbm import HbmOptions, below
 from tiffin.kvstore.hbm.memory import Never, Unfinished
 from tiffin.kvstore.hbm.saving import _cut
 from tiffin.kvstore.node.node import Node, NodeOptions
@@ -35,50 +48,12 @@ from tiffin.messenger.pinning import registration
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-HBM_BLOCKS = 8
-QUIET = HbmOptions(write_back=False)
-POOL = f"embedded:?dram={32 * SCHEMA.extent_bytes}&prefault=0"
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+    from tiffin.kvstore.hbm import HbmStore
 
 
 @pytest.fixture
-def client() -> Iterator[Client]:
-    with Client.open(POOL) as client:
-        yield client
-
-
-@pytest.fixture
-def store(client: Client, device: str) -> Iterator[HbmStore]:
-    with HbmStore(client, SCHEMA, HBM_BLOCKS * BLOCK, device, options=QUIET) as store:
-        yield store
-
-
-class Later:
-    """Something that ends when it is told to."""
-
-    def __init__(self) -> None:
-        self.over = False
-
-    def done(self) -> bool:
-        return self.over
-
-
-class Halfway:
-    """A copy that stops before its bytes move, until it is told to go on."""
-
-    def __init__(self, store: HbmStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._copy = store._memory.copy
-        self.there, self.go = threading.Event(), threading.Event()
-        monkeypatch.setattr(store._memory, "copy", self._wait)
-
-    def _wait(self, pairs: Any, deadline: float) -> None:
-        self.there.set()
-        assert self.go.wait(8)
-        self._copy(pairs, deadline)
+def schema() -> KVSchema:
+    return SCHEMA
 
 
 # -- a client that is closed first ---------------------------------------------------------------
@@ -100,7 +75,7 @@ def test_a_client_that_closes_during_a_save_spoils_nobody_elses_block(
     node, schema = small_node
     theirs = fresh_prefix(2, schema)
     other, client = Client.attach(node), Client.attach(node)
-    with other, client, HbmStore(client, schema, 8 * BLOCK, device, options=QUIET) as store:
+    with other, client, hbm_store(client, device, schema) as store:
         publish(store, fresh_prefix(2, schema))
         copy = Halfway(store, monkeypatch)
         saving = Background(store.demote)
@@ -133,7 +108,7 @@ def test_a_client_that_closes_during_a_promote(
         return real(view, spans)
 
     other, client = Client.attach(node), Client.attach(node)
-    with other, client, HbmStore(client, schema, 8 * BLOCK, device, options=QUIET) as store:
+    with other, client, hbm_store(client, device, schema) as store:
         client.put(prefix, payloads_of(prefix))
         monkeypatch.setattr(below, "host_checksums", late)
 
@@ -154,12 +129,9 @@ def test_a_client_that_closes_during_a_promote(
 def test_a_device_that_failed_does_not_keep_the_client_from_closing(
     client: Client, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with HbmStore(client, SCHEMA, HBM_BLOCKS * BLOCK, device, options=QUIET) as store:
+    with hbm_store(client, device) as store:
         publish(store, fresh_prefix(2, SCHEMA))
-
-        def fails(pairs: Any, deadline: float) -> None:
-            raise Unfinished(RuntimeError("ECC"), Never(), late=False)
-
+        fails = Mock(side_effect=Unfinished(RuntimeError("ECC"), Never(), late=False))
         monkeypatch.setattr(store._memory, "copy", fails)
         with pytest.raises(TierUnavailable):
             store.demote()
@@ -171,13 +143,10 @@ def test_what_goes_on_after_close_lets_go_when_it_ends(
 ) -> None:
     up, down = fresh_prefix(2, SCHEMA), fresh_prefix(2, SCHEMA)
     client.put(up, payloads_of(up))
-    store = HbmStore(client, SCHEMA, HBM_BLOCKS * BLOCK, device, options=QUIET)
+    store = hbm_store(client, device)
     publish(store, down)
     later = Later()
-
-    def never_ends(pairs: Any, deadline: float) -> None:
-        raise Unfinished(TimeoutError("late"), later, late=True)
-
+    never_ends = Mock(side_effect=Unfinished(TimeoutError("late"), later, late=True))
     monkeypatch.setattr(store._memory, "copy", never_ends)
     store.promote(up).release()
     with pytest.raises(DeadlineExceeded):
@@ -195,19 +164,10 @@ def test_what_goes_on_after_close_lets_go_when_it_ends(
 def test_after_a_restart_the_new_memory_is_pinned_and_the_old_let_go(
     own_daemon: Callable[..., Any], device: str
 ) -> None:
-    daemon = own_daemon(dram=32 * SCHEMA.extent_bytes)
-    kind = device.partition(":")[0]
-
-    def pinned(memory: Any) -> bool:
-        address = int(memory.__array_interface__["data"][0])
-        return registration(address, len(memory), kind) is not None
-
-    with (
-        Client.open(daemon.url) as client,
-        HbmStore(client, SCHEMA, HBM_BLOCKS * BLOCK, device, options=QUIET) as store,
-    ):
+    daemon = own_daemon(dram=POOL_BYTES)
+    with Client.open(daemon.url) as client, hbm_store(client, device) as store:
         before = client._link.memory
-        assert pinned(before)
+        assert is_pinned(before, device)
         old = int(before.__array_interface__["data"][0]), len(before)
         daemon.kill()
         daemon.start()
@@ -220,10 +180,11 @@ def test_after_a_restart_the_new_memory_is_pinned_and_the_old_let_go(
             return store.statistics()["dirty_blocks"] == 0
 
         wait_until(saved, "the new node is used")
-        wait_until(lambda: pinned(client._link.memory), "its memory is pinned")
+        wait_until(lambda: is_pinned(client._link.memory, device), "its memory is pinned")
+        kind = device.partition(":")[0]
         wait_until(lambda: registration(*old, kind) is None, "the old memory is let go of")
         assert_quiet(store)
-    assert not pinned(before)
+    assert not is_pinned(before, device)
 
 
 def test_a_pool_of_another_version_is_a_pool_that_does_not_answer(
@@ -231,10 +192,7 @@ def test_a_pool_of_another_version_is_a_pool_that_does_not_answer(
 ) -> None:
     prefix = fresh_prefix(3, SCHEMA)
     publish(store, prefix[:2])
-
-    def garbage(*_: Any) -> Any:
-        raise ProtocolError("the node sent garbage")
-
+    garbage = Mock(side_effect=ProtocolError("the node sent garbage"))
     monkeypatch.setattr(client._link, "call", garbage)
     with store.promote(prefix) as blocks:
         assert (len(blocks), blocks.reason) == (2, "pool")
@@ -246,7 +204,7 @@ def test_who_has_nothing_to_save_does_not_ask_for_the_others(client: Client, dev
     options = HbmOptions(high_watermark=0.5, low_watermark=0.1)
     clean = fresh_prefix(6, SCHEMA)
     client.put(clean, payloads_of(clean))
-    with HbmStore(client, SCHEMA, HBM_BLOCKS * BLOCK, device, options=options) as store:
+    with hbm_store(client, device, options=options) as store:
         with store.promote(clean) as blocks:
             assert blocks.complete
         door = store._background._door
@@ -273,13 +231,7 @@ def test_a_demotion_ends_with_its_time(
     prefixes = [fresh_prefix(1, SCHEMA) for _ in range(HBM_BLOCKS)]
     for prefix in prefixes:
         publish(store, prefix)
-    copy = store._memory.copy
-
-    def slow(pairs: Any, deadline: float) -> None:
-        time.sleep(0.1)
-        copy(pairs, deadline)
-
-    monkeypatch.setattr(store._memory, "copy", slow)
+    before_copies(store, monkeypatch, lambda _: time.sleep(0.1))
     began = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         store.demote(timeout_s=0.15)
@@ -292,26 +244,14 @@ def test_a_demotion_ends_with_its_time(
 
 
 def test_a_slow_network_is_given_the_time_that_there_is(
-    device: str, monkeypatch: pytest.MonkeyPatch
+    network_client: Client, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = NetworkNode(Node(NodeOptions(32 * SCHEMA.extent_bytes, prefault=False)))
-    with contextlib.ExitStack() as stack:
-        stack.callback(node.close)
-        client = stack.enter_context(Client.open(node.url))
-        store = stack.enter_context(
-            HbmStore(client, SCHEMA, HBM_BLOCKS * BLOCK, device, options=QUIET)
-        )
-        granted: list[float] = []
-        put = client.put
-
-        def note(*arguments: Any, timeout_s: float, **keywords: Any) -> Any:
-            granted.append(timeout_s)
-            return put(*arguments, timeout_s=timeout_s, **keywords)
-
-        monkeypatch.setattr(client, "put", note)
+    put = Mock(wraps=network_client.put)
+    monkeypatch.setattr(network_client, "put", put)
+    with hbm_store(network_client, device) as store:
         publish(store, fresh_prefix(2, SCHEMA))
         assert store.demote(timeout_s=30.0).saved == 2
-        assert granted[0] > 20.0
+    assert put.call_args_list[0].kwargs["timeout_s"] > 20.0
 
 
 def test_a_call_to_the_pool_takes_no_more_blocks_than_it_may() -> None:

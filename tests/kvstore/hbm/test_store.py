@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,20 +15,21 @@ torch = pytest.importorskip("torch")
 
 from hbmsupport import (
     BLOCK,
-    DEVICES,
+    HBM_BLOCKS,
     SCHEMA,
-    SCHEMAS,
     assert_conserved,
     assert_quiet,
     assert_right,
+    before_copies,
     fill,
+    hbm_store,
+    is_pinned,
     publish,
 )
 from kvsupport import SCHEMA as OTHER_SCHEMA
 from kvsupport import Background, PoolOptions, fresh_prefix, is_quiet, payloads_of, wait_until
-from waysupport import NetworkNode, TwoNodes
+from waysupport import TwoNodes
 
-from tiffin.kvstore import Client
 from tiffin.kvstore.errors import (
     ClientClosed,
     InvalidInput,
@@ -38,39 +40,18 @@ from tiffin.kvstore.errors import (
 )
 from tiffin.kvstore.hbm import HbmOptions, HbmStore
 from tiffin.kvstore.hbm.memory import host_checksums
-from tiffin.kvstore.node.node import Node, NodeOptions
-from tiffin.messenger.pinning import registration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tiffin.kvstore import Client
     from tiffin.kvstore.schema import KVSchema
 
-HBM_BLOCKS = 8
-QUIET = HbmOptions(write_back=False)
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(params=sorted(SCHEMAS))
-def schema(request: pytest.FixtureRequest) -> KVSchema:
-    return SCHEMAS[request.param]
-
 
 @pytest.fixture
-def client() -> Iterator[Client]:
-    with Client.open(f"embedded:?dram={32 * SCHEMA.extent_bytes}&prefault=0") as client:
-        yield client
-
-
-@pytest.fixture
-def store(client: Client, schema: KVSchema, device: str) -> Iterator[HbmStore]:
-    with HbmStore(client, schema, HBM_BLOCKS * BLOCK, device, options=QUIET) as store:
-        yield store
-        assert_quiet(store)
+def store(store: HbmStore) -> Iterator[HbmStore]:
+    yield store
+    assert_quiet(store)
 
 
 # -- writing and reading -------------------------------------------------------------------------
@@ -300,7 +281,7 @@ def test_above_the_watermark_blocks_go_down_by_themselves(
     client: Client, schema: KVSchema, device: str
 ) -> None:
     options = HbmOptions(high_watermark=0.5, low_watermark=0.25)
-    with HbmStore(client, schema, HBM_BLOCKS * BLOCK, device, options=options) as store:
+    with hbm_store(client, device, schema, options) as store:
         first, second = fresh_prefix(4, schema), fresh_prefix(2, schema)
         publish(store, first)
         assert client.match(first).blocks == 0
@@ -317,7 +298,7 @@ def test_admission_on_second_use(client: Client, schema: KVSchema, device: str) 
     options = HbmOptions(admit_on_second_use=True)
     prefix = fresh_prefix(2, schema)
     client.put(prefix, payloads_of(prefix))
-    with HbmStore(client, schema, HBM_BLOCKS * BLOCK, device, options=options) as store:
+    with hbm_store(client, device, schema, options) as store:
         with store.promote(prefix) as blocks:
             assert (len(blocks), blocks.reason) == (0, "admission")
         with store.promote(prefix) as blocks:
@@ -370,13 +351,7 @@ def test_what_was_removed_while_it_came_up_stays_away(
 ) -> None:
     prefix = fresh_prefix(2, schema)
     client.put(prefix, payloads_of(prefix))
-    copy = store._memory.copy
-
-    def copy_late(pairs: Any, deadline: float) -> None:
-        store.remove(prefix)
-        copy(pairs, deadline)
-
-    monkeypatch.setattr(store._memory, "copy", copy_late)
+    before_copies(store, monkeypatch, lambda _: store.remove(prefix))
     with store.promote(prefix) as blocks:
         assert len(blocks) == 0
     assert store.match(prefix) == 0
@@ -385,16 +360,15 @@ def test_what_was_removed_while_it_came_up_stays_away(
 def test_what_is_removed_while_it_goes_down_does_not_stay_in_the_pool(
     store: HbmStore, client: Client, schema: KVSchema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix, copy = fresh_prefix(2, schema), store._memory.copy
+    prefix = fresh_prefix(2, schema)
     publish(store, prefix)
     removal: list[Background] = []
 
-    def copy_slowly(pairs: Any, deadline: float) -> None:
+    def remove(_: Any) -> None:
         removal.append(Background(lambda: store.remove(prefix)))
         wait_until(lambda: store.match(prefix) == 0, "HBM has forgotten it")
-        copy(pairs, deadline)
 
-    monkeypatch.setattr(store._memory, "copy", copy_slowly)
+    before_copies(store, monkeypatch, remove)
     store.demote()
     assert removal[0].result() == 2
     assert client.match(prefix).blocks == 0
@@ -426,19 +400,15 @@ def test_a_slice_of_a_prefix(store: HbmStore, client: Client, schema: KVSchema) 
     assert client.match(prefix).blocks == 5
 
 
-def test_in_front_of_a_node_over_the_network(schema: KVSchema, device: str) -> None:
-    node = NetworkNode(Node(NodeOptions(32 * SCHEMA.extent_bytes, prefault=False)))
-    with contextlib.ExitStack() as stack:
-        stack.callback(node.close)
-        client = stack.enter_context(Client.open(node.url))
-        store = stack.enter_context(
-            HbmStore(client, schema, HBM_BLOCKS * BLOCK, device, options=QUIET)
-        )
+def test_in_front_of_a_node_over_the_network(
+    network_client: Client, schema: KVSchema, device: str
+) -> None:
+    with hbm_store(network_client, device, schema) as store:
         prefix, other = fresh_prefix(4, schema), fresh_prefix(2, schema)
         publish(store, prefix)
         assert store.demote().saved == 4
         assert store.remove(prefix, pool=False) == 4
-        client.put(other, payloads_of(other))
+        network_client.put(other, payloads_of(other))
         for wanted in (prefix, other):
             with store.promote(wanted) as blocks:
                 assert (len(blocks), blocks.hits) == (len(wanted), 0)
@@ -455,24 +425,16 @@ def test_the_page_explains_every_number_option_and_verb(store: HbmStore) -> None
     assert missing == []
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_in_front_of_a_pool_with_a_node_on_this_host(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hashed: list[int] = []
-
-    def count(view: Any, spans: Any) -> Any:
-        hashed.append(len(view))
-        return host_checksums(view, spans)
-
-    monkeypatch.setattr("tiffin.kvstore.hbm.below.host_checksums", count)
+    hashed = Mock(wraps=host_checksums)
+    monkeypatch.setattr("tiffin.kvstore.hbm.below.host_checksums", hashed)
     with contextlib.ExitStack() as stack:
         nodes = TwoNodes(PoolOptions(dram_blocks=64), tmp_path)
         stack.callback(nodes.close)
         client = stack.enter_context(nodes.open("engine"))
-        store = stack.enter_context(
-            HbmStore(client, SCHEMA, HBM_BLOCKS * BLOCK, device, options=QUIET)
-        )
+        store = stack.enter_context(hbm_store(client, device))
         prefix = fresh_prefix(5, SCHEMA)
         client.put(prefix[:2], payloads_of(prefix[:2]))
         nodes.put_far(prefix[:4])
@@ -480,7 +442,7 @@ def test_in_front_of_a_pool_with_a_node_on_this_host(
             assert (len(blocks), blocks.reason) == (4, "miss")
             assert_right(blocks, prefix)
         # Of the two at home the header's checksums were compared on the device.
-        assert hashed == [BLOCK, BLOCK]
+        assert [len(call.args[0]) for call in hashed.call_args_list] == [BLOCK, BLOCK]
         publish(store, prefix)
         assert store.demote().saved == 1
         assert_quiet(store)
@@ -491,8 +453,7 @@ def test_the_pools_memory_is_pinned_while_the_store_is_open(client: Client, devi
     memory = client._link.memory
 
     def pinned() -> bool:
-        address = int(memory.__array_interface__["data"][0])
-        return registration(address, len(memory), device.partition(":")[0]) is not None
+        return is_pinned(memory, device)
 
     with HbmStore(client, SCHEMA, BLOCK, device):
         assert pinned()

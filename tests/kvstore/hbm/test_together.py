@@ -7,15 +7,26 @@ import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("torch")
 
-from hbmsupport import BLOCK, DEVICES, SCHEMA, assert_quiet, assert_right, publish
+from hbmsupport import (
+    BLOCK,
+    HBM_BLOCKS,
+    SCHEMA,
+    Halfway,
+    Later,
+    assert_quiet,
+    assert_right,
+    before_copies,
+    hbm_store,
+    publish,
+)
 from kvsupport import Background, fresh_prefix, payloads_of, wait_until
 
-from tiffin.kvstore import Client
 from tiffin.kvstore.errors import ClientClosed, InvalidInput, TierUnavailable
 from tiffin.kvstore.hbm import HbmOptions, HbmStore
 from tiffin.kvstore.hbm.endings import Endings
@@ -24,28 +35,12 @@ from tiffin.messenger.device import DeviceCopier, Transfer
 from tiffin.messenger.errors import TransferTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-HBM_BLOCKS = 8
-QUIET = HbmOptions(write_back=False)
-POOL = f"embedded:?dram={32 * SCHEMA.extent_bytes}&prefault=0"
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+    from tiffin.kvstore import Client, KVSchema
 
 
 @pytest.fixture
-def client() -> Iterator[Client]:
-    with Client.open(POOL) as client:
-        yield client
-
-
-@pytest.fixture
-def store(client: Client, device: str) -> Iterator[HbmStore]:
-    with HbmStore(client, SCHEMA, HBM_BLOCKS * BLOCK, device, options=QUIET) as store:
-        yield store
+def schema() -> KVSchema:
+    return SCHEMA
 
 
 # -- threads -------------------------------------------------------------------------------------
@@ -57,14 +52,13 @@ def test_who_wants_what_another_brings_waits_for_it(
     """A prefix that all requests of a burst have is fetched once, and all of them get it."""
     prefix = fresh_prefix(4, SCHEMA)
     client.put(prefix, payloads_of(prefix))
-    copy, copied = store._memory.copy, []
+    copied = []
 
-    def slow(pairs: Any, deadline: float) -> None:
+    def slow(pairs: Any) -> None:
         copied.append(len(pairs))
         time.sleep(0.1)
-        copy(pairs, deadline)
 
-    monkeypatch.setattr(store._memory, "copy", slow)
+    before_copies(store, monkeypatch, slow)
 
     def promote(count: int) -> int:
         with store.promote(prefix[:count]) as blocks:
@@ -82,21 +76,14 @@ def test_who_waits_for_another_waits_no_longer_than_it_said(
 ) -> None:
     prefix = fresh_prefix(2, SCHEMA)
     client.put(prefix, payloads_of(prefix))
-    copy, there, go = store._memory.copy, threading.Event(), threading.Event()
-
-    def hang(pairs: Any, deadline: float) -> None:
-        there.set()
-        go.wait(8)
-        copy(pairs, deadline)
-
-    monkeypatch.setattr(store._memory, "copy", hang)
+    copy = Halfway(store, monkeypatch)
     first = Background(lambda: store.promote(prefix).release())
-    assert there.wait(8)
+    assert copy.there.wait(8)
     began = time.monotonic()
     with store.promote(prefix, timeout_s=0.1) as blocks:
         assert (len(blocks), blocks.reason) == (0, "busy")
     assert time.monotonic() - began < 2.0
-    go.set()
+    copy.go.set()
     first.result()
     assert_quiet(store)
 
@@ -106,13 +93,7 @@ def test_a_removal_stops_only_what_it_names(
 ) -> None:
     prefix, unrelated = fresh_prefix(2, SCHEMA), fresh_prefix(1, SCHEMA)
     client.put(prefix, payloads_of(prefix))
-    copy = store._memory.copy
-
-    def copy_late(pairs: Any, deadline: float) -> None:
-        store.remove(unrelated)
-        copy(pairs, deadline)
-
-    monkeypatch.setattr(store._memory, "copy", copy_late)
+    before_copies(store, monkeypatch, lambda _: store.remove(unrelated))
     with store.promote(prefix) as blocks:
         assert blocks.complete
         assert_right(blocks, prefix)
@@ -186,28 +167,21 @@ def test_reservations_expire_while_a_copy_down_takes_long(
     client: Client, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = HbmOptions(write_lease_s=0.1, high_watermark=0.25, low_watermark=0.1)
-    with HbmStore(client, SCHEMA, HBM_BLOCKS * BLOCK, device, options=options) as store:
-        copy, there, go = store._memory.copy, threading.Event(), threading.Event()
-
-        def hang(pairs: Any, deadline: float) -> None:
-            there.set()
-            go.wait(8)
-            copy(pairs, deadline)
-
-        monkeypatch.setattr(store._memory, "copy", hang)
+    with hbm_store(client, device, options=options) as store:
+        copy = Halfway(store, monkeypatch)
         abandoned = fresh_prefix(1, SCHEMA)
         slots = store.reserve(abandoned)
         publish(store, fresh_prefix(4, SCHEMA))
-        assert there.wait(8)
+        assert copy.there.wait(8)
         time.sleep(0.15)
         assert publish(store, abandoned) == (0,)
-        go.set()
+        copy.go.set()
         slots.abort()
         assert_quiet(store)
 
 
 def test_close_does_not_wait_for_who_waits_for_room(client: Client, device: str) -> None:
-    store = HbmStore(client, SCHEMA, HBM_BLOCKS * BLOCK, device, options=QUIET)
+    store = hbm_store(client, device)
     publish(store, fresh_prefix(HBM_BLOCKS, SCHEMA))
     held = store.reserve(fresh_prefix(HBM_BLOCKS, SCHEMA))
     waiting = Background(lambda: store.reserve(fresh_prefix(1, SCHEMA), timeout_s=20))
@@ -248,20 +222,8 @@ def test_a_stream_that_is_none_leaves_what_is_held_to_be_released(
 
 
 def test_one_ending_that_fails_does_not_take_others_along() -> None:
-    endings, done = Endings(), []
-
-    class Later:
-        over = False
-
-        def done(self) -> bool:
-            return self.over
-
-    later = Later()
-
-    def fails() -> None:
-        raise RuntimeError("of somebody else")
-
-    endings.add(later, fails)
+    endings, later, done = Endings(), Later(), []
+    endings.add(later, Mock(side_effect=RuntimeError("of somebody else")))
     endings.add(later, lambda: done.append(1))
     later.over = True
     endings.look()
