@@ -231,17 +231,14 @@ class PoolClient(Client):
         prefix, home, context = wanted.prefix, self._home, self._engine.context
         reader = Reader(prefix, wanted.selection, wanted.access, memory)
 
-        def read(start: int, context: verbs.Context, without: tuple[int, ...]) -> verbs.Outcome:
-            verb = verbs.read(prefix, start, wanted.deadline, context, without)
-            return self._engine.run(verb, reader)
-
+        read = partial(self._engine.read, reader, wanted.deadline)
         if home is None or home_answered or not home.away:
             number = self._home_number if home_answered else None
-            outcome = read(start, context, () if number is None else (number,))
+            outcome = read(context, start, () if number is None else (number,))
         else:
-            outcome = read(start, home.shunned(context), ())
+            outcome = read(home.shunned(context), start)
             if outcome.reason == "lost" and not wanted.home_away and wanted.left_s:
-                outcome = joined(outcome, read(outcome.blocks, context, ()))
+                outcome = joined(outcome, read(context, outcome.blocks))
         if self._copies is not None:
             self._copies.saw(prefix, start, outcome.blocks)
         return outcome
@@ -370,8 +367,8 @@ class PoolClient(Client):
             return self._home.put(prefix, payloads, left_s, shard, patient=True)
         selection = select_shard(prefix.schema, shard)
         views = source_views(selection, payloads, len(prefix))
-        seals = Seals(prefix, views, selection)
-        return store(self._engine.peer(node), seals, 0, deadline=deadline).result()
+        seals, peer = Seals(prefix, views, selection), self._engine.peer(node)
+        return self._engine.noted(node, prefix, store(peer, seals, 0, deadline=deadline))
 
     def _node_for(self, prefix: Prefix, node: int | None) -> int | None:
         """The number of the node to write to; None for home. Raises NoRoom."""

@@ -25,6 +25,7 @@ from ..errors import (
     TiffinError,
 )
 from ..link import raise_refusal
+from . import verbs
 from .fetch import Arrivals, Fetched, fetch
 from .links import Links
 from .members import Placements
@@ -32,7 +33,7 @@ from .peer import Peer
 from .verbs import Ask, Context, Locate, Read, Together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -40,8 +41,10 @@ if TYPE_CHECKING:
     from ..blocks import Selection
     from ..directory.base import NodeRecord
     from ..keys import Prefix
-    from ..verbs import Access
+    from ..verbs import Access, PutResult
     from .members import Members
+    from .plan import Run
+    from .store import Stored
     from .verbs import Verb
 
     Bytes = NDArray[np.uint8]
@@ -155,6 +158,12 @@ class Engine:
         located = self.members.locate(keys)
         return self.placements.added_to(located, keys, time.monotonic())
 
+    def noted(self, number: int, prefix: Prefix, stored: Stored) -> PutResult:
+        """The result of a put to one node, which is found from now on."""
+        there = [prefix.keys[i] for i in (*stored.stored, *stored.resident)]
+        self.placements.note(number, there, time.monotonic())
+        return stored.result()
+
     # -- peers -----------------------------------------------------------------------------------
 
     def record(self, number: int) -> NodeRecord:
@@ -215,6 +224,35 @@ class Engine:
 
     # -- steps -----------------------------------------------------------------------------------
 
+    def read(
+        self,
+        reader: Reader,
+        deadline: float,
+        context: Context,
+        start: int,
+        without: Collection[int] = (),
+    ) -> verbs.Outcome:
+        """Carry out `verbs.read` of the reader's prefix.
+
+        Nearly always one node has all of it. That is asked at once, and a plan, which takes as long
+        as the bytes of a small block, is made only for what it leaves.
+        """
+        prefix = reader.prefix
+        keys = prefix.keys[start:]
+        tried = None
+        try:
+            located = self.locate(keys) if keys else []
+        except DirectoryUnavailable:
+            return verbs.Outcome(start, "directory")
+        run = verbs.sole_run(located, start, context, without)
+        if run is not None:
+            fetched = self._read(run, deadline, None, reader)
+            if fetched.blocks == len(keys):
+                return verbs.whole(run, fetched)
+            tried = run, fetched
+        verb = verbs.read(prefix, start, deadline, context, without, located, tried)
+        return self.run(verb, reader)
+
     def run(self, verb: Verb[T], reader: Reader | None = None) -> T:
         """Carry out a verb's steps. `reader` is where its `Read` steps go."""
         outcome: Any = None
@@ -235,7 +273,8 @@ class Engine:
             return self.locate(step.keys)
         if isinstance(step, Read):
             assert reader is not None
-            return self._read(step, reader)
+            stall_s = None if step.patient else self.options.hedge_s
+            return self._read(step.run, step.deadline, stall_s, reader)
         if isinstance(step, Together):
             return self._together(step.steps, reader)
         assert isinstance(step, Ask)
@@ -283,8 +322,7 @@ class Engine:
         self.links.answered(number)
         return raise_refusal(reply)
 
-    def _read(self, step: Read, reader: Reader) -> Fetched:
-        run, options = step.run, self.options
+    def _read(self, run: Run, deadline: float, stall_s: float | None, reader: Reader) -> Fetched:
         try:
             peer = self.peer(run.node)
         except (NodeUnavailable, DirectoryUnavailable) as error:
@@ -301,13 +339,12 @@ class Engine:
             piece=_shifted(reader.piece, run.start),
         )
         try:
-            stall_s = None if step.patient else options.hedge_s
-            how = peer, part, arrivals, step.deadline, stall_s, options.streams
+            how = peer, part, arrivals, deadline, stall_s, self.options.streams
             if arrivals.nbytes < _BUDGETED_BYTES_MIN:
                 fetched = fetch(*how)
             else:
                 # Not the node's fault, nor counted as its time: others of this process were first.
-                with _turn(peer, arrivals.nbytes, reader.priority, step.deadline):
+                with _turn(peer, arrivals.nbytes, reader.priority, deadline):
                     fetched = fetch(*how)
         except TransferTimeout:
             return Fetched(0, "deadline")

@@ -135,9 +135,7 @@ class Placing:
         now = time.monotonic()
         late = max(self._deadline, now) + GRACE_S
         stored = store(peer, self._seals, 0, deadline=late, room_until=now + room_s)
-        there = [*stored.stored, *stored.resident]
-        self._engine.placements.note(number, [prefix.keys[i] for i in there], now)
-        return stored.result()
+        return self._engine.noted(number, prefix, stored)
 
     def _why_nobody(self) -> TiffinError:
         failure = self._failure

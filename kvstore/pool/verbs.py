@@ -10,6 +10,7 @@ one question; a node that it does not name costs a miss; what arrives proves its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -95,18 +96,24 @@ def read(
     deadline: float,
     context: Context,
     without: Collection[int] = (),
+    located: Sequence[Sequence[int]] | None = None,
+    tried: tuple[Run, Fetched] | None = None,
 ) -> Verb[Outcome]:
     """Read the leading blocks of `prefix` from block `start` on, wherever they are, but not from
-    the nodes `without`: those were asked before."""
+    the nodes `without`: those were asked before. `located`: what `Locate` says, if it was asked.
+    `tried`: what became of a run that was read already."""
     reading = _Reading(prefix, start, deadline, context)
     if start >= len(prefix):
         return reading.outcome
-    try:
-        located = yield Locate(tuple(prefix.keys[start:]))
-    except DirectoryUnavailable:
-        reading.outcome.reason = "directory"
-        return reading.outcome
+    if located is None:
+        try:
+            located = yield Locate(tuple(prefix.keys[start:]))
+        except DirectoryUnavailable:
+            reading.outcome.reason = "directory"
+            return reading.outcome
     reading.holders = [set(nodes).difference(without) for nodes in located]
+    if tried is not None:
+        reading.take(*tried)
     while runs := reading.next_runs():
         steps: list[Step] = [Read(run, deadline, reading.patient(run)) for run in runs]
         # One is nearly always all there is, and needs no other thread.
@@ -118,6 +125,25 @@ def read(
         if reading.complete:
             break
     return reading.finish()
+
+
+def sole_run(
+    located: Sequence[Sequence[int]], start: int, context: Context, without: Collection[int]
+) -> Run | None:
+    """All that is wanted as one run, if one node that is well is said to have it, and no other."""
+    holders = located[0] if located else ()
+    if len(holders) != 1 or holders[0] in without or located.count(holders) < len(located):
+        return None
+    if context.costs.seconds(holders[0], 0) == math.inf:
+        return None
+    return Run(holders[0], start, start + len(located), others=False)
+
+
+def whole(run: Run, fetched: Fetched) -> Outcome:
+    """The outcome of a read that was this run."""
+    positions = range(run.start, run.stop)
+    generations = dict(zip(positions, fetched.generations, strict=True))
+    return Outcome(run.stop, None, generations, dict.fromkeys(positions, run.node))
 
 
 class _Reading:
@@ -168,6 +194,11 @@ class _Reading:
     def patient(self, run: Run) -> bool:
         """Whether to give the node the whole deadline: there is no other, or no budget for it."""
         return not (run.others and self._context.may_hedge())
+
+    def take(self, run: Run, fetched: Fetched) -> None:
+        """`note` a run that was read before there was a plan."""
+        self._asked = True
+        self.note(run, fetched)
 
     def note(self, run: Run, fetched: Fetched) -> None:
         """Take what arrived; remember whom not to ask again for what."""

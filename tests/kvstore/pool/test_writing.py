@@ -499,3 +499,19 @@ class TestStatistics:
         names = cluster.open().statistics()["nodes"]
         assert set(names) == {f"one ({one.number})", f"one ({other})"}
         cluster.directory.withdraw(other)
+
+
+def test_what_was_put_to_a_node_is_found_at_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory hears of it a little later."""
+    one, two = cluster.start("one"), cluster.start("two")
+    client = cluster.open()
+    members = client._engine.members
+    monkeypatch.setattr(members, "locate", lambda keys: [()] * len(keys))
+    for node in (one, two):
+        prefix = fresh_prefix(2)
+        assert client.put(prefix, payloads_of(prefix), node=node.number).complete
+        with client.get(prefix) as blocks:
+            assert blocks.complete
+            assert_right(blocks, prefix)
