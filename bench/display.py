@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -44,9 +44,19 @@ def _bench() -> None:
     """Measure Tiffin on this machine."""
 
 
-def rows_help(suite: Suite[S]) -> str:
-    """For the option that chooses among the measurements."""
-    return f"Only these: {', '.join(suite.measurements)}."
+# Of every `bench` command.
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
+
+
+def out_option(suite: Suite[S]) -> Any:
+    """`--out`, for `Annotated`: the folder of the report."""
+    return typer.Option(help=f"Where bench-{suite.name}.json goes.")
+
+
+def row_option(suite: Suite[S]) -> Any:
+    """`--row`, for `Annotated`: the choice among the measurements."""
+    return typer.Option(help=f"Only these: {', '.join(suite.measurements)}.")
 
 
 def carry_out(

@@ -10,7 +10,7 @@ import typer
 
 from tiffin.kvstore.collector import calm_collector
 
-from ..display import add_command, carry_out, rows_help
+from ..display import AsJson, AsMarkdown, add_command, carry_out, out_option, row_option
 from .setting import Setting, Sizes
 from .suite import SUITE
 
@@ -22,10 +22,10 @@ def commands(app: typer.Typer) -> None:
 
 def conductor(
     quick: Annotated[bool, typer.Option(help="Fewer rounds: half a minute, not two.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
-    out: Annotated[Path, typer.Option(help="Where bench-conductor.json goes.")] = Path("out"),
-    row: Annotated[list[str] | None, typer.Option(help=rows_help(SUITE))] = None,
+    as_json: AsJson = False,
+    as_markdown: AsMarkdown = False,
+    out: Annotated[Path, out_option(SUITE)] = Path("out"),
+    row: Annotated[list[str] | None, row_option(SUITE)] = None,
     dynamo: Annotated[
         Path | None,
         typer.Option(help="Python of an environment that has Dynamo, to compare with it."),

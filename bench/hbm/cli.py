@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ..display import add_command, carry_out, rows_help
-from ..kernels.cli import chosen
+from ..display import AsJson, AsMarkdown, add_command, carry_out, out_option, row_option
+from ..kernels.cli import Device, chosen
 from .setting import Setting, Sizes
 from .suite import SUITE
 
@@ -21,13 +21,11 @@ def commands(app: typer.Typer) -> None:
 
 def hbm(
     quick: Annotated[bool, typer.Option(help="Fewer rounds and blocks: half a minute.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
-    out: Annotated[Path, typer.Option(help="Where bench-hbm.json goes.")] = Path("out"),
-    row: Annotated[list[str] | None, typer.Option(help=rows_help(SUITE))] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda:0 or cpu; default: the first GPU, or else the CPU.")
-    ] = None,
+    as_json: AsJson = False,
+    as_markdown: AsMarkdown = False,
+    out: Annotated[Path, out_option(SUITE)] = Path("out"),
+    row: Annotated[list[str] | None, row_option(SUITE)] = None,
+    device: Device = None,
 ) -> None:
     """Measure the HBM tier and its copies, each beside a plain copy in the same run.
 

@@ -8,10 +8,14 @@ from typing import Annotated
 
 import typer
 
-from ..display import add_command, carry_out, rows_help
+from ..display import AsJson, AsMarkdown, add_command, carry_out, out_option, row_option
 from .device import Machine, Missing, machine
 from .setting import Setting, Sizes
 from .suite import SUITE
+
+Device = Annotated[
+    str | None, typer.Option(help="cuda:0 or cpu; default: the first GPU, or else the CPU.")
+]
 
 
 def commands(app: typer.Typer) -> None:
@@ -29,13 +33,11 @@ def chosen(device: str | None) -> Machine:
 
 def kernels(
     quick: Annotated[bool, typer.Option(help="Fewer rounds and blocks: a minute.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
-    out: Annotated[Path, typer.Option(help="Where bench-kernels.json goes.")] = Path("out"),
-    row: Annotated[list[str] | None, typer.Option(help=rows_help(SUITE))] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda:0 or cpu; default: the first GPU, or else the CPU.")
-    ] = None,
+    as_json: AsJson = False,
+    as_markdown: AsMarkdown = False,
+    out: Annotated[Path, out_option(SUITE)] = Path("out"),
+    row: Annotated[list[str] | None, row_option(SUITE)] = None,
+    device: Device = None,
 ) -> None:
     """Measure gather, scatter, quantising and checksums, each beside a plain copy in the same run.
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..display import add_command, carry_out, rows_help
+from ..display import AsJson, AsMarkdown, add_command, carry_out, out_option, row_option
 from .setting import Setting, Sizes
 from .suite import SUITE
 
@@ -20,10 +20,10 @@ def commands(app: typer.Typer) -> None:
 
 def network(
     quick: Annotated[bool, typer.Option(help="Fewer rounds: half a minute, not minutes.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
-    out: Annotated[Path, typer.Option(help="Where bench-network.json goes.")] = Path("out"),
-    row: Annotated[list[str] | None, typer.Option(help=rows_help(SUITE))] = None,
+    as_json: AsJson = False,
+    as_markdown: AsMarkdown = False,
+    out: Annotated[Path, out_option(SUITE)] = Path("out"),
+    row: Annotated[list[str] | None, row_option(SUITE)] = None,
     mooncake: Annotated[
         Path | None,
         typer.Option(help="Python of an environment that has Mooncake, to compare with it."),

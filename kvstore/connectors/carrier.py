@@ -18,8 +18,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import NoRoom, TiffinError
+from ..pinned import PinnedPool
 from .moving import BlockMover
-from .pinned_pool import PinnedPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,7 +56,9 @@ class Carrier:
         self.client = client
         self.schema = schema
         self._mover = BlockMover(schema, device)
-        self._pinned = PinnedPool(self._mover.device)
+        self._pinned: PinnedPool | None = None
+        if self._mover.device.type == "cuda":
+            self._pinned = PinnedPool(client, str(self._mover.device), self._mover.while_idle)
         self.hbm: HbmStore | None = None
         if hbm_bytes:
             self.hbm = _open_hbm(client, schema, hbm_bytes, str(device))
@@ -71,7 +73,7 @@ class Carrier:
         Raises what the client, the kernels and the device meet; then nothing counts as loaded.
         """
         deadline = time.monotonic() + timeout_s
-        self._pinned.follow(self.client)
+        self._pin()
         with contextlib.ExitStack() as leases:
             found: list[Any] = []
             reason: str | None = None
@@ -106,7 +108,7 @@ class Carrier:
         `load` does.
         """
         position, deadline = 0, time.monotonic() + timeout_s
-        self._pinned.follow(self.client)
+        self._pin()
         in_hbm = self.hbm is not None
         while position < len(prefix):
             part = prefix[position : position + blocks_at_once]
@@ -149,7 +151,12 @@ class Carrier:
                 log.warning("blocks that only HBM had are lost: %s", error)
             hbm.close()
         self._mover.close()
-        self._pinned.close()
+        if self._pinned is not None:
+            self._pinned.close()
+
+    def _pin(self) -> None:
+        if self._pinned is not None:
+            self._pinned.follow()
 
 
 def _open_hbm(client: Client, schema: KVSchema, nbytes: int, device: str) -> HbmStore:

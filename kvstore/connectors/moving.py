@@ -34,7 +34,7 @@ from ..errors import TierUnavailable
 from .paging import host_tensor, layout_of, quantised_layout_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tiffin.kernels.cache import PagedCache
     from tiffin.messenger.device import Transfer
@@ -95,6 +95,14 @@ class BlockMover:
                 pairs = list(zip(stage, members, strict=True))
                 copies.start(self._open_copier(), pairs).stream_wait(self._stream())
                 self._scatter(cache, part, stage)
+
+    def while_idle(self, action: Callable[[], None]) -> bool:
+        """Do `action` if no copy is under way; whether that was so. After a call there is one only
+        if somebody wanted no more of it (Ctrl-C), or the device failed."""
+        if self._copier is not None and self._copier.statistics()["in_flight_bytes"]:
+            return False
+        action()
+        return True
 
     def close(self) -> None:
         """Let go of the staging buffers."""

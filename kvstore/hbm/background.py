@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from ..client import Client
     from ..node.records import Replica
+    from ..pinned import PinnedPool
     from .bringing import PoolDoor
     from .core import Entry
     from .desk import Desk
     from .memory import HbmMemory
-    from .pinned import PinnedPool
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class Background:
                 with self._desk.lock:
                     self._desk.core.tick(time.monotonic())
                 if self._pinned is not None:
-                    self._pinned.renew()
+                    self._pinned.follow()
                 while not self._closed and self._save_due():
                     pass
             except TiffinError as error:

@@ -34,6 +34,7 @@ from ..errors import (
     VersionMismatch,
 )
 from ..leased import Leased
+from ..near import near_link
 from ..node import messages
 from ..node.records import Reason
 from ..pool.client import PoolClient
@@ -98,13 +99,6 @@ def while_it_answers(action: Callable[..., None]) -> Callable[..., None]:
             action(*arguments)
 
     return attempt
-
-
-def near_link(client: Client) -> Link | None:
-    """The link to the node on this host whose memory this process has mapped, if there is one."""
-    if isinstance(client, PoolClient):
-        return client._home
-    return client._link
 
 
 @contextlib.contextmanager

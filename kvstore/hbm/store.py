@@ -29,6 +29,7 @@ from ..errors import ClientClosed, InvalidInput, SchemaError
 from ..keys import Prefix
 from ..node.core import Status
 from ..node.records import Kept, Pin, Reason
+from ..pinned import PinnedPool
 from ..verbs import DEFAULT_TIMEOUT_S, Access, check_timeout, check_ttl, check_verify
 from .background import Background
 from .below import spans_of
@@ -38,7 +39,6 @@ from .desk import Desk, Held
 from .exporting import export_blocks
 from .held import HbmBlocks, HbmSlot, HbmSlots, blocks_of
 from .memory import HbmMemory, Point, left_s
-from .pinned import PinnedPool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,7 +90,10 @@ class HbmStore:
         core = HbmCore(self._memory.tier.arena, options, first_generation=time.time_ns())
         self._gate = Gate(lambda: ClientClosed("this HBM store is closed; open another"))
         self._desk = Desk(core, lambda: self._background.kick(), self._gate.check)
-        self._pinned = PinnedPool(client, str(self._memory.device), self._memory) if pin else None
+        self._pinned: PinnedPool | None = None
+        if pin:
+            self._pinned = PinnedPool(client, str(self._memory.device), self._memory.while_idle)
+            self._pinned.follow()
         door = PoolDoor()
         self._background = Background(
             client, self._memory, self._desk, door, self._pinned, schema.block_bytes
@@ -364,7 +367,7 @@ class HbmStore:
 
     def _unpin(self) -> None:
         if self._pinned is not None:
-            self._memory.while_idle(self._pinned.close)
+            self._pinned.close()
 
     def forget(self) -> None:
         """In a forked child: the memory, the thread and the client are the parent's."""

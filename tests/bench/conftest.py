@@ -1,4 +1,4 @@
-"""What the benchmarks' tests share: fakegpu.py can be imported, and is quick."""
+"""What the benchmarks' tests share: the modules here can be imported, and fakegpu.py is quick."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import typer
+from rowsupport import check
 from typer.testing import CliRunner
 
 from tiffin.bench.conductor import cli, decision, service
@@ -53,15 +54,6 @@ NAMES = {
 }
 
 ROW = Row("decision", "what", "us", single(3.0), "limit", single(4.0), (Target("p50", "<=", 9.0),))
-
-
-def check(rows: list[Row]) -> None:
-    assert rows
-    for row in rows:
-        assert row.value.p20 <= row.value.p50 <= row.value.p80, row
-        assert min(row.value.p50, row.limit.p50, row.ratio) > 0, row
-        assert row.what, row
-        assert row.limit_what, row
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from rowsupport import check  # noqa: E402
+
 from tiffin.bench.hbm import cli, transfers, verbs  # noqa: E402
 from tiffin.bench.hbm.setting import Setting, Sizes  # noqa: E402
 from tiffin.bench.hbm.suite import SUITE  # noqa: E402
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiffin.bench.kernels.device import Machine
-    from tiffin.bench.store.rows import Row
 
 TINY = Sizes(
     rounds=2,
@@ -56,15 +57,6 @@ ON_A_GPU = {
     "pieces": {f"pieces-{way}-{size}": 0.9 for size in ("4KiB", "16KiB") for way in ("down", "up")},
     "decode": {f"decode-{way}{size}": 1.05 for size in ("", "-16KiB") for way in ("down", "up")},
 }
-
-
-def check(rows: list[Row]) -> None:
-    assert rows
-    for row in rows:
-        assert row.value.p20 <= row.value.p50 <= row.value.p80, row
-        assert min(row.value.p50, row.limit.p50, row.ratio) > 0, row
-        assert row.what, row
-        assert row.limit_what, row
 
 
 def on_cpu() -> Setting:

@@ -18,13 +18,15 @@ from typer.testing import CliRunner
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from rowsupport import check  # noqa: E402
+
 from tiffin.bench.environment import environment_lines  # noqa: E402
 from tiffin.bench.kernels import calls, case, cli, device  # noqa: E402
 from tiffin.bench.kernels.case import Case, head_slice, latents, llama  # noqa: E402
 from tiffin.bench.kernels.device import Machine, Missing, machine  # noqa: E402
 from tiffin.bench.kernels.setting import Setting, Sizes  # noqa: E402
 from tiffin.bench.kernels.suite import SUITE  # noqa: E402
-from tiffin.bench.store.rows import Row, Side  # noqa: E402
+from tiffin.bench.store.rows import Side  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,16 +69,6 @@ ON_A_CPU = {
     **dict.fromkeys(NAMES["launches"], "p50 <= 2 launches"),
     "host-plan-4": "p50 <= 100 us",
 }
-
-
-def check(rows: list[Row]) -> None:
-    assert rows
-    for row in rows:
-        assert row.value.p20 <= row.value.p50 <= row.value.p80, row
-        assert min(row.value.p50, row.limit.p50, row.ratio) > 0, row
-        assert row.what, row
-        assert row.limit_what, row
-    assert len({row.name for row in rows}) == len(rows)
 
 
 def on_cpu() -> Setting:

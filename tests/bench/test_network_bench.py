@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from rowsupport import check
 from typer.testing import CliRunner
 
 from tiffin.bench.network import cli, mooncake, setting
@@ -56,15 +57,6 @@ NAMES = {
 ROW = Row(
     "scattered", "what", "GB/s", single(3.0), "limit", single(4.0), (Target("ratio", ">=", 0.6),)
 )
-
-
-def check(rows: list[Row]) -> None:
-    assert rows
-    for row in rows:
-        assert row.value.p20 <= row.value.p50 <= row.value.p80, row
-        assert min(row.value.p50, row.limit.p50, row.ratio) > 0, row
-        assert row.what, row
-        assert row.limit_what, row
 
 
 @pytest.mark.parametrize("name", NAMES)

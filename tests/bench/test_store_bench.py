@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import typer
+from rowsupport import check
 from typer.testing import CliRunner
 
 from tiffin.bench.display import markdown, table
@@ -42,14 +43,7 @@ def test_every_measurement_gives_rows_with_limits(name: str, tmp_path: Path) -> 
     report = SUITE.run(Setting(TINY, tmp_path), [name], lambda _: None)
 
     assert not report.crashed
-    assert report.rows
-    for row in report.rows:
-        assert row.value.p50 > 0, row
-        assert row.limit.p50 > 0, row
-        assert row.ratio > 0, row
-        assert row.value.p20 <= row.value.p50 <= row.value.p80, row
-        assert row.what, row
-        assert row.limit_what, row
+    check(report.rows)
     assert not list(tmp_path.iterdir())  # slabs are gone
 
 

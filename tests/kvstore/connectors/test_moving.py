@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +13,22 @@ torch = pytest.importorskip("torch")
 from tiffin.kernels.cache import PagedCache  # noqa: E402
 from tiffin.kernels.errors import KernelError  # noqa: E402
 from tiffin.kernels.plan import PageMap  # noqa: E402
-from tiffin.kvstore import Client, KVSchema  # noqa: E402
-from tiffin.kvstore.connectors import moving, pinned_pool  # noqa: E402
+from tiffin.kvstore import Client, KVSchema, pinned  # noqa: E402
+from tiffin.kvstore.connectors import moving  # noqa: E402
+from tiffin.kvstore.connectors.carrier import Carrier  # noqa: E402
 from tiffin.kvstore.connectors.moving import BlockMover  # noqa: E402
 from tiffin.kvstore.connectors.paging import (  # noqa: E402
     host_tensor,
     layout_of,
     quantised_layout_of,
 )
-from tiffin.kvstore.connectors.pinned_pool import PinnedPool, memory_of  # noqa: E402
-from tiffin.kvstore.errors import ClientClosed, TierUnavailable  # noqa: E402
+from tiffin.kvstore.errors import TierUnavailable  # noqa: E402
 from tiffin.messenger.errors import MessengerError  # noqa: E402
-from tiffin.messenger.pinning import PinningError  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tiffin.kvstore import Prefix
 
 LAYERS, HEADS, DIM, TOKENS, BLOCKS = 2, 3, 4, 8, 5
 SCHEMA = KVSchema.gqa(
@@ -219,76 +219,65 @@ def test_layouts_are_the_schemas() -> None:
 # -- pinning ---------------------------------------------------------------------------------------
 
 
-class FakePinned:
-    """Stands for CUDA's registration."""
+@pytest.fixture
+def pins(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stands for CUDA's registration: (address, device) of what was pinned, while it is."""
+    found: list[Any] = []
 
-    made: list[FakePinned]
-    refuse = False
+    def fake(memory: Any, device: str) -> Any:
+        entry = memory.ctypes.data, device
+        found.append(entry)
+        return SimpleNamespace(close=lambda: found.remove(entry))
 
-    def __init__(self, memory: Any, device: str) -> None:
-        if self.refuse:
-            raise PinningError("cannot pin: ulimit")
-        self.address, self.device, self.closed = memory.ctypes.data, device, False
-        self.made.append(self)
-
-    def close(self) -> None:
-        self.closed = True
+    monkeypatch.setattr(pinned, "Pinned", fake)
+    return found
 
 
 @pytest.fixture
-def pins(monkeypatch: pytest.MonkeyPatch) -> type[FakePinned]:
-    class Fresh(FakePinned):
-        made: list[FakePinned] = []  # noqa: RUF012 - the test's own
-
-    monkeypatch.setattr(pinned_pool, "Pinned", Fresh)
-    return Fresh
+def client() -> Iterator[Client]:
+    with Client.open("embedded:?dram=1MiB&prefault=false") as client:
+        yield client
 
 
-def open_client() -> Client:
-    return Client.open("embedded:?dram=1MiB&prefault=false")
+def missed(carrier: Carrier, prefix: Prefix) -> None:
+    """A load that finds nothing."""
+
+    def no_room(blocks: int) -> Any:
+        raise AssertionError(f"asked for room for {blocks} blocks")
+
+    assert carrier.load(prefix, no_room, 1.0) == (0, "miss")
 
 
-def test_a_mapping_is_pinned_once(pins: type[FakePinned]) -> None:
-    pool = PinnedPool(torch.device("cuda:0"))
-    with open_client() as one, open_client() as two:
-        pool.follow(one)
-        pool.follow(one)
-        assert [(pin.address, pin.device) for pin in pins.made] == [
-            (one._link.memory.ctypes.data, "cuda:0")
-        ]
-        pool.follow(two)
-        assert [pin.closed for pin in pins.made] == [True, False]
-        pool.close()
-        pool.close()
-        assert [pin.closed for pin in pins.made] == [True, True]
-
-
-def test_a_refusal_is_said_once(
-    pins: type[FakePinned], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_carrier_pins_its_clients_memory_from_the_first_use_on(
+    pins: list[Any], client: Client
 ) -> None:
-    monkeypatch.setattr(pins, "refuse", True)
-    pool = PinnedPool(torch.device("cuda:0"))
-    with open_client() as client, caplog.at_level(logging.WARNING):
-        pool.follow(client)
-        pool.follow(client)
-    assert [record.getMessage() for record in caplog.records] == [
-        "the pool's memory is not pinned, so copies take a detour: cannot pin: ulimit"
-    ]
+    prefix = SCHEMA.prefix(range(TOKENS))
+    one, two = (Carrier(client, SCHEMA, "cuda:0") for _ in range(2))
+    assert pins == []
+    missed(one, prefix)
+    missed(two, prefix)
+    assert pins == [(client._link.memory.ctypes.data, "cuda:0")]
+    one.close()
+    assert pins
+    two.close()
+    two.close()
+    assert pins == []
 
 
-def test_a_cpu_pins_nothing(pins: type[FakePinned]) -> None:
-    with open_client() as client:
-        PinnedPool(torch.device("cpu")).follow(client)
-    assert pins.made == []
+def test_on_a_cpu_a_carrier_pins_nothing(pins: list[Any], client: Client) -> None:
+    carrier = Carrier(client, SCHEMA, "cpu")
+    missed(carrier, SCHEMA.prefix(range(TOKENS)))
+    assert pins == []
+    carrier.close()
 
 
-def test_whose_memory_it_is() -> None:
-    client = open_client()
-    memory = memory_of(client)
-    assert memory is not None
-    assert memory.nbytes >= 1 << 20
-    client.close()
-    with pytest.raises(ClientClosed):
-        memory_of(client)
-    without_a_node: Any = SimpleNamespace(_home=None)
-    assert memory_of(without_a_node) is None
+def test_a_mover_is_idle_when_its_copies_have_ended() -> None:
+    done: list[bool] = []
+    mover = BlockMover(SCHEMA, "cpu")
+    assert mover.while_idle(lambda: done.append(True))
+    numbers = {"in_flight_bytes": 1}
+    mover._copier = SimpleNamespace(statistics=lambda: numbers)  # type: ignore[assignment]
+    assert not mover.while_idle(lambda: done.append(False))
+    numbers["in_flight_bytes"] = 0
+    assert mover.while_idle(lambda: done.append(True))
+    assert done == [True, True]
