@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
@@ -46,7 +46,8 @@ def parse_keys(texts: Sequence[str]) -> tuple[bytes, ...]:
     # `fromhex` skips spaces, which makes it shorter; other lengths may add up to the right sum.
     if len(raw) != KEY_BYTES * len(texts) or set(map(len, texts)) != {KEY_HEX}:
         raise InvalidRequest(_complaint(texts))
-    return tuple(np.frombuffer(raw, _KEY).tolist())
+    # numpy types what becomes of voids for those with fields too, which become tuples.
+    return tuple(cast("list[bytes]", np.frombuffer(raw, _KEY).tolist()))
 
 
 def parse_schema(canonical: str) -> KVSchema:
