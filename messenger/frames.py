@@ -148,15 +148,13 @@ def parse_header(data: memoryview, message_bytes_max: int, at: int = 0) -> Heade
 
 def parse_request(body: bytes | memoryview) -> tuple[int, NDArray[np.uint64]]:
     """Grant, and ranges [count, 2], of a READ or WRITE body. Raises FrameError."""
-    status, count, grant = _parse_head(body)
-    if status or count > RANGES_MAX or len(body) != _HEAD_BODY.size + _RANGE_BYTES * count:
-        raise FrameError(f"a request of {len(body)} bytes with status {status}, {count} ranges")
+    count, grant = _parse_request_head(body)
     return grant, unpack_ranges(body, _HEAD_BODY.size, count)
 
 
 def grant_of(body: bytes) -> int:
-    """The grant of a READ's body, of which nothing else is looked at. Raises FrameError."""
-    return _parse_head(body)[2]
+    """The grant of a READ's body. Raises FrameError unless that holds the ranges it announces."""
+    return _parse_request_head(body)[1]
 
 
 def parse_answer(body: bytes | memoryview) -> tuple[Served, str | None]:
@@ -177,6 +175,14 @@ def parse_whole_answer(data: memoryview, at: int, kind: Kind) -> Served | None:
     if length != _HEAD_LENGTH or code != kind or status or zero or zero_too or zero_also:
         return None
     return Served(count, nbytes)
+
+
+def _parse_request_head(body: bytes | memoryview) -> tuple[int, int]:
+    """Ranges, and the grant."""
+    status, count, grant = _parse_head(body)
+    if status or count > RANGES_MAX or len(body) != _HEAD_BODY.size + _RANGE_BYTES * count:
+        raise FrameError(f"a request of {len(body)} bytes with status {status}, {count} ranges")
+    return count, grant
 
 
 def _parse_head(body: bytes | memoryview) -> tuple[int, int, int]:

@@ -57,8 +57,8 @@ _DRAIN_BYTES_MAX = 1 << 30
 _DRAIN_STEP_BYTES = 256 << 10
 # A transfer slower than this for its whole length holds a thread and a grant for nothing.
 _BYTES_S_MIN = 1 << 20
-# Of a READ of a few ranges.
-_FEW_BYTES = 512
+# Of a READ of a few ranges of a few blocks.
+_FEW_BYTES, _FEW_ARRAYS = 512, 8
 # After an accept that failed for want of descriptors or memory; and between two lines about it.
 _ACCEPT_RETRY_S = 0.1
 _LOG_EVERY_S = 10.0
@@ -361,10 +361,11 @@ class _Connection:
             stream.message(reply)
 
     def _send_ranges(self, stream: Stream, grants: Grants, body: bytes) -> None:
-        plan = _plan_of_few if len(body) <= _FEW_BYTES else _plan
-        stall_s = self._listener.stall_s
+        grant, stall_s = frames.grant_of(body), self._listener.stall_s
+        alike = grant == LAST_GRANT and len(body) <= _FEW_BYTES
         try:
-            with grants.open(self._granted(frames.grant_of(body)), writes=False) as arrays:
+            with grants.open(self._granted(grant), writes=False) as arrays:
+                plan = _plan_of_few if alike and len(arrays) <= _FEW_ARRAYS else _plan
                 answer, served, pieces = plan(body, tuple(map(len, arrays)))
                 stream.send_frame(answer, _views(arrays, pieces))
                 stream.flush(_deadline(served.nbytes, stall_s), stall_s)
@@ -399,18 +400,18 @@ class _Connection:
         return self._last_grant
 
 
-def _plan(body: bytes, sizes: tuple[int, ...]) -> tuple[bytes, Served, list[Piece]]:
+def _plan(body: bytes, sizes: tuple[int, ...]) -> tuple[bytes, Served, tuple[Piece, ...]]:
     """How to serve a READ of a grant whose arrays have these sizes: the answer's head, and which
     bytes follow it. Raises FrameError."""
     served, pieces = lay_out(frames.parse_request(body)[1], sizes)
-    return frames.answer(Kind.DATA, served), served, pieces
+    return frames.answer(Kind.DATA, served), served, tuple(pieces)
 
 
 # Small reads look alike but for the block they are about.
 _plan_of_few = lru_cache(maxsize=256)(_plan)
 
 
-def _views(arrays: Sequence[ByteArray], pieces: list[Piece]) -> list[memoryview]:
+def _views(arrays: Sequence[ByteArray], pieces: Sequence[Piece]) -> list[memoryview]:
     views = [array.data for array in arrays]
     return [views[array][start:stop] for array, start, stop in pieces]
 

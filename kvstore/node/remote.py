@@ -218,6 +218,7 @@ class _Conversation:
     def _refuse(self, request_id: int, error: TiffinError) -> Answer:
         """Say why. A stranger who is refused has what is left of its time for another hello."""
         log.warning("refusing %s: %s", self._peer, error)
+        self._last_lease = 0  # what is released behind this request was not granted
         if self._session is None:
             self._refusals += 1
             if self._refusals > _REFUSALS_MAX:

@@ -45,9 +45,13 @@ class Transfers:
                 raise GrantError(str(error)) from error
             followed = session.leases[lease_id].followed
             exposed = followed.exposed if followed is not None else None
-        if exposed is None:
-            return replicas, [self._view(replica) for replica in replicas]
-        return replicas, [self._view(r)[at : at + length] for r, at, length in exposed]
+        try:
+            if exposed is None:
+                return replicas, [self._view(replica) for replica in replicas]
+            return replicas, [self._view(r)[at : at + length] for r, at, length in exposed]
+        except BaseException:
+            self.end(session, lease_id, replicas)
+            raise
 
     def end(self, session: Session, lease_id: int, replicas: list[Replica]) -> None:
         """Let go of what `begin` held."""

@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from netsupport import HELLO, descriptors, serving, soon
 
-from tiffin.messenger import frames
+from tiffin.messenger import frames, listener
 from tiffin.messenger.errors import PeerLost
 from tiffin.messenger.frames import Kind
 from tiffin.messenger.tcp import Listener, connect
@@ -280,3 +281,46 @@ with serving() as server:
         text=True,
     )
     assert done.stdout == "PeerLost\n"
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grant", ["good", "unknown", "last"])
+@pytest.mark.parametrize(
+    ("announced", "held", "status"), [(3, 1, 0), (1, 1, 1), (2**32 - 1, 0, 0), (0, 1, 0)]
+)
+def test_a_request_that_does_not_hold_its_ranges_ends_the_connection(
+    server: Server, grant: str, announced: int, held: int, status: int
+) -> None:
+    """Whatever it is about: what came behind it might not be a frame."""
+    good = server.book.add([np.zeros(10, np.uint8)])
+    number = {"good": good, "unknown": 999, "last": frames.LAST_GRANT}[grant]
+    head = struct.pack("<IBBHIIQQ", 28 + 16 * held, Kind.READ, status, 0, announced, 0, number, 0)
+    with closing(server.opener()(soon())) as stream:
+        stream._socket.sendall(head + bytes(16 * held))
+        with pytest.raises(PeerLost):
+            stream.receive_message(soon())
+    assert works(server)
+
+
+def test_plans_are_kept_of_small_reads_only(server: Server) -> None:
+    """What a plan is found by has a number for each array of the grant."""
+    few, many = (
+        server.book.add([np.full(10, index % 256, np.uint8) for index in range(count)])
+        for count in (2, 5000)
+    )
+    ranges = [Range(10, 10)]
+    before = listener._plan_of_few.cache_info()
+    with closing(server.opener()(soon())) as stream:
+        for grant in (few, many):
+            for number in (grant, frames.LAST_GRANT):
+                target = np.zeros(10, np.uint8)
+                stream.message(b"grant %d" % grant)
+                stream.ask_read(number, ranges)
+                stream.flush(soon())
+                assert stream.receive_message(soon()) == b"granted"
+                assert stream.receive_data(ranges, [target], soon()) == frames.Served(1, 10)
+                assert (target == 1).all()
+    after = listener._plan_of_few.cache_info()
+    assert after.hits + after.misses - before.hits - before.misses == 1

@@ -17,7 +17,7 @@ from tiffin.messenger.frames import Kind
 from tiffin.messenger.stream import PlainStream
 from tiffin.messenger.testing import random_bytes
 from tiffin.messenger.transport import Range, Served
-from tiffin.messenger.waiting import GATHER_BYTES, Gathering, Patience
+from tiffin.messenger.waiting import GATHER_BYTES, ROOM_BYTES, Gathering, Patience
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ class Pair:
     """A stream of ours, and the peer's bare socket."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_server(("127.0.0.1", 0)) as server:  # near: always gathers
             self.ours = socket.create_connection(server.getsockname())
             self.peer, _ = server.accept()
         self.stream = PlainStream(self.ours)
@@ -71,6 +71,21 @@ def test_many_bytes_are_gathered_and_the_last_are_not(pair: Pair) -> None:
         gathering.expect(after_bytes)
         told.append(pair.low_water)
     assert told == [1, 1, GATHER_BYTES, GATHER_BYTES, 1, 1]
+
+
+def test_far_bytes_are_gathered_where_there_is_room(pair: Pair) -> None:
+    """In a small buffer the mark would be the window of the whole transfer."""
+    gathering = Gathering(pair.ours)
+    gathering._near = False
+    buffers = []
+    for nbytes in (64 << 10, 4 * MIB):
+        pair.ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)
+        buffers.append(pair.ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF))
+        gathering.expect(1 << 40)
+        assert pair.low_water == (GATHER_BYTES if buffers[-1] >= ROOM_BYTES else 1)
+    if buffers[-1] < ROOM_BYTES:
+        pytest.skip(f"net.core.rmem_max allows buffers of {buffers[-1]} bytes only")
+    assert buffers[0] < ROOM_BYTES
 
 
 @pytest.mark.parametrize(

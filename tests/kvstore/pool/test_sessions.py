@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -347,3 +348,42 @@ class TestWriting:
             network.resume()
             wait_until(lambda: is_quiet(node.statistics()), "nothing is left")
             assert node.match(prefix.key_bytes) == b""
+
+    def test_a_transfer_that_cannot_begin_holds_nothing(
+        self, serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        node, address = serve()
+        peer, prefix = connect(address), fresh_prefix(1, LARGE)
+        reservation = reserve(peer, prefix)
+        with monkeypatch.context() as patch:
+            patch.setattr(node.dram, "view", Mock(side_effect=MemoryError("no memory for a view")))
+            (session,) = node.core.sessions.values()
+            with pytest.raises(MemoryError), node.transfer(session, reservation.lease, writes=True):
+                pass
+        write(peer, reservation, prefix)
+        assert peer.call(messages.Commit(0, reservation.lease), 5.0).flags == b"\1"
+
+    def test_what_was_not_granted_is_not_released(
+        self, serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`Release(0)` ends the lease of the message before it, and none that came earlier."""
+        node, address = serve()
+        prefix = fresh_prefix(1, LARGE)
+        with Client.attach(node) as local:
+            local.put(prefix, payloads_of(prefix))
+        peer = connect(address)
+        monkeypatch.setattr("tiffin.kvstore.node.remote._LATE_S", 0.1)
+        held = lease(peer, prefix)
+        submit = node.submit
+        monkeypatch.setattr(node, "submit", lambda *_: None)  # it never decides
+        with peer.stream(soon()) as stream:
+            peer.queue(stream, messages.Lease(0, prefix.key_bytes, 0.0))
+            stream.flush(soon())
+            assert isinstance(
+                messages.reply_decoder.decode(stream.receive_message(soon())), messages.Refused
+            )
+            monkeypatch.setattr(node, "submit", submit)
+            stream.message(messages.encoder.encode(messages.Release(messages.UNAWAITED, 0)))
+            stream.flush(soon())
+        assert peer.call(messages.Match(0, prefix.key_bytes), 5.0).flags
+        peer.call(messages.Release(0, held.lease), 5.0)  # it is still held
