@@ -47,7 +47,9 @@ class StreamPool:
         for opening in getattr(self, "_openings", ()):
             opening.forget()
         # Invariant: len(_idle) + len(_busy) + len(_openings) <= streams_max.
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # taken itself where a small read passes: 1 us less
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0  # threads that want to hear of a change
         self._idle: list[tuple[Stream, float]] = []  # and since when, the latest last
         self._busy: set[Stream] = set()
         self._openings: set[Opening] = set()
@@ -74,6 +76,7 @@ class StreamPool:
             self._changed.notify_all()
         self.cut()
         with self._changed:
+            self._waiting += 1
             self._changed.wait_for(lambda: not self._busy and not self._openings)
             idle, self._idle = self._idle, []
         for stream, _ in idle:
@@ -114,7 +117,7 @@ class StreamPool:
 
     def _take(self, deadline: float) -> Stream | Opening:
         """An idle stream, or the right to open one."""
-        with self._changed:
+        with self._lock:
             found = self._find()
         return self._wait(deadline) if found is None else found
 
@@ -136,14 +139,19 @@ class StreamPool:
         """The same as soon as there is one."""
         caller = calling()
         with caller.waits(self._wake), self._changed:  # in the order in which a cut takes the locks
-            while (found := self._find()) is None:
-                caller.check()
-                left_s = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
-                if left_s <= 0 or not self._changed.wait(left_s):
-                    raise TransferTimeout(
-                        f"all {self.streams_max} streams to the peer were in use until the deadline"
-                    )
-            return found
+            self._waiting += 1
+            try:
+                while (found := self._find()) is None:
+                    caller.check()
+                    left_s = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
+                    if left_s <= 0 or not self._changed.wait(left_s):
+                        raise TransferTimeout(
+                            f"all {self.streams_max} streams to the peer were in use until the "
+                            "deadline"
+                        )
+                return found
+            finally:
+                self._waiting -= 1
 
     def _wake(self) -> None:
         with self._changed:
@@ -151,7 +159,7 @@ class StreamPool:
 
     def _check_in(self, stream: Stream, *, clean: bool) -> None:
         ended = []
-        with self._changed:
+        with self._lock:
             self._busy.discard(stream)
             now = time.monotonic()
             if clean and stream.idle and not self._closed:
@@ -160,7 +168,8 @@ class StreamPool:
                 ended.append(stream)
             while self._idle and self._idle[0][1] < now - _IDLE_S_MAX:
                 ended.append(self._idle.pop(0)[0])
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
         for one in ended:
             one.close()
 

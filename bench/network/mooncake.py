@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from tiffin.kvstore.errors import NodeUnavailable
 
-from ..store.rows import MICROSECONDS, Row, Side, Target, interleave, rates, times
+from ..store.rows import MICROSECONDS, Row, Side, Target, interleave, rates, timed, times
 from ..store.setting import MIB, size_text
 from .setting import LOOPBACK, Metered, Missing, apart, await_answer, free_port
 from .transfer import GIGA, get, pair
@@ -256,16 +256,14 @@ def _small(setting: Setting) -> list[Row]:
         read = partial(get, ours.client, ours.prefix, ours.targets, "off")
         theirs.get(1, _WARM_CALLS)
         theirs.stop()
-        interleave([Side(read)], rounds=_WARM_CALLS)
+        timed(read, _WARM_CALLS)
         theirs.resume()
         for _ in range(sizes.rounds):
             limit += theirs.get(1, sizes.calls)
             theirs.stop()
-            for _ in range(_WARM_AGAIN_CALLS):
-                read()
-            (seconds,) = interleave([Side(read)], rounds=1, batch=sizes.calls)
+            timed(read, _WARM_AGAIN_CALLS)
+            found += timed(read, sizes.calls)
             theirs.resume(_WARM_AGAIN_CALLS)
-            found += seconds
     size = size_text(nbytes)
     return [
         Row(

@@ -139,6 +139,17 @@ def interleave(sides: Sequence[Side], *, rounds: int, batch: int = 1) -> list[li
     return seconds
 
 
+def timed(action: Callable[[], object], calls: int) -> list[float]:
+    """Seconds of each of so many calls. For who has called it before, and not cleared the caches
+    since, as `interleave` does by collecting garbage."""
+    seconds = []
+    for _ in range(calls):
+        start_s = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start_s)
+    return seconds
+
+
 def times(seconds: Sequence[float], scale: float) -> Spread:
     """Durations in units of 1/`scale` seconds."""
     return Spread.of([s * scale for s in seconds], lower_is_better=True)

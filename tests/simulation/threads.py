@@ -171,12 +171,12 @@ class VEvent:
 
 
 class VCondition:
-    """`threading.Condition` with a lock of its own."""
+    """`threading.Condition`."""
 
     world: World
 
-    def __init__(self) -> None:
-        self._lock = type("RLock", (VRLock,), {"world": self.world})()
+    def __init__(self, lock: VRLock | None = None) -> None:
+        self._lock = lock or type("RLock", (VRLock,), {"world": self.world})()
         self._waiters: deque[list[Any]] = deque()
 
     def wait(self, timeout: float | None = None) -> bool:
