@@ -35,7 +35,7 @@ from .errors import (
     TransferTimeout,
 )
 from .frames import HEAD_BYTES, HEADER, Header, Kind
-from .waiting import WAIT_S_MAX, WAIT_S_MIN, Gathering, Patience
+from .waiting import GATHER_BYTES, WAIT_S_MAX, WAIT_S_MIN, Gathering, Patience
 from .wire import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -330,10 +330,9 @@ class Stream:
                 done = cursor.index
             if not cursor.left:
                 return
-            views = cursor.batch(_RECEIVE_BYTES_MAX)
             try:
-                if large:
-                    self._expect(cursor.left - _RECEIVE_BYTES_MAX)
+                most = self._gather(cursor.left) if large else _RECEIVE_BYTES_MAX
+                views = cursor.batch(most)
                 cursor.advance(self._patiently(views, deadline, stall_s, whole=True))
             except TransferError as error:
                 error.served = cursor.served()
@@ -397,8 +396,10 @@ class Stream:
         """What is here already, or comes in the next few microseconds; else 0."""
         return 0
 
-    def _expect(self, after_bytes: int) -> None:
-        """So many bytes come behind those of the next call to receive. Raises PeerLost."""
+    def _gather(self, nbytes: int) -> int:
+        """So many raw bytes are to come. How many of them the next call should receive, which may
+        then be woken for many at once. Raises PeerLost."""
+        return _RECEIVE_BYTES_MAX
 
     def _receive_some(self, views: list[memoryview], wait_s: float, *, whole: bool) -> int:
         """Bytes received, 0 if none came in `wait_s` or a little earlier. Raises PeerLost."""
@@ -449,11 +450,13 @@ class PlainStream(Stream):
         self.received_bytes += nbytes
         return nbytes
 
-    def _expect(self, after_bytes: int) -> None:
+    def _gather(self, nbytes: int) -> int:
+        most = min(_RECEIVE_BYTES_MAX, max(nbytes - GATHER_BYTES, GATHER_BYTES))
         try:
-            self._gathering.expect(after_bytes)
+            self._gathering.expect(nbytes - most)
         except OSError as error:
             raise self._lost(error) from error
+        return most
 
     def _receive_some(self, views: list[memoryview], wait_s: float, *, whole: bool) -> int:
         flags = _WAITALL if whole else 0
