@@ -57,9 +57,10 @@ _AHEAD_BYTES = 4 << 10
 _RECORD_BYTES = 16 << 10
 # Before a thread sleeps on the next frame it looks for it so often, about 1 us each, yielding the
 # core between. Waking a thread that sleeps takes 40 us and more in a virtual machine: a read of
-# 64 KiB took 190 us with none, 110 us with one end looking, 65 us with both. On busy cores it made
-# no difference; without yielding it did harm there.
-_LOOKS = 50
+# 64 KiB took 80 us where both ends were still looking, 120 us and more where one slept. A client
+# that reads again and again comes back after 50 to 60 us, which 50 looks are too few for. On busy
+# cores it made no difference; without yielding it did harm there.
+_LOOKS = 100
 # Numbers: the flags are enumerations in Python, and joining two takes a microsecond.
 _PEEK = int(socket.MSG_PEEK) | int(socket.MSG_DONTWAIT)
 _DONTWAIT, _WAITALL = int(socket.MSG_DONTWAIT), int(socket.MSG_WAITALL)
