@@ -40,8 +40,8 @@ def environment(libraries: Iterable[str] = LIBRARIES) -> dict[str, Any]:
         "kernel": f"{platform.system()} {platform.release()}",
         "load_1m": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "libraries": {name: _version(name) for name in libraries},
-        "fio": fio_version() or "not installed",
+        "libraries": {name: library_version(name) for name in libraries},
+        "fio": fio_version() or "no fio",
     }
 
 
@@ -102,7 +102,8 @@ def _chosen(path: str) -> str:
     return text[text.find("[") + 1 : text.find("]")] if "[" in text else UNKNOWN
 
 
-def _version(library: str) -> str:
+def library_version(library: str) -> str:
+    """Its version, or what to say where it is not installed as a package."""
     try:
         return version(library)
     except PackageNotFoundError:

@@ -56,7 +56,8 @@ def _words(address, offsets, nbytes, ALIGN: tl.constexpr):  # noqa: N803
         shift = (8 * skew).to(tl.uint64)
         values = (low >> shift) | ((high << 1) << (63 - shift))
         left = tl.minimum(tl.maximum(nbytes - offsets * 8, 0), 8).to(tl.uint64)
-        values &= tl.where(left > 0, ~tl.zeros_like(low) >> ((8 - left) * 8 % 64), 0)
+        beyond = (8 - left) * 8 % 64  # bits; shifted out: ~0 fails in Triton 3.7's interpreter
+        values = tl.where(left > 0, (values << beyond) >> beyond, 0)
     return values
 
 

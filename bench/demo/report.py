@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from tiffin.kvstore.sizes import format_bytes
 
+from ..environment import library_version
 from .model import NEW_TOKENS
 from .overload import summarise as summarise_overload
 from .trace import BLOCK_TOKENS, load_slice, reusable_tokens
@@ -102,7 +102,7 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_average_1m": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "numpy")},
+        **{name: library_version(name) for name in ("torch", "transformers", "numpy")},
     }
 
 
