@@ -13,11 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from tiffin.kvstore.collector import calm_collector
-from tiffin.kvstore.console import JsonFlag, console, warn
+from tiffin.kvstore.console import JsonFlag, check_log_level, console, log_to_stderr, warn
 from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.names import printable
 
-from .console import check_log_level, explained, log_to_terminal
+from .console import explained
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -146,7 +146,7 @@ def conductor(
             tls_cert=tls_cert,
             tls_key=tls_key,
         )
-        log_to_terminal(log_level)
+        log_to_stderr(log_level)
         # Or each counter has a second line, of when this process began.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         calm_collector()

@@ -1,13 +1,11 @@
-"""What the commands of this package share: errors in one line, and logging to the terminal."""
+"""What the commands of this package share: errors in one line."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from typing import TYPE_CHECKING
 
 import typer
-from rich.logging import RichHandler
 from rich.markup import escape
 
 from tiffin.kvstore.console import errors_console
@@ -39,15 +37,3 @@ def explained(program: str) -> Iterator[None]:
         raise InvalidInput(
             f'the {program} needs the library {error.name}: pip install "tiffin[conductor]"'
         ) from error
-
-
-def check_log_level(level: str) -> None:
-    """Raises BadParameter for one that does not exist."""
-    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise typer.BadParameter(f"--log-level {level}: debug, info, warning or error")
-
-
-def log_to_terminal(level: str) -> None:
-    """Of this process, from `level` on."""
-    handler = RichHandler(console=errors_console, show_path=False)
-    logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[handler])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 from dataclasses import asdict
 from importlib.metadata import entry_points, version
@@ -18,12 +17,19 @@ from typing import Annotated, Any
 
 import typer
 import uvloop
-from rich.logging import RichHandler
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from .console import JsonFlag, SocketOption, TokenFileOption, console, errors_console
+from .console import (
+    JsonFlag,
+    SocketOption,
+    TokenFileOption,
+    check_log_level,
+    console,
+    errors_console,
+    log_to_stderr,
+)
 from .credentials import load_credentials, parse_address
 from .daemon import DaemonOptions, serve
 from .errors import InvalidInput, TiffinError
@@ -163,7 +169,8 @@ def node(
     `tiffin node --dram 64GiB --listen 10.0.0.5:7700 --directory redis://10.0.0.1 --token-file
     /etc/tiffin/token`
     """
-    _set_up_logging(log_level)
+    check_log_level(log_level)
+    log_to_stderr(log_level)
     nvme_path, nvme_bytes = parse_nvme(nvme) if nvme else (None, 0)
     options = NodeOptions(
         dram_bytes=parse_bytes(dram),
@@ -191,13 +198,6 @@ def node(
     )
     with contextlib.suppress(KeyboardInterrupt):
         uvloop.run(serve(surroundings))
-
-
-def _set_up_logging(level: str) -> None:
-    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise typer.BadParameter(f"--log-level {level}: debug, info, warning or error")
-    handler = RichHandler(console=errors_console, show_path=False)
-    logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[handler])
 
 
 # -- tiffin inspect --------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
-from ..console import check_log_level, explained, log_to_terminal
+from tiffin.kvstore.console import check_log_level, log_to_stderr
+
+from ..console import explained
 
 
 def commands(app: typer.Typer) -> None:
@@ -62,7 +64,7 @@ def gateway(
     /etc/tiffin/conductor`
     """
     check_log_level(log_level)
-    log_to_terminal(log_level)
+    log_to_stderr(log_level)
     for noisy in ("httpx", "httpcore"):  # a line per call
         logging.getLogger(noisy).setLevel(logging.WARNING)
     with explained("gateway"):
