@@ -74,7 +74,9 @@ class Gathering:
 
 def _is_near(sock: socket.socket) -> bool:
     """Whether the peer is on this machine."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return True
     try:
         return ip_address(sock.getpeername()[0]).is_loopback
-    except (OSError, ValueError):  # it has gone already, or has no such address
+    except (OSError, ValueError):  # it has gone already, or its address has a zone
         return False

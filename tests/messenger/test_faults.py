@@ -69,6 +69,8 @@ class Process:
         self._popen.stdout.close()
 
     def opener(self, deadline: float) -> Stream:
+        """As an application's: a peer that is stopped before it has answered is given up on."""
+        deadline = min(deadline, soon(2))
         stream = tcp.connect(self.address, deadline)
         try:
             stream.receive_message(deadline)

@@ -156,3 +156,11 @@ def test_silence_in_the_middle_is_a_stall(pair: Pair) -> None:
     assert caught.value.served == Served(5, 5 * MIB)
     for index in range(5):
         assert (targets[index] == content[index * MIB : (index + 1) * MIB]).all()
+
+
+def test_a_socket_without_addresses_is_near() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        gathering = Gathering(ours)
+        gathering.expect(1 << 40)
+        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == GATHER_BYTES
