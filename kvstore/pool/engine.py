@@ -30,7 +30,7 @@ from .fetch import Arrivals, Fetched, fetch
 from .links import Links
 from .members import Placements
 from .peer import Peer
-from .verbs import Ask, Context, Locate, Read, Together
+from .verbs import Ask, Context, Read, Together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -250,7 +250,7 @@ class Engine:
             if fetched.blocks == len(keys):
                 return verbs.whole(run, fetched)
             tried = run, fetched
-        verb = verbs.read(prefix, start, deadline, context, without, located, tried)
+        verb = verbs.read(prefix, start, deadline, context, located, without, tried)
         return self.run(verb, reader)
 
     def run(self, verb: Verb[T], reader: Reader | None = None) -> T:
@@ -269,8 +269,6 @@ class Engine:
                 failure = error
 
     def _do(self, step: Any, reader: Reader | None) -> Any:
-        if isinstance(step, Locate):
-            return self.locate(step.keys)
         if isinstance(step, Read):
             assert reader is not None
             stall_s = None if step.patient else self.options.hedge_s

@@ -15,7 +15,6 @@ from ..errors import ClientClosed, InvalidInput, TiffinError
 from ..node import messages
 from ..url import ADMISSIONS
 from ..verbs import Access
-from . import verbs
 from .engine import Reader
 
 if TYPE_CHECKING:
@@ -81,14 +80,13 @@ class HomeCopies:
                 if missing:  # what comes behind a block that is not to be had is of no use
                     _skip(slots, first, stop)
                     continue
-                verb = verbs.read(part[first:stop], 0, deadline, engine.context)
                 reader = Reader(
                     part[first:stop],
                     select(part.schema),
                     Access("always", engine.dice),
                     lambda index, first=first: slots[first + index].view,  # type: ignore[misc]
                 )
-                outcome = engine.run(verb, reader)
+                outcome = engine.read(reader, deadline, engine.context, 0)
                 _skip(slots, first + outcome.blocks, stop)
                 missing = first + outcome.blocks < stop
             left_s = max(0.0, deadline - time.monotonic())

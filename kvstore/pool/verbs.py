@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import DirectoryUnavailable, TiffinError
+from ..errors import TiffinError
 from .plan import Costs, Run, plan_reads
 
 if TYPE_CHECKING:
@@ -27,13 +27,6 @@ if TYPE_CHECKING:
 TOGETHER_MAX = 4
 # Why a node is not asked again in this call; the other reasons are about one block.
 _NODE_FAILED = ("lost", "stalled", "deadline")
-
-
-@dataclass(slots=True)
-class Locate:
-    """Who has each of these keys? Answered by a tuple of node numbers per key."""
-
-    keys: tuple[bytes, ...]
 
 
 @dataclass(slots=True)
@@ -62,7 +55,7 @@ class Together:
     steps: list[Any]
 
 
-Step = Locate | Read | Ask | Together
+Step = Read | Ask | Together
 T = TypeVar("T")
 Verb = Generator[Step, Any, T]
 
@@ -95,22 +88,16 @@ def read(
     start: int,
     deadline: float,
     context: Context,
+    located: Sequence[Sequence[int]],
     without: Collection[int] = (),
-    located: Sequence[Sequence[int]] | None = None,
     tried: tuple[Run, Fetched] | None = None,
 ) -> Verb[Outcome]:
     """Read the leading blocks of `prefix` from block `start` on, wherever they are, but not from
-    the nodes `without`: those were asked before. `located`: what `Locate` says, if it was asked.
+    the nodes `without`: those were asked before. `located`: whom to ask for each of these blocks.
     `tried`: what became of a run that was read already."""
     reading = _Reading(prefix, start, deadline, context)
     if start >= len(prefix):
         return reading.outcome
-    if located is None:
-        try:
-            located = yield Locate(tuple(prefix.keys[start:]))
-        except DirectoryUnavailable:
-            reading.outcome.reason = "directory"
-            return reading.outcome
     reading.holders = [set(nodes).difference(without) for nodes in located]
     if tried is not None:
         reading.take(*tried)
