@@ -136,10 +136,10 @@ def _supervise(local: LocalPool) -> None:
 
 
 def _tell(happening: Happening) -> None:
-    warn(f"{happening.name} {happening.words}")
-    if happening.kind == "ended":
-        for line in happening.lines:
-            warn(f"    {happening.name} | {line}")
+    """In one write, so that no other process's lines come between a death and its last words."""
+    last_words = happening.lines if happening.kind == "ended" else ()
+    quoted = (f"    {happening.name} | {line}" for line in last_words)
+    warn("\n".join((f"{happening.name} {happening.words}", *quoted)))
 
 
 def _announce(local: LocalPool, as_json: bool) -> None:

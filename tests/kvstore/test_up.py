@@ -186,7 +186,7 @@ def test_a_dead_node_is_reported_and_stays_dead(start_up: Callable[..., Up]) -> 
     up.wait_until_up()
     os.kill(up.pids["node-2"], signal.SIGKILL)
     wait_until(lambda: "node-2 was killed by SIGKILL" in up.said, "the death is reported")
-    assert "node-2 | " in up.said, "with its last words"
+    wait_until(lambda: "node-2 | " in up.said, "with its last words")
     assert "started again" not in up.said
     os.kill(up.pids["node-1"], signal.SIGKILL)
     assert up.process.wait(30) == 2
