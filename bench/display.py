@@ -14,7 +14,7 @@ from rich.table import Table
 from .environment import environment_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from .store.rows import Row
@@ -84,7 +84,7 @@ def carry_out(
         typer.echo("\n".join([*environment_lines(report.environment), "", markdown(report)]))
     else:
         _console.print("\n".join(environment_lines(report.environment)), highlight=False)
-        _console.print(table(report))
+        _console.print("", table(report), "", legend(report), sep="\n")
     for name, lack in (report.missing or {}).items():
         _say(f"left out {name}: {lack}")
     for name, trace in report.traces.items():
@@ -119,41 +119,54 @@ def _run(suite: Suite[S], setting: Callable[[Tell], S], names: Sequence[str]) ->
 
 
 def table(report: Report) -> Table:
-    """One line per row: met green, missed red. Of a crash only the last line of what it died of:
-    the column is narrow."""
-    found = Table(show_lines=True)
-    for column in ("row", "measured", "limit in the same run"):
-        found.add_column(column, overflow="fold")
-    for column in ("p20 / p50 / p80", "best", "limit p50", "ratio", "best ratio"):
-        found.add_column(column, justify="right")
+    """One line per row, met green and missed red, that fits into 80 columns; the words are in its
+    `legend`."""
+    found = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    found.add_column("row", no_wrap=True)
+    found.add_column("p50", justify="right", no_wrap=True)
+    found.add_column("", no_wrap=True)
+    for column in ("limit", "ratio", "best"):
+        found.add_column(column, justify="right", no_wrap=True)
     found.add_column("target")
     for row in report.rows:
         found.add_row(*_cells(row))
+    return found
+
+
+def _cells(row: Row) -> list[str]:
+    colour = {True: "green", False: "red", None: "dim"}[row.met]
+    verdict = {True: ": met", False: ": missed", None: ""}[row.met]
+    return [
+        row.name,
+        number(row.value.p50),
+        row.unit,
+        number(row.limit.p50),
+        number(row.ratio),
+        number(row.best_ratio),
+        f"[{colour}]{row.target_text}{verdict}[/]",
+    ]
+
+
+def legend(report: Report) -> Table:
+    """What each row measured, beside which limit, and how it varied; or the last line of what it
+    crashed of."""
+    found = Table.grid(padding=(0, 2))
+    found.add_column(no_wrap=True)
+    found.add_column(overflow="fold")
+    for row in report.rows:
+        found.add_row(row.name, f"{escape(row.what)}[dim]; {escape('; '.join(_details(row)))}[/]")
     for name, why in report.crashed.items():
         last = why.strip().splitlines()[-1]
         found.add_row(f"[bold red]{name}[/]", f"[red]crashed: {escape(last)}[/]")
     return found
 
 
-def _cells(row: Row) -> list[str]:
-    value, limit = row.value, row.limit
-    if value.samples > 1:
-        spread = f"{number(value.p20)} / {number(value.p50)} / {number(value.p80)} {row.unit}"
-    else:
-        spread = f"{number(value.p50)} {row.unit}"
-    verdict = {True: "[green]met[/]", False: "[red]missed[/]", None: "[dim]-[/]"}[row.met]
-    what = row.what + (f"\n[dim]{row.note}[/]" if row.note else "")
-    return [
-        row.name,
-        what,
-        row.limit_what,
-        spread,
-        number(value.best),
-        f"{number(limit.p50)} {row.unit}",
-        number(row.ratio),
-        number(row.best_ratio),
-        f"{row.target_text}\n{verdict}",
-    ]
+def _details(row: Row) -> Iterator[str]:
+    yield f"limit: {row.limit_what}"
+    if row.value.samples > 1:
+        yield f"p20 to p80: {number(row.value.p20)} to {number(row.value.p80)}"
+    if row.note:
+        yield row.note
 
 
 def number(value: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tiffin.bench.display import add_command, carry_out, markdown, table
+from tiffin.bench.display import add_command, carry_out, legend, markdown, number, table
 from tiffin.bench.store.rows import Row, Target, single
 from tiffin.bench.suite import Suite
 from tiffin.kvstore.errors import NodeUnavailable
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from click.testing import Result
+    from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,30 @@ def test_errors_that_are_nobodys_fault_but_ours_are_not_hidden() -> None:
         suite.run(Setting(Sizes()), ["wrong"], lambda _: None)
 
 
-def test_of_a_crash_the_table_has_the_last_line() -> None:
-    report = TOYS.run(Setting(Sizes()), ["crash", "both"], lambda _: None)
-    console = Console(width=300)
+def shown(*what: RenderableType) -> str:
+    """As on a terminal of the usual width."""
+    console = Console(width=80)
     with console.capture() as captured:
-        console.print(table(report))
-    text = captured.get()
+        console.print(*what, sep="\n")
+    return captured.get()
+
+
+def test_of_a_crash_the_legend_has_the_last_line() -> None:
+    report = TOYS.run(Setting(Sizes()), ["crash", "both"], lambda _: None)
+    text = shown(legend(report))
     assert "crashed: ValueError: no [red] paint" in text
     assert "Traceback" not in text
+
+
+def test_figures_are_whole_lines_of_a_terminal_and_their_words_stand_below() -> None:
+    long = replace(SLOW, name="remote-get-64MiB-verified", what="a [word] in brackets")
+    suite: Suite[Setting] = Suite("toys", {"both": lambda _: [FAST, long]})
+    report = suite.run(Setting(Sizes()), ["both"], lambda _: None)
+    lines = shown(table(report)).splitlines()
+    assert len(lines) == 3  # a header, and a line for each
+    assert lines[2].split()[:2] == [long.name, number(long.value.p50)]
+    assert lines[2].rstrip().endswith(f"{long.target_text}: missed")
+    assert "a [word] in brackets; limit: " in shown(legend(report))
 
 
 def test_the_program_says_below_the_table_what_went_wrong(tmp_path: Path) -> None:
