@@ -35,7 +35,7 @@ from .errors import (
     TransferTimeout,
 )
 from .frames import HEAD_BYTES, HEADER, Header, Kind
-from .waiting import GATHER_BYTES, WAIT_S_MAX, WAIT_S_MIN, Gathering, Patience
+from .waiting import WAIT_S_MAX, WAIT_S_MIN, Gathering, Patience
 from .wire import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ class Stream:
             if not cursor.left:
                 return
             try:
-                most = self._gather(cursor.left) if large else _RECEIVE_BYTES_MAX
+                most = self._portion(cursor.left) if large else _RECEIVE_BYTES_MAX
                 views = cursor.batch(most)
                 cursor.advance(self._patiently(views, deadline, stall_s, whole=True))
             except TransferError as error:
@@ -397,7 +397,7 @@ class Stream:
         """What is here already, or comes in the next few microseconds; else 0."""
         return 0
 
-    def _gather(self, nbytes: int) -> int:
+    def _portion(self, left_bytes: int) -> int:
         """So many raw bytes are to come. How many of them the next call should receive, which may
         then be woken for many at once. Raises PeerLost."""
         return _RECEIVE_BYTES_MAX
@@ -451,13 +451,11 @@ class PlainStream(Stream):
         self.received_bytes += nbytes
         return nbytes
 
-    def _gather(self, nbytes: int) -> int:
-        most = min(_RECEIVE_BYTES_MAX, max(nbytes - GATHER_BYTES, GATHER_BYTES))
+    def _portion(self, left_bytes: int) -> int:
         try:
-            self._gathering.expect(nbytes - most)
+            return self._gathering.portion(left_bytes, _RECEIVE_BYTES_MAX)
         except OSError as error:
             raise self._lost(error) from error
-        return most
 
     def _receive_some(self, views: list[memoryview], wait_s: float, *, whole: bool) -> int:
         flags = _WAITALL if whole else 0

@@ -54,17 +54,21 @@ class Gathering:
         self._gathers = False
         self._near = _is_near(sock)
 
-    def expect(self, after_bytes: int) -> None:
-        """At least so many bytes come behind those of the next call. Raises OSError.
+    def portion(self, left_bytes: int, most_bytes: int) -> int:
+        """How many of the `left_bytes` that come the next call should receive, `most_bytes` at
+        most; it may be woken for many at once. Raises OSError.
 
         Who waits for more than comes is never woken; so the last calls of a transfer are woken for
         everything.
         """
-        gathers = after_bytes >= GATHER_BYTES and (self._gathers or self._has_room())
+        portion = min(most_bytes, max(left_bytes - GATHER_BYTES, GATHER_BYTES))
+        enough = left_bytes - portion >= GATHER_BYTES
+        gathers = enough and (self._gathers or self._has_room())
         if gathers != self._gathers:
             low_water = GATHER_BYTES if gathers else 1
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
             self._gathers = gathers
+        return portion
 
     def _has_room(self) -> bool:
         if self._near:  # a round trip is over at once
