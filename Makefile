@@ -20,6 +20,9 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PACKAGES := kvstore messenger kernels conductor bench
+# Files of tests stay whole: their fixtures start servers. The slow campaigns measure, and have the
+# cores alone.
+PARALLEL := --numprocesses logical --maxprocesses 8 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test coverage test-slow lint format bench clean
@@ -46,10 +49,10 @@ demo: venv
 	$(BIN)/tiffin demo
 
 test: venv
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL)
 
 coverage: venv
-	$(BIN)/pytest --cov --cov-report=term-missing:skip-covered
+	$(BIN)/pytest $(PARALLEL) --cov --cov-report=term-missing:skip-covered
 
 test-slow: venv
 	$(BIN)/pytest -m slow

@@ -27,6 +27,11 @@ if not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/kfd")):
 # processes of the tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# How wide a console is, tests say themselves. Whoever starts them may export it, as pytest-xdist
+# does for its workers, and a console that is made then keeps it.
+for variable in ("COLUMNS", "LINES"):
+    os.environ.pop(variable, None)
+
 # A shared machine with two cores has slow moments; a test that hangs is caught by pytest-timeout.
 settings.register_profile(
     "tiffin", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
