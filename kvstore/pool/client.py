@@ -7,7 +7,6 @@ memory of this process.
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from functools import partial
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-log = logging.getLogger(__name__)
 
 # In `Hit.where`: some other node of the pool has the block.
 IN_PEER = 4
@@ -533,8 +531,7 @@ class PoolClient(Client):
         asked before, and knows better than the directory."""
         try:
             located = self._engine.locate(keys)
-        except DirectoryUnavailable as error:
-            log.warning("%s", error)
+        except DirectoryUnavailable:
             return [()] * len(keys)
         home = self._home_number if without_home else None
         if home is None:

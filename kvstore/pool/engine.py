@@ -125,6 +125,7 @@ class Engine:
         self._lock = threading.Lock()
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tiffin-pool")
         self._records: dict[int, NodeRecord] = {}  # the last that the directory said
+        self._directory_lost = False  # a log has been told; each read would tell it again
         self._closed = False
 
     def close(self) -> None:
@@ -155,7 +156,16 @@ class Engine:
 
     def locate(self, keys: Sequence[bytes]) -> list[tuple[int, ...]]:
         """Per key, the nodes to ask for it. Raises DirectoryUnavailable."""
-        located = self.members.locate(keys)
+        try:
+            located = self.members.locate(keys)
+        except DirectoryUnavailable as error:
+            if not self._directory_lost:
+                self._directory_lost = True
+                log.warning("%s; blocks of other nodes are not found until it answers", error)
+            raise
+        if self._directory_lost:
+            self._directory_lost = False
+            log.warning("the directory answers again")
         return self.placements.added_to(located, keys, time.monotonic())
 
     def noted(self, number: int, prefix: Prefix, stored: Stored) -> PutResult:

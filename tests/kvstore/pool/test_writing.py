@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from kvsupport import Background, assert_right, fresh_prefix, payloads_of, wait_until, within
@@ -104,7 +104,7 @@ class TestPlacement:
         assert client.put(prefix, payloads_of(prefix)).complete
         assert cluster.members["roomy"].has(prefix) == [True] * 4
 
-    def test_no_room_anywhere_is_a_result(self, cluster: Cluster) -> None:
+    def test_no_room_anywhere_is_a_result(self, cluster: Cluster, patient: None) -> None:
         home, other = cluster.start("home", 4), cluster.start("other", 4)
         for member in (home, other):
             fill(member, 4)
@@ -158,12 +158,19 @@ class TestPlacement:
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Its reservation ends with the connection, so that nobody finds the keys busy."""
-        monkeypatch.setattr(store, "STALL_S", 0.2)
         sick = cluster.start("sick", 64, relayed=True)
         cluster.start("well", 8)
         client, prefix = cluster.open(), prompt(4)
         assert sick.network is not None
         wait_until(lambda: len(client.nodes()) == 2, "both are known")
+        monkeypatch.setattr(store, "STALL_S", 0.2)
+        failed = client._engine.links.failed
+
+        def noted(*arguments: Any) -> None:
+            monkeypatch.setattr(store, "STALL_S", 20.0)  # the other one has time
+            failed(*arguments)
+
+        monkeypatch.setattr(client._engine.links, "failed", noted)
         sick.network.stall_after(2 * LARGE.extent_bytes, "to")
         assert client.put(prefix, payloads_of(prefix), timeout_s=30).complete
         assert holders(cluster, prefix) == [["well"]] * 4
@@ -240,7 +247,7 @@ class TestReplicas:
             client.put(prefix, payloads_of(prefix), replicas=3)
         assert holders(cluster, prefix) == [["one", "two"]] * 3  # those that could be
 
-    def test_too_little_room_for_the_second(self, cluster: Cluster) -> None:
+    def test_too_little_room_for_the_second(self, cluster: Cluster, patient: None) -> None:
         home, small = cluster.start("home"), cluster.start("small", 4)
         fill(small, 2)
         client, prefix = cluster.open(home), prompt(4)
@@ -456,6 +463,33 @@ class TestDirectoryAway:
         assert list(client.statistics()["nodes"]) == ["one"]
         assert client.get(prefix).missing[0].reason == "directory"
         assert client.remove(prefix) == 2
+
+    def test_the_log_says_it_once_and_not_with_every_read(
+        self, cluster: Cluster, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A busy engine reads a thousand times in the seconds that a restart of Redis takes."""
+        home, far = cluster.start("home"), cluster.start("far")
+        distant = far.put(prompt(1))
+        cluster.settle()
+        handle = cluster.flaky()
+        client = cluster.open(home, members=handle)
+
+        def said() -> list[str]:
+            lines = [r.getMessage() for r in caplog.records if "directory" in r.getMessage()]
+            caplog.clear()
+            return lines
+
+        said()
+        for _ in range(2):
+            handle.away = True
+            for _ in range(5):
+                assert client.match(distant).blocks == 0
+                assert client.get(distant).missing[0].reason == "directory"
+            (line,) = said()
+            assert line.startswith("the directory is away")
+            handle.away = False
+            check(client, distant)
+            assert said() == ["the directory answers again"]
 
     def test_a_client_that_never_knew_anybody_says_so(self, cluster: Cluster) -> None:
         cluster.start("one")
