@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -13,7 +14,7 @@ from directory.redisserver import RedisServer
 from kvsupport import EXTENT, SCHEMA, Daemon, fresh_prefix, payload_of, payloads_of, wait_until
 
 from tiffin.kvstore import Client
-from tiffin.kvstore.errors import DirectoryUnavailable, TiffinError
+from tiffin.kvstore.errors import DirectoryUnavailable, NoRoom, TiffinError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,30 +26,85 @@ BLOCKS = 4
 
 @dataclass
 class Tally:
-    """What the gets of a run returned. `waits_s` has one entry each."""
+    """What the gets of a run returned. `spans` (begin, end) and `waits_s` have one entry each."""
 
     gets: int = 0
     short: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    waits_s: list[float] = field(default_factory=list)
+    spans: list[tuple[float, float]] = field(default_factory=list)
     wrong: int = 0
+
+    @property
+    def waits_s(self) -> list[float]:
+        return [end - begin for begin, end in self.spans]
+
+    def waited(self, began: float) -> None:
+        """A get that began then has returned."""
+        self.spans.append((began, time.monotonic()))
+
+    def longest_s(self, watch: Watch) -> float:
+        """The longest wait, without what this process stood still of it."""
+        return max(end - begin - watch.still_s(begin, end) for begin, end in self.spans)
+
+
+class Watch:
+    """Notices when this process stands still, as a busy machine makes it. How long a get waits for
+    a node is none of that time's business."""
+
+    _NAP_S = 0.01
+
+    def __init__(self) -> None:
+        self._still: list[tuple[float, float]] = []
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="watch")
+        self._thread.start()
+
+    def _work(self) -> None:
+        last = time.monotonic()
+        while not self._ending.wait(self._NAP_S):
+            now = time.monotonic()
+            if now - last > 3 * self._NAP_S:
+                self._still.append((last + self._NAP_S, now))
+            last = now
+
+    def still_s(self, begin: float, end: float) -> float:
+        """How much of the time from `begin` to `end` that was."""
+        return sum(max(0.0, min(end, until) - max(begin, since)) for since, until in self._still)
+
+    def close(self) -> None:
+        self._ending.set()
+        self._thread.join()
 
 
 class FaultPool:
     """`nodes` daemons and a Redis, on loopback."""
 
-    def __init__(self, commands_folder: Path, folder: Path, *, nodes: int = 2) -> None:
-        self._stack = contextlib.ExitStack()
-        self.redis = self._stack.enter_context(RedisServer(folder))
-        self.name = f"faults-{random.randrange(1 << 40):x}"
-        self.nodes = [self._start(commands_folder, index) for index in range(nodes)]
-        self.url = f"{self.redis.url}?pool={self.name}&home=none"
-        wait_until(lambda: len(self._numbers()) == nodes, "all nodes are in the directory")
+    def __init__(
+        self,
+        commands_folder: Path,
+        folder: Path,
+        *,
+        nodes: int = 2,
+        dram: int = 512 * EXTENT,
+        nvme: int = 0,
+    ) -> None:
+        """`dram` and `nvme`: bytes of each node."""
+        with contextlib.ExitStack() as self._stack:
+            self.watch = self._stack.enter_context(contextlib.closing(Watch()))
+            self.redis = self._stack.enter_context(RedisServer(folder))
+            self.name = f"faults-{random.randrange(1 << 40):x}"
+            sizes = {"dram": dram, "nvme": nvme}
+            self.nodes = [self._start(commands_folder, i, sizes) for i in range(nodes)]
+            # A Redis that stands still for a moment is no fault of these tests' nodes.
+            self.directory = f"{self.redis.url}?pool={self.name}&timeout=5"
+            self.url = f"{self.directory}&home=none"
+            wait_until(lambda: len(self._numbers()) == nodes, "all nodes are in the directory")
+            self._stack = self._stack.pop_all()
 
-    def _start(self, commands_folder: Path, index: int) -> Daemon:
+    def _start(self, commands_folder: Path, index: int, sizes: dict[str, int]) -> Daemon:
         options = ["--listen", "127.0.0.1:0", "--directory", self.redis.url, "--pool", self.name]
         options += ["--name", f"n{index}", "--no-prefault"]
-        daemon = Daemon(commands_folder, dram=512 * EXTENT, options=options)
+        daemon = Daemon(commands_folder, **sizes, options=options)
         self._stack.callback(daemon.close)
         return daemon
 
@@ -65,7 +121,7 @@ class FaultPool:
         """Prompts that both of two nodes have, published."""
         prefixes = [fresh_prefix(BLOCKS) for _ in range(prompts)]
         for prefix in prefixes:
-            assert client.put(prefix, payloads_of(prefix), replicas=2).complete
+            wait_until(lambda prefix=prefix: put_twice(client, prefix), "two nodes take a put")  # type: ignore[misc]
         wait_until(lambda: self.replicated(client, prefixes), "both replicas are published")
         return prefixes
 
@@ -88,19 +144,27 @@ class FaultPool:
         self.close()
 
 
+def put_twice(client: Any, prefix: Prefix) -> bool:
+    """Whether two nodes have it now. One that stands still for half a second does not take it."""
+    try:
+        return bool(client.put(prefix, payloads_of(prefix), replicas=2).complete)
+    except NoRoom:
+        return False
+
+
 def read_once(client: Any, prefix: Prefix, tally: Tally, *, timeout_s: float = 5.0) -> None:
     """One get into memory of ours, timed and compared."""
     into = [np.zeros(SCHEMA.block_bytes, np.uint8) for _ in range(len(prefix))]
     began = time.monotonic()
     try:
         with client.get(prefix, into=into, timeout_s=timeout_s) as blocks:
-            tally.waits_s.append(time.monotonic() - began)
+            tally.waited(began)
             if not blocks.complete:
                 tally.short.append(str(blocks.reason))
             for index in range(len(blocks)):
                 tally.wrong += not np.array_equal(into[index], payload_of(prefix.keys[index]))
     except TiffinError as error:
-        tally.waits_s.append(time.monotonic() - began)
+        tally.waited(began)
         tally.failed.append(f"{type(error).__name__}: {error}")
     tally.gets += 1
 
