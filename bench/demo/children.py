@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 STOP_S = 10.0
+DEATH_S = 1.0  # from a child's last word to its end
 LOOK_S = 0.5  # how soon the death of a node, or of the conductor, is noticed
 STDERR_TAIL_BYTES = 4000
 
@@ -66,7 +67,7 @@ class Child:
     def failed(self, what: str) -> DemoFailed:
         """The error to raise, with what the process said last."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(1.0)
+            self.process.wait(DEATH_S)
         code = self.process.poll()
         state = "is still running" if code is None else f"ended with status {code}"
         tail = self._stderr.read_bytes()[-STDERR_TAIL_BYTES:].decode(errors="replace")

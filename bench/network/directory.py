@@ -77,7 +77,7 @@ def locate(setting: Setting) -> list[Row]:
     with (
         redis_server() as url,
         remote_node(dram_bytes, ["--directory", url]) as node,
-        contextlib.closing(open_directory(url)) as found,
+        contextlib.closing(open_directory(f"{url}?timeout={_TIMEOUT_S:g}")) as found,
         contextlib.closing(Peer(node.address, Credentials(), "bench")) as peer,
         redis.Redis.from_url(url) as server,
     ):

@@ -218,11 +218,12 @@ class NodesFeed:
         finally:
             with self._changed:
                 self._asked.discard(node)
-                if not node.left:
+                left = node.left  # later, it is closed by who sees that it has left
+                if not left:
                     heapq.heappush(self._due, (node.cursor.due_at, next(self._ties), node))
                     self._changed.notify()
-        if node.left:
-            self._bury(node)
+            if left:
+                self._bury(node)
 
     def _ask(self, node: _Node) -> list[Update]:
         try:
@@ -263,10 +264,10 @@ class NodesFeed:
             return
         try:
             gone, idle = self._update(_newest(records))
-            for name in gone:
-                self._apply(Gone(name, NODE_TIERS))
             for node in idle:
                 node.close()
+            for name in gone:
+                self._apply(Gone(name, NODE_TIERS))
         finally:
             self._look_again()
 

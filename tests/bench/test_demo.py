@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+import psutil
 import pytest
 
 from tiffin.bench.demo import decisions, overload, plot, report, trace
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
     from tiffin.conductor.client import ConductorClient
 
 DEMO = [sys.executable, "-m", "tiffin.bench.demo", "--quick"]
-ALL = 9  # itself, Redis, two nodes, two prefill and two decode workers, the conductor
+WORKERS = 4  # two prefill, two decode
+ALL = 5 + WORKERS  # itself, Redis, two nodes, the conductor
 
 
 # -- the trace -------------------------------------------------------------------------------------
@@ -360,6 +363,34 @@ def descendants(folder: Path) -> list[int]:
     return found
 
 
+def command(process: int) -> str:
+    """Its words, with NULs between them; "" if it has ended."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def under_way(folder: Path) -> bool:
+    """Whether all run, and every worker has said so to the conductor."""
+    processes = {process: command(process) for process in descendants(folder)}
+    connections = Counter(
+        one.pid for one in psutil.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED
+    )
+    return len(processes) >= ALL and any(
+        "tiffin.conductor" in words and connections[process] >= WORKERS
+        for process, words in processes.items()
+    )
+
+
+def until_under_way(demo: subprocess.Popen[Any], folder: Path) -> None:
+    give_up = time.monotonic() + 120
+    while not under_way(folder):
+        assert demo.poll() is None, "it has ended"
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
+
+
 @pytest.fixture
 def engines() -> None:
     for name in ("torch", "transformers"):
@@ -430,12 +461,7 @@ def test_nothing_outlives_an_interrupted_demo(tmp_path: Path, number: signal.Sig
     with subprocess.Popen(
         [*DEMO, "--out", str(tmp_path)], stdout=subprocess.DEVNULL, env=environment(temporary)
     ) as demo:
-        deadline = time.monotonic() + 90
-        # Counted once: between fork and exec a process that was seen is not seen for a moment.
-        while (count := len(descendants(temporary))) < ALL and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert count == ALL
-        time.sleep(3.0)
+        until_under_way(demo, temporary)
         demo.send_signal(number)
         status = demo.wait(30)
     deadline = time.monotonic() + 20
@@ -454,7 +480,7 @@ def test_nothing_outlives_an_interrupted_demo(tmp_path: Path, number: signal.Sig
     [
         ("bench.demo.worker", "died and ended with status -9"),
         ("tiffin.kvstore\0node", "was killed by SIGKILL"),
-        ("redis", "redis was killed by SIGKILL"),
+        ("-server", "redis was killed by SIGKILL"),
         ("tiffin.conductor", "the conductor was killed by SIGKILL"),
     ],
     ids=["worker", "node", "redis", "conductor"],
@@ -469,15 +495,8 @@ def test_a_child_that_dies_is_reported(tmp_path: Path, victim: str, words: str) 
         text=True,
         env=environment(temporary),
     ) as demo:
-        deadline = time.monotonic() + 90
-        while len(descendants(temporary)) < ALL and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(3.0)
-        for process in descendants(temporary):
-            with open(f"/proc/{process}/cmdline", "rb") as command:
-                if victim in command.read().decode():
-                    os.kill(process, signal.SIGKILL)
-                    break
+        until_under_way(demo, temporary)
+        os.kill(next(p for p in descendants(temporary) if victim in command(p)), signal.SIGKILL)
         _, stderr = demo.communicate(timeout=60)
     assert demo.returncode == 2, stderr
     assert words in stderr

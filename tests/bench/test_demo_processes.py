@@ -6,7 +6,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from kvsupport import wait_until
 
+from tiffin.bench.demo import children as demo_children
 from tiffin.bench.demo import presence
 from tiffin.bench.demo.children import Child, Crew, DemoFailed
 from tiffin.conductor.errors import ConductorUnavailable, UnknownRequest
@@ -60,7 +62,10 @@ def test_a_child_that_dies_is_named_with_its_last_words(children: list[Child]) -
         crew.send("two", {"n": 1})
 
 
-def test_silence_and_wrong_answers_are_failures(children: list[Child]) -> None:
+def test_silence_and_wrong_answers_are_failures(
+    children: list[Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_children, "DEATH_S", 0.01)  # they are well
     crew = Crew(children, nothing)
     with pytest.raises(DemoFailed, match="said nothing"):
         crew.ask(["one"], {"quiet": 1}, 0.0)
@@ -131,7 +136,7 @@ def loads() -> Callable[[], Load]:
 
 def test_an_instance_registers_with_its_load_again_and_again(service: Service) -> None:
     with presence.Presence("http://c", SPEC, loads()) as here:
-        assert service.registered == [(SPEC, Load(queued=0))]
+        assert service.registered[:1] == [(SPEC, Load(queued=0))]
         here.say("r", "tokens", 7)
         assert service.beaten.wait(20.0)
     assert [load.queued for _, load in service.registered[:4]] == [0, 1, 2, 3]
@@ -144,10 +149,10 @@ def test_a_conductor_that_is_away_does_not_stop_the_work(
 ) -> None:
     with presence.Presence("http://c", SPEC, loads()) as here:
         service.fails = ConductorUnavailable("no answer")
-        assert service.beaten.wait(20.0)
+        said = "did not take a heartbeat: no answer"
+        wait_until(lambda: caplog.text.count(said) >= 2, "it is said, and tried again")
         service.fails = UnknownRequest("it has expired")
         here.say("r", "finished")
-    assert "did not take a heartbeat: no answer" in caplog.text
     assert "did not take 'finished' of 'r': it has expired" in caplog.text
 
 

@@ -32,18 +32,42 @@ from tiffin.conductor.serving import listening
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Coroutine
     from pathlib import Path
 
     from tiffin.conductor.auth import Tokens
 
 MODEL = "llama-3-8b"
 PROFILE = "llama-3.1-8b.h100.tp1.vllm"
-QUICK = GatewayTimeouts(
-    conductor_s=5.0, connect_s=1.0, tokenize_s=1.0, first_token_s=5.0, idle_s=5.0
+# Only a hang takes so long; what is late in a test is so after a `skip`.
+TIMES = GatewayTimeouts(
+    conductor_s=20.0, connect_s=20.0, tokenize_s=20.0, first_token_s=20.0, idle_s=20.0
 )
-CONFIG = GatewayConfig(timeouts=QUICK, report_s=0.01)
-PATIENCE_S = 10.0
+CONFIG = GatewayConfig(timeouts=TIMES, report_s=0.01)
+PATIENCE_S = 30.0
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """Its clock can be set forward: a timeout ends when the test says so, however slow the machine
+    is."""
+
+    skipped_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.skipped_s
+
+
+def skip(seconds: float) -> None:
+    """So much time passes at once, for all that is in this loop."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SkippingLoop)
+    loop.skipped_s += seconds
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run it in a loop whose time can be skipped."""
+    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+        runner.run(scenario())
 
 
 class Died(Exception):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
@@ -17,6 +19,7 @@ import uvicorn
 
 from tiffin.conductor.api.app import create_app
 from tiffin.conductor.serving import listening
+from tiffin.kvstore.errors import InvalidInput
 
 if TYPE_CHECKING:
     import ssl
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from tiffin.conductor.auth import Tokens
     from tiffin.conductor.core import Conductor
 
-START_S = 20.0
+START_S = 60.0
 
 
 @contextlib.contextmanager
@@ -112,9 +115,14 @@ class GatewayProcess(Process):
 
 
 def free_port() -> int:
-    """One that nobody listens on at the moment."""
-    with listening(("127.0.0.1", 0)) as door:
-        return int(door.getsockname()[1])
+    """One that nobody listens on at the moment, and that the system gives to nobody by chance."""
+    by_chance = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]
+    while True:
+        with (
+            contextlib.suppress(InvalidInput),
+            listening(("127.0.0.1", random.randrange(10_000, int(by_chance)))) as door,
+        ):
+            return int(door.getsockname()[1])
 
 
 def wait_for_follower(url: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import pytest
-from gatewaysupport import CONFIG, MODEL, Engine, Heard, cluster, until
+from gatewaysupport import CONFIG, MODEL, Engine, Heard, cluster, run, skip, until
 
 from tiffin.conductor.auth import load_tokens
 from tiffin.conductor.gateway.config import GatewayConfig, GatewayLimits, ModelConfig
@@ -17,7 +17,6 @@ from tiffin.conductor.records import Role
 from tiffin.kvstore import KVSchema
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
     from pathlib import Path
 
 SPLIT = {"disaggregation": {"form": "remote"}}
@@ -25,10 +24,6 @@ SCHEMA = KVSchema.gqa(
     model=MODEL, layers=2, kv_heads=2, head_dim=8, dtype="float16", block_tokens=16
 )
 PROMPT = "Where does the lunch of Mumbai come from, and who carries it?"
-
-
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(scenario())
 
 
 def pair(**decode: Any) -> tuple[Engine, Engine]:
@@ -539,10 +534,13 @@ def test_a_long_answer_in_one_piece_keeps_its_place() -> None:
 
     async def scenario() -> None:
         engine = Engine("m0", hold_at=0)
-        settings = {"core": {"decision_ttl_s": 0.2}}
+        settings = {"core": {"decision_ttl_s": 4.5}}
         async with cluster(engine, settings=settings) as it:
             asked = asyncio.create_task(it.post({"prompt": PROMPT}))
-            await until(lambda: it.core.kinds.count("tokens") >= 2)
+            await until(lambda: bool(engine.completions))
+            for told in range(1, 5):  # every 1.5 s
+                skip(1.5)
+                await until(lambda told=told: it.core.kinds.count("tokens") >= told)
             it.core.tick(asyncio.get_running_loop().time())
             assert it.core.statistics()["in_flight"] == 1
             engine.go.set()

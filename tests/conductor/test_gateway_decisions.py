@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import pytest
-from gatewaysupport import CONFIG, QUICK, Engine, Heard, cluster, until
+from gatewaysupport import CONFIG, TIMES, Engine, Heard, cluster, run, skip, until
 
 from tiffin.conductor.api.models import DecisionReply
-from tiffin.conductor.gateway import waiting
 from tiffin.conductor.gateway.known import Route, Target
 from tiffin.conductor.gateway.placing import Placement
 from tiffin.conductor.gateway.waiting import Prefills, hold_s
@@ -23,17 +22,13 @@ from tiffin.conductor.ledger import Phase
 from tiffin.conductor.records import Decision, Rejection, Request, RequestEvent, Role
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable
 
     from gatewaysupport import Cluster
 
 SPLIT = {"disaggregation": {"form": "remote"}}
 PROMPT = "Where does the lunch of Mumbai come from, and who carries it?"
 LONG_S = 60.0
-
-
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(scenario())
 
 
 def changed(**changes: Any) -> Any:
@@ -196,14 +191,13 @@ class TestWaitingForAnothersBlocks:
 
         run(scenario)
 
-    def test_it_is_not_waited_for_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(waiting, "LATE_S_MIN", 0.01)
-
+    def test_it_is_not_waited_for_for_ever(self) -> None:
         async def scenario() -> None:
             def change(decision: Decision) -> dict[str, Any]:
-                return {**b_waits_for_a(decision), "predicted_ttft_s": 0.05}
+                return {**b_waits_for_a(decision), "predicted_ttft_s": 1.5}
 
             async with self.both(change) as (_, prefill, _, a, b):
+                skip(3.0)
                 await until(lambda: len(prefill.completions) == 2)
                 assert not a.done()
                 prefill.compute.set()
@@ -361,7 +355,8 @@ def events_of(body: bytes) -> list[bytes]:
 class TestLongWaits:
     """The conductor forgets what it does not hear of for `decision_ttl_s`."""
 
-    SETTINGS: ClassVar = {"core": {"decision_ttl_s": 0.9}}
+    SETTINGS: ClassVar = {"core": {"decision_ttl_s": 4.5}}
+    ALIVE_S = 1.5  # as often it hears of it
 
     @pytest.mark.parametrize("stream", [True, False])
     def test_one_that_waits_for_its_first_token_keeps_its_place(self, stream: bool) -> None:
@@ -375,7 +370,9 @@ class TestLongWaits:
                 flight = it.core.ledger.get("a")
                 assert flight is not None
                 decided_until = flight.decision.expires_at
-                await until(lambda: it.core.kinds.count("alive") >= 2)
+                for told in (1, 2):
+                    skip(self.ALIVE_S)
+                    await until(lambda told=told: it.core.kinds.count("alive") >= told)
                 assert it.core.tick(decided_until) == []
                 assert set(it.core.kinds) == {"alive"}
                 assert flight.phase is Phase.PREFILL, "it waits still"
@@ -394,6 +391,7 @@ class TestLongWaits:
                 await until(lambda: len(engine.completions) == 1)
                 b = ask(it, "b")
                 await held(it)
+                skip(self.ALIVE_S)
                 await until(
                     lambda: "alive" in {e.kind for e in it.core.events if e.request_id == "b"}
                 )
@@ -448,7 +446,7 @@ class TestStreamsThatTakeLong:
     def test_never(self) -> None:
         async def scenario() -> None:
             engine = Engine("m0", hold_at=0)
-            timeouts = msgspec.structs.replace(QUICK, first_token_s=0.2)
+            timeouts = msgspec.structs.replace(TIMES, first_token_s=0.2)
             config = changed(keepalive_s=0.0, timeouts=timeouts)
             async with cluster(engine, config=config) as it:
                 assert (await ask(it, "a")).status_code == 504
@@ -458,7 +456,7 @@ class TestStreamsThatTakeLong:
     def test_answers_in_one_piece_have_none(self) -> None:
         async def scenario() -> None:
             engine = Engine("m0", hold_at=0)
-            timeouts = msgspec.structs.replace(QUICK, total_s=0.2)
+            timeouts = msgspec.structs.replace(TIMES, total_s=0.2)
             config = changed(keepalive_s=0.02, timeouts=timeouts)
             async with cluster(engine, config=config) as it:
                 assert (await ask(it, "a", stream=False)).status_code == 504
@@ -489,6 +487,7 @@ class TestStreamsThatTakeLong:
                 engine.compute.clear()
             async with cluster(*engines, decode, settings=SPLIT, config=self.CONFIG) as it:
                 async with it.stream({"prompt": PROMPT}) as response:
+                    await until(lambda: any(engine.completions for engine in engines))
                     dead, alive = sorted(engines, key=lambda engine: not engine.completions)
                     dead.die_at = -1
                     dead.compute.set()
@@ -548,10 +547,16 @@ class TestStreamsThatTakeLong:
     def test_an_answer_that_takes_too_long(self) -> None:
         async def scenario() -> None:
             engine = Engine("m0", hold_at=0)
-            timeouts = msgspec.structs.replace(QUICK, total_s=0.3)
+            timeouts = msgspec.structs.replace(TIMES, total_s=4.0)
             config = changed(keepalive_s=0.02, timeouts=timeouts)
             async with cluster(engine, config=config) as it:
-                *_, last = events_of((await ask(it, "a")).content)
+                async with it.stream({"prompt": PROMPT}) as response:
+                    chunks = response.aiter_raw()
+                    body = await anext(chunks)
+                    await until(lambda: bool(engine.completions))
+                    skip(4.0)
+                    body += b"".join([chunk async for chunk in chunks])
+                *_, last = events_of(body)
                 assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "timeout"
                 await until(lambda: engine.aborted == 1)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from gatewaysupport import CONFIG, QUICK, Engine, cluster, until
+from gatewaysupport import CONFIG, TIMES, Engine, cluster, run, skip, until
 
 from tiffin.conductor.auth import load_tokens
 from tiffin.conductor.errors import ConductorUnavailable, UnknownModel
@@ -18,7 +18,7 @@ from tiffin.conductor.gateway.config import GatewayLimits
 from tiffin.conductor.records import Decision, Role
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from gatewaysupport import Cluster
@@ -38,16 +38,12 @@ VLLM_DIED = (
 NOWHERE = "http://127.0.0.1:9"
 
 
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(scenario())
-
-
 def changed(**changes: Any) -> GatewayConfig:
     return msgspec.structs.replace(CONFIG, **changes)
 
 
 def times(**changes: float) -> GatewayTimeouts:
-    return msgspec.structs.replace(QUICK, **changes)
+    return msgspec.structs.replace(TIMES, **changes)
 
 
 def move(it: Cluster, name: str, url: str) -> None:
@@ -219,9 +215,12 @@ class TestAnInstanceIsSlow:
     def test_no_first_token(self) -> None:
         async def scenario() -> None:
             engine = Engine("m0", hold_at=0)
-            config = changed(timeouts=times(first_token_s=0.1))
+            config = changed(timeouts=times(first_token_s=4.0))
             async with cluster(engine, config=config) as it:
-                response = await it.post({"prompt": PROMPT, "stream": True})
+                asked = asyncio.create_task(it.post({"prompt": PROMPT, "stream": True}))
+                await until(lambda: bool(engine.completions))
+                skip(4.0)
+                response = await asked
                 assert response.status_code == 504
                 assert response.json()["error"]["code"] == "engine_timeout"
                 await until(lambda: engine.aborted == 1)
@@ -234,10 +233,15 @@ class TestAnInstanceIsSlow:
     def test_a_stream_that_falls_silent(self) -> None:
         async def scenario() -> None:
             engine = Engine("m0", hold_at=2)
-            config = changed(timeouts=times(idle_s=0.1))
+            config = changed(timeouts=times(idle_s=4.0))
             async with cluster(engine, config=config) as it:
-                response = await it.post({"prompt": PROMPT, "stream": True})
-                *tokens, last = events_of(response.content)
+                async with it.stream({"prompt": PROMPT}) as response:
+                    body, chunks = b"", response.aiter_raw()
+                    while body.count(b"\n\n") < 2:
+                        body += await anext(chunks)
+                    skip(4.0)
+                    body += b"".join([chunk async for chunk in chunks])
+                *tokens, last = events_of(body)
                 assert len(tokens) == 2
                 assert last["error"]["code"] == "engine_failed"
                 await until(lambda: engine.aborted == 1)
@@ -247,13 +251,19 @@ class TestAnInstanceIsSlow:
     def test_a_stream_that_is_too_long(self) -> None:
         async def scenario() -> None:
             engine = Engine("m0", hold_at=2)
-            config = changed(timeouts=times(total_s=0.3))
+            config = changed(timeouts=times(total_s=4.0))
             async with cluster(engine, config=config) as it:
-                response = await it.post({"prompt": PROMPT, "stream": True})
-                assert events_of(response.content)[-1]["error"]["code"] == "timeout"
+                async with it.stream({"prompt": PROMPT}) as response:
+                    chunks = response.aiter_raw()
+                    body = await anext(chunks)
+                    skip(4.0)
+                    body += b"".join([chunk async for chunk in chunks])
+                assert events_of(body)[-1]["error"]["code"] == "timeout"
                 await until(lambda: engine.aborted == 1)
-                late = await it.post({"prompt": PROMPT})
-                assert late.status_code == 504
+                late = asyncio.create_task(it.post({"prompt": PROMPT}))
+                await until(lambda: len(engine.completions) == 2)
+                skip(4.0)
+                assert (await late).status_code == 504
                 await until(lambda: engine.aborted == 2)
 
         run(scenario)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,13 +14,14 @@ from poolsupport import LARGE, Cluster
 
 from tiffin.conductor.feeds import nodes as nodes_feed
 from tiffin.conductor.feeds.cursor import BACKOFF_S, HEARD_S, LOST_S, POLL_S, NodeCursor
-from tiffin.conductor.feeds.inbox import Inbox
+from tiffin.conductor.feeds.inbox import Inbox, InboxClosed
 from tiffin.conductor.feeds.nodes import NodesFeed
 from tiffin.conductor.feeds.routed import Holdings
 from tiffin.conductor.feeds.updates import (
     NODE_TIERS,
     Added,
     Cleared,
+    Gone,
     Heard,
     Inventory,
     Removed,
@@ -338,15 +340,16 @@ def test_a_block_is_where_it_is_read_from(cluster: Cluster, world: World, tmp_pa
     world.await_held(old, "one", 2)
     new = one.put(fresh_prefix(3, LARGE))
     world.await_held(old, "one", 2, "nvme")
-    assert world.held(old, "one") == 0, "it was demoted: it is not in memory"
+    world.await_held(old, "one", 0)  # it was demoted, and is in its new tier first
     wait_until(lambda: world.held(new, "one") >= 1, "what took its place is")
     with Client.attach(one.node) as client, client.get(old):
         world.await_held(old, "one", 2)
-    assert world.held(old, "one", "nvme") == 0
+    world.await_held(old, "one", 0, "nvme")
     with Client.attach(one.node) as client:
         client.remove(old)
     world.await_held(old, "one", 0)
     one.stop()
+    world.await_held(new, "one", -1, "nvme")
     one = cluster.start("one", 3, **slab)
     left = wait_until(lambda: sum(one.has(new)), "the slab is read")
     world.await_held(new, "one", left, "nvme")
@@ -486,6 +489,51 @@ def test_the_feed_speaks_of_what_nodes_have_only(cluster: Cluster, world: World)
     number = world.holdings.index.find("one", "hbm")
     assert number is not None
     assert world.holdings.index.blocks_of(number) == 1
+
+
+def test_a_node_that_left_is_let_go_of_though_nobody_takes_what_it_said(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left while it was asked, and the feed ends before that is said."""
+    one, closed = cluster.start("one"), list[str]()
+    close = nodes_feed._Node.close
+    monkeypatch.setattr(
+        nodes_feed._Node, "close", lambda self: (closed.append(self.address), close(self))
+    )
+    speaks, ends = threading.Event(), threading.Event()
+
+    def apply(update: Any) -> None:
+        speaks.set()
+        assert ends.wait(20.0)
+        raise InboxClosed("nobody takes it")
+
+    members = cluster.flaky()
+    with NodesFeed(members, cluster.credentials, apply, threads=2, membership_s=0.01) as feed:
+        assert speaks.wait(20.0)
+        one.stop()
+        wait_until(lambda: not feed.statistics()["nodes"], "it has left")
+        ends.set()
+    assert closed == [one.address]
+
+
+def test_who_leaves_when_it_has_been_asked_is_said_to_be_gone_once(cluster: Cluster) -> None:
+    """A second time might come after the first words of another one of its name."""
+    one, updates = cluster.start("one"), list[Any]()
+    with NodesFeed(cluster.flaky(), cluster.credentials, updates.append, threads=0) as feed:
+        feed._look_at_members()
+        follow = feed._next_job()
+
+        class Changed(threading.Condition):
+            def __exit__(self, *error: Any) -> None:
+                super().__exit__(*error)
+                if feed._due:  # it waits for its next turn, and another thread looks
+                    one.stop()
+                    feed._look_at_members()
+
+        feed._changed = Changed()
+        assert follow is not None
+        follow()
+    assert [type(update) for update in updates] == [Inventory, Gone]
 
 
 def test_closing_lets_go_of_a_node_that_hangs(cluster: Cluster, world: World) -> None:

@@ -164,14 +164,17 @@ class TestUnderLoad:
     RESTART_S = 2.0
 
     def test_killed_and_restarted_it_serves_again(
-        self, record_property: Callable[[str, object], None]
+        self, tmp_path: Path, record_property: Callable[[str, object], None]
     ) -> None:
         """Kill -9 under 16 connections: every call ends with an answer or ConductorUnavailable, and
         a new process answers and schedules within two seconds of its time. How long that takes by
         the clock, from the kill on, is a matter of who else uses the machine: it is recorded, and
         shown by `pytest -s`."""
-        port = free_port()
-        url, options = f"http://127.0.0.1:{port}", ("--listen", f"127.0.0.1:{port}")
+        port, config = free_port(), tmp_path / "settings.toml"
+        # The instance says once that it is there; it is not lost however long this takes.
+        config.write_text("[core]\nheartbeat_timeout_s = 600\n")
+        url = f"http://127.0.0.1:{port}"
+        options = ("--listen", f"127.0.0.1:{port}", "--config", str(config))
         stop, errors, done = threading.Event(), list[BaseException](), [0] * self.CONNECTIONS
 
         def client_of(number: int) -> None:

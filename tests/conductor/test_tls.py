@@ -157,8 +157,7 @@ class TestTheGateway:
         config = tmp_path / "gateway.json"
         config.write_text('{"fallback": false, "refresh_s": 0.05, "reschedules": 0}')
         with ConductorClient(conductor, tls_ca=ours.ca) as client:
-            nowhere = "http://127.0.0.1:9"
-            client.register(InstanceSpec("i0", MODEL, Role.MIXED, PROFILE, url=nowhere))
+            spec = InstanceSpec("i0", MODEL, Role.MIXED, PROFILE, url="http://127.0.0.1:9")
             for authority, codes in (
                 (ours, {"engine_failed"}),
                 (theirs, {"unavailable", "no_instance"}),
@@ -169,6 +168,7 @@ class TestTheGateway:
                 with GatewayProcess(*options, *towards, *files(ours)) as process:
                     url = f"https://127.0.0.1:{port}"
                     process.wait_until_it_answers(url, trusting(ours))
+                    client.register(spec)  # only now: it is lost if it is silent for long
                     with httpx.Client(base_url=url, trust_env=False, verify=trusting(ours)) as http:
                         body = {"model": MODEL, "prompt": "a"}
                         error = http.post("/v1/completions", json=body).json()["error"]
