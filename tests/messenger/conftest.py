@@ -46,8 +46,8 @@ def nothing_leaks() -> Iterator[None]:
         new = set(threading.enumerate()) - threads
         return [one for one in new if not one.name.startswith("tiffin-copy")]  # stays for good
 
-    assert eventually(lambda: not left(), 5.0), left()
-    assert eventually(lambda: descriptors() <= fds, 5.0), os.listdir("/proc/self/fd")
+    assert eventually(lambda: not left()), left()
+    assert eventually(lambda: descriptors() <= fds), os.listdir("/proc/self/fd")
 
 
 @pytest.fixture(scope="session")

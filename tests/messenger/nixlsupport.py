@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -94,8 +95,8 @@ class Neighbour:
     def stop(self) -> None:
         """The process hangs."""
         os.kill(self.process.pid, signal.SIGSTOP)
-        # The signal takes effect when the kernel gets to it.
-        while _state(self.process.pid) != "T":
+        # The signal takes effect when the kernel gets to it, in one thread after the other.
+        while _states(self.process.pid) != {"T"}:
             time.sleep(0.001)
 
     def resume(self) -> None:
@@ -129,9 +130,13 @@ def ends(lanes: str) -> Iterator[tuple[NixlAgent, Neighbour]]:
         yield agent, other
 
 
-def _state(pid: int) -> str:
-    with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
-        return stat.read().rpartition(")")[2].split()[0]
+def _states(pid: int) -> set[str]:
+    """Of its threads."""
+    states = set()
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # of a thread that has ended
+            states.add(stat.read_text(encoding="ascii").rpartition(")")[2].split()[0])
+    return states
 
 
 @contextlib.contextmanager

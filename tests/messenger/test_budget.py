@@ -10,7 +10,7 @@ import threading
 from contextlib import ExitStack
 
 import pytest
-from netsupport import soon
+from netsupport import StoppedClock, soon
 
 from tiffin.messenger.budget import SHARED, Budget, Priority
 from tiffin.messenger.errors import TransferTimeout
@@ -20,14 +20,15 @@ from tiffin.messenger.testing import eventually
 class Waiters:
     """Threads that want room, in the order in which they were started."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, deadline: float | None = None) -> None:
         self._budget = budget
+        self._deadline = deadline or soon()
         self._threads: list[threading.Thread] = []
         self.got: list[str] = []
 
     def add(self, name: str, nbytes: int, priority: Priority) -> None:
         def work() -> None:
-            with self._budget.hold(nbytes, priority, soon()):
+            with self._budget.hold(nbytes, priority, self._deadline):
                 self.got.append(name)
 
         before = self._budget.waiting
@@ -78,23 +79,28 @@ def test_no_room_by_the_deadline() -> None:
             assert budget.used_bytes == 100
 
 
-def test_a_waiter_that_gives_up_lets_the_next_one_go() -> None:
-    budget = Budget(100)
-    waiters = Waiters(budget)
+def test_a_waiter_that_gives_up_lets_the_next_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget, clock = Budget(100), StoppedClock()
+    monkeypatch.setattr("tiffin.messenger.budget.time", clock)
     gave_up: list[TransferTimeout] = []
 
     def impatient() -> None:
         try:
-            with budget.hold(90, Priority.DECODE, soon(0.2)):
+            with budget.hold(90, Priority.DECODE, clock.now + 100):
                 pytest.fail("there is no room for 90")
         except TransferTimeout as error:
             gave_up.append(error)
 
-    with budget.hold(50, Priority.DECODE, soon()):
+    waiters = Waiters(budget, deadline=clock.now + 10_000)
+    with budget.hold(50, Priority.DECODE, clock.now):
         thread = threading.Thread(target=impatient)
         thread.start()
         assert eventually(lambda: budget.waiting == 1)
         waiters.add("would fit", 50, Priority.BACKGROUND)
+        assert waiters.got == []
+        clock.sleep(100)
+        with budget._changed:
+            budget._changed.notify()  # the one that waits longest looks at the clock
         assert waiters.join() == ["would fit"]
         thread.join()
     assert len(gave_up) == 1

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import random
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lanesupport import SimulatedLanes
+from netsupport import StoppedClock
 
 from tiffin.messenger import device as device_module
 from tiffin.messenger.device import (
@@ -681,19 +681,23 @@ def test_a_gpu_moves_what_it_should(nbytes: int, host_contiguous: bool, pinned: 
         assert np.array_equal(back.numpy(), content)
 
 
-def test_waiting_does_not_spin() -> None:
-    """A wait of 50 ms looks at its event some 70 times, not millions of times."""
+def test_waiting_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait of 50 ms looks at its event some 60 times, not millions of times: were looking to take
+    no time at all."""
+    clock = StoppedClock()
+    monkeypatch.setattr("tiffin.messenger.device.time", clock)
+    monkeypatch.setattr("tiffin.messenger.device_moves.time", clock)
     lanes = SimulatedLanes(lambda n: 0)
     copier = DeviceCopier("cpu", lanes=lanes)
     lanes.frozen = True
     array = np.zeros(10, np.uint8)
     transfer = copier.submit([[(on_device(10), array)]])
-    looks = []
+    looks: list[float] = []
     assert transfer.event is not None
     query = transfer.event.query
-    transfer.event.query = lambda: looks.append(time.monotonic()) or query()  # type: ignore[method-assign]
+    transfer.event.query = lambda: looks.append(clock.now) or query()  # type: ignore[method-assign]
     with pytest.raises(StillCopying):
         transfer.wait(0.05)
-    assert 3 < len(looks) < 100
+    assert 50 < len(looks) < 70
     lanes.frozen = False
     copier.close()

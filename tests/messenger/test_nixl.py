@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from netsupport import StoppedClock
 from nixlsupport import Neighbour, ends, neighbour, require_nixl
 
 from tiffin.messenger.errors import (
@@ -168,7 +169,11 @@ def test_a_grant_outside_the_region_is_refused(over_memory: Ends, place: Range) 
     ids=["stall", "deadline"],
 )
 def test_a_target_is_the_callers_although_the_transfer_goes_on(
-    over_tcp: Ends, stall_s: float, allowed_s: float, error: type[TransferTimeout]
+    over_tcp: Ends,
+    stall_s: float,
+    allowed_s: float,
+    error: type[TransferTimeout],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """NIXL can't cancel: the bytes come once the peer goes on, into a piece nobody else has."""
     agent, other = over_tcp
@@ -177,11 +182,15 @@ def test_a_target_is_the_callers_although_the_transfer_goes_on(
         target = np.zeros(16 * MIB, np.uint8)
         staging, _ = agent.staging()
         other.stop()
+        clock = StoppedClock()
         try:
-            with pytest.raises(error) as raised:
-                transport.read(
-                    grant, [Range(0, 16 * MIB)], [target], deadline=time.monotonic() + allowed_s
-                )
+            with monkeypatch.context() as patched:
+                # Not a moment passes before the transfers are under way.
+                patched.setattr("tiffin.messenger.nixl.time", clock)
+                patched.setattr("tiffin.messenger.nixl_call.time", clock)
+                deadline = clock.now + allowed_s
+                with pytest.raises(error) as raised:
+                    transport.read(grant, [Range(0, 16 * MIB)], [target], deadline=deadline)
             assert type(raised.value) is error
             target[:] = 0
             assert staging.quarantined == 2

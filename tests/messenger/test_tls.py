@@ -30,7 +30,7 @@ def server(certificates: Path) -> Iterator[Server]:
     tls = server_tls(
         certificates / "server.pem", certificates / "server.key", certificates / "ca.pem"
     )
-    with serving(tls=tls, hello_timeout_s=1.0, stall_s=0.5) as server:
+    with serving(tls=tls, hello_timeout_s=60.0) as server:
         yield server
 
 
@@ -89,8 +89,10 @@ def test_who_does_not_speak_tls(server: Server, certificates: Path) -> None:
 def test_a_handshake_that_does_not_end(server: Server, certificates: Path) -> None:
     """On either side: the listener gives up after the time for a hello, the client at its
     deadline."""
+    server.listener.hello_timeout_s = 0.2
     with closing(connect(server.address, soon())) as silent, pytest.raises(PeerLost):
         silent.receive_message(soon())
+    server.listener.hello_timeout_s = 60.0
     with closing(Relay(server.address)) as relay:
         relay.pause()
         with pytest.raises(TransferTimeout):
@@ -115,13 +117,13 @@ def test_stalls_and_cuts(server: Server, certificates: Path) -> None:
     target = np.zeros(nbytes, np.uint8)
     with closing(Relay(server.address)) as relay:
         opener = server.opener(relay.address, of_client(certificates))
-        with closing(TcpTransport(opener, stall_s=0.2)) as transport:
+        with closing(TcpTransport(opener)) as transport:
             everything, into = [Range(0, nbytes)], [target]
             transport.read(grant, everything, into, deadline=soon())
             assert np.array_equal(target, content)
             relay.pause()
             with pytest.raises(Stalled):
-                transport.read(grant, everything, into, deadline=soon())
+                transport.read(grant, everything, into, deadline=soon(600), stall_s=0.2)
             relay.resume()
             relay.cut_after(3 << 20)
             with pytest.raises(PeerLost):

@@ -121,24 +121,26 @@ def test_all_arrives_though_nothing_follows(pair: Pair, nbytes: int) -> None:
 
 def test_drops_are_not_a_stall(pair: Pair) -> None:
     """A peer that sends less than is gathered within the stall time is slow, and not silent."""
-    nbytes, drop = 6 * MIB, 96 << 10
+    nbytes, drop = 6 * MIB, 300 << 10
     content = random_bytes(nbytes, 1)
+    waits_for: list[int] = []
+    receive = pair.stream._receive_some
 
-    def drip() -> None:
-        pair.peer.sendall(frames.answer(Kind.DATA, Served(1, nbytes)))
-        for at in range(0, nbytes, drop):
-            pair.peer.sendall(content[at : at + drop].data)
-            time.sleep(0.01)
+    def after_a_drop(views: list[memoryview], wait_s: float, *, whole: bool) -> int:
+        at = len(waits_for) * drop
+        pair.peer.sendall(content[at : at + drop].data)
+        waits_for.append(pair.low_water)
+        return receive(views, wait_s, whole=whole)
 
-    sender = threading.Thread(target=drip)
-    sender.start()
+    pair.peer.sendall(frames.answer(Kind.DATA, Served(1, nbytes)))
+    pair.stream._receive_some = after_a_drop
     target = random_bytes(nbytes, 2)
     deadline = time.monotonic() + 30
     pair.stream.ask_read(1, [Range(0, nbytes)])
     pair.stream.flush(deadline)
-    pair.stream.receive_data([Range(0, nbytes)], [target], deadline, stall_s=0.08)
-    sender.join()
+    pair.stream.receive_data([Range(0, nbytes)], [target], deadline, stall_s=0.05)
     assert (target == content).all()
+    assert waits_for.count(GATHER_BYTES) > 10, "it waited for more than came"
 
 
 def test_silence_in_the_middle_is_a_stall(pair: Pair) -> None:
@@ -151,6 +153,16 @@ def test_silence_in_the_middle_is_a_stall(pair: Pair) -> None:
         )
     )
     sender.start()
+    receive = pair.stream._receive_some
+
+    def patient(views: list[memoryview], wait_s: float, *, whole: bool) -> int:
+        """However late the thread sends: the silence begins when all has come."""
+        while not (count := receive(views, wait_s, whole=whole)):
+            if pair.stream.received_bytes >= frames.HEAD_BYTES + sent:
+                break
+        return count
+
+    pair.stream._receive_some = patient
     targets = [random_bytes(MIB, 2) for _ in ranges]
     deadline = time.monotonic() + 20
     pair.stream.ask_read(1, ranges)
