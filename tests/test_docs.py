@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,7 @@ README = ROOT / "README.md"
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)")
 KEY = bytes(range(16))
-START_S = 10.0
+START_S = 60.0
 
 NODE = "from tiffin.kvstore.cli import node; import typer; typer.run(node)"
 
@@ -87,12 +88,18 @@ def environment(home: Path) -> Iterator[dict[str, str]]:
             node.terminate()
 
 
-def wait_for(socket: Path, node: subprocess.Popen[bytes]) -> None:
+def wait_for(path: Path, node: subprocess.Popen[bytes]) -> None:
     give_up = time.monotonic() + START_S
-    while not socket.exists():
+    while not answers(path):
         assert node.poll() is None, "the node did not start"
         assert time.monotonic() < give_up, "the node is too slow"
         time.sleep(0.02)
+
+
+def answers(path: Path) -> bool:
+    """A socket is there a moment before somebody listens."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 def run_python(code: str, env: dict[str, str], folder: Path) -> None:
@@ -102,7 +109,7 @@ def run_python(code: str, env: dict[str, str], folder: Path) -> None:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, f"{code}\n{done.stderr}"

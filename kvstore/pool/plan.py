@@ -20,8 +20,8 @@ class Costs(Protocol):
 
 
 class Run(NamedTuple):
-    """Consecutive blocks [start, stop) of a prefix to be read from one node. `others`: whether all
-    of them could also be had elsewhere."""
+    """Consecutive blocks [start, stop) of a prefix to be read from one node. `others`: whether each
+    of them could also be had from another node that is not taken for dead."""
 
     node: int
     start: int
@@ -44,14 +44,23 @@ def plan_reads(
             break
         last = runs[-1] if runs else None
         if last is not None and last.node in nodes:
-            others = last.others and len(nodes) > 1
+            others = last.others and _elsewhere(nodes, last.node, costs)
             runs[-1] = Run(last.node, last.start, position + 1, others)
             continue
         node = cheapest(nodes, block_bytes, costs)
         if node is None:
             break
-        runs.append(Run(node, position, position + 1, len(nodes) > 1))
+        others = _elsewhere(nodes, node, costs)
+        runs.append(Run(node, position, position + 1, others))
     return runs
+
+
+def _elsewhere(nodes: Collection[int], node: int, costs: Costs) -> bool:
+    """Whether one of these nodes could be asked instead: who gives up a node that stands still for
+    a moment must not be left with one that is taken for dead."""
+    return len(nodes) > 1 and any(
+        other != node and costs.seconds(other, 0) < math.inf for other in nodes
+    )
 
 
 def cheapest(nodes: Collection[int], nbytes: int, costs: Costs) -> int | None:

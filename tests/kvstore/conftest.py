@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kvsupport import NVME_BLOCKS, Daemon, LoopThread, PoolOptions
+from kvsupport import NVME_BLOCKS, SLACK_S, Daemon, LoopThread, PoolOptions
 from waysupport import WAYS, Host, NetworkNode, Pool, TwoNodes
 
 if TYPE_CHECKING:
@@ -104,6 +104,15 @@ def pool(way: str, make_pool: Callable[[str, PoolOptions], Pool]) -> Pool:
 def deep_pool(way: str, make_pool: Callable[[str, PoolOptions], Pool]) -> Pool:
     """DRAM over NVMe."""
     return make_pool(way, PoolOptions(nvme_blocks=NVME_BLOCKS))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients wait for what a node says at a call's deadline, and report damage to it, also when
+    somebody has stood still meanwhile."""
+    for module in ("link", "aiolink", "pool.peer", "pool.placing", "pool.streaming"):
+        monkeypatch.setattr(f"tiffin.kvstore.{module}.GRACE_S", SLACK_S)
+    monkeypatch.setattr("tiffin.kvstore.pool.peer.POST_TIMEOUT_S", SLACK_S)
 
 
 @pytest.fixture

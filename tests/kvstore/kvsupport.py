@@ -32,6 +32,8 @@ from tiffin.kvstore.url import parse_nvme
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import pytest
+
 Bytes = NDArray[np.uint8]
 
 SCHEMA = KVSchema.gqa(
@@ -92,6 +94,17 @@ def within(timeout_s: float, what: str) -> Iterator[None]:
     yield
     took_s = time.monotonic() - began
     assert took_s < timeout_s + SLACK_S, f"{what} took {took_s:.1f} s of {timeout_s} s"
+
+
+def skip_time(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """For nodes in this process it is so much later from now on: what ends by then has ended."""
+    monkeypatch.setattr("tiffin.kvstore.node.node._now", lambda: time.monotonic() + seconds)
+
+
+def stop_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For nodes in this process no time passes any more: no lease and no deadline ends."""
+    now = time.monotonic()
+    monkeypatch.setattr("tiffin.kvstore.node.node._now", lambda: now)
 
 
 class Background:

@@ -102,7 +102,6 @@ class TestPayloads:
             (None, "buffer"),
             (7, "buffer"),
         ],
-        ids=str,
     )
     def test_a_payload_of_the_wrong_kind(self, client: Client, payload: Any, message: str) -> None:
         with pytest.raises(InvalidInput, match=message):

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from kvsupport import SCHEMA, assert_right, fresh_prefix, is_quiet, payloads_of, wait_until
+from kvsupport import (
+    SCHEMA,
+    assert_right,
+    fresh_prefix,
+    is_quiet,
+    payloads_of,
+    skip_time,
+    wait_until,
+)
 from poolsupport import LARGE, Cluster
 
 from tiffin.kvstore import AsyncClient, Client
@@ -124,7 +132,9 @@ def test_a_close_waits_for_the_copies_of_other_threads(node: Node, slow_copy: Sl
     assert reserved_bytes(node) == 0
 
 
-def test_a_waiting_call_of_a_loop_that_was_closed_does_not_stop_the_node(node: Node) -> None:
+def test_a_waiting_call_of_a_loop_that_was_closed_does_not_stop_the_node(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefix, other = fresh_prefix(4), fresh_prefix(1)
 
     async def run() -> None:
@@ -132,9 +142,11 @@ def test_a_waiting_call_of_a_loop_that_was_closed_does_not_stop_the_node(node: N
         held = await client.reserve(prefix)
         assert len(held) == 4
         with pytest.raises(TimeoutError):  # it waits for room, and nobody waits for it
-            await asyncio.wait_for(client.reserve(other, timeout_s=0.2), 0.05)
+            await asyncio.wait_for(client.reserve(other, timeout_s=30), 0.05)
 
     asyncio.run(run())
+    assert node.statistics()["waiting_requests"]
+    skip_time(monkeypatch, 31.0)
     with Client.attach(node) as client:
         assert client.statistics()["node"] == "node"
         wait_until(lambda: not client.statistics()["waiting_requests"], "the deadline to pass")
@@ -148,6 +160,10 @@ def cluster() -> Iterator[Cluster]:
     with contextlib.closing(Cluster()) as cluster:
         yield cluster
         cluster.quiet()
+
+
+# When calls of a silent network end: long enough to cancel them before.
+CUT_S = 1.5
 
 
 async def settled(task: asyncio.Task[Any]) -> None:
@@ -171,7 +187,7 @@ def test_a_network_get_that_is_cancelled_lets_go_of_the_buffer_first(cluster: Cl
         (await client.get(prefix, into=target)).release()
         target[:] = 0
         network.stall_after(LARGE.extent_bytes)
-        get = asyncio.ensure_future(_await(client.get(prefix, into=target, timeout_s=0.5)))
+        get = asyncio.ensure_future(_await(client.get(prefix, into=target, timeout_s=CUT_S)))
         await asyncio.to_thread(wait_until, lambda: target.any(), "the first bytes arrive")
         await settled(get)
         with pytest.raises(asyncio.CancelledError):
@@ -198,7 +214,7 @@ def test_a_network_put_that_is_cancelled_lets_go_of_its_payloads_first(cluster: 
         assert (await client.match(prefix)).blocks == 0
         network.stall_after(LARGE.extent_bytes, "to")
         payloads = payloads_of(prefix)
-        put = asyncio.ensure_future(client.put(prefix, payloads, timeout_s=0.5))
+        put = asyncio.ensure_future(client.put(prefix, payloads, timeout_s=CUT_S))
         await asyncio.to_thread(
             wait_until, lambda: reserved_bytes(far.node), "its connection is there, and in use"
         )

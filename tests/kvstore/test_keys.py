@@ -246,7 +246,6 @@ def test_extremes_and_nothing() -> None:
         (iter([1]), "pass a list"),
         (array("d", [1.0]), "dtype float64"),
     ],
-    ids=lambda case: repr(case)[:40],
 )
 def test_what_is_no_prompt_is_refused(token_ids: Any, message: str) -> None:
     with pytest.raises(TokenError, match=message):

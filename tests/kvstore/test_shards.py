@@ -24,6 +24,7 @@ from kvsupport import (
     is_quiet,
     payload_of,
     payloads_of,
+    skip_time,
     wait_until,
 )
 from shardworker import SHARDED
@@ -458,8 +459,8 @@ def test_a_remote_rank_whose_connection_breaks_takes_the_block_with_it(
     service = RemoteService(node, ("127.0.0.1", 0))
     try:
         peer = Peer(service.address, Credentials())
-        request = reserve_request(prefix, select_shard(SHARDED, (0, 2)), 1.0)
-        assert peer.call(request, 1.0).lease
+        request = reserve_request(prefix, select_shard(SHARDED, (0, 2)), 30.0)
+        assert peer.call(request, 30.0).lease
         slots = client.reserve(prefix, shard=(1, 2))
         peer.close()
         wait_until(lambda: not node.core.residency.shared, "the node notices")
@@ -759,13 +760,13 @@ def test_a_rank_that_is_killed_takes_the_blocks_with_it_and_leaves_nothing(
 
 
 def test_a_rank_that_is_late_is_told_that_its_blocks_were_not_stored(
-    own_daemon: Callable[..., Any],
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    daemon = own_daemon(dram=BLOCKS * SHARDED.extent_bytes, options=["--write-lease-s", "0.3"])
     prefix = fresh_prefix(1, SHARDED)
-    with Client.open(daemon.url) as slow, Client.open(daemon.url) as quick:
+    with Client.attach(node) as slow, Client.attach(node) as quick:
         slots = slow.reserve(prefix, shard=(0, 2))
         assert quick.put(prefix, payloads_of(prefix), shard=(1, 2)).pending == (0,)
+        skip_time(monkeypatch, 100.0)
         wait_until(lambda: quick.statistics()["counters"]["expired"], "the reservation has expired")
         with pytest.raises(StaleLease, match="were not stored"):
             slots.commit()

@@ -274,12 +274,13 @@ def test_a_pool_with_a_directory_is_shown_drained_and_undrained(local: LocalPool
     with Client.open(local.url_at_home(local.socket(0))) as client:
         client.put(prefix, payloads_of(prefix))
         wait_until(lambda: published(local, prefix) == 4, "the directory knows")
+        # It hears that the directory knows a moment after the directory does.
+        wait_until(lambda: overview(run, local)["nodes"][0]["lag_events"] == 0, "it lags no more")
         shown = run("status", local.url, "--json")
         assert shown.returncode == 0, shown.stderr
         found = json.loads(shown.stdout)
         assert found["directory"]["healthy"]
         assert [node["name"] for node in found["nodes"]] == ["node-1", "node-2"]
-        assert found["nodes"][0]["lag_events"] == 0
         assert found["replicas"]["blocks"] == {"1": 4, "2": 0, "3+": 0}
 
         drained = run("drain", local.url, "node-1", "--json")
@@ -304,15 +305,20 @@ def published(local: LocalPool, prefix: Prefix) -> int:
         return sum(bool(nodes) for nodes in directory.locate(prefix.keys))
 
 
+def overview(run: Run, local: LocalPool) -> dict[str, Any]:
+    """What `tiffin status --json` says."""
+    found: dict[str, Any] = json.loads(run("status", local.url, "--json").stdout)
+    return found
+
+
 def twice(run: Run, local: LocalPool) -> int:
     """How many blocks two nodes have."""
-    blocks = json.loads(run("status", local.url, "--json").stdout)["replicas"]["blocks"]
-    return int(blocks["2"])
+    return int(overview(run, local)["replicas"]["blocks"]["2"])
 
 
 def linked(run: Run, local: LocalPool) -> bool:
     """Whether either node has measured its way to the other."""
-    links = json.loads(run("status", local.url, "--json").stdout)["links"]
+    links = overview(run, local)["links"]
     return "node-2" in links.get("node-1", {}) or "node-1" in links.get("node-2", {})
 
 

@@ -25,12 +25,13 @@ from kvsupport import (
     is_quiet,
     payload_of,
     payloads_of,
+    skip_time,
     wait_until,
 )
 from poolsupport import Cluster
 from streamworker import LAYERS, STREAMED, fill, is_right, prefix_of
 
-from tiffin.kvstore import AsyncClient, Client, KVSchema, TiffinError
+from tiffin.kvstore import AsyncClient, Client, KVSchema, TiffinError, streaming
 from tiffin.kvstore.blocks import select_shard
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import (
@@ -308,13 +309,17 @@ def test_an_abort_ends_the_stream(writer: Client, reader: Client, published: int
     assert reader.match(prefix).blocks == 0
 
 
-def test_a_reservation_that_expires_ends_the_stream() -> None:
-    node = start_node(write_lease_s=0.3)
+def test_a_reservation_that_expires_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = start_node()
     with Client.attach(node) as writer, Client.attach(node) as reader:
         prefix = fresh_prefix(1, STREAMED)
         slots = writer.reserve(prefix)
-        with reader.stream(prefix, timeout_s=30) as stream, pytest.raises(StaleLease):
-            list(stream)
+        with reader.stream(prefix, timeout_s=30) as stream:
+            following = Background(lambda: list(stream))
+            wait_until(lambda: node.statistics()["waiting_requests"], "it waits")
+            skip_time(monkeypatch, 100.0)
+            with pytest.raises(StaleLease):
+                following.result()
         with pytest.raises(StaleLease, match="has ended"):
             slots.publish(0)
         with pytest.raises(StaleLease, match="not stored"):
@@ -400,6 +405,7 @@ def test_verify_off_hashes_nothing(writer: Client, reader: Client, node: Node) -
     assert found == [False] + [True] * (LAYERS - 1)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_layer_that_does_not_come_in_time(writer: Client, reader: Client) -> None:
     prefix = fresh_prefix(1, STREAMED)
     with writer.reserve(prefix) as slots:
@@ -434,19 +440,24 @@ def test_views_end_with_their_stream(writer: Client, node: Node) -> None:
             _ = layers[0].blocks[0].k
 
 
-def test_a_remote_lease_lasts_as_long_as_it_is_awaited() -> None:
-    node = start_node(remote_lease_s=0.2)
+def test_a_remote_lease_lasts_as_long_as_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "POLL_S", 1000.0)
+    node = start_node(remote_lease_s=30.0, write_lease_s=1e6)
     with Client.attach(node) as writer, url_of(node) as url, Client.open(url) as reader:
         prefix = fresh_prefix(1, STREAMED)
         slots = writer.reserve(prefix)
-        with reader.stream(prefix, timeout_s=30, ahead=0) as stream:
+        with reader.stream(prefix, timeout_s=1000, ahead=0) as stream:
             course = iter(stream)
             waiting = Background(lambda: next(course))
-            expired = time.monotonic() + 1.0
-            wait_until(lambda: time.monotonic() > expired, "five times the lease has passed")
+            wait_until(lambda: node.statistics()["waiting_requests"], "it awaits a layer")
+            skip_time(monkeypatch, 300.0)
+            with node.held():
+                node._tick(time.monotonic() + 300.0)
+            assert not node.statistics()["counters"]["expired"], "ten times the lease has passed"
             fill(slots, 0)
             slots.publish(0)
             assert is_right(waiting.result(), prefix)
+            skip_time(monkeypatch, 600.0)
             wait_until(
                 lambda: held_bytes(node.statistics()) == STREAMED.extent_bytes,
                 "nobody asks, so the follower's lease ends and the writer's is left",
@@ -557,30 +568,30 @@ def test_ranges_that_were_not_awaited_are_refused(node: Node, writer: Client) ->
     service = RemoteService(node, ("127.0.0.1", 0))
     peer = Peer(service.address, Credentials())
     try:
-        held = peer.call(messages.Lease(0, prefix.key_bytes, 1.0, True), 1.0)
+        held = peer.call(messages.Lease(0, prefix.key_bytes, 30.0, True), 30.0)
         assert len(held.offsets) == 2
 
         def read(*ranges: Range) -> int:
             targets = [np.zeros(length, np.uint8) for _, length in ranges]
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 30
             return peer.transport.read(held.lease, ranges, targets, deadline=deadline).ranges
 
         with pytest.raises(GrantError, match="await"):
             read(Range(0, 1))
-        answer = peer.call(messages.Await(0, held.lease, [1], 0.0), 0.0)
+        answer = peer.call(messages.Await(0, held.lease, [1], 0.0), 30.0)
         assert answer.ready
         assert read(Range(0, 2 * span.length)) == 1, "layer 1 of both blocks, end to end"
         assert read(Range(0, span.length), Range(span.length, span.length + 1)) == 1
         assert read(Range(2 * span.length, 1)) == 0
         for segments in ([0], [0, 1], [2], [], [LAYERS + 7]):
-            assert not peer.call(messages.Await(0, held.lease, segments, 0.0), 0.0).ready
+            assert not peer.call(messages.Await(0, held.lease, segments, 0.0), 30.0).ready
             with pytest.raises(GrantError, match="await"):
                 read(Range(0, 1))
-        assert peer.call(messages.Confirm(0, held.lease), 1.0).count == 0, "nor one-sidedly"
-        ordinary = peer.call(messages.Lease(0, prefix.key_bytes, 0.0), 1.0)
+        assert peer.call(messages.Confirm(0, held.lease), 30.0).count == 0, "nor one-sidedly"
+        ordinary = peer.call(messages.Lease(0, prefix.key_bytes, 0.0), 30.0)
         assert (ordinary.lease, ordinary.offsets) == (0, [])
         with pytest.raises(StaleLease):
-            peer.call(messages.Await(0, 77, [0], 0.0), 0.0)
+            peer.call(messages.Await(0, 77, [0], 0.0), 30.0)
     finally:
         peer.close()
         service.close()

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -332,16 +331,20 @@ def test_a_pool_in_a_program(tmp_path: Path) -> None:
 
 def test_a_stopped_node_is_killed_when_it_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiffin.kvstore.localpool.STOP_S", 0.0)
-    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+    deaf = (
+        "import signal, time; signal.signal(15, signal.SIG_IGN)\n"
+        "print('deaf', flush=True); time.sleep(600)"
+    )
     pool = LocalPool(LocalPoolOptions(nodes=1, flush_s=0.0))
     pool._add("node-1", [sys.executable, "-c", deaf], signal.SIGKILL, lambda: True)
     pids = pool.pids()
-    time.sleep(0.3)  # until it is deaf
+    wait_until((pool.folder / "node-1.log").read_text, "it is deaf", 30.0)
     assert pool.stop() == ["node-1"]
     assert gone(pids)
 
 
-def test_starting_gives_up_when_time_is_up() -> None:
+def test_starting_gives_up_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalPool, "_node_is_up", lambda *_: lambda: False)
     pool = LocalPool(LocalPoolOptions(nodes=1, dram="2MiB", more="--no-prefault"))
     with pytest.raises(NodeUnavailable, match="did not start within"):
         pool.start(timeout_s=0.0)
@@ -350,5 +353,6 @@ def test_starting_gives_up_when_time_is_up() -> None:
 
 
 def test_a_free_port_is_free() -> None:
+    host = "127.13.7.2"  # where nobody else on this machine takes one meanwhile
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", free_port("127.0.0.1")))
+        listener.bind((host, free_port(host)))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import subprocess
-import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,8 +30,9 @@ from tiffin.kvstore.connectors.transformers import PrefixCache, schema_of  # noq
 from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
+
+    from kvsupport import Daemon
 
 
 @pytest.fixture
@@ -320,43 +318,21 @@ def test_a_foreign_cache_and_training_mode_are_refused(cached: PrefixCache) -> N
 # -- a pool that fails -----------------------------------------------------------------------------
 
 
-NODE = """
-import typer
-from tiffin.kvstore.cli import commands
-app = typer.Typer()
-commands(app)
-app()
-"""
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    path = tmp_path / "node.sock"
-    command = [sys.executable, "-c", NODE, "node", "--dram", "64MiB", "--no-prefault"]
-    with subprocess.Popen([*command, "--socket", str(path)], stderr=subprocess.DEVNULL) as process:
-        while not path.exists():
-            assert process.poll() is None
-            time.sleep(0.02)
-        yield process, f"unix:{path}"
-        process.kill()
-
-
 def test_a_node_that_dies_does_not_stop_generation(
-    daemon: tuple[subprocess.Popen[bytes], str],
+    own_daemon: Callable[..., Daemon],
     model: Any,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connector, "RETRY_S", 0.0)
-    process, url = daemon
-    with Client.open(url) as client:
+    daemon = own_daemon(dram=64 << 20, options=["--no-prefault"])
+    with Client.open(daemon.url) as client:
         cached = PrefixCache(client, model, block_tokens=BLOCK)
         ids = tokens(3 * BLOCK + 3)
         greedy(cached.generate, ids)
         greedy(cached.generate, ids)
         assert cached.last.hit_tokens == 3 * BLOCK
-        process.kill()
-        process.wait()
+        daemon.kill()
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
                 assert greedy(cached.generate, ids) == plain(model, ids)
@@ -370,14 +346,16 @@ def test_a_node_that_dies_does_not_stop_generation(
 
 
 def test_a_failed_pool_is_left_alone_for_a_while(
-    cached: PrefixCache, client: Client, model: Any
+    cached: PrefixCache, client: Client, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connector, "RETRY_S", 600.0)
     ids = tokens(2 * BLOCK + 3)
     client.close()
     assert greedy(cached.generate, ids) == plain(model, ids)
     assert cached.failures == 1  # the save did not even try
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_full_pool_stores_what_it_can(model: Any) -> None:
     schema = schema_of(model, block_tokens=BLOCK)
     with Client.open(f"embedded:?dram={3 * schema.extent_bytes}&prefault=false") as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import uuid
 from typing import TYPE_CHECKING
 
@@ -54,8 +55,11 @@ def open_redis(pool: str) -> Iterator[Callable[..., RedisDirectory]]:
         ) -> RedisDirectory:
             # Readers see changes after a moment rather than a second.
             times = {"membership_age_s": 0.05, **times}
+            options = parse_redis(url)
+            if "timeout=" not in url:  # a server that stands still for a moment is not down
+                options = dataclasses.replace(options, timeout_s=20.0)
             directory = RedisDirectory(
-                parse_redis(url), pool=pool, registration_ttl_s=registration_ttl_s, **times
+                options, pool=pool, registration_ttl_s=registration_ttl_s, **times
             )
             stack.callback(directory.close)
             return directory

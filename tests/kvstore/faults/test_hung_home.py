@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 # What a get may wait longer than before once home is known to hang, and how long the get that finds
 # it so may wait: half of `hedge_s`, and the grace that every node has. On a machine whose cores are
-# busy, threads alone can be late by as much again: hence the slack.
+# busy, the processes that do answer are late themselves: hence the slack. It is far from the 5 s of
+# a get that waits for home until its deadline.
 EXTRA_S = 0.25
 FIRST_S = 0.3
-SLACK_S = 0.5
+SLACK_S = 1.0
 
 pytestmark = pytest.mark.slow
 
@@ -37,8 +38,7 @@ def pool(commands_folder: Path, tmp_path: Path) -> Iterator[FaultPool]:
 
 def open_at(pool: FaultPool, home: Daemon) -> Any:
     """A client whose home is this node."""
-    url = f"{pool.redis.url}?pool={pool.name}&home=unix:{home.socket}"
-    return Client.open(url, name="at home")
+    return Client.open(f"{pool.directory}&home=unix:{home.socket}", name="at home")
 
 
 def write_until(stop: threading.Event, client: Any, written: list[Prefix]) -> list[str]:
@@ -89,9 +89,9 @@ def test_no_get_fails_when_home_stops_answering(pool: FaultPool, shared: bool) -
         for tally in (before, first, after):
             assert (tally.wrong, tally.failed, tally.short) == (0, [], [])
         assert failed == []
-        usual_s = max(before.waits_s)
-        assert max(first.waits_s) < usual_s + FIRST_S + SLACK_S
-        assert max(after.waits_s) < usual_s + EXTRA_S + SLACK_S
+        usual_s = before.longest_s(pool.watch)
+        assert first.longest_s(pool.watch) < usual_s + FIRST_S + SLACK_S
+        assert after.longest_s(pool.watch) < usual_s + EXTRA_S + SLACK_S
         assert after.gets > 20
 
         again = fresh_prefix(2)

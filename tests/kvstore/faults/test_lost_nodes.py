@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,9 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # What a get may wait longer than usual for a node that has just died or stopped. On a machine whose
-# cores are busy, threads alone can be late by as much again: hence the slack.
+# cores are busy, the processes that do answer are late themselves: hence the slack. It is far from
+# the 5 s of a get that waits for a dead node until its deadline.
 EXTRA_S = 0.25
-SLACK_S = 0.5
+SLACK_S = 1.0
 
 
 @pytest.fixture
@@ -27,13 +30,13 @@ def pool(commands_folder: Path, tmp_path: Path) -> Iterator[FaultPool]:
         yield pool
 
 
-def check(tally: Tally) -> None:
+def check(tally: Tally, pool: FaultPool) -> None:
     """Not one get failed, was short, late or wrong."""
     assert tally.gets > 20
     assert tally.wrong == 0
     assert tally.failed == []
     assert tally.short == []
-    assert max(tally.waits_s) < EXTRA_S + SLACK_S
+    assert tally.longest_s(pool.watch) < EXTRA_S + SLACK_S
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -45,7 +48,7 @@ def test_no_get_fails_when_a_node_is_killed(pool: FaultPool, victim: int) -> Non
         killer.start()
         read_for(client, prefixes, 2.0, tally)
         killer.join()
-        check(tally)
+        check(tally, pool)
 
 
 @pytest.mark.slow
@@ -57,7 +60,23 @@ def test_no_get_fails_when_a_node_stops_answering(pool: FaultPool, victim: int) 
         with pool.nodes[victim].stopped():
             read_for(client, prefixes, 2.0, tally)
         read_for(client, prefixes, 0.5, tally)
-        check(tally)
+        check(tally, pool)
+
+
+def test_the_only_node_that_is_left_is_waited_for(pool: FaultPool) -> None:
+    """Nobody else can be asked while it stands still for a moment: nothing is gained by haste."""
+    with pool.open() as client:
+        (prefix,) = pool.fill(client, 1)
+        (dead,) = (n for n, record in client.nodes().items() if record.name == "n0")
+        pool.nodes[0].kill()
+        client._engine.links.failed(dead, time.monotonic() + 1000)
+        tally = Tally()
+        goes_on = threading.Timer(0.5, pool.nodes[1].signal, (signal.SIGCONT,))
+        with pool.nodes[1].stopped():
+            goes_on.start()
+            read_once(client, prefix, tally)
+        goes_on.join()
+        assert (tally.wrong, tally.failed, tally.short) == (0, [], [])
 
 
 @pytest.mark.slow

@@ -109,7 +109,21 @@ def is_pinned(memory: Any, device: str) -> bool:
     return registration(address, len(memory), device.partition(":")[0]) is not None
 
 
-# -- copies that are late --------------------------------------------------------------------------
+# -- time, and copies that are late ----------------------------------------------------------------
+
+
+class Clock:
+    """What a module of the store is to take for `time`."""
+
+    sleep = staticmethod(time.sleep)
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self.monotonic = monotonic
+
+    @classmethod
+    def ahead(cls, seconds: float) -> Clock:
+        """It is so much later."""
+        return cls(lambda: time.monotonic() + seconds)
 
 
 class Later:

@@ -168,7 +168,7 @@ def test_attaching_checks_everything(store: HbmStore, theirs: bytes) -> None:
         opened = len(os.listdir("/proc/self/fd"))
         with pytest.raises(error):
             attach(wrong, SCHEMA, fds=[os.dup(store.fds[0])])
-        assert len(os.listdir("/proc/self/fd")) == opened  # what was passed was closed
+        assert len(os.listdir("/proc/self/fd")) <= opened  # what was passed was closed
 
 
 def test_reading_checks_its_target(store: HbmStore, theirs: bytes) -> None:

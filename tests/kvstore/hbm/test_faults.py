@@ -17,6 +17,7 @@ from hbmsupport import (
     HBM_BLOCKS,
     POOL_BYTES,
     SCHEMA,
+    Clock,
     Later,
     assert_quiet,
     assert_right,
@@ -172,21 +173,23 @@ def test_without_a_pool_hbm_serves_what_it_has(own_daemon: Callable[..., Any], d
 
 
 def test_a_pool_that_hangs_costs_one_deadline_and_not_every_prompt_one(
-    own_daemon: Callable[..., Any], device: str
+    own_daemon: Callable[..., Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon = own_daemon(dram=POOL_BYTES)
     mine, far = fresh_prefix(2, SCHEMA), fresh_prefix(2, SCHEMA)
     with Client.open(daemon.url) as client, hbm_store(client, device) as store:
         publish(store, mine)
         client.put(far, payloads_of(far))
-        with daemon.stopped():
+        with daemon.stopped(), monkeypatch.context() as patch:
+            # It is not yet time for another try, however long these take.
+            patch.setattr("tiffin.kvstore.hbm.bringing.time", Clock(lambda: 0.0))
             for _ in range(20):  # of 0.3 s each if every one asked
                 with store.promote(far, timeout_s=0.3) as blocks:
                     assert (len(blocks), blocks.reason) == (0, "pool")
                 with store.promote(mine, timeout_s=0.3) as blocks:
                     assert_right(blocks, mine)
                     assert blocks.complete
-            assert store.statistics()["pool_errors"] < 5
+            assert store.statistics()["pool_errors"] == 1
 
         def back() -> bool:
             with store.promote(far) as blocks:
@@ -198,7 +201,7 @@ def test_a_pool_that_hangs_costs_one_deadline_and_not_every_prompt_one(
 
 
 def _saves(store: HbmStore) -> bool:
-    with contextlib.suppress(NodeUnavailable, StaleLease):
+    with contextlib.suppress(NodeUnavailable, DeadlineExceeded, StaleLease):
         store.demote()
     return bool(store.statistics()["dirty_blocks"] == 0)
 
@@ -226,6 +229,7 @@ def test_a_node_that_is_killed_during_a_demotion(
             assert_right(blocks, prefix)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_pool_without_room_leaves_blocks_dirty(schema: KVSchema, device: str) -> None:
     with (
         Client.open(f"embedded:?dram={2 * schema.extent_bytes}&prefault=0") as client,
@@ -358,32 +362,40 @@ def test_memory_is_held_until_the_callers_stream_has_passed(
 
 
 def test_an_expired_reservation_publishes_nothing(
-    client: Client, schema: KVSchema, device: str
+    store: HbmStore, schema: KVSchema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = HbmOptions(write_lease_s=0.05, write_back=False)
-    with hbm_store(client, device, schema, options) as store:
-        prefix = fresh_prefix(2, schema)
-        slots = store.reserve(prefix)
+    prefix = fresh_prefix(2, schema)
+    slots = store.reserve(prefix)
+    with monkeypatch.context() as patch:
+        patch.setattr("tiffin.kvstore.hbm.background.time", Clock.ahead(100.0))
         wait_until(lambda: store.statistics()["quarantined_bytes"] == 2 * BLOCK, "it expires")
-        assert publish(store, prefix) == (0, 1)  # others may write these blocks, elsewhere
-        slots[0].tensor.fill_(7)
-        with pytest.raises(StaleLease, match="expired"):
-            slots.commit()
-        with store.lease(prefix) as blocks:
-            assert_right(blocks, prefix)
-        assert_quiet(store)
+    assert publish(store, prefix) == (0, 1)  # others may write these blocks, elsewhere
+    slots[0].tensor.fill_(7)
+    with pytest.raises(StaleLease, match="expired"):
+        slots.commit()
+    with store.lease(prefix) as blocks:
+        assert_right(blocks, prefix)
+    assert_quiet(store)
 
 
 # -- threads -------------------------------------------------------------------------------------
 
 
 def test_threads(client: Client, schema: KVSchema, device: str) -> None:
-    """Everybody does everything with a few chains in little memory; whatever is read is right."""
+    """Everybody does everything with a few chains in little memory; whatever is read is right.
+
+    For a second, or until what is looked for in the end has happened.
+    """
     chains = [fresh_prefix(5, schema) for _ in range(4)]
     options = HbmOptions(high_watermark=0.5, low_watermark=0.25)
     wrong: list[BaseException] = []
-    stop = time.monotonic() + 1.0
+    began = time.monotonic()
     with hbm_store(client, device, schema, options) as store:
+
+        def enough() -> bool:
+            numbers, took_s = store.statistics(), time.monotonic() - began
+            both = numbers["brought"] > 0 and numbers["demotions"] > 0
+            return took_s > 30.0 or (took_s > 1.0 and both)
 
         def work(seed: int) -> None:
             chance = torch.Generator().manual_seed(seed)
@@ -392,7 +404,7 @@ def test_threads(client: Client, schema: KVSchema, device: str) -> None:
                 return int(torch.randint(limit, (1,), generator=chance))
 
             try:
-                while time.monotonic() < stop:
+                while not enough():
                     prefix = chains[draw(4)][: 1 + draw(5)]
                     act = draw(10)
                     if act < 3:

@@ -34,6 +34,7 @@ from tiffin.kvstore import Client, KVSchema
 from tiffin.kvstore.errors import (
     ClientClosed,
     DeadlineExceeded,
+    NodeUnavailable,
     NoRoom,
     ProtocolError,
     TierUnavailable,
@@ -68,6 +69,7 @@ def small_node(request: pytest.FixtureRequest) -> Iterator[tuple[Node, KVSchema]
     node.close()
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_client_that_closes_during_a_save_spoils_nobody_elses_block(
     small_node: tuple[Node, KVSchema], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +83,7 @@ def test_a_client_that_closes_during_a_save_spoils_nobody_elses_block(
         saving = Background(store.demote)
         assert copy.there.wait(8)
         closing = Background(client.close)
+        wait_until(lambda: client._link.gate.closed, "close has begun")
         with pytest.raises(NoRoom):
             other.reserve(theirs, timeout_s=0.1)
         copy.go.set()
@@ -93,6 +96,7 @@ def test_a_client_that_closes_during_a_save_spoils_nobody_elses_block(
             pool_assert_right(blocks, theirs)
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("small_node", ["xxh3_64"], indirect=True)
 def test_a_client_that_closes_during_a_promote(
     small_node: tuple[Node, KVSchema], device: str, monkeypatch: pytest.MonkeyPatch
@@ -175,7 +179,7 @@ def test_after_a_restart_the_new_memory_is_pinned_and_the_old_let_go(
         publish(store, prefix)
 
         def saved() -> bool:
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(NodeUnavailable, DeadlineExceeded):
                 store.demote()
             return store.statistics()["dirty_blocks"] == 0
 
@@ -231,13 +235,18 @@ def test_a_demotion_ends_with_its_time(
     prefixes = [fresh_prefix(1, SCHEMA) for _ in range(HBM_BLOCKS)]
     for prefix in prefixes:
         publish(store, prefix)
-    before_copies(store, monkeypatch, lambda _: time.sleep(0.1))
-    began = time.monotonic()
+    begun: list[float] = []
+
+    def slow(_: Any) -> None:
+        begun.append(time.monotonic())
+        time.sleep(0.1)
+
+    before_copies(store, monkeypatch, slow)
     with pytest.raises(DeadlineExceeded):
         store.demote(timeout_s=0.15)
-    assert time.monotonic() - began < 0.6
+    assert len(begun) <= 2, "a third one would have begun after 0.2 s"
     monkeypatch.undo()
-    assert store.statistics()["dirty_blocks"] >= 5
+    assert store.statistics()["dirty_blocks"] >= HBM_BLOCKS - 2
     assert_quiet(store)
     store.demote()
     assert all(client.match(prefix).blocks == 1 for prefix in prefixes)

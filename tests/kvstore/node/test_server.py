@@ -426,12 +426,18 @@ def in_process(
     loop_thread: LoopThread,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[InProcess]:
-    monkeypatch.setattr(server, "FRAME_TIMEOUT_S", 0.3)
     monkeypatch.setattr(server, "_SWEEP_S", 0.05)
     monkeypatch.setattr(server, "CONNECTIONS_MAX", 5)
     running = InProcess(tmp_path_factory.mktemp("s") / "n.sock", loop_thread)
     yield running
     running.close()
+
+
+@pytest.fixture
+def soon_tired(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From the call on the server waits for a frame no longer than a moment. Not before: it would
+    hang up on who says hello while this process stands still."""
+    return lambda: monkeypatch.setattr(server, "FRAME_TIMEOUT_S", 0.1)
 
 
 def _opens(url: str) -> bool:
@@ -469,9 +475,12 @@ class TestLimits:
         Client.open(in_process.url).close()
 
     @pytest.mark.parametrize("hello", [False, True])
-    def test_a_frame_that_drips_is_hung_up_on(self, in_process: InProcess, hello: bool) -> None:
+    def test_a_frame_that_drips_is_hung_up_on(
+        self, in_process: InProcess, soon_tired: Callable[[], None], hello: bool
+    ) -> None:
         raw = Raw(in_process.socket, hello=hello)
         raw.sock.settimeout(0.05)
+        soon_tired()
 
         def dripped() -> bool:
             raw.send(b"\x01" if raw.sock.fileno() >= 0 else b"")
@@ -486,13 +495,19 @@ class TestLimits:
         wait_until(dripped, "the node hangs up")
         raw.close()
 
-    def test_a_connection_without_a_hello_is_hung_up_on(self, in_process: InProcess) -> None:
+    def test_a_connection_without_a_hello_is_hung_up_on(
+        self, in_process: InProcess, soon_tired: Callable[[], None]
+    ) -> None:
+        soon_tired()
         raw = Raw(in_process.socket, hello=False)
         assert raw.ended() == []
         raw.close()
 
-    def test_an_idle_client_is_left_alone(self, in_process: InProcess) -> None:
+    def test_an_idle_client_is_left_alone(
+        self, in_process: InProcess, soon_tired: Callable[[], None]
+    ) -> None:
         with Client.open(in_process.url) as client:
+            soon_tired()
             silent = Raw(in_process.socket, hello=False)
             assert silent.ended() == []  # by now the client has been idle for the frame timeout
             silent.close()

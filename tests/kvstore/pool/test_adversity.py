@@ -182,7 +182,7 @@ class TestTime:
         first = one if one.counters()["dram_hits"] else two
         assert first.network is not None
         first.network.stall_after(1 << 20)
-        with client.get(prefix, timeout_s=8.0) as blocks:
+        with client.get(prefix, timeout_s=30.0) as blocks:
             assert blocks.complete, blocks.reason
             assert_right(blocks, prefix)
         first.network.resume()
@@ -198,8 +198,8 @@ class TestTime:
                 raise DeadlineExceeded("silent")
 
         way = OneSided(Peer())  # type: ignore[arg-type]
-        assert way.messenger(time.monotonic() + 1.0) is None
-        assert 0.0 <= given[0] <= 1.0
+        assert way.messenger(time.monotonic() + 60.0) is None
+        assert 0.0 <= given[0] <= 60.0
         with way._lock:  # another thread asks
             assert way.messenger(time.monotonic()) is None
         assert len(given) == 1

@@ -64,7 +64,9 @@ class TestPlans:
     def test_dead_nodes_are_not_asked(self) -> None:
         dead = Speeds(n1=math.inf)
         assert plan_reads([{1}], 0, 1, dead) == []
-        assert plan_reads([{1, 2}], 0, 1, dead) == [Run(2, 0, 1, others=True)]
+        assert plan_reads([{1, 2}], 0, 1, dead) == [Run(2, 0, 1, others=False)]
+        assert plan_reads([{1, 2, 3}], 0, 1, dead) == [Run(2, 0, 1, others=True)]
+        assert plan_reads([{2, 3}, {1, 2}], 0, 1, dead) == [Run(2, 0, 2, others=False)]
         assert cheapest([], 1, dead) is None
 
 
@@ -273,11 +275,12 @@ class TestAsking:
         pull = messages.Pull(0, bytes(16), bytes(16), 0, 4711, 1.0)
         with pytest.raises(NodeUnavailable, match="not in the pool"):
             engine.ask(one.number, pull, 5.0)  # of which `one` only tells
-        assert engine.links.down(time.monotonic()) == set()
+        began = time.monotonic()
+        assert engine.links.down(began) == set()
         one.hang_up()
         with pytest.raises(NodeUnavailable):
             engine.ask(one.number, messages.Match(0, b""), 5.0)
-        assert engine.links.down(time.monotonic()) == {one.number}
+        assert engine.links.down(began) == {one.number}
 
     def test_orders_are_bounded_and_end(self, caplog: pytest.LogCaptureFixture) -> None:
         orders, go, done = Orders(), threading.Event(), []

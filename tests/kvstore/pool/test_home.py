@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from kvsupport import (
     DRAM_BLOCKS,
@@ -103,6 +104,42 @@ def is_back(client: PoolClient) -> None:
     wait_until(lambda: not state_of(client).away, "home answers again", 20.0)
 
 
+# Home may stand still in any moment, without being stopped, for longer than its clients wait when
+# there is another node. Where a test means what is done at home, it is done until home does it.
+
+
+def lies_at_home(client: PoolClient, view: Any) -> bool:
+    return np.shares_memory(view, state_of(client).memory)
+
+
+def held_at_home(client: PoolClient, prefix: Prefix) -> Any:
+    """Views of its blocks that lie at home."""
+
+    def held() -> Any:
+        is_back(client)
+        blocks = client.get(prefix)
+        if blocks.complete and lies_at_home(client, blocks[0].bytes):
+            return blocks
+        blocks.release()
+        return None
+
+    return wait_until(held, "home serves it")
+
+
+def reserved_at_home(client: PoolClient, prefix: Prefix) -> Any:
+    """Slots for its blocks that lie at home."""
+
+    def reserved() -> Any:
+        is_back(client)
+        slots = client.reserve(prefix)
+        if len(slots) == len(prefix) and lies_at_home(client, slots[0].view):
+            return slots
+        slots.abort()
+        return None
+
+    return wait_until(reserved, "home gives slots")
+
+
 class TestStopped:
     @pytest.mark.parametrize("into", [False, True], ids=["view", "into"])
     def test_blocks_are_read_elsewhere(
@@ -116,10 +153,8 @@ class TestStopped:
                     assert blocks.complete, blocks.reason
                     assert_right(blocks, prefix)
         assert far.counters()["dram_hits"] == 6
-        is_back(client)
-        with client.get(prefix) as blocks:
+        with held_at_home(client, prefix) as blocks:  # home is home again
             assert_right(blocks, prefix)
-        assert far.counters()["dram_hits"] == 6, "home is home again"
 
     def test_it_is_not_asked_again_before_it_has_answered(
         self,
@@ -161,15 +196,19 @@ class TestStopped:
     def test_puts_are_placed_elsewhere(
         self, cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
     ) -> None:
-        first, second, third = (fresh_prefix(2) for _ in range(3))
+        first, second = (fresh_prefix(2) for _ in range(2))
         with daemon.stopped(), within(2.0, "two puts"):
             for prefix in (first, second):
                 assert client.put(prefix, payloads_of(prefix), timeout_s=LONG_S).complete
                 assert far.has(prefix) == [True, True]
-        is_back(client)
-        assert client.put(third, payloads_of(third)).complete
-        assert far.has(third) == [False, False]
-        assert at_home(daemon, third) == 2
+
+        def put_at_home() -> bool:
+            is_back(client)
+            third = fresh_prefix(2)
+            assert client.put(third, payloads_of(third)).complete
+            return far.has(third) == [False, False] and at_home(daemon, third) == 2
+
+        wait_until(put_at_home, "puts are placed at home again")
 
     def test_slots_are_of_this_process(
         self, cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
@@ -220,7 +259,7 @@ class TestStopped:
     ) -> None:
         """Though nobody uses the client any more: who listens takes the answers."""
         prefix, new = on_both(cluster, daemon, far), fresh_prefix(2)
-        held = client.get(prefix[:1])
+        held = held_at_home(client, prefix[:1])
         with daemon.stopped():
             threads = [
                 Background(lambda: client.get(prefix, timeout_s=LONG_S).release()),
@@ -278,7 +317,7 @@ class TestStopped:
         self, cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
     ) -> None:
         prefix = fresh_prefix(2)
-        slots = client.reserve(prefix)
+        slots = reserved_at_home(client, prefix)
         for slot, payload in zip(slots, payloads_of(prefix), strict=True):
             slot.view[:] = payload
         with daemon.stopped():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
 import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from directory.ports import free_port
 from kvsupport import Daemon, assert_right, fresh_prefix, payloads_of
 
 from tiffin.kvstore import Client, KVSchema
@@ -37,7 +37,7 @@ def node(
     # Without RDMA hardware: memory of the same host, and TCP to find each other.
     monkeypatch.setenv("UCX_TLS", "all")
     process_agent.cache_clear()
-    port = random.randrange(21_000, 29_000)
+    port = free_port()
     options = ["--listen", f"127.0.0.1:{port}", "--nixl", "--nixl-lanes", "all"]
     daemon = own_daemon(dram=64 << 20, options=options)
     yield daemon, f"tiffin://127.0.0.1:{port}?nixl=true"
@@ -85,7 +85,7 @@ def test_a_killed_node_is_a_lost_one(node: tuple[Daemon, str]) -> None:
 
 
 def test_a_node_without_nixl_is_read_over_tcp(own_daemon: Callable[..., Daemon]) -> None:
-    port = random.randrange(21_000, 29_000)
+    port = free_port()
     own_daemon(dram=64 << 20, options=["--listen", f"127.0.0.1:{port}", "--no-prefault"])
     with Client.open(f"tiffin://127.0.0.1:{port}?nixl=true") as client:
         prefix = fresh_prefix(4, SCHEMA)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from kvsupport import Daemon, assert_right, fresh_prefix, payloads_of, within
+from directory.ports import free_port
+from kvsupport import Daemon, assert_right, fresh_prefix, payloads_of, wait_until, within
 
 from tiffin.kvstore import AsyncClient, Client
 from tiffin.kvstore.errors import (
@@ -91,9 +92,8 @@ class TestDaemon:
     def test_a_restart_is_found_without_doing_anything(
         self, own_daemon: Callable[..., Daemon]
     ) -> None:
-        daemon = own_daemon(options=["--listen", "127.0.0.1:0"])
-        port = address_of(daemon).rpartition(":")[2]
-        daemon._arguments[daemon._arguments.index("127.0.0.1:0")] = f"127.0.0.1:{port}"
+        port = free_port()
+        daemon = own_daemon(options=["--listen", f"127.0.0.1:{port}"])
         prefix = fresh_prefix(1)
         with Client.open(f"tiffin://127.0.0.1:{port}") as client:
             client.put(prefix, payloads_of(prefix))
@@ -110,7 +110,7 @@ class TestDaemon:
                 assert client.put(prefix, payloads_of(prefix)).stored == (0,)
                 with client.get(prefix) as blocks:
                     assert_right(blocks, prefix)
-            assert len(os.listdir("/proc/self/fd")) <= before
+            wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, "descriptors are closed")
 
     def test_a_stopped_node_costs_the_deadline_and_no_more(
         self, own_daemon: Callable[..., Daemon]
@@ -137,7 +137,10 @@ class TestDaemon:
                         call()
             with Client.open(daemon.url) as near:
                 assert near.match(prefix).blocks in (0, 2)  # a removal may have been in its queue
-                assert near.statistics()["tiers"]["dram"]["reserved_bytes"] == 0
+                wait_until(
+                    lambda: near.statistics()["tiers"]["dram"]["reserved_bytes"] == 0,
+                    "nothing is reserved for who has left",
+                )
 
 
 class TestFixedLists:

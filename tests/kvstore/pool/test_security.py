@@ -315,7 +315,7 @@ class TestTls:
         prefix = fresh_prefix(2, LARGE)
         with Client.attach(node) as local:
             local.put(prefix, payloads_of(prefix))
-        leased = peer.call(messages.Lease(0, prefix.key_bytes, 1.0), 1.0)
+        leased = peer.call(messages.Lease(0, prefix.key_bytes, 20.0), 20.0)
         target = np.zeros(LARGE.block_bytes, np.uint8)
         where = Range(BLOCK + LARGE.header_bytes, LARGE.block_bytes)
         peer.transport.read(leased.lease, [where], [target], deadline=soon())

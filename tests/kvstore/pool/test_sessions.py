@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from kvsupport import Background, fresh_prefix, is_quiet, payloads_of, wait_until
+from kvsupport import Background, fresh_prefix, is_quiet, payloads_of, skip_time, wait_until
 from poolsupport import LARGE, Network, soon
 
 from tiffin.kvstore import Client
@@ -33,13 +33,13 @@ BLOCK = LARGE.extent_bytes
 
 
 def reserve(peer: Peer, prefix: Prefix) -> messages.Reserved:
-    request = messages.Reserve(0, prefix.key_bytes, prefix.parent, prefix.start, BLOCK, 1.0)
-    reply: messages.Reserved = peer.call(request, 1.0)
+    request = messages.Reserve(0, prefix.key_bytes, prefix.parent, prefix.start, BLOCK, 20.0)
+    reply: messages.Reserved = peer.call(request, 20.0)
     return reply
 
 
 def lease(peer: Peer, prefix: Prefix) -> messages.Leased:
-    reply: messages.Leased = peer.call(messages.Lease(0, prefix.key_bytes, 1.0), 1.0)
+    reply: messages.Leased = peer.call(messages.Lease(0, prefix.key_bytes, 20.0), 20.0)
     return reply
 
 
@@ -61,6 +61,13 @@ def write(peer: Peer, reply: messages.Reserved, prefix: Prefix) -> None:
 
 def held(node: Node) -> int:
     return sum(session["held_bytes"] for session in node.statistics()["sessions"])
+
+
+def transfers(node: Node) -> int:
+    """How many transfers are under way."""
+    with node.held():
+        sessions = node.core.sessions.values()
+        return sum(lease.transfers for session in sessions for lease in session.leases.values())
 
 
 class TestSessions:
@@ -133,7 +140,7 @@ class TestSessions:
             local.put(prefix, payloads_of(prefix))
         target = np.zeros(BLOCK, np.uint8)
         with peer.stream(soon()) as one, peer.stream(soon()) as two:
-            request = messages.Lease(0, prefix.key_bytes, 1.0)
+            request = messages.Lease(0, prefix.key_bytes, 20.0)
             peer.queue(one, request)
             one.flush(soon())
             assert peer.receive(one, request, soon()).lease  # type: ignore[union-attr]
@@ -212,10 +219,8 @@ class TestSessions:
 
 
 class TestExpiry:
-    CORE = CoreOptions(remote_lease_s=0.15, write_lease_s=0.15)
-
     def test_a_silent_readers_lease_ends(self, serve: Any, connect: Any) -> None:
-        node, address = serve(core=self.CORE)
+        node, address = serve(core=CoreOptions(remote_lease_s=0.15))
         peer = connect(address)
         prefix = fresh_prefix(1, LARGE)
         with Client.attach(node) as local:
@@ -230,9 +235,11 @@ class TestExpiry:
         with pytest.raises(StaleLease):
             peer.call(messages.Release(0, read.lease), 5.0)
 
-    def test_a_transfer_that_has_begun_outlives_its_lease(self, serve: Any, connect: Any) -> None:
+    def test_a_transfer_that_has_begun_outlives_its_lease(
+        self, serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Whoever else writes gets other extents until it has ended."""
-        node, address = serve(core=self.CORE)
+        node, address = serve()
         network = Network(address)
         with contextlib.closing(network):
             peer = connect(network.address)
@@ -241,28 +248,36 @@ class TestExpiry:
                 local.put(prefix, payloads_of(prefix))
             read = lease(peer, prefix)
             network.stall_after(BLOCK)
-            target = np.zeros((12, BLOCK), np.uint8)
-            ranges = [Range(i * BLOCK, BLOCK) for i in range(12)]
+            # Each block six times, 18 MiB: more than the buffers of sockets take.
+            target = np.zeros((72, BLOCK), np.uint8)
+            ranges = [Range(i % 12 * BLOCK, BLOCK) for i in range(72)]
             reading = Background(
                 lambda: peer.transport.read(read.lease, ranges, list(target), deadline=soon(30))
             )
+            wait_until(lambda: transfers(node), "the bytes begin to leave")
+            skip_time(monkeypatch, 3600.0)
             wait_until(lambda: node.statistics()["counters"]["expired"], "the lease expires")
             with Client.attach(node) as local:
                 assert local.remove(prefix) == 12
+                quarantined = node.statistics()["tiers"]["dram"]["quarantined_bytes"]
+                assert quarantined == 12 * BLOCK, "still being read"
                 others = [fresh_prefix(1, LARGE) for _ in range(16)]
                 for other in others:
                     local.put(other, [np.full(LARGE.block_bytes, 255, np.uint8)], timeout_s=0)
             network.resume()
-            assert reading.result().ranges == 12
-            for extent, payload in zip(target, payloads_of(prefix), strict=True):
+            assert reading.result().ranges == 72
+            for extent, payload in zip(target, 6 * payloads_of(prefix), strict=True):
                 begin = LARGE.header_bytes
                 assert np.array_equal(extent[begin : begin + LARGE.block_bytes], payload)
             wait_until(lambda: is_quiet(node.statistics()), "its extents are free")
 
-    def test_a_reservation_that_expired_takes_no_bytes(self, serve: Any, connect: Any) -> None:
-        node, address = serve(core=self.CORE)
+    def test_a_reservation_that_expired_takes_no_bytes(
+        self, serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        node, address = serve()
         peer, prefix = connect(address), fresh_prefix(2, LARGE)
         reservation = reserve(peer, prefix)
+        skip_time(monkeypatch, 3600.0)
         wait_until(lambda: not held(node), "it expires")
         with Client.attach(node) as local:
             local.put(prefix, payloads_of(prefix))
@@ -291,11 +306,7 @@ class TestWriting:
             slow.call(messages.Match(0, b""), 5.0)
             network.stall_after(BLOCK, "to")
             writing = Background(lambda: write(slow, reservation, prefix))
-            wait_until(
-                lambda: any(x.transfers for s in node.core.sessions.values()
-                            for x in s.leases.values()),
-                "the bytes begin to arrive",
-            )  # fmt: skip
+            wait_until(lambda: transfers(node), "the bytes begin to arrive")
             with pytest.raises(StaleLease, match="still being written"):
                 quick.call(messages.Commit(0, reservation.lease), 5.0)
             assert node.match(prefix.key_bytes) == b""
@@ -338,11 +349,7 @@ class TestWriting:
                     write(peer, reservation, prefix)
 
             writing = Background(try_to_write)
-            wait_until(
-                lambda: any(x.transfers for s in node.core.sessions.values()
-                            for x in s.leases.values()),
-                "the bytes begin to arrive",
-            )  # fmt: skip
+            wait_until(lambda: transfers(node), "the bytes begin to arrive")
             peer.close()
             writing.result()
             network.resume()

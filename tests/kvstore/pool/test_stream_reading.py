@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvsupport import (
     is_quiet,
     payload_of,
     payloads_of,
+    skip_time,
     wait_until,
 )
 from poolsupport import LARGE, Cluster, Member
@@ -31,7 +33,8 @@ from streamworker import is_right
 
 from tiffin.kvstore import Client, KVSchema
 from tiffin.kvstore.errors import DeadlineExceeded, NodeUnavailable
-from tiffin.kvstore.node.core import CoreOptions
+from tiffin.kvstore.link import GRACE_S
+from tiffin.kvstore.pool import streaming
 from tiffin.kvstore.pool.aio import AsyncPoolClient
 from tiffin.kvstore.pool.streaming import FarFollowing
 
@@ -212,22 +215,30 @@ class TestNodesThatHang:
         """Each of them is told, as its `timeout_s`, no more than what the others have left."""
         _, prefix, client = hung
         given: list[float] = []
-        lease = FarFollowing._lease
 
-        def seen(self: FarFollowing, request: Any) -> Any:
+        class Clock:
+            """On which each has taken what it was given, and the grace."""
+
+            @staticmethod
+            def monotonic() -> float:
+                return time.monotonic() + sum(given) + GRACE_S * len(given)
+
+        def hangs(self: FarFollowing, request: Any) -> Any:
             given.append(request.timeout_s)
-            return (yield from lease(self, request))
+            raise DeadlineExceeded("it hangs")
+            yield
 
-        monkeypatch.setattr(FarFollowing, "_lease", seen)
-        with pytest.raises(DeadlineExceeded), client.stream(prefix, timeout_s=3.0):
+        monkeypatch.setattr(streaming, "time", Clock)
+        monkeypatch.setattr(FarFollowing, "_lease", hangs)
+        with pytest.raises(DeadlineExceeded), client.stream(prefix, timeout_s=60.0):
             pass
         assert len(given) == 3, "one that hangs leaves time for the others"
-        assert sum(given) <= 3.0
+        assert sum(given) <= 60.0
 
     def test_one_leaves_time_for_another(self, hung: Hung) -> None:
         members, prefix, client = hung
-        assert members[2].network is not None
-        members[2].network.resume()
+        assert members[1].network is not None
+        members[1].network.resume()
         with client.stream(prefix, timeout_s=3.0) as stream:
             assert right(stream, prefix) == [True] * LAYERS
 
@@ -354,13 +365,16 @@ class TestLosingTheNode:
         asyncio.run(run())
         cluster.remember(two)
 
-    def test_a_lease_that_was_lost_alone_is_taken_anew(self, cluster: Cluster) -> None:
+    def test_a_lease_that_was_lost_alone_is_taken_anew(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A network that was away for a moment, or a caller that took its time."""
-        one = cluster.start("one", core=CoreOptions(remote_lease_s=0.2))
+        one = cluster.start("one")
         prefix = one.put(prompt(2))
         with cluster.open().stream(prefix, node=one.number, ahead=0) as stream:
             course = iter(stream)
             layers = [next(course)]
+            skip_time(monkeypatch, 3600.0)
             wait_until(lambda: one.counters()["expired"], "it expires")
             layers += course
         assert len(layers) == LAYERS

@@ -19,6 +19,7 @@ from kvsupport import (
     assert_right,
     is_quiet,
     payloads_of,
+    skip_time,
     wait_until,
 )
 from poolsupport import LARGE, Cluster, holders
@@ -43,7 +44,6 @@ from tiffin.kvstore.errors import (
     SchemaError,
     StaleLease,
 )
-from tiffin.kvstore.node.core import CoreOptions
 from tiffin.kvstore.pool import staged
 from tiffin.kvstore.pool.aio import AsyncPoolClient
 from tiffin.kvstore.pool.store import Early
@@ -304,7 +304,7 @@ class TestPublishing:
             slots.publish(2)
 
     def test_without_room_nothing_is_published_and_the_commit_may_still_find_some(
-        self, cluster: Cluster
+        self, cluster: Cluster, patient: None
     ) -> None:
         one = cluster.start("one", 2)
         with Client.attach(one.node) as near:
@@ -346,11 +346,14 @@ class TestLosingTheReservation:
             with pytest.raises(StaleLease, match="given up"):
                 next(course)
 
-    def test_a_reservation_that_expired_is_put_anew(self, cluster: Cluster) -> None:
-        one = cluster.start("one", core=CoreOptions(write_lease_s=0.2))
+    def test_a_reservation_that_expired_is_put_anew(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one = cluster.start("one")
         prefix = prompt(2)
         slots = cluster.open().reserve(prefix)
         publish(slots, 0)
+        skip_time(monkeypatch, 3600.0)
         wait_until(lambda: one.counters()["expired"], "it expires")
         with pytest.raises(StaleLease):
             publish(slots, 1)
@@ -411,12 +414,13 @@ class TestLosingTheReservation:
             assert_right(blocks, prefix)
 
     def test_a_rank_that_lost_its_reservation_does_not_begin_another(
-        self, cluster: Cluster
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        one = cluster.start("one", schema=SPLIT, core=CoreOptions(write_lease_s=0.2))
+        one = cluster.start("one", schema=SPLIT)
         prefix = prompt(1, SPLIT)
         slots = cluster.open().reserve(prefix, shard=(0, 2), node=one.number)
         publish(slots, 0)
+        skip_time(monkeypatch, 3600.0)
         wait_until(lambda: one.counters()["expired"], "it expires")
         with pytest.raises(StaleLease, match="of this rank"):
             slots.commit()
