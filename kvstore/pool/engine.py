@@ -362,10 +362,11 @@ class Engine:
     def _note(self, node: int, fetched: Fetched) -> None:
         # Without a byte by the deadline it is as if it were dead, if that was time enough.
         silent = not fetched.answered and fetched.seconds >= self.options.hedge_s
-        if fetched.reason in ("lost", "stalled") or (fetched.reason == "deadline" and silent):
+        if fetched.reason == "stalled":
+            self.links.failed(node, time.monotonic(), late=True)
+            self.links.hedged()
+        elif fetched.reason == "lost" or (fetched.reason == "deadline" and silent):
             self.links.failed(node, time.monotonic())
-            if fetched.reason == "stalled":
-                self.links.hedged()
         elif fetched.blocks:
             self.links.moved(node, fetched.nbytes, fetched.seconds)
         else:

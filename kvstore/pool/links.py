@@ -13,6 +13,8 @@ from typing import Any
 
 from tiffin.messenger.links import LinkStatistics
 
+from .plan import LATE_S
+
 # A node that failed is not asked for this long, doubled at each failure in a row: long enough to
 # not pay for it with every get, short enough to be back soon after a restart.
 DOWN_MIN_S = 0.5
@@ -27,12 +29,13 @@ HEDGES_SAVED_MAX = 10.0
 class _Way:
     """The way to one node."""
 
-    __slots__ = ("down_until", "failures_in_a_row", "statistics")
+    __slots__ = ("down_until", "failures_in_a_row", "late", "statistics")
 
     def __init__(self) -> None:
         self.statistics = LinkStatistics("tcp")
         self.failures_in_a_row = 0
         self.down_until = -math.inf
+        self.late = False  # it was given up in haste, and may be well
 
 
 # Of a node that was not asked for anything yet.
@@ -49,16 +52,16 @@ class Links:
         self._hedges_left = HEDGES_SAVED_MAX if hedge_share else 0.0
 
     def seconds(self, node: int, nbytes: int, now: float | None = None) -> float:
-        """How long a read should take; infinite while the node is taken for dead."""
+        """How long a read should take. See `Costs.seconds`."""
         way = self._ways.get(node)
         if way is None:
             return _UNKNOWN.predicted_s(nbytes)
         if way.failures_in_a_row and (time.monotonic() if now is None else now) < way.down_until:
-            return math.inf
+            return LATE_S + way.statistics.predicted_s(nbytes) if way.late else math.inf
         return way.statistics.predicted_s(nbytes)
 
     def down(self, now: float) -> set[int]:
-        """The nodes that are taken for dead."""
+        """The nodes that are left alone: they are taken for dead, or were given up."""
         with self._lock:
             return {node for node, way in self._ways.items() if now < way.down_until}
 
@@ -73,14 +76,16 @@ class Links:
         with self._lock:
             self._well(node)
 
-    def failed(self, node: int, now: float) -> None:
-        """The node, or the way to it, did not answer."""
+    def failed(self, node: int, now: float, *, late: bool = False) -> None:
+        """The node, or the way to it, did not answer; `late`: not in the little time that it had
+        while another could be asked."""
         with self._lock:
             way = self._way(node)
             way.statistics.errors += 1
             down_s = min(DOWN_MAX_S, DOWN_MIN_S * 2**way.failures_in_a_row)
             way.failures_in_a_row = min(way.failures_in_a_row + 1, _DOUBLINGS_MAX)
             way.down_until = now + down_s
+            way.late = late
 
     def may_hedge(self) -> bool:
         """Whether the budget allows asking a second replica before the first had its time."""

@@ -12,16 +12,22 @@ if TYPE_CHECKING:
     from ..directory.base import NodeRecord
 
 
+# What a node costs that was silent for a moment and given up: more than any that answers. It is
+# the last that is asked, and waited for.
+LATE_S = 1e6
+
+
 class Costs(Protocol):
     """What is known about the ways to nodes."""
 
     def seconds(self, node: int, nbytes: int) -> float:
-        """How long reading `nbytes` from `node` should take; infinite if it is taken for dead."""
+        """How long reading `nbytes` from `node` should take; LATE_S and more if it was given up,
+        infinite if it is taken for dead."""
 
 
 class Run(NamedTuple):
     """Consecutive blocks [start, stop) of a prefix to be read from one node. `others`: whether each
-    of them could also be had from another node that is not taken for dead."""
+    of them could also be had from another node that answers, as far as is known."""
 
     node: int
     start: int
@@ -57,9 +63,9 @@ def plan_reads(
 
 def _elsewhere(nodes: Collection[int], node: int, costs: Costs) -> bool:
     """Whether one of these nodes could be asked instead: who gives up a node that stands still for
-    a moment must not be left with one that is taken for dead."""
+    a moment must not be left with one that does not answer either."""
     return len(nodes) > 1 and any(
-        other != node and costs.seconds(other, 0) < math.inf for other in nodes
+        other != node and costs.seconds(other, 0) < LATE_S for other in nodes
     )
 
 

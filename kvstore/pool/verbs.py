@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 # Runs of one prompt that are read at the same time, from as many nodes.
 TOGETHER_MAX = 4
-# Why a node is not asked again in this call; the other reasons are about one block.
+# Why a node is not asked again in this call, or, if it was given up in haste, once more at the end;
+# the other reasons are about one block.
 _NODE_FAILED = ("lost", "stalled", "deadline")
 
 
@@ -144,6 +145,7 @@ class _Reading:
         self._context = context
         self._why: dict[int, str] = {}
         self._failed: set[int] = set()
+        self._late: set[int] = set()  # given up in haste
         self._asked = False  # who has no time to wait still gets what is there
         self.holders: list[set[int]] = []
         # What the caller has already counts, also when nothing more can be read.
@@ -165,7 +167,7 @@ class _Reading:
             while end < stop and end not in done:
                 end += 1
             holders = self.holders[position - self._start : end - self._start]
-            able = [nodes - self._failed for nodes in holders] if self._failed else holders
+            able = [self._able(nodes) for nodes in holders] if self._why else holders
             found = plan_reads(able, position, size, self._context.costs)
             runs += found
             position = end
@@ -173,14 +175,20 @@ class _Reading:
                 break  # what comes behind a block that nobody has is of no use
         return runs[:TOGETHER_MAX]
 
+    def _able(self, nodes: set[int]) -> set[int]:
+        """Whom to ask: who was given up in haste only where nobody else is left."""
+        able = nodes - self._failed
+        return able - self._late or able
+
     @property
     def complete(self) -> bool:
         """Whether all that was asked for is there."""
         return len(self.outcome.generations) == self._stop - self._start
 
     def patient(self, run: Run) -> bool:
-        """Whether to give the node the whole deadline: there is no other, or no budget for it."""
-        return not (run.others and self._context.may_hedge())
+        """Whether to give the node the whole deadline: there is no other, or no budget for it, or
+        it has been given up before."""
+        return run.node in self._late or not (run.others and self._context.may_hedge())
 
     def take(self, run: Run, fetched: Fetched) -> None:
         """`note` a run that was read before there was a plan."""
@@ -203,7 +211,8 @@ class _Reading:
         if self._why.get(at, "miss") == "miss":  # what the first said tells more than a stale hint
             self._why[at] = reason
         if reason in _NODE_FAILED:
-            self._failed.add(run.node)
+            again = reason == "stalled" and run.node not in self._late
+            (self._late if again else self._failed).add(run.node)
             return
         self.holders[at - self._start].discard(run.node)
         if reason == "miss":

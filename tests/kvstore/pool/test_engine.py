@@ -27,7 +27,7 @@ from tiffin.kvstore.pool.homecopy import HomeCopies
 from tiffin.kvstore.pool.links import DOWN_MAX_S, DOWN_MIN_S, Links
 from tiffin.kvstore.pool.members import PLACED_MAX, PLACED_S, FixedMembers, HomeNumber, Placements
 from tiffin.kvstore.pool.placing import _joined
-from tiffin.kvstore.pool.plan import Run, cheapest, plan_reads
+from tiffin.kvstore.pool.plan import LATE_S, Run, cheapest, plan_reads
 from tiffin.kvstore.pool.replication import ORDERS_MAX, Orders
 from tiffin.kvstore.pool.verbs import Ask, Together
 from tiffin.kvstore.verbs import PutResult
@@ -69,6 +69,11 @@ class TestPlans:
         assert plan_reads([{2, 3}, {1, 2}], 0, 1, dead) == [Run(2, 0, 2, others=False)]
         assert cheapest([], 1, dead) is None
 
+    def test_who_was_given_up_in_haste_is_the_last_that_is_asked(self) -> None:
+        late = Speeds(n1=LATE_S, n2=1, n3=math.inf)
+        assert plan_reads([{1, 2}], 0, 1, late) == [Run(2, 0, 1, others=False)]
+        assert plan_reads([{1, 3}], 0, 1, late) == [Run(1, 0, 1, others=False)]
+
 
 class TestLinks:
     def test_failures_in_a_row_double_the_rest(self) -> None:
@@ -81,7 +86,11 @@ class TestLinks:
             assert links.down(now=100.0) == {1}
         links.answered(1)
         assert links.down(now=100.0) == set()
+        links.failed(1, now=100.0, late=True)
+        assert LATE_S <= links.seconds(1, 1, now=100.0) < math.inf
+        links.answered(1)
         links.failed(1, now=100.0)
+        assert links.seconds(1, 1, now=100.0) == math.inf
         assert links.down(now=100.0 + DOWN_MIN_S) == set()
 
     def test_speed_is_what_was_measured(self) -> None:

@@ -198,6 +198,22 @@ class TestLostAndStalled:
             assert read(client, prefix) == "6 None"
         sick.network.resume()
 
+    def test_who_was_given_up_is_waited_for_when_the_other_is_lost(
+        self, cluster: Cluster, prefix: Prefix
+    ) -> None:
+        """A node that stands still for a moment is better than none."""
+        sick, well = cluster.members["sick"], cluster.members["well"]
+        assert sick.network is not None
+        client = self.client(cluster)
+        assert read(client, prefix) == "6 None"
+        well.hang_up()
+        for _ in range(2):  # then `well` is known to be lost, and `sick` to have been late
+            sick.network.pause()
+            resume = threading.Timer(0.4, sick.network.resume)
+            resume.start()
+            assert read(client, prefix, timeout_s=30.0) == "6 None"
+            resume.join()
+
     def test_without_budget_nobody_else_is_asked(self, cluster: Cluster, prefix: Prefix) -> None:
         sick, well = cluster.members["sick"], cluster.members["well"]
         assert sick.network is not None
