@@ -20,9 +20,10 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PACKAGES := kvstore messenger kernels conductor bench
-# Files of tests stay whole: their fixtures start servers. The slow campaigns measure, and have the
-# cores alone.
-PARALLEL := --numprocesses logical --maxprocesses 8 --dist loadfile
+# Nearly all files of tests stay whole, as their fixtures start servers. `loadfile` would keep all of
+# them whole, but runs only one of several tests with one name, as those of schemathesis have. The
+# slow campaigns measure, and have the cores alone.
+PARALLEL := --numprocesses logical --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test coverage test-slow lint format bench clean
