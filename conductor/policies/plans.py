@@ -16,7 +16,10 @@ the stretch before, or begin another one.
 Within a stretch, bring(x) is linear for one source, and compute(x) is concave: tokens are the
 dearer, the later they are. The sum is concave too, and least at an end. The maximum has one corner,
 where bringing takes as long as the queue: blocks up to there cost nothing. So besides the ends, the
-last block before that corner and the first one after it are tried, and no others can be better.
+last block before that corner and the first one after it are tried, and no others can be better; but
+for one: where nothing follows the last block of a prompt, it saves a token less than its tokens, as
+an engine computes at least one. To stop before it can be better by what one token takes. It is not
+tried.
 
 Arrays are [sources, candidates], with the candidate itself as source 0.
 """

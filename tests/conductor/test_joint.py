@@ -72,12 +72,31 @@ def best_ttft_s(world: World, number: int, overlap: bool) -> float:
     return best_s
 
 
+def a_token_s(world: World) -> float:
+    """What stopping before the last block can save: of a prompt that ends with it, one token is
+    computed all the same."""
+    if world.tail_tokens:
+        return 0.0
+    after = 2 * world.prompt_tokens - 1
+    return max(inst.latency[1] + inst.latency[2] * after for inst in world.instances)
+
+
+# Each block takes 10 ms to bring; of the three, the second saves most.
+THE_SECOND_OF_THREE = World(
+    blocks=3,
+    instances=[Inst(node="", queue_s=0.004), Inst(node="", queue_s=0.05, hbm=frozenset(range(3)))],
+    nodes={},
+    tail_tokens=0,
+)
+
+
 @settings(max_examples=200)
 @given(worlds(), OVERLAP)
+@example(THE_SECOND_OF_THREE, True)
 def test_it_finds_what_trying_everything_finds(world: World, overlap: bool) -> None:
     choice = base.policy("joint").choose(world.question(joint(overlap)))
     expected = [best_ttft_s(world, number, overlap) for number in range(len(world.instances))]
-    assert choice.ttft_s[choice.at] == pytest.approx(min(expected), rel=1e-5)
+    assert choice.ttft_s[choice.at] <= min(expected) * (1 + 1e-5) + a_token_s(world)
     assert choice.ttft_s.min() == choice.ttft_s[choice.at]
     # What is reported of the others can be carried out: never less than their best.
     assert (choice.ttft_s >= np.array(expected) * (1 - 1e-5)).all()
@@ -150,7 +169,7 @@ def test_a_better_cache_never_predicts_a_worse_ttft(
     before = base.policy("joint").choose(world.question(joint(overlap), only=only))
     better = data.draw(more_blocks(world))
     after = base.policy("joint").choose(better.question(joint(overlap), only=only))
-    assert after.ttft_s[0] <= before.ttft_s[0] * (1 + 1e-6)
+    assert after.ttft_s[0] <= before.ttft_s[0] * (1 + 1e-6) + a_token_s(world)
 
 
 @settings(max_examples=90)
@@ -308,7 +327,8 @@ class TestWaiting:
                     start_s = max(inst.queue_s, ready_s)
                 best_s = min(best_s, start_s + world.compute_s(inst, blocks))
             expected = min(expected, best_s)
-        assert choice.ttft_s[choice.at] == pytest.approx(expected, rel=1e-5)
+        found_s = choice.ttft_s[choice.at]
+        assert expected * (1 - 1e-5) <= found_s <= expected * (1 + 1e-5) + a_token_s(world)
 
 
 def test_equal_instances_share() -> None:
