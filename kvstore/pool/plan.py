@@ -45,19 +45,22 @@ def plan_reads(
     slightly better link gains.
     """
     runs: list[Run] = []
+    before: Collection[int] = ()  # who holds the block before: nearly always the same nodes
     for position, nodes in enumerate(holders, start=start):
         if not nodes:
             break
         last = runs[-1] if runs else None
         if last is not None and last.node in nodes:
-            others = last.others and _elsewhere(nodes, last.node, costs)
+            others = last.others and (nodes == before or _elsewhere(nodes, last.node, costs))
             runs[-1] = Run(last.node, last.start, position + 1, others)
+            before = nodes
             continue
         node = cheapest(nodes, block_bytes, costs)
         if node is None:
             break
         others = _elsewhere(nodes, node, costs)
         runs.append(Run(node, position, position + 1, others))
+        before = nodes
     return runs
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import signal
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
@@ -19,7 +17,6 @@ import uvicorn
 
 from tiffin.conductor.api.app import create_app
 from tiffin.conductor.serving import listening
-from tiffin.kvstore.errors import InvalidInput
 
 if TYPE_CHECKING:
     import ssl
@@ -112,17 +109,6 @@ class GatewayProcess(Process):
 
     COMMAND = "gateway"
     CODE = Process.CODE.replace("tiffin.conductor.cli", "tiffin.conductor.gateway.cli")
-
-
-def free_port() -> int:
-    """One that nobody listens on at the moment, and that the system gives to nobody by chance."""
-    by_chance = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]
-    while True:
-        with (
-            contextlib.suppress(InvalidInput),
-            listening(("127.0.0.1", random.randrange(10_000, int(by_chance)))) as door,
-        ):
-            return int(door.getsockname()[1])
 
 
 def wait_for_follower(url: str) -> None:

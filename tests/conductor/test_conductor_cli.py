@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import typer
 from apisupport import KEY, MODEL, Recorder
-from serversupport import free_port, served
+from directory.ports import free_port
+from serversupport import served
 from typer.testing import CliRunner
 
 from tiffin.conductor.auth import load_tokens

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from apisupport import KEY, MODEL, Recorder
-from serversupport import free_port, served, wait_for_follower
+from directory.ports import free_port
+from serversupport import served, wait_for_follower
 
 from tiffin.conductor import calls
 from tiffin.conductor.api.models import DecisionReply

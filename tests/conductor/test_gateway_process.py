@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import httpx
 import typer
 from apisupport import MODEL
-from serversupport import GatewayProcess, free_port, served
+from directory.ports import free_port
+from serversupport import GatewayProcess, served
 from typer.testing import CliRunner
 
 from tiffin.conductor.client import ConductorClient

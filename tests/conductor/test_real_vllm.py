@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from serversupport import GatewayProcess, Process, free_port
+from directory.ports import free_port
+from serversupport import GatewayProcess, Process
 from vllmsupport import MODEL, PATIENCE_S, SCHEMA, VARIABLE, Beside, Vllm, make_model, until, words
 
 from tiffin.conductor.client import ConductorClient

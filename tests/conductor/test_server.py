@@ -14,7 +14,8 @@ import httpx
 import psutil
 import pytest
 from apisupport import MODEL, Recorder
-from serversupport import Process, free_port, served, wait_for_follower
+from directory.ports import free_port
+from serversupport import Process, served, wait_for_follower
 
 from tiffin.conductor.api.intake import Limits
 from tiffin.conductor.auth import Tokens

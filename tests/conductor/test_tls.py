@@ -14,8 +14,9 @@ import pytest
 import typer
 from apisupport import MODEL
 from certsupport import Authority, make_authority
+from directory.ports import free_port
 from gatewaysupport import CONFIG, Engine, cluster, serving
-from serversupport import GatewayProcess, Process, free_port, served
+from serversupport import GatewayProcess, Process, served
 from typer.testing import CliRunner
 
 from tiffin.conductor.cli import commands as conductor_commands

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
-from serversupport import free_port
+from directory.ports import free_port
 
 from tiffin.kvstore import KVSchema
 
