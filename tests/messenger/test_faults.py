@@ -54,6 +54,14 @@ class Process:
         self._popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._popen.stdout is not None
         self.address = ("127.0.0.1", int(self._popen.stdout.readline()))
+        self._together = threading.Barrier(1)
+
+    def expect(self, streams: int) -> None:
+        """So many are opened at once: no transfer begins before all of them stand."""
+        self._together = threading.Barrier(streams, self._all_stand)
+
+    def _all_stand(self) -> None:
+        self._together = threading.Barrier(1)
 
     def kill(self) -> None:
         self._popen.kill()
@@ -80,6 +88,7 @@ class Process:
             stream.message(HELLO)
             stream.flush(deadline)
             stream.receive_message(deadline)
+            self._together.wait(60)
         except BaseException:
             stream.close()
             raise
@@ -131,6 +140,7 @@ def test_a_peer_that_hangs_is_noticed(process: Process, parallel_max: int) -> No
         if index == 3:
             process.stop()
 
+    process.expect(parallel_max)  # who still opens when the peer stops is only late, not stalled
     transport = TcpTransport(process.opener, parallel_max=parallel_max)
     with closing(transport):
         with pytest.raises(Stalled) as stalled:
