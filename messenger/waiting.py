@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import select
 import socket
 import struct
 from ipaddress import ip_address
@@ -42,6 +43,26 @@ class Patience:
         self._socket.setsockopt(socket.SOL_SOCKET, self._option, timeval)
         self._low_s = 0.0 if step_s == WAIT_S_MIN else step_s
         self._high_s = math.inf if step_s == WAIT_S_MAX else 2 * step_s
+
+
+class Readiness:
+    """Whether a socket can move a byte, now or in time, however many signals come.
+
+    A call that has moved nothing when a signal comes is repeated by Python (PEP 475), and the
+    kernel's timeout begins anew: under a profiler's signals no deadline would hold. `poll` goes on
+    with what is left of its time, and a call after it moves a byte at once.
+    """
+
+    __slots__ = ("_poll",)
+
+    def __init__(self, sock: socket.socket, event: int) -> None:
+        poller = select.poll()
+        poller.register(sock, event)
+        self._poll = poller.poll
+
+    def within(self, wait_s: float) -> bool:
+        """Wait until it can, or `wait_s`. For a reader, SO_RCVLOWAT bytes count as one."""
+        return bool(self._poll(min(wait_s, WAIT_S_MAX) * 1000))
 
 
 class Gathering:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
@@ -538,7 +539,8 @@ def interrupt_once_it_receives(thread: int) -> None:
     """SIGUSR1 to a thread that waits for bytes."""
 
     def receives() -> bool:
-        return sys._current_frames()[thread].f_code.co_name == "_receive_some"
+        stack = traceback.walk_stack(sys._current_frames()[thread])
+        return any(frame.f_code.co_name == "_patiently" for frame, _ in stack)
 
     if eventually(receives):
         signal.pthread_kill(thread, signal.SIGUSR1)

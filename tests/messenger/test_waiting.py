@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import struct
 import threading
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tiffin.messenger import frames
-from tiffin.messenger.errors import Stalled
+from tiffin.messenger.errors import Stalled, TransferTimeout
 from tiffin.messenger.frames import Kind
 from tiffin.messenger.stream import PlainStream
 from tiffin.messenger.testing import random_bytes
@@ -141,6 +142,58 @@ def test_drops_are_not_a_stall(pair: Pair) -> None:
     pair.stream.receive_data([Range(0, nbytes)], [target], deadline, stall_s=0.05)
     assert (target == content).all()
     assert waits_for.count(GATHER_BYTES) > 10, "it waited for more than came"
+
+
+@pytest.fixture
+def ticks() -> Iterator[list[float]]:
+    """When the main thread got a signal: every 20 ms, as from a profiler, 1,000 in all."""
+    seen: list[float] = []
+    over = threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(time.monotonic()))
+
+    def tick() -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        while not over.wait(0.02) and len(seen) < 1000:
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    yield seen
+    over.set()
+    ticking.join()
+    signal.signal(signal.SIGUSR1, before)
+
+
+class TestSignals:
+    """They interrupt calls, and Python calls again: the kernel's timeout would begin anew."""
+
+    def test_a_message_that_does_not_come(self, pair: Pair, ticks: list[float]) -> None:
+        with pytest.raises(TransferTimeout):
+            pair.stream.receive_message(time.monotonic() + 0.2)
+        assert 0 < len(ticks) < 1000, "it waited until no signal came any more"
+
+    @pytest.mark.parametrize("nbytes", [1, 64 << 10, 8 * MIB])
+    def test_bytes_that_do_not_come(self, pair: Pair, ticks: list[float], nbytes: int) -> None:
+        head = frames.answer(Kind.DATA, Served(1, nbytes))
+        sender = threading.Thread(target=pair.peer.sendall, args=(head + bytes(nbytes // 2),))
+        sender.start()
+        pair.stream.ask_read(1, [Range(0, nbytes)])
+        deadline = time.monotonic() + 60
+        pair.stream.flush(deadline)
+        target = random_bytes(nbytes, 1)
+        with pytest.raises(Stalled):
+            pair.stream.receive_data([Range(0, nbytes)], [target], deadline, stall_s=1.0)
+        sender.join()
+        assert not target[: nbytes // 2].any(), "what did come is there"
+        assert 0 < len(ticks) < 1000, "it waited until no signal came any more"
+
+    def test_bytes_that_do_not_go(self, pair: Pair, ticks: list[float]) -> None:
+        for _ in range(4):  # the last ones find no room for a single byte
+            pair.stream.message(bytes(16 * MIB))
+            with pytest.raises(Stalled):
+                pair.stream.flush(time.monotonic() + 60, stall_s=0.2)
+        assert 0 < len(ticks) < 1000, "it waited until no signal came any more"
 
 
 def test_silence_in_the_middle_is_a_stall(pair: Pair) -> None:
