@@ -8,12 +8,14 @@ checked as it arrives, while its bytes are in the processor's cache.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import ssl
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -47,8 +49,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
-# What is only posted is a courtesy: a node that does not hear of it finds out by itself.
+# What is only posted must not keep its caller: it goes with the next request instead.
 POST_TIMEOUT_S = GRACE_S
+# More are owed to no node that will ever be well again.
+OWED_MAX = 1024
 
 
 class as_ours:  # noqa: N801 - used as `contextlib.suppress` is
@@ -122,6 +126,8 @@ class Peer:
         self._session = secrets.token_bytes(16)
         self._ids = count(1)
         self._patience = _Patience()
+        # Unawaited messages that could not be sent in time.
+        self._owed: deque[bytes] = deque(maxlen=OWED_MAX)
         # Of all large reads of this node: one that hangs must not take the room of all others.
         self.budget = Budget(PEER_BYTES)
         self.transport = tcp.TcpTransport(self._open, streams_max=streams_max)
@@ -144,17 +150,27 @@ class Peer:
     ) -> AbstractContextManager[Stream]:
         """As `TcpTransport.stream`. A new stream is given up on after `connect_s`; one that others
         use is waited for until the deadline, because their being busy says nothing of the node."""
-        if connect_s == CONNECT_TIMEOUT_S:
+        if connect_s == CONNECT_TIMEOUT_S and not self._owed:
             return self.transport.stream(deadline)
-        return self._impatient_stream(deadline, connect_s)
+        return self._special_stream(deadline, connect_s)
 
     @contextmanager
-    def _impatient_stream(self, deadline: float, connect_s: float) -> Iterator[Stream]:
+    def _special_stream(self, deadline: float, connect_s: float) -> Iterator[Stream]:
+        """One that is waited for less long, or that first carries what could not be sent before."""
+        owed: list[bytes] = []
         self._patience.connect_s = connect_s
         try:
             with self.transport.stream(deadline) as stream:
                 self._patience.connect_s = CONNECT_TIMEOUT_S
+                while self._owed:
+                    with contextlib.suppress(IndexError):  # another thread was faster
+                        owed.append(self._owed.popleft())
+                for message in owed:
+                    stream.message(message)
                 yield stream
+        except BaseException:
+            self._owed.extend(owed)  # twice does no harm: leases and generations are never reused
+            raise
         finally:
             self._patience.connect_s = CONNECT_TIMEOUT_S
 
@@ -210,15 +226,19 @@ class Peer:
 
     def post(self, request: messages.Request) -> None:
         """Send what gets no reply; a node that is gone has released everything already. Also for a
-        call that was given up, which gives back what it got: it takes no longer for that."""
+        call that was given up, which gives back what it got: it takes no longer for that. A node
+        that is only slow gets it with the next request: it would hold a lease as long as we are
+        connected."""
         request.id = messages.UNAWAITED
+        message = messages.encoder.encode(request)
         deadline = time.monotonic() + POST_TIMEOUT_S
         try:
             with Caller().in_this_thread(), as_ours(self.label), self.stream(deadline) as stream:
-                stream.message(messages.encoder.encode(request))
+                stream.message(message)
                 stream.flush(deadline)
         except TiffinError as error:
-            log.debug("not sent to %s: %s", self.label, error)
+            log.debug("not sent to %s yet: %s", self.label, error)
+            self._owed.append(message)
 
     def queue(self, stream: Stream, request: messages.Request) -> None:
         """Number a request and queue it on a stream."""

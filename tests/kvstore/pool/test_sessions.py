@@ -13,6 +13,7 @@ from poolsupport import LARGE, Network, soon
 
 from tiffin.kvstore import Client
 from tiffin.kvstore.errors import (
+    DeadlineExceeded,
     NodeUnavailable,
     StaleLease,
 )
@@ -234,6 +235,30 @@ class TestExpiry:
             peer.transport.read(read.lease, [Range(0, BLOCK)], [target], deadline=soon())
         with pytest.raises(StaleLease):
             peer.call(messages.Release(0, read.lease), 5.0)
+
+    def test_what_could_not_be_given_back_in_time_goes_with_the_next_request(
+        self, serve: Any, connect: Any
+    ) -> None:
+        """A busy client keeps its connections, and with them all leases that it has not released:
+        a node that stood still for a moment would hold the blocks as long as the client lives."""
+        node, address = serve()
+        network = Network(address)
+        with contextlib.closing(network):
+            peer = connect(network.address)
+            prefix = fresh_prefix(2, LARGE)
+            with Client.attach(node) as local:
+                local.put(prefix, payloads_of(prefix))
+            read = lease(peer, prefix)
+            network.pause()
+            with peer.stream(soon()):  # all connections are in use, and another can't be made
+                peer.post(messages.Release(0, read.lease))
+                with pytest.raises(DeadlineExceeded):
+                    peer.call(messages.Match(0, b""), 0.0)  # fails as well, and loses nothing
+            assert held(node) == 2 * BLOCK
+            network.resume()
+            peer.call(messages.Match(0, b""), 20.0)
+            assert held(node) == 0
+            assert peer.transport._pool.counts() == (1, 0), "the connection is as good as before"
 
     def test_a_transfer_that_has_begun_outlives_its_lease(
         self, serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
