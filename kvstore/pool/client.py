@@ -326,8 +326,8 @@ class PoolClient(Client):
             for done in range(1, replicas):
                 self._put_another(placing, done, replicas)
         elif replicas > 1 and number is not None:
-            more, tried = replicas - 1, placing.tried
-            self._orders.add(partial(replicate_from, self._engine, prefix, number, more, tried))
+            more, without = replicas - 1, placing.done_with
+            self._orders.add(partial(replicate_from, self._engine, prefix, number, more, without))
         return first
 
     def _placing(self, prefix: Prefix, views: list[Bytes], deadline: float) -> Placing:

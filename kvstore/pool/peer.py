@@ -227,8 +227,8 @@ class Peer:
     def post(self, request: messages.Request) -> None:
         """Send what gets no reply; a node that is gone has released everything already. Also for a
         call that was given up, which gives back what it got: it takes no longer for that. A node
-        that is only slow gets it with the next request: it would hold a lease as long as we are
-        connected."""
+        that is only slow gets it with the next request: else it would hold the blocks of a lease
+        until that expires, and never hear of a damaged one."""
         request.id = messages.UNAWAITED
         message = messages.encoder.encode(request)
         deadline = time.monotonic() + POST_TIMEOUT_S

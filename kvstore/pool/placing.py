@@ -2,7 +2,8 @@
 
 A node that is full may have room soon, when it has moved blocks to NVMe or a reader lets go. So it
 is given a moment; then others are asked; and only if nobody has room, what is left of the time is
-spent waiting at the one that took most.
+spent waiting at the one that took most. A node that was silent for that moment may only have stood
+still: if nobody else takes the blocks, it is asked again, and then waited for.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ NO_ROOM = "no_room"
 
 
 class Placing:
-    """One put of `seals.prefix`, and the nodes that took it. `put_home(room_s)` puts at home and
-    returns None if that does not answer; it is None for a client without a home."""
+    """One put of `seals.prefix`, and the nodes that took it. `put_home(room_s, patient=)` puts at
+    home, as `Home.put`; it is None for a client without a home."""
 
     def __init__(
         self,
         engine: Engine,
         seals: Seals,
         deadline: float,
-        put_home: Callable[[float], PutResult | None] | None,
+        put_home: Callable[..., PutResult] | None,
         home_number: int | None,
     ) -> None:
         self._engine = engine
@@ -63,8 +64,14 @@ class Placing:
         self._put_home = put_home
         self._home_number = home_number
         self._failure: TiffinError | None = None
-        # Nodes that have it, or can't take it.
-        self.tried: set[int] = set()
+        self._tried: set[int] = set()
+        # Of these, who was silent for a moment, and was not waited for.
+        self._late: list[int] = []
+
+    @property
+    def done_with(self) -> set[int]:
+        """Nodes that have the blocks, or can't take them."""
+        return self._tried.difference(self._late)
 
     def one(self) -> tuple[PutResult, int | None]:
         """Store one more replica; what became of it, and the number of its node.
@@ -86,7 +93,7 @@ class Placing:
                 return result, self._number(candidate)
             full.append((candidate, result))
         if not full:
-            raise self._why_nobody()
+            return self._from_the_late()
         best, result = max(full, key=lambda pair: len(pair[1].stored) + len(pair[1].resident))
         left_s = self._deadline - time.monotonic()
         if left_s > 0 and len(candidates) > 1:
@@ -94,14 +101,26 @@ class Placing:
             result = result if again is None else _joined(result, again)
         return result, self._number(best)
 
+    def _from_the_late(self) -> tuple[PutResult, int | None]:
+        """Who was only silent has the time that is left, each its share. Raises as `one` does."""
+        late, self._late = self._late, []
+        for position, candidate in enumerate(late):
+            left_s = self._deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            result = self._try(candidate, left_s / (len(late) - position), patient=True)
+            if result is not None:
+                return result, self._number(candidate)
+        raise self._why_nobody()
+
     def _number(self, candidate: int) -> int | None:
         return candidate or self._home_number
 
     def _candidates(self) -> list[int]:
         """Nodes to ask, in this order."""
-        home = [HOME] if self._put_home is not None and HOME not in self.tried else []
+        home = [HOME] if self._put_home is not None and HOME not in self._tried else []
         if self._home_number is not None and self._put_home is not None:
-            self.tried.add(self._home_number)  # by its socket, not by its port
+            self._tried.add(self._home_number)  # by its socket, not by its port
         try:
             nodes = self._engine.nodes()
         except DirectoryUnavailable as error:
@@ -110,24 +129,29 @@ class Placing:
         prefix = self._seals.prefix
         size, dice = len(prefix) * prefix.schema.extent_bytes, self._engine.dice
         down = self._engine.links.down(time.monotonic())
-        others = place(nodes, TRIES_MAX, size, dice, without=self.tried | down)
-        return home + (others or place(nodes, TRIES_MAX, size, dice, without=self.tried))
+        others = place(nodes, TRIES_MAX, size, dice, without=self._tried | down)
+        return home + (others or place(nodes, TRIES_MAX, size, dice, without=self._tried))
 
-    def _try(self, candidate: int, room_s: float) -> PutResult | None:
-        """What became of it there; None if the node does not answer, or takes nothing."""
-        self.tried.add(candidate)
+    def _try(self, candidate: int, room_s: float, *, patient: bool = False) -> PutResult | None:
+        """What became of it there; None if the node does not answer, or takes nothing. `patient`:
+        this is not the first time."""
+        self._tried.add(candidate)
         try:
             if candidate == HOME:
                 assert self._put_home is not None
-                return self._put_home(room_s)
+                return self._put_home(room_s, patient=patient)
             return self._store(candidate, room_s)
         except ClientClosed:
             raise
         except TiffinError as error:
             self._failure = error
             log.info("not put to node %d: %s", candidate, error)
+            left_alone = candidate == HOME and isinstance(error, NodeUnavailable)
+            late = not patient and (left_alone or isinstance(error, DeadlineExceeded))
+            if late:
+                self._late.append(candidate)
             if isinstance(error, NodeUnavailable | DeadlineExceeded) and candidate != HOME:
-                self._engine.links.failed(candidate, time.monotonic())
+                self._engine.links.failed(candidate, time.monotonic(), late=late)
             return None
 
     def _store(self, number: int, room_s: float) -> PutResult:

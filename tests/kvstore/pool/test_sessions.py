@@ -239,8 +239,8 @@ class TestExpiry:
     def test_what_could_not_be_given_back_in_time_goes_with_the_next_request(
         self, serve: Any, connect: Any
     ) -> None:
-        """A busy client keeps its connections, and with them all leases that it has not released:
-        a node that stood still for a moment would hold the blocks as long as the client lives."""
+        """A client keeps its connections, and with them what it has not released: a node that stood
+        still for a moment would hold the blocks until the lease expires."""
         node, address = serve()
         network = Network(address)
         with contextlib.closing(network):

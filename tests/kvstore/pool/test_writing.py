@@ -166,9 +166,9 @@ class TestPlacement:
         monkeypatch.setattr(store, "STALL_S", 0.2)
         failed = client._engine.links.failed
 
-        def noted(*arguments: Any) -> None:
+        def noted(*arguments: Any, **late: bool) -> None:
             monkeypatch.setattr(store, "STALL_S", 20.0)  # the other one has time
-            failed(*arguments)
+            failed(*arguments, **late)
 
         monkeypatch.setattr(client._engine.links, "failed", noted)
         sick.network.stall_after(2 * LARGE.extent_bytes, "to")
@@ -246,6 +246,30 @@ class TestReplicas:
         with pytest.raises(NoRoom, match="2 of 3"):
             client.put(prefix, payloads_of(prefix), replicas=3)
         assert holders(cluster, prefix) == [["one", "two"]] * 3  # those that could be
+
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_who_was_only_silent_is_waited_for_when_nobody_else_is_left(
+        self, cluster: Cluster, replicas: int
+    ) -> None:
+        """A node that stands still for a moment is no reason to be a replica short."""
+        still = cluster.start("still", relayed=True)
+        if replicas == 2:
+            cluster.start("well")
+        client, prefix = cluster.open(), prompt()
+        assert still.network is not None
+        still.network.pause()
+        # Another one is known of, and gone: with one candidate there would be no haste.
+        gone = cluster.start("gone")
+        client.nodes()
+        cluster.remember(*(member for member in cluster.members.values() if member is not gone))
+        gone.hang_up()
+        putting = Background(
+            lambda: client.put(prefix, payloads_of(prefix), replicas=replicas, timeout_s=30)
+        )
+        wait_until(lambda: still.number in client._engine.links.down(time.monotonic()), "given up")
+        still.network.resume()
+        assert putting.result().complete
+        assert "still" in holders(cluster, prefix)[0]
 
     def test_too_little_room_for_the_second(self, cluster: Cluster, patient: None) -> None:
         home, small = cluster.start("home"), cluster.start("small", 4)
