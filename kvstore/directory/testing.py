@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # A registration that ends while a test waits for it; one that a busy machine's heartbeats keep.
 BRIEF_TTL_S = 0.5
-KEPT_TTL_S = 1.0
+KEPT_TTL_S = 2.0
 
 # Far more than `MEMBERSHIP_AGE_S`, so that only what never comes true fails.
 _PATIENCE_S = 20.0

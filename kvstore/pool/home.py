@@ -31,6 +31,7 @@ from ..errors import (
 )
 from ..link import GRACE_S, Gate, open_links, undo
 from ..node import messages
+from ..node.core import Status
 from ..node.records import Reason
 from .links import DOWN_MAX_S, DOWN_MIN_S
 
@@ -163,6 +164,7 @@ class Home:
         if not patient and (self.away or once):
             patient = not self._others(isinstance(request, _TAKES_ROOM))
         slice_s = self._first_slice_s
+        given_up = False
         while True:
             began = time.monotonic()
             left_s = max(0.0, end - began)
@@ -179,10 +181,13 @@ class Home:
                 patient = patient or not self._others(isinstance(request, _TAKES_ROOM))
                 if not patient:
                     raise
+                given_up = True
             else:
                 waited = time.monotonic() - began >= wait_s
-                if wait_s >= left_s or not (waited and _may_get_more(answer.reply)):
+                ours = given_up and _is_busy(answer.reply)
+                if not ours and (wait_s >= left_s or not (waited and _may_get_more(answer.reply))):
                     return answer
+                given_up = False  # with this answer came the late ones, and were given back
                 correction = undo(answer.reply)
                 if correction is not None:
                     self.post(correction)
@@ -399,6 +404,11 @@ class _Elsewhere:
     def seconds(self, node: int, nbytes: int) -> float:
         """See `Costs.seconds`."""
         return math.inf if node == self.without else self.costs.seconds(node, nbytes)
+
+
+def _is_busy(reply: messages.AnyReply) -> bool:
+    """Whether somebody writes these blocks: we ourselves, if we had asked before in vain."""
+    return isinstance(reply, messages.Reserved) and Status.BUSY in reply.statuses
 
 
 def _may_get_more(reply: messages.AnyReply) -> bool:

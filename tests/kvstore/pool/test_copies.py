@@ -170,10 +170,15 @@ class TestLimitsOfTime:
         cluster.settle()
         engine = cluster.open()._engine
         held, late = Held(copy.Copier.copy), []
+        at_work: list[Any] = []
 
         def pull(prefix: Prefix, timeout_s: float) -> messages.Pull:
             keys = prefix.key_bytes
             return messages.Pull(0, keys, prefix.parent, 0, source.number, timeout_s)
+
+        def hold(*arguments: Any) -> Any:
+            at_work.append(arguments)
+            return held(*arguments)
 
         def work(*arguments: Any) -> Any:
             late.append(arguments[-1] < time.monotonic())
@@ -181,12 +186,12 @@ class TestLimitsOfTime:
 
         copy_now = copy.Copier.copy
         with monkeypatch.context() as patch:
-            patch.setattr(copy.Copier, "copy", lambda *arguments: held(*arguments))
+            patch.setattr(copy.Copier, "copy", hold)
             busy = [
                 Background(lambda: engine.ask(target.number, pull(here, 20.0), 20.0).count)
                 for _ in range(caretaker.COPIERS)
             ]
-            wait_until(lambda: held.reached.is_set() and queued(target) == len(busy), "all work")
+            wait_until(lambda: len(at_work) == queued(target) == len(busy), "all work")
             orders = [
                 Background(lambda p=p: engine.ask(target.number, pull(p, 0.05), 20.0).count)
                 for p in (waited, here)

@@ -7,6 +7,7 @@ The home of these tests is a real process, stopped by SIGSTOP; "far" is a node o
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -295,6 +296,18 @@ class TestStopped:
         with get.result() as blocks:
             assert blocks.complete, blocks.reason
             assert_right(blocks, prefix)
+
+    def test_without_others_a_put_is_not_in_its_own_way(
+        self, daemon: Daemon, client: PoolClient
+    ) -> None:
+        """The room that it was given too late is given back, and asked for again."""
+        prefix = fresh_prefix(2)
+        with daemon.stopped():
+            put = Background(lambda: client.put(prefix, payloads_of(prefix), timeout_s=LONG_S))
+            wait_until(lambda: state_of(client).away, "it is silent")
+            time.sleep(1.0)  # it asks more than once
+        assert put.result().stored == (0, 1)
+        assert at_home(daemon, prefix) == 2
 
     def test_without_others_a_get_ends_in_time_and_says_why(
         self, daemon: Daemon, client: PoolClient
