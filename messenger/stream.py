@@ -474,9 +474,10 @@ class PlainStream(Stream):
         return nbytes
 
     def _receive_some(self, views: list[memoryview], wait_s: float, *, whole: bool) -> int:
-        if not self._readable.within(wait_s):  # or it has fewer bytes than Gathering waits for
+        left_s = self._readable.within(wait_s)
+        if not left_s:  # what is there may be less than Gathering waits for
             return self._receive_call(views, _DONTWAIT)
-        return self._receive_call(views, _WAITALL if whole else 0, wait_s)
+        return self._receive_call(views, _WAITALL if whole else 0, left_s)
 
     def _receive_call(self, views: list[memoryview], flags: int, wait_s: float = 0.0) -> int:
         try:
@@ -499,9 +500,10 @@ class PlainStream(Stream):
             nbytes = self._send_call(views, _DONTWAIT)
             if nbytes:
                 return nbytes
-        if not self._writable.within(wait_s):
-            return 0
-        return self._send_call(views, 0, wait_s)
+        left_s = self._writable.within(wait_s)
+        if not left_s:  # room for some bytes does not count as room before it is a third of all
+            return self._send_call(views, _DONTWAIT)
+        return self._send_call(views, 0, left_s)
 
     def _send_call(self, views: list[memoryview], flags: int, wait_s: float = 0.0) -> int:
         try:

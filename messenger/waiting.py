@@ -6,6 +6,7 @@ import math
 import select
 import socket
 import struct
+import time
 from ipaddress import ip_address
 
 # Of SO_RCVTIMEO and SO_SNDTIMEO.
@@ -60,9 +61,13 @@ class Readiness:
         poller.register(sock, event)
         self._poll = poller.poll
 
-    def within(self, wait_s: float) -> bool:
-        """Wait until it can, or `wait_s`. For a reader, SO_RCVLOWAT bytes count as one."""
-        return bool(self._poll(min(wait_s, WAIT_S_MAX) * 1000))
+    def within(self, wait_s: float) -> float:
+        """Wait until it can, or `wait_s`; what is left of that, or 0 if it can not. A reader needs
+        SO_RCVLOWAT bytes, a writer a third of its buffer."""
+        began = time.monotonic()
+        if not self._poll(min(wait_s, WAIT_S_MAX) * 1000):
+            return 0.0
+        return max(WAIT_S_MIN, wait_s - (time.monotonic() - began))
 
 
 class Gathering:

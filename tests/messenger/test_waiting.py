@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
 import signal
 import socket
 import struct
@@ -16,7 +18,7 @@ from tiffin.messenger import frames
 from tiffin.messenger.errors import Stalled, TransferTimeout
 from tiffin.messenger.frames import Kind
 from tiffin.messenger.stream import PlainStream
-from tiffin.messenger.testing import random_bytes
+from tiffin.messenger.testing import eventually, random_bytes
 from tiffin.messenger.transport import Range, Served
 from tiffin.messenger.waiting import GATHER_BYTES, ROOM_BYTES, Gathering, Patience
 
@@ -142,6 +144,69 @@ def test_drops_are_not_a_stall(pair: Pair) -> None:
     pair.stream.receive_data([Range(0, nbytes)], [target], deadline, stall_s=0.05)
     assert (target == content).all()
     assert waits_for.count(GATHER_BYTES) > 10, "it waited for more than came"
+
+
+class Watched:
+    """A `Patience` that notes until when it lets the kernel wait."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self.until = [0.0]
+
+    def allow(self, wait_s: float) -> None:
+        self.until.append(time.monotonic() + wait_s)
+        self._patience.allow(wait_s)
+
+
+def fill(sock: socket.socket) -> None:
+    """Until the buffers of both sides take no byte more."""
+    for _ in range(3):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sock.send(bytes(MIB), socket.MSG_DONTWAIT)
+        time.sleep(0.05)
+
+
+class TestLateBytes:
+    """The first byte is waited for apart, and then there is less time for the others."""
+
+    def test_received(self, pair: Pair) -> None:
+        watched = pair.stream._receive_wait = Watched(pair.stream._receive_wait)
+        deadline = time.monotonic() + 1.5
+        pair.peer.sendall(frames.message_header(MIB))
+        late = threading.Timer(1.0, pair.peer.sendall, [b"1"])
+        late.start()
+        with pytest.raises(TransferTimeout):
+            pair.stream.receive_message(deadline)
+        late.join()
+        assert max(watched.until) < deadline + 0.5
+
+    def test_sent(self, pair: Pair) -> None:
+        fill(pair.ours)
+        watched = pair.stream._send_wait = Watched(pair.stream._send_wait)
+        deadline = time.monotonic() + 1.5
+        late = threading.Timer(1.0, pair.peer.recv, [4 * MIB, socket.MSG_WAITALL])
+        late.start()
+        for _ in range(4):
+            pair.stream.message(bytes(15 * MIB))
+        with pytest.raises(TransferTimeout):
+            pair.stream.flush(deadline)
+        late.join()
+        assert max(watched.until) < deadline + 0.5
+
+    def test_room_for_some_bytes_is_used(self, pair: Pair) -> None:
+        """Before there is as much as `poll` waits for: who reads slowly is not silent."""
+        fill(pair.ours)
+        piece = [memoryview(bytes(4 * MIB))]
+        writable = select.poll()
+        writable.register(pair.ours, select.POLLOUT)
+
+        def some_went() -> bool:
+            pair.peer.recv(128 << 10, socket.MSG_WAITALL)
+            enough = writable.poll(50)
+            return pair.stream._send_some(piece, 0.001) > 0 and not enough
+
+        assert eventually(some_went)
 
 
 @pytest.fixture
