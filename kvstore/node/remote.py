@@ -232,6 +232,8 @@ class _Conversation:
         if reply is None:
             reply = self._wait_for(arrival, getattr(request, "timeout_s", 0.0) + _LATE_S)
         if reply is None:
+            if request.id == messages.UNAWAITED:
+                return Answer(None)  # an answer would be taken for that to another request
             late = NodeUnavailable("the node did not decide in time; it may be closing")
             return self._refuse(request.id, late)
         grant = 0

@@ -39,6 +39,10 @@ log = logging.getLogger(__name__)
 ROOM_WAIT_S = 0.2
 # Nodes that are asked for room by one put. If that many have none, the pool is full.
 TRIES_MAX = 6
+# A reservation that was given up is gone when the node has seen that: a connection that ends, or a
+# message. So often, and so long, that is waited for.
+_OWN_TRIES_MAX = 3
+_OWN_WAIT_S = 0.05
 # More copies of one prompt are a mistake: each costs its bytes.
 REPLICAS_MAX = 16
 
@@ -71,7 +75,8 @@ class Placing:
     @property
     def done_with(self) -> set[int]:
         """Nodes that have the blocks, or can't take them."""
-        return self._tried.difference(self._late)
+        silent = {self._home_number or HOME} if HOME in self._late else set()
+        return self._tried.difference(self._late, silent)
 
     def one(self) -> tuple[PutResult, int | None]:
         """Store one more replica; what became of it, and the number of its node.
@@ -92,8 +97,18 @@ class Placing:
             if result.reason != NO_ROOM:
                 return result, self._number(candidate)
             full.append((candidate, result))
+        late, self._late = self._late, []
+        for position, candidate in enumerate(late):
+            left_s = self._deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            again = self._try_again(candidate, left_s / (len(late) - position + bool(full)))
+            if again is not None and again.reason != NO_ROOM:
+                return again, self._number(candidate)
+            if again is not None:
+                full.append((candidate, again))
         if not full:
-            return self._from_the_late()
+            raise self._why_nobody()
         best, result = max(full, key=lambda pair: len(pair[1].stored) + len(pair[1].resident))
         left_s = self._deadline - time.monotonic()
         if left_s > 0 and len(candidates) > 1:
@@ -101,17 +116,18 @@ class Placing:
             result = result if again is None else _joined(result, again)
         return result, self._number(best)
 
-    def _from_the_late(self) -> tuple[PutResult, int | None]:
-        """Who was only silent has the time that is left, each its share. Raises as `one` does."""
-        late, self._late = self._late, []
-        for position, candidate in enumerate(late):
-            left_s = self._deadline - time.monotonic()
-            if left_s <= 0:
+    def _try_again(self, candidate: int, room_s: float) -> PutResult | None:
+        """`_try` with one who was late. Our own first reservation may be in our way, until the node
+        has seen that we had given it up."""
+        until = time.monotonic() + room_s
+        result = self._try(candidate, room_s, patient=True)
+        for _ in range(_OWN_TRIES_MAX):
+            if result is None or not result.busy or time.monotonic() + _OWN_WAIT_S > until:
                 break
-            result = self._try(candidate, left_s / (len(late) - position), patient=True)
-            if result is not None:
-                return result, self._number(candidate)
-        raise self._why_nobody()
+            time.sleep(_OWN_WAIT_S)
+            again = self._try(candidate, until - time.monotonic(), patient=True)
+            result = result if again is None else _joined(result, again)
+        return result
 
     def _number(self, candidate: int) -> int | None:
         return candidate or self._home_number

@@ -309,6 +309,19 @@ class TestStopped:
         assert put.result().stored == (0, 1)
         assert at_home(daemon, prefix) == 2
 
+    def test_where_the_others_are_gone_a_put_is_not_in_its_own_way(
+        self, daemon: Daemon, far: Member, client: PoolClient
+    ) -> None:
+        """What home granted the first time, too late, it is asked for again."""
+        prefix = fresh_prefix(2)
+        far.hang_up()
+        with daemon.stopped():
+            put = Background(lambda: client.put(prefix, payloads_of(prefix), timeout_s=LONG_S))
+            wait_until(lambda: state_of(client).away, "it is silent")
+            time.sleep(0.6)  # until it is asked again
+        assert put.result().stored == (0, 1)
+        assert at_home(daemon, prefix) == 2
+
     def test_without_others_a_get_ends_in_time_and_says_why(
         self, daemon: Daemon, client: PoolClient
     ) -> None:

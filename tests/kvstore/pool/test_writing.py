@@ -271,6 +271,18 @@ class TestReplicas:
         assert putting.result().complete
         assert "still" in holders(cluster, prefix)[0]
 
+    def test_who_was_only_silent_is_waited_for_before_a_full_one(self, cluster: Cluster) -> None:
+        full, still = cluster.start("full", 4), cluster.start("still", relayed=True)
+        fill(full, 2)
+        client, prefix = cluster.open(), prompt(4)
+        assert still.network is not None
+        still.network.pause()
+        putting = Background(lambda: client.put(prefix, payloads_of(prefix), timeout_s=60))
+        wait_until(lambda: still.number in client._engine.links.down(time.monotonic()), "given up")
+        still.network.resume()
+        assert putting.result().complete
+        assert still.has(prefix) == [True] * 4
+
     def test_too_little_room_for_the_second(self, cluster: Cluster, patient: None) -> None:
         home, small = cluster.start("home"), cluster.start("small", 4)
         fill(small, 2)
