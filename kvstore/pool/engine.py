@@ -281,7 +281,7 @@ class Engine:
     def _do(self, step: Any, reader: Reader | None) -> Any:
         if isinstance(step, Read):
             assert reader is not None
-            stall_s = None if step.patient else self.options.hedge_s
+            stall_s = None if step.patience is None else step.patience * self.options.hedge_s
             return self._read(step.run, step.deadline, stall_s, reader)
         if isinstance(step, Together):
             return self._together(step.steps, reader)

@@ -33,11 +33,12 @@ _NODE_FAILED = ("lost", "stalled", "deadline")
 @dataclass(slots=True)
 class Read:
     """Read the run's blocks into their places. Answered by `Fetched`, never by an exception but for
-    the caller's mistakes. An impatient read gives up early when nothing arrives."""
+    the caller's mistakes. `patience`: it gives up when nothing arrives for so many `hedge_s`; None:
+    only at the deadline."""
 
     run: Run
     deadline: float
-    patient: bool
+    patience: int | None
 
 
 @dataclass(slots=True)
@@ -103,7 +104,7 @@ def read(
     if tried is not None:
         reading.take(*tried)
     while runs := reading.next_runs():
-        steps: list[Step] = [Read(run, deadline, reading.patient(run)) for run in runs]
+        steps: list[Step] = [Read(run, deadline, reading.patience(run)) for run in runs]
         # One is nearly always all there is, and needs no other thread.
         outcomes = (yield Together(steps)) if len(steps) > 1 else [(yield steps[0])]
         for run, fetched in zip(runs, outcomes, strict=True):
@@ -145,7 +146,8 @@ class _Reading:
         self._context = context
         self._why: dict[int, str] = {}
         self._failed: set[int] = set()
-        self._late: set[int] = set()  # given up in haste
+        self._late: dict[int, int] = {}  # given up in haste: the last time, of all such times
+        self._haste = 0  # how many times
         self._asked = False  # who has no time to wait still gets what is there
         self.holders: list[set[int]] = []
         # What the caller has already counts, also when nothing more can be read.
@@ -176,19 +178,36 @@ class _Reading:
         return runs[:TOGETHER_MAX]
 
     def _able(self, nodes: set[int]) -> set[int]:
-        """Whom to ask: who was given up in haste only where nobody else is left."""
+        """Whom to ask: who was given up in haste only where nobody else is left, and then the one
+        whose last turn is longest ago."""
         able = nodes - self._failed
-        return able - self._late or able
+        others = able - self._late.keys()
+        return others or set(sorted(able, key=self._late.__getitem__)[:1])
 
     @property
     def complete(self) -> bool:
         """Whether all that was asked for is there."""
         return len(self.outcome.generations) == self._stop - self._start
 
-    def patient(self, run: Run) -> bool:
-        """Whether to give the node the whole deadline: there is no other, or no budget for it, or
-        it has been given up before."""
-        return run.node in self._late or not (run.others and self._context.may_hedge())
+    def patience(self, run: Run) -> int | None:
+        """See `Read.patience`. A node has the whole deadline where there is no other, or no budget
+        for it. Where all others were only silent too, they take turns, longer and longer ones: each
+        of them may be dead, or have stood still for a moment."""
+        if not self._context.may_hedge():
+            return None
+        if run.others:
+            return 1
+        return 2 << self._haste // 2 if self._may_wake(run) else None
+
+    def _may_wake(self, run: Run) -> bool:
+        """Whether each of these blocks is also at another node that is not taken for dead."""
+        return all(
+            any(
+                node != run.node and self._context.costs.seconds(node, 0) < math.inf
+                for node in self.holders[position - self._start] - self._failed
+            )
+            for position in range(run.start, run.stop)
+        )
 
     def take(self, run: Run, fetched: Fetched) -> None:
         """`note` a run that was read before there was a plan."""
@@ -211,8 +230,11 @@ class _Reading:
         if self._why.get(at, "miss") == "miss":  # what the first said tells more than a stale hint
             self._why[at] = reason
         if reason in _NODE_FAILED:
-            again = reason == "stalled" and run.node not in self._late
-            (self._late if again else self._failed).add(run.node)
+            if reason == "stalled":
+                self._haste += 1
+                self._late[run.node] = self._haste
+            else:
+                self._failed.add(run.node)
             return
         self.holders[at - self._start].discard(run.node)
         if reason == "miss":

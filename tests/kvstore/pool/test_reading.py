@@ -214,6 +214,24 @@ class TestLostAndStalled:
             assert read(client, prefix, timeout_s=30.0) == "6 None"
             resume.join()
 
+    def test_two_that_are_silent_take_turns(self, cluster: Cluster) -> None:
+        """One of them may be dead, and the other have stood still for a moment only."""
+        still, dead = cluster.start("still", relayed=True), cluster.start("dead", relayed=True)
+        prefix = still.put(dead.put(prompt(2)))
+        cluster.settle()
+        client = cluster.open(hedge_s=HEDGE_S)
+        links = client._engine.links
+        links.moved(dead.number, 1, 1.0)  # the other one is asked first
+        assert still.network is not None
+        assert dead.network is not None
+        still.network.pause()
+        dead.network.pause()
+        reading = Background(lambda: read(client, prefix, timeout_s=60.0))
+        wait_until(lambda: dead.number in links.down(time.monotonic()), "its turn has ended")
+        still.network.resume()
+        assert reading.result() == "2 None"
+        dead.network.resume()
+
     def test_without_budget_nobody_else_is_asked(self, cluster: Cluster, prefix: Prefix) -> None:
         sick, well = cluster.members["sick"], cluster.members["well"]
         assert sick.network is not None
