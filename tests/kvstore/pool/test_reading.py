@@ -220,8 +220,10 @@ class TestLostAndStalled:
         prefix = still.put(dead.put(prompt(2)))
         cluster.settle()
         client = cluster.open(hedge_s=HEDGE_S)
+        client.statistics()  # it is connected to both
         links = client._engine.links
-        links.moved(dead.number, 1, 1.0)  # the other one is asked first
+        for _ in range(20):
+            links.moved(dead.number, 1, 1.0)  # the other one is asked first
         assert still.network is not None
         assert dead.network is not None
         still.network.pause()
