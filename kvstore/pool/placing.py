@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..errors import (
     ClientClosed,
@@ -49,6 +49,10 @@ REPLICAS_MAX = 16
 HOME = 0  # in place of a number: home may have none, while the directory does not know it
 NO_ROOM = "no_room"
 
+# What became of a put, and the number of its node; candidates that have no room for all of it.
+_Taken: TypeAlias = tuple[PutResult, int | None]
+_Full: TypeAlias = list[tuple[int, PutResult]]
+
 
 class Placing:
     """One put of `seals.prefix`, and the nodes that took it. `put_home(room_s, patient=)` puts at
@@ -78,35 +82,17 @@ class Placing:
         silent = {self._home_number or HOME} if HOME in self._late else set()
         return self._tried.difference(self._late, silent)
 
-    def one(self) -> tuple[PutResult, int | None]:
+    def one(self) -> _Taken:
         """Store one more replica; what became of it, and the number of its node.
 
         Raises InvalidInput, Draining, NodeUnavailable or DirectoryUnavailable if no node could
         even be asked.
         """
-        full: list[tuple[int, PutResult]] = []
+        full: _Full = []
         candidates = self._candidates()
-        for candidate in candidates:
-            left_s = max(0.0, self._deadline - time.monotonic())
-            if not left_s and isinstance(self._failure, DeadlineExceeded):
-                break  # each further one that is silent would cost its own grace
-            room_s = left_s if len(candidates) == 1 else min(left_s, ROOM_WAIT_S)
-            result = self._try(candidate, room_s)
-            if result is None:
-                continue
-            if result.reason != NO_ROOM:
-                return result, self._number(candidate)
-            full.append((candidate, result))
-        late, self._late = self._late, []
-        for position, candidate in enumerate(late):
-            left_s = self._deadline - time.monotonic()
-            if left_s <= 0:
-                break
-            again = self._try_again(candidate, left_s / (len(late) - position + bool(full)))
-            if again is not None and again.reason != NO_ROOM:
-                return again, self._number(candidate)
-            if again is not None:
-                full.append((candidate, again))
+        taken = self._hastily(candidates, full) or self._patiently(full)
+        if taken is not None:
+            return taken
         if not full:
             raise self._why_nobody()
         best, result = max(full, key=lambda pair: len(pair[1].stored) + len(pair[1].resident))
@@ -115,6 +101,34 @@ class Placing:
             again = self._try(best, left_s)
             result = result if again is None else _joined(result, again)
         return result, self._number(best)
+
+    def _hastily(self, candidates: list[int], full: _Full) -> _Taken | None:
+        """Who takes it within a moment. Who has no room is noted in `full`."""
+        for candidate in candidates:
+            left_s = max(0.0, self._deadline - time.monotonic())
+            if not left_s and isinstance(self._failure, DeadlineExceeded):
+                break  # each further one that is silent would cost its own grace
+            room_s = left_s if len(candidates) == 1 else min(left_s, ROOM_WAIT_S)
+            result = self._try(candidate, room_s)
+            if result is not None and result.reason != NO_ROOM:
+                return result, self._number(candidate)
+            if result is not None:
+                full.append((candidate, result))
+        return None
+
+    def _patiently(self, full: _Full) -> _Taken | None:
+        """Who takes it of those that were late, each with its share of the time that is left."""
+        late, self._late = self._late, []
+        for position, candidate in enumerate(late):
+            left_s = self._deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            result = self._try_again(candidate, left_s / (len(late) - position + bool(full)))
+            if result is not None and result.reason != NO_ROOM:
+                return result, self._number(candidate)
+            if result is not None:
+                full.append((candidate, result))
+        return None
 
     def _try_again(self, candidate: int, room_s: float) -> PutResult | None:
         """`_try` with one who was late. Our own first reservation may be in our way, until the node
