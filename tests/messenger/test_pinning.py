@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import os
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
@@ -186,11 +186,13 @@ class Library:
     """libcuda, in Python: functions by name, called through ctypes with the types that the binding
     declares. `lacks` are not found; `refuses` returns its code."""
 
+    # It stays loaded, as a real one: who calls a function by its address does not keep it alive.
+    _loaded: ClassVar[list[Any]] = []
+
     def __init__(self, *lacks: str, refuses: dict[str, int] | None = None) -> None:
         self.lacks, self.refuses = lacks, refuses or {}
         self.seen: list[tuple[Any, ...]] = []
         self.asked: dict[str, int] = {}
-        self._alive: list[Any] = []
 
     def find(self, name: str, version: int) -> int | None:
         self.asked[name] = version
@@ -200,7 +202,7 @@ class Library:
         function = ctypes.CFUNCTYPE(ctypes.c_int, *(types or device_driver._BATCH_CALL))(
             lambda *arguments: self.call(name, arguments)
         )
-        self._alive.append(function)
+        self._loaded.append(function)
         return ctypes.cast(function, ctypes.c_void_p).value
 
     def call(self, name: str, arguments: tuple[Any, ...]) -> int:
