@@ -162,8 +162,8 @@ class Peer:
         try:
             with self.transport.stream(deadline) as stream:
                 self._patience.connect_s = CONNECT_TIMEOUT_S
-                while self._owed:
-                    with contextlib.suppress(IndexError):  # another thread was faster
+                with contextlib.suppress(IndexError):  # until this or another thread has all
+                    while True:
                         owed.append(self._owed.popleft())
                 for message in owed:
                     stream.message(message)

@@ -109,11 +109,9 @@ class Placing:
             if not left_s and isinstance(self._failure, DeadlineExceeded):
                 break  # each further one that is silent would cost its own grace
             room_s = left_s if len(candidates) == 1 else min(left_s, ROOM_WAIT_S)
-            result = self._try(candidate, room_s)
-            if result is not None and result.reason != NO_ROOM:
-                return result, self._number(candidate)
-            if result is not None:
-                full.append((candidate, result))
+            taken = self._settled(candidate, self._try(candidate, room_s), full)
+            if taken is not None:
+                return taken
         return None
 
     def _patiently(self, full: _Full) -> _Taken | None:
@@ -123,12 +121,20 @@ class Placing:
             left_s = self._deadline - time.monotonic()
             if left_s <= 0:
                 break
-            result = self._try_again(candidate, left_s / (len(late) - position + bool(full)))
-            if result is not None and result.reason != NO_ROOM:
-                return result, self._number(candidate)
-            if result is not None:
-                full.append((candidate, result))
+            room_s = left_s / (len(late) - position + bool(full))
+            taken = self._settled(candidate, self._try_again(candidate, room_s), full)
+            if taken is not None:
+                return taken
         return None
+
+    def _settled(self, candidate: int, result: PutResult | None, full: _Full) -> _Taken | None:
+        """What it took. None if it took nothing, or lacks room: then it is noted in `full`."""
+        if result is None:
+            return None
+        if result.reason == NO_ROOM:
+            full.append((candidate, result))
+            return None
+        return result, self._number(candidate)
 
     def _try_again(self, candidate: int, room_s: float) -> PutResult | None:
         """`_try` with one who was late. Our own first reservation may be in our way, until the node

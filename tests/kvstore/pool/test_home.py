@@ -141,6 +141,17 @@ def reserved_at_home(client: PoolClient, prefix: Prefix) -> Any:
     return wait_until(reserved, "home gives slots")
 
 
+def put_is_stored(daemon: Daemon, client: PoolClient, seconds: float) -> None:
+    """At a home that stands still for so long after the client found it silent: it asks again."""
+    prefix = fresh_prefix(2)
+    with daemon.stopped():
+        put = Background(lambda: client.put(prefix, payloads_of(prefix), timeout_s=LONG_S))
+        wait_until(lambda: state_of(client).away, "it is silent")
+        time.sleep(seconds)
+    assert put.result().stored == (0, 1)
+    assert at_home(daemon, prefix) == 2
+
+
 class TestStopped:
     @pytest.mark.parametrize("into", [False, True], ids=["view", "into"])
     def test_blocks_are_read_elsewhere(
@@ -301,26 +312,14 @@ class TestStopped:
         self, daemon: Daemon, client: PoolClient
     ) -> None:
         """The room that it was given too late is given back, and asked for again."""
-        prefix = fresh_prefix(2)
-        with daemon.stopped():
-            put = Background(lambda: client.put(prefix, payloads_of(prefix), timeout_s=LONG_S))
-            wait_until(lambda: state_of(client).away, "it is silent")
-            time.sleep(1.0)  # it asks more than once
-        assert put.result().stored == (0, 1)
-        assert at_home(daemon, prefix) == 2
+        put_is_stored(daemon, client, 1.0)
 
     def test_where_the_others_are_gone_a_put_is_not_in_its_own_way(
         self, daemon: Daemon, far: Member, client: PoolClient
     ) -> None:
         """What home granted the first time, too late, it is asked for again."""
-        prefix = fresh_prefix(2)
         far.hang_up()
-        with daemon.stopped():
-            put = Background(lambda: client.put(prefix, payloads_of(prefix), timeout_s=LONG_S))
-            wait_until(lambda: state_of(client).away, "it is silent")
-            time.sleep(0.6)  # until it is asked again
-        assert put.result().stored == (0, 1)
-        assert at_home(daemon, prefix) == 2
+        put_is_stored(daemon, client, 0.6)
 
     def test_without_others_a_get_ends_in_time_and_says_why(
         self, daemon: Daemon, client: PoolClient
