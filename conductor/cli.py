@@ -12,18 +12,19 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tiffin.kvstore.collector import calm_collector
-from tiffin.kvstore.console import JsonFlag, check_log_level, console, log_to_stderr, warn
+from tiffin.kvstore.cli.console import JsonFlag, check_log_level, console, log_to_stderr, warn
 from tiffin.kvstore.errors import InvalidInput
-from tiffin.kvstore.names import printable
+from tiffin.kvstore.gc_tuning import calm_collector
+from tiffin.kvstore.text import printable
 
 from .console import explained
+from .web.connection_limits import PER_PEER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .api.models import CandidateReply, EntryReply, InstanceReply
-    from .client import ConductorClient
+    from .client.client import ConductorClient
+    from .wire.models import CandidateReply, EntryReply, InstanceReply
 
 URL = "http://127.0.0.1:7800"
 
@@ -64,6 +65,14 @@ def conductor(
         str | None,
         typer.Option("--policy", help="How instances are chosen.", show_default="of the settings"),
     ] = None,
+    allowed_hosts: Annotated[
+        str | None,
+        typer.Option(
+            help="Where instances may be, with commas: names, *.DOMAIN, addresses, networks.",
+            metavar="HOSTS",
+            show_default="of the settings: this machine",
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="Settings, TOML or JSON, as `tiffin conductor policy` shows them."),
@@ -84,6 +93,10 @@ def conductor(
         Path | None, typer.Option(help="The pool's token, to ask its nodes.", show_default=False)
     ] = None,
     pool_tls_ca: Annotated[Path | None, typer.Option(help="CA of the pool's nodes.")] = None,
+    peer_connections: Annotated[
+        int,
+        typer.Option(help="From one address, before they have shown a token.", min=1),
+    ] = PER_PEER,
     tls_cert: Annotated[
         Path | None, typer.Option(help="Serve https with this certificate.")
     ] = None,
@@ -101,8 +114,8 @@ def conductor(
 
     `tiffin conductor`
 
-    `tiffin conductor --listen 10.0.0.9:7800 --token-file /etc/tiffin/conductor-tokens --config
-    /etc/tiffin/conductor.toml`
+    `tiffin conductor --listen 10.0.0.9:7800 --token-file /etc/tiffin/conductor-tokens
+    --allowed-hosts 10.0.0.0/24 --config /etc/tiffin/conductor.toml`
 
     `tiffin conductor --directory redis://10.0.0.1 --pool-token-file /etc/tiffin/token`
 
@@ -117,18 +130,21 @@ def conductor(
 
         from tiffin.kvstore.credentials import load_credentials, parse_address
 
-        from .auth import Tokens, load_tokens
-        from .core import Conductor
-        from .profiles import own_or_shipped
-        from .server import ConductorOptions, read_settings, serve
-        from .settings import Settings, patched
+        from .api.request_bodies import Limits
+        from .core.conductor import Conductor
+        from .core.settings import Settings, patched
+        from .cost.latency_profiles import own_or_shipped
+        from .service.server import ConductorOptions, read_settings, serve
+        from .web.auth import Tokens, load_tokens
 
         changes = parse_changes([f"policy.name={policy_name}"] if policy_name else [])
+        if allowed_hosts is not None:
+            changes["instances"] = {"allowed_hosts": allowed_hosts.replace(",", " ").split()}
         settings = patched(patched(Settings(), read_settings(config) if config else {}), changes)
         core = Conductor(settings, profile=own_or_shipped(profiles))
         if share:
-            from .feeds.sharing import unique_name
-            from .shared import SharedConductor
+            from .replicas.redis_stream import unique_name
+            from .replicas.replica import SharedConductor
 
             core = SharedConductor(
                 unique_name(),
@@ -143,6 +159,7 @@ def conductor(
             directory=directory,
             pool=pool,
             credentials=load_credentials(pool_token_file, pool_tls_ca),
+            limits=Limits(peer_connections=peer_connections),
             tls_cert=tls_cert,
             tls_key=tls_key,
         )
@@ -203,6 +220,9 @@ _SHOWN_LOAD = ("queued_tokens", "batch", "context_tokens", "kv_used_tokens")
 
 def why(
     request: Annotated[str, typer.Argument(help="The request's id.")],
+    tenant: Annotated[
+        str, typer.Option(help="Whose it is; else the latest with this id.", show_default=False)
+    ] = "",
     url: UrlOption = URL,
     token_file: TokenOption = None,
     tls_ca: CaOption = None,
@@ -212,10 +232,10 @@ def why(
 
     **Examples**
 
-    `tiffin conductor why chatcmpl-7f3a`
+    `tiffin conductor why chatcmpl-7f3a`, `tiffin conductor why chat-1 --tenant acme`
     """
     with _asking(url, token_file, tls_ca) as client:
-        entry = client.why(request)
+        entry = client.why(request, tenant=tenant)
     if as_json:
         _print_json(entry)
         return
@@ -231,6 +251,7 @@ def why(
 def _in_words(entry: EntryReply) -> str:
     predicted = f"predicted TTFT {_seconds(entry.predicted_ttft_s)}"
     predicted += f", TBT {_seconds(entry.predicted_tbt_s)}"
+    predicted += f"; tenant {entry.tenant}" if entry.tenant else ""
     if entry.outcome == "rejection":
         return f"rejected, {entry.reason}: {entry.message} ({predicted})"
     used = f"uses {entry.cached_tokens} of {entry.available_tokens} cached tokens"
@@ -268,7 +289,7 @@ def policy(
 
     `tiffin conductor policy`
 
-    `tiffin conductor policy policy.name=least-loaded core.heartbeat_timeout_s=5`
+    `tiffin conductor policy policy.name=least_loaded core.heartbeat_timeout_s=5`
     """
     wanted = parse_changes(changes or [])
     with _asking(url, token_file, tls_ca) as client:
@@ -302,7 +323,7 @@ def parse_changes(changes: list[str]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _asking(url: str, token_file: Path | None, tls_ca: Path | None) -> Iterator[ConductorClient]:
     with explained("conductor"):
-        from .client import ConductorClient
+        from .client.client import ConductorClient
 
         with ConductorClient(url, token_file=token_file, tls_ca=tls_ca) as client:
             yield client

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import typer
 from rich.markup import escape
 
-from tiffin.kvstore.console import errors_console
+from tiffin.kvstore.cli.console import errors_console
 from tiffin.kvstore.errors import InvalidInput
-from tiffin.kvstore.names import printable
+from tiffin.kvstore.text import printable
 
 from .errors import ConductorError
 

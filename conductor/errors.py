@@ -1,4 +1,4 @@
-"""What the conductor refuses, and why. A rejection for load is not an error but a decision."""
+"""The errors of the conductor. A rejection for overload is not an error but a decision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ class ConductorError(Exception):
 
 
 class InvalidRequest(ConductorError):
-    """What was sent makes no sense, or is beyond a limit; says what to send instead."""
+    """A value is malformed or beyond a limit; the message tells what to send instead."""
+
+
+class HostNotAllowed(InvalidRequest):
+    """An instance is at a host that the conductor's settings do not allow; the message names the
+    host to add."""
 
 
 class UnknownModel(ConductorError):
@@ -28,11 +33,11 @@ class UnknownRequest(ConductorError):
 
 
 class Conflict(ConductorError):
-    """The request contradicts what is known, such as two prompts under one request id."""
+    """The call conflicts with the current state, such as two prompts under one request id."""
 
 
 class NotAuthorized(ConductorError):
-    """No token, a wrong one, or one whose role does not allow this."""
+    """The token is missing, wrong, or of a role that does not allow this."""
 
 
 class ConductorUnavailable(ConductorError):

@@ -1,4 +1,4 @@
-"""The words of the scheduling core: requests, instances, their load, decisions. No I/O, no clock.
+"""Data types of the scheduler: requests, instances, their load, decisions. No I/O, no clock.
 
 Times are seconds on the caller's monotonic clock (`now`), sizes are bytes or tokens, as named.
 """
@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Of a prompt: a million tokens in blocks of 16.
+# Limit of keys of a prompt: a million tokens in blocks of 16.
 KEYS_MAX = 65_536
 KEY_BYTES = 16
 TOKENS_MAX = 16 << 20
-# Instances that one request may name as not to be chosen.
+# Limit of instances that one request may exclude.
 EXCLUDE_MAX = 256
 
 
 class Role(StrEnum):
-    """What an instance does. MIXED does both, as engines without disaggregation do."""
+    """The work of an instance: prefill, decode, or (MIXED) both, as engines without disaggregation
+    do."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -29,7 +30,7 @@ class Role(StrEnum):
 
 
 class Status(StrEnum):
-    """Where an instance is in its life. Only READY ones are given new work."""
+    """The life cycle of an instance. Only READY instances get new requests."""
 
     READY = "ready"
     DRAINING = "draining"
@@ -38,7 +39,8 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """What a request wants to be answered within. None: it does not care."""
+    """The latency objectives of a request in seconds: TTFT (time to first token) and TBT (time
+    between tokens). None: no objective."""
 
     ttft_s: float | None = None
     tbt_s: float | None = None
@@ -48,11 +50,13 @@ class Objectives:
 class Request:
     """One prompt to be scheduled.
 
-    `keys` name the prompt's full blocks, in order, 16 bytes each (`kvstore.keys`); empty if only
-    the length is known. `priority` and `output_class` name classes of the settings. `tenant` is who
-    shares fairly with others. `output_tokens` is how long the caller thinks that the answer will
-    be; `output_tokens_max` is where it is cut. `exclude` are ids of instances that must not be
-    chosen, such as one that has just refused it; those that are not known are ignored.
+    `id` is unique among all in-flight requests at the core; the service composes it of the tenant
+    and the tenant's id (`request_ids`). `keys` name the prompt's full blocks, in order, 16 bytes
+    each (`kvstore.keys`); empty if only the length is known. `priority` names a priority class of
+    the settings, `output_class` the caller's class for output length prediction. `tenant` is the
+    unit of fair queueing. `output_tokens` is the caller's estimate of the answer's length;
+    `output_tokens_max` is the length where it is cut. `exclude` are ids of instances that must not
+    be chosen, such as one that has just refused the request; unknown ids are ignored.
     """
 
     id: str
@@ -65,19 +69,19 @@ class Request:
     output_tokens: int | None = None
     output_tokens_max: int | None = None
     output_class: str = ""
-    urgent: bool = False  # may be raced over two routes
+    urgent: bool = False  # may be hedged: raced over two routes
     exclude: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceSpec:
-    """What an instance says of itself when it registers.
+    """The specification that an instance registers with.
 
-    `node` is the name of the kvstore node on its host ("" if none): what that node holds in DRAM or
-    NVMe is local to the instance. `profile` names its latency profile. `kv_capacity_tokens` is how
-    much context its HBM holds, `batch_max` how many requests it decodes at a time. `fetches`:
-    whether its engine can bring blocks from elsewhere, by a connector of the pool; of one that can
-    not, only what it has itself counts.
+    `node` is the name of the kvstore node on its host ("" if none): that node's blocks in DRAM or
+    NVMe are local to the instance. `profile` names its latency profile. `kv_capacity_tokens` is the
+    number of context tokens that its HBM has room for, `batch_max` how many requests it decodes at
+    a time. `fetches`: whether its engine can fetch blocks from other instances and nodes, by a
+    connector of the pool; without it, only the instance's own blocks count.
     """
 
     id: str
@@ -96,10 +100,10 @@ class InstanceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What an instance reports in a heartbeat; None where it does not know.
+    """The load that an instance reports in a heartbeat; None for unknown values.
 
-    `queued_prefill_tokens` wait or are being computed; `running` requests decode, with
-    `context_tokens` of context together; `kv_used_tokens` are taken in HBM.
+    `queued_prefill_tokens` are queued or being computed; `running` requests decode, with
+    `context_tokens` of context together; `kv_used_tokens` are in use in HBM.
     """
 
     queued_prefill_tokens: int | None = None
@@ -111,15 +115,17 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class RequestEvent:
-    """What became of a request. "alive": it waits or runs still, and nothing else is known; so it
-    keeps its place. `tokens` of a "tokens" event: how many more it has answered.
-    `route` of a request that is raced: the ids of the prefill and the decode instance that this is
-    about; without it, those of its decision."""
+    """An event of an in-flight request. "alive": it is still queued or running; the event only
+    prolongs its reservations. `tokens` of a "tokens" event: how many more tokens were generated.
+    `route` of a hedged request: the ids of the prefill and the decode instance that the event is
+    about; without it, those of its decision. `tenant`: the tenant of the request, for clients of
+    the service."""
 
     request_id: str
     kind: str
     tokens: int = 0
     route: tuple[str, str] | None = None
+    tenant: str = ""
 
 
 EVENT_KINDS = ("alive", "prefill_done", "first_token", "tokens", "finished", "cancelled")
@@ -127,9 +133,9 @@ EVENT_KINDS = ("alive", "prefill_done", "first_token", "tokens", "finished", "ca
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Blocks [start, stop) of the prompt are brought from `source` before prefill reaches them.
+    """A fetch of blocks [start, stop) of the prompt from `source`, before prefill reaches them.
 
-    `source` is a holder's name ("node-a/dram", "prefill-3/hbm"); `seconds` is the estimate.
+    `source` is a holder's name ("node-a/dram", "prefill-3/hbm"); `seconds` is the estimated time.
     """
 
     start: int
@@ -150,11 +156,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request runs. It holds until `expires_at`; events of the request prolong it.
+    """The instances that a request runs on. Its reservations expire at `expires_at`; events of the
+    request prolong them.
 
     `prefill` and `decode` are instances' ids, the same one for a local prefill. `cached_tokens` are
-    used of the `available_tokens` that some holder has. `shards` says how many context tokens each
-    instance of a spread request holds. `alternatives` are raced, if any.
+    used of the `available_tokens` that some holder has. `shards` has the number of context tokens
+    of each instance that a request's context is spread over. `alternatives` are the other routes of
+    a hedged request.
     """
 
     request_id: str
@@ -167,7 +175,7 @@ class Decision:
     available_tokens: int
     fetches: tuple[Fetch, ...] = ()
     layerwise: bool = False
-    wait_for: str = ""  # a request in flight whose blocks this one waits for
+    wait_for: str = ""  # an in-flight request whose blocks this one waits for
     output_tokens_max: int | None = None
     degraded: tuple[str, ...] = ()
     shards: tuple[tuple[str, int], ...] = ()
@@ -180,10 +188,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Why a request is not taken now, and when to come back.
+    """Why a request is rejected, and after how many seconds to retry.
 
-    `reason`: "ttft", "tbt", "kv_room", "queue_full", "preempted" (load: HTTP 429) or "no_prefill",
-    "no_decode" (nothing schedulable: HTTP 503).
+    `reason`: "ttft", "tbt", "kv_room", "queue_full", "preempted" (overload: HTTP 429) or
+    "no_prefill", "no_decode" (no instance is ready: HTTP 503).
     """
 
     request_id: str
@@ -198,5 +206,5 @@ class Rejection:
 
     @property
     def overloaded(self) -> bool:
-        """Whether it is for load (429) and not because nothing could serve it (503)."""
+        """Whether the reason is overload (429), not that no instance could serve it (503)."""
         return self.reason not in ("no_prefill", "no_decode")

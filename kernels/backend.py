@@ -32,7 +32,7 @@ def interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1 before its import)."""
     from triton.runtime import JITFunction
 
-    from .ranges_kernel import copy_rows
+    from .ranges.kernel import copy_rows
 
     return not isinstance(copy_rows, JITFunction)
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from .lanes import LaneGroup
-    from .plan import PageMap
+    from .layout.lanes import LaneGroup
+    from .layout.transfer_plan import PageMap
 
 _INTERPRETED_PROGRAMS: Final = 3  # few, and more than one, so that tests see programs share work
 
@@ -66,11 +66,11 @@ def lane_table(group: LaneGroup, device: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class LaunchCall:
     """A move between pages and blocks, as each of its launches sees it.
 
     Made in the stream that the launches go to. `addresses`: int64 [blocks]. `programs`: at most so
-    many run, or None for what fills the device. `table`: what `move_lanes` (paged_kernel.py) reads
+    many run, or None for what fills the device. `table`: what `move_lanes` (paged/kernel.py) reads
     of blocks and pages, on the device.
     """
 

@@ -1,13 +1,13 @@
 """Tiffin's store: KV cache blocks by prefix, over DRAM and NVMe, for the processes of a host."""
 
-from .aio import AsyncClient
-from .blocks import Block, Blocks, Missing
-from .client import Client
+from .blocks.block_views import Block, Blocks, Missing
+from .client.async_client import AsyncClient
+from .client.client import Client
 from .errors import TiffinError
-from .keys import Prefix
-from .schema import KVSchema, LayerSpec
-from .streaming import AsyncLayerStream, LayerStream, StreamedLayer
-from .verbs import Hit, PutResult
+from .format.keys import Prefix
+from .format.schema import KVSchema, LayerSpec
+from .streaming.layer_reader import AsyncLayerStream, LayerStream, StreamedLayer
+from .verbs.block_verbs import Hit, PutResult
 
 __all__ = [
     "AsyncClient",

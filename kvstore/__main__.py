@@ -1,4 +1,4 @@
-"""`python -m tiffin.kvstore node ...`: the store's commands where no `tiffin` is installed."""
+"""`python -m tiffin.kvstore node ...`: the store's commands without an installed `tiffin`."""
 
 from .cli import main
 

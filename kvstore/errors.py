@@ -1,17 +1,17 @@
-"""One small tree of errors, each saying whose fault it is and what to do.
+"""The hierarchy of exceptions; each names the cause and what to do.
 
-A miss is a value (`hit.blocks == 0`, `blocks.missing`), never an exception. What is raised here is
-either the caller's mistake (`InvalidInput` and below), the pool's condition (`NoRoom`,
-`NodeUnavailable`), or damage that was detected before it could be served (`CorruptBlock`).
+A miss is a value (`hit.blocks == 0`, `blocks.missing`), never an exception. An exception is either
+the caller's mistake (`InvalidInput` and below), the pool's condition (`NoRoom`, `NodeUnavailable`),
+or damage that was detected before it could be served (`CorruptBlock`).
 """
 
 
 class TiffinError(Exception):
-    """Root of everything that Tiffin raises on purpose."""
+    """The base class of all exceptions that Tiffin raises on purpose."""
 
 
 class InvalidInput(TiffinError, ValueError):
-    """The caller passed something that can never work; the message says what would."""
+    """The caller passed an invalid argument; the message says which values are valid."""
 
 
 class SchemaError(InvalidInput):
@@ -23,23 +23,23 @@ class TokenError(InvalidInput):
 
 
 class CorruptBlock(TiffinError):
-    """Bytes that fail a check: magic, checksum, identity, position. They were not served."""
+    """A block failed a check: magic, checksum, identity, position. Its bytes were not served."""
 
 
 class NoRoom(TiffinError):
-    """A tier could not make room within the deadline; what holds the space is in the message."""
+    """A tier could not make room within the deadline; the message says what occupies the space."""
 
 
 class TierUnavailable(TiffinError):
-    """A tier's medium refused an operation (ENOSPC, EIO, read-only); a node goes on without it."""
+    """A tier's medium failed an operation (ENOSPC, EIO, read-only); a node works on without it."""
 
 
 class Draining(NoRoom):
-    """The node is being emptied: it serves what it has and takes nothing new."""
+    """The node is draining: it serves its blocks and accepts no new ones."""
 
 
 class StaleLease(TiffinError):
-    """A lease or reservation that ended, expired, was released before, or belongs to another."""
+    """The lease or reservation has ended, expired, was released before, or is another client's."""
 
 
 class DeadlineExceeded(TiffinError):
@@ -47,7 +47,7 @@ class DeadlineExceeded(TiffinError):
 
 
 class ClientClosed(TiffinError):
-    """A verb, or a view, was used after `close()` or after its lease was released."""
+    """The caller used a verb or a view after `close()`, or after the release of its lease."""
 
 
 class NodeUnavailable(TiffinError, ConnectionError):
@@ -55,11 +55,11 @@ class NodeUnavailable(TiffinError, ConnectionError):
 
 
 class NotAuthenticated(NodeUnavailable):
-    """The node does not know this client, or the client not the node: tokens or certificates."""
+    """Authentication failed: node or client rejected the other's token proof or certificate."""
 
 
 class DirectoryUnavailable(TiffinError, ConnectionError):
-    """The directory of a pool does not answer; clients go on with the nodes that they know."""
+    """A pool's directory does not answer; clients continue with the nodes that they know."""
 
 
 class ProtocolError(TiffinError):

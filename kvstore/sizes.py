@@ -1,4 +1,4 @@
-"""Sizes as people write them: `8GiB`, `512MiB`, `64KB`, `1.5g`, or plain bytes."""
+"""Parses and formats human-readable sizes: `8GiB`, `512MiB`, `64KB`, `1.5g`, or plain bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from .errors import InvalidInput
 
-# What a file offset can say; a hundred thousand times the largest tier there is.
+# The largest file offset; a hundred thousand times the largest tier there is.
 _BYTES_MAX = 1 << 62
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

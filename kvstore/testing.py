@@ -1,4 +1,4 @@
-"""The contract of a tier as a test suite, for the tiers here and for anybody who writes another.
+"""The contract of a tier as a test suite, for the tiers of this package and for third-party tiers.
 
     class TestMyTier(TierContract):
         @pytest.fixture
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from .arena import Extent
-from .block import KEY_BYTES, PAGE_BYTES, header_bytes, pack_header, segment_checksum
 from .errors import InvalidInput, NoRoom, TierUnavailable
+from .format.header import KEY_BYTES, PAGE_BYTES, header_bytes, pack_header, segment_checksum
+from .memory.arena import Extent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
 _TierT = TypeVar("_TierT", bound="Tier")
 
-# What the suite needs a tier to have, at least.
+# The least capacity of a tier under test.
 TIER_BYTES = 4 << 20
 
 
 @contextlib.contextmanager
 def checked(tier: _TierT) -> Iterator[_TierT]:
-    """The tier; at the end of the block its conservation law is checked and it is closed."""
+    """Yield the tier; at the end of the block check that free and used bytes add up to its
+    capacity, and close it."""
     try:
         yield tier
         statistics = tier.statistics()
@@ -49,7 +50,7 @@ def checked(tier: _TierT) -> Iterator[_TierT]:
 
 
 def random_bytes(nbytes: int, seed: int) -> NDArray[np.uint8]:
-    """The same bytes for the same seed."""
+    """Random bytes, the same for the same seed."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
@@ -95,7 +96,7 @@ def store_block(
 
 
 class TierContract:
-    """Every tier passes these. `durable` says whether a scan finds what was committed."""
+    """The tests that every tier passes. `durable`: whether a scan finds the committed blocks."""
 
     durable = False
 
@@ -117,7 +118,7 @@ class TierContract:
             tier.reserve(0)
 
     def test_reads_and_writes_at_any_byte(self, tier: Tier) -> None:
-        """Against a shadow: every combination of aligned and not, of ends and of memory."""
+        """Compare with a shadow copy: ends of ranges and memory, both aligned and unaligned."""
         chance = random.Random(2)
         extent = tier.reserve(64 * PAGE_BYTES)
         shadow = random_bytes(extent.length, 2)
@@ -204,6 +205,8 @@ class TierContract:
                 tier.write(wrong, 0, ones[:0])
             with raises(InvalidInput):
                 tier.erase(wrong)
+            with raises(InvalidInput):
+                tier.wipe([extent, wrong])
         assert tier.statistics() == before
         assert not _read(tier, extent, 0, extent.length).any()
         assert (_read(tier, neighbour, 0, PAGE_BYTES) == 7).all()
@@ -251,12 +254,14 @@ class TierContract:
     def test_scan_finds_what_is_committed(self, tier: Tier) -> None:
         kept = [
             store_block(tier, random_bytes(9000, seed), key=bytes([seed]) * 16, generation=seed + 1)
-            for seed in range(5)
+            for seed in range(7)
         ]
         reserved_only = tier.reserve(PAGE_BYTES)
         tier.write(reserved_only, 0, block_header(reserved_only, random_bytes(0, 0)[:0]))
         tier.release(kept.pop(0))
         tier.erase(kept.pop(2))
+        tier.wipe([kept.pop(3), kept.pop(0)])
+        tier.wipe([])
         found = dict(tier.scan())
         assert sorted(found) == (kept if self.durable else [])
         for extent, header in found.items():
@@ -276,7 +281,7 @@ class TierContract:
 
 @contextlib.contextmanager
 def raises(kind: type[Exception]) -> Iterator[None]:
-    """The block must raise exactly this kind of error or one below it."""
+    """Assert that the block raises an exception of this class or a subclass."""
     try:
         yield
     except kind:

@@ -1,5 +1,5 @@
-"""Where a client's blocks are: `embedded:?dram=8GiB&nvme=/path:100GiB`, `unix:/run/tiffin.sock`,
-or, on many machines, `tiffin://host:7700` and `redis://host:6379`."""
+"""Parses a client's URL: `embedded:?dram=8GiB&nvme=/path:100GiB`, `unix:/run/tiffin.sock` or, for a
+pool of many machines, `tiffin://host:7700` and `redis://host:6379`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from .credentials import parse_address
 from .directory.url import PARAMETERS as OF_DIRECTORY
 from .directory.url import check_pool
 from .errors import InvalidInput
-from .node.core import CoreOptions
+from .node.core.node_core import CoreOptions
 from .node.node import NodeOptions
 from .sizes import parse_bytes
+from .text import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 EMBEDDED_DRAM_BYTES = 1 << 30
-# Every call asks each of them: more would be slower than a directory.
+# With a `tiffin:` URL every call queries all addresses: more would be slower than a directory.
 ADDRESSES_MAX = 16
 
 _USER = re.compile("//.*@", re.DOTALL)
@@ -32,7 +33,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """A node of the client's own."""
+    """A node in the client's own process."""
 
     options: NodeOptions
 
@@ -46,11 +47,12 @@ class Daemon:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Nodes of many machines: those at `addresses`, or those that the directory at `directory` (a
-    URL for `open_directory`) knows. `home`: "auto", "none", or the socket of the node to prefer."""
+    """A pool of nodes on many machines: the nodes at `addresses`, or the nodes registered in the
+    directory at `directory` (a URL for `open_directory`). `home`: "auto", "none", or the socket of
+    the preferred node."""
 
     addresses: tuple[tuple[str, int], ...] = ()
-    directory: str = field(default="", repr=False)  # perhaps with a password
+    directory: str = field(default="", repr=False)  # may have a password in it
     pool: str = "default"
     home: str = "auto"
     admission: str = "second"
@@ -59,7 +61,7 @@ class Pool:
 
 
 def default_socket() -> Path:
-    """Where `tiffin node` listens unless told otherwise: private to the user."""
+    """The default socket path of `tiffin node`, in a directory that is private to the user."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and Path(runtime).is_dir():
         return Path(runtime) / "tiffin" / "node.sock"
@@ -67,7 +69,7 @@ def default_socket() -> Path:
 
 
 def parse_url(url: str) -> Embedded | Daemon | Pool:
-    """What `Client.open` should open. Raises InvalidInput, which says what would work."""
+    """Parse a client's URL. Raises InvalidInput, whose message names the valid forms."""
     parts = _split(url)
     if parts.scheme == "embedded":
         return Embedded(_node_options(parts.query))
@@ -98,18 +100,18 @@ def _split(url: str) -> SplitResult:
         raise InvalidInput(f"{_shown(url)} is not a Tiffin URL; it is text without null bytes")
     try:
         return urlsplit(url)
-    except ValueError as error:  # which may repeat the host's part, and a password in it
+    except ValueError as error:  # its message may quote the host part, with a password in it
         why = error if "@" not in url else "what follows // is no host"
         raise InvalidInput(f"{_shown(url)} is not a URL: {why}") from None
 
 
 def _shown(url: object) -> str:
-    """How a URL stands in a message: what comes before an @ may be a password."""
-    return repr(_USER.sub("//***@", url) if isinstance(url, str) else url)
+    """A URL as text for an error message, without the part before an @, which may be a password."""
+    return repr(_USER.sub("//***@", url)) if isinstance(url, str) else shown(url)
 
 
 def _addresses(url: str, parts: SplitResult) -> tuple[tuple[str, int], ...]:
-    """The nodes of a `tiffin:` URL: each is another one, at a port that can be connected to."""
+    """The addresses of a `tiffin:` URL: no duplicates, no port 0. Raises InvalidInput."""
     if parts.path.strip("/") or parts.fragment:
         raise InvalidInput(f"{_shown(url)}: write tiffin://host:7700,host:7700?name=value")
     if "@" in parts.netloc:
@@ -132,7 +134,7 @@ def _addresses(url: str, parts: SplitResult) -> tuple[tuple[str, int], ...]:
 
 
 def parse_nvme(text: str) -> tuple[Path, int]:
-    """`/path:100GiB` -> the directory and its bytes."""
+    """`/path:100GiB` -> the directory and the size in bytes. Raises InvalidInput."""
     path, colon, size = text.rpartition(":")
     if not colon or not path:
         raise InvalidInput(f"nvme={text!r}: write a directory and a size, /path:100GiB")
@@ -175,9 +177,9 @@ _CORE: dict[str, tuple[str, Callable[[str], object]]] = {
 }
 
 
-_CREDENTIALS = ("token_file", "tls_ca", "tls_cert", "tls_key")
+_CREDENTIALS = ("token_file", "tls_ca", "tls_cert", "tls_key", "authenticate")
 _WORDS = ("pool", "home", "admission")
-# Which blocks that were read from elsewhere leave a copy at home (`pool/homecopy.py`).
+# Which blocks read from remote nodes are copied to the home node (`pool/read_through.py`).
 ADMISSIONS = ("always", "second", "never")
 _NUMBERS = {"hedge_s": _number, "hedge_share": _number, "streams": _count, "nixl": _flag}
 

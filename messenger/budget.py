@@ -1,9 +1,9 @@
-"""How many bytes may be in flight, and who goes first.
+"""Backpressure: a bound on the bytes in flight, and a queue of transfers by priority.
 
-Everything in flight competes for the same memory and network: a bound keeps a burst of replication
-from adding its bytes in front of the few that a decode waits for. Room is granted strictly by
-priority and then in the order of asking; nobody overtakes a large request by being small, because
-it would then wait for ever.
+All transfers in flight compete for the same memory and network: the bound keeps a burst of
+replication from adding its bytes in front of the few that a decode waits for. Transfers get room
+strictly by priority, and within a priority first come, first served; a small transfer does not
+overtake a large one, which would otherwise starve.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Eighty milliseconds of loopback TCP, or twenty of a 100 Gb/s network: enough to keep any link
-# busy, and the longest that something urgent waits for what has begun.
+# busy, and the longest time that an urgent transfer waits for those in flight.
 IN_FLIGHT_BYTES = 256 << 20
-# What one transfer over one TCP stream counts for, however long it is: more than kernels buffer of
-# it. Four of them fill a peer's share, so that a peer that hangs can't take the room of all others.
+# What one transfer over one TCP stream counts for at most: more than kernels buffer of it. Four
+# such transfers fill a peer's share, so that a peer that hangs can't take the room of all others.
 STREAM_BYTES = 32 << 20
 PEER_BYTES = 4 * STREAM_BYTES
 
@@ -36,15 +36,15 @@ _all: weakref.WeakSet[Budget] = weakref.WeakSet()
 
 
 class Priority(IntEnum):
-    """Lower goes first."""
+    """Priority of a transfer; lower values go first."""
 
-    DECODE = 0  # a request that has begun to answer, or is about to
+    DECODE = 0  # a request that generates tokens, or is about to
     PREFILL = 1
     BACKGROUND = 2  # replication, demotion, repair
 
 
 class Budget:
-    """`limit_bytes` for all who share it; thread-safe."""
+    """A bound of `limit_bytes` in flight for all transfers that share it; thread-safe."""
 
     def __init__(self, limit_bytes: int = IN_FLIGHT_BYTES) -> None:
         self.limit_bytes = limit_bytes
@@ -52,7 +52,7 @@ class Budget:
         _all.add(self)
 
     def forget(self) -> None:
-        """Also in a forked child: what is in flight is the parent's."""
+        """Reset; also called in a forked child, where the bytes in flight are the parent's."""
         self._changed = threading.Condition()
         self._used_bytes = 0
         self._waiting: list[tuple[int, int]] = []  # a heap of (priority, turn)
@@ -60,19 +60,20 @@ class Budget:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in flight now."""
+        """Bytes in flight."""
         return self._used_bytes
 
     @property
     def waiting(self) -> int:
-        """Transfers that wait for room."""
+        """The number of queued transfers."""
         return len(self._waiting)
 
     @contextlib.contextmanager
     def hold(self, nbytes: int, priority: Priority, deadline: float) -> Iterator[None]:
-        """Room for `nbytes` during the block; who asks for more than there is takes all of it.
+        """Reserve room for `nbytes` during the block; a request above the limit takes the whole
+        limit.
 
-        Raises TransferTimeout if there is none by the deadline (`time.monotonic()`).
+        Raises TransferTimeout if there is no room by the deadline (`time.monotonic()`).
         """
         taken_bytes = min(nbytes, self.limit_bytes)
         self._take(taken_bytes, priority, deadline)
@@ -105,7 +106,7 @@ class Budget:
         return self._used_bytes + nbytes <= self.limit_bytes
 
 
-# For all messengers of the process that are not given one of their own.
+# The budget of all messengers of the process that have none of their own.
 SHARED = Budget()
 
 

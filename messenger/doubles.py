@@ -1,7 +1,7 @@
-"""Transports that misbehave, for tests of what is built on transports.
+"""Test doubles: transports that inject faults, for tests of code that uses transports.
 
-Each wraps a transport that knows nothing of it, and can be wrapped again. `Relay` does the same one
-level below: it stands between a client and a TCP listener and treats their bytes badly.
+Each wraps an unmodified transport, and can be wrapped again. `Relay` does the same one level below:
+it is a TCP proxy between a client and a listener that delays their bytes or cuts connections.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .transport import NOTHING, Range, Served
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .local import ByteArray
+    from .shm.host_copy import ByteArray
     from .transport import Arrived, Transport
 
 
 class _Move(Protocol):
-    """The wrapped transport's `read` or `write`, of a grant that is settled."""
+    """The wrapped transport's `read` or `write`, of a grant that is fixed."""
 
     def __call__(
         self,
@@ -35,9 +35,9 @@ class _Move(Protocol):
 
 
 class Wrapper:
-    """A transport that passes everything on; the base of the doubles.
+    """A transport that forwards every call; the base class of the doubles.
 
-    They override `reading` and `writing`, which do their harm around a call of `move`.
+    A double overrides `reading` and `writing`, which inject the fault around a call of `move`.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -97,7 +97,7 @@ class Wrapper:
         deadline: float,
         arrived: Arrived | None,
     ) -> Served:
-        """One `read`."""
+        """Carry out one `read` by calling `move`."""
         return move(ranges, targets, deadline, arrived)
 
     def writing(
@@ -107,12 +107,12 @@ class Wrapper:
         sources: Sequence[ByteArray],
         deadline: float,
     ) -> Served:
-        """One `write`."""
+        """Carry out one `write` by calling `move`."""
         return move(ranges, sources, deadline)
 
 
 class Delayed(Wrapper):
-    """Each call begins `delay_s` later; if that is too late, it does not begin."""
+    """Each call begins `delay_s` later; raises TransferTimeout if that is past the deadline."""
 
     def __init__(self, inner: Transport, delay_s: float) -> None:
         super().__init__(inner)
@@ -149,8 +149,8 @@ class Delayed(Wrapper):
 
 
 class Lossy(Wrapper):
-    """The connection breaks after `nbytes` more bytes, in the middle of a range if so they fall,
-    and stays broken until `nbytes` is set again."""
+    """The connection breaks after `nbytes` more bytes, perhaps in the middle of a range, and stays
+    broken until the test sets `nbytes` again."""
 
     def __init__(self, inner: Transport, nbytes: int) -> None:
         super().__init__(inner)
@@ -164,7 +164,7 @@ class Lossy(Wrapper):
         deadline: float,
         arrived: Arrived | None,
     ) -> Served:
-        """Read what passes; of the range that breaks off, bytes that are not to be relied on."""
+        """Read the ranges before the break; the target of the broken range gets wrong bytes."""
         whole = self._whole(ranges)
         if whole == len(ranges):
             return move(ranges, targets, deadline, arrived)
@@ -179,14 +179,14 @@ class Lossy(Wrapper):
         sources: Sequence[ByteArray],
         deadline: float,
     ) -> Served:
-        """Write what passes."""
+        """Write the ranges before the break."""
         whole = self._whole(ranges)
         if whole == len(ranges):
             return move(ranges, sources, deadline)
         return self._judge(move(ranges[:whole], sources[:whole], deadline), whole)
 
     def _whole(self, ranges: Sequence[Range]) -> int:
-        """How many ranges pass; what is left for the next one stays in `nbytes`."""
+        """How many ranges pass before the break; `nbytes` keeps the bytes left for the next one."""
         for index, (_, length) in enumerate(ranges):
             if length > self.nbytes:
                 return index
@@ -194,14 +194,14 @@ class Lossy(Wrapper):
         return len(ranges)
 
     def _judge(self, served: Served, whole: int) -> Served:
-        if served.ranges < whole:  # the grant ended before the connection
+        if served.ranges < whole:  # the grant ended before the connection broke
             return served
         self.nbytes = 0
         raise PeerLost("lost by a test", served)
 
 
 class Corrupting(Wrapper):
-    """Flips a bit of every `every`th range that passes, as a broken network card would."""
+    """Flips a bit in every `every`th range that is moved, as a broken network card would."""
 
     def __init__(self, inner: Transport, every: int = 1) -> None:
         super().__init__(inner)
@@ -217,7 +217,7 @@ class Corrupting(Wrapper):
         deadline: float,
         arrived: Arrived | None,
     ) -> Served:
-        """Read, and corrupt each range before its arrival is told."""
+        """Read, and corrupt each range before its arrival is reported."""
 
         def corrupt(index: int) -> None:
             self._corrupt(targets[index])
@@ -247,18 +247,18 @@ class Corrupting(Wrapper):
 
 
 class Cut(Wrapper):
-    """Works until `cut`, and again after `mend`."""
+    """A path that works until `cut`, and again after `mend`."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
         self._cut = False
 
     def cut(self) -> None:
-        """Every call raises PeerLost, a read under way at its next range."""
+        """Make every call raise PeerLost, and an in-flight read at its next range."""
         self._cut = True
 
     def mend(self) -> None:
-        """Work again."""
+        """Undo `cut`."""
         self._cut = False
 
     def reading(
@@ -269,7 +269,7 @@ class Cut(Wrapper):
         deadline: float,
         arrived: Arrived | None,
     ) -> Served:
-        """Read as long as it is not cut."""
+        """Read until `cut`."""
         self._check(NOTHING)
         nbytes = 0
 
@@ -289,7 +289,7 @@ class Cut(Wrapper):
         sources: Sequence[ByteArray],
         deadline: float,
     ) -> Served:
-        """Write unless it is cut."""
+        """Write unless the path is cut."""
         self._check(NOTHING)
         return move(ranges, sources, deadline)
 
@@ -299,7 +299,7 @@ class Cut(Wrapper):
 
 
 class Counting(Wrapper):
-    """Counts what was asked for, and what was served."""
+    """Counts requests and the bytes served."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
@@ -316,7 +316,7 @@ class Counting(Wrapper):
         deadline: float,
         arrived: Arrived | None,
     ) -> Served:
-        """Count, read."""
+        """Count the request and its bytes, and read."""
         with self._lock:
             self.reads += 1
             self.asked += ranges
@@ -329,7 +329,7 @@ class Counting(Wrapper):
         sources: Sequence[ByteArray],
         deadline: float,
     ) -> Served:
-        """Count, write."""
+        """Count the request and its bytes, and write."""
         with self._lock:
             self.writes += 1
             self.asked += ranges
@@ -342,10 +342,10 @@ class Counting(Wrapper):
 
 
 class Relay:
-    """Stands between clients and a TCP listener: connect to `address` instead of the target's.
+    """A TCP proxy between clients and a listener: connect to `address` instead of the target's.
 
-    `pause` holds all bytes back, as a network that has gone silent; `cut` ends all connections;
-    `cut_after` ends them all once so many more bytes have come from the target.
+    `pause` holds all bytes back, as a network partition without a reset would; `cut` ends all
+    connections; `cut_after` ends them all once so many more bytes have come from the target.
     """
 
     def __init__(self, target: tuple[str, int]) -> None:
@@ -365,7 +365,7 @@ class Relay:
         self._flowing.clear()
 
     def resume(self) -> None:
-        """Let them flow again."""
+        """Forward bytes again after `pause`."""
         self._flowing.set()
 
     def cut(self) -> None:
@@ -377,15 +377,15 @@ class Relay:
 
     def cut_after(self, nbytes: int) -> None:
         """End all connections, and refuse new ones, once so many more bytes came from the target.
-        `mend` takes it back."""
+        `mend` undoes it."""
         self._left_bytes = nbytes
 
     def mend(self) -> None:
-        """Forget `cut_after`."""
+        """Undo `cut_after`."""
         self._left_bytes = float("inf")
 
     def close(self) -> None:
-        """End everything, and wait for it."""
+        """End all connections, stop listening, and join all threads."""
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._threads[0].join()  # from here on there are no new connections
@@ -416,7 +416,7 @@ class Relay:
             self._start(self._carry, client, server)
 
     def _carry(self, client: socket.socket, server: socket.socket) -> None:
-        """Both directions of one connection."""
+        """Forward both directions of one connection."""
         up = threading.Thread(target=self._pump, args=(client, server, False), daemon=True)
         up.start()
         self._pump(server, client, True)

@@ -1,4 +1,4 @@
-"""What the messenger raises on purpose. It knows no blocks, so neither do its errors."""
+"""The errors of the messenger. Like the messenger, they have no notion of blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .transport import NOTHING, Served
 
 
 class MessengerError(Exception):
-    """Root of everything the messenger raises on purpose."""
+    """Base class of all errors that the messenger raises on purpose."""
 
 
 class RegionError(MessengerError):
@@ -18,15 +18,20 @@ class RangeError(MessengerError, ValueError):
 
 
 class FrameError(MessengerError):
-    """The peer sent what is not this protocol; the stream has no next frame to find."""
+    """The peer violated the protocol; the start of the next frame on the stream is unknown."""
+
+
+class SealError(FrameError):
+    """The tag of a frame or of raw bytes is wrong: not sent by the peer, or not at this position,
+    or changed on the way."""
 
 
 class GrantError(MessengerError):
-    """The peer refused: no such grant, it has ended, or it is not for writing. Ask for another."""
+    """The peer refused: no such grant, it has ended, or it is read-only. Request another grant."""
 
 
 class TransferError(MessengerError):
-    """A transfer that ended early. `served` is what it had moved by then, in whole ranges."""
+    """A transfer that ended early. `served` counts the whole ranges that it had moved by then."""
 
     def __init__(self, message: str, served: Served = NOTHING) -> None:
         super().__init__(message)
@@ -34,11 +39,11 @@ class TransferError(MessengerError):
 
 
 class PeerLost(TransferError):
-    """The connection was refused, reset, closed or cut: try another path, or the peer later."""
+    """The connection was refused, reset, closed or cut: try another path, or retry later."""
 
 
 class Abandoned(TransferError):
-    """The caller was told to wait no more for a stream: it says nothing of the peer."""
+    """The call was cancelled while it waited for a stream: no sign of an unhealthy peer."""
 
 
 class TransferTimeout(TransferError):
@@ -46,4 +51,12 @@ class TransferTimeout(TransferError):
 
 
 class Stalled(TransferTimeout):
-    """No byte came or went for the stall time: the peer hangs, or the network between is gone."""
+    """No byte was sent or received for the stall timeout: the peer hangs or is cut off."""
+
+
+def late(what: str, *, stalled: bool) -> TransferTimeout:
+    """The error to raise after a timeout; `stalled`: the stall timeout (no byte), not the
+    deadline of the whole transfer."""
+    if stalled:
+        return Stalled(f"no byte was {what} for the stall time: the peer hangs, or is cut off")
+    return TransferTimeout(f"not all bytes were {what} by the deadline: allow more time, or less")

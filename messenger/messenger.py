@@ -1,10 +1,10 @@
-"""All paths to one peer as one: the best is chosen, and when it fails the next one goes on.
+"""Path selection and failover between all transports to one peer.
 
-A transfer is moved in chunks. Before each, it takes its turn among all transfers of the process
-(`budget.py`) and the path that should be fastest for so many bytes is chosen anew, by what was
-measured. When a path fails in the middle, the next one repeats only the ranges that have not
-arrived. A refusal (GrantError) is the peer's word and the same on every path, so it is raised at
-once.
+A transfer is moved in chunks. Before each chunk, the transfer waits for room in the budget that all
+transfers of the process share (`budget.py`), and the messenger chooses the path with the shortest
+predicted time for so many bytes, from its measurements. When a path fails in the middle, the next
+path retries only the ranges that have not arrived. A refusal (GrantError) comes from the peer and
+is the same on every path, so the messenger raises it at once, without a retry.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .budget import SHARED, Budget, Priority
 from .errors import FrameError, TransferError
-from .links import Link
-from .plan import Slice, cut, order_paths, sliced
-from .stream import views_of
+from .link_health import LinkHealth
+from .transfer_plan import Slice, cut, order_paths, sliced
 from .transport import NOTHING, Served
+from .wire.ranges import views_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from .local import ByteArray
+    from .shm.host_copy import ByteArray
     from .transport import Arrived, Range, Transport
 
     Arrays = Sequence[ByteArray]
 
-# Between chunks something more urgent goes first: 64 MiB are 20 ms at 3 GB/s, and a pause of 0.1 ms
-# between two is half a percent.
+# Between two chunks a more urgent transfer can go first: 64 MiB are 20 ms at 3 GB/s, and a pause of
+# 0.1 ms between two chunks is half a percent.
 _CHUNK_BYTES = 64 << 20
 
 # One path's `read` or `write` of (grant, ranges, arrays, deadline, arrived).
@@ -42,7 +42,7 @@ _Attempt: TypeAlias = (
 
 
 class _Job(NamedTuple):
-    """What is to be moved."""
+    """A transfer, or the rest of one, to be moved."""
 
     attempt: _Attempt
     grant: int
@@ -52,7 +52,7 @@ class _Job(NamedTuple):
     priority: Priority
 
     def only(self, chunk: Sequence[Slice]) -> _Job:
-        """These slices of it."""
+        """The job of only these slices."""
         ranges, arrays = sliced(self.ranges, self.arrays, chunk)
         return self._replace(ranges=ranges, arrays=arrays)
 
@@ -61,16 +61,16 @@ class _Job(NamedTuple):
         return Served(count, sum(length for _, length in self.ranges[:count]))
 
     def after(self, count: int) -> _Job:
-        """Without the first `count` ranges."""
+        """The job without the first `count` ranges."""
         if not count:
             return self
         return self._replace(ranges=self.ranges[count:], arrays=self.arrays[count:])
 
 
 class Messenger:
-    """`paths` are transports to the same peer; the messenger closes them. Any thread may use it.
-    `budget`: None for a caller who has taken its turn before: who asked twice would wait for
-    itself."""
+    """`paths` are transports to the same peer; the messenger closes them. Thread-safe. `budget`:
+    None for a caller that already has room in a budget: to wait for room twice could be a
+    deadlock with itself."""
 
     def __init__(self, paths: Sequence[Transport], *, budget: Budget | None = SHARED) -> None:
         if not paths:
@@ -78,7 +78,7 @@ class Messenger:
         self._paths = list(paths)
         self._budget = budget
         self._lock = threading.Lock()
-        self._links = [Link(path.name) for path in paths]
+        self._links = [LinkHealth(path.name) for path in paths]
 
     def read(
         self,
@@ -90,7 +90,7 @@ class Messenger:
         priority: Priority = Priority.PREFILL,
         arrived: Arrived | None = None,
     ) -> Served:
-        """See `Transport.read`. Raises what the last path raised, once all have failed."""
+        """See `Transport.read`. Raises the last path's error, once all paths have failed."""
         job = _Job(_read, grant, ranges, targets, deadline, priority)
         return self._move(job, arrived)
 
@@ -103,13 +103,14 @@ class Messenger:
         deadline: float,
         priority: Priority = Priority.PREFILL,
     ) -> Served:
-        """See `Transport.write`. Raises what the last path raised, once all have failed."""
+        """See `Transport.write`. Raises the last path's error, once all paths have failed."""
         job = _Job(_write, grant, ranges, sources, deadline, priority)
         return self._move(job, None)
 
     def statistics(self) -> dict[str, dict[str, Any]]:
-        """Per path, by its transport's name (numbered from the second of a name): `latency_s`,
-        `bandwidth_bytes_s`, `transfers`, `bytes`, `errors`, `healthy`."""
+        """Statistics per path, by its transport's name (the second path of a name, and later ones,
+        have a number): `latency_s`, `bandwidth_bytes_s`, `transfers`, `bytes`, `errors`, `healthy`.
+        """
         numbers: dict[str, dict[str, Any]] = {}
         now = time.monotonic()
         with self._lock:
@@ -132,7 +133,7 @@ class Messenger:
     def _move(self, job: _Job, arrived: Arrived | None) -> Served:
         if sum(length for _, length in job.ranges) <= _CHUNK_BYTES:
             return self._move_chunk(job, arrived)
-        # Not only when the chunk comes that they are in: nothing moves before all are checked.
+        # Check all arrays before any byte moves, not each only with its chunk.
         views_of(job.ranges, job.arrays, writable=job.attempt is _read)
         done = NOTHING
         for chunk in cut(job.ranges, _CHUNK_BYTES):
@@ -148,8 +149,8 @@ class Messenger:
         return done
 
     def _move_chunk(self, job: _Job, arrived: Arrived | None) -> Served:
-        """All of it; less where the peer's grant ends. A TransferError says how far all the paths
-        came."""
+        """Move the whole chunk; less where the peer's grant ends. A TransferError's `served` counts
+        what all paths together have moved."""
         nbytes = sum(length for _, length in job.ranges)
         done = told = 0
 
@@ -169,7 +170,7 @@ class Messenger:
                     return job.served(done + served.ranges)
                 except (TransferError, FrameError) as error:
                     moved = error.served.ranges if isinstance(error, TransferError) else 0
-                    # What was told is not told again, and what was not told is repeated.
+                    # Ranges reported to `arrived` are not reported again, others are retried.
                     done += moved if arrived is None else told
                     if not paths or time.monotonic() >= job.deadline:
                         if isinstance(error, TransferError):
@@ -182,7 +183,8 @@ class Messenger:
         return self._budget.hold(nbytes, job.priority, job.deadline)
 
     def _try(self, path: int, job: _Job, arrived: Arrived | None, *, last: bool) -> Served:
-        """One attempt. While there are other paths, it may take half the time that is left."""
+        """One attempt on one path. Unless it is the last path, its timeout is half of the time left
+        until the deadline."""
         started = time.monotonic()
         until = job.deadline if last else started + (job.deadline - started) / 2
         transport = self._paths[path]
@@ -224,7 +226,7 @@ def _write(
 
 
 def _tell(ranges: Sequence[Range], chunk: Sequence[Slice], arrived: Arrived, index: int) -> None:
-    """A slice has arrived; the caller is told if it was the last of its range."""
+    """A slice has arrived: call `arrived` if it was the last of its range."""
     item, _, stop = chunk[index]
     if stop == ranges[item].length:
         arrived(item)

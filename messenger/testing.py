@@ -1,14 +1,14 @@
-"""The contract of a transport as a test suite, for the transports here and for anybody's. Doubles
-that make a network misbehave are in `doubles.py`.
+"""The contract of a transport as a test suite, for the transports here and for those of other
+projects. Doubles that simulate network faults are in `doubles.py`.
 
     class TestMyTransport(TransportContract):
         @pytest.fixture
         def peer(self):
             book = GrantBook()
             with serve(book) as address, closing(MyTransport(address)) as transport:
-                yield Peer(transport, book)
+                yield ServingPeer(transport, book)
 
-Nothing here imports pytest: the suite is plain methods that ask for a fixture named `peer`.
+Nothing here imports pytest: the suite is plain methods that take a fixture named `peer`.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from .transport import NOTHING, Range, Served
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from .local import ByteArray
+    from .shm.host_copy import ByteArray
     from .transport import Transport
 
-# Until when a transfer that should succeed may take, and how often a wait looks again.
+# The timeout of a transfer that should succeed, and the polling interval of `eventually`.
 PATIENCE_S = 30.0
 _LOOK_S = 0.005
 
 
 class GrantBook:
-    """A book of grants (see `Grants`) for tests; thread-safe. `opened` counts grants in use now."""
+    """A table of grants (see `Grants`) for tests; thread-safe. `opened` counts grants in use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,14 +53,14 @@ class GrantBook:
         self.opened = 0
 
     def add(self, arrays: Sequence[ByteArray], *, writes: bool = False) -> int:
-        """A new grant of these arrays; its number."""
+        """Make a new grant of these arrays; returns its number."""
         with self._lock:
             number = next(self._numbers)
             self._grants[number] = arrays, writes
             return number
 
     def end(self, grant: int) -> None:
-        """From now on it is refused."""
+        """End a grant: later calls refuse it."""
         with self._lock:
             del self._grants[grant]
 
@@ -81,9 +81,9 @@ class GrantBook:
                 self.opened -= 1
 
 
-class Peer:
-    """A transport, and the book of grants at its other end. `allocate` makes an array of so many
-    bytes that the other end can grant, for transports that can't reach any memory."""
+class ServingPeer:
+    """A transport, and the table of grants at its other end. `allocate` makes an array of so many
+    bytes that the other end can grant, for transports that can access only certain memory."""
 
     def __init__(
         self,
@@ -108,12 +108,12 @@ class Peer:
         return self.book.add(arrays, writes=writes), content, arrays
 
     def quiet(self) -> bool:
-        """Whether no grant is in use any more; waits for it a while."""
+        """Whether no grant is in use; waits for that, PATIENCE_S at most."""
         return eventually(lambda: not self.book.opened)
 
 
 def eventually(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> bool:
-    """Whether the condition comes true."""
+    """Poll the condition until it is true, or for `patience_s`; returns whether it is."""
     give_up = time.monotonic() + patience_s
     while not condition():
         if time.monotonic() > give_up:
@@ -123,19 +123,19 @@ def eventually(condition: Callable[[], bool], patience_s: float = PATIENCE_S) ->
 
 
 def random_bytes(nbytes: int, seed: int) -> ByteArray:
-    """The same bytes for the same seed."""
+    """Random bytes; the same for the same seed."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
 def soon() -> float:
-    """A deadline that no healthy transfer of a test needs."""
+    """A deadline that a healthy transfer of a test does not reach."""
     return time.monotonic() + PATIENCE_S
 
 
 class TransportContract:
-    """Every transport passes these. `peer` reaches at least 32 MiB of grants."""
+    """The tests that every transport passes. `peer` can grant at least 32 MiB."""
 
-    def test_bytes_arrive(self, peer: Peer) -> None:
+    def test_bytes_arrive(self, peer: ServingPeer) -> None:
         grant, content, _ = peer.grant([100_000])
         target = np.zeros(100_000, np.uint8)
         served = peer.transport.read(grant, [Range(0, 100_000)], [target], deadline=soon())
@@ -143,7 +143,7 @@ class TransportContract:
         assert np.array_equal(target, content)
         assert peer.quiet()
 
-    def test_ranges_of_all_shapes(self, peer: Peer) -> None:
+    def test_ranges_of_all_shapes(self, peer: ServingPeer) -> None:
         sizes = [4096, 1, 65_537, 0, 300_000, 7]
         grant, content, _ = peer.grant(sizes)
         chance = random.Random(5)
@@ -159,7 +159,7 @@ class TransportContract:
             for (offset, length), target in zip(ranges, targets, strict=True):
                 assert np.array_equal(target, content[offset : offset + length])
 
-    def test_neighbours_and_pieces_of_one_array(self, peer: Peer) -> None:
+    def test_neighbours_and_pieces_of_one_array(self, peer: ServingPeer) -> None:
         grant, content, _ = peer.grant([1 << 20])
         ranges = [Range(at, 4096) for at in range(0, 1 << 20, 4096)]
         whole = np.zeros(1 << 20, np.uint8)
@@ -170,7 +170,7 @@ class TransportContract:
         peer.transport.read(grant, backwards, targets, deadline=soon())
         assert np.array_equal(whole, content.reshape(256, 4096)[::-1].reshape(-1))
 
-    def test_large(self, peer: Peer) -> None:
+    def test_large(self, peer: ServingPeer) -> None:
         sizes = [9 << 20, (3 << 20) + 5, 12 << 20]
         grant, content, arrays = peer.grant(sizes, writes=True)
         ranges = [Range(3, (20 << 20) + 11), Range((20 << 20) + 14, (4 << 20) - 9)]
@@ -185,7 +185,7 @@ class TransportContract:
         content[3 : (24 << 20) + 5] = np.concatenate(sources)
         assert np.array_equal(np.concatenate(arrays), content)
 
-    def test_more_ranges_than_a_frame_holds(self, peer: Peer) -> None:
+    def test_more_ranges_than_a_frame_holds(self, peer: ServingPeer) -> None:
         grant, content, arrays = peer.grant([66_000], writes=True)
         ranges = [Range(at, 1) for at in range(66_000)]
         target = np.zeros(66_000, np.uint8)
@@ -199,7 +199,7 @@ class TransportContract:
         assert peer.transport.write(grant, ranges, targets, deadline=soon()) == served
         assert np.array_equal(arrays[0], target)
 
-    def test_nothing_asked_is_nothing_moved(self, peer: Peer) -> None:
+    def test_nothing_asked_is_nothing_moved(self, peer: ServingPeer) -> None:
         grant, _, _ = peer.grant([100], writes=True)
         nothing: ByteArray = np.zeros(0, np.uint8)
         assert peer.transport.read(grant, [], [], deadline=soon()) == NOTHING
@@ -208,7 +208,7 @@ class TransportContract:
         assert peer.transport.read(grant, ranges, arrays, deadline=soon()) == Served(2, 0)
         assert peer.transport.write(grant, ranges, arrays, deadline=soon()) == Served(2, 0)
 
-    def test_what_is_written_is_there_and_nothing_else(self, peer: Peer) -> None:
+    def test_what_is_written_is_there_and_nothing_else(self, peer: ServingPeer) -> None:
         grant, content, arrays = peer.grant([5000, 3000], writes=True)
         ranges = [Range(10, 100), Range(4990, 20), Range(110, 1), Range(7999, 1)]
         sources = [random_bytes(length, seed) for seed, (_, length) in enumerate(ranges)]
@@ -219,7 +219,7 @@ class TransportContract:
         assert np.array_equal(np.concatenate(arrays), content)
         assert peer.quiet()
 
-    def test_a_grant_that_ends_early_serves_what_it_has(self, peer: Peer) -> None:
+    def test_a_grant_that_ends_early_serves_what_it_has(self, peer: ServingPeer) -> None:
         grant, content, arrays = peer.grant([1000, 1000], writes=True)
         over = [
             [Range(0, 10), Range(1990, 10), Range(1991, 10), Range(0, 10)],
@@ -236,7 +236,7 @@ class TransportContract:
             content[:10] = content[1990:] = 1
             assert np.array_equal(np.concatenate(arrays), content)
 
-    def test_many_ranges_of_which_one_is_outside(self, peer: Peer) -> None:
+    def test_many_ranges_of_which_one_is_outside(self, peer: ServingPeer) -> None:
         grant, _, _ = peer.grant([4096])
         for at in (0, 1, 57, 99):
             ranges = [Range(i * 8, 8) for i in range(100)]
@@ -246,7 +246,7 @@ class TransportContract:
             assert served == Served(at, 8 * at)
             assert not any(target.any() for target in targets[at:])
 
-    def test_unknown_and_ended_grants_are_refused(self, peer: Peer) -> None:
+    def test_unknown_and_ended_grants_are_refused(self, peer: ServingPeer) -> None:
         grant, content, arrays = peer.grant([100], writes=True)
         target = np.zeros(100, np.uint8)
         with raises(GrantError):
@@ -262,7 +262,7 @@ class TransportContract:
         assert not target.any()
         assert np.array_equal(arrays[0], content)
 
-    def test_a_grant_for_reading_is_not_written(self, peer: Peer) -> None:
+    def test_a_grant_for_reading_is_not_written(self, peer: ServingPeer) -> None:
         grant, content, arrays = peer.grant([1 << 20])
         with raises(GrantError):
             source = np.zeros(1 << 20, np.uint8)
@@ -272,7 +272,7 @@ class TransportContract:
         peer.transport.read(grant, [Range(0, 1 << 20)], [target], deadline=soon())
         assert np.array_equal(target, content)
 
-    def test_unsuitable_memory_is_refused_and_nothing_moves(self, peer: Peer) -> None:
+    def test_unsuitable_memory_is_refused_and_nothing_moves(self, peer: ServingPeer) -> None:
         grant, content, arrays = peer.grant([200], writes=True)
         fine = np.zeros(10, np.uint8)
         fixed = np.zeros(10, np.uint8)
@@ -301,7 +301,7 @@ class TransportContract:
         assert np.array_equal(arrays[0], content)
         assert peer.transport.write(grant, [Range(0, 10)], [fixed], deadline=soon()).ranges == 1
 
-    def test_a_deadline_that_has_passed(self, peer: Peer) -> None:
+    def test_a_deadline_that_has_passed(self, peer: ServingPeer) -> None:
         grant, content, arrays = peer.grant([100], writes=True)
         target = np.zeros(100, np.uint8)
         late = time.monotonic() - 1
@@ -315,7 +315,7 @@ class TransportContract:
         peer.transport.read(grant, [Range(0, 100)], [target], deadline=soon())
         assert np.array_equal(target, content)
 
-    def test_a_target_is_the_callers_again_after_an_error(self, peer: Peer) -> None:
+    def test_a_target_is_the_callers_again_after_an_error(self, peer: ServingPeer) -> None:
         nbytes = 16 << 20
         grant, _, _ = peer.grant([nbytes])
         target = np.zeros(nbytes, np.uint8)
@@ -327,7 +327,7 @@ class TransportContract:
             time.sleep(0.02)
             assert not target.any()
 
-    def test_an_error_of_the_callback_is_the_callers(self, peer: Peer) -> None:
+    def test_an_error_of_the_callback_is_the_callers(self, peer: ServingPeer) -> None:
         grant, content, _ = peer.grant([1000])
         targets = [np.zeros(100, np.uint8) for _ in range(10)]
         ranges = [Range(at, 100) for at in range(0, 1000, 100)]
@@ -342,7 +342,7 @@ class TransportContract:
         peer.transport.read(grant, ranges, targets, deadline=soon())
         assert np.array_equal(np.concatenate(targets), content)
 
-    def test_threads_read_and_write_at_once(self, peer: Peer) -> None:
+    def test_threads_read_and_write_at_once(self, peer: ServingPeer) -> None:
         shared, content, _ = peer.grant([1 << 20])
         own = [peer.grant([1 << 18], writes=True, seed=seed) for seed in range(6)]
         wrong: list[object] = []
@@ -373,7 +373,7 @@ class TransportContract:
         assert wrong == []
         assert peer.quiet()
 
-    def test_a_closed_transport_says_so(self, peer: Peer) -> None:
+    def test_a_closed_transport_says_so(self, peer: ServingPeer) -> None:
         grant, _, _ = peer.grant([100], writes=True)
         target = np.zeros(100, np.uint8)
         peer.transport.read(grant, [Range(0, 100)], [target], deadline=soon())
@@ -396,7 +396,7 @@ def raises(kind: type[BaseException]) -> Iterator[None]:
 
 
 def _random_ranges(chance: random.Random, space: int, number: int) -> list[Range]:
-    """Some scattered, some neighbours, some of no bytes."""
+    """Random ranges: some scattered, some adjacent, some of zero bytes."""
     cuts = sorted(chance.randrange(space + 1) for _ in range(number + 1))
     ranges = [Range(start, stop - start) for start, stop in pairwise(cuts)]
     if chance.random() < 0.5:

@@ -1,5 +1,5 @@
-"""The contract of a transport, and of what it serves. The suite that every transport passes is
-`tiffin.messenger.testing.TransportContract`."""
+"""The contract of a transport, and of the grants that it serves. The test suite that every
+transport passes is `tiffin.messenger.testing.TransportContract`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from .local import ByteArray
+    from .shm.host_copy import ByteArray
 
 
 class Range(NamedTuple):
@@ -20,7 +20,7 @@ class Range(NamedTuple):
 
 
 class Served(NamedTuple):
-    """How far a transfer came: `ranges` leading ranges were moved whole, `nbytes` bytes of them."""
+    """Progress of a transfer: `ranges` leading ranges were moved whole, `nbytes` bytes in all."""
 
     ranges: int
     nbytes: int
@@ -29,21 +29,22 @@ class Served(NamedTuple):
 NOTHING = Served(0, 0)
 
 
-# Called with a range's index once all its bytes are in its target: in order, never two calls at
-# once, perhaps in another thread than the caller's, and never after `read` has returned or raised.
+# Callback, called with a range's index once all its bytes are in its target: in order, never
+# concurrently, perhaps in another thread than the caller's, and never after `read` has returned or
+# raised.
 Arrived: TypeAlias = "Callable[[int], None]"
 
 
 class Transport(Protocol):
-    """A way to one peer. Any thread may use it.
+    """A path to one peer. Thread-safe.
 
-    `read` and `write` move whole ranges in order and return how many: fewer than were asked for
-    only where the peer's grant ends early. A deadline is a `time.monotonic()`. After either returns
-    *or raises*, nothing touches targets or sources any more.
+    `read` and `write` move whole ranges in order and return how many: fewer than requested only
+    where the peer's grant ends early. A deadline is a `time.monotonic()`. After either returns
+    *or raises*, the transport no longer accesses targets or sources.
 
-    Both raise RangeError (before anything moves) for targets that do not fit their ranges,
-    GrantError, PeerLost, TransferTimeout (Stalled) and FrameError. After an error, targets of
-    ranges that did not arrive hold anything.
+    Both raise RangeError (before any byte moves) for targets that do not fit their ranges,
+    GrantError, PeerLost, TransferTimeout (Stalled) and FrameError. After an error, the content of
+    the targets of ranges that did not arrive is undefined.
     """
 
     name: str  # "local", "shm", "tcp", "nixl"
@@ -67,17 +68,17 @@ class Transport(Protocol):
         *,
         deadline: float,
     ) -> Served:
-        """Copy each source over its range of the peer's grant. Returns when they are there."""
+        """Copy each source over its range of the peer's grant. Returns when all have arrived."""
 
     def close(self) -> None:
-        """Let go of connections and mappings. Calls under way end with PeerLost."""
+        """Release connections and mappings. In-flight calls raise PeerLost."""
 
 
 class Grants(Protocol):
-    """The serving side's book: which memory a peer may touch, by number."""
+    """The serving side's table of grants: the memory that a peer may access, by grant number."""
 
     def open(self, grant: int, *, writes: bool) -> AbstractContextManager[Sequence[ByteArray]]:
         """The grant's arrays, valid and not reused inside the block.
 
-        Raises GrantError, with a reason that the peer is told.
+        Raises GrantError, whose message is sent to the peer.
         """

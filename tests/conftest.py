@@ -39,6 +39,44 @@ settings.register_profile(
 settings.load_profile("tiffin")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--skipped-to",
+        metavar="FILE",
+        help="write the names of tests that were skipped, a line each: `pytest @FILE` runs them, "
+        "on a machine that has more",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # With pytest-xdist, workers report to the process that started them; it writes.
+    if config.getoption("skipped_to") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Skipped(Path(config.getoption("skipped_to"))))
+
+
+class _Skipped:
+    """Writes down which tests, and which whole files, were skipped."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._names: dict[str, None] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._note(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._note(report)
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        # What is expected to fail is reported as skipped too.
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self._names[report.nodeid] = None
+
+    def pytest_sessionfinish(self) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text("".join(f"{name}\n" for name in self._names), encoding="utf-8")
+
+
 def pytest_collection_finish() -> None:
     """Modules stay to the end: the collector need not look through them again and again."""
     gc.collect()

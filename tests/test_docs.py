@@ -17,33 +17,30 @@ from typing import TYPE_CHECKING
 
 import pytest
 import typer
+from examplesupport import DOCS, FENCE, PAGES, ROOT, fences
 from typer.main import get_command
 
 from tiffin.bench import cli as bench_cli
 from tiffin.bench.store import cli as bench_store_cli
 from tiffin.kvstore import cli, errors, url
-from tiffin.kvstore.block import BlockState
-from tiffin.kvstore.eviction import POLICIES
-from tiffin.kvstore.node import messages
+from tiffin.kvstore.format.header import BlockState
+from tiffin.kvstore.memory.eviction import POLICIES
+from tiffin.kvstore.node.core import messages
+from tiffin.kvstore.node.core.records import Reason
 from tiffin.kvstore.node.node import Node, NodeOptions
-from tiffin.kvstore.node.records import Reason
-from tiffin.kvstore.verbs import VERIFY
-from tiffin.messenger.wire import encode_frame
+from tiffin.kvstore.verbs.arguments import VERIFY
+from tiffin.messenger.wire.framing import encode_frame
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 README = ROOT / "README.md"
 
-FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)")
 KEY = bytes(range(16))
 START_S = 60.0
 
-NODE = "from tiffin.kvstore.cli import node; import typer; typer.run(node)"
+NODE = "from tiffin.kvstore.cli.app import node; import typer; typer.run(node)"
 
 
 def text(name: str) -> str:
@@ -55,8 +52,7 @@ def everything() -> str:
 
 
 def python_blocks() -> list[str]:
-    found = FENCE.findall(README.read_text(encoding="utf-8"))
-    return [code for language, code in found if language == "python"]
+    return fences(README, "python")
 
 
 def mentions(page: str, name: str) -> bool:
@@ -204,6 +200,13 @@ def test_every_url_parameter_is_documented() -> None:
         assert mentions(text("client.md"), name), name
 
 
+def test_urls_of_examples_are_ones() -> None:
+    shown = re.findall(r'Client\.open\("([^"]+)"', everything())
+    assert len(shown) > 5
+    for one in shown:
+        url.parse_url(one)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_is_documented(name: str) -> None:
     assert mentions(text("client.md"), name)
@@ -267,8 +270,8 @@ def test_every_state_is_in_the_diagram() -> None:
 
 def test_the_protocol_example_is_what_the_code_sends() -> None:
     examples = {
-        "hello": messages.Hello(0, 1, "vllm-0", 4242),
-        "welcome": messages.Welcome(0, 1, "node-7", 1 << 30),
+        "hello": messages.Hello(0, 2, "vllm-0", 4242),
+        "welcome": messages.Welcome(0, 2, "node-7", 1 << 30),
         "lease": messages.Lease(1, KEY * 2, 5.0),
         "leased": messages.Leased(1, int(Reason.MISS), 9, [8192], [7]),
         "release": messages.Release(2, 9),

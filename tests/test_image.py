@@ -34,7 +34,7 @@ from deploysupport import (
     words_of,
 )
 
-from tiffin.kvstore.localredis import free_port, need_redis
+from tiffin.kvstore.cli.local.local_redis import free_port, need_redis
 from tiffin.kvstore.sizes import parse_bytes
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 from deploysupport import DOCS, ROOT, check, commands_of_shell, option, program
 
+from tiffin.kvstore.cli.pool_status import _node, count_replicas
 from tiffin.kvstore.directory import NodeRecord
 from tiffin.kvstore.node.node import NodeOptions
-from tiffin.kvstore.overview import _node, count_replicas
 
 if TYPE_CHECKING:
     from pathlib import Path

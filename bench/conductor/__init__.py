@@ -1,1 +1,1 @@
-"""What a decision costs, and what the index does in a second."""
+"""`tiffin bench conductor`: the cost of a decision, and the index's events per second."""

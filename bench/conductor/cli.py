@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tiffin.kvstore.collector import calm_collector
+from tiffin.kvstore.gc_tuning import calm_collector
 
 from ..display import AsJson, AsMarkdown, add_command, carry_out, out_option, row_option
 from .setting import Setting, Sizes

@@ -1,13 +1,13 @@
 """Rows about one decision: of the core alone, without a service around it.
 
-A decision is `deciding.decide`, which changes nothing; `Conductor.schedule` reserves what was
-decided, and counts and logs it. They are timed one after the other for the same request, each with
-keys of its own: an object of bytes keeps its hash once somebody has asked for it, and keys that
-come with a request have none.
+A decision is `pipeline.decide`, which changes nothing; `Conductor.schedule` also makes the
+decision's reservations, counts and logs it. They are timed one after the other for the same
+request, each with keys of its own: a bytes object caches its hash after the first use, and keys
+that arrive with a request have no cached hash.
 
-Requests come 10 ms apart, of a clock that nobody waits for, and go their way: when their predicted
-time has passed, their prefill is done, and some seconds later they have been answered. So decisions
-are made while hundreds of requests are in flight, as they would be.
+Requests arrive 10 ms apart on a simulated clock, and proceed as predicted: after the predicted TTFT
+their prefill is done, and some seconds later they are finished. So decisions are made with hundreds
+of requests in flight, as in production.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from tiffin.conductor.core import Conductor
-from tiffin.conductor.deciding import Accepted, decide
-from tiffin.conductor.feeds.updates import Added
-from tiffin.conductor.policies.base import names as policy_names
-from tiffin.conductor.profiles import DEFAULT
+from tiffin.conductor.core.pipeline import Accepted, decide
+from tiffin.conductor.cost.latency_profiles import DEFAULT
+from tiffin.conductor.events.index_updates import Added
+from tiffin.conductor.prefill.policy_registry import names as policy_names
 from tiffin.conductor.records import Decision, InstanceSpec, Load, Request, RequestEvent, Role
 
 from ..store.rows import MICROSECONDS, Row, Side, Target, interleave, times
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 MODEL = "bench"
 PRIVATE, HOT = "private", "hot"
-# Whole decisions; a prompt whose blocks are everywhere needs no search for who could send them.
+# Targets for whole decisions; a prompt whose blocks are on all instances needs no search for a
+# source to fetch them from.
 _TARGETS_US = {PRIVATE: 200.0, HOT: 120.0}
 _LIMIT = "a plain loop: the keys' holders in a dict of bit sets, joined until none is left"
 
@@ -43,17 +44,17 @@ _HOST_INSTANCES = 8
 _CAPACITY_TOKENS = 2_000_000
 _APART_S = 0.01
 _ANSWER_TOKENS = 128
-# As the service does, or more seldom.
+# Intervals as in the service, or longer.
 _TICK_S = 0.1
 _HEARTBEAT_S = 2.0
 
 
 class Traffic:
-    """A conductor with its instances and blocks, and requests to it. `next` makes another request;
-    `decide`, `schedule` and `loop` are what is measured about it.
+    """A conductor with its instances and blocks, and requests to it. `next` makes the next request;
+    `decide`, `schedule` and `loop` are the measured actions for it.
 
-    `kind` is PRIVATE: 16 blocks that all instances have and 240 of one of them; or HOT: all blocks
-    on all instances.
+    `kind` is PRIVATE: all instances have 16 of a prompt's blocks, and one instance the other 240;
+    or HOT: all instances have all blocks.
     """
 
     def __init__(self, sizes: Sizes, kind: str) -> None:
@@ -80,11 +81,11 @@ class Traffic:
 
     @property
     def in_flight(self) -> int:
-        """Requests that were scheduled and have not been answered."""
+        """The number of requests that were scheduled and are not finished."""
         return int(self.core.statistics()["in_flight"])
 
     def next(self) -> None:
-        """Time passes, and another request is there."""
+        """Advance the clock, handle the events due by then, and make the next request."""
         self._now += _APART_S
         while self._due and self._due[0][0] <= self._now:
             at, _, event = heapq.heappop(self._due)
@@ -101,7 +102,7 @@ class Traffic:
         self._looked_up = _fresh(self._keys)
 
     def go_on(self) -> None:
-        """Schedule this request, and go on with another."""
+        """Schedule this request, and make the next one."""
         self.schedule()
         self.next()
 
@@ -112,14 +113,15 @@ class Traffic:
         return decided
 
     def schedule(self) -> Decision:
-        """Decide, and reserve what was decided."""
+        """Decide, and make the decision's reservations."""
         decision = self.core.schedule(self._asked[1], self._now)
         assert isinstance(decision, Decision), decision
         self._follow(decision)
         return decision
 
     def loop(self) -> int:
-        """The least that finds who has the longest prefix; returns its blocks."""
+        """The simplest loop that finds the instances with the longest prefix; returns the prefix's
+        blocks."""
         bits, held, blocks = self._bits, -1, 0
         for key in self._looked_up:
             held &= bits.get(key, 0)
@@ -129,11 +131,11 @@ class Traffic:
         return blocks
 
     def choose(self, policy: str) -> None:
-        """Decide by this policy from now on."""
+        """Change the policy of the next decisions."""
         self.core.patch({"policy": {"name": policy}}, self._now)
 
     def again(self) -> None:
-        """The same request, with keys of its own."""
+        """Renew the request for `decide`, with key objects of its own."""
         self._asked[0] = self._request(self._asked[0].id)
 
     def _request(self, name: str) -> Request:
@@ -141,7 +143,7 @@ class Traffic:
         return Request(name, MODEL, tokens, tuple(_fresh(self._keys)))
 
     def _follow(self, decision: Decision) -> None:
-        """What will become of it, at the times that were predicted."""
+        """Queue the request's future events, at the predicted times."""
         prefilled = self._now + decision.predicted_ttft_s
         answered = prefilled + _ANSWER_TOKENS * decision.predicted_tbt_s
         for at, kind, tokens in (
@@ -155,7 +157,7 @@ class Traffic:
 
 
 def spec(name: str, number: int) -> InstanceSpec:
-    """One of the instances."""
+    """The spec of the instance `name`, the `number`-th one."""
     return InstanceSpec(
         id=name,
         model=MODEL,
@@ -169,12 +171,12 @@ def spec(name: str, number: int) -> InstanceSpec:
 
 
 def _fresh(keys: list[bytes]) -> list[bytes]:
-    """The same bytes in other objects, with no hash known yet."""
+    """The same bytes in new objects, without a cached hash."""
     return [bytes(bytearray(key)) for key in keys]
 
 
 def scene(sizes: Sizes, kind: str) -> str:
-    """In words: what is where."""
+    """A description of which instances have which blocks."""
     blocks = f"{sizes.prompt_blocks} blocks, {sizes.instances} instances"
     if kind == HOT:
         return f"{blocks}, all on all"
@@ -185,7 +187,7 @@ def scene(sizes: Sizes, kind: str) -> str:
 
 
 def decisions(setting: Setting) -> list[Row]:
-    """The decision alone, and with what is reserved, for prompts of both kinds."""
+    """The decision alone, and with its reservations, for prompts of both kinds."""
     return [row for kind in (PRIVATE, HOT) for row in _decisions(setting, kind)]
 
 

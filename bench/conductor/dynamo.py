@@ -1,12 +1,13 @@
-"""Rows against Dynamo's scheduler, as a Python program embeds it, in turns with ours.
+"""Rows that compare decisions with Dynamo's scheduler, as a Python program embeds it, in turns.
 
-Dynamo's `SelectionService` lives in a Python of its own, given by `--dynamo`; `docs/benchmarks.md`
-says how to make one. It keeps the time of its calls itself, and sleeps when nobody asks it.
+Dynamo's `SelectionService` runs in a Python environment of its own, given by `--dynamo`;
+`docs/benchmarks.md` says how to make one. Its process times its calls itself, and sleeps between
+them.
 
-`select` books nothing, as `deciding.decide`, and `select_and_reserve` does, as
-`Conductor.schedule`. As many requests are in flight on either side. Its index is empty, because
-only engines can fill it, over ZeroMQ: what it takes to find the holders of 256 blocks would come on
-top, and is in ours.
+`select` reserves nothing, as `pipeline.decide`, and `select_and_reserve` does, as
+`Conductor.schedule`. Both sides have as many requests in flight. Dynamo's index is empty, because
+only engines can fill it, over ZeroMQ: the time to find the holders of 256 blocks would come on top
+of its numbers, and is included in ours.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..store.rows import MICROSECONDS, Row, Side, Target, interleave, times
 from .decision import HOT, PRIVATE, Traffic, scene
-from .peer import Peer, peer
+from .processes.peer import PeerProcess, peer
 from .setting import BLOCK_TOKENS, Missing
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
     from .setting import Setting
 
-_PEER = Path(__file__).with_name("dynamo_peer.py")
-# In a row, of either side: a decision that follows another finds its caches warm.
+_PEER = Path(__file__).with_name("processes") / "dynamo_peer.py"
+# Consecutive calls of either side: a decision right after another finds its caches warm.
 _CALLS = 10
 _WARM_CALLS = 100
 _NOTE = "Dynamo's index is empty, ours is not"
@@ -39,7 +40,7 @@ def dynamo(setting: Setting) -> list[Row]:
 
 
 @contextlib.contextmanager
-def _dynamo(setting: Setting) -> Iterator[Peer]:
+def _dynamo(setting: Setting) -> Iterator[PeerProcess]:
     python, sizes = setting.dynamo, setting.sizes
     if python is None:
         raise Missing("give --dynamo PYTHON, of an environment that has ai-dynamo-runtime")
@@ -51,7 +52,7 @@ def _dynamo(setting: Setting) -> Iterator[Peer]:
         yield theirs
 
 
-def _compared(setting: Setting, theirs: Peer, kind: str) -> list[Row]:
+def _compared(setting: Setting, theirs: PeerProcess, kind: str) -> list[Row]:
     sizes = setting.sizes
     setting.tell(scene(sizes, kind))
     traffic = Traffic(sizes, kind)
@@ -78,9 +79,9 @@ def _compared(setting: Setting, theirs: Peer, kind: str) -> list[Row]:
 
 
 def _in_turns(
-    theirs: Peer, word: str, traffic: Traffic, rounds: int
+    theirs: PeerProcess, word: str, traffic: Traffic, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each call, ours and theirs."""
+    """Seconds of each call, ours and Dynamo's."""
     theirs.ask(f"{word} {_WARM_CALLS}")
     limit: list[float] = []
 
@@ -92,5 +93,5 @@ def _in_turns(
     else:
         ours = Side(traffic.schedule, traffic.next)
     _, *found = interleave([Side(ask), *[ours] * _CALLS], rounds=max(1, rounds // _CALLS))
-    counted = len(found[0]) * _CALLS  # without those before, which were not measured here either
+    counted = len(found[0]) * _CALLS  # without the warm-up calls, which our side leaves out too
     return [second for taken in found for second in taken], limit[-counted:]

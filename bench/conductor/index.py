@@ -1,4 +1,4 @@
-"""Rows about the conductor's index: events taken in, memory per block, resync, and one walk.
+"""Rows about the conductor's index: events applied, memory per block, resync, and one walk.
 
 `python -m tiffin.bench.conductor.index` prints them all; with `resident index 1000000`, one JSON
 object about the growth of a fresh process (`floor` instead of `index`: a bare dict of the same
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiffin.conductor.feeds.routed import Holdings
-from tiffin.conductor.feeds.updates import Inventory, slices
-from tiffin.conductor.folding import Chain, Folder, Stored
-from tiffin.conductor.index import PrefixIndex
-from tiffin.kvstore.block import KEY_BYTES
-from tiffin.kvstore.schema import KVSchema
+from tiffin.conductor.events.block_regrouper import EngineChain, EngineStored, Folder
+from tiffin.conductor.events.index_updates import HolderInventory, slices
+from tiffin.conductor.events.routed_blocks import Holdings
+from tiffin.conductor.state.prefix_index import PrefixIndex
+from tiffin.kvstore.format.header import KEY_BYTES
+from tiffin.kvstore.format.schema import KVSchema
 
 from ..store.resident import resident_bytes
 from ..store.rows import MICROSECONDS, Row, Side, Spread, Target, interleave, single, times
@@ -31,7 +31,7 @@ from ..store.rows import MICROSECONDS, Row, Side, Spread, Target, interleave, si
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# The seed's sizes: a prompt of 131,072 tokens, a cluster of a thousand instances.
+# The default sizes: a prompt of 131,072 tokens, a cluster of a thousand instances.
 BLOCKS = 1_000_000
 HOLDERS = 1_000
 PROMPT_BLOCKS = 256
@@ -42,7 +42,7 @@ BLOCK_TOKENS = 512
 
 
 def keys_of(count: int) -> list[bytes]:
-    """So many random keys, each an object of its own, as they come off the wire."""
+    """`count` random keys, each an object of its own, as they come off the wire."""
     joined = os.urandom(KEY_BYTES * count)
     return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
 
@@ -62,7 +62,7 @@ def _seconds(action: Callable[[], object]) -> float:
 
 
 def events(blocks: int = BLOCKS, holders: int = HOLDERS, rounds: int = 3) -> list[Row]:
-    """Events of 16 new blocks each that the index takes in a second, from many instances."""
+    """Events of 16 new blocks each that the index applies per second, from many instances."""
     dice = random.Random(0)
     rates: list[float] = []
     floors: list[float] = []
@@ -99,7 +99,7 @@ def _store_all(bare: dict[bytes, int], batches: Sequence[tuple[int, list[bytes]]
 
 
 def memory(blocks: int = BLOCKS) -> list[Row]:
-    """Growth of a fresh process per block of the index."""
+    """Memory growth of a fresh process per block of the index."""
     index, floor, folder = (_resident(what, blocks) for what in ("index", "floor", "folder"))
     return [
         Row(
@@ -129,7 +129,7 @@ def _resident(what: str, blocks: int) -> float:
 
 
 def resync(blocks: int = BLOCKS, rounds: int = 3) -> list[Row]:
-    """One node's inventory in place of what is known of it; half of it is new."""
+    """Replacing a node's blocks in the index by its inventory; half of the blocks are new."""
     seconds: list[float] = []
     longest: list[float] = []
     floors: list[float] = []
@@ -163,7 +163,7 @@ def _take_inventory(holdings: Holdings, parts: Sequence[Sequence[bytes]]) -> lis
     gc.collect()
     taken = []
     for at, part in enumerate(parts):
-        update = Inventory("node-0", "dram", part, at == 0, at == len(parts) - 1)
+        update = HolderInventory("node-0", "dram", part, at == 0, at == len(parts) - 1)
         start_s = time.perf_counter()
         holdings.apply(update, 0.0)
         taken.append(time.perf_counter() - start_s)
@@ -171,7 +171,7 @@ def _take_inventory(holdings: Holdings, parts: Sequence[Sequence[bytes]]) -> lis
 
 
 def walk(holders: int = HOLDERS, rounds: int = 400) -> list[Row]:
-    """What a decision asks: per instance, the leading blocks of a prompt in its HBM."""
+    """The look-up of one decision: per instance, the leading blocks of a prompt in its HBM."""
     rows = []
     for name, private in (("private", True), ("hot", False)):
         index = PrefixIndex()
@@ -183,7 +183,7 @@ def walk(holders: int = HOLDERS, rounds: int = 400) -> list[Row]:
             if private:
                 prompt = shared + keys_of(PROMPT_BLOCKS - SHARED_BLOCKS)
                 index.add(number, prompt[SHARED_BLOCKS:], 0.0)
-        # As they come with a request: the same bytes in other objects, with no hash known yet.
+        # As they come with a request: the same bytes in new objects, without a cached hash.
         asked = [bytes(bytearray(key)) for key in prompt]
         bare = dict.fromkeys(prompt, 0)
         columns = np.array([numbers, [-1] * holders])
@@ -208,7 +208,8 @@ def walk(holders: int = HOLDERS, rounds: int = 400) -> list[Row]:
 
 
 def folding(blocks: int = 20_000, rounds: int = 3) -> list[Row]:
-    """An engine's events of a whole block of ours in 32 parts: laid out, hashed, made a key."""
+    """Events of an engine, each with a whole pool block in 32 parts: laid out in pages, hashed, and
+    made a key."""
     rates: list[float] = []
     floors: list[float] = []
     for _ in range(rounds):
@@ -231,7 +232,7 @@ def folding(blocks: int = 20_000, rounds: int = 3) -> list[Row]:
     ]
 
 
-def _parts(blocks: int) -> tuple[Chain, list[Stored]]:
+def _parts(blocks: int) -> tuple[EngineChain, list[EngineStored]]:
     """Events of prompts of 8 blocks each."""
     schema = KVSchema.gqa(
         model="bench",
@@ -242,18 +243,18 @@ def _parts(blocks: int) -> tuple[Chain, list[Stored]]:
         block_tokens=BLOCK_TOKENS,
     )
     dice, each = random.Random(0), BLOCK_TOKENS // PART_TOKENS
-    batch: list[Stored] = []
+    batch: list[EngineStored] = []
     parent: int | None = None
     for number in range(blocks):
         parent = None if number % 8 == 0 else parent
         hashes = [dice.getrandbits(64) for _ in range(each)]
-        batch.append(Stored(hashes, parent, os.urandom(4 * BLOCK_TOKENS), PART_TOKENS))
+        batch.append(EngineStored(hashes, parent, os.urandom(4 * BLOCK_TOKENS), PART_TOKENS))
         parent = hashes[-1]
-    return Chain.of(schema), batch
+    return EngineChain.of(schema), batch
 
 
 def rows(blocks: int = BLOCKS) -> list[Row]:
-    """All of them."""
+    """All rows."""
     return [*events(blocks), *memory(blocks), *resync(blocks), *walk(), *folding()]
 
 
@@ -281,12 +282,12 @@ def _fill_folder(blocks: int) -> object:
     folder, dice = Folder(chain, parts_max=2 * blocks), random.Random(0)
     for _ in range(0, blocks, each):
         hashes = [dice.getrandbits(64) for _ in range(each)]
-        folder.stored(Stored(hashes, None, os.urandom(4 * BLOCK_TOKENS), PART_TOKENS), 0.0)
+        folder.stored(EngineStored(hashes, None, os.urandom(4 * BLOCK_TOKENS), PART_TOKENS), 0.0)
     return folder
 
 
 def resident(what: str, blocks: int) -> float:
-    """Bytes per block that this process grows by."""
+    """Growth of this process in bytes per block."""
     fill = {"index": _fill_index, "floor": _fill_floor, "folder": _fill_folder}[what]
     fill(1000)
     gc.collect()
@@ -299,7 +300,7 @@ def resident(what: str, blocks: int) -> float:
 
 
 def main() -> None:
-    """As the arguments say."""
+    """Print all rows, or with `resident` the growth of this process."""
     if sys.argv[1:2] == ["resident"]:
         print(json.dumps({"per_block": resident(sys.argv[2], int(sys.argv[3]))}))
         return

@@ -1,13 +1,15 @@
-"""Requests to a scheduling service, over so many connections at a time; a process of its own.
+"""Load generator for a scheduling service, over several connections; a process of its own.
 
     python -m tiffin.bench.conductor.load '{"port": 7800, "connections": 16, "prompts": 64, ...}'
 
-It says `"ready"` and then reads lines: `ask N` sends N requests and answers with a list of seconds,
-`finish` says that all of them have been answered, without being timed. A service that answers
-anything but success ends it.
+It prints `"ready"` and then reads lines: `ask N` sends N requests in a closed loop and prints a
+list of seconds; `pace N RATE` sends them in an open loop, RATE a second, whether or not earlier
+requests were answered, and measures from the time when each was due: a closed loop, which waits for
+an answer before the next request, hardly notices a stalled service. `finish` reports all scheduled
+requests as finished to the service. A status that is no success ends the process.
 
-Written on the sockets of asyncio: an HTTP client takes more CPU time than the service that is
-measured, of which there are as many cores.
+Written on asyncio's transports: an HTTP client would take more CPU time than the service under
+test, which has no more cores than this process: one.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
-from tiffin.conductor import calls
+from tiffin.conductor.client import calls
 from tiffin.conductor.records import Request, RequestEvent
 
 from .index import keys_of
@@ -34,8 +36,9 @@ _ANSWER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What is sent: prompts of so many blocks, of which the first ones are all prompts'."""
+class RequestLoad:
+    """The load: prompts of `prompt_blocks` blocks, of which all share the first
+    `shared_blocks`."""
 
     port: int
     model: str
@@ -50,7 +53,7 @@ class Load:
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time."""
+    """A connection with one in-flight request at a time."""
 
     def __init__(self) -> None:
         self._received = b""
@@ -58,19 +61,20 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     async def ask(self, raw: bytes) -> tuple[int, bytes]:
-        """Status and body of the answer. Raises OSError if there is none."""
+        """Send a request; returns status and body of the answer. Raises OSError if there is
+        none."""
         assert self._transport is not None
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(raw)
         return await self._answer
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Close the connection; no request may be in flight."""
         assert self._transport is not None
         self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is of another family
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's has another base class
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -88,16 +92,16 @@ class _Connection(asyncio.Protocol):
 
 
 def _read_head(head: bytes) -> tuple[int, int]:
-    """Status and length of what follows."""
+    """Status and length of the body."""
     first, *fields = head.lower().split(b"\r\n")
     lengths = [field.partition(b":")[2] for field in fields if field.startswith(b"content-length:")]
     return int(first.split(b" ", 2)[1]), int(lengths[0]) if lengths else 0
 
 
 class _Sender:
-    """Makes requests, sends them and keeps the time."""
+    """Makes requests, sends them and measures their latency."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: RequestLoad) -> None:
         self._load = load
         self._numbers = count()
         self._open: list[str] = []
@@ -114,12 +118,34 @@ class _Sender:
             self._connections.append(one)
 
     async def ask(self, number: int) -> list[float]:
-        """Schedule so many; seconds of each."""
+        """Schedule `number` requests in a closed loop; seconds of each."""
         raw = [self._schedule() for _ in range(number)]
         return await self._send(raw)
 
+    async def pace(self, number: int, rate: float) -> list[float]:
+        """Schedule `number` requests in an open loop, `rate` a second; seconds of each, from the
+        time when it was due."""
+        seconds: list[float] = []
+        free: asyncio.Queue[_Connection] = asyncio.Queue()
+        for one in self._connections:
+            free.put_nowait(one)
+
+        async def send(raw: bytes, due_s: float) -> None:
+            await asyncio.sleep(due_s - time.perf_counter())
+            connection = await free.get()
+            await _send_one(connection, raw)
+            free.put_nowait(connection)
+            seconds.append(time.perf_counter() - due_s)
+
+        raw = [self._schedule() for _ in range(number)]
+        begin_s = time.perf_counter()
+        async with asyncio.timeout(_ANSWER_S), asyncio.TaskGroup() as tasks:
+            for at, one_raw in enumerate(raw):
+                tasks.create_task(send(one_raw, begin_s + at / rate))
+        return seconds
+
     async def finish(self) -> list[float]:
-        """All that are open have been answered."""
+        """Report all open requests as finished; seconds of each report."""
         raw = [self._raw(calls.observe(RequestEvent(name, "finished"))) for name in self._open]
         self._open.clear()
         return await self._send(raw)
@@ -138,7 +164,7 @@ class _Sender:
         request = Request(name, self._load.model, tokens, keys)
         return self._raw(calls.schedule(request, None, ""))
 
-    def _raw(self, call: calls.Call[Any]) -> bytes:
+    def _raw(self, call: calls.RestCall[Any]) -> bytes:
         body = call.body or b""
         kind = "Content-Type: application/json\r\n" if body else ""
         head = f"{call.method} {call.path} HTTP/1.1\r\nHost: {_HOST}:{self._load.port}\r\n"
@@ -156,20 +182,27 @@ class _Sender:
 async def _send_some(connection: _Connection, left: Iterator[bytes], seconds: list[float]) -> None:
     for raw in left:
         start_s = time.perf_counter()
-        status, body = await connection.ask(raw)
+        await _send_one(connection, raw)
         seconds.append(time.perf_counter() - start_s)
-        if status >= 300:
-            raise ConnectionError(f"answered {status}: {body[:500].decode(errors='replace')}")
 
 
-async def run(load: Load) -> None:
-    """Until the input ends."""
+async def _send_one(connection: _Connection, raw: bytes) -> None:
+    status, body = await connection.ask(raw)
+    if status >= 300:
+        raise ConnectionError(f"answered {status}: {body[:500].decode(errors='replace')}")
+
+
+async def run(load: RequestLoad) -> None:
+    """Serve commands until the input ends."""
     sender, loop = _Sender(load), asyncio.get_running_loop()
     await sender.connect()
     print('"ready"', flush=True)
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         word, *numbers = line.split()
-        seconds = await (sender.ask(int(numbers[0])) if word == "ask" else sender.finish())
+        if word == "pace":
+            seconds = await sender.pace(int(numbers[0]), float(numbers[1]))
+        else:
+            seconds = await (sender.ask(int(numbers[0])) if word == "ask" else sender.finish())
         print(json.dumps(seconds), flush=True)
     sender.close()
 
@@ -177,4 +210,4 @@ async def run(load: Load) -> None:
 if __name__ == "__main__":
     import uvloop
 
-    uvloop.run(run(Load(**json.loads(sys.argv[1]))))
+    uvloop.run(run(RequestLoad(**json.loads(sys.argv[1]))))

@@ -1,7 +1,8 @@
-"""Rows about `POST /v1/schedule`: a `tiffin conductor` process, asked over 16 connections.
+"""Rows about `POST /v1/schedule`: a `tiffin conductor` process under load over 16 connections.
 
-Who asks is a process of its own, in a closed loop: each connection has one request under way. The
-same requests go in turns to a plain service, which reads them and answers with a line.
+The load generator is a process of its own, in a closed loop: each connection has one request in
+flight. It sends the same requests in turns to a plain service, which reads them and answers with a
+line.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING
 from ..network.setting import LOOPBACK, await_answer, cpu_seconds, free_port, running
 from ..store.rows import MICROSECONDS, MILLISECONDS, Row, Spread, Target, times
 from .decision import MODEL, spec
-from .load import Load
-from .peer import Peer, peer
+from .load import RequestLoad
+from .processes.peer import PeerProcess, peer
 from .setting import Missing
 
 if TYPE_CHECKING:
@@ -30,22 +31,23 @@ _COMMANDS = (
     "import typer; from tiffin.conductor.cli import commands;"
     " app = typer.Typer(); app.callback()(lambda: None); commands(app); app()"
 )
-# Instances are registered once and then silent.
+# Instances register once and then send no heartbeats.
 _SETTINGS = {"core": {"heartbeat_timeout_s": 3600.0}}
-_NEEDED = ("fastapi", "httpx", "uvicorn")
+NEEDED = ("fastapi", "httpx", "uvicorn")
 
 
 @dataclass(slots=True)
 class _Side:
-    """A service and who asks it."""
+    """A service and its load generator."""
 
     pid: int
-    load: Peer
+    load: PeerProcess
     cpu_s: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     def turn(self, requests: int, *, counted: bool) -> None:
-        """So many requests. What becomes of them is told, but not counted."""
+        """One turn of `requests` requests. They are then reported as finished, which is not
+        measured."""
         before_s = cpu_seconds([self.pid])
         seconds = self.load.ask(f"ask {requests}")
         took_s = cpu_seconds([self.pid]) - before_s
@@ -56,12 +58,11 @@ class _Side:
 
 
 def service(setting: Setting) -> list[Row]:
-    """CPU time of the service per request, and how long requests take. Raises Missing."""
-    lacks = [name for name in _NEEDED if find_spec(name) is None]
-    if lacks:
-        raise Missing(f'no {", ".join(lacks)}; run: pip install "tiffin[conductor]"')
+    """CPU time of the service per request, and latency of requests. Raises Missing."""
+    lacking()
     sizes = setting.sizes
-    with _conductor(setting) as ours, _plain(sizes) as plain:
+    with conductor(setting) as (pid, load, _), _plain(sizes) as plain:
+        ours = _Side(pid, load)
         setting.tell(f"{sizes.turns} times {sizes.requests} requests")
         for turn in range(sizes.turns + 1):
             for side in (plain, ours):
@@ -96,8 +97,15 @@ def service(setting: Setting) -> list[Row]:
     ]
 
 
+def lacking() -> None:
+    """Raises Missing for a library that the service needs."""
+    lacks = [name for name in NEEDED if find_spec(name) is None]
+    if lacks:
+        raise Missing(f'no {", ".join(lacks)}; run: pip install "tiffin[conductor]"')
+
+
 def _rate(side: _Side) -> float:
-    """Requests in a second of CPU time of the service, which has one core at most."""
+    """Requests per second of CPU time of the service, which uses one core at most."""
     return 1.0 / Spread.of(side.cpu_s, lower_is_better=True).p50
 
 
@@ -106,43 +114,51 @@ def _p99(side: _Side) -> float:
 
 
 @contextlib.contextmanager
-def _conductor(setting: Setting) -> Iterator[_Side]:
-    """A conductor with all instances registered."""
-    from tiffin.conductor.client import ConductorClient
-
-    sizes, port = setting.sizes, free_port()
+def conductor(setting: Setting) -> Iterator[tuple[int, PeerProcess, int]]:
+    """A conductor with all instances registered: its pid, its load generator, and its port."""
+    port = free_port()
     command = [
         *(sys.executable, "-c", _COMMANDS, "conductor"),
         *("--listen", f"{LOOPBACK}:{port}", "--log-level", "error"),
     ]
-    with running(command) as process, ConductorClient(f"http://{LOOPBACK}:{port}") as client:
-        await_answer(process, lambda: _accepts(port), "the conductor")
-        setting.tell(f"{sizes.instances} instances register")
+    with running(command) as process:
+        await_answer(process, lambda: accepts(port), "the conductor")
+        register(setting, port)
+        with load_of(setting.sizes, port) as load:
+            yield process.pid, load, port
+
+
+def register(setting: Setting, port: int) -> None:
+    """Register all instances."""
+    from tiffin.conductor.client import ConductorClient
+
+    setting.tell(f"{setting.sizes.instances} instances register")
+    with ConductorClient(f"http://{LOOPBACK}:{port}") as client:
         client.patch(_SETTINGS)
-        for number in range(sizes.instances):
+        for number in range(setting.sizes.instances):
             client.register(spec(f"instance-{number}", number))
-        with _load(sizes, port) as load:
-            yield _Side(process.pid, load)
 
 
 @contextlib.contextmanager
 def _plain(sizes: Sizes) -> Iterator[_Side]:
     port = free_port()
-    command = [sys.executable, "-m", "tiffin.bench.conductor.plain_service", str(port)]
+    command = [sys.executable, "-m", "tiffin.bench.conductor.processes.plain_service", str(port)]
     with running(command) as process:
-        await_answer(process, lambda: _accepts(port), "the plain service")
-        with _load(sizes, port) as load:
+        await_answer(process, lambda: accepts(port), "the plain service")
+        with load_of(sizes, port) as load:
             yield _Side(process.pid, load)
 
 
-def _accepts(port: int) -> bool:
+def accepts(port: int) -> bool:
+    """Whether a server listens at this port."""
     with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), 1.0):
         return True
     return False
 
 
-def _load(sizes: Sizes, port: int) -> contextlib.AbstractContextManager[Peer]:
-    load = Load(
+def load_of(sizes: Sizes, port: int) -> contextlib.AbstractContextManager[PeerProcess]:
+    """The load generator for the service at this port."""
+    load = RequestLoad(
         port=port,
         model=MODEL,
         connections=sizes.connections,

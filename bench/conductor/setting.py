@@ -1,4 +1,4 @@
-"""What the conductor's measurements are given: how large the run is, and whom to compare with."""
+"""The setting of the conductor's measurements: sizes of the run, and a Dynamo to compare with."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-# Of the index's blocks and of all prompts here.
+# Tokens per block, of the index's blocks and of all prompts here.
 BLOCK_TOKENS = 512
 
 
 class Missing(Exception):
-    """A measurement needs a library or program that is not here; says how to get it."""
+    """A measurement needs a missing library or program; the message says how to install it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class Sizes:
 
     instances: int = 1000
     prompt_blocks: int = 256
-    # Of a prompt with a private tail: these all instances have, the others one.
+    # Of a prompt with a private tail: all instances have these blocks, one instance has the others.
     shared_blocks: int = 16
-    # Decisions before those that are measured: with 10 ms between them, as many as are in flight
-    # for good when each is answered after 3.5 s.
+    # Unmeasured decisions at the start: with 10 ms between requests, enough for a constant number
+    # in flight if each is answered after 3.5 s.
     warm_decisions: int = 400
     rounds: int = 400
     policy_rounds: int = 150
@@ -37,11 +37,15 @@ class Sizes:
     index_rounds: int = 3
     folded_blocks: int = 20_000
     connections: int = 16
-    # Different ones that are sent to the service, again and again.
+    # Different prompts, which are sent to the service in rotation.
     prompts: int = 64
-    # Of one turn of the service.
+    # Requests per turn of the service.
     requests: int = 320
     turns: int = 12
+    # Requests per turn beside a disturbance: three seconds of them, since some disturbances come
+    # once a second.
+    stall_requests: int = 450
+    stall_turns: int = 5
 
     @classmethod
     def quick(cls) -> Sizes:
@@ -53,13 +57,15 @@ class Sizes:
             folded_blocks=5000,
             requests=160,
             turns=5,
+            stall_requests=300,
+            stall_turns=2,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One run: its sizes, a Python that has Dynamo if there is one, and whom to tell what is going
-    on."""
+    """One run: its sizes, a Python interpreter with Dynamo, if given, and a callback for
+    progress."""
 
     sizes: Sizes
     dynamo: Path | None = None

@@ -1,6 +1,6 @@
 """The conductor's measurements, in the order of the docs.
 
-What they measure is imported when they run: every `tiffin` command comes by here to learn their
+Their modules are imported only when they run: every `tiffin` command imports this module for their
 names, and the conductor's own libraries may not be installed.
 """
 
@@ -70,6 +70,18 @@ def _service(setting: Setting) -> list[Row]:
     return service(setting)
 
 
+def _stalls(setting: Setting) -> list[Row]:
+    from .stalls import stalls
+
+    return stalls(setting)
+
+
+def _floods(setting: Setting) -> list[Row]:
+    from .stalls import floods
+
+    return floods(setting)
+
+
 def _dynamo(setting: Setting) -> list[Row]:
     from .dynamo import dynamo
 
@@ -77,7 +89,7 @@ def _dynamo(setting: Setting) -> list[Row]:
 
 
 def _as_crash(measure: Measurement) -> Measurement:
-    """What the conductor refuses ends this measurement, and not those after it."""
+    """Turn a ConductorError into a ValueError, which ends this measurement, and not the suite."""
 
     def measured(setting: Setting) -> list[Row]:
         from tiffin.conductor.errors import ConductorError
@@ -99,6 +111,8 @@ _MEASUREMENTS: dict[str, Measurement] = {
     "resync": _resync,
     "folding": _folding,
     "service": _service,
+    "stalls": _stalls,
+    "floods": _floods,
     "dynamo": _dynamo,
 }
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from tiffin.kvstore.cli.local.local_redis import need_redis
 from tiffin.kvstore.errors import InvalidInput
-from tiffin.kvstore.localredis import need_redis
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -108,7 +108,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _run(chosen: dict[str, Any], quick: bool, out: Path, as_json: bool) -> dict[str, Any]:
     from . import decisions, report
-    from .children import DemoFailed
+    from .engines.children import DemoFailed
     from .plot import plot
     from .run import Options, run
 

@@ -8,21 +8,21 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from tiffin.conductor import profiles
 from tiffin.conductor.client import ConductorClient
+from tiffin.conductor.cost import latency_profiles
+from tiffin.conductor.cost.latency_profiles import Profile
+from tiffin.conductor.cost.profile_fit import fit_decode, fit_prefill
 from tiffin.conductor.errors import ConductorError
-from tiffin.conductor.fitting import fit_decode, fit_prefill
-from tiffin.conductor.profiles import Profile
-from tiffin.kvstore.children import Child
-from tiffin.kvstore.localredis import free_port
+from tiffin.kvstore.cli.local.child_processes import ChildProcess
+from tiffin.kvstore.cli.local.local_redis import free_port
 
-from .children import DemoFailed
+from .engines.children import DemoFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from tiffin.kvstore.localpool import LocalPool
+    from tiffin.kvstore.cli.local.local_pool import LocalPool
 
 HOST = "127.0.0.1"
 PROFILE = "demo-llama.cpu"
@@ -74,13 +74,13 @@ def fitted(
         decode=(max(d0, _LEAST_S), d1, d2),
         tokens_max=max(tokens for tokens, _, _ in prefill),
     )
-    return profiles.validate(made)
+    return latency_profiles.validate(made)
 
 
 class ConductorProcess:
     """One that runs. `url`: where it answers."""
 
-    def __init__(self, child: Child, url: str) -> None:
+    def __init__(self, child: ChildProcess, url: str) -> None:
         self._child = child
         self.url = url
 
@@ -112,11 +112,11 @@ def conductor(
         child.collect(STOP_S)
 
 
-def _started(options: Sequence[str], log: Path, timeout_s: float) -> tuple[Child, str]:
+def _started(options: Sequence[str], log: Path, timeout_s: float) -> tuple[ChildProcess, str]:
     for attempt in range(1, _PORT_ATTEMPTS + 1):
         port = free_port(HOST)
         command = [sys.executable, "-c", _PROGRAM, "conductor", "--listen", f"{HOST}:{port}"]
-        child = Child("conductor", [*command, *options], log)
+        child = ChildProcess("conductor", [*command, *options], log)
         try:
             if _answers(child, f"http://{HOST}:{port}", timeout_s):
                 return child, f"http://{HOST}:{port}"
@@ -130,7 +130,7 @@ def _started(options: Sequence[str], log: Path, timeout_s: float) -> tuple[Child
     raise AssertionError("the last attempt returns or raises")
 
 
-def _answers(child: Child, url: str, timeout_s: float) -> bool:
+def _answers(child: ChildProcess, url: str, timeout_s: float) -> bool:
     """Wait until it does. False if it ended, or time is up."""
     deadline = time.monotonic() + timeout_s
     with ConductorClient(url, retries=0) as client:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from tiffin.conductor.api.models import CandidateReply, EntryReply
+    from tiffin.conductor.wire.models import CandidateReply, EntryReply
 
-    from .router import Served
+    from .router import ServedRequest
 
 
-def chosen(served: Sequence[Served], log: Mapping[str, EntryReply]) -> list[Served]:
+def chosen(served: Sequence[ServedRequest], log: Mapping[str, EntryReply]) -> list[ServedRequest]:
     """One of each kind of decision that there was: what is told apart is how a prompt's blocks
     come to where it is computed, and whether it is computed at all. The longest prompt of each."""
-    best: dict[str, Served] = {}
+    best: dict[str, ServedRequest] = {}
     for one in sorted(served, key=lambda one: one.prompt_tokens):
         entry = log.get(one.id)
         if entry is not None:
@@ -24,7 +24,7 @@ def chosen(served: Sequence[Served], log: Mapping[str, EntryReply]) -> list[Serv
     return list(best.values())
 
 
-def kind(served: Served, entry: EntryReply) -> str:
+def kind(served: ServedRequest, entry: EntryReply) -> str:
     """What sort of decision it was, in words."""
     if served.rejected:
         return "rejected"
@@ -42,7 +42,7 @@ def kind(served: Served, entry: EntryReply) -> str:
     return "its blocks are there"
 
 
-def words(served: Sequence[Served], log: Mapping[str, EntryReply]) -> Iterator[str]:
+def words(served: Sequence[ServedRequest], log: Mapping[str, EntryReply]) -> Iterator[str]:
     """Each with its candidates and the terms of their cost, line by line, the cheapest first."""
     for one in served:
         entry = log[one.id]
@@ -52,14 +52,14 @@ def words(served: Sequence[Served], log: Mapping[str, EntryReply]) -> Iterator[s
             yield f"    {_candidate(candidate)}"
 
 
-def _decided(served: Served, entry: EntryReply) -> str:
+def _decided(served: ServedRequest, entry: EntryReply) -> str:
     if served.rejected:
         return f"rejected: {entry.message}"
     waits = f" after {entry.wait_for}" if entry.wait_for else ""
     return f"{served.prefill} → {served.decode}{waits}; {kind(served, entry)}"
 
 
-def _times(served: Served, entry: EntryReply) -> str:
+def _times(served: ServedRequest, entry: EntryReply) -> str:
     if served.rejected:
         if entry.retry_after_s is None:
             return "it is not told when to come back: waiting would not help"

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from .children import DemoFailed
-from .model import VOCAB
-from .router import Prompt
-from .trace import load_slice, tokens_of
+from .engines.children import DemoFailed
+from .engines.model import VOCAB
+from .engines.trace import load_slice, tokens_of
+from .router import DemoPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tiffin.conductor.client import ConductorClient
 
-    from .router import Router, Served
+    from .router import Router, ServedRequest
 
 MODES = ("off", "predictive")
 # Of what two clients, each sending when it has been answered, got through.
@@ -46,7 +46,7 @@ class Pass:
     """One mode. `shadow`: what the conductor's own accounts say of it, by outcome."""
 
     mode: str
-    served: list[Served] = field(default_factory=list)
+    served: list[ServedRequest] = field(default_factory=list)
     shadow: dict[str, int] = field(default_factory=dict)
 
 
@@ -58,13 +58,13 @@ def arrivals(rate_s: float, lasts_s: float, seed: int) -> list[float]:
     return times[:-1]
 
 
-def prompts(count: int, seed: int) -> list[Prompt]:
+def prompts(count: int, seed: int) -> list[DemoPrompt]:
     """So many of the slice's prompts, from its first one on, again and again; tokens by seed."""
     requests, made = load_slice(), []
     for number in range(count):
         turn, index = divmod(number, len(requests))
         tokens = tokens_of(requests[index], seed=seed + turn * 1000, vocab=VOCAB).tolist()
-        made.append(Prompt(index, tokens))
+        made.append(DemoPrompt(index, tokens))
     return made
 
 
@@ -75,7 +75,7 @@ def overload(
     times_s: Sequence[float],
     ttft_s: float,
     seed: int,
-    ended: Callable[[str, Served], None],
+    ended: Callable[[str, ServedRequest], None],
 ) -> list[Pass]:
     """Both passes. `ended` hears of each request and its mode. Raises DemoFailed."""
     passes = []

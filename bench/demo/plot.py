@@ -9,14 +9,14 @@ from .report import ms
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .run import Outcome
+    from .run import DemoOutcome
 
 WITHOUT_COLOUR = "#9aa0a6"
 INK = "#333333"
 MET, MISSED, REJECTED = "#2a788e", "#d1495b", "#b8bcc2"
 
 
-def plot(outcome: Outcome, summary: dict[str, Any], path: Path) -> None:
+def plot(outcome: DemoOutcome, summary: dict[str, Any], path: Path) -> None:
     """Above, time to first token against prompt length, both passes; below, against the time of
     arrival, for both modes of admission. A PNG."""
     from matplotlib.figure import Figure
@@ -38,7 +38,7 @@ def plot(outcome: Outcome, summary: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def _lengths(figure: Any, outcome: Outcome, summary: dict[str, Any]) -> None:
+def _lengths(figure: Any, outcome: DemoOutcome, summary: dict[str, Any]) -> None:
     from matplotlib.ticker import FuncFormatter
 
     axes = figure.subplots()

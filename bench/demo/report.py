@@ -15,20 +15,20 @@ from rich.table import Table
 from tiffin.kvstore.sizes import format_bytes
 
 from ..environment import library_version
-from .model import NEW_TOKENS
+from .engines.model import NEW_TOKENS
+from .engines.trace import BLOCK_TOKENS, load_slice, reusable_tokens
 from .overload import summarise as summarise_overload
-from .trace import BLOCK_TOKENS, load_slice, reusable_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .router import Served
-    from .run import Alone, Outcome
+    from .router import ServedRequest
+    from .run import Alone, DemoOutcome
 
 PERCENTILES = (50, 90, 99)
 
 
-def summarise(outcome: Outcome) -> dict[str, Any]:
+def summarise(outcome: DemoOutcome) -> dict[str, Any]:
     """The run in plain nested values. `reusable_rate` is what an unlimited pool could have given
     if the requests had come one after the other. `found_blocks` counts each block that a prefill
     worker read, `handed_blocks` each that a decode worker read: where it lay at the worker's own
@@ -74,7 +74,7 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def rows(outcome: Outcome, summary: dict[str, Any]) -> dict[str, Any]:
+def rows(outcome: DemoOutcome, summary: dict[str, Any]) -> dict[str, Any]:
     """Everything, for the file: the summary, each request of each pass, each decision. What is not
     known is null."""
     told = {
@@ -89,7 +89,7 @@ def rows(outcome: Outcome, summary: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def differing(alone: Sequence[Alone], conducted: Sequence[Served]) -> list[int]:
+def differing(alone: Sequence[Alone], conducted: Sequence[ServedRequest]) -> list[int]:
     """Requests whose tokens are not those of a single process. One without an answer is one."""
     answers = {one.request: one.tokens for one in conducted}
     return [one.request for one in alone if answers.get(one.request) != one.tokens]
@@ -120,7 +120,7 @@ def _distribution(times_s: Sequence[float]) -> dict[str, float]:
     return {"mean": float(np.mean(times_s)), **numbers}
 
 
-def _ratios(conducted: Sequence[Served]) -> dict[str, float]:
+def _ratios(conducted: Sequence[ServedRequest]) -> dict[str, float]:
     """Observed by predicted times to first token."""
     ratios = [one.ttft_s / one.predicted_ttft_s for one in conducted]
     return {f"p{p}": float(np.percentile(ratios, p)) for p in (10, 50, 90)}

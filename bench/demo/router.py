@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from tiffin.conductor.records import Objectives, Rejection, Request
 
-from .model import NEW_TOKENS
-from .worker import MODEL
+from .engines.model import NEW_TOKENS
+from .engines.worker import MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from tiffin.conductor.client import ConductorClient
     from tiffin.kvstore import KVSchema
 
-    from .children import Crew
+    from .engines.children import Crew
 
 STALL_S = 120.0  # the longest that the workers may say nothing while they have something to do
 
 
 @dataclass(slots=True)
-class Served:
+class ServedRequest:
     """What became of one request. Times are seconds since its arrival (`at_s`: since the first one
     arrived). `rejected`: the reason, and then nothing but `predicted_ttft_s` was found out."""
 
@@ -56,14 +56,14 @@ class Served:
 class _Open:
     """A request that has not ended. `wait_for`: whose blocks it waits for before it is sent."""
 
-    served: Served
+    served: ServedRequest
     prompt: list[int]
     arrived_at: float
     wait_for: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class DemoPrompt:
     """What is asked: the request's number in the slice and its tokens."""
 
     request: int
@@ -82,13 +82,13 @@ class Router:
     def replay(
         self,
         name: str,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[DemoPrompt],
         *,
         clients: int = 0,
         arrivals_s: Sequence[float] = (),
         ttft_s: float | None = None,
-        ended: Callable[[Served], None] = lambda _: None,
-    ) -> list[Served]:
+        ended: Callable[[ServedRequest], None] = lambda _: None,
+    ) -> list[ServedRequest]:
         """Send all prompts and wait until all have ended, in whatever order.
 
         Either by so many `clients`, each of which sends the next prompt when it has been answered,
@@ -96,9 +96,9 @@ class Router:
         objective. Request ids begin with `name`. Raises DemoFailed and ConductorError.
         """
         begun_at, sent = time.monotonic(), 0
-        done: list[Served] = []
+        done: list[ServedRequest] = []
 
-        def end(served: Served | None) -> None:
+        def end(served: ServedRequest | None) -> None:
             if served is not None:
                 done.append(served)
                 ended(served)
@@ -121,8 +121,13 @@ class Router:
         return done
 
     def _send(
-        self, name: str, prompt: Prompt, arrived_at: float, begun_at: float, ttft_s: float | None
-    ) -> Served | None:
+        self,
+        name: str,
+        prompt: DemoPrompt,
+        arrived_at: float,
+        begun_at: float,
+        ttft_s: float | None,
+    ) -> ServedRequest | None:
         """Ask where, and send it there. Returns it if it was refused."""
         keys = self._schema.prefix(prompt.tokens).keys
         request = Request(
@@ -134,7 +139,7 @@ class Router:
             output_tokens=NEW_TOKENS,
         )
         placed = self._client.schedule(request)
-        served = Served(name, prompt.request, arrived_at - begun_at, len(prompt.tokens))
+        served = ServedRequest(name, prompt.request, arrived_at - begun_at, len(prompt.tokens))
         predicted_s = placed.predicted_ttft_s
         served.predicted_ttft_s = math.nan if predicted_s is None else predicted_s
         if isinstance(placed, Rejection):
@@ -160,7 +165,7 @@ class Router:
             {"prefill": {**order, "cached_tokens": one.served.cached_tokens}},
         )
 
-    def _hear(self, name: str, message: dict[str, Any]) -> Served | None:
+    def _hear(self, name: str, message: dict[str, Any]) -> ServedRequest | None:
         """A worker has said something. Returns the request that has ended with it."""
         if "prefilled" in message:
             self._prefilled(message["prefilled"])
@@ -189,7 +194,7 @@ class Router:
             if other.wait_for == served.id:
                 self._prefill(other)
 
-    def _decoded(self, said: dict[str, Any]) -> Served:
+    def _decoded(self, said: dict[str, Any]) -> ServedRequest:
         one = self._open.pop(said["id"])
         served = one.served
         served.finished_s = said["finished_at"] - one.arrived_at

@@ -20,29 +20,29 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tiffin.conductor.api.keying import parse_schema
 from tiffin.conductor.client import ConductorClient
 from tiffin.conductor.errors import ConductorError
+from tiffin.conductor.wire.block_keys import parse_schema
 from tiffin.kvstore import Client, TiffinError
+from tiffin.kvstore.cli.local.local_pool import LocalPool, LocalPoolOptions
 from tiffin.kvstore.errors import NodeUnavailable
-from tiffin.kvstore.localpool import LocalPool, LocalPoolOptions
 from tiffin.kvstore.sizes import parse_bytes
 
 from . import overload
-from .children import Child, Crew, DemoFailed
 from .conducting import PROFILE, conductor, fitted
-from .model import FULL, QUICK, VOCAB, ModelSize
-from .router import Prompt, Router, Served
-from .trace import load_slice, tokens_of
-from .worker import Job, Membership
+from .engines.children import Crew, DemoFailed, EngineProcess
+from .engines.model import FULL, QUICK, VOCAB, ModelSize
+from .engines.trace import load_slice, tokens_of
+from .engines.worker import Job, Membership
+from .router import DemoPrompt, Router, ServedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rich.console import Console
 
-    from tiffin.conductor.api.models import EntryReply
-    from tiffin.conductor.profiles import Profile
+    from tiffin.conductor.cost.latency_profiles import Profile
+    from tiffin.conductor.wire.models import EntryReply
 
     from .conducting import ConductorProcess
 
@@ -96,14 +96,14 @@ class Alone:
 
 
 @dataclass(slots=True)
-class Outcome:
+class DemoOutcome:
     """Everything that was measured. `counters` are the nodes' after the conducted pass, added up;
     `network` has the blocks, and their bytes with headers, that came over TCP to the workers of
     each role. `decisions`: the conductor's log, by request."""
 
     options: Options
     alone: list[Alone] = field(default_factory=list)
-    conducted: list[Served] = field(default_factory=list)
+    conducted: list[ServedRequest] = field(default_factory=list)
     overload: list[overload.Pass] = field(default_factory=list)
     decisions: dict[str, EntryReply] = field(default_factory=dict)
     profile: Profile | None = None
@@ -116,9 +116,9 @@ class Outcome:
     elapsed_s: float = 0.0
 
 
-def run(options: Options, console: Console) -> Outcome:
+def run(options: Options, console: Console) -> DemoOutcome:
     """All of it. Raises DemoFailed; shows progress on `console`."""
-    outcome, started_s = Outcome(options), time.perf_counter()
+    outcome, started_s = DemoOutcome(options), time.perf_counter()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiffin-demo-")))
         demo = _Demo(options, outcome, stack, folder, stack.enter_context(_progress(console)))
@@ -139,7 +139,7 @@ class _Demo:
     def __init__(
         self,
         options: Options,
-        outcome: Outcome,
+        outcome: DemoOutcome,
         stack: contextlib.ExitStack,
         folder: Path,
         progress: Progress,
@@ -218,14 +218,14 @@ class _Demo:
         options, outcome = self._options, self._outcome
         requests = load_slice()[: options.requests]
         prompts = [
-            Prompt(index, tokens_of(request, seed=options.seed, vocab=VOCAB).tolist())
+            DemoPrompt(index, tokens_of(request, seed=options.seed, vocab=VOCAB).tolist())
             for index, request in enumerate(requests)
         ]
         outcome.ttft_objective_s = objective_s([one.ttft_s for one in outcome.alone])
         task = self._progress.add_task("with pool and conductor", total=len(prompts), note="")
         found: Counter[str] = Counter()
 
-        def ended(served: Served) -> None:
+        def ended(served: ServedRequest) -> None:
             found.update(hit=served.hit_tokens, all=served.prompt_tokens)
             share = found["hit"] / found["all"]
             self._progress.update(task, advance=1, note=f"{share:.0%} of the tokens found")
@@ -264,7 +264,7 @@ class _Demo:
         }
         rejected: Counter[str] = Counter()
 
-        def ended(mode: str, served: Served) -> None:
+        def ended(mode: str, served: ServedRequest) -> None:
             rejected[mode] += bool(served.rejected)
             self._progress.start_task(tasks[mode])
             note = f"{rejected[mode]} rejected" if rejected[mode] else ""
@@ -285,12 +285,14 @@ class _Demo:
     # -- processes ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _children(self) -> Iterator[list[Child]]:
-        children: list[Child] = []
+    def _children(self) -> Iterator[list[EngineProcess]]:
+        children: list[EngineProcess] = []
         try:
             for role, names in self._names.items():
                 for name in names:
-                    children.append(Child(name, ["tiffin.bench.demo.worker"], self._folder))
+                    children.append(
+                        EngineProcess(name, ["tiffin.bench.demo.engines.worker"], self._folder)
+                    )
                     job = Job(name, role, self._options.seed, self._options.size)
                     children[-1].send(asdict(job))
             yield children

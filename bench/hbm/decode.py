@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tiffin.messenger.device import DeviceCopier
+from tiffin.messenger.gpu.copier import DeviceCopier
 
 from ..store.rows import MILLISECONDS, Row, Side, Target, times
 from ..store.setting import size_text

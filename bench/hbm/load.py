@@ -24,7 +24,7 @@ _SLACK_S = 0.01
 _TIMEOUT_S = 30.0
 
 
-class Load(Protocol):
+class GpuLoad(Protocol):
     """Work that a device is at."""
 
     def done(self) -> bool:
@@ -41,9 +41,9 @@ class Beside:
     nothing is judged.
     """
 
-    def __init__(self, start: Callable[[], Load]) -> None:
+    def __init__(self, start: Callable[[], GpuLoad]) -> None:
         self._start = start
-        self._load: Load | None = None
+        self._load: GpuLoad | None = None
         self.early = 0
 
     def side(self, action: Callable[[], object]) -> Side:
@@ -94,7 +94,7 @@ class Matrices:
         where.synchronise()
         self._each_s = self._calibrate()
 
-    def start(self, beside_s: float) -> Load:
+    def start(self, beside_s: float) -> GpuLoad:
         """Queue enough of them for work that takes `beside_s` alone."""
         count = math.ceil((_MARGIN * beside_s + _SLACK_S) / self._each_s)
         with self._torch.cuda.stream(self._stream):

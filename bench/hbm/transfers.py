@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiffin.kernels.paged import gather, scatter
-from tiffin.kernels.plan import PageMap
-from tiffin.messenger.device import Copies, DeviceCopier
+from tiffin.kernels.layout.transfer_plan import PageMap
+from tiffin.kernels.paged.gather_scatter import gather, scatter
+from tiffin.messenger.gpu.copier import Copies, DeviceCopier
 
 from ..kernels.case import Case, Model
 from ..store.rows import Row, Side, Spread, Target, rates
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Action = Callable[[], None]
 
 _IDLE, _BUSY = 0.9, 0.8
-# What a kernel that moves bytes over PCIe may take of a GPU: see tiffin.kernels.ranges.
+# What a kernel that moves bytes over PCIe may take of a GPU: see tiffin.kernels.ranges.copy_ranges.
 _LINK_PROGRAMS = 64
 
 

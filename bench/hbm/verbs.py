@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tiffin.kvstore.client import Client
+from tiffin.kvstore.client.client import Client
 from tiffin.kvstore.hbm import HbmOptions, HbmStore
 
 from ..store.rows import MICROSECONDS, Row, Side, rates, times
@@ -21,8 +21,8 @@ from ..store.setting import prefix_of, room_for, schema_of, size_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tiffin.kvstore.keys import Prefix
-    from tiffin.kvstore.verbs import Verify
+    from tiffin.kvstore.format.keys import Prefix
+    from tiffin.kvstore.verbs.arguments import Verify
 
     from .setting import Setting
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiffin.kernels.lanes import lanes
-from tiffin.kernels.memory import block_memory
-from tiffin.kernels.paged import gather, scatter, tile_work
+from tiffin.kernels.layout.block_addresses import block_memory
+from tiffin.kernels.layout.lanes import lanes
+from tiffin.kernels.paged.gather_scatter import gather, scatter, tile_work
 
 from ..store.rows import MICROSECONDS, Row, Side, Target, interleave, single, times
 from .case import latents, llama, small_pages

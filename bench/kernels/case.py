@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tiffin.kernels.layout import BlockLayout, BlockShape, PagedCache
-from tiffin.kernels.paged import gather, scatter
-from tiffin.kernels.plan import PageMap
+from tiffin.kernels.layout.block_layout import BlockLayout, BlockShape, PagedCache
+from tiffin.kernels.layout.transfer_plan import PageMap
+from tiffin.kernels.paged.gather_scatter import gather, scatter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
-from tiffin.kernels.checksum import segment_checksums, segment_checksums_async
+from tiffin.kernels.checksum.segment_checksum import segment_checksums, segment_checksums_async
 
 from ..store.rows import Row, Side, rates
 

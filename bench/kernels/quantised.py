@@ -5,9 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tiffin.kernels.layout import BlockLayout, BlockPart, BlockShape
-from tiffin.kernels.quant import QuantisedLayout, gather_quantised, scatter_dequantised
-from tiffin.kernels.scaling import SCALE_BYTES, Scaling
+from tiffin.kernels.layout.block_layout import BlockLayout, BlockPart, BlockShape
+from tiffin.kernels.quant.quantised_gather import (
+    QuantisedLayout,
+    gather_quantised,
+    scatter_dequantised,
+)
+from tiffin.kernels.quant.scaling import SCALE_BYTES, Scaling
 
 from ..store.rows import Row, Side, Target, rates
 from .case import llama, small_pages

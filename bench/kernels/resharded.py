@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiffin.kernels.layout import BlockLayout, BlockShape
-from tiffin.kernels.reshard import reshard as move
+from tiffin.kernels.layout.block_layout import BlockLayout, BlockShape
+from tiffin.kernels.paged.reshard import reshard as move
 
 from ..store.rows import Row, Side, rates
 

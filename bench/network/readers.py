@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiffin.kvstore.blocks import select
-from tiffin.kvstore.client import Client
+from tiffin.kvstore.blocks.block_views import select
+from tiffin.kvstore.client.client import Client
 from tiffin.kvstore.credentials import Credentials
-from tiffin.kvstore.pool.fetch import Arrivals, fetch
-from tiffin.kvstore.pool.peer import Peer
-from tiffin.kvstore.verbs import Access
+from tiffin.kvstore.pool.remote.block_read import ArrivedSegments, fetch
+from tiffin.kvstore.pool.remote.peer import Peer
+from tiffin.kvstore.verbs.block_verbs import Access
 
 from ..limits import touched
 from ..store.rows import MILLISECONDS, Row, Side, Spread, Target, interleave, times
@@ -26,8 +26,8 @@ from .transfer import GIGA, get, pair
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tiffin.kvstore.keys import Prefix
-    from tiffin.kvstore.verbs import Verify
+    from tiffin.kvstore.format.keys import Prefix
+    from tiffin.kvstore.verbs.arguments import Verify
 
     from ..limits import Bytes
     from .setting import RemoteNode, Setting
@@ -57,7 +57,9 @@ class _Progress:
         """One block."""
         prefix, chosen = self._prefix, select(self._prefix.schema)
         start_s = time.perf_counter()
-        arrivals = Arrivals(prefix, chosen, self._access, [self._target], piece=self._arrived)
+        arrivals = ArrivedSegments(
+            prefix, chosen, self._access, [self._target], piece=self._arrived
+        )
         fetched = fetch(self._peer, prefix, arrivals, deadline=time.monotonic() + _TIMEOUT_S)
         end_s = time.perf_counter()
         assert fetched.blocks == 1, fetched

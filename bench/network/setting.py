@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -14,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiffin.kvstore.client import Client
-from tiffin.kvstore.errors import NodeUnavailable
+from tiffin.kvstore.cli.local.local_redis import need_redis
+from tiffin.kvstore.client.client import Client
+from tiffin.kvstore.errors import InvalidInput, NodeUnavailable
 
 from ..store.setting import KIB, MIB, silent
 
@@ -89,15 +89,19 @@ class RemoteNode:
 
     address: tuple[str, int]
     pid: int
+    token_file: Path | None = None
 
     @property
     def url(self) -> str:
         """For `Client.open`: over the network, although it is on this host."""
-        return f"tiffin://{self.address[0]}:{self.address[1]}"
+        token = f"?token_file={self.token_file}" if self.token_file is not None else ""
+        return f"tiffin://{self.address[0]}:{self.address[1]}{token}"
 
 
 @contextlib.contextmanager
-def remote_node(dram_bytes: int, options: Sequence[str] = ()) -> Iterator[RemoteNode]:
+def remote_node(
+    dram_bytes: int, options: Sequence[str] = (), token_file: Path | None = None
+) -> Iterator[RemoteNode]:
     """A `tiffin node` process with so much DRAM, all of it touched, that listens on loopback."""
     with tempfile.TemporaryDirectory(prefix="tiffin-bench-") as folder:
         address = (LOOPBACK, free_port())
@@ -106,8 +110,10 @@ def remote_node(dram_bytes: int, options: Sequence[str] = ()) -> Iterator[Remote
             *("--socket", str(Path(folder) / "node.sock"), "--log-level", "error"),
             *("--listen", f"{address[0]}:{address[1]}", *options),
         ]
+        if token_file is not None:
+            command += ["--token-file", str(token_file)]
         with running(command) as process:
-            node = RemoteNode(address, process.pid)
+            node = RemoteNode(address, process.pid, token_file)
             await_answer(process, lambda: _greet(node), "the node")
             yield node
 
@@ -121,9 +127,10 @@ def _greet(node: RemoteNode) -> bool:
 @contextlib.contextmanager
 def redis_server() -> Iterator[str]:
     """A Redis of our own without persistence; its URL. Raises Missing."""
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        raise Missing("no redis-server or valkey-server; run: apt install redis-server")
+    try:
+        program = need_redis()
+    except InvalidInput as error:
+        raise Missing(str(error)) from error
     with tempfile.TemporaryDirectory(prefix="tiffin-bench-") as folder:
         port = free_port()
         command = [

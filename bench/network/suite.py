@@ -10,6 +10,7 @@ from .directory import locate
 from .mooncake import mooncake
 from .readers import concurrent_readers, first_layer
 from .setting import Missing
+from .tags import tags
 from .transfer import remote_get, remote_small, scattered
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ SUITE: Suite[Setting] = Suite(
     {
         "remote-get": remote_get,
         "remote-small": remote_small,
+        "tags": tags,
         "scattered": scattered,
         "first-layer": first_layer,
         "readers": concurrent_readers,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tiffin.kvstore.client import Client
+from tiffin.kvstore.client.client import Client
 
 from ..limits import touched
 from ..store.rows import MICROSECONDS, Row, Side, Target, interleave, rates, times
@@ -19,9 +19,9 @@ from .setting import Metered, apart, remote_node
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tiffin.kvstore.keys import Prefix
-    from tiffin.kvstore.schema import HeadRange
-    from tiffin.kvstore.verbs import Verify
+    from tiffin.kvstore.format.keys import Prefix
+    from tiffin.kvstore.format.schema import HeadRange
+    from tiffin.kvstore.verbs.arguments import Verify
 
     from ..limits import Bytes
     from .setting import RemoteNode, Setting

@@ -1,1 +1,1 @@
-"""`tiffin bench store`: what the store costs, each number beside the limit of the same run."""
+"""`tiffin bench store`: the costs of the store, each beside its limit, measured in the same run."""

@@ -1,7 +1,7 @@
 """Rows about memory bandwidth: blocks copied out of the pool and into it, against memcpy.
 
-The node is a process of its own. All memory is touched before: the node prefaults its pool, and the
-first, unmeasured calls fill the page tables through which the client sees it.
+The node is a process of its own. All memory is touched before the measurement: the node prefaults
+its pool, and the first, unmeasured calls fill the client's page tables for it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tiffin.kvstore.client import Client
-from tiffin.messenger.local import PIECE_BYTES
+from tiffin.kvstore.client.client import Client
+from tiffin.messenger.shm.host_copy import PIECE_BYTES
 
 from ..limits import copy_all, copy_in_pieces, touched
 from .rows import Row, Side, Target, interleave, rates
@@ -20,7 +20,7 @@ from .setting import daemon, prefix_of, room_for, schema_of, size_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tiffin.kvstore.keys import Prefix
+    from tiffin.kvstore.format.keys import Prefix
 
     from ..limits import Bytes
     from .setting import Setting
@@ -34,7 +34,7 @@ def _pool(setting: Setting) -> Iterator[tuple[Client, Prefix, list[Bytes], list[
     sizes = setting.sizes
     schema = schema_of(sizes.large_block_bytes)
     setting.tell(f"{sizes.copied_blocks} blocks of {size_text(sizes.large_block_bytes)}")
-    # A put may take a quarter of the pool at a time; here it takes all blocks at once.
+    # A put writes at most a quarter of the pool at a time; in a pool this large, all its blocks.
     with (
         daemon(4 * room_for(schema, sizes.copied_blocks)) as node,
         Client.open(node.url, name="bench") as client,
@@ -45,7 +45,8 @@ def _pool(setting: Setting) -> Iterator[tuple[Client, Prefix, list[Bytes], list[
 
 
 def get_into(setting: Setting) -> list[Row]:
-    """`get(into=buffers)`, unverified and verified, and for comparison the same copy by hand."""
+    """`get(into=buffers)`, unverified and verified, and for comparison the same copy by
+    `np.copyto`."""
     with _pool(setting) as (client, prefix, payloads, targets):
         assert client.put(prefix, payloads, timeout_s=60.0).complete
         with client.get(prefix, verify="off") as held:
@@ -86,7 +87,7 @@ def _get_rows(setting: Setting, found: list[list[float]]) -> list[Row]:
 
 
 def put(setting: Setting) -> list[Row]:
-    """`put`, checksums and headers included; what was put is removed between the rounds."""
+    """`put`, checksums and headers included; the blocks are removed between the rounds."""
     with _pool(setting) as (client, prefix, payloads, targets):
         sides = [
             Side(partial(copy_all, targets, payloads)),

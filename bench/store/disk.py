@@ -1,4 +1,4 @@
-"""Rows about the disk: the NVMe tier's bandwidth against fio, and how long a restart takes."""
+"""Rows about the disk: the NVMe tier's bandwidth against fio, and a node's restart time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from tiffin.kvstore.client import Client
+from tiffin.kvstore.client.client import Client
+from tiffin.kvstore.format.header_writer import seal
 from tiffin.kvstore.node.node import Node, NodeOptions
-from tiffin.kvstore.sealing import seal
 from tiffin.kvstore.tiers.base import TierWarning
 from tiffin.kvstore.tiers.directio import PIECE_BYTES, QUEUE_DEPTH
 from tiffin.kvstore.tiers.nvme import NvmeTier
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiffin.kvstore.keys import Prefix
-    from tiffin.kvstore.schema import KVSchema
+    from tiffin.kvstore.format.keys import Prefix
+    from tiffin.kvstore.format.schema import KVSchema
 
     from ..limits import Bytes, Direction, Disk
     from .setting import Setting
@@ -53,7 +53,7 @@ def _folder(setting: Setting) -> Iterator[Path]:
 @contextlib.contextmanager
 def _tier(folder: Path, nbytes: int) -> Iterator[NvmeTier]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TierWarning)  # the row says whether I/O was direct
+        warnings.simplefilter("ignore", TierWarning)  # the row's note reports buffered I/O
         tier = NvmeTier(folder, nbytes)
     try:
         yield tier
@@ -65,12 +65,12 @@ def _tier(folder: Path, nbytes: int) -> Iterator[NvmeTier]:
 
 
 def nvme(setting: Setting) -> list[Row]:
-    """Whole blocks written and committed, then read back, extent after extent."""
+    """Bandwidth of whole blocks written and committed, then read back, one extent at a time."""
     return [row for size in setting.sizes.disk_block_bytes for row in _nvme(setting, size)]
 
 
 class _Blocks:
-    """Blocks of one size that fill a tier, with a page-aligned extent in memory to move."""
+    """Blocks of one size that fill a tier, and one page-aligned extent in memory as the buffer."""
 
     def __init__(self, tier: NvmeTier, block_bytes: int, count: int) -> None:
         self.tier = tier
@@ -180,7 +180,7 @@ def _nvme_row(
 
 
 def restart(setting: Setting) -> list[Row]:
-    """A node over an NVMe tier full of blocks: from its constructor to serving."""
+    """Restart time of a node over an NVMe tier full of blocks: from its constructor to serving."""
     schema = schema_of(setting.sizes.small_block_bytes)
     with _folder(setting) as folder:
         nbytes = setting.sizes.restart_blocks * schema.extent_bytes
@@ -208,7 +208,8 @@ def restart(setting: Setting) -> list[Row]:
 def _fill(
     folder: Path, nbytes: int, count: int, setting: Setting
 ) -> tuple[list[Prefix], list[int]]:
-    """Committed blocks in chains; their prefixes, and where in the file their headers are."""
+    """Commit blocks in chains; returns their prefixes, and the offsets of their headers in the
+    file."""
     schema = schema_of(setting.sizes.small_block_bytes)
     chain = min(_RESTART_CHAIN, count)
     prefixes = [prefix_of(schema, chain, seed) for seed in range(count // chain)]
@@ -237,7 +238,7 @@ def _fill(
 
 
 def _restart(options: NodeOptions, prefixes: list[Prefix]) -> tuple[float, int]:
-    """Seconds to construct the node, and how many blocks it then knows."""
+    """Seconds to construct the node, and how many blocks match then."""
     start_s = time.perf_counter()
     node = Node(options)
     taken_s = time.perf_counter() - start_s

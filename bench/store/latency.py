@@ -1,4 +1,4 @@
-"""Rows about microseconds: leased get, match, keys. No payload bytes move in any of them."""
+"""Rows about latency: leased get, match, keys. None of them copies payload bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiffin.kvstore.client import Client
+from tiffin.kvstore.client.client import Client
 
 from ..limits import RoundTrip, chained_digests
 from .rows import MICROSECONDS, MILLISECONDS, Row, Side, Target, interleave, times
@@ -25,13 +25,14 @@ from .setting import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tiffin.kvstore.keys import Prefix
-    from tiffin.kvstore.verbs import Verify
+    from tiffin.kvstore.format.keys import Prefix
+    from tiffin.kvstore.verbs.arguments import Verify
 
-    from .setting import Daemon, Setting
+    from .setting import NodeDaemon, Setting
 
 _ROUND_TRIP = "64 bytes over a unix socket to another process and back"
-# Calls of each kind before the first that counts: the daemon and the echo have only just started.
+# Warm-up calls of each kind before the first measured one: the daemon and the echo process have
+# only just started.
 WARM_CALLS = 200
 _PLACEMENTS = {"": "", "-one-core": "; all processes on one core"}
 
@@ -47,7 +48,7 @@ def store(client: Client, prefix: Prefix) -> None:
 
 
 def leased_get(setting: Setting) -> list[Row]:
-    """Lease a prefix in a node of another process, view it, release it; two sizes of blocks."""
+    """Lease a prefix at a node in another process, view it, release it; two sizes of blocks."""
     sizes = setting.sizes
     rows = _leased_get(setting, sizes.small_block_bytes, ("off", "always"))
     return rows + _leased_get(setting, sizes.large_block_bytes, ("off",))
@@ -72,12 +73,12 @@ def _leased_get(setting: Setting, block_bytes: int, policies: tuple[Verify, ...]
 
 
 def _placed(
-    setting: Setting, actions: Sequence[Callable[[], object]], plain: RoundTrip, node: Daemon
+    setting: Setting, actions: Sequence[Callable[[], object]], plain: RoundTrip, node: NodeDaemon
 ) -> list[list[list[float]]]:
     """Seconds of the round trip and of `actions`: placed by the scheduler, and all on one core.
 
-    The scheduler may wake a process on the waker's core or on another one, which an idle virtual
-    CPU makes 40 us dearer, and it need not choose alike for the two that are compared.
+    The scheduler may wake a process on the waker's core or on another core, which costs 40 us more
+    if that is an idle virtual CPU, and it may choose differently for the two sides compared.
     """
     sides = [Side(plain), *(Side(action) for action in actions)]
     rounds, calls = setting.sizes.rounds, setting.sizes.calls

@@ -1,4 +1,4 @@
-"""Rows about what a node's bookkeeping costs, and what its allocator loses."""
+"""Rows about the memory of a node's bookkeeping, and about fragmentation in its allocator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FILL = 0.95
 
 
 def memory(setting: Setting) -> list[Row]:
-    """Growth of a fresh process per block that its core holds."""
+    """Memory growth of a fresh process per block that its core holds."""
     blocks = setting.sizes.resident_blocks
     setting.tell(f"{blocks} blocks")
     core, floor = _resident("core", blocks), _resident("floor", blocks)

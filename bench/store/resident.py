@@ -1,9 +1,9 @@
-"""How much memory the node's bookkeeping takes, in a process of its own.
+"""Memory of the node's bookkeeping, measured in a process of its own.
 
 `python -m tiffin.bench.store.resident core 500000` prints one JSON object; `floor` instead of
-`core` keeps the same keys in a bare dict, which is the least that Python can do.
+`core` keeps the same keys in a bare dict, which is the minimum in Python.
 
-The core needs no tier to be there: it decides over an arena of numbers.
+The core needs no real tier: it allocates offsets in an arena without memory behind it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from tiffin.kvstore.arena import Arena
-from tiffin.kvstore.eviction import make_policy
-from tiffin.kvstore.node.core import CoreOptions, NodeCore, split_keys
-from tiffin.kvstore.node.space import TierSpace
+from tiffin.kvstore.memory.arena import Arena
+from tiffin.kvstore.memory.eviction import make_policy
+from tiffin.kvstore.node.core.node_core import CoreOptions, NodeCore, split_keys
+from tiffin.kvstore.node.core.tier_ledger import TierSpace
 from tiffin.kvstore.tiers.base import TierName
 
 if TYPE_CHECKING:
-    from tiffin.kvstore.node.records import Session
+    from tiffin.kvstore.node.core.records import Session
 
 EXTENT_BYTES = (64 << 20) + 4096
 CHAIN_BLOCKS = 64
@@ -30,13 +30,13 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM now."""
+    """Resident memory of this process."""
     with open("/proc/self/statm", encoding="ascii") as numbers:
         return int(numbers.read().split()[1]) * _PAGE_BYTES
 
 
 def measure_core(blocks: int) -> dict[str, float]:
-    """Bytes per block after `blocks` commits, and after their removal."""
+    """Bytes per block after `blocks` commits, and the shares returned after their removal."""
     capacity_bytes = (blocks + CHAIN_BLOCKS) * EXTENT_BYTES
     space = TierSpace(TierName.DRAM, Arena(capacity_bytes), make_policy("lru"))
     core = NodeCore(space, None, CoreOptions())
@@ -54,8 +54,8 @@ def measure_core(blocks: int) -> dict[str, float]:
 
 
 def _returned(before: int, full: int) -> dict[str, float]:
-    """Shares of the growth that the process no longer has: by itself, after a collection, after
-    the C library was asked to give back what it keeps (the node does neither)."""
+    """Shares of the growth that the process has returned: by itself, after a garbage collection,
+    and after `malloc_trim` of the C library (the node calls neither)."""
     growth = max(1, full - before)
     shares = {"returned": (full - resident_bytes()) / growth}
     gc.collect()
@@ -96,7 +96,7 @@ def measure_floor(blocks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """One measurement, as the arguments say."""
+    """Run the measurement named by the arguments, and print it."""
     measure = {"core": measure_core, "floor": measure_floor}[sys.argv[1]]
     print(json.dumps(measure(int(sys.argv[2]))))
 

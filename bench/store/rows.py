@@ -1,7 +1,7 @@
-"""What a measurement is: samples, their spread, the limit beside it, and whether the target held.
+"""A measurement: samples, their spread, the limit beside it, and whether the target was met.
 
-The measured thing and its limit take turns (A B A B ...), so that a machine that slows down slows
-both: the ratio of the medians survives what the numbers themselves do not.
+The measured action and its limit take turns (A B A B ...), so that a machine that slows down slows
+both: the ratio of the medians then stays valid, while the absolute numbers do not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MILLISECONDS = 1e3
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The middle of the samples and what is around it. `best` is the least disturbed sample."""
+    """Percentiles of the samples. `best` is the least disturbed sample."""
 
     p20: float
     p50: float
@@ -47,7 +47,7 @@ class Target:
     bound: float
 
     def holds(self, row: Row) -> bool:
-        """Whether this row meets it."""
+        """Whether this row meets the target."""
         value = row.ratio if self.quantity == "ratio" else row.value.p50
         return value <= self.bound if self.sense == "<=" else value >= self.bound
 
@@ -59,7 +59,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement. No targets: it is shown for information."""
+    """One measurement. A row without targets is for information only."""
 
     name: str
     what: str
@@ -72,17 +72,17 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Median of the measured over median of the limit."""
+        """Median of the value over median of the limit."""
         return self.value.p50 / self.limit.p50
 
     @property
     def best_ratio(self) -> float:
-        """Best of the measured over best of the limit."""
+        """Best sample of the value over best sample of the limit."""
         return self.value.best / self.limit.best
 
     @property
     def met(self) -> bool | None:
-        """Whether every target held; None when there is none."""
+        """Whether every target is met; None if there is none."""
         return all(target.holds(self) for target in self.targets) if self.targets else None
 
     @property
@@ -107,8 +107,8 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the things that take turns: `action` is timed; `prepare` before it and `reset` after
-    it are not."""
+    """One of the sides that take turns: `action` is timed; `prepare` before it and `reset` after it
+    are not."""
 
     action: Callable[[], object]
     reset: Callable[[], object] = _nothing
@@ -118,8 +118,8 @@ class Side:
 def interleave(sides: Sequence[Side], *, rounds: int, batch: int = 1) -> list[list[float]]:
     """Seconds of every call, per side: `batch` calls of each side in turn, `rounds` times.
 
-    Each side runs twice before, unmeasured: caches, page tables and pools are then as in use. The
-    garbage collector stays on, as in the programs that use the store, and starts from zero.
+    Each side first runs twice, unmeasured, to warm caches, page tables and pools. The garbage
+    collector stays on, as in the programs that use the store, and has just run a full collection.
     """
     for _ in range(2):
         for side in sides:
@@ -140,8 +140,8 @@ def interleave(sides: Sequence[Side], *, rounds: int, batch: int = 1) -> list[li
 
 
 def timed(action: Callable[[], object], calls: int) -> list[float]:
-    """Seconds of each of so many calls. For who has called it before, and not cleared the caches
-    since, as `interleave` does by collecting garbage."""
+    """Seconds of each of `calls` calls. The caller must have warmed up the action, and not cleared
+    the caches since, as `interleave` does by a garbage collection."""
     seconds = []
     for _ in range(calls):
         start_s = time.perf_counter()
@@ -161,5 +161,5 @@ def rates(seconds: Sequence[float], nbytes: int) -> Spread:
 
 
 def single(value: float) -> Spread:
-    """A number that was taken once, or follows from counting."""
+    """A number that was measured once, or counted."""
     return Spread(value, value, value, value, 1)

@@ -1,4 +1,4 @@
-"""What the measurements share: how large a run is, schemas of exact sizes, a real node daemon."""
+"""Shared by the measurements: sizes of a run, schemas of exact block sizes, a real node daemon."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiffin.kvstore.client import Client
+from tiffin.kvstore.client.client import Client
 from tiffin.kvstore.errors import NodeUnavailable
-from tiffin.kvstore.schema import KVSchema
+from tiffin.kvstore.format.schema import KVSchema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tiffin.kvstore.keys import Prefix
+    from tiffin.kvstore.format.keys import Prefix
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 BLOCK_TOKENS = 512
@@ -49,8 +49,8 @@ class Sizes:
     disk_block_bytes: tuple[int, ...] = (16 * MIB, 64 * MIB)
     disk_bytes: int = 1 * GIB
     disk_rounds: int = 11
-    # Disks of virtual machines are throttled by a bucket that fills while nothing happens. fio's
-    # start is such a pause, so everybody gets a longer one first.
+    # Disks of virtual machines are throttled by a token bucket that fills while they are idle.
+    # fio's start is such a pause, so each step gets a longer pause before it.
     disk_pause_s: float = 0.5
     prompt_tokens: int = 131_072
     restart_blocks: int = 2_000
@@ -73,13 +73,13 @@ class Sizes:
 
 
 def silent(text: str) -> None:
-    """Tell nobody what is going on."""
+    """A progress callback that shows nothing."""
     del text
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One run: its sizes, where disks are measured, and whom to tell what is going on."""
+    """One run: its sizes, the folder of the measured disk, and a callback for progress."""
 
     sizes: Sizes
     nvme_dir: Path
@@ -87,7 +87,8 @@ class Setting:
 
 
 def schema_of(block_bytes: int) -> KVSchema:
-    """32 layers of K and V in bf16 whose block is exactly so large: multiples of 64 KiB.
+    """A schema of 32 layers of K and V in bf16 with blocks of exactly this size, a multiple of
+    64 KiB.
 
     All sizes have the same number of layers, so headers and checksums cost the same. 64 MiB is
     Llama-3-8B.
@@ -109,17 +110,17 @@ def schema_of(block_bytes: int) -> KVSchema:
 
 
 def prompt(tokens: int, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Token ids of a vocabulary of 128,256, as a tokenizer gives them: int64."""
+    """Random token ids of a vocabulary of 128,256, in a tokenizer's type: int64."""
     return np.random.default_rng(seed).integers(0, 128_256, tokens, np.int64)
 
 
 def prefix_of(schema: KVSchema, blocks: int, seed: int = 0) -> Prefix:
-    """A prompt of so many full blocks."""
+    """The prefix of a prompt of `blocks` full blocks."""
     return schema.prefix(prompt(blocks * schema.block_tokens, seed))
 
 
 @dataclass(frozen=True, slots=True)
-class Daemon:
+class NodeDaemon:
     """A running node process."""
 
     url: str
@@ -127,8 +128,8 @@ class Daemon:
 
 
 @contextlib.contextmanager
-def daemon(dram_bytes: int) -> Iterator[Daemon]:
-    """A `tiffin node` process with that much DRAM, all of it touched."""
+def daemon(dram_bytes: int) -> Iterator[NodeDaemon]:
+    """A `tiffin node` process with that much DRAM, all of it prefaulted."""
     with tempfile.TemporaryDirectory(prefix="tiffin-bench-") as folder:
         path = Path(folder) / "node.sock"
         command = [sys.executable, "-c", _COMMANDS, "node"]
@@ -136,7 +137,7 @@ def daemon(dram_bytes: int) -> Iterator[Daemon]:
         process = subprocess.Popen([*command, *options])
         try:
             _await_node(path, process)
-            yield Daemon(f"unix:{path}", process.pid)
+            yield NodeDaemon(f"unix:{path}", process.pid)
         finally:
             process.terminate()
             process.wait(timeout=_START_S)
@@ -144,7 +145,8 @@ def daemon(dram_bytes: int) -> Iterator[Daemon]:
 
 @contextlib.contextmanager
 def one_core(*pids: int) -> Iterator[None]:
-    """This thread and the main threads of `pids` on one core, ours as before afterwards."""
+    """Pin this thread and the main threads of `pids` to one core; afterwards all of them get this
+    thread's earlier affinity."""
     cores = os.sched_getaffinity(0)
     try:
         for pid in (0, *pids):
@@ -166,7 +168,7 @@ def _await_node(path: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 def room_for(schema: KVSchema, blocks: int) -> int:
-    """DRAM for so many blocks and a quarter more, so that nothing is evicted."""
+    """DRAM for `blocks` blocks and a quarter more, so that the node evicts nothing."""
     return schema.extent_bytes * (blocks + blocks // 4 + 1)
 
 

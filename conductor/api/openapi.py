@@ -1,4 +1,4 @@
-"""The description of the service, from its table of routes and the structs that check bodies."""
+"""Builds the OpenAPI document from the route table and the structs that validate bodies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .models import ErrorReply, HealthReply
-from .table import IN_PATH, ROUTES, SETTINGS, Parameter, Route
+from ..wire.models import ErrorReply, HealthReply
+from .route_table import IN_PATH, ROUTES, SETTINGS, Parameter, Route
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +22,7 @@ answers, and which KV cache blocks are brought there from where. Bytes of prompt
 VERSION = "1"
 
 _REF = "#/components/schemas/{name}"
-# Of every route with a token, and of every one with a body.
+# Statuses of every route that needs a token, and of every route with a body.
 _GUARDED = ((401, "No token, or one that is not known."), (403, "The token lacks the right."))
 _WITH_BODY = (
     (408, "The body came too slowly."),
@@ -39,7 +39,7 @@ _CODE_SPAN = re.compile(r"\s+")
 
 
 def document(settings: type) -> dict[str, Any]:
-    """The OpenAPI document, 3.1. `settings` is the type of the core's settings."""
+    """The OpenAPI 3.1 document. `settings` is the type of the core's settings."""
     used: dict[str, type] = {"ErrorReply": ErrorReply, "HealthReply": HealthReply}
     for route in ROUTES:
         for kind in (route.body, route.reply):
@@ -63,14 +63,15 @@ def document(settings: type) -> dict[str, Any]:
 
 
 def summary(route: Route) -> tuple[str, str]:
-    """What a route does: the first sentence, and all of it."""
+    """A route's summary, which is the first sentence of its docstring, and its whole
+    description."""
     text = _CODE_SPAN.sub(" ", inspect.getdoc(route.handler) or "").strip()
     first = re.split(r"(?<=[.:;])\s", text, maxsplit=1)[0]
     return first.rstrip(".:;"), text
 
 
 def statuses(route: Route) -> dict[int, str]:
-    """Every status that a route answers, and what it means."""
+    """Every HTTP status that a route answers, and what it means."""
     given = dict(_ALWAYS)
     if route.right is not None:
         given.update(_GUARDED)
@@ -96,7 +97,7 @@ def _operation(route: Route, settings: type) -> dict[str, Any]:
     }
     if route.right is not None:
         operation["security"] = [{"token": []}]
-        operation["description"] += f" Takes a token with the right `{route.right}`."
+        operation["description"] += f" Takes a token with the right {route.rights}."
     if route.body is not None:
         content = {"schema": _reference(route.body, settings)}
         if route.body_example is not None:
@@ -161,7 +162,8 @@ def _success(route: Route) -> int:
 
 
 def _tidy(schema: Any) -> Any:
-    """Docstrings as one paragraph: their line breaks are those of the source."""
+    """A schema with its descriptions as one paragraph each: the line breaks in docstrings are
+    those of the source."""
     if isinstance(schema, dict):
         return {
             key: _CODE_SPAN.sub(" ", value).strip()

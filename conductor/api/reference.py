@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..settings import Settings
+from ..core.settings import Settings
 from .openapi import DESCRIPTION, TITLE, document, statuses, summary
-from .table import IN_PATH, ROUTES, SETTINGS, Route
+from .route_table import IN_PATH, ROUTES, SETTINGS, Route
 
 HEAD = f"""\
 # REST: the {TITLE.partition(" ")[2]}'s routes
@@ -22,8 +22,8 @@ HEAD = f"""\
 
 {DESCRIPTION.strip()}
 
-A running conductor serves this at `/docs`, to try out (the page's scripts come from the network),
-and as OpenAPI 3.1 at `/openapi.json`. How to run it, tokens and metrics: [service.md](service.md).
+A running conductor serves this at `/docs`, to try out, and as OpenAPI 3.1 at `/openapi.json`. How
+to run it, tokens and metrics: [service.md](service.md).
 
 - Bodies are JSON, `Content-Type: application/json`; unknown fields are refused. `null` is a field
   left out.
@@ -41,6 +41,7 @@ and as OpenAPI 3.1 at `/openapi.json`. How to run it, tokens and metrics: [servi
 | `invalid_request` | 400 | what was sent makes no sense; the message says what to send instead |
 | `invalid_json` | 400 | the body is not JSON |
 | `incomplete` | 400 | the body ended early |
+| `host_not_allowed` | 400 | an instance is where the setting `instances.allowed_hosts` lets none |
 | `not_authorized` | 401 | no token, or one that is not known |
 | `missing_right` | 403 | the token does not allow this |
 | `unknown_model`, `unknown_instance`, `unknown_request` | 404 | never there, gone, or expired |
@@ -49,7 +50,7 @@ and as OpenAPI 3.1 at `/openapi.json`. How to run it, tokens and metrics: [servi
 | `method_not_allowed` | 405 | |
 | `too_slow` | 408 | the body took longer than 30 s |
 | `conflict` | 409 | it contradicts what is known |
-| `too_large` | 413 | the body has more than 8 MiB |
+| `too_large` | 413 | the body has more than 1.25 MiB |
 | `unsupported_media_type` | 415 | the body is not declared as JSON |
 | `wrong_host` | 421 | without tokens, the service is only called localhost or 127.0.0.1 |
 | `invalid_body` | 422 | JSON that does not fit; `param` is the field |
@@ -74,7 +75,7 @@ or ask another conductor. 503 is for nothing that could serve it. Both carry
 
 
 def render() -> str:
-    """The page."""
+    """Render the page as Markdown."""
     described = document(Settings)
     parts = [HEAD]
     for tag in dict.fromkeys(route.tag for route in ROUTES):
@@ -87,7 +88,7 @@ def _section(route: Route, described: dict[str, Any]) -> str:
     schemas = described["components"]["schemas"]
     lines = [f"### {route.pattern}", "", summary(route)[1]]
     if route.right is not None:
-        lines[-1] += f" Right: `{route.right}`."
+        lines[-1] += f" Right: {route.rights}."
     lines.append("")
     parameters = [IN_PATH[name] for name in re.findall(r"{(\w+)}", route.path)]
     parameters += route.query
@@ -129,7 +130,7 @@ def _answer(route: Route, schemas: dict[str, Any]) -> list[str]:
 
 
 def _fields(name: str, schemas: dict[str, Any], seen: list[str]) -> list[str]:
-    """A table of a struct's fields, and of the structs in it."""
+    """Markdown tables of a struct's fields, and of the structs that it contains."""
     if name in seen:
         return []
     seen.append(name)
@@ -157,7 +158,7 @@ def _fields(name: str, schemas: dict[str, Any], seen: list[str]) -> list[str]:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """A JSON schema's type and bounds in a few words."""
     if "$ref" in schema:
         return f"`{_plain(schema['$ref'].rpartition('/')[2])}`"
     if "anyOf" in schema:
@@ -181,12 +182,12 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def _plain(name: str) -> str:
-    """A struct's name without where it is used."""
+    """A struct's name in lower case, without the suffix `Body` or `Reply`."""
     return name.removesuffix("Body").removesuffix("Reply").lower()
 
 
 def main(arguments: list[str]) -> None:
-    """Write the page to the file that is named, or print it."""
+    """Write the page to the file named in `arguments`, or print it."""
     if arguments:
         Path(arguments[0]).write_text(render(), encoding="utf-8")
     else:

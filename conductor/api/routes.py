@@ -8,38 +8,17 @@ import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from ..errors import InvalidRequest, UnknownRequest
-from ..metrics import CONTENT_TYPE
 from ..records import EVENT_KINDS, Decision, Role
-from ..shared import SharedConductor
-from .answers import Refusal, answer, rejected
-from .intake import Intake
-from .keying import parse_keys, parse_schema
-from .models import (
-    CANDIDATES_MAX,
-    DECISIONS_MAX,
-    HOT_MAX,
-    MATCH_HOLDERS_MAX,
-    DecisionsReply,
-    DrainBody,
-    DrainsReply,
-    EventBody,
-    HealthReply,
-    HolderReply,
-    HotReply,
-    InstanceBody,
-    InstancesReply,
-    MatchBody,
-    MatchReply,
-    PlansReply,
-    RoleBody,
-    ScheduleBody,
-)
-from .stream import events
-from .words import (
+from ..replicas.replica import SharedConductor
+from ..state.request_ids import name_of
+from ..web.metrics import CONTENT_TYPE
+from ..web.time_slices import TimeSlices
+from ..wire.answers import JSON, Refusal, answer, answer_all, ready, rejected
+from ..wire.block_keys import parse_keys, parse_schema
+from ..wire.conversions import (
     check_id,
     decision_reply,
     drain_reply,
-    entry_reply,
     flip_reply,
     hot_reply,
     instance_reply,
@@ -50,6 +29,25 @@ from .words import (
     to_request,
     to_spec,
 )
+from ..wire.decision_text import Shown
+from ..wire.models import (
+    CANDIDATES_MAX,
+    DECISIONS_MAX,
+    HOT_MAX,
+    MATCH_HOLDERS_MAX,
+    DrainBody,
+    DrainsReply,
+    EventBody,
+    HealthReply,
+    HolderReply,
+    InstanceBody,
+    MatchReply,
+    PlansReply,
+    RoleBody,
+)
+from .decision_stream import events
+from .prompt_decoding import match_decoder, read_token_ids, schedule_decoder
+from .request_bodies import Intake
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,13 +55,12 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
     from ..records import Rejection
-    from .service import Service
+    from .authorisation import Door
+    from .conductor_service import Service
 
-_schedule = msgspec.json.Decoder(ScheduleBody)
 _event = msgspec.json.Decoder(EventBody)
 _instance = msgspec.json.Decoder(InstanceBody)
 _role = msgspec.json.Decoder(RoleBody)
-_match = msgspec.json.Decoder(MatchBody)
 _drain = msgspec.json.Decoder(DrainBody)
 _changes = msgspec.json.Decoder(dict[str, Any])
 _encoder = msgspec.json.Encoder()
@@ -76,24 +73,25 @@ _ALL = 1 << 30
 class Routes:
     """Handlers, each from a request to a response. They raise ConductorError and Refusal."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, door: Door) -> None:
+        self._service, self._door = service, door
         self._core = service.core
-        self._intake = Intake(service.limits)
+        self._intake = Intake(service.limits, "; of a prompt send block_keys, 35 for each block")
 
     # -- requests ----------------------------------------------------------------------------------
 
     async def schedule(self, http: HttpRequest) -> Response:
         """Decide where a request runs.
 
-        Asking again with the same `request_id` gives the same decision while the request is in
-        flight, so a call whose answer was lost can be repeated; if an instance of it has gone or is
-        in `exclude`, it is decided anew. Ask with token ids, with block keys, or with a length
-        alone.
+        Asking again with the same `request_id` and `tenant` gives the same decision while the
+        request is in flight, so a call whose answer was lost can be repeated; if an instance of it
+        has gone or is in `exclude`, it is decided anew. Ask with token ids, with block keys, or
+        with a length alone.
         """
         service = self._service
-        body = await self._intake.body(http, _schedule)
-        outcome = service.schedule(to_request(body, service.models))
+        body = await self._intake.body(http, schedule_decoder)
+        tokens = await read_token_ids(body)
+        outcome = service.schedule(to_request(body, tokens, service.models))
         if isinstance(outcome, Decision):
             return answer(decision_reply(outcome, service.url, service.clock()))
         return rejected(outcome)
@@ -101,17 +99,26 @@ class Routes:
     async def event(self, http: HttpRequest) -> Response:
         """Say what became of a request: it keeps its place, moves on, or gives it back.
 
+        Name the `tenant` that it was scheduled with: ids belong to a tenant.
         `tokens` takes a body with how many more have been answered, `prefill_done` and
         `first_token` of a race one with the route. A request that was not heard of for as long as
         its decision said is taken for lost, and is not known any more: say `alive` of one of which
         there is nothing else to be said, such as one that waits for its first token.
         """
-        request_id = check_id(http.path_params["request_id"], "request_id")
+        tenant = http.query_params.get("tenant", "")
+        name = name_of(tenant, check_id(http.path_params["request_id"], "request_id"))
         kind = http.path_params["event"]
         if kind not in EVENT_KINDS:
             raise InvalidRequest(f"no event {kind[:64]!r}; there are {', '.join(EVENT_KINDS)}")
         body = await self._intake.optional(http, _event, EventBody())
-        rejection = self._service.observe(to_event(request_id, kind, body))
+        try:
+            rejection = self._service.observe(to_event(name, kind, body))
+        except UnknownRequest as error:
+            if tenant:
+                raise
+            raise UnknownRequest(
+                f"{error}; of a tenant's request say whose: ?tenant=..."
+            ) from error
         if rejection is not None:
             return rejected(rejection)
         return Response(status_code=_NO_CONTENT)
@@ -124,7 +131,8 @@ class Routes:
         Send everything each time: then a conductor that was restarted knows the instance again
         after its next heartbeat. A body with `load` alone is a heartbeat; it answers 404 for an
         instance that is not registered. A heartbeat does not end a drain, but a changed
-        registration does.
+        registration does. Its url, and the labels `role_url`, `kv_events` and `kv_events_replay`,
+        are at hosts of the setting `instances.allowed_hosts`.
         """
         instance = check_id(http.path_params["instance"], "an instance's id")
         body = await self._intake.body(http, _instance)
@@ -147,15 +155,19 @@ class Routes:
 
     async def instances(self, http: HttpRequest) -> Response:
         """All instances: what they registered with, status, load."""
-        views = self._core.instances(self._service.clock())
-        return answer(InstancesReply(instances=[instance_reply(view) for view in views]))
+        core, turns = self._core, TimeSlices()
+        texts: list[bytes] = []
+        for name in core.cluster.names:
+            if name in core.cluster:  # still
+                view = core.instance(name, self._service.clock())
+                texts.append(_encoder.encode(instance_reply(view)))
+            await turns.give()
+        return answer_all("instances", texts)
 
     async def instance(self, http: HttpRequest) -> Response:
         """One instance."""
         instance = check_id(http.path_params["instance"], "an instance's id")
-        self._core.cluster.row(instance)  # raises
-        views = self._core.instances(self._service.clock())
-        return answer(next(instance_reply(view) for view in views if view.spec.id == instance))
+        return answer(instance_reply(self._core.instance(instance, self._service.clock())))
 
     async def flip(self, http: HttpRequest) -> Response:
         """Begin to change what an instance does: it gets no new work, finishes what it has, is told
@@ -171,14 +183,15 @@ class Routes:
     async def match(self, http: HttpRequest) -> Response:
         """Who holds how much of a prefix, the longest part first; `limit` of them."""
         limit = _number(http.query_params, "limit", 100, MATCH_HOLDERS_MAX)
-        body = await self._intake.body(http, _match)
-        if (body.block_keys is None) == (body.token_ids is None):
+        body = await self._intake.body(http, match_decoder)
+        tokens = await read_token_ids(body)
+        if (body.block_keys is None) == (tokens is None):
             raise InvalidRequest("send block_keys, or token_ids with a model")
         if body.block_keys is not None:
             keys = parse_keys(body.block_keys)
         elif body.model is not None:
-            assert body.token_ids is not None
-            keys = self._service.models.keys(body.model, body.token_ids, body.namespace)
+            assert tokens is not None
+            keys = self._service.models.keys(body.model, tokens, body.namespace)
         else:
             raise InvalidRequest("token_ids need a model: whose keys?")
         view = self._core.match(keys, self._service.clock())
@@ -191,8 +204,11 @@ class Routes:
     async def hot(self, http: HttpRequest) -> Response:
         """The most popular prefixes; `limit` of them."""
         limit = _number(http.query_params, "limit", 100, HOT_MAX)
-        found = self._core.hot(limit, self._service.clock())
-        return answer(HotReply(prefixes=[hot_reply(prefix) for prefix in found]))
+        turns, texts = TimeSlices(), list[bytes]()
+        for prefix in await turns.finish(self._core.finding_hot(limit, self._service.clock())):
+            texts.append(_encoder.encode(hot_reply(prefix)))
+            await turns.give()
+        return answer_all("prefixes", texts)
 
     # -- decisions ---------------------------------------------------------------------------------
 
@@ -208,19 +224,22 @@ class Routes:
         everything = instance is None and outcome is None
         entries = self._core.decisions(limit if everything else DECISIONS_MAX)
         kept = [one for one in entries if _wanted(one, instance, outcome)][:limit]
-        unix_s = self._service.unix_s
-        found = [entry_reply(entry, unix_s, candidates) for entry in kept]
-        return answer(DecisionsReply(decisions=found))
+        turns, texts = TimeSlices(), list[bytes]()
+        for entry in kept:
+            texts.append(Shown(entry, self._service.unix_s).text(candidates))
+            await turns.give()
+        return answer_all("decisions", texts)
 
     async def why(self, http: HttpRequest) -> Response:
-        """Why a request runs where it runs: all candidates with every term of their cost."""
+        """Why a request runs where it runs: all candidates with every term of their cost. Without
+        `tenant`, of the latest request with this id, whoever's it is."""
         request_id = check_id(http.path_params["request_id"], "request_id")
-        entry = self._core.decision(request_id)
+        entry = self._core.decision(name_of(http.query_params.get("tenant", ""), request_id))
         if entry is None:
             raise UnknownRequest(
                 f"no decision about {request_id!r} is in the log: it keeps the latest"
             )
-        return answer(entry_reply(entry, self._service.unix_s, _ALL))
+        return Response(Shown(entry, self._service.unix_s).text(_ALL), media_type=JSON)
 
     async def stream(self, http: HttpRequest) -> Response:
         """Decisions as they are made, as server-sent events: `decision` with an entry of the log,
@@ -231,12 +250,8 @@ class Routes:
             raise Refusal(
                 503, "too_many_streams", "too many follow the decisions", retry_after_s=10.0
             )
-
-        def encode(entry: Decision | Rejection) -> bytes:
-            return _encoder.encode(entry_reply(entry, self._service.unix_s, candidates))
-
         return StreamingResponse(
-            events(broadcast, encode),
+            events(broadcast, candidates),
             media_type="text/event-stream",
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},
         )
@@ -293,18 +308,16 @@ class Routes:
         """Change settings while it runs: send only what changes, nested as in the answer. The whole
         is checked first; if anything is wrong, everything stays as it was."""
         changes = await self._intake.body(http, _changes)
-        return answer(self._core.patch(changes, self._service.clock()))
+        return answer(self._service.patch(changes))
 
     async def livez(self, http: HttpRequest) -> Response:
         """Whether the process answers. No token needed."""
         return answer(HealthReply(status="ok"))
 
     async def readyz(self, http: HttpRequest) -> Response:
-        """Whether a request could be scheduled now; 503 with what is missing. No token needed."""
-        missing = self._service.missing()
-        if missing:
-            return answer(HealthReply(status="not ready", reasons=missing), 503)
-        return answer(HealthReply(status="ok"))
+        """Whether a request could be scheduled now, else 503. No token needed; who sends one is
+        told what is missing."""
+        return ready(self._service.missing(), details=self._door.knows(http))
 
     async def metrics(self, http: HttpRequest) -> Response:
         """For Prometheus."""

@@ -1,1 +1,2 @@
-"""An OpenAI-compatible gateway: asks the conductor, then passes bytes through."""
+"""An OpenAI-compatible gateway: the conductor places each request, and the gateway proxies the
+bytes between client and instance."""

@@ -1,15 +1,15 @@
-"""The gateway's routes: OpenAI's, and those of a service.
+"""The gateway's HTTP routes: OpenAI's API, and health checks and metrics.
 
     async with Gateway(client, config) as gateway:
         app = create_app(gateway, auth=load_tokens(path))
 
-Tokens are API keys: `schedule` allows completions, `read` the rest, and a key alone everything.
+The tokens are API keys: the right `schedule` allows completions, `read` the rest, and a key without
+rights everything.
 """
 
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,15 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..api.answers import Refusal, answer, error, failed, refused
-from ..api.intake import Intake, Limits
-from ..api.models import HealthReply
-from ..auth import Right, Tokens
+from ..api.authorisation import Door
+from ..api.request_bodies import Intake, Limits
 from ..errors import ConductorError
-from ..metrics import CONTENT_TYPE
-from .asking import CHAT, COMPLETIONS, read_ask, read_wishes
-from .serving import Serving
+from ..web.auth import Right, Tokens, bearer
+from ..web.metrics import CONTENT_TYPE
+from ..wire.answers import Refusal, answer, error, failed, ready, refused
+from ..wire.models import HealthReply
+from .openai.openai_request import CHAT, COMPLETIONS, read_ask, read_wishes
+from .requests.answer_stream import Serving
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -39,11 +40,11 @@ if TYPE_CHECKING:
 
 _raw: Any = msgspec.json.Decoder(msgspec.Raw)
 _CODES = {404: "no_such_route", 405: "method_not_allowed"}
-# Passed on to the engines, so that traces reach them.
+# Headers for distributed tracing, which the gateway passes on to the engines.
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
-class Model(msgspec.Struct):
+class ModelCard(msgspec.Struct):
     """An entry of `GET /v1/models`."""
 
     id: str
@@ -52,18 +53,18 @@ class Model(msgspec.Struct):
     owned_by: str = "tiffin"
 
 
-class Models(msgspec.Struct):
-    """What instances serve."""
+class ModelList(msgspec.Struct):
+    """The answer of `GET /v1/models`: the models that instances serve."""
 
-    data: list[Model]
+    data: list[ModelCard]
     object: str = "list"
 
 
 def create_app(gateway: Gateway, *, auth: Tokens | None = None) -> Starlette:
-    """The ASGI application. Without `auth` everybody is let in who calls it by a name of this
+    """The ASGI application. Without `auth` it admits every request whose Host header names this
     machine."""
-    routes = _Routes(gateway)
-    tokens = auth or Tokens()
+    door = Door(auth or Tokens())
+    routes = _Routes(gateway, door)
     table: list[tuple[str, str, Endpoint, Right | None]] = [
         ("POST", CHAT, routes.complete, Right.SCHEDULE),
         ("POST", COMPLETIONS, routes.complete, Right.SCHEDULE),
@@ -74,7 +75,7 @@ def create_app(gateway: Gateway, *, auth: Tokens | None = None) -> Starlette:
     ]
     return Starlette(
         routes=[
-            Route(path, _endpoint(handler, right, path, tokens, gateway), methods=[method])
+            Route(path, _endpoint(handler, right, path, door, gateway), methods=[method])
             for method, path, handler, right in table
         ],
         exception_handlers={HTTPException: _not_routed, Exception: _broken},
@@ -82,15 +83,15 @@ def create_app(gateway: Gateway, *, auth: Tokens | None = None) -> Starlette:
 
 
 class _Routes:
-    """Handlers. They raise ConductorError and Refusal."""
+    """The route handlers. They raise ConductorError and Refusal."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, door: Door) -> None:
         limits = gateway.config.limits
-        self._gateway = gateway
+        self._gateway, self._door = gateway, door
         self._intake = Intake(Limits(body_bytes=limits.body_bytes, held_bytes=limits.held_bytes))
 
     async def complete(self, http: Request) -> Response:
-        """Both kinds of completions."""
+        """Chat completions and completions."""
         gate = self._gateway.gate
         held = 0
         gate.enter()
@@ -100,7 +101,7 @@ class _Routes:
             held = len(raw)
             made = f"{'chatcmpl' if http.url.path == CHAT else 'cmpl'}-{secrets.token_hex(12)}"
             honour = self._gateway.config.honour
-            wishes = read_wishes(http.headers, made, _tenant(http), honour)
+            wishes = read_wishes(http.headers, made, _owner(http), honour)
             ask = read_ask(http.url.path, raw, wishes)
         except BaseException:
             gate.leave(held)
@@ -109,71 +110,52 @@ class _Routes:
         return Serving(self._gateway, ask, trace, lambda: gate.leave(held))
 
     async def models(self, http: Request) -> Response:
-        """What instances serve, in OpenAI's shape."""
-        return answer(Models([Model(name) for name in self._gateway.known.models()]))
+        """The models that instances serve, in OpenAI's format."""
+        return answer(ModelList([ModelCard(name) for name in self._gateway.known.models()]))
 
     async def livez(self, http: Request) -> Response:
         """Whether the process answers."""
         return answer(HealthReply(status="ok"))
 
     async def readyz(self, http: Request) -> Response:
-        """Whether a request could be served now; 503 with what is missing."""
-        missing = self._gateway.missing()
-        if missing:
-            return answer(HealthReply(status="not ready", reasons=missing), 503)
-        return answer(HealthReply(status="ok"))
+        """Whether the gateway could serve a request now; else 503, with the reasons if the client
+        sends a valid token or needs none."""
+        return ready(self._gateway.missing(), details=self._door.knows(http))
 
     async def metrics(self, http: Request) -> Response:
-        """For Prometheus."""
+        """The metrics, for Prometheus."""
         return Response(self._gateway.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
 
 def _endpoint(
-    handler: Endpoint, right: Right | None, path: str, tokens: Tokens, gateway: Gateway
+    handler: Endpoint, right: Right | None, path: str, door: Door, gateway: Gateway
 ) -> Endpoint:
-    """The handler behind the door, with its errors as answers."""
+    """Wrap a handler: `door` authorises the request first, and errors become HTTP answers."""
 
     async def endpoint(request: Request) -> Response:
         try:
-            if not tokens:
-                _check_host(request.headers.get("host", ""))
-            elif right is not None:
-                tokens.check(request.headers.get("authorization", "").encode("latin-1"), right)
+            door.enter(request, right)
             response = await handler(request)
         except ConductorError as failure:
             response = failed(failure)
         except Refusal as refusal:
             response = refused(refusal)
-        if not isinstance(response, Serving):  # that one says when it knows
+        if not isinstance(response, Serving):  # which counts itself once its status is known
             gateway.metrics.requests.labels(path, str(response.status_code)).inc()
         return response
 
     return endpoint
 
 
-def _tenant(http: Request) -> str:
-    """Who shares fairly with others, of those who do not say: a digest of the API key."""
-    key = http.headers.get("authorization", "")
-    return "key-" + hashlib.sha256(key.encode("latin-1")).hexdigest()[:16] if key else ""
-
-
-def _check_host(host: str) -> None:
-    """Without tokens: whether we are called by a name of this machine, and not by a web page whose
-    own name was made to point here."""
-    name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
-    name = name.strip("[]").lower()
-    try:
-        local = name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        local = False
-    if not local:
-        raise Refusal(
-            421, "wrong_host", "without tokens this service is only called localhost or 127.0.0.1"
-        )
+def _owner(http: Request) -> str:
+    """A digest of the client's API key, whichever way the header around it is written; "" without
+    a key."""
+    key = bearer(http.headers.get("authorization", "").encode("latin-1"))
+    return "key-" + hashlib.sha256(b"Bearer " + key).hexdigest()[:16] if key else ""
 
 
 async def _not_routed(request: Request, failure: Exception) -> Response:
-    """A path or a method that does not exist."""
+    """The answer for a path or a method that does not exist."""
     assert isinstance(failure, HTTPException)
     code = _CODES.get(failure.status_code, "refused")
     message = f"{request.method} {request.url.path[:200]}: {failure.detail}"
@@ -181,5 +163,6 @@ async def _not_routed(request: Request, failure: Exception) -> Response:
 
 
 async def _broken(request: Request, failure: Exception) -> Response:
-    """A defect of ours. Starlette raises it again, and the server logs it with its traceback."""
+    """The answer to an unhandled exception, a defect of the gateway. Starlette raises the exception
+    again, and the server logs it with its traceback."""
     return error(500, "internal_error", "the gateway failed; its log has the cause")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tiffin.kvstore.console import check_log_level, log_to_stderr
+from tiffin.kvstore.cli.console import check_log_level, log_to_stderr
 
 from ..console import explained
 
@@ -73,7 +73,7 @@ def gateway(
 
         from tiffin.kvstore.credentials import parse_address
 
-        from ..auth import Tokens, load_tokens
+        from ..web.auth import Tokens, load_tokens
         from .config import GatewayConfig, read_config
         from .server import GatewayOptions, serve
 

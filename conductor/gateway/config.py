@@ -1,4 +1,4 @@
-"""What an operator tells the gateway, as typed structs, and the file that it stands in.
+"""The gateway's configuration as typed structs, and the reader of the configuration file.
 
     [models."llama-3-8b"]
     tokenizer = "/models/llama-3-8b"
@@ -7,7 +7,7 @@
     [timeouts]
     first_token_s = 120
 
-Unknown fields are refused: a misspelt limit would be no limit. Secrets are in files of their own.
+Unknown fields are rejected: a misspelt limit would be no limit. Secrets are in files of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from msgspec import Meta
 
 from tiffin.kvstore.errors import InvalidInput
 
-from ..server import read_settings
+from ..service.server import read_settings
+from ..web.connection_limits import PER_PEER
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,11 +30,11 @@ Header = Literal["priority", "tenant", "objectives", "urgent"]
 
 
 class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What all groups of the file have in common."""
+    """Base of all groups in the configuration file: frozen, unknown fields rejected."""
 
 
 class ModelConfig(_Group, frozen=True, kw_only=True):
-    """How prompts of one model become tokens and keys."""
+    """How the gateway turns prompts of one model into tokens and block keys."""
 
     tokenizer: Annotated[str, Meta(min_length=1)] = "engine"
     """`engine` asks an instance (`POST /tokenize`, as vLLM has it), `estimate` counts bytes, and
@@ -67,7 +68,7 @@ class ModelConfig(_Group, frozen=True, kw_only=True):
 
 
 class GatewayTimeouts(_Group, frozen=True, kw_only=True):
-    """How long anything may take."""
+    """Timeouts of the gateway's calls, streams and shutdown."""
 
     conductor_s: Seconds = 2.0
     """A decision, repetitions included. Deciding takes less than a millisecond."""
@@ -88,12 +89,15 @@ class GatewayTimeouts(_Group, frozen=True, kw_only=True):
     total_s: Seconds = 3600.0
     """From the whole request to the end of its answer."""
 
+    head_s: Seconds = 10.0
+    """A request's head, from the connection or its first byte on."""
+
     stop_s: Seconds = 30.0
     """Answers under way may take so long to end when the gateway stops."""
 
 
 class GatewayLimits(_Group, frozen=True, kw_only=True):
-    """What clients together may take."""
+    """Limits on the resources that all clients together may use."""
 
     requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
     """Requests at a time; one costs some 100 KB here, and two connections."""
@@ -107,12 +111,16 @@ class GatewayLimits(_Group, frozen=True, kw_only=True):
     answer_bytes: Annotated[int, Meta(ge=1024, le=1 << 30)] = 64 << 20
     """An answer that is not streamed."""
 
+    peer_connections: Annotated[int, Meta(ge=1, le=1_000_000)] = PER_PEER
+    """Connections from one address (IPv6: one /64) that have not shown an API key yet: if they are
+    more, those leave that were silent for longest."""
+
     tokenizer_threads: Annotated[int, Meta(ge=1, le=256)] = 4
     """100,000 tokens take a thread 50 to 100 ms."""
 
 
 class GatewayConfig(_Group, frozen=True, kw_only=True):
-    """All of it."""
+    """The whole configuration of a gateway."""
 
     default: ModelConfig = ModelConfig()
     """For models that are not listed."""
@@ -152,13 +160,13 @@ class GatewayConfig(_Group, frozen=True, kw_only=True):
     """How often the gateway asks which instances there are."""
 
     def model(self, name: str) -> ModelConfig:
-        """What holds for a model."""
+        """The settings of the model `name`; `default` if the model is not listed."""
         return self.models.get(name, self.default)
 
 
 def read_config(path: Path) -> GatewayConfig:
-    """The configuration in a TOML or JSON file, by its suffix. Raises InvalidInput, which names the
-    field that is wrong."""
+    """Read the configuration from a TOML or JSON file; the suffix selects the format. Raises
+    InvalidInput, which names the invalid field."""
     try:
         return msgspec.convert(read_settings(path), GatewayConfig)
     except msgspec.ValidationError as error:

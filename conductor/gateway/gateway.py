@@ -1,4 +1,4 @@
-"""The gateway's parts, put together: what it knows, whom it asks, whom it tells, its limits."""
+"""The gateway wires up the instance cache, placement, execution, reports, metrics and limits."""
 
 from __future__ import annotations
 
@@ -10,57 +10,59 @@ from typing import TYPE_CHECKING, Self
 
 from tiffin.kvstore.credentials import read_token
 
-from ..api.answers import Refusal
 from ..errors import ConductorError, ConductorUnavailable
-from .engines import Engines
-from .known import Known
-from .metrics import Metrics
-from .placing import Placing
-from .reporting import Health, Reporter
-from .running import Running
-from .tokenizing import Tokenizing
-from .waiting import Prefills
+from ..wire.answers import Refusal
+from .engines.engine_client import Engines
+from .engines.instance_cache import Known
+from .metrics import GatewayMetrics
+from .openai.tokenizing import Tokenizing
+from .requests.conductor_reports import Health, Reporter
+from .requests.execution import Running
+from .requests.placement import Placer
+from .requests.prefix_wait import Prefills
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from ..client import AsyncConductorClient
+    from ..client.client import AsyncConductorClient
     from ..records import Rejection
-    from .asking import Ask
     from .config import GatewayConfig, GatewayLimits
-    from .placing import Placement
-    from .tokenizing import Sized
+    from .openai.openai_request import ClientRequest
+    from .openai.tokenizing import Sized
+    from .requests.placement import Placement
 
 log = logging.getLogger("tiffin.gateway")
 
-# Reports that are not told by then are lost; the conductor finds out in time.
+# How long shutdown waits for pending reports. Later ones are lost, and the conductor lets their
+# requests expire.
 _LAST_WORDS_S = 3.0
 
 
-class Gate:
-    """How many requests are inside, and how much their bodies take. For one event loop."""
+class CapacityGate:
+    """Admission by capacity: counts in-flight requests and the bytes of their bodies, and refuses
+    what exceeds the limits. For one event loop."""
 
-    def __init__(self, limits: GatewayLimits, metrics: Metrics) -> None:
+    def __init__(self, limits: GatewayLimits, metrics: GatewayMetrics) -> None:
         self._limits, self._metrics = limits, metrics
         self.requests = 0
         self.held_bytes = 0
 
     def enter(self) -> None:
-        """Raises Refusal if it is full. Leave it."""
+        """Admit a request; `leave` ends it. Raises Refusal if the gateway is full."""
         if self.requests >= self._limits.requests:
             raise _busy(f"{self.requests} requests are under way")
         self.requests += 1
         self._metrics.in_flight.set(self.requests)
 
     def hold(self, nbytes: int) -> None:
-        """Keep a body. Raises Refusal if there is no room for it."""
+        """Reserve the bytes of a body. Raises Refusal if there is no room for it."""
         if self.held_bytes + nbytes > self._limits.held_bytes:
             raise _busy("the requests under way are too long")
         self.held_bytes += nbytes
         self._metrics.held_bytes.set(self.held_bytes)
 
     def leave(self, nbytes: int) -> None:
-        """A request has ended, and its body of so many bytes is kept no more."""
+        """Release a request that has ended, and the `nbytes` of its body."""
         self.requests -= 1
         self.held_bytes -= nbytes
         self._metrics.in_flight.set(self.requests)
@@ -70,7 +72,7 @@ class Gate:
 class Gateway:
     """See the module; use it in an `async with`. For one event loop.
 
-    `client` asks the conductor and is closed with the gateway. Raises InvalidInput for files of the
+    `client` calls the conductor; the gateway closes it. Raises InvalidInput for files of the
     configuration that can't be used.
     """
 
@@ -82,18 +84,18 @@ class Gateway:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.clock = config, clock
-        self.metrics = Metrics()
+        self.metrics = GatewayMetrics()
         self.health = Health()
         self.known = Known()
         self.prefills = Prefills()
-        self.gate = Gate(config.limits, self.metrics)
+        self.gate = CapacityGate(config.limits, self.metrics)
         self._client = client
         self._tokenizing = Tokenizing(config, self._remote_tokens)
         token_file = config.engine_token_file
         token = read_token(Path(token_file)) if token_file else b""
         self._engines = Engines(config, token)
         self.running = Running(self._engines, config)
-        self._placing = Placing(client, self.known, self.health, config, self.metrics, clock)
+        self._placing = Placer(client, self.known, self.health, config, self.metrics, clock)
         self.reporter = Reporter(
             client, self.health, clock, tokens=config.report_tokens, interval_s=config.report_s
         )
@@ -114,8 +116,8 @@ class Gateway:
         await self._client.close()
         self._tokenizing.close()
 
-    async def size(self, ask: Ask) -> Sized:
-        """How long a prompt is, and its keys. Raises InvalidRequest."""
+    async def size(self, ask: ClientRequest) -> Sized:
+        """The prompt's length in tokens, and its block keys. Raises InvalidRequest."""
         started = self.clock()
         sized = await self._tokenizing.size(ask)
         self.metrics.size_s.observe(self.clock() - started)
@@ -123,8 +125,11 @@ class Gateway:
         self.metrics.prompt_tokens.inc(sized.prompt_tokens)
         return sized
 
-    async def place(self, ask: Ask, sized: Sized, avoid: Collection[str]) -> Placement | Rejection:
-        """Where it runs. Raises ConductorError, NoInstance."""
+    async def place(
+        self, ask: ClientRequest, sized: Sized, avoid: Collection[str]
+    ) -> Placement | Rejection:
+        """Place the request, on none of the instances in `avoid`. Raises ConductorError,
+        NoInstance, NoShards."""
         started = self.clock()
         try:
             return await self._placing.place(ask, sized, avoid)
@@ -132,7 +137,8 @@ class Gateway:
             self.metrics.place_s.observe(self.clock() - started)
 
     async def refresh(self) -> None:
-        """Ask which instances there are."""
+        """Fetch the instance list from the conductor into the instance cache. Never raises
+        ConductorError."""
         try:
             instances = await self._client.instances()
         except ConductorUnavailable as error:
@@ -150,7 +156,7 @@ class Gateway:
         self.metrics.instances.set(len(self.known))
 
     def missing(self) -> list[str]:
-        """Why requests can't be served now, or not well; nothing if they can."""
+        """The reasons why the gateway is not ready to serve requests; empty if it is."""
         found = []
         if not self.health.up and not (self.config.fallback and self.known.models()):
             found.append("the conductor does not answer")
@@ -163,7 +169,7 @@ class Gateway:
             await asyncio.sleep(self.config.refresh_s)
             await self.refresh()
 
-    async def _remote_tokens(self, ask: Ask) -> list[int] | None:
+    async def _remote_tokens(self, ask: ClientRequest) -> list[int] | None:
         target = self.known.any(ask.model)
         return None if target is None else await self._engines.tokenize(target, ask)
 

@@ -1,6 +1,7 @@
-"""What the gateway tells Prometheus. docs/conductor/gateway.md explains each.
+"""The gateway's Prometheus metrics. docs/conductor/gateway.md explains each.
 
-Labels come from what is configured or decided here, never from what clients send.
+Label values come from the configuration or from the gateway's decisions, never from what clients
+send.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ _TOTAL_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0
 _SHORT_S = (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.0)
 
 
-class Metrics:
-    """The gateway's own registry."""
+class GatewayMetrics:
+    """The gateway's metrics, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -54,7 +55,7 @@ class Metrics:
         self.instances = self._gauge("instances", "Instances that it last spoke of.")
 
     def text(self) -> bytes:
-        """All of it, for a scrape."""
+        """All metrics in Prometheus' text format, for a scrape."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:

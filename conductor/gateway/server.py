@@ -1,7 +1,7 @@
-"""The gateway as a process of its own: so that passing bytes on never delays a decision.
+"""The gateway as a process of its own, so that proxying bytes never delays a decision.
 
-It stops on SIGTERM and SIGINT: no new connections, answers under way end, then what is left to
-report is told.
+SIGTERM and SIGINT start a graceful shutdown: the gateway accepts no new connections, lets in-flight
+answers end, then sends the pending reports.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..auth import Tokens, check_listen
-from ..client import AsyncConductorClient
-from ..serving import announce, check_tls, listening, tls_context, web_server
+from ..client.client import AsyncConductorClient
+from ..service.web_server import announce, check_tls, listening, tls_context, web_server
+from ..web.auth import Tokens, check_listen
+from ..web.connection_limits import ConnectionLimits
 from .app import create_app
 from .config import GatewayConfig
 from .gateway import Gateway
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("tiffin.gateway")
 
 PORT = 7900
-# Connections that wait for their next request count, too; requests have a limit of their own.
+# Idle keep-alive connections count, too; requests have a limit of their own.
 _CONNECTIONS_PER_REQUEST = 4
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """What an operator chooses. `tokens` are the clients' API keys, `conductor_token_file` has the
-    one that the conductor knows us by. Raises InvalidInput for what can't be served."""
+    """The options of a gateway process. `tokens` are the clients' API keys; `conductor_token_file`
+    contains the key that the gateway presents to the conductor. Raises InvalidInput for an invalid
+    combination."""
 
     listen: tuple[str, int] = ("127.0.0.1", PORT)
     conductor: str = "http://127.0.0.1:7800"
@@ -49,11 +51,19 @@ class GatewayOptions:
         check_tls(self.tls_cert, self.tls_key)
 
 
+def _connections(config: GatewayConfig) -> ConnectionLimits:
+    return ConnectionLimits(
+        config.limits.requests * _CONNECTIONS_PER_REQUEST,
+        per_peer=config.limits.peer_connections,
+        head_s=config.timeouts.head_s,
+    )
+
+
 async def serve(
     options: GatewayOptions, started: Callable[[tuple[str, int]], None] | None = None
 ) -> None:
-    """Run until SIGINT or SIGTERM. `started` is called with the address when it answers. Raises
-    InvalidInput and InvalidRequest for what can't work."""
+    """Run the gateway until SIGINT or SIGTERM. `started` is a callback that gets the address once
+    the server listens. Raises InvalidInput and InvalidRequest for options that can't work."""
     loop = asyncio.get_running_loop()
     tls = tls_context(options.tls_cert, options.tls_key)
     stop = asyncio.Event()
@@ -70,7 +80,7 @@ async def serve(
             app = create_app(gateway, auth=options.tokens)
             server = web_server(
                 app,
-                connections=options.config.limits.requests * _CONNECTIONS_PER_REQUEST,
+                _connections(options.config),
                 stop_s=max(1, round(options.config.timeouts.stop_s)),
                 tls=tls,
             )

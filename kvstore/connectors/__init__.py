@@ -1,1 +1,1 @@
-"""How inference engines save and load their KV caches. Each module imports its own engine."""
+"""Connectors: how inference engines save and load KV caches. Each module imports its engine."""

@@ -1,4 +1,5 @@
-"""Which nodes of a pool have which block: a hint, rebuilt from the nodes at any time.
+"""The directory of a pool: which nodes have which block. A hint, which the nodes can rebuild at any
+time.
 
     directory = open_directory("redis://10.0.0.5:6379/0")
     for key, numbers in zip(keys, directory.locate(keys)): ...
@@ -10,16 +11,17 @@ from __future__ import annotations
 
 from .base import Directory, DirectoryEvent, NodeRecord
 from .embedded import EmbeddedDirectory
-from .host import host_id
+from .host_id import host_id
 from .url import check_pool, parse_redis
 
 
-def open_directory(url: str, *, pool: str = "default") -> Directory:
-    """The directory at `url`; pools of different names in one Redis know nothing of each other.
+def open_directory(url: str, *, pool: str = "default", token: bytes = b"") -> Directory:
+    """Open the directory at `url`. Pools of different names in one Redis are isolated from each
+    other, and so are nodes and readers with different `token`s.
 
-    `embedded:` or `embedded:NAME` is a directory of this process, the same for all who name it.
-    Nothing is connected yet, so a Redis that is down is no error here. Raises InvalidInput for a
-    URL that can't work.
+    `embedded:` or `embedded:NAME` is a directory in this process, shared by all callers that use
+    its name. Connects lazily, so a Redis that is down is no error here. Raises InvalidInput for an
+    invalid URL.
     """
     check_pool(pool)
     scheme, _, name = url.partition(":")
@@ -31,7 +33,7 @@ def open_directory(url: str, *, pool: str = "default") -> Directory:
     # Only pools of many machines need the library: 60 ms of imports.
     from .redis import RedisDirectory
 
-    return RedisDirectory(options, pool=pool)
+    return RedisDirectory(options, pool=pool, token=token)
 
 
 __all__ = [

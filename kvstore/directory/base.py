@@ -1,17 +1,18 @@
-"""The directory: which nodes said that they have which block. The contract of every kind of it.
+"""The interface of a directory: which nodes have published that they have which block.
 
-A hint, never the truth. A node may be named that has dropped the block since, or not be named
-though it has it; both cost time, neither costs correctness, because a reader asks the node for a
-lease and compares checksums. That is why a directory may lose anything, at any time, and why nodes
-publish again what is missing from it (`kvstore/node/publisher.py`).
+Its locations are hints. It may list a node that has evicted the block since, or not list a node
+that has it; both cost time, neither costs correctness, because a reader requests a lease from the
+node and compares checksums. So a directory may lose any entry, at any time, and nodes publish
+missing entries again (`kvstore/node/publisher.py`).
 
-Two things are kept apart:
+It has two separate tables:
 
-    membership    number -> NodeRecord    few, small, gone some seconds after the last heartbeat
-    locations     key -> numbers          many, only ever read together with the membership
+    membership    number -> NodeRecord    few, small, expire some seconds after the last heartbeat
+    locations     key -> numbers          many, always read together with the membership
 
-A number names one registration and is never given twice, so all locations of a node that restarted
-become void at once, without anybody deleting them.
+A number identifies one registration and is not given again (by Redis: most probably not, see
+`REGISTER` in `redis_layout.py`), so all locations of a node that restarted become void at once,
+without deleting them.
 """
 
 from __future__ import annotations
@@ -21,47 +22,48 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import msgspec
 from msgspec import Meta
 
-from ..block import KEY_BYTES
 from ..errors import InvalidInput
-from ..names import NAME_MAX, PLAIN
+from ..format.header import KEY_BYTES
+from ..text import NAME_MAX, PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# How long a registration outlives its last heartbeat, and how often heartbeats come: two may be
+# A registration's time to live after its last heartbeat, and the interval of heartbeats: two may be
 # lost on the way. Mooncake's client TTL is 10 s as well.
 REGISTRATION_TTL_S = 10.0
 HEARTBEAT_S = 3.0
 
-# Locations that nobody publishes again leave after this. Six times the interval of the rolling
+# The time to live of locations that no node publishes again. Six times the interval of the rolling
 # re-publication, so that a slow one loses nothing.
 LOCATION_TTL_S = 3600.0
 
-# How long one call may wait for a directory that does not answer.
+# The timeout of a wait for a directory that does not answer.
 TIMEOUT_S = 0.5
 
-# Membership may be this old in the answer of `locate`.
+# The greatest age of the cached membership that `locate` uses.
 MEMBERSHIP_AGE_S = 1.0
 
-# One batch of `publish`: 32 KiB of keys, some ms of work for Redis.
+# The most keys of one `publish` batch: 32 KiB of keys, some ms of work for Redis.
 PUBLISH_KEYS_MAX = 2000
 
-# One `locate`: a million tokens in blocks of 16. A prompt of 131,072 in blocks of 512 asks for 256.
+# The most keys of one `locate`: a million tokens in blocks of 16. A prompt of 131,072 tokens in
+# blocks of 512 has 256 keys.
 LOCATE_KEYS_MAX = 65_536
 
-# Events of one answer: 64 batches of 2,000 keys are 2 MiB.
+# The most events of one `events` call: 64 batches of 2,000 keys are 2 MiB.
 EVENTS_MAX = 64
 
-# Nodes of one pool, and bytes of one record: together the most that membership can weigh, 64 MiB.
+# The most nodes of one pool, and bytes of one record: together they bound the membership to 64 MiB.
 NODES_MAX = 4096
 RECORD_BYTES_MAX = 16 * 1024
 
 # Numbers are stored as u32.
 NUMBER_MAX = 2**32 - 1
 
-# What a record may say, checked while it is decoded: others show it, connect to it and compute with
-# it. An address is a host's name of 253 characters, brackets and a port; a path is as long as Linux
-# knows one.
+# The valid values of a record's fields, checked when a reader decodes it, as readers show them,
+# connect to them and compute with them. An address is a host's name of 253 characters, brackets and
+# a port; a path is as long as Linux allows.
 Name = Annotated[str, Meta(max_length=NAME_MAX, pattern=PLAIN)]
 Address = Annotated[str, Meta(max_length=300, pattern=PLAIN)]
 SocketPath = Annotated[str, Meta(max_length=4096, pattern=PLAIN)]
@@ -71,12 +73,13 @@ Way = Annotated[list[Annotated[float, Meta(ge=0)]], Meta(min_length=2, max_lengt
 
 
 class NodeRecord(msgspec.Struct, frozen=True):
-    """What a node says about itself.
+    """A node's self-description, which it registers in the directory.
 
     `address` is "host:port" of its TCP port, "" if it has none. `host` and `socket` are for clients
     on the same machine: its `host_id()` and the path of its unix socket. Bytes are of DRAM. `links`
-    tells what it measured on the way to other nodes, by their names: [bandwidth in bytes/s, latency
-    in s]. `started_at` is seconds since 1970; with the name it tells registrations apart.
+    are its measurements of the network to other nodes, by their names: [bandwidth in bytes/s,
+    latency in s]. `started_at` is seconds since 1970; name and `started_at` together tell
+    registrations apart.
     """
 
     name: Name
@@ -92,14 +95,15 @@ class NodeRecord(msgspec.Struct, frozen=True):
 
 
 class DirectoryEvent(msgspec.Struct, frozen=True, array_like=True):
-    """One batch that a node published.
+    """One batch of a node's `publish`, in the event stream.
 
-    `first_seq` numbers the batch's first key among all that this registration published, from 1
-    on, `added` before `removed`. So the next batch of the same number begins at `next_seq`:
+    `first_seq` is the sequence number of the batch's first key among all keys that this
+    registration has published, from 1 on, `added` before `removed`. So the next batch of the same
+    number begins at `next_seq`:
 
     - it begins there: apply it;
-    - it begins earlier: a repetition after a timeout; apply it, that changes nothing;
-    - it begins later: the stream has lost something. Ask the node for its inventory, or wait: it
+    - it begins earlier: a retry after a timeout; apply it, which is idempotent;
+    - it begins later: the stream has lost events. Request the node's inventory, or wait: the node
       publishes all of it again within minutes.
     """
 
@@ -110,42 +114,48 @@ class DirectoryEvent(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def next_seq(self) -> int:
-        """Where the next batch of this registration begins."""
+        """The `first_seq` of the next batch of this registration."""
         return self.first_seq + len(self.added) + len(self.removed)
 
 
 class Directory(Protocol):
-    """Every method is thread-safe and blocks for about `TIMEOUT_S` at most.
+    """The interface of a directory. Every method is thread-safe. One wait for the server is
+    `TIMEOUT_S` at most; a query may have several (`patience_s`).
 
     Errors: DirectoryUnavailable when the directory does not answer, at once while it is known to be
-    down; InvalidInput for keys that are no keys, records that no reader would take and batches over
-    the limits; ClientClosed after `close`. What it stores is checked when it is read: broken
-    entries are left out, never raised.
+    down; InvalidInput for invalid keys, records that no reader would accept and batches over the
+    limits; ClientClosed after `close`. Stored entries are checked when they are read: invalid ones
+    are left out, never raised.
     """
 
+    # The longest time that a query may take; 0 for a directory without a server.
+    patience_s: float = 0.0
+
     def register(self, record: NodeRecord) -> int:
-        """A new number for this node, valid until `REGISTRATION_TTL_S` after its last heartbeat."""
+        """Register this node. Returns its new number, valid until `REGISTRATION_TTL_S` after its
+        last heartbeat."""
         ...
 
     def heartbeat(self, record: NodeRecord) -> bool:
-        """Keep `record.number` alive and replace its record.
+        """Renew the registration `record.number` and replace its record.
 
-        False: the registration had vanished (Redis was restarted, emptied or has failed over). The
-        node registers again and publishes everything under its new number.
+        Returns False if the registration is gone (Redis was restarted, emptied or has failed over).
+        The node then registers again and publishes all its blocks under its new number.
         """
         ...
 
     def withdraw(self, number: int) -> None:
-        """End a registration now; all its locations are void. Unknown numbers are ignored."""
+        """End a registration now; all its locations are void. Ignores unknown numbers."""
         ...
 
     def publish(
         self, number: int, added: Sequence[bytes], removed: Sequence[bytes], first_seq: int
     ) -> None:
-        """Node `number` has the blocks `added` (again), and not those `removed`.
+        """Add locations: node `number` has the blocks `added` (again); and delete those of
+        `removed`, which it no longer has.
 
         At most `PUBLISH_KEYS_MAX` keys of 16 bytes, none in both. The batch is also an event of the
-        shared stream, with `first_seq` (see `DirectoryEvent`). Repeating a batch changes nothing.
+        shared stream, with `first_seq` (see `DirectoryEvent`). Idempotent.
         """
         ...
 
@@ -154,31 +164,32 @@ class Directory(Protocol):
         ...
 
     def locate(self, keys: Sequence[bytes]) -> list[tuple[int, ...]]:
-        """Per key, the numbers of live nodes that said they have it; () where nobody did.
+        """For each key, the numbers of the live nodes that have published it; () if none has.
 
-        One round trip for a whole prompt. A node may be missing, or named though it has just died,
-        for up to `MEMBERSHIP_AGE_S` longer than its registration.
+        One round trip for a whole prompt. As the membership is cached for `MEMBERSHIP_AGE_S`, a new
+        node may be missing that long, and a dead one listed that much longer than its registration.
         """
         ...
 
     def events(self, after: str) -> tuple[str, list[DirectoryEvent]]:
-        """Up to `EVENTS_MAX` batches that came after the position `after`, and the new position.
+        """The new position, and up to `EVENTS_MAX` batches after the position `after`.
 
-        "0" is the oldest that is kept. Never waits: an empty list means that nothing came.
+        "0" is before the oldest event kept. Never waits for events: the list is empty if there are
+        no new ones.
         """
         ...
 
     def statistics(self) -> dict[str, Any]:
-        """Plain numbers for people; asks nobody."""
+        """Counters and state for people; sends no request."""
         ...
 
     def close(self) -> None:
-        """Give back connections. Registrations live on until they expire."""
+        """Close the connections. Registrations stay until they expire."""
         ...
 
 
 def check_record(record: NodeRecord) -> None:
-    """Raise InvalidInput for a record that readers would leave out."""
+    """Raise InvalidInput for a record that readers would reject."""
     try:
         _record_decoder.decode(_encoder.encode(record))
     except (msgspec.ValidationError, UnicodeEncodeError, OverflowError) as error:

@@ -1,8 +1,8 @@
 """A directory in this process: a pool of one process needs no service.
 
-The same promises as Redis, by the same contract suite: registrations expire, numbers are never
-given twice, the event stream is bounded. Locations need no expiry here, because a registration's
-end is seen and its locations are deleted with it.
+It passes the same contract suite as Redis: registrations expire, numbers are never reused, the
+event stream is bounded. Locations need no expiry here, because the end of a registration deletes
+its locations.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .base import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Batches of 2,000 keys of 49 bytes (a Python bytes object of 16): 100 MiB at the very most.
+# Batches of 2,000 keys of 49 bytes each (a Python bytes object of 16): 100 MiB at the very most.
 EVENTS_KEPT = 1024
 
-# A position is the number of the last event that was read, from 0 on.
+# A position is the number of the last event that the reader has read, from 0 on.
 _POSITION = re.compile(r"[0-9]{1,18}")
 
 
 class _Registration:
-    """One node: its record, its last moment, its keys."""
+    """One node's registration: its record, expiry and keys."""
 
     __slots__ = ("expires_at", "keys", "record")
 
@@ -53,7 +53,7 @@ class _Registration:
 
 
 class _State:
-    """What all handles of one directory share; `lock` protects everything."""
+    """The state that all handles of one directory share; `lock` protects all of it."""
 
     def __init__(self, registration_ttl_s: float, clock: Callable[[], float]) -> None:
         self.lock = threading.Lock()
@@ -62,13 +62,13 @@ class _State:
         self.handles = 0
         self.last_number = 0
         self.registrations: dict[int, _Registration] = {}
-        # The numbers of a key, oldest first. Tuples, so that `locate` hands them out as they are.
+        # The numbers of a key, oldest first. Tuples, so that `locate` can return them uncopied.
         self.holders: dict[bytes, tuple[int, ...]] = {}
         self.events: deque[DirectoryEvent] = deque(maxlen=EVENTS_KEPT)
         self.last_event = 0
 
     def expire(self) -> None:
-        """End registrations whose time is over."""
+        """End the registrations that have expired."""
         now = self.clock()
         for number in [n for n, r in self.registrations.items() if r.expires_at <= now]:
             self.end(number)
@@ -99,10 +99,10 @@ class _State:
 
 
 class EmbeddedDirectory(Directory):
-    """A handle of a directory in this process; `EmbeddedDirectory()` alone is a private one.
+    """A handle of a directory in this process; `EmbeddedDirectory()` makes a private directory.
 
-    `EmbeddedDirectory.named` gives all callers of one name the same; it is forgotten when its last
-    handle is closed. `clock` is monotonic seconds.
+    `EmbeddedDirectory.named` gives all callers of one name the same directory, which is deleted
+    when its last handle is closed. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class EmbeddedDirectory(Directory):
     def named(
         cls, name: str, *, registration_ttl_s: float = REGISTRATION_TTL_S
     ) -> EmbeddedDirectory:
-        """Another handle of the directory `name` of this process; the first decides the time."""
+        """A new handle of this process's directory `name`; the first caller sets the TTL."""
         with _states_lock:
             state = _states.get(name)
             if state is None:
@@ -164,7 +164,7 @@ class EmbeddedDirectory(Directory):
     def publish(
         self, number: int, added: Sequence[bytes], removed: Sequence[bytes], first_seq: int
     ) -> None:
-        """See `Directory.publish`. A number without a registration is ignored."""
+        """See `Directory.publish`. Ignores a number without a registration."""
         check_batch(number, added, removed, first_seq)
         with self._locked() as state:
             registration = state.registrations.get(number)
@@ -181,7 +181,7 @@ class EmbeddedDirectory(Directory):
             return {number: found.record for number, found in state.registrations.items()}
 
     def locate(self, keys: Sequence[bytes]) -> list[tuple[int, ...]]:
-        """See `Directory.locate`; the membership is never old here."""
+        """See `Directory.locate`; the membership is always current here."""
         check_keys(keys, LOCATE_KEYS_MAX)
         with self._locked() as state:
             holders = state.holders
@@ -226,7 +226,7 @@ class EmbeddedDirectory(Directory):
 
 
 class _Locked:
-    """The state under its lock, without registrations whose time is over."""
+    """A context manager: locks the state and ends expired registrations."""
 
     __slots__ = ("_state",)
 

@@ -1,7 +1,7 @@
 """The directory in Redis or Valkey: one server, a master with sentinels, or a cluster.
 
-Everything here is soft: `layout.py` says what lies where, the nodes publish again what is lost. So
-nothing waits for replicas, and a call that does not come through is not repeated here.
+All state in it is soft: `redis_layout.py` describes the keys, and nodes publish lost entries again.
+So no call waits for Redis' replicas, and a failed call is not retried here.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import redis
+from msgspec.structs import replace
+
+from tiffin.messenger.log_rate_limit import Ration
 
 from ..errors import ClientClosed, DirectoryUnavailable, InvalidInput
-from . import layout
+from . import redis_layout
 from .base import (
     EVENTS_MAX,
     LOCATE_KEYS_MAX,
@@ -32,30 +35,40 @@ from .base import (
     check_batch,
     check_keys,
     check_number,
+    check_record,
 )
-from .fleet import open_fleet
-from .layout import CLUSTER_BUCKETS, MEMBERS, Holders, Layout, Script
-from .server import Call, exchange
+from .node_records import decode_entries, encode_entry, identity_of
+from .redis_connection import RedisCall, exchange
+from .redis_layout import CLUSTER_BUCKETS, MEMBERS, HolderSet, Layout, Script
+from .redis_topology import open_fleet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .server import Reply, Server, Word
+    from .redis_connection import RedisServer, Reply, Word
     from .url import RedisOptions
 
 log = logging.getLogger(__name__)
+log.addFilter(Ration())
 
-# While the shard with the membership is away, the others are read with what was known of it.
+# While the shard with the membership is down, `locate` uses a cached membership of at most this age
+# with the other shards.
 STALE_MEMBERSHIP_S = 60.0
 
-# Keys of one MGET: 0.3 ms of the server's time, so that a very long prompt does not hold up others.
+# Keys of one MGET: 0.3 ms of the server's time, so that a very long prompt does not delay other
+# clients.
 _MGET_KEYS_MAX = 1024
 
 _POSITION = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?")
 
 
+# The worst case of one query, in timeouts: to connect and to wait for the reply; before that, to
+# query the sentinels, or three servers of a cluster for its map.
+_TIMEOUTS = {"single": 2, "sentinel": 3, "cluster": 8}
+
+
 class _Command(NamedTuple):
-    """Words for the server of a bucket; of a script, what follows its name."""
+    """A command for the server of a bucket: its words, or a script and its arguments."""
 
     bucket: int
     words: Sequence[Word]
@@ -71,18 +84,19 @@ class _Command(NamedTuple):
 
 @dataclass(slots=True)
 class _Membership:
-    """What was last read of it, and when. `holders` decodes locations by it."""
+    """The membership as last read. `holders` decodes locations and filters them by it."""
 
     nodes: dict[int, NodeRecord]
-    holders: Holders
+    holders: HolderSet
     read_at: float
 
 
 class RedisDirectory(Directory):
-    """See `Directory`. The times are parameters for tests: all users of a pool must agree on them.
+    """See `Directory`. Finds only nodes that have the same `token`. The times are parameters for
+    tests: all users of a pool must agree on them.
 
-    Connects at the first call. Where a cluster has lost one shard, `locate` finds nothing of it and
-    goes on; `publish` raises until all shards are back.
+    Connects at the first call. While a cluster has lost one shard, `locate` returns no locations
+    for its keys, and serves the other keys; `publish` raises until all shards are back.
     """
 
     def __init__(
@@ -90,11 +104,15 @@ class RedisDirectory(Directory):
         options: RedisOptions,
         *,
         pool: str = "default",
+        token: bytes = b"",
         registration_ttl_s: float = REGISTRATION_TTL_S,
         location_ttl_s: float = LOCATION_TTL_S,
         membership_age_s: float = MEMBERSHIP_AGE_S,
     ) -> None:
         self._options = options
+        self.patience_s = _TIMEOUTS[options.kind] * options.timeout_s
+        self._pool = pool
+        self._token = token
         self._layout = Layout(pool, CLUSTER_BUCKETS if options.kind == "cluster" else 1)
         self._fleet = open_fleet(options, self._layout.tags)
         self._registration_ttl_ms = round(registration_ttl_s * 1000)
@@ -104,33 +122,37 @@ class RedisDirectory(Directory):
         self._lock = threading.Lock()  # protects all below
         self._membership: _Membership | None = None
         self._membership_asked_at = 0.0
-        self._ignored_records = 0  # of the membership that was last read
-        self._epoch = 0  # changes of the membership by this handle
+        self._ignored = self._strangers = 0  # entries of the membership that was last read
+        self._ahead_ms: int | None = None  # Redis' clock minus our monotonic clock
+        self._epoch = 0  # counts changes of the membership by this handle
         self._counters = {"locates": 0, "located_keys": 0, "published_keys": 0, "failures": 0}
 
     # -- the node's side -------------------------------------------------------------------------
 
     def register(self, record: NodeRecord) -> int:
         """See `Directory.register`."""
+        check_record(record)
         names = (2, self._layout.nodes, self._layout.number)
-        identified = layout.encode_record(record)
-        words = (*names, self._registration_ttl_ms, identified, secrets.randbits(31))
-        (number,) = self._run([_Command(MEMBERS, words, layout.REGISTER)])
+        words = (*names, self._registration_ttl_ms, identity_of(record), secrets.randbits(31))
+        number = self._run_with_clock(_Command(MEMBERS, words, redis_layout.REGISTER))
         if not isinstance(number, int):
             raise self._refused(number)
         if not number:
             raise DirectoryUnavailable(f"{NODES_MAX} nodes are registered; withdraw some first")
+        if not self.heartbeat(replace(record, number=number)):
+            raise DirectoryUnavailable("the directory lost a registration while it was made")
         self._forget_membership()
         return number
 
     def heartbeat(self, record: NodeRecord) -> bool:
         """See `Directory.heartbeat`."""
         check_number(record.number)
-        words = (
-            *(1, self._layout.nodes),
-            *(record.number, self._registration_ttl_ms, layout.encode_record(record)),
-        )
-        (known,) = self._run([_Command(MEMBERS, words, layout.HEARTBEAT)])
+        if self._ahead_ms is None:
+            self._run_with_clock()
+        said_at_ms = _monotonic_ms() + (self._ahead_ms or 0)
+        entry = encode_entry(record, said_at_ms, self._pool, self._token)
+        words = (1, self._layout.nodes, record.number, self._registration_ttl_ms, entry)
+        known = self._run_with_clock(_Command(MEMBERS, words, redis_layout.HEARTBEAT))
         if not isinstance(known, int):
             raise self._refused(known)
         return bool(known)
@@ -155,12 +177,14 @@ class RedisDirectory(Directory):
         commands = []
         for bucket, of_bucket in groupby(changes, key=lambda change: change[0]):
             listed = list(of_bucket)
-            for begin in range(0, len(listed), layout.SCRIPT_KEYS_MAX):
-                part = listed[begin : begin + layout.SCRIPT_KEYS_MAX]
+            for begin in range(0, len(listed), redis_layout.SCRIPT_KEYS_MAX):
+                part = listed[begin : begin + redis_layout.SCRIPT_KEYS_MAX]
                 commands.append(self._publication(number, bucket, part))
-        event = layout.encode_event(DirectoryEvent(number, first_seq, list(added), list(removed)))
-        appending = (1, self._layout.events, layout.STREAM_ENTRIES_MAX, event)
-        commands.append(_Command(MEMBERS, appending, layout.APPEND))
+        event = redis_layout.encode_event(
+            DirectoryEvent(number, first_seq, list(added), list(removed))
+        )
+        appending = (1, self._layout.events, redis_layout.STREAM_ENTRIES_MAX, event)
+        commands.append(_Command(MEMBERS, appending, redis_layout.APPEND))
         for reply in self._run(commands):
             if isinstance(reply, Exception):
                 raise self._refused(reply)
@@ -172,8 +196,8 @@ class RedisDirectory(Directory):
     ) -> _Command:
         names = self._layout.names(bucket, (key for _, _, key in changes))
         added = sum(not is_removed for _, is_removed, _ in changes)
-        values = (layout.encode_number(number), added, self._location_ttl_ms)
-        return _Command(bucket, (len(names), *names, *values), layout.PUBLISH)
+        values = (redis_layout.encode_number(number), added, self._location_ttl_ms)
+        return _Command(bucket, (len(names), *names, *values), redis_layout.PUBLISH)
 
     # -- the reader's side -----------------------------------------------------------------------
 
@@ -230,7 +254,7 @@ class RedisDirectory(Directory):
         return reads
 
     def events(self, after: str) -> tuple[str, list[DirectoryEvent]]:
-        """See `Directory.events`. Entries that are no events are left out, and passed over."""
+        """See `Directory.events`. Skips stream entries that are no events."""
         if not _POSITION.fullmatch(after):
             raise InvalidInput(f"{after!r} is no position of an event stream; begin with '0'")
         words = ("XREAD", "COUNT", EVENTS_MAX, "STREAMS", self._layout.events, after)
@@ -251,7 +275,7 @@ class RedisDirectory(Directory):
         ]
 
     def _membership_due(self) -> bool:
-        """Whether this call should read it: one does so per `MEMBERSHIP_AGE_S`."""
+        """Whether this call should read the membership: one does so per `MEMBERSHIP_AGE_S`."""
         now = time.monotonic()
         with self._lock:
             known = self._membership
@@ -267,7 +291,8 @@ class RedisDirectory(Directory):
         return self._read_membership(self._run(self._membership_commands()), epoch)
 
     def _membership_of(self, replies: Sequence[Reply], epoch: int) -> _Membership:
-        """From the replies if it was asked for, else as known."""
+        """The membership from `replies` if there are any, else the cached one. If reading it fails,
+        the cached one serves for `STALE_MEMBERSHIP_S`. Raises DirectoryUnavailable."""
         known = self._membership
         if not replies:
             return known or self._ask_for_membership()
@@ -282,43 +307,57 @@ class RedisDirectory(Directory):
         pairs, clock = replies
         if _of_wrong_type(pairs):
             pairs = []
-        match clock:
-            case [bytes() as seconds, bytes() as microseconds] if isinstance(pairs, list):
-                now_ms = int(seconds) * 1000 + int(microseconds) // 1000
-            case _:
-                raise self._refused(clock if isinstance(pairs, list) else pairs)
-        nodes, ignored = layout.decode_nodes(pairs, now_ms)
+        now_ms = _clock_ms(clock)
+        if now_ms is None or not isinstance(pairs, list):
+            raise self._refused(clock if isinstance(pairs, list) else pairs)
+        nodes, ignored, strangers, named = decode_entries(pairs, now_ms, self._pool, self._token)
         with self._lock:
-            is_news = ignored > self._ignored_records
-            self._ignored_records = ignored
+            damaged, foreign = ignored > self._ignored, strangers > self._strangers
+            self._ignored, self._strangers = ignored, strangers
             known = self._membership
             if known is not None and known.holders.alive == nodes.keys():
                 holders = known.holders
             else:
-                holders = Holders(nodes)
+                holders = HolderSet(nodes)
             read = _Membership(nodes, holders, time.monotonic())
-            if epoch == self._epoch:  # else the question may be older than what we have changed
+            if epoch == self._epoch:  # else the reply may be older than our own changes
                 self._membership = read
-        if is_news:
+        if damaged:
             log.warning(
                 "%d entries of the directory at %s are no records of nodes, and ignored",
                 ignored, self._options.address,
             )  # fmt: skip
+        if foreign:
+            log.warning(
+                "%d entries of the directory at %s are ignored, for they have not the stamp of our "
+                "token: %s. They are of a node with another token or of another version, or forged",
+                strangers, self._options.address, ", ".join(named) or "they name nobody",
+            )  # fmt: skip
         return read
 
     def _forget_membership(self) -> None:
-        """Who changes it reads it anew."""
+        """Invalidate the cached membership after a change by this handle."""
         with self._lock:
             self._membership = None
             self._epoch += 1
 
     # -- asking ----------------------------------------------------------------------------------
 
-    def _run(self, commands: Sequence[_Command]) -> list[Reply]:
-        """A reply per command; what went wrong stands in its place, as an exception.
+    def _run_with_clock(self, *commands: _Command) -> Reply:
+        """Run at most one command, and return its reply. Also reads Redis' clock, which is the
+        common clock of a pool: the clocks of its machines may differ."""
+        *replies, clock = self._run([*commands, _Command(MEMBERS, ("TIME",))])
+        now_ms = _clock_ms(clock)
+        if now_ms is None:
+            raise self._refused(clock)
+        self._ahead_ms = now_ms - _monotonic_ms()
+        return replies[0] if replies else None
 
-        Twice at most: a server that does not know our scripts yet gets them whole, and a cluster
-        that has moved a bucket says so.
+    def _run(self, commands: Sequence[_Command]) -> list[Reply]:
+        """Run the commands; returns a reply for each, or an exception in place of it.
+
+        A second attempt is made only for commands that need it: a server that does not know our
+        scripts yet gets them in full, and a bucket that a cluster has moved is looked up again.
         """
         self._check_open()
         replies: list[Reply] = [None] * len(commands)
@@ -331,8 +370,8 @@ class RedisDirectory(Directory):
     def _attempt(
         self, commands: Sequence[_Command], todo: list[int], replies: list[Reply], *, whole: bool
     ) -> list[int]:
-        """Put replies in their places; returns which commands are worth another attempt."""
-        by_server: dict[Server, list[int]] = {}
+        """Run the commands `todo` and store their replies; returns those to retry."""
+        by_server: dict[RedisServer, list[int]] = {}
         for place in todo:
             try:
                 server = self._fleet.server(commands[place].bucket)
@@ -341,7 +380,7 @@ class RedisDirectory(Directory):
             else:
                 by_server.setdefault(server, []).append(place)
         calls = [
-            Call(server, [commands[place].spelled(whole=whole) for place in places])
+            RedisCall(server, [commands[place].spelled(whole=whole) for place in places])
             for server, places in by_server.items()
         ]
         exchange(calls, self._options.timeout_s)
@@ -359,7 +398,7 @@ class RedisDirectory(Directory):
         return again
 
     def _refused(self, reply: Reply) -> DirectoryUnavailable:
-        """What to raise for a reply that is none."""
+        """The exception to raise for an error or an invalid reply; counts a failure."""
         with self._lock:
             self._counters["failures"] += 1
         if isinstance(reply, DirectoryUnavailable):
@@ -381,7 +420,8 @@ class RedisDirectory(Directory):
                 "healthy": not down,
                 "down": down,
                 "nodes": len(known.nodes) if known is not None else 0,
-                "ignored_records": self._ignored_records,
+                "ignored_records": self._ignored,
+                "unauthenticated_records": self._strangers,
                 **self._counters,
             }
 
@@ -395,16 +435,28 @@ class RedisDirectory(Directory):
             raise ClientClosed("this directory is closed")
 
 
+def _monotonic_ms() -> int:
+    return time.monotonic_ns() // 1_000_000
+
+
+def _clock_ms(reply: Reply) -> int | None:
+    """The reply to TIME, in ms since 1970; None for any other reply."""
+    match reply:
+        case [bytes() as seconds, bytes() as microseconds]:
+            return int(seconds) * 1000 + int(microseconds) // 1000
+    return None
+
+
 def _of_wrong_type(reply: Reply) -> bool:
-    """Somebody else's value lies under one of our names: it is taken for nothing."""
+    """Whether one of our keys has a value of a foreign type, which is treated as empty."""
     return isinstance(reply, redis.ResponseError) and str(reply).startswith("WRONGTYPE")
 
 
 def _elsewhere(reply: Reply) -> bool:
-    """Whether the server says that another one has (or may change) this."""
+    """Whether the reply redirects to another server, which has (or may change) this key."""
     if isinstance(reply, redis.exceptions.ReadOnlyError | redis.exceptions.MovedError):
         return True
-    # Not every version of the library has a class for it outside its cluster client.
+    # Not every version of the library has a class for MOVED outside its cluster client.
     return isinstance(reply, redis.ResponseError) and str(reply).startswith("MOVED ")
 
 
@@ -413,7 +465,7 @@ def _decode_entries(entries: Sequence[Reply], after: str) -> tuple[str, list[Dir
     for entry in entries:
         match entry:
             case [bytes() as position, [b"e", value]]:
-                event = layout.decode_event(value)
+                event = redis_layout.decode_event(value)
             case [bytes() as position, *_]:
                 event = None
             case _:

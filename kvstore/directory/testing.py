@@ -1,4 +1,4 @@
-"""The contract of a directory as a test suite, for those here and for anybody who writes another.
+"""The contract of a directory as a test suite, for this package's and third-party directories.
 
     class TestMyDirectory(DirectoryContract):
         @pytest.fixture
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
         def __call__(self, registration_ttl_s: float = REGISTRATION_TTL_S) -> Directory: ...
 
 
-# A registration that ends while a test waits for it; one that a busy machine's heartbeats keep.
+# A TTL for a registration to expire while a test waits; one that heartbeats of a busy machine keep.
 BRIEF_TTL_S = 0.5
 KEPT_TTL_S = 2.0
 
-# Far more than `MEMBERSHIP_AGE_S`, so that only what never comes true fails.
+# Far more than `MEMBERSHIP_AGE_S`, so that a slow machine fails no test.
 _PATIENCE_S = 20.0
 
 
 def keys_of(seed: str, count: int) -> list[bytes]:
-    """The same keys for the same seed."""
+    """Random keys, the same for the same seed."""
     names = (f"{seed}/{i}".encode() for i in range(count))
     return [hashlib.blake2b(name, digest_size=16).digest() for name in names]
 
 
 def record(name: object = "node-a", **fields: object) -> NodeRecord:
-    """A node's record with everything filled in."""
+    """A node's record with every field filled in."""
     filled: dict[str, object] = {
         "address": f"{name}.example:7700",
         "host": "0123456789abcdef",
@@ -66,7 +66,7 @@ def record(name: object = "node-a", **fields: object) -> NodeRecord:
     return NodeRecord(name=name, **{**filled, **fields})  # type: ignore[arg-type]
 
 
-# What somebody who can write to the directory may try on those who read it.
+# Invalid records, by which an attacker that can write to the directory may try to harm its readers.
 BAD_RECORDS: list[dict[str, object]] = [
     {"name": "\x1b[2J"},
     {"name": "two\nlines"},
@@ -87,7 +87,7 @@ BAD_RECORDS: list[dict[str, object]] = [
 
 
 def eventually(holds: Callable[[], bool], what: str) -> None:
-    """Wait until it holds."""
+    """Wait until `holds()` is true; fails after `_PATIENCE_S`."""
     give_up = time.monotonic() + _PATIENCE_S
     while not holds():
         assert time.monotonic() < give_up, f"never: {what}"
@@ -96,7 +96,7 @@ def eventually(holds: Callable[[], bool], what: str) -> None:
 
 @contextlib.contextmanager
 def refused(kind: type[Exception], *words: str) -> Iterator[None]:
-    """The block raises `kind`, with a message that has `words` in it."""
+    """Assert that the block raises `kind`, with a message that has `words` in it."""
     message = None
     try:
         yield
@@ -107,7 +107,7 @@ def refused(kind: type[Exception], *words: str) -> Iterator[None]:
 
 
 class DirectoryContract:
-    """What every directory does."""
+    """The tests that every directory passes."""
 
     # -- membership ------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class DirectoryContract:
         beating = threading.Thread(target=beat)
         beating.start()
         try:
-            # Longer than it would live without.
+            # Longer than the TTL.
             time.sleep(1.5 * KEPT_TTL_S)
             assert number in reader.nodes()
         finally:

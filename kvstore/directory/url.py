@@ -1,4 +1,4 @@
-"""Where the directory is: `redis://host:6379/0`, `redis+cluster://a:7000,b:7000`, `embedded:`."""
+"""Parses a directory's URL: `redis://host:6379/0`, `redis+cluster://a:7000,b:7000`, `embedded:`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PASSWORD_VARIABLE = "TIFFIN_REDIS_PASSWORD"
 PORT, SENTINEL_PORT = 6379, 26379
 
-# A pool's name is part of every key, between the braces that choose its place in a cluster.
+# A pool's name is part of every Redis key, in the braces of the hash tag that chooses the shard.
 _POOL = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 # valkey:// is redis://: the same protocol.
@@ -43,12 +43,12 @@ _PASSWORD_BYTES_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
-    """Where Redis is, and how to be let in. The password is in no `repr`."""
+    """The addresses, credentials and TLS options of Redis. The password is in no `repr`."""
 
     kind: str  # single, sentinel or cluster
     hosts: tuple[tuple[str, int], ...]
     database: int = 0
-    service: str = ""  # what the sentinels call the master
+    service: str = ""  # the sentinels' name of the master
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     sentinel_password: str | None = field(default=None, repr=False)
@@ -60,16 +60,16 @@ class RedisOptions:
 
     @property
     def address(self) -> str:
-        """For messages: the hosts, without anything secret."""
+        """The hosts as text for messages, without secrets."""
         return ",".join(f"{host}:{port}" for host, port in self.hosts)
 
     def of_sentinels(self) -> RedisOptions:
-        """The same, for the sentinels themselves: they have their own password, mostly none."""
+        """These options for the sentinels themselves: they have their own password, mostly none."""
         return replace(self, username=None, password=self.sentinel_password, database=0)
 
 
 def check_pool(pool: str) -> str:
-    """`pool`, if it can be a pool's name. Raises InvalidInput."""
+    """`pool` if it is a valid name of a pool. Raises InvalidInput."""
     if not _POOL.fullmatch(pool):
         raise InvalidInput(
             f"a pool's name is 1 to 64 letters, digits, dots, dashes and underscores, not {pool!r}"
@@ -78,7 +78,7 @@ def check_pool(pool: str) -> str:
 
 
 def parse_redis(url: str, environ: Mapping[str, str] = os.environ) -> RedisOptions:
-    """The options of a `redis...://` URL. Raises InvalidInput, which never repeats a password."""
+    """Parse a `redis...://` URL. Raises InvalidInput, whose message never has the password."""
     scheme, _, _ = url.partition("://")
     if scheme not in _SCHEMES:
         raise InvalidInput(
@@ -196,7 +196,8 @@ def _timeout(text: str | None) -> float:
 
 
 def _password(in_url: str | None, file: str | None, environ: Mapping[str, str]) -> str | None:
-    """The URL's own, else the file's, else the environment's."""
+    """The password in the URL, else in the file, else in the environment. Raises InvalidInput for a
+    password in the URL and a file."""
     if in_url is not None and file is not None:
         raise InvalidInput("a password in the URL and password_file: choose one")
     if in_url is not None:

@@ -1,10 +1,9 @@
-"""The HBM tier as an engine uses it: blocks in a GPU's memory, in front of any client."""
+"""The HBM tier for engines: a cache of blocks in a GPU's memory, in front of any client."""
 
-from .core import HbmOptions
-from .exporting import ImportedBlocks, attach
-from .held import HbmBlock, HbmBlocks, HbmSlot, HbmSlots
-from .saving import Saved
+from .core.hbm_core import HbmOptions
+from .handles import HbmBlock, HbmBlocks, HbmSlot, HbmSlots
 from .store import HbmStore
+from .writeback import Saved
 
 __all__ = [
     "HbmBlock",
@@ -13,7 +12,5 @@ __all__ = [
     "HbmSlot",
     "HbmSlots",
     "HbmStore",
-    "ImportedBlocks",
     "Saved",
-    "attach",
 ]

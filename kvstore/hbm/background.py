@@ -1,4 +1,5 @@
-"""The thread of an HBM store: it copies down what would be lost, and tidies up."""
+"""The background thread of an HBM store: writes dirty blocks back to the pool before eviction,
+expires leases and pins, and runs deferred releases."""
 
 from __future__ import annotations
 
@@ -9,33 +10,33 @@ import time
 from typing import TYPE_CHECKING
 
 from ..errors import DeadlineExceeded, TiffinError
-from .below import POOL_ERRORS
-from .memory import left_s
-from .saving import RUN_BYTES, CopyLate, DeviceRefused, OutOfTime, Saved, Saver
+from .device.device_memory import left_s
+from .pool_access import POOL_ERRORS
+from .writeback import RUN_BYTES, CopyLate, DeviceRefused, OutOfTime, Saved, Saver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ..client import Client
-    from ..node.records import Replica
-    from ..pinned import PinnedPool
-    from .bringing import PoolDoor
-    from .core import Entry
-    from .desk import Desk
-    from .memory import HbmMemory
+    from ..client.client import Client
+    from ..node.core.records import Replica
+    from .core.hbm_core import HbmEntry
+    from .device.device_memory import HbmMemory
+    from .device.host_pinning import PinnedPool
+    from .locked_core import Desk
+    from .promotion import PoolDoor
 
 log = logging.getLogger(__name__)
 
-# Expiry and pins are counted in seconds; a publication wakes the thread at once.
+# The usual interval: expiry and pins are counted in seconds; a commit wakes the thread at once.
 TICK_S = 0.25
-# While something waits for a stream to pass.
+# The interval while deferred releases wait for a stream.
 ENDINGS_S = 0.005
-# How long a copy down in the background may take before it is given up: 256 MiB at 50 MB/s.
+# The timeout of a write-back in the background: 256 MiB at 50 MB/s.
 SAVE_TIMEOUT_S = 5.0
 
 
 class Background:
-    """Saves in the background, and saves that are asked for: one at a time."""
+    """Write-backs from HBM to the pool, in the background and on request: one at a time."""
 
     def __init__(
         self,
@@ -45,36 +46,34 @@ class Background:
         door: PoolDoor,
         pinned: PinnedPool | None,
         block_bytes: int,
+        wake: threading.Event,
     ) -> None:
+        """`wake`: set after a commit in HBM, so that the thread looks at once."""
         self._desk = desk
         self._pinned = pinned
         self._door = door
         self._blocks_max = max(1, RUN_BYTES // block_bytes)
         self._saver = Saver(client, memory, desk.endings, self._ended, desk.condemn)
-        self._saving = threading.Lock()  # held by whoever copies down
-        self._wake = threading.Event()
+        self._saving = threading.Lock()  # held by the thread that writes back
+        self._wake = wake
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tiffin-hbm", daemon=True)
 
     def start(self) -> None:
-        """Begin. Not in the constructor: the thread's first look needs a complete store."""
+        """Start the thread. Not in the constructor: its first pass needs a complete store."""
         self._thread.start()
 
-    def kick(self) -> None:
-        """Something was published: look now."""
-        self._wake.set()
-
     def close(self) -> None:
-        """Returns when the thread has ended; a save under way ends first."""
+        """Stop the thread and wait for its end; a save in flight ends first."""
         self._closed = True
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def save(self, keys: Sequence[bytes] | None, deadline: float) -> Saved:
-        """Copy down the dirty ones among `keys`, or all. Waits for a save that is under way.
+        """Write back the dirty blocks among `keys`, or of all. Waits for a save in flight.
 
-        Raises DeadlineExceeded, and what the pool or the device meets.
+        Raises DeadlineExceeded, and the errors of the pool and the device (see `Saver.save`).
         """
         with self._turn(deadline):
             with self._desk.lock:
@@ -83,7 +82,7 @@ class Background:
             return self._save(replicas, entries, deadline)
 
     def settle(self, deadline: float) -> None:
-        """Wait until no save is under way that began before this. Raises DeadlineExceeded."""
+        """Wait for the end of a save that began before this call. Raises DeadlineExceeded."""
         with self._turn(deadline):
             pass
 
@@ -96,11 +95,11 @@ class Background:
         finally:
             self._saving.release()
 
-    def _entries(self, replicas: Sequence[Replica]) -> list[Entry]:
+    def _entries(self, replicas: Sequence[Replica]) -> list[HbmEntry]:
         return [self._desk.core.entries[replica.key] for replica in replicas]
 
     def _save(
-        self, replicas: Sequence[Replica], entries: Sequence[Entry], deadline: float
+        self, replicas: Sequence[Replica], entries: Sequence[HbmEntry], deadline: float
     ) -> Saved:
         total = Saved()
         try:
@@ -142,20 +141,20 @@ class Background:
                     pass
             except TiffinError as error:
                 log.warning("a copy from HBM to the pool failed: %s", error)
-            except Exception:  # the thread must not end: nothing would be saved any more
+            except Exception:  # the thread must not end: write-backs would stop
                 log.exception("a copy from HBM to the pool failed")
 
     def _save_due(self) -> bool:
-        """One batch of what is due; whether it is worth looking for another one."""
+        """Write back one batch of due blocks. Returns whether the caller should try another one."""
         if not self._desk.core.hbm.write_back:
             return False
         if not self._saving.acquire(blocking=False):
-            return False  # somebody demotes; this thread has other things to do as well
+            return False  # a `save` is in flight; this thread does not wait for it
         try:
             with self._desk.lock:
                 replicas = self._desk.core.saves_due(self._blocks_max)
                 entries = self._entries(replicas)
-            # Asked only when there is something: an answer makes the caller the probe.
+            # Only with blocks to save: after a yes, the breaker takes this call as its probe.
             if not replicas or not self._door.admits():
                 for replica in replicas:
                     self._ended(replica, saved=False)

@@ -1,4 +1,4 @@
-"""The HBM tier as an engine uses it: the hottest blocks, in block order, in this GPU's memory.
+"""The HBM tier for engines: a cache of the hottest blocks, in block order, in this GPU's memory.
 
     with HbmStore(client, schema, 8 << 30, "cuda:0") as store:
         with store.reserve(prefix) as slots:          # what is not in HBM yet
@@ -8,61 +8,61 @@
             for block in blocks:
                 scatter(block.tensor, into=pages)
 
-It belongs to one process and sits in front of any client. `docs/hbm.md` is the guide.
+A store is private to its process, and works in front of any client. `docs/hbm.md` is the guide.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import threading
 import time
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tiffin.messenger.gate import Gate
+from tiffin.messenger.signal_safe import Forsaken, uninterrupted
+from tiffin.messenger.usage_gate import UsageGate
 
 from ..errors import ClientClosed, InvalidInput, SchemaError
-from ..keys import Prefix
-from ..node.core import Status
-from ..node.records import Kept, Pin, Reason
-from ..pinned import PinnedPool
-from ..verbs import DEFAULT_TIMEOUT_S, Access, check_timeout, check_ttl, check_verify
+from ..node.core.node_core import ReserveStatus
+from ..node.core.records import Kept, PinLevel, Reason
+from ..verbs.arguments import check_prefix, check_timeout, check_ttl, check_verify
+from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, Access
 from .background import Background
-from .below import spans_of
-from .bringing import AGAIN, Bringer, PoolDoor
-from .core import Admission, Entry, HbmCore, HbmOptions, positions
-from .desk import Desk, Held
-from .exporting import export_blocks
-from .held import HbmBlocks, HbmSlot, HbmSlots, blocks_of
-from .memory import HbmMemory, Point, left_s
+from .core.hbm_core import Admission, HbmCore, HbmEntry, HbmOptions, positions
+from .device.device_memory import HbmMemory, Point, left_s, on_current_stream
+from .device.host_pinning import PinnedPool
+from .handles import HbmBlocks, HbmSlot, HbmSlots, blocks_of
+from .lease_claims import Claim
+from .locked_core import Desk, Held
+from .main_thread_verbs import in_one_piece
+from .pool_access import spans_of
+from .promotion import AGAIN, Bringer, PoolDoor
+from .store_lifetime import CLOSE_TIMEOUT_S, Closing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
-    from ..client import Client
-    from ..node.core import Reservation
-    from ..node.records import Replica, Session
-    from ..schema import KVSchema
-    from ..verbs import Verify
-    from .held import HbmBlock
-    from .saving import Saved
-
-# What `close` grants to copies that are under way, and to callers' streams.
-CLOSE_TIMEOUT_S = 10.0
+    from ..client.client import Client
+    from ..format.keys import Prefix
+    from ..format.schema import KVSchema
+    from ..node.core.node_core import Reservation
+    from ..node.core.records import Replica, Session
+    from ..verbs.arguments import Verify
+    from .writeback import Saved
 
 
 class HbmStore:
-    """`nbytes` of `device` for blocks of `schema`, in front of `client`. A context manager.
+    """A cache of `nbytes` of `device` for blocks of `schema`, in front of `client`. A context
+    manager; a store that is garbage-collected closes itself.
 
-    Threads: every verb may be called in any thread, also at once. What a verb returns is for one
-    thread at a time. Close the store before its client.
+    The verbs are thread-safe; their results are not. Close the store before its client.
 
-    Raises InvalidInput for options or a device that cannot be, TierUnavailable when the device has
-    not so much memory.
+    Raises InvalidInput for invalid options or an invalid device, TierUnavailable when the device
+    does not have that much memory.
     """
 
     def __init__(
@@ -76,9 +76,23 @@ class HbmStore:
         options: HbmOptions | None = None,
         pin: bool = True,
     ) -> None:
-        """`verify`: how much of what is leased or brought up is verified: "always", "sampled" (one
-        block in 16) or "off"; each `lease` and `promote` may choose another. `pin`: register the
+        """`verify`: which leased or promoted blocks to verify: "always" (all), "sampled" (one block
+        in 16) or "off"; each `lease` and `promote` may choose another policy. `pin`: register the
         memory of a node on this host with CUDA, for as long as the store is open."""
+        begin = partial(self._begin, client, schema, nbytes, device, verify, options, pin=pin)
+        uninterrupted(on_current_stream(device, begin))
+
+    def _begin(
+        self,
+        client: Client,
+        schema: KVSchema,
+        nbytes: int,
+        device: str,
+        verify: Verify,
+        options: HbmOptions | None,
+        *,
+        pin: bool,
+    ) -> None:
         self.schema = schema
         self._access = Access(check_verify(verify), random.Random())
         options = options if options is not None else HbmOptions()
@@ -86,38 +100,46 @@ class HbmStore:
             raise InvalidInput(f"{nbytes!r} bytes of HBM hold no block of {schema.block_bytes}")
         self._spans = spans_of(schema)
         self._memory = HbmMemory(nbytes, device)
-        # Grows from one process to the next: what another process was told of ours goes stale.
+        # Later processes start at a higher generation: another process's records of ours go stale.
         core = HbmCore(self._memory.tier.arena, options, first_generation=time.time_ns())
-        self._gate = Gate(lambda: ClientClosed("this HBM store is closed; open another"))
-        self._desk = Desk(core, lambda: self._background.kick(), self._gate.check)
+        self._gate = UsageGate(lambda: ClientClosed("this HBM store is closed; open another"))
+        wake = threading.Event()
+        self._desk = Desk(core, wake.set, self._gate.check)
         self._pinned: PinnedPool | None = None
         if pin:
             self._pinned = PinnedPool(client, str(self._memory.device), self._memory.while_idle)
             self._pinned.follow()
         door = PoolDoor()
         self._background = Background(
-            client, self._memory, self._desk, door, self._pinned, schema.block_bytes
+            client, self._memory, self._desk, door, self._pinned, schema.block_bytes, wake
         )
         admission = Admission(second_use=options.admit_on_second_use)
         self._bringer = Bringer(client, self._memory, self._desk, door, admission)
         self._client = client
         self._forked = False
+        self._forsaken = partial(_end_forsaken, self._desk, self._memory)
+        self._closing = Closing(
+            self._gate, self._background, self._desk, self._memory, self._pinned
+        )
         _open_stores.add(self)
+        # The objects above have no reference to the store, so that a dropped store is collected.
+        Forsaken.when(self, self._closing.close)
         self._background.start()
 
     @property
     def tensor(self) -> Any:
-        """All of the tier's memory, uint8 [capacity_bytes]: what blocks' `offset` is counted in."""
+        """The tier's whole memory, uint8 [capacity_bytes], in which blocks have their `offset`."""
         return self._memory.tensor
 
     # -- writing ---------------------------------------------------------------------------------
 
+    @in_one_piece
     def reserve(self, prefix: Prefix, *, timeout_s: float = 0.0) -> HbmSlots:
-        """Slots on the device for the blocks that are not in HBM, to be filled by kernels on the
-        caller's stream. Leaving the `with` block publishes them.
+        """Reserve slots on the device for the blocks that are not in HBM, to be filled by kernels
+        on the caller's stream. Leaving the `with` block commits them.
 
-        Raises NoRoom when not even the first could be had within `timeout_s`; by default it does
-        not wait.
+        Raises NoRoom when there is room for no block within `timeout_s`; by default it does not
+        wait.
         """
         with self._gate:
             part = self._part(prefix)
@@ -127,17 +149,28 @@ class HbmStore:
 
     def _slots(self, part: Prefix, use: Session, made: Reservation) -> HbmSlots:
         granted, resident, busy = (
-            positions(made, status) for status in (Status.GRANTED, Status.RESIDENT, Status.BUSY)
+            positions(made, status)
+            for status in (ReserveStatus.GRANTED, ReserveStatus.RESIDENT, ReserveStatus.BUSY)
         )
         replicas = made.lease.replicas if made.lease is not None else []
+        claim, view = self._lend(use if replicas else None)
         slots = [
-            HbmSlot(self._view(replica), index, replica.offset, replica.generation)
+            HbmSlot(view(replica), index, replica.offset, replica.generation)
             for index, replica in zip(granted, replicas, strict=True)
         ]
-        return HbmSlots(part, slots, made, use, self, resident=resident, busy=busy)
+        return HbmSlots(part, slots, made, claim, self, resident=resident, busy=busy)
 
-    def commit(self, slots: HbmSlots, use: Session, lease: int, point: Point) -> tuple[int, ...]:
-        """For `HbmSlots`: checksums of what was written, then the publication."""
+    @in_one_piece
+    def commit(self, slots: HbmSlots, stream: Any) -> bool:
+        """For `HbmSlots`: compute the checksums of the written slots, then publish them."""
+        point = self._point(slots.claim, stream)
+        if point is None or not slots.claim.take():
+            return False
+        if slots.claim.use is not None:
+            slots.stored = self._publish(slots, slots.claim.use, point)
+        return True
+
+    def _publish(self, slots: HbmSlots, use: Session, point: Point) -> tuple[int, ...]:
         written = [slot for slot in slots.kept() if not slot.skipped]
         if not written:
             self._desk.end(use, point)
@@ -149,13 +182,13 @@ class HbmStore:
         except BaseException:
             self._desk.end(use, point)
             raise
-        entries: dict[int, Entry] = {
-            slot.index: Entry(slots.prefix, slot.index, found, dirty=True)
+        entries: dict[int, HbmEntry] = {
+            slot.index: HbmEntry(slots.prefix, slot.index, found, dirty=True)
             for slot, found in zip(written, sums, strict=True)
         }
-        # Of the skipped ones, too, nothing is under way: the checksums began behind the point.
+        # The caller's work on skipped slots has ended too: the checksums began after the point.
         order = [entries.get(slot.index) for slot in slots.kept()]
-        kept = self._desk.publish(use, lease, order)
+        kept = self._desk.publish(use, slots.lease, order)
         stored = tuple(
             slot.index for slot, flag in zip(slots.kept(), kept, strict=True) if flag == Kept.STORED
         )
@@ -164,18 +197,22 @@ class HbmStore:
 
     # -- reading ---------------------------------------------------------------------------------
 
+    @in_one_piece
     def match(self, prefix: Prefix) -> int:
-        """How many leading blocks are in HBM. Takes no lease and counts as no use."""
+        """Count the leading blocks that are in HBM. Takes no lease and does not count as a use."""
         with self._gate, self._desk.lock:
             return self._desk.core.resident(self._part(prefix).keys)
 
+    @in_one_piece
     def lease(self, prefix: Prefix, *, verify: Verify | None = None) -> HbmBlocks:
-        """The leading blocks that are in HBM; does not ask the pool and does not wait."""
+        """Lease the leading blocks that are in HBM. Does not query the pool; waits only for the
+        device to verify them."""
         with self._gate:
             part = self._part(prefix)
             held, damaged = self._hold(part, self._reading(verify), frozenset())
             return self._blocks(part, held, "corrupt" if damaged else None, len(held.replicas))
 
+    @in_one_piece
     def promote(
         self,
         prefix: Prefix,
@@ -183,9 +220,10 @@ class HbmStore:
         verify: Verify | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> HbmBlocks:
-        """The leading blocks, those that are not in HBM copied up from the pool, verified on the
-        device. Waits up to `timeout_s` for the pool and the copy; what could not be had by then is
-        a miss with its reason. A pool that does not answer is none either: HBM serves what it has.
+        """Lease the leading blocks; copies those that are not in HBM from the pool and verifies
+        them on the device. Waits up to `timeout_s` for the pool and the copy; blocks that have not
+        come by then are misses with the reason. A pool that does not answer is no error: HBM serves
+        its own blocks.
 
         Raises TierUnavailable when the device refuses.
         """
@@ -207,7 +245,7 @@ class HbmStore:
                 finally:
                     if before is not None:
                         self._desk.end(before)
-                # Who waited for another in vain does not do so again.
+                # After a wait for another caller that brought nothing, do not wait again.
                 join = len(held.replicas) > count
             return self._blocks(part, held, "corrupt" if damaged else why, hits)
 
@@ -217,13 +255,14 @@ class HbmStore:
         misses = len(part) - count
         self._desk.count(hbm_hits=hits, pool_hits=count - hits, misses=misses)
         reason = why or ("busy" if held.reason is Reason.BUSY else "miss")
-        blocks = blocks_of(held.replicas, held.entries, self._view)
+        claim, view = self._lend(held.use)
+        blocks = blocks_of(held.replicas, held.entries, view)
         ready = self._memory.passed_event
-        return HbmBlocks(part, blocks, held.use, self, reason=reason, hits=hits, ready=ready)
+        return HbmBlocks(part, blocks, claim, self, reason=reason, hits=hits, ready=ready)
 
     def _hold(self, part: Prefix, access: Access, trusted: frozenset[int]) -> tuple[Held, bool]:
-        """Hold the leading blocks and verify those whose generation is not `trusted`; whether they
-        end where one was damaged."""
+        """Lease the leading blocks and verify those whose generation is not `trusted`. Also returns
+        whether they end before a block that was damaged."""
         damaged = False
         while True:
             held = self._desk.hold(part)
@@ -232,7 +271,7 @@ class HbmStore:
                 return held, damaged
             damaged = True
             self._desk.condemn(held.replicas[bad])
-            # Again, and not cut short: a lease covers all that it was given.
+            # Take a new lease on the shorter prefix, as a lease cannot be shortened.
             trusted |= {replica.generation for replica in held.replicas[:bad]}
             assert held.use is not None
             self._desk.end(held.use)
@@ -258,83 +297,81 @@ class HbmStore:
                 return i
         return None
 
-    def point(self, stream: Any) -> Point:
-        """For `HbmBlocks` and `HbmSlots`: this moment of the stream."""
-        return Point(None) if self._forked else self._memory.point(stream)
+    @in_one_piece
+    def let_go(self, claim: Claim, stream: Any) -> bool:
+        """For `HbmBlocks` and `HbmSlots`: end the use once the stream has passed this point."""
+        point = self._point(claim, stream)
+        if point is None or not claim.take():
+            return False
+        if claim.use is not None:
+            self._desk.end(claim.use, point)
+        return True
 
-    def let_go(self, use: Session, point: Point) -> None:
-        """For `HbmBlocks` and `HbmSlots`: the use ends when the stream has passed `point`."""
-        self._desk.end(use, point)
+    def _point(self, claim: Claim, stream: Any) -> Point | None:
+        """An event in the stream, recorded now; None if the use was ended before."""
+        if claim.taken:
+            return None
+        return Point(None) if self._forked or claim.use is None else self._memory.point(stream)
 
     # -- wishes ----------------------------------------------------------------------------------
 
+    @in_one_piece
     def demote(
         self, prefix: Prefix | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> Saved:
-        """Copy blocks that the pool is not known to have down into it, with their ancestors; all of
-        them without a `prefix`. They stay in HBM.
+        """Write the dirty blocks of `prefix` and their dirty ancestors back to the pool; all dirty
+        blocks without a `prefix`. Dirty blocks are those that the pool is not known to have had.
+        They stay in HBM.
 
-        Raises what the client and the device meet: NodeUnavailable, DeadlineExceeded, ...
+        Raises the errors of the client and the device: NodeUnavailable, DeadlineExceeded, ...
         """
         with self._gate:
             keys = None if prefix is None else self._part(prefix).keys
             return self._background.save(keys, time.monotonic() + check_timeout(timeout_s))
 
+    @in_one_piece
     def pin(self, prefix: Prefix, *, ttl_s: float | None = None, hard: bool = False) -> int:
-        """Keep the blocks in HBM: evicted last, or with `hard` never, until `ttl_s` is over.
-        Returns how many are there. The pool is not told."""
+        """Pin the blocks in HBM for `ttl_s`: evicted last, or with `hard` never. Returns how many
+        are there. Does not pin them in the pool."""
         until = time.monotonic() + check_ttl(ttl_s)
         with self._gate, self._desk.lock:
-            level = Pin.HARD if hard else Pin.SOFT
+            level = PinLevel.HARD if hard else PinLevel.SOFT
             return self._desk.core.pin(self._part(prefix).keys, level, until)
 
+    @in_one_piece
     def unpin(self, prefix: Prefix) -> int:
-        """Take pins back; returns how many blocks are in HBM."""
+        """Remove the pins; returns how many blocks are in HBM."""
         with self._gate, self._desk.lock:
-            return self._desk.core.pin(self._part(prefix).keys, Pin.NONE, 0.0)
+            return self._desk.core.pin(self._part(prefix).keys, PinLevel.NONE, 0.0)
 
+    @in_one_piece
     def remove(
         self, prefix: Prefix, *, pool: bool = True, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> int:
-        """Forget the blocks, here and in the `pool`; returns how many were in HBM. Leases keep
-        their bytes. A copy down that is under way ends first, so that it does not undo this.
+        """Remove the blocks, from HBM and from the `pool`; returns how many were in HBM. Leases
+        keep their bytes. A write-back in flight ends first, so that it does not undo the removal.
 
-        Raises DeadlineExceeded, and what the client meets; HBM has forgotten them even then.
+        Raises DeadlineExceeded, and the errors of the client; even then the blocks are removed from
+        HBM.
         """
         with self._gate:
             part = self._part(prefix)
             deadline = time.monotonic() + check_timeout(timeout_s)
             removed = self._desk.remove(part.keys)
             if pool:
-                # What was under way when they were forgotten here may be there when it has ended.
+                # A write-back in flight may still store the blocks in the pool: wait for its end.
                 self._background.settle(deadline)
                 self._client.remove(part, timeout_s=left_s(deadline))
-                # And until now somebody may have brought them up again.
+                # Another caller may have promoted them again in the meantime.
                 self._desk.remove(part.keys)
             return removed
 
     # -- the rest --------------------------------------------------------------------------------
 
-    def export(self, blocks: Sequence[HbmBlock]) -> bytes:
-        """What another process on this host needs to read these blocks where they lie; see
-        `attach`. Holds nothing: what it names may be gone when it is read. On a GPU the store must
-        outlive everyone who attached (`DeviceRegion` says why).
-
-        Raises TierUnavailable for memory that cannot be shared, InvalidInput for too many blocks.
-        """
-        with self._gate:
-            return export_blocks(self._memory.tier.region, self.schema, blocks)
-
-    @property
-    def fds(self) -> tuple[int, ...]:
-        """Descriptors that have to travel beside an export (SCM_RIGHTS, or inherited): one on
-        `cpu`, none on a GPU. They stay the store's."""
-        with self._gate:
-            return self._memory.tier.region.fds
-
+    @in_one_piece
     def statistics(self) -> dict[str, Any]:
-        """Bytes by state (free + reserved + committed + quarantined == capacity), blocks, hits and
-        what was moved; `docs/hbm.md` explains each number."""
+        """Bytes by state (free + reserved + committed + quarantined == capacity), blocks, hits,
+        promotions and write-backs; `docs/hbm.md` explains each number."""
         self._desk.endings.look()
         return self._desk.statistics()
 
@@ -343,37 +380,19 @@ class HbmStore:
         with self._desk.lock:
             self._desk.core.check()
 
+    @in_one_piece
     def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Let go of the memory. Waits for verbs that are running, and up to `timeout_s` for copies
-        and for callers' streams. What is dirty is lost: `demote` it before. A second call does
-        nothing."""
-        if self._gate.closed:
-            return
-        self._gate.close()
-        self._background.close()
-        deadline = time.monotonic() + timeout_s
-        ended = self._desk.endings.wait(timeout_s)
-        self._memory.close(left_s(deadline))
-        if ended:
-            self._unpin()
-            return
-        with contextlib.suppress(RuntimeError):  # the interpreter is ending
-            threading.Thread(target=self._finish, name="tiffin-hbm-late", daemon=True).start()
-
-    def _finish(self) -> None:
-        """What goes on holds the pool's blocks and slots, and its client's `close`."""
-        self._desk.endings.wait()
-        self._unpin()
-
-    def _unpin(self) -> None:
-        if self._pinned is not None:
-            self._pinned.close()
+        """Release the memory. Waits for running verbs, and up to `timeout_s` for copies and for
+        callers' streams. Dirty blocks are lost: `demote` them before. Idempotent."""
+        self._closing.close(timeout_s)
 
     def forget(self) -> None:
-        """In a forked child: the memory, the thread and the client are the parent's."""
+        """In a forked child: refuse further use, as the memory, the thread and the client are the
+        parent's."""
         self._forked = True
-        self._gate = Gate(lambda: ClientClosed("a forked child opens an HBM store of its own"))
+        self._gate = UsageGate(lambda: ClientClosed("a forked child opens an HBM store of its own"))
         self._gate.closed = True
+        self._closing.forget()
         self._desk.forget()
 
     def __enter__(self) -> Self:
@@ -383,10 +402,9 @@ class HbmStore:
         self.close()
 
     def _part(self, prefix: Prefix) -> Prefix:
-        """A slice of our own: the caller's prefix may grow."""
-        if not isinstance(prefix, Prefix):
-            raise InvalidInput(f"pass a Prefix (schema.prefix(tokens)), not {type(prefix)}")
-        if prefix.schema_fingerprint != self.schema.fingerprint:
+        """A copy of `prefix`, which the caller may extend later. Raises SchemaError for a prefix of
+        another schema."""
+        if check_prefix(prefix).schema_fingerprint != self.schema.fingerprint:
             raise SchemaError("this prefix is of another schema than the HBM store's blocks")
         return prefix[:]
 
@@ -395,8 +413,23 @@ class HbmStore:
             return self._access
         return Access(check_verify(verify), self._access.dice)
 
-    def _view(self, replica: Replica) -> Any:
-        return self._memory.view(replica.offset, self.schema.block_bytes)
+    def _lend(self, use: Session | None) -> tuple[Claim, Callable[[Replica], Any]]:
+        """A claim on `use`, which also ends when the last view of its memory is garbage; and a
+        function that makes such views."""
+        try:
+            memory, kept = self._memory.lent()
+        except BaseException:
+            if use is not None:
+                self._desk.end(use)
+            raise
+        nbytes = self.schema.block_bytes
+        claim = Claim(use, kept, self._forsaken)
+        return claim, lambda replica: memory[replica.offset : replica.offset + nbytes]
+
+
+def _end_forsaken(desk: Desk, memory: HbmMemory, use: Session) -> None:
+    """End a use whose handle and views are garbage. Synchronises the device: no stream is known."""
+    desk.end(use, memory.all_passed())
 
 
 _open_stores: weakref.WeakSet[HbmStore] = weakref.WeakSet()

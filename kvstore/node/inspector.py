@@ -1,12 +1,13 @@
-"""Looks at blocks that readers say are damaged: one after the other, without the node's lock, and
-of each client in turn, so that nobody waits for all that another one reports.
+"""Verifies blocks that readers report as damaged: one after the other, without the node's lock, and
+from each client in turn, so that no client waits for all reports of another.
 
-A large block takes milliseconds to hash, and a reader that is wrong (its own memory, its network
-card) may report every block it reads. Nobody else waits for that: the extent is held as for a
-reader, the lock is let go of meanwhile, and the verdict counts only for the generation that was
-looked at. What the same client asks for next waits until its reports are decided: it computes the
-block again and puts it, and must not be told that the damaged one is here already. What is about a
-lease that it has does not wait: a release that was refused would leave the lease held for good.
+A large block takes milliseconds to hash, and a faulty reader (its own memory, its network card) may
+report every block it reads. Requests of other clients do not wait for that: the extent is held as
+for a reader, the lock is free during the verification, and the verdict counts only for the
+generation that was verified. Further requests of the same client wait until its reports are
+decided: it computes the block again and stores it, and the node must not answer that the damaged
+block is resident already. Requests on a lease that the client has do not wait: a refused release
+would leave the lease held for good.
 """
 
 from __future__ import annotations
@@ -18,33 +19,35 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..block import BlockState
 from ..errors import CorruptBlock, InvalidInput, NodeUnavailable, VersionMismatch
-from . import messages
+from ..format.header import BlockState
+from .core import messages
 from .mover import verify_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from tiffin.messenger.local import ByteArray
+    from tiffin.messenger.shm.host_copy import ByteArray
 
-    from .core import NodeCore
-    from .records import Replica, Session
+    from .core.node_core import NodeCore
+    from .core.records import Replica, Session
 
     ReplyTo = Callable[[messages.AnyReply], None]
 
 log = logging.getLogger(__name__)
 
-# Each keeps an extent from eviction. At 4 MiB a block and 5 GB/s they are a fifth of a second.
+# Queued reports. Each keeps an extent from eviction. At 4 MiB a block and 5 GB/s the whole queue
+# takes a fifth of a second.
 WAITING_MAX = 256
-# Of these, of one client: its own requests wait for them. As many blocks as a prompt of 32,768
+# Queued reports of one client: its own requests wait for them. As many blocks as a prompt of 32,768
 # tokens has.
 CLIENT_REPORTS_MAX = 64
-# Requests of one client behind its reports, as many as may wait for room (`node.WAITING_MAX`).
+# Queued requests of one client behind its reports, as many as may wait for room
+# (`node.WAITING_MAX`).
 BEHIND_MAX = 256
-# Never behind reports: these give back, or go on with, what was granted before, and nobody repeats
-# a release that was refused. All five, so that they keep their order.
+# Requests that never wait behind reports: they end or continue an existing lease or reservation,
+# and a client does not retry a refused release. All five, so that they keep their order.
 _OF_A_LEASE = (
     messages.Release,
     messages.Abort,
@@ -55,7 +58,7 @@ _OF_A_LEASE = (
 
 
 class _Report(NamedTuple):
-    """One block to look at, and who waits for the verdict."""
+    """One block to verify, and the request that waits for the verdict."""
 
     replica: Replica
     session: Session
@@ -65,26 +68,26 @@ class _Report(NamedTuple):
 
 @dataclass(slots=True)
 class _Behind:
-    """What waits for a client's `reports` to be decided, in the order it came."""
+    """A client's requests that wait until its `reports` are decided, in arrival order."""
 
     reports: int = 0
     requests: list[tuple[messages.Request, ReplyTo]] = field(default_factory=list)
 
 
 class _Turns:
-    """Reports that wait: of each client in the order they came, one in its turn."""
+    """The queue of reports: round-robin over the clients, in arrival order for each client."""
 
     def __init__(self) -> None:
         self.waiting = 0
         self._queues: OrderedDict[Session, deque[_Report]] = OrderedDict()
 
     def add(self, report: _Report) -> None:
-        """A client that has none yet comes after those that have."""
+        """Queue a report. A client without queued reports takes its turn after all others."""
         self._queues.setdefault(report.session, deque()).append(report)
         self.waiting += 1
 
     def take(self) -> _Report:
-        """The next one. There must be one."""
+        """Remove and return the next report. The queue must not be empty."""
         session, queue = self._queues.popitem(last=False)
         report = queue.popleft()
         if queue:
@@ -94,11 +97,11 @@ class _Turns:
 
 
 class Inspector:
-    """A thread over the clients' reports.
+    """The thread that verifies reported blocks.
 
-    `lock` is the node's, which protects `core` and what waits here; `view` gives the bytes of a
-    replica that is held; `settle` does, under the lock, what the core ordered; `submit` is the
-    node's door.
+    `lock` is the node's, which protects `core` and the requests that wait here; `view` returns the
+    bytes of a held replica; `settle` carries out the core's actions, under the lock; `submit` is
+    the node's entry point.
     """
 
     def __init__(
@@ -122,8 +125,9 @@ class Inspector:
         self._thread.start()
 
     def report(self, session: Session, request: messages.Report, reply: ReplyTo) -> None:
-        """Answer a report, called under the lock: at once if that generation is not in DRAM, else
-        when the block was looked at. Raises NodeUnavailable while too many reports wait."""
+        """Queue a report, called under the lock. The reply comes at once if that generation is not
+        in DRAM, otherwise when the block was verified. Raises NodeUnavailable while too many
+        reports wait."""
         block = self._core.index.get(request.key)
         replica = block.dram if block is not None else None
         if replica is None or replica.generation != request.generation:
@@ -143,9 +147,9 @@ class Inspector:
             self._wake.notify()
 
     def postpones(self, session: Session, request: messages.Request, reply: ReplyTo) -> bool:
-        """Whether this request waits for reports of its client, called under the lock; it is
-        submitted again behind them. What is about a lease that the client has does not wait.
-        Raises InvalidInput while too many wait."""
+        """Whether this request must wait for reports of its client, called under the lock. If so,
+        it is queued here and submitted again when the reports are decided. Requests on a lease that
+        the client has do not wait. Raises InvalidInput while too many requests wait."""
         behind = self._behind.get(session)
         if behind is None or isinstance(request, (messages.Report, *_OF_A_LEASE)):
             return False
@@ -155,13 +159,13 @@ class Inspector:
         return True
 
     def forget(self, session: Session) -> None:
-        """The client has gone, called under the lock: what it asked for is not done any more."""
+        """Drop the queued requests of a client that disconnected; called under the lock."""
         behind = self._behind.get(session)
         if behind is not None:
             behind.requests.clear()
 
     def close(self) -> None:
-        """Let the look under way end, and forget the other reports."""
+        """Wait for the verification in progress, and drop the queued reports."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
@@ -177,7 +181,7 @@ class Inspector:
 
     def _decide(self, report: _Report, damaged: bool) -> None:
         with self._lock, ExitStack() as at_last:
-            # Done from the last to the first, whatever fails: the client waits for it.
+            # The callbacks run from the last to the first even if one fails: the client waits.
             at_last.callback(self._go_on, report.session)
             at_last.callback(self._settle)
             at_last.callback(self._core.residency.unhold, report.replica)
@@ -210,13 +214,13 @@ class Inspector:
             return None if self._closed else self._turns.take()
 
     def _is_damaged(self, replica: Replica) -> bool:
-        # One that has left meanwhile, perhaps for an earlier report, is not found by readers.
+        # Readers no longer find a replica that was dropped meanwhile, perhaps by an earlier report.
         if replica.state is BlockState.QUARANTINED:
             return False
         try:
             verify_block(self._view(replica), replica)
         except (CorruptBlock, VersionMismatch) as error:
-            # Its text alone: the error would keep its frames, and with them views of the region.
+            # Log the text only: the error object would keep its frames, and so views of the region.
             log.warning("dropping a block that a reader found damaged: %s", str(error))
             return True
         except Exception:

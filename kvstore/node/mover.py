@@ -1,8 +1,9 @@
-"""Carries out the moves between DRAM and NVMe that the core ordered, best priority first.
+"""Carries out the promotions, demotions and write-backs between DRAM and NVMe that the core
+ordered, highest priority first.
 
-Every move verifies what it carries, segment by segment: damage stops at the tier it happened in.
-A move copies whole extents. The header travels with its payload and is rewritten for the place it
-goes to, in a buffer of its own, because readers may be looking at the original.
+Every move verifies the checksum of each segment, so that damage does not spread to another tier.
+A move copies whole extents. The header is copied with its payload and rewritten for its new offset;
+a demotion does that in a separate buffer, because readers may be reading the original.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiffin.messenger.local import hash_segments
+from tiffin.messenger.shm.host_copy import hash_segments
 
-from ..arena import Extent
-from ..block import MAX_HEADER_BYTES, Header, read_header, relocate_header
 from ..errors import CorruptBlock, InvalidInput, TierUnavailable, VersionMismatch
+from ..format.header import MAX_HEADER_BYTES, Header, read_header, relocate_header
+from ..memory.arena import Extent
 from ..tiers.base import TierName
-from .records import Move, MoveOutcome, Replica
+from .core.records import Move, MoveOutcome, Replica
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def extent_of(replica: Replica) -> Extent:
-    """Where the replica lies in its tier."""
+    """The replica's extent in its tier."""
     return Extent(replica.offset, replica.length)
 
 
@@ -49,7 +50,7 @@ def verify_block(view: NDArray[np.uint8], replica: Replica) -> Header:
 
 
 def verify_extent(view: NDArray[np.uint8], key: bytes, generation: int, *, offset: int) -> Header:
-    """`verify_block` for an extent that says it lies at `offset` of its tier."""
+    """`verify_block` for an extent whose header must name `offset` as its place in the tier."""
     name = f"block {key.hex()[:8]} at {offset}"
     header = read_header(view, offset_expected=offset)
     if header.key != key or header.generation != generation:
@@ -68,8 +69,8 @@ def verify_extent(view: NDArray[np.uint8], key: bytes, generation: int, *, offse
 class Mover:
     """Worker threads over one priority queue.
 
-    `finished(move, outcome)` is called from a worker thread, once per submitted move, unless the
-    mover is closed first.
+    A worker thread calls `finished(move, outcome)` once per submitted move, unless the mover is
+    closed first.
     """
 
     def __init__(
@@ -91,32 +92,37 @@ class Mover:
             threading.Thread(target=self._run, name=f"tiffin-mover-{i}", daemon=True)
             for i in range(workers)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # the system has no more threads
+            self.close()
+            raise
 
     def submit(self, move: Move) -> None:
-        """Queue a move; among equal priorities, first come first served. A move that is queued
-        already gets its priority of now; one that has started goes on."""
+        """Queue a move; FIFO among equal priorities. A move that is in the queue already also gets
+        a place at its present priority; a move that has started continues."""
         with self._wake:
             heapq.heappush(self._queue, (move.priority, next(self._order), move))
             self._wake.notify()
 
     @property
     def queued(self) -> int:
-        """Moves that no worker has taken yet."""
+        """Length of the queue; a move that was submitted twice may count twice."""
         return len(self._queue)
 
     def close(self) -> None:
-        """Let running moves end; forget the queued ones."""
+        """Wait for running moves; drop the queued ones."""
         with self._wake:
             self._closed = True
             self._queue.clear()
             self._wake.notify_all()
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
     def _run(self) -> None:
-        # Headers have to be rewritten at page-aligned addresses for O_DIRECT.
+        # The buffer for rewritten headers must be page-aligned for O_DIRECT.
         scratch = np.frombuffer(mmap.mmap(-1, MAX_HEADER_BYTES), dtype=np.uint8)
         while (move := self._next()) is not None:
             try:

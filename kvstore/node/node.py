@@ -1,135 +1,163 @@
 """One node: the core, its tiers, and the threads that move bytes between them.
 
-`submit(session, request, reply)` is the only door, used by an embedded client directly and by the
-socket server for each frame. It answers at once, or parks the request and answers when a lease or
-a move ends, or the deadline passes.
+`submit(session, request, reply)` is the only entry point: an embedded client calls it directly, the
+socket servers call it for each frame. It answers at once, or parks the request and answers when a
+lease or a move ends, or at the request's deadline. Callers whose thread may be interrupted by a
+signal handler that raises use `hand_in` instead, which runs the core in a separate thread.
 
 Ownership:
   constant after construction   options, dram, nvme, core (the reference)
   protected by `_lock`          everything inside the core, `_parked`, `_tickets`
-Replies are called with the lock held; they must only hand the answer over.
+The node calls reply callbacks with the lock held; a callback must only hand the answer over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..arena import Extent
+from tiffin.messenger.signal_safe import SerialThread, interruptible, uninterrupted
+
+from ..after_fork import OfOneProcess
 from ..errors import (
+    ClientClosed,
     Draining,
     InvalidInput,
     TierUnavailable,
     TiffinError,
 )
-from ..eviction import make_policy
-from ..names import check_name
+from ..memory.arena import Extent
+from ..memory.eviction import make_policy
+from ..text import check_name
 from ..tiers.base import TierName
 from ..tiers.dram import DramTier
 from ..tiers.nvme import NvmeTier
-from . import messages
-from .adoption import adopt
-from .core import KEY_BYTES, CoreOptions, NodeCore, split_keys
-from .following import Watch, publish
-from .headers import intact, sealed, united
+from .core import messages
+from .core.commit_headers import intact, sealed, united
+from .core.inventory_pages import Inventories, State
+from .core.node_core import NodeCore, split_keys
+from .core.precommit_reads import Watch, publish
+from .core.records import Erase, Move, MoveOutcome, PinLevel, Reason, Replica, Session, Ticket, Wipe
+from .core.sharded_writes import share_of
+from .core.tier_ledger import TierSpace
+from .eraser import Eraser, removed
 from .inspector import Inspector
 from .mover import Mover, extent_of
-from .numbers import numbers_of
-from .onesided import confirm, not_offered
-from .records import Erase, Move, MoveOutcome, Pin, Reason, Replica, Session, Ticket
-from .shared import share_of
-from .space import TierSpace
-from .transfers import Transfer, Transfers
+from .nixl_grants import confirm, not_offered
+from .options import NodeOptions
+from .recovery import adopt
+from .remote_transfers import RemoteTransfer, RemoteTransfers
+from .statistics import numbers_of
 
 if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Sequence
 
-    from tiffin.messenger.local import ByteArray
+    from tiffin.messenger.shm.host_copy import ByteArray
 
-    from .events import Events
+    from .core.event_log import NodeEvents
 
     ReplyTo = Callable[[messages.AnyReply], None]
 
 log = logging.getLogger(__name__)
 
-# How often reservations, pins and watermarks are looked at when nothing else happens. Deadlines of
-# parked requests wake the ticker exactly.
+# Interval at which the ticker thread checks reservations, pins and watermarks when nothing else
+# happens. For deadlines of parked requests the ticker wakes exactly on time.
 TICK_S = 0.25
 
-# Per client. A lease covers a whole prompt, so an engine holds one per running request, hundreds at
-# most; one that waits is a request that nobody serves yet.
+# Limits per client. A lease covers a whole prompt, so an engine holds one per running request,
+# hundreds at most; a waiting lease is a request that the engine does not serve yet.
 LEASES_MAX = 4096
 WAITING_MAX = 256
 
 
-@dataclass(frozen=True, slots=True)
-class NodeOptions:
-    """What an operator chooses when starting a node.
-
-    `flush_s`: how long `close` may write back to NVMe what is only in DRAM; 0 leaves it.
-    """
-
-    dram_bytes: int
-    nvme_path: Path | None = None
-    nvme_bytes: int = 0
-    policy: str = "lru"
-    hugepages: bool = False
-    prefault: bool = True
-    nvme_queue_depth: int = 4
-    flush_s: float = 30.0
-    core: CoreOptions = field(default_factory=CoreOptions)
-
-
 @dataclass(slots=True, eq=False)
 class _Parked:
-    """A request that waits for room. `attempt(final)` answers it and returns True, or returns False
-    to wait on; with `final` it always answers."""
+    """An in-flight request that waits, for free space for example. `attempt(final)` sends the
+    reply and returns True, or returns False to keep waiting; with `final` it always replies."""
 
     session: Session
     deadline: float
     attempt: Callable[[bool], bool]
 
 
-class Node:
+class Node(OfOneProcess):
     """A running node. Raises InvalidInput for a name and options that cannot work, TierUnavailable
-    when a tier's memory or disk is not to be had."""
+    when the memory or disk of a tier is not available."""
 
     def __init__(self, options: NodeOptions, *, name: str = "node") -> None:
         self.options = options
         self.name = check_name(name)
         self.started_at = time.time()
         self.draining = False
-        # More for `statistics`, by whoever puts the node to use.
+        # Further entries for `statistics`, added by the code that runs the node.
         self.extra_numbers: dict[str, Callable[[], Any]] = {}
-        # Called, under the lock, with a key that a remote reader did not find here.
+        # Callback, called under the lock with a key that a remote reader did not find on this node.
         self.on_remote_miss: Callable[[bytes], None] | None = None
-        self._snapshot = (0, b"", b"")  # the inventory that is being read, page by page
-        policy = make_policy(options.policy)
+        self._lock = threading.RLock()
+        self._parked: deque[_Parked] = deque()
+        self._tickets: dict[Ticket, tuple[float, int, ReplyTo]] = {}
+        # Runs requests for the main thread of a process that embeds the node; started on first use.
+        self.core_thread = SerialThread("tiffin-core")
+        self._closing = threading.Lock()
+        self._closed = threading.Event()
+        self._still = threading.Event()  # set when the last move has ended
+        self._hurry = threading.Event()
+        with contextlib.ExitStack() as opened:  # on any error, everything opened is closed again
+            self._open(opened)
+            self._opened = opened.pop_all()
+
+    def _open(self, opened: contextlib.ExitStack) -> None:
+        """Open the tiers, the core over them, and the threads; `opened` closes what was started."""
+        options = self.options
+        dram_policy, nvme_policy = (make_policy(options.policy) for _ in range(2))
         self.dram = DramTier(
             options.dram_bytes, hugepages=options.hugepages, prefault=options.prefault
         )
-        self.nvme = self._open_nvme(options)
+        opened.callback(self.dram.close)
+        self.nvme = None
         nvme_space = None
-        if self.nvme is not None:
-            nvme_space = TierSpace(TierName.NVME, self.nvme.arena, make_policy(options.policy))
+        if options.nvme_path is not None:
+            self.nvme = NvmeTier(
+                options.nvme_path, options.nvme_bytes, queue_depth=options.nvme_queue_depth
+            )
+            opened.callback(self.nvme.close)
+            nvme_space = TierSpace(TierName.NVME, self.nvme.arena, nvme_policy)
         self.core = NodeCore(
-            TierSpace(TierName.DRAM, self.dram.arena, policy),
+            TierSpace(TierName.DRAM, self.dram.arena, dram_policy),
             nvme_space,
             options.core,
-            # Grows across restarts without having been written down anywhere.
+            # Generations grow across restarts without being stored on disk.
             first_generation=time.time_ns(),
         )
-        self._lock = threading.RLock()
+        self._transfers = RemoteTransfers(self.core, self._lock, self._view, self._after)
+        events = self.core.residency.events
+        self._inventories = Inventories(
+            lambda: State(*self.inventory(), self.core.tiers()), lambda: events.seq
+        )
+        self._mover = self._eraser = None
+        if self.nvme is not None:
+            adopt(self.core.residency, self.nvme)
+            self._eraser = Eraser(self.nvme, self._wiped)
+            opened.callback(self._eraser.close)
+            self._mover = Mover(self.dram, self.nvme, self._moved)
+            opened.callback(self._mover.close)
         self._inspector = Inspector(self.core, self._lock, self._view, self._after, self.submit)
-        self._transfers = Transfers(self.core, self._lock, self._view, self._after)
-        self._handlers: dict[type, Callable[[Session, Any, ReplyTo], None]] = {
+        opened.callback(self._inspector.close)
+        self._handlers = self._handlers_of_requests()
+        self._ticker = threading.Thread(target=self._tick_forever, name="tiffin-tick", daemon=True)
+        self._ticker.start()
+        opened.callback(self._stop_ticking)
+        opened.callback(self.core_thread.close)
+
+    def _handlers_of_requests(self) -> dict[type, Callable[[Session, Any, ReplyTo], None]]:
+        return {
             messages.Match: self._match,
             messages.Exists: self._exists,
             messages.Reserve: self._reserve,
@@ -149,46 +177,42 @@ class Node:
             messages.Describe: not_offered,
             messages.Confirm: confirm,
         }
-        self._parked: deque[_Parked] = deque()
-        self._tickets: dict[Ticket, tuple[float, int, ReplyTo]] = {}
-        self._closed = threading.Event()
-        self._still = threading.Event()  # set when the last move has ended
-        self._hurry = threading.Event()
-        self._mover: Mover | None = None
-        if self.nvme is not None:
-            adopt(self.core.residency, self.nvme)
-            self._mover = Mover(self.dram, self.nvme, self._moved)
-        self._ticker = threading.Thread(target=self._tick_forever, name="tiffin-tick", daemon=True)
-        self._ticker.start()
-
-    def _open_nvme(self, options: NodeOptions) -> NvmeTier | None:
-        if options.nvme_path is None:
-            return None
-        try:
-            return NvmeTier(
-                options.nvme_path, options.nvme_bytes, queue_depth=options.nvme_queue_depth
-            )
-        except TiffinError:
-            self.dram.close()
-            raise
 
     # -- the door --------------------------------------------------------------------------------
 
     def handle(
         self, kind: type[messages.Request], handler: Callable[[Session, Any, ReplyTo], None]
     ) -> None:
-        """Answer requests of this kind with `handler`, called under the lock: it must not wait."""
+        """Register `handler` for requests of this kind. It is called under the lock and must not
+        block."""
         self._handlers[kind] = handler
 
     def connect(self, name: str, pid: int, *, remote: bool = False) -> Session:
-        """Open a session for a client. A `remote` one moves bytes by `transfer` only."""
+        """Open a session for a client. A `remote` session moves bytes by `transfer` only."""
         with self._lock:
             return self.core.connect(name, pid, remote=remote)
+
+    def hand_in(
+        self, session: Session, request: messages.Request, reply: ReplyTo, *, waits: bool = False
+    ) -> None:
+        """As `submit`, but safe in the main thread, where signal handlers may raise: there, the
+        thread `core_thread` runs the request, in submission order. With `waits` this call returns
+        when `submit` has run; otherwise it returns at once. A caller that has the node's lock
+        (`held`) runs the request in its own thread."""
+        submit = partial(self.submit, session, request, reply)
+        if not interruptible() or self._lock._is_owned():  # type: ignore[attr-defined]
+            submit()
+        elif waits:
+            uninterrupted(submit, within=self.core_thread)
+        else:
+            self.core_thread.put(submit)
 
     def submit(self, session: Session, request: messages.Request, reply: ReplyTo) -> None:
         """Carry out one request of a session; thread-safe. Exactly one reply per request."""
         with self._lock:
             try:
+                if session.gone:
+                    raise ClientClosed("this session has ended")
                 if self._inspector.postpones(session, request, reply):
                     return
                 handler = self._handlers.get(type(request))
@@ -200,11 +224,13 @@ class Node:
             self._after()
 
     def disconnect(self, session: Session, *, fenced: bool) -> bool:
-        """The session's connection ended; `fenced` if it touches the region no more. Returns
-        whether nothing is left of it; if not, `fence` is to follow."""
+        """End a session whose connection ended; `fenced` if its client no longer accesses the
+        region. Returns whether the session has ended; if not, the caller must call `fence` later.
+        """
         with self._lock:
             session.gone = True  # so that settling its tickets grants nothing any more
             self._inspector.forget(session)
+            self._inventories.forget(session)
             self._parked = deque(p for p in self._parked if p.session is not session)
             for ticket in [t for t in self._tickets if t.session is session]:
                 del self._tickets[ticket]
@@ -216,24 +242,25 @@ class Node:
     def transfer(
         self, session: Session, lease_id: int, *, writes: bool
     ) -> contextlib.AbstractContextManager[list[ByteArray]]:
-        """The extents of a lease, in order, which stay what they are until the context ends, even
-        if the lease does not; of one that follows writers, what it awaited last. Raises GrantError
-        if the session holds no such lease."""
-        return Transfer(self._transfers, session, lease_id, writes=writes)
+        """The extents of a lease, in order. They are neither evicted nor reused until the context
+        ends, even if the lease ends earlier. For a lease that follows writers: the byte ranges
+        that its last `Await` exposed. Raises GrantError if the session holds no such lease."""
+        return RemoteTransfer(self._transfers, session, lease_id, writes=writes)
 
     def give_back(self, session: Session, lease_ids: Iterable[int]) -> None:
-        """End those of a remote session's leases that it still has."""
+        """Release those of `lease_ids` that a remote session still holds."""
         with self._lock:
             self.core.give_back(session, lease_ids)
             self._after()
 
-    def events_since(self, seq: int, limit: int) -> Events | None:
-        """What was added and removed after event `seq`; None if that was forgotten. Thread-safe."""
+    def events_since(self, seq: int, limit: int) -> NodeEvents | None:
+        """Blocks added and removed after event `seq`; None if the log no longer has these events.
+        Thread-safe."""
         with self._lock:
             return self.core.residency.events.since(seq, limit)
 
     def inventory(self) -> tuple[int, bytes]:
-        """The number of the last event, and the keys of all that is resident, joined."""
+        """The number of the last event, and the joined keys of all resident blocks."""
         with self._lock:
             return self.core.residency.events.seq, b"".join(self.core.index)
 
@@ -243,7 +270,8 @@ class Node:
             return list(self.core.residency.pins)
 
     def held(self) -> contextlib.AbstractContextManager[object]:
-        """A context in which nothing changes: keep it short, everybody waits."""
+        """A context that holds the node's lock, so that no state changes. Keep it short: all other
+        requests wait for it."""
         return self._lock
 
     def match(self, keys: bytes) -> bytes:
@@ -252,12 +280,12 @@ class Node:
             return self.core.match(keys)
 
     def exists(self, keys: bytes) -> bytes:
-        """One byte per key of the joined `keys`: 1 if the block is here. Thread-safe."""
+        """One byte per key of the joined `keys`: 1 if the block is resident. Thread-safe."""
         with self._lock:
             return self.core.exists(keys)
 
     def fence(self, session: Session) -> None:
-        """The process behind a broken connection is dead."""
+        """Free the extents of a session whose connection broke, now that its process is dead."""
         with self._lock:
             self.core.fence(session)
             self._after()
@@ -265,20 +293,26 @@ class Node:
     def close(self) -> None:
         """Write back to NVMe for up to `flush_s`, stop the threads, close the tiers.
 
-        Parked requests are not answered.
+        Parked requests get no reply.
         """
+        uninterrupted(self._close)
+
+    def _close(self) -> None:
+        with self._closing:
+            self._close_once()
+
+    def _close_once(self) -> None:
         if self._closed.is_set():
             return
-        self._flush()
+        try:
+            self._flush()
+        finally:
+            self._opened.close()
+
+    def _stop_ticking(self) -> None:
         self._closed.set()
         self._hurry.set()
         self._ticker.join()
-        self._inspector.close()
-        if self._mover is not None:
-            self._mover.close()
-        if self.nvme is not None:
-            self.nvme.close()
-        self.dram.close()
 
     def _flush(self) -> None:
         if self.nvme is None or self.options.flush_s <= 0:
@@ -330,7 +364,7 @@ class Node:
                     _now(),
                     share,
                 )
-            except InvalidInput as error:  # a parked one is tried in somebody else's call
+            except InvalidInput as error:  # a parked request is retried in another request's call
                 reply(messages.refusal(request.id, error))
                 return True
             if made.reason is Reason.NO_ROOM and not made.statuses and not final:
@@ -385,7 +419,7 @@ class Node:
             self._hurry.set()
 
     def _settle(self, ticket: Ticket) -> None:
-        """Answer a read request that waited with what is there now."""
+        """Reply to a waiting read request with the blocks that are in DRAM now."""
         _, request_id, reply = self._tickets.pop(ticket)
         self._grant(ticket, request_id, reply)
 
@@ -416,7 +450,7 @@ class Node:
         def attempt(final: bool) -> bool:
             try:
                 answer = watch.look(_now(), lambda r: sealed(r, self._view), final=final)
-            except TiffinError as error:  # it may be tried in somebody else's call
+            except TiffinError as error:  # this may be a retry in another request's call
                 reply(messages.refusal(request.id, error))
                 return True
             if answer is None:
@@ -432,23 +466,25 @@ class Node:
 
     def _pin(self, session: Session, request: messages.Pin, reply: ReplyTo) -> None:
         until = _now() + request.ttl_s
-        count = self.core.pin(split_keys(request.keys), Pin(request.level), until)
+        count = self.core.pin(split_keys(request.keys), PinLevel(request.level), until)
         reply(messages.Done(request.id, count))
 
     def _remove(self, session: Session, request: messages.Remove, reply: ReplyTo) -> None:
-        reply(messages.Done(request.id, self.core.remove(split_keys(request.keys))))
+        removal = self.core.remove(split_keys(request.keys))
+
+        def attempt(final: bool) -> bool:
+            durable = self.core.residency.has_ended(removal)
+            if durable or final:
+                reply(removed(request.id, removal, durable=durable))
+            return durable or final
+
+        self._attempt(session, request.timeout_s, attempt)
 
     def _statistics(self, session: Session, request: messages.Statistics, reply: ReplyTo) -> None:
         reply(messages.Numbers(request.id, self.statistics()))
 
     def _inventory(self, session: Session, request: messages.Inventory, reply: ReplyTo) -> None:
-        if request.after == 0:
-            self._snapshot = *self.inventory(), self.core.tiers()
-        seq, keys, tiers = self._snapshot
-        begin = request.after * KEY_BYTES
-        end = begin + messages.INVENTORY_KEYS * KEY_BYTES
-        of_page = tiers[request.after : request.after + messages.INVENTORY_KEYS]
-        reply(messages.KeyPage(request.id, seq, keys[begin:end], end < len(keys), of_page))
+        reply(self._inventories.page(session, request, _now()))
 
     def _events(self, session: Session, request: messages.Events, reply: ReplyTo) -> None:
         reply(self.core.residency.events.page(request))
@@ -458,7 +494,7 @@ class Node:
         reply(messages.Done(request.id))
 
     def _check_limits(self, session: Session) -> None:
-        """One client must not fill the node's tables. Raises InvalidInput."""
+        """Keep one client from filling the node's tables. Raises InvalidInput."""
         if len(session.leases) + len(session.zombies) >= LEASES_MAX:
             raise InvalidInput(f"this client holds {LEASES_MAX} leases; release some")
         self._check_waiting(session)
@@ -474,12 +510,12 @@ class Node:
     # -- waiting ---------------------------------------------------------------------------------
 
     def _attempt(self, session: Session, timeout_s: float, attempt: Callable[[bool], bool]) -> None:
-        """Try now; park if time could help.
+        """Try now; park the request for later retries if waiting could help.
 
-        Whether time could help is asked after the try: a failed one may itself have begun the
-        demotions that are worth waiting for. Those who wait are tried in the order they came, but
-        one that cannot be served yet does not stop those behind it: what it waits for may take
-        as long as somebody's lease.
+        The check whether waiting could help comes after the attempt: a failed attempt may itself
+        have started the demotions that are worth waiting for. Parked requests are retried in
+        arrival order, but a request that cannot be served yet does not block those behind it: it
+        may wait as long as another client's lease lasts.
         """
         if timeout_s <= 0:
             attempt(True)
@@ -494,7 +530,7 @@ class Node:
         self._hurry.set()
 
     def _after(self) -> None:
-        """Do what the core ordered, then let waiting requests go on: readers before writers."""
+        """Carry out the core's actions, then retry waiting requests: readers before writers."""
         if not (self.core.residency.actions or self._tickets or self._parked):
             return
         self._act()
@@ -515,6 +551,9 @@ class Node:
         for action in batch:
             if isinstance(action, Erase):
                 self._erase(action)
+            elif isinstance(action, Wipe):
+                assert self._eraser is not None
+                self._eraser.submit(action)
             else:
                 assert self._mover is not None
                 self._mover.submit(action)
@@ -524,8 +563,9 @@ class Node:
         try:
             self.nvme.erase(Extent(action.offset, action.length))
         except TierUnavailable as error:
-            # Harmless: a restart may find the block again, and its bytes are still right.
+            # A restarted node may find the block again, and its bytes are still correct.
             log.warning("could not mark an NVMe extent as free: %s", error)
+            self.core.residency.erasing_failed()
 
     def _moved(self, move: Move, outcome: MoveOutcome) -> None:
         with self._lock:
@@ -534,6 +574,11 @@ class Node:
             self._after()
             if not self.core.residency.moves:
                 self._still.set()
+
+    def _wiped(self, wipes: Sequence[Wipe], failed: bool) -> None:
+        with self._lock:
+            self.core.residency.wiped(wipes, failed=failed)
+            self._after()
 
     def _tick_forever(self) -> None:
         while not self._closed.is_set():
@@ -547,21 +592,25 @@ class Node:
             self._hurry.clear()
 
     def _tick(self, now: float) -> float:
-        """Expire what is due; returns seconds until the next deadline, at most TICK_S."""
+        """Expire leases, pins and waiting requests that are due. Returns seconds until the next
+        deadline, at most TICK_S; 0 if an eviction sweep for a waiting request was cut short."""
         self.core.tick(now)
         for parked in [p for p in self._parked if p.deadline <= now]:
             self._parked.remove(parked)
             parked.attempt(True)
         for ticket in [t for t, waiting in self._tickets.items() if waiting[0] <= now]:
             self._settle(ticket)
+        cut_sweeps = self.core.residency.cut_sweeps
         self._after()
+        if self.core.residency.cut_sweeps > cut_sweeps:
+            return 0.0
         deadlines = [p.deadline for p in self._parked] + [t[0] for t in self._tickets.values()]
         return max(0.0, min(TICK_S, min(deadlines, default=math.inf) - now))
 
     # -- looking ---------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, Any]:
-        """Plain nested numbers: tiers, counters, sessions. The shape of `tiffin status --json`."""
+        """Nested plain values: tiers, counters, sessions. The shape of `tiffin status --json`."""
         with self._lock:
             return numbers_of(
                 self,

@@ -1,7 +1,8 @@
-"""Tells the directory what this node has: the thread that carries out what `publishing.py` decides.
+"""Publishes a node's blocks to the directory: the thread that carries out the steps which
+`publisher_core.py` decides.
 
-The node never waits for it. What the node does is written down in its `EventLog`; a publisher that
-can't keep up is told so, and begins again.
+The node never waits for the publisher. It logs its changes in its `EventLog`; a publisher that
+can't keep up gets a gap, and starts over with the inventory.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from msgspec.structs import replace
 
 from ..directory.base import check_keys
 from ..errors import TiffinError
-from .publishing import (
+from .core.publisher_core import (
     DOUBTS_MAX,
     Check,
     Heartbeat,
     Poll,
-    Publish,
     PublisherCore,
     PublisherOptions,
+    PublishStep,
     Register,
     TakeInventory,
     Wait,
@@ -33,16 +34,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ..directory.base import Directory, NodeRecord
-    from .events import Events
-    from .publishing import Step
+    from .core.event_log import NodeEvents
+    from .core.publisher_core import Step
 
 log = logging.getLogger(__name__)
 
 
 class NodeFeed(Protocol):
-    """What a publisher asks of its node. Thread-safe, and quick: the node's lock is held."""
+    """The interface of a node for its publisher. Thread-safe, and quick: each method takes the
+    node's lock."""
 
-    def events_since(self, seq: int, limit: int) -> Events | None:
+    def events_since(self, seq: int, limit: int) -> NodeEvents | None:
         """See `EventLog.since`."""
         ...
 
@@ -51,15 +53,15 @@ class NodeFeed(Protocol):
         ...
 
     def exists(self, keys: bytes) -> bytes:
-        """One byte per key of the joined `keys`: 1 if the block is here."""
+        """One byte per key of the joined `keys`: 1 if the block is resident."""
         ...
 
 
 class Publisher:
     """A thread that publishes one node. `close` withdraws the node; the directory stays open.
 
-    `make_record` describes the node as it is now; number and start time are filled in here. Errors
-    of the directory are never raised: `healthy` says whether it answered last.
+    `make_record` returns the node's current record; the publisher fills in number and start time.
+    Errors of the directory are never raised: `healthy` is False after a request that failed.
     """
 
     def __init__(
@@ -83,12 +85,12 @@ class Publisher:
 
     @property
     def number(self) -> int:
-        """What the directory calls this node now; 0 while it is not registered."""
+        """The node's current number in the directory; 0 while it is not registered."""
         return self._core.number
 
     @property
     def healthy(self) -> bool:
-        """Whether the directory answered the last time."""
+        """Whether the directory answered the last request."""
         return self._core.healthy
 
     @property
@@ -102,21 +104,21 @@ class Publisher:
         return self._core.round_left
 
     def start(self) -> None:
-        """Register and begin to publish, in the background."""
+        """Register and start to publish, in the background."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and withdraw the node if the directory answers. Safe to repeat."""
+        """Stop, and withdraw the node if the directory answers. Idempotent."""
         self._closing.set()
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def not_mine(self, keys: Sequence[bytes]) -> None:
-        """Readers asked this node for `keys` because the directory named it, and it lacks them.
+        """Report `keys` that the directory lists for this node and that a reader did not find here.
 
-        The directory is corrected unless the node has got them since. More than `DOUBTS_MAX` at
-        once are dropped. Raises InvalidInput for keys that are no keys.
+        The publisher corrects the directory unless the node has the blocks by then. More than
+        `DOUBTS_MAX` at once are dropped. Raises InvalidInput for malformed keys. Thread-safe.
         """
         check_keys(keys, len(keys))
         with self._lock:
@@ -138,7 +140,7 @@ class Publisher:
                 if not self._complained:
                     log.warning("not publishing for now: %s", error)
                 self._failed()
-            except Exception:  # nobody else would go on publishing
+            except Exception:  # the thread must not end: the node would not be published any more
                 if not self._complained:
                     log.exception("publishing failed unexpectedly")
                 self._failed()
@@ -160,7 +162,7 @@ class Publisher:
             case Withdraw(number):
                 directory.withdraw(number)
                 core.withdrawn()
-            case Publish(number, added, removed, first_seq):
+            case PublishStep(number, added, removed, first_seq):
                 directory.publish(number, added, removed, first_seq)
                 core.published(time.monotonic())
             case Poll(seq, limit):

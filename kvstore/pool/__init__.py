@@ -1,1 +1,1 @@
-"""A client over many nodes: where blocks are read from, and where they are put."""
+"""The client of a pool of many nodes: where it reads blocks from, and where it puts them."""

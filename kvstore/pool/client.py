@@ -1,62 +1,73 @@
 """The client of a pool of many nodes: the verbs of `Client`, over the network.
 
-Home is the node on this host, if there is one: its blocks are read where they lie, puts go there
-first, and blocks read from elsewhere may leave a copy there. Without a home, blocks are read into
-memory of this process.
+The home node is the node on this host, if there is one: the client reads its blocks in place, puts
+blocks there first, and may copy blocks read from other nodes into it. A client without a home node
+reads blocks into memory of its own process.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import verbs as local_verbs
-from ..blocks import Block, Blocks, select, select_shard
-from ..client import Client, LeasedBlocks, Slots, drive
+from tiffin.messenger.signal_safe import Forsaken, uninterrupted
+
+from .. import deadlines
+from ..blocks.block_views import Block, Blocks, select, select_shard
+from ..blocks.payload_buffers import payload_views, target_views
+from ..blocks.selection_copy import source_views
+from ..client.client import Client, LeasedBlocks, Slots
+from ..deadlines import GRACE_S
 from ..errors import (
     ClientClosed,
     DirectoryUnavailable,
     InvalidInput,
+    NodeUnavailable,
     NoRoom,
+    TierUnavailable,
     TiffinError,
 )
-from ..node import messages
-from ..node.records import Pin
-from ..payloads import payload_views, target_views
-from ..slices import source_views
-from ..streaming import LayerStream, check_ahead
-from ..verbs import DEFAULT_TIMEOUT_S, Hit, PutResult, check_verify
-from . import verbs
-from .engine import Engine, Reader
+from ..node.core import messages
+from ..node.core.records import PinLevel
+from ..streaming.layer_reader import LayerStream
+from ..verbs import block_verbs as local_verbs
+from ..verbs.arguments import check_ttl, check_verify, verb
+from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, Hit, PutResult
+from ..verbs.drivers import drive
+from . import pool_verbs
 from .home import Home
-from .homecopy import HomeCopies
 from .members import FixedMembers, names_of
-from .placing import Placing, check_replicas
-from .replication import Orders, replicate_from, replicate_to
-from .results import MixedBlocks, Wanted, joined, reason_of
-from .shards import shard_node
-from .staged import StagedSlots
-from .store import Seals, store
-from .streaming import Searching
+from .put_placement import PutPlacement
+from .read_results import MixedBlocks, WantedBlocks, joined, reason_of
+from .read_through import HomeCopies
+from .remote.block_write import BlockSeals, store
+from .remote.layer_stream import Searching
+from .remote.writer_shards import shard_node
+from .replication.replication_requests import Orders, replicate_from, replicate_to
+from .signal_safe_verbs import given_up_together, in_one_piece
+from .staged_write import StagedSlots
+from .verb_driver import Reader, VerbDriver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from ..keys import Prefix
-    from ..link import Link
-    from ..schema import HeadRange, LayerRange, Shard
-    from ..verbs import Verify
+    from ..connection.node_link import NodeLink
+    from ..format.keys import Prefix
+    from ..format.schema import HeadRange, LayerRange, Shard
+    from ..verbs.arguments import Verify
+    from ..verbs.block_verbs import Verb
 
     Bytes = NDArray[np.uint8]
 
 
-# In `Hit.where`: some other node of the pool has the block.
+# In `Hit.where`: another node of the pool has the block.
 IN_PEER = 4
 
 
@@ -65,29 +76,32 @@ class PoolClient(Client):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: VerbDriver,
         verify: Verify,
         *,
-        home: Link | None = None,
+        home: NodeLink | None = None,
         home_number: Callable[[], int | None] = lambda: None,
         admission: str = "second",
     ) -> None:
-        """`home_number()` is what the directory calls home now: another number after a restart."""
+        """`home_number()` is the home node's number in the directory; a restart changes it."""
         self._access = local_verbs.Access(check_verify(verify), random.Random())
         self._engine = engine
         self._home = Home(home, home_number, engine) if home is not None else None
         self._copies = HomeCopies(admission) if home is not None else None
         self._dice = random.Random()
         self._orders = Orders()
+        self._closing = threading.Lock()
+        self._closed = False
 
     # -- looking ---------------------------------------------------------------------------------
 
+    @verb
+    @in_one_piece
     def match(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hit:
-        """How many leading blocks are resident: at home, for sure; elsewhere, as the directory has
-        it, so that a get may find fewer."""
-        self._check(timeout_s)
+        """How many leading blocks are resident. The home node's answer is exact; for other nodes
+        the client asks the directory, whose answer may be stale: a get may find fewer. With a fixed
+        list of nodes it asks the nodes themselves."""
         deadline = time.monotonic() + timeout_s
-        local_verbs.check_blocks(prefix)
         where = b""
         if self._home is not None:
             where = self._home.ask(local_verbs.match(prefix, timeout_s), Hit(0, 0)).where
@@ -105,10 +119,10 @@ class PoolClient(Client):
         located = self._locate(prefix.keys[start:], without_home=True)
         return bytes([IN_PEER]) * _leading(located)
 
+    @verb
+    @in_one_piece
     def exists(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
-        """Which blocks are resident, each on its own; elsewhere as the directory has it."""
-        self._check(timeout_s)
-        local_verbs.check_blocks(prefix)
+        """Whether each block is resident on its own; for other nodes than home as in `match`."""
         deadline, found = time.monotonic() + timeout_s, [False] * len(prefix)
         if not len(prefix):
             return found
@@ -125,6 +139,8 @@ class PoolClient(Client):
 
     # -- reading ---------------------------------------------------------------------------------
 
+    @verb
+    @in_one_piece
     def get(
         self,
         prefix: Prefix,
@@ -135,11 +151,10 @@ class PoolClient(Client):
         verify: Verify | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> LeasedBlocks:
-        """The leading blocks of `prefix`, from home and from other nodes. As `Client.get`: views of
-        what is (or comes to be) at home, copies of the rest; with `into`, copies of all."""
-        self._check(timeout_s)
-        local_verbs.check_blocks(prefix)
-        wanted = Wanted(
+        """The leading blocks of `prefix`, from the home node and from other nodes. As `Client.get`:
+        views of the blocks that are at home or that this call copies there, copies of the rest;
+        with `into`, copies of all."""
+        wanted = WantedBlocks(
             prefix,
             self._reading(verify),
             select(prefix.schema, layers, heads),
@@ -151,11 +166,11 @@ class PoolClient(Client):
             return self._copy(wanted, target_views(into, len(prefix), wanted.selection.nbytes))
         return self._view(wanted)
 
-    def _copy(self, wanted: Wanted, targets: list[Bytes]) -> LeasedBlocks:
+    def _copy(self, wanted: WantedBlocks, targets: list[Bytes]) -> LeasedBlocks:
         prefix = wanted.prefix
         generations: list[int] = []
         why: str | None = None
-        answered = False  # by home
+        answered = False  # whether the home node has answered
 
         def from_home(home: Home) -> None:
             nonlocal answered, why
@@ -181,7 +196,7 @@ class PoolClient(Client):
         reason = reason_of(outcome, len(prefix), count, why)
         return LeasedBlocks(Blocks(prefix, outcome.blocks, reason, make), 0, None)
 
-    def _view(self, wanted: Wanted) -> LeasedBlocks:
+    def _view(self, wanted: WantedBlocks) -> LeasedBlocks:
         prefix, selection = wanted.prefix, wanted.selection
         near = self._view_home(wanted)
         try:
@@ -209,8 +224,8 @@ class PoolClient(Client):
         outcome.reason = reason_of(outcome, len(prefix), count, why)
         return MixedBlocks(prefix, near, far, outcome, selection)
 
-    def _view_home(self, wanted: Wanted) -> LeasedBlocks | None:
-        """What home has, leased; None if it does not answer."""
+    def _view_home(self, wanted: WantedBlocks) -> LeasedBlocks | None:
+        """A lease of the leading blocks at home; None if the home node does not answer."""
         if self._home is None:
             return None
         verb = local_verbs.get(wanted.prefix, wanted.access, *wanted.part, wanted.left_s)
@@ -221,11 +236,12 @@ class PoolClient(Client):
         return LeasedBlocks(blocks, lease, self._home)
 
     def _read(
-        self, wanted: Wanted, start: int, memory: Callable[[int], Bytes], home_answered: bool
-    ) -> verbs.Outcome:
-        """Read from block `start` on. A home that has answered is not asked once more, by its port:
-        it may wait for room that its own answer takes. Nor is one that is silent; but the call that
-        found it so waits for it after all, by its port, for blocks that nobody else has."""
+        self, wanted: WantedBlocks, start: int, memory: Callable[[int], Bytes], home_answered: bool
+    ) -> pool_verbs.Outcome:
+        """Read the blocks from `start` on over the network. A home node that has answered is not
+        asked again over TCP: it could wait for room that its own answer takes. Nor is a silent home
+        node; but the call that found it silent then waits for it over TCP after all, for blocks
+        that no other node has."""
         prefix, home, context = wanted.prefix, self._home, self._engine.context
         reader = Reader(prefix, wanted.selection, wanted.access, memory)
 
@@ -241,9 +257,9 @@ class PoolClient(Client):
             self._copies.saw(prefix, start, outcome.blocks)
         return outcome
 
-    def _bring_home(self, wanted: Wanted, start: int) -> bool:
-        """Read blocks from `start` on into slots at home, if they were wanted often enough, and
-        commit them; whether there are any more at home then."""
+    def _bring_home(self, wanted: WantedBlocks, start: int) -> bool:
+        """Copy blocks from `start` on into slots of the home node and commit them, if the admission
+        policy wants them; whether more leading blocks are at home afterwards."""
         prefix, home = wanted.prefix, self._home
         if home is None or self._copies is None or home.lost:
             return False
@@ -255,6 +271,7 @@ class PoolClient(Client):
             return False
         return self._copies.bring(part, home, self._engine, wanted.deadline) > 0
 
+    @verb
     def stream(
         self,
         prefix: Prefix,
@@ -265,11 +282,19 @@ class PoolClient(Client):
         ahead: int = 1,
         node: int | None = None,
     ) -> LayerStream:
-        """As `Client.stream`, from one node: number `node`, the writer's; without, whoever of home
-        and the first block's holders has all blocks, or most. No directory knows reservations. If
-        that node is lost, it goes on at another that has the same blocks committed."""
+        """As `Client.stream`, from one node: `node` is the number of the writer's node. Without it,
+        the client chooses among the home node and the holders of the first block the first that has
+        all blocks, else the one with the most. The directory does not list reservations. If the
+        node is lost, the stream continues at another node that has the same blocks committed."""
         course = self._course(prefix, heads, verify, timeout_s, ahead, node)
-        return LayerStream(course, partial(drive, link=self._home))  # type: ignore[arg-type]
+        link: NodeLink = self._home  # type: ignore[assignment]
+
+        def run(verb: Verb[Any]) -> Any:
+            return given_up_together(partial(drive, verb, link), course.break_off)
+
+        stream = LayerStream(course, run, timeout_s)
+        Forsaken.when(stream, course.forsake)
+        return stream
 
     def _course(
         self,
@@ -280,16 +305,15 @@ class PoolClient(Client):
         ahead: int,
         node: int | None,
     ) -> Searching:
-        self._check(timeout_s)
         how = prefix, self._reading(verify), timeout_s, self._engine.peer
         number = (lambda: self._home_number) if self._home is not None else None
         first = partial(self._locate, without_home=True)
-        return Searching(
-            *how, number, node, lambda part: first(part.keys[:1])[0], heads, check_ahead(ahead)
-        )
+        return Searching(*how, number, node, lambda part: first(part.keys[:1])[0], heads, ahead)
 
     # -- writing ---------------------------------------------------------------------------------
 
+    @verb
+    @in_one_piece
     def put(
         self,
         prefix: Prefix,
@@ -301,18 +325,18 @@ class PoolClient(Client):
         sync: bool = True,
         node: int | None = None,
     ) -> PutResult:
-        """Copy one payload per block into the pool, at home if there is room and else where there
-        is; blocks that are resident there are skipped.
+        """Copy one payload per block into the pool: to the home node if it has room, else to
+        another node that has room. Blocks that are resident at that node are skipped.
 
-        `replicas`: on so many nodes. With `sync` it returns when all have them; without, the other
-        copies are made in the background and may fail silently.
+        `replicas`: the number of nodes that store the blocks. With `sync`, the put returns when all
+        of them have the blocks; without, nodes copy the other replicas in the background, where a
+        failure raises nothing.
 
-        `shard`: see `Client.put`. All ranks have to write to one node: home, or without a home the
-        one that `shard_node` computes for the prefix; ranks on several hosts name one as `node`.
+        `shard`: see `Client.put`. All ranks have to write to the same node: home, or without a home
+        node the one that `shard_node` computes for the prefix; ranks on several hosts have to name
+        one as `node`.
         """
-        self._check(timeout_s)
         deadline = time.monotonic() + timeout_s
-        check_replicas(replicas)
         if prefix.schema.check_shard(shard) is not None or node is not None:
             if replicas != 1:
                 raise InvalidInput("slices, and blocks for one node, are put once: use replicate()")
@@ -330,14 +354,14 @@ class PoolClient(Client):
             self._orders.add(partial(replicate_from, self._engine, prefix, number, more, without))
         return first
 
-    def _placing(self, prefix: Prefix, views: list[Bytes], deadline: float) -> Placing:
+    def _placing(self, prefix: Prefix, views: list[Bytes], deadline: float) -> PutPlacement:
         home = self._home
-        put_home = partial(home.put, prefix, views) if home is not None else None
-        seals = Seals(prefix, views)
-        return Placing(self._engine, seals, deadline, put_home, self._home_number)
+        put_home = partial(home.put, prefix, views, until=deadline) if home is not None else None
+        seals = BlockSeals(prefix, views)
+        return PutPlacement(self._engine, seals, deadline, put_home, self._home_number)
 
-    def _put_another(self, placing: Placing, done: int, replicas: int) -> None:
-        """One more replica, on another node. Raises NoRoom."""
+    def _put_another(self, placing: PutPlacement, done: int, replicas: int) -> None:
+        """Write one more replica to another node. Raises NoRoom."""
         try:
             reason = placing.one()[0].reason
             failure = None
@@ -357,7 +381,8 @@ class PoolClient(Client):
         shard: Shard | None,
         deadline: float,
     ) -> PutResult:
-        """Store at this node, or nowhere: other ranks do not know where else. None is home."""
+        """Store at this node and at no other: the other ranks would not find the blocks elsewhere.
+        None is the home node."""
         if node is None:
             if self._home is None:
                 raise ClientClosed("this client has no home node")
@@ -365,17 +390,21 @@ class PoolClient(Client):
             return self._home.put(prefix, payloads, left_s, shard, patient=True)
         selection = select_shard(prefix.schema, shard)
         views = source_views(selection, payloads, len(prefix))
-        seals, peer = Seals(prefix, views, selection), self._engine.peer(node)
-        return self._engine.noted(node, prefix, store(peer, seals, 0, deadline=deadline))
+        seals, peer = BlockSeals(prefix, views, selection), self._engine.peer(node)
+        late = min(deadline + GRACE_S, deadlines.end())
+        stored = store(peer, seals, 0, deadline=late, room_until=deadline)
+        return self._engine.noted(node, prefix, stored)
 
     def _node_for(self, prefix: Prefix, node: int | None) -> int | None:
-        """The number of the node to write to; None for home. Raises NoRoom."""
+        """The number of the node to write to; None for the home node. Raises NoRoom."""
         if node is not None:
             return None if node == self._home_number else node
         if self._home is not None:
             return None
         return shard_node(self._engine.nodes(), prefix)
 
+    @verb
+    @in_one_piece
     def reserve(
         self,
         prefix: Prefix,
@@ -384,28 +413,32 @@ class PoolClient(Client):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         node: int | None = None,
     ) -> Slots:
-        """Slots for the blocks that are not resident: at home in place; without a home, or with a
-        `node`, in memory of this process, sent when they are published or committed. `shard` as in
-        `put`. `slots.node` is the number of the node that has them, for who streams them. Resident
-        is what that node has, and where none is named what any has. Raises NodeUnavailable or
-        DeadlineExceeded when that node is silent and no other one may take them."""
-        self._check(timeout_s)
+        """Reserve slots for the blocks that are not resident. At the home node the slots lie in its
+        memory. Without a home node, with another `node`, or when the home node does not answer,
+        they are memory of this process, which is sent when they are published or committed. `shard`
+        as in `put`. `slots.node` is the number of the node that has the slots, for readers that
+        stream them. A block is resident if that node has it; for slots in memory of this process
+        without a named node, if any node has it. Raises NodeUnavailable or DeadlineExceeded when
+        the node is silent and no other node may take the blocks."""
         deadline = time.monotonic() + timeout_s
         shard = prefix.schema.check_shard(shard)
-        bound = shard is not None or node is not None  # to one node: others do not know where else
+        # To one node: other ranks and readers would not find the slots elsewhere.
+        bound = shard is not None or node is not None
         if bound:
             node = self._node_for(prefix, node)
         if self._home is not None and node is None:
             verb = local_verbs.reserve(prefix, timeout_s, shard)
             reserved = self._home.reserve(verb, patient=bound)
             if reserved is not None:
-                slots = Slots(prefix, reserved, self._home.patient)
+                slots = _HomeSlots(prefix, reserved, self._home.patient)
                 slots.node = self._home_number
                 return slots
         return StagedSlots(prefix, self, timeout_s, deadline, shard, node)
 
     # -- wishes ----------------------------------------------------------------------------------
 
+    @verb
+    @in_one_piece
     def pin(
         self,
         prefix: Prefix,
@@ -414,19 +447,19 @@ class PoolClient(Client):
         hard: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> int:
-        """Keep the resident blocks, on every node that has them. Returns how many were resident on
-        the node that had most."""
-        level = Pin.HARD if hard else Pin.SOFT
+        """Pin the resident blocks on every node that is known to have them. Returns the largest
+        number of them that were resident on one node."""
+        level = PinLevel.HARD if hard else PinLevel.SOFT
         return self._pin(prefix, level, ttl_s, timeout_s)
 
+    @verb
+    @in_one_piece
     def unpin(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
-        """Take pins back, everywhere."""
-        return self._pin(prefix, Pin.NONE, None, timeout_s)
+        """Remove the pins on every node that is known to have the blocks. Returns as `pin`."""
+        return self._pin(prefix, PinLevel.NONE, None, timeout_s)
 
     def _pin(self, prefix: Prefix, level: int, ttl_s: float | None, timeout_s: float) -> int:
-        self._check(timeout_s)
-        local_verbs.check_blocks(prefix)
-        until_s, deadline = local_verbs.check_ttl(ttl_s), time.monotonic() + timeout_s
+        until_s, deadline = check_ttl(ttl_s), time.monotonic() + timeout_s
         at_home: int | None = None
         if self._home is not None:
             at_home = self._home.ask(local_verbs.pin(prefix, level, ttl_s, timeout_s), None)
@@ -439,57 +472,74 @@ class PoolClient(Client):
             deadline - time.monotonic(),
         )
 
+    @verb
+    @in_one_piece
     def remove(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
-        """Forget the resident blocks on every node that has them: all nodes are told, whatever the
-        directory says. Returns how many the node had that had most. Raises NodeUnavailable,
-        DeadlineExceeded if a node could not be told: it may still have them."""
-        self._check(timeout_s)
-        local_verbs.check_blocks(prefix)
+        """Remove the resident blocks from every node: the request goes to all nodes, not only to
+        those that the directory lists. Returns the largest number of blocks that one node had.
+        Raises NodeUnavailable, DeadlineExceeded if a node did not answer: it may still have the
+        blocks; TierUnavailable if a node's disk did not delete them: the node may find them after a
+        restart."""
         deadline = time.monotonic() + timeout_s
         at_home: int | None = None
+        refused: TierUnavailable | None = None
         if self._home is not None:
-            at_home = self._home.ask(local_verbs.remove(prefix, timeout_s), None)
+            try:
+                at_home = self._home.ask(local_verbs.remove(prefix, timeout_s), None)
+            except TierUnavailable as error:  # the other nodes still have to remove theirs
+                at_home, refused = 0, error
         self._engine.placements.forget(prefix.keys)
-        return self._count(
+        left_s = deadline - time.monotonic()
+        count = self._count(
             prefix,
             at_home,
             self._known_nodes(),
-            lambda: messages.Remove(0, prefix.key_bytes),
-            deadline - time.monotonic(),
+            lambda: messages.Remove(0, prefix.key_bytes, max(0.0, left_s)),
+            left_s,
             strict=True,
         )
+        if refused is not None:
+            raise refused
+        return count
 
+    @verb
+    @in_one_piece
     def replicate(
         self, prefix: Prefix, to: Sequence[int], *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> dict[int, int]:
-        """Have the nodes `to` (numbers, see `nodes`) copy the resident blocks from who has them.
-        Returns how many leading blocks of the prefix each holds then. Raises NoRoom if nobody is
-        known to have the first one, and what a node met that could copy none."""
-        self._check(timeout_s)
-        local_verbs.check_blocks(prefix)
+        """Have the nodes `to` (numbers, see `nodes`) copy the resident blocks from their holders.
+        Returns per node how many leading blocks of the prefix it has afterwards. Raises NoRoom if
+        no node is known to have the first block, and the error of a node that could copy none."""
         holders = self._locate(prefix.keys)
         deadline = time.monotonic() + timeout_s
         return {
             target: replicate_to(self._engine, prefix, target, holders, deadline) for target in to
         }
 
+    @verb
+    @in_one_piece
     def evacuate(self, node: int, *, timeout_s: float = 600.0) -> int:
-        """Drain a node before it leaves: it takes nothing new, and hands over what no other node
-        has. Returns how many of its blocks others have then. It serves what it has until it stops;
-        call again to go on where time ran out."""
-        self._check(timeout_s)
-        self._engine.ask(node, messages.Drain(0, True), DEFAULT_TIMEOUT_S)
-        return int(self._engine.ask(node, messages.Evacuate(0, timeout_s), timeout_s).count)
+        """Drain a node before it leaves: it takes no new blocks, and has other nodes copy the
+        blocks that no other node has. Returns how many of its blocks other nodes have afterwards.
+        The node serves its blocks until it stops; after a timeout, call again to go on."""
+        deadline = time.monotonic() + timeout_s
+        self._engine.ask(node, messages.Drain(0, True), min(DEFAULT_TIMEOUT_S, timeout_s))
+        left_s = max(0.0, deadline - time.monotonic())
+        return int(self._engine.ask(node, messages.Evacuate(0, left_s), left_s).count)
 
     # -- the pool --------------------------------------------------------------------------------
 
+    @verb
+    @in_one_piece
     def nodes(self) -> dict[int, Any]:
         """The nodes of the pool by number, as `NodeRecord`s."""
         return dict(self._engine.nodes())
 
+    @verb
+    @in_one_piece
     def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
-        """Every node's numbers by name, and what this client knows of its ways to them."""
-        self._check(timeout_s)
+        """The statistics of each node that answers, by its name, this client's statistics of its
+        links to the nodes, and the name of the home node."""
         names = names_of(self._engine.nodes())
         replies = self._ask_all(lambda: messages.Statistics(0), timeout_s)
         nodes = {names[n]: reply.numbers for n, reply in replies.items() if n in names}
@@ -502,12 +552,20 @@ class PoolClient(Client):
         return {"nodes": nodes, "links": links, "home": names.get(home) if home else None}
 
     def close(self) -> None:
-        """Release everything this client holds, finish replications that were ordered (for up to
-        5 s), hang up. Calls that are under way raise ClientClosed or come back with what they have.
-        """
-        if self._access is None:
-            return
+        """Release every lease and reservation of this client, wait up to 5 s for replications in
+        the background, and close the connections. Calls in flight raise ClientClosed or return
+        what they have."""
         self._access = None
+        if not self._inherited:
+            uninterrupted(self._close)
+
+    def _close(self) -> None:
+        with self._closing:
+            closed, self._closed = self._closed, True
+            if not closed:
+                self._close_once()
+
+    def _close_once(self) -> None:
         self._orders.finish(DEFAULT_TIMEOUT_S)
         self._engine.close()
         self._orders.close()
@@ -527,8 +585,9 @@ class PoolClient(Client):
     def _locate(
         self, keys: Sequence[bytes], *, without_home: bool = False
     ) -> list[tuple[int, ...]]:
-        """Whom to ask for each key; nobody while the directory does not answer. Home itself was
-        asked before, and knows better than the directory."""
+        """The nodes to ask for each key; none while the directory does not answer. `without_home`
+        leaves out the home node: the caller has asked it before, and its answer is more up to date
+        than the directory."""
         try:
             located = self._engine.locate(keys)
         except DirectoryUnavailable:
@@ -542,14 +601,15 @@ class PoolClient(Client):
     def _known_nodes(self) -> set[int]:
         try:
             return set(self._engine.nodes())
-        except DirectoryUnavailable:
+        except NodeUnavailable:
             if self._home is None:
                 raise
             return set()
 
     def _ask_all(self, make: Callable[[], messages.Request], timeout_s: float) -> dict[int, Any]:
-        """Replies by node, of those that answer. Raises what the first met if none does."""
-        replies = self._engine.run(verbs.ask_all(sorted(self._known_nodes()), make, timeout_s))
+        """Send a request to all nodes: replies by node, of those that answer. Raises the first
+        node's error if none answers and this client has no home node."""
+        replies = self._engine.run(pool_verbs.ask_all(sorted(self._known_nodes()), make, timeout_s))
         failures = [reply for reply in replies.values() if isinstance(reply, TiffinError)]
         if failures and len(failures) == len(replies) and self._home is None:
             raise failures[0]
@@ -565,15 +625,16 @@ class PoolClient(Client):
         *,
         strict: bool = False,
     ) -> int:
-        """The largest count of these nodes and home, which is not asked again if it has answered
-        nor, unless it is `strict` or has them alone, if it is silent. Raises what the first met if
-        none answers or, if `strict`, if one does not."""
+        """Send a request to `nodes`: the largest count in their replies and `at_home`, the home
+        node's. The home node is not asked again if it has answered, nor if it is silent, unless
+        `strict` is set or no other node has the blocks. Raises the first node's error if no node
+        answers or, if `strict`, if one does not."""
         silent = self._home is not None and self._home.away and not strict
         home = self._home_number if at_home is not None or silent else None
         if silent and nodes == {home}:
             home = None
         asked = sorted(nodes - {home}) if len(prefix) else []
-        replies = self._engine.run(verbs.ask_all(asked, make, timeout_s))
+        replies = self._engine.run(pool_verbs.ask_all(asked, make, timeout_s))
         failures = [reply for reply in replies.values() if isinstance(reply, TiffinError)]
         if failures and (strict or (len(failures) == len(asked) and at_home is None)):
             raise failures[0]
@@ -581,6 +642,13 @@ class PoolClient(Client):
         return max(counts, default=0) if at_home is None else max([at_home, *counts])
 
 
+class _HomeSlots(Slots):
+    """Slots in the memory of the node on this host."""
+
+    publish = in_one_piece(Slots.publish)
+    commit = in_one_piece(Slots.commit)
+
+
 def _leading(located: Sequence[Sequence[int]]) -> int:
-    """How many leading blocks somebody is said to have."""
+    """How many leading blocks have at least one known holder."""
     return next((i for i, nodes in enumerate(located) if not nodes), len(located))

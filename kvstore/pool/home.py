@@ -1,11 +1,13 @@
-"""The way to the node on this host: how long it is waited for, and what happens when it is silent.
+"""The link to the home node (the node on this host): its timeouts, and what happens when it is
+silent.
 
-A home that hangs (SIGSTOP, swap, a disk that does not answer) keeps its socket open, so only time
-tells. A request that it has to answer at once gets the pool's `hedge_s`, but not less than the
-GRACE_S that a node may be late; one that may wait there, for room or for NVMe, is put in slices:
-each slice that is answered shows that home is well, however long it takes in all. Who gets no
-answer asks other nodes, and a thread listens until home is back: meanwhile nobody else waits for
-it, and what it grants too late is given back.
+A home node that hangs (SIGSTOP, swap, a disk that does not answer) keeps its socket open, so only a
+timeout detects it. A request that the node has to answer at once gets the pool's `hedge_s`, but not
+less than the GRACE_S that a node may be late. A request that may wait at the node, for room or for
+NVMe, is sent in slices of its timeout: each slice that the node answers shows that it is healthy,
+however long the request takes in all. A caller without an answer asks other nodes; one thread polls
+the home node until it answers again. Until then no call that another node could serve waits for it,
+and the link gives back every lease or reservation that it grants too late.
 """
 
 from __future__ import annotations
@@ -20,69 +22,74 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
-from .. import verbs as local_verbs
-from ..client import drive
+from tiffin.messenger.tcp.pending_connect import calling
+
+from .. import deadlines
+from ..connection.lease_lifetime import undo
+from ..connection.node_link import CallGate, open_links
+from ..deadlines import GRACE_S
 from ..errors import (
     ClientClosed,
     DeadlineExceeded,
-    DirectoryUnavailable,
     NodeUnavailable,
     TiffinError,
 )
-from ..link import GRACE_S, Gate, open_links, undo
-from ..node import messages
-from ..node.core import Status
-from ..node.records import Reason
-from .links import DOWN_MAX_S, DOWN_MIN_S
+from ..node.core import messages
+from ..node.core.node_core import ReserveStatus
+from ..node.core.records import Reason
+from ..verbs import block_verbs as local_verbs
+from ..verbs.drivers import drive
+from .link_health import DOWN_MAX_S, DOWN_MIN_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from numpy.typing import NDArray
-
-    from ..keys import Prefix
-    from ..link import Answer, Link
-    from ..schema import Shard
-    from ..verbs import PutResult, Verb
-    from .engine import Engine
-    from .plan import Costs
-    from .verbs import Context
+    from ..connection.connection import NodeAnswer
+    from ..connection.node_link import NodeLink
+    from ..connection.region_mapping import Mapping
+    from ..format.keys import Prefix
+    from ..format.schema import Shard
+    from ..verbs.block_verbs import PutResult, Verb
+    from .pool_verbs import Context
+    from .replica_choice import Costs
+    from .verb_driver import VerbDriver
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# The longest slice of a wait at home; what hangs in the middle of one costs as much.
+# The longest slice of a wait at home; a node that hangs within a slice delays the call by as much.
 SLICE_MAX_S = 0.5
-# A commit of 256 blocks takes some 5 ms; one given up is written to another node once more. With
-# GRACE_S, a put is late by 0.5 s at most.
+# The timeout of a commit: one of 256 blocks takes some 5 ms. After the timeout, the put writes the
+# blocks to another node once more. With GRACE_S, a put is late by 0.5 s at most.
 COMMIT_S = 0.25
-# A question to a silent home is listened to for so long (and GRACE_S); `close` waits for it.
+# The timeout of one poll of a silent home node (GRACE_S comes on top); `close` waits for it.
 LISTEN_S = 0.25
 
 _MAY_WAIT = (messages.Lease, messages.Reserve, messages.Await)
-# Of a stream that has begun at home: it is home's to say how far it is, and another node can go on
-# with it only once all its blocks are committed.
+# Requests of a layer stream that has begun at home: only the home node knows its progress, and
+# another node can take the stream over only once all its blocks are committed.
 _ONLY_HERE = (messages.Await, messages.Publish)
-# What is done instead needs room at another node, which a draining one does not give.
+# Requests whose replacement needs room at another node, which a draining node does not give.
 _TAKES_ROOM = (messages.Reserve, messages.Commit)
-# What is not asked for again: given up, it may have been carried out all the same.
+# Requests that are not retried: the node may have carried one out although it timed out.
 _ONCE = (messages.Commit, messages.Remove)
 
 
-class Turns:
-    """One caller at a time, in the order in which they came. Who comes again goes to the end, so
-    that those who wait at home in slices do not keep the others from it. Thread-safe."""
+class FairTurns:
+    """A fair lock: one caller at a time, in the order in which they entered the queue. A caller
+    that enters again goes to the end, so that calls which wait at home in slices do not starve the
+    others. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queue: deque[threading.Lock] = deque()  # free: the first one's, whose turn it is
+        self._queue: deque[threading.Lock] = deque()  # the first has the turn: its lock is free
 
     def __len__(self) -> int:
-        """How many have a turn or wait for one."""
+        """How many callers have the turn or wait for it."""
         return len(self._queue)
 
     def enter(self) -> threading.Lock:
-        """A ticket, for `wait` and `leave`."""
+        """Join the queue: a ticket, for `wait` and `leave`."""
         ticket = threading.Lock()
         with self._lock:
             if self._queue:
@@ -91,11 +98,11 @@ class Turns:
         return ticket
 
     def wait(self, ticket: threading.Lock, timeout_s: float) -> bool:
-        """Whether its turn has come within this time; it keeps its place."""
+        """Whether the ticket's turn comes within `timeout_s`; it keeps its place in the queue."""
         return ticket.acquire(timeout=timeout_s)
 
     def leave(self, ticket: threading.Lock) -> None:
-        """The turn has ended, or is not waited for any more."""
+        """End the turn, or stop waiting for it."""
         with self._lock:
             first = self._queue[0] is ticket
             self._queue.remove(ticket)
@@ -104,30 +111,35 @@ class Turns:
 
 
 class Home:
-    """A `Link` to the home node that gives up on it when it is silent and others could answer.
+    """A `NodeLink` to the home node that gives up on it when it is silent and other nodes could
+    answer.
 
-    `call` raises DeadlineExceeded then, and NodeUnavailable at once until home has answered again.
-    While no other node is in the pool, all have the patience of their `timeout_s`. Thread-safe;
-    calls take turns.
+    The call that finds it silent raises DeadlineExceeded; later calls raise NodeUnavailable at once
+    until the home node has answered again. While the pool has no other node, each call waits for
+    its whole `timeout_s`. Thread-safe; calls take turns.
     """
 
-    def __init__(self, link: Link, number: Callable[[], int | None], engine: Engine) -> None:
+    def __init__(
+        self, link: NodeLink, number: Callable[[], int | None], engine: VerbDriver
+    ) -> None:
         self.lost = False  # the last call got no answer
-        self.away = False  # it is silent: only `_listen` asks it, and who has nobody else
+        # Whether it is silent: then only `_listen` and calls that no other node could serve ask it.
+        self.away = False
         self._link = link
         self._find_number = number
         self._engine = engine
         self._share_s = max(0.0, engine.options.hedge_s - GRACE_S)  # links wait GRACE_S longer
         self._first_slice_s = min(SLICE_MAX_S, engine.options.hedge_s / 2)
-        self._due = math.inf  # when the call under way should have been answered
+        self._due = math.inf  # by when the node should have answered the call in flight
         self.forget()
         self.gate = link.gate
         open_links.add(self)
 
     def forget(self) -> None:
-        """In a forked child: the threads that held and listened are the parent's."""
-        self._turns, self._state = Turns(), threading.Lock()
-        self._closing, self.gate = threading.Event(), Gate()
+        """In a forked child: start with new locks, since the threads that held them and the
+        listener are the parent's."""
+        self._turns, self._state = FairTurns(), threading.Lock()
+        self._closing, self.gate = threading.Event(), CallGate()
         self._listener: threading.Thread | None = None
         self.away, self._due = False, math.inf
 
@@ -135,20 +147,21 @@ class Home:
 
     @property
     def number(self) -> int | None:
-        """What the directory calls home now: another number after a restart."""
+        """The home node's number in the directory; a restart changes it."""
         return self._find_number()
 
     @property
-    def memory(self) -> NDArray[Any]:
-        """See `Link.memory`."""
-        return self._link.memory
+    def mapping(self) -> Mapping:
+        """See `NodeLink.mapping`."""
+        return self._link.mapping
 
     def post(self, request: messages.Request) -> None:
-        """See `Link.post`."""
+        """See `NodeLink.post`."""
         self._link.post(request)
 
     def close(self) -> None:
-        """See `Link.close`. What a silent home has granted ends with the session, when it wakes."""
+        """See `NodeLink.close`. A silent home node ends its leases and reservations with the
+        session, when it wakes."""
         with self._state:
             self._closing.set()
             listener = self._listener
@@ -156,8 +169,11 @@ class Home:
             listener.join()
         self._link.close()
 
-    def call(self, request: messages.Request, timeout_s: float, *, patient: bool = False) -> Answer:
-        """See `Link.call`. `patient`: wait for a silent home as well, nobody else could help."""
+    def call(
+        self, request: messages.Request, timeout_s: float, *, patient: bool = False
+    ) -> NodeAnswer:
+        """See `NodeLink.call`. `patient`: wait for a silent home node as well, because no other
+        node could serve the request."""
         end = time.monotonic() + timeout_s
         patient = patient or isinstance(request, _ONLY_HERE)
         once = isinstance(request, _ONCE)
@@ -166,6 +182,8 @@ class Home:
         slice_s = self._first_slice_s
         given_up = False
         while True:
+            if calling().was_cut:
+                raise ClientClosed("not asked any more: the call was given up")
             began = time.monotonic()
             left_s = max(0.0, end - began)
             if isinstance(request, _MAY_WAIT):
@@ -187,7 +205,8 @@ class Home:
                 ours = given_up and _is_busy(answer.reply)
                 if not ours and (wait_s >= left_s or not (waited and _may_get_more(answer.reply))):
                     return answer
-                given_up = False  # with this answer came the late ones, and were given back
+                # Late replies arrived before this one, and the link gave back what they granted.
+                given_up = False
                 correction = undo(answer.reply)
                 if correction is not None:
                     self.post(correction)
@@ -198,7 +217,7 @@ class Home:
 
     def _ask_once(
         self, request: messages.Request, wait_s: float, end: float, *, patient: bool
-    ) -> Answer:
+    ) -> NodeAnswer:
         ticket = self._take_turn(end, patient=patient)
         began = time.monotonic()
         waits_s = wait_s if isinstance(request, _MAY_WAIT) else min(wait_s, self._share_s)
@@ -208,7 +227,8 @@ class Home:
         except ClientClosed:
             raise
         except (DeadlineExceeded, ConnectionError) as error:
-            # What is refused at once costs nothing to ask again: the next call finds a restart.
+            # A retry of a connection that is refused at once costs nothing: the next call finds a
+            # restarted node.
             refused = isinstance(error, ConnectionError) and time.monotonic() - began < GRACE_S
             self._got_nothing(error, silent=not refused)
             raise
@@ -222,8 +242,8 @@ class Home:
         return answer
 
     def _take_turn(self, end: float, *, patient: bool) -> threading.Lock:
-        """Wait while home answers others in time; the ticket to leave with. Raises
-        DeadlineExceeded, NodeUnavailable."""
+        """Wait for a turn while the home node answers the calls of other threads in time; the
+        ticket for `leave`. Raises DeadlineExceeded, NodeUnavailable."""
         ticket = self._turns.enter()
         try:
             self._wait_for_turn(ticket, end, patient=patient)
@@ -233,9 +253,10 @@ class Home:
         return ticket
 
     def _wait_for_turn(self, ticket: threading.Lock, end: float, *, patient: bool) -> None:
+        end = min(end + GRACE_S, deadlines.end())
         while not self._turns.wait(ticket, self._nap_s(end, patient=patient)):
             now = time.monotonic()
-            if now >= end + GRACE_S:
+            if now >= end:
                 raise DeadlineExceeded("calls of other threads took all the time at home")
             if now >= self._due and not patient:
                 self._got_nothing("it has not answered another thread's call", silent=True)
@@ -248,25 +269,27 @@ class Home:
         )
 
     def _nap_s(self, end: float, *, patient: bool) -> float:
-        """How long to wait for a turn before looking at the clock: it is another's call by then."""
+        """How long to wait for a turn before checking the clock again: `_due` may be that of
+        another thread's call by then."""
         now = time.monotonic()
-        until = end + GRACE_S if patient else min(self._due, end + GRACE_S)
+        until = end if patient else min(self._due, end)
         return max(0.0, min(GRACE_S, until - now))
 
     # -- its health ------------------------------------------------------------------------------
 
     def _others(self, takes_room: bool) -> bool:
-        """Whether the pool has nodes beside home that could help, as far as is known."""
+        """Whether the pool has other healthy nodes that could serve a request, as far as this
+        client knows. With `takes_room`, draining nodes do not count."""
         try:
             nodes = self._engine.nodes()
-        except DirectoryUnavailable:
+        except NodeUnavailable:
             return False
         number = self.number
         down = self._engine.links.down(time.monotonic())
         home = nodes.get(number) if number is not None else None
         return any(
             not (takes_room and record.draining)
-            # Of home itself the directory may have an old registration yet.
+            # The directory may still have an old registration of the home node itself.
             and not (home and (record.host, record.socket) == (home.host, home.socket))
             for other, record in nodes.items()
             if other != number and other not in down
@@ -295,15 +318,16 @@ class Home:
                     self._listener, self.away = None, False
 
     def _listen(self) -> None:
-        """Ask a silent home at once, in case it was only late, then after 0.5 s, doubled up to
-        10 s, until it answers. With its answer comes whatever it granted too late."""
+        """Poll a silent home node at once, in case it was only late, then with a back-off of 0.5 s,
+        doubled up to 10 s, until it answers. Its late replies arrive with that answer, and the link
+        gives back what they granted."""
         while True:
             rest_s = DOWN_MIN_S
             while self.away and not self._answers():
                 if self._closing.wait(rest_s):
                     return
                 rest_s = min(2 * rest_s, DOWN_MAX_S)
-            # What was asked before may wait there for a slice yet: take that answer as well.
+            # An earlier request may still wait at the node for a slice: receive its reply as well.
             if self._closing.wait(SLICE_MAX_S):
                 return
             self._answers()
@@ -313,7 +337,7 @@ class Home:
                     return
 
     def _answers(self) -> bool:
-        """Ask one question with an empty answer; whether there is no reason to ask again."""
+        """Send one request whose answer is empty; whether there is no reason to poll again."""
         question = messages.Match(0, b"")
         try:
             self._ask_once(question, LISTEN_S, time.monotonic() + LISTEN_S, patient=True)
@@ -326,15 +350,17 @@ class Home:
     # -- what is done there ----------------------------------------------------------------------
 
     def ask(self, verb: Verb[T], otherwise: T) -> T:
-        """The verb's result at home; `otherwise` if home does not answer: others may."""
+        """The verb's result at home; `otherwise` if the home node does not answer, so that the
+        caller can ask other nodes."""
         try:
             return drive(verb, self)
         except (ConnectionError, DeadlineExceeded):
             return otherwise
 
     def reserve(self, verb: Verb[T], *, patient: bool) -> T | None:
-        """`local_verbs.reserve` at home; None if home does not answer and others may take it.
-        `patient` if it can't go elsewhere. Raises what home met if nobody else is there."""
+        """`local_verbs.reserve` at home; None if the home node does not answer and another node
+        could take the blocks. `patient`: the reservation can't go to another node. Raises the
+        home node's error if no other node could take them."""
         try:
             return drive(verb, self.patient if patient else self)
         except (ConnectionError, DeadlineExceeded):
@@ -349,54 +375,58 @@ class Home:
         timeout_s: float,
         shard: Shard | None = None,
         *,
+        until: float = math.inf,
         patient: bool = False,
     ) -> PutResult:
-        """`local_verbs.put` at home; `patient` if it can't go elsewhere."""
-        verb = local_verbs.put(prefix, payloads, self.memory.nbytes, timeout_s, shard)
+        """`local_verbs.put` at home; `patient`: the blocks can't go to another node."""
+        how = self.mapping.memory.nbytes, timeout_s, shard
+        verb = local_verbs.put(prefix, payloads, *how, until=until, alone=patient)
         return drive(verb, self.patient if patient else self)
 
     @property
-    def patient(self) -> Link:
-        """The same link for what lies at home and is to be had nowhere else, such as slots."""
-        return cast("Link", _Patient(self))  # its gate is only ever looked at
+    def patient(self) -> NodeLink:
+        """The same link for requests that only the home node can serve, such as those for slots in
+        its memory."""
+        return cast("NodeLink", _Patient(self))  # its gate is read-only
 
     def shunned(self, context: Context) -> Context:
-        """`context` with home's port taken for dead as well: one process is behind both."""
+        """`context` with the home node's TCP port taken for dead as well: the same process serves
+        it and the unix socket."""
         return replace(context, costs=_Elsewhere(context.costs, self.number))
 
 
 @dataclass(frozen=True, slots=True)
 class _Patient:
-    """A `Link` whose calls wait for a silent home."""
+    """A `NodeLink` whose calls wait for a silent home node."""
 
     home: Home
 
     @property
-    def gate(self) -> Gate:
-        """See `Link.gate`."""
+    def gate(self) -> CallGate:
+        """See `NodeLink.gate`."""
         return self.home.gate
 
     @property
-    def memory(self) -> NDArray[Any]:
-        """See `Link.memory`."""
-        return self.home.memory
+    def mapping(self) -> Mapping:
+        """See `NodeLink.mapping`."""
+        return self.home.mapping
 
-    def call(self, request: messages.Request, timeout_s: float) -> Answer:
-        """See `Link.call`."""
+    def call(self, request: messages.Request, timeout_s: float) -> NodeAnswer:
+        """See `NodeLink.call`."""
         return self.home.call(request, timeout_s, patient=True)
 
     def post(self, request: messages.Request) -> None:
-        """See `Link.post`."""
+        """See `NodeLink.post`."""
         self.home.post(request)
 
     def close(self) -> None:
-        """See `Link.close`."""
+        """See `NodeLink.close`."""
         self.home.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Elsewhere:
-    """`Costs` of which one node is taken for dead."""
+    """`Costs` in which one node is taken for dead."""
 
     costs: Costs
     without: int | None
@@ -407,12 +437,13 @@ class _Elsewhere:
 
 
 def _is_busy(reply: messages.AnyReply) -> bool:
-    """Whether somebody writes these blocks: we ourselves, if we had asked before in vain."""
-    return isinstance(reply, messages.Reserved) and Status.BUSY in reply.statuses
+    """Whether another reservation holds some of these blocks: perhaps this client's own, from an
+    earlier request that timed out."""
+    return isinstance(reply, messages.Reserved) and ReserveStatus.BUSY in reply.statuses
 
 
 def _may_get_more(reply: messages.AnyReply) -> bool:
-    """Whether a longer wait may end better: who waited a slice in vain asks for another."""
+    """Whether a further slice may bring a better answer: the node ran out of time or room."""
     if isinstance(reply, messages.Leased):
         return reply.reason in (Reason.DEADLINE, Reason.NO_ROOM)
     if isinstance(reply, messages.Reserved):

@@ -1,4 +1,5 @@
-"""Who is in the pool: what a client needs of a directory, and what it adds or does without it."""
+"""The members of a pool: the interface of a directory that a client needs, a fixed list of nodes in
+its place, the home node's number, and the client's own recent placements."""
 
 from __future__ import annotations
 
@@ -6,21 +7,26 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Protocol
 
+from ..credentials import format_address
 from ..directory.base import NodeRecord
-from ..errors import DirectoryUnavailable
+from ..errors import NodeUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# A node tells the directory of a new block within 50 ms, and clients may know its membership a
-# second late. After this, what the directory says is right.
+# How long a client remembers a placement. A node registers a new block in the directory within
+# 50 ms, and clients may see the node's membership a second late. After this, the directory is up to
+# date.
 PLACED_S = 3.0
-# Blocks of 33 million tokens, some 10 MiB.
+# The most placements that a client remembers: blocks of 33 million tokens, some 10 MiB.
 PLACED_MAX = 65_536
 
 
 class Members(Protocol):
-    """What a client needs of a directory; every `Directory` has it."""
+    """The interface of a directory that a client needs; every `Directory` has it. A query takes
+    `patience_s` at most; 0 if it needs no I/O."""
+
+    patience_s: float
 
     def nodes(self) -> dict[int, NodeRecord]:
         """The live nodes by number."""
@@ -31,18 +37,21 @@ class Members(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back connections."""
+        """Close the connections."""
         ...
 
 
 class FixedMembers:
-    """The nodes of a `tiffin://host:port,host:port` URL. Each may have every block: ask."""
+    """The nodes of a `tiffin://host:port,host:port` URL. Each may have every block, so the client
+    asks all of them."""
+
+    patience_s = 0.0
 
     def __init__(self, addresses: Sequence[tuple[str, int]]) -> None:
         self._records = {
             number: NodeRecord(
-                name=_joined(address),
-                address=_joined(address),
+                name=format_address(address),
+                address=format_address(address),
                 host="",
                 socket="",
                 capacity_bytes=0,
@@ -54,20 +63,21 @@ class FixedMembers:
         self._numbers = tuple(self._records)
 
     def nodes(self) -> dict[int, NodeRecord]:
-        """All of them."""
+        """All nodes of the URL."""
         return self._records
 
     def locate(self, keys: Sequence[bytes]) -> list[tuple[int, ...]]:
-        """All of them, for every key."""
+        """All nodes of the URL, for every key."""
         return [self._numbers] * len(keys)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Does nothing: there are no connections."""
 
 
 class HomeNumber:
-    """What the directory calls the node behind one unix socket of this host: it gets another number
-    with each registration. None while the directory does not know it, or does not answer."""
+    """The number, in the directory, of the node behind one unix socket of this host; each
+    registration gives the node another number. None while the directory does not list the node, or
+    has not answered yet. `nodes` is `VerbDriver.nodes`."""
 
     def __init__(self, nodes: Callable[[], dict[int, NodeRecord]], host: str, socket: str) -> None:
         self._nodes = nodes
@@ -76,10 +86,10 @@ class HomeNumber:
         self._last = 0
 
     def __call__(self) -> int | None:
-        """The number now."""
+        """The current number."""
         try:
             records = self._nodes()
-        except DirectoryUnavailable:
+        except NodeUnavailable:
             return self._last or None
         if not self._is_home(records.get(self._last)):
             self._last = max((n for n, r in records.items() if self._is_home(r)), default=0)
@@ -90,15 +100,15 @@ class HomeNumber:
 
 
 class Placements:
-    """Where this client has put blocks just now: it finds them though the directory does not know
-    them yet. Thread-safe. Pure, but for its lock."""
+    """The recent placements of this client: it finds the blocks that it has just put before the
+    directory lists them. Thread-safe. Pure, but for its lock."""
 
     def __init__(self) -> None:
         self._placed: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # oldest first
         self._lock = threading.Lock()
 
     def note(self, node: int, keys: Sequence[bytes], now: float) -> None:
-        """Node `node` has these blocks."""
+        """Remember that node `node` has these blocks."""
         with self._lock:
             for key in keys:
                 self._placed[key] = node, now + PLACED_S
@@ -107,7 +117,7 @@ class Placements:
                 self._placed.popitem(last=False)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """They were removed."""
+        """Forget blocks that were removed."""
         with self._lock:
             for key in keys:
                 self._placed.pop(key, None)
@@ -115,7 +125,7 @@ class Placements:
     def added_to(
         self, located: list[tuple[int, ...]], keys: Sequence[bytes], now: float
     ) -> list[tuple[int, ...]]:
-        """What a directory said of `keys`, and what is known here."""
+        """The directory's holders of `keys` (`located`), with the recent placements added."""
         if not self._placed:
             return located
         with self._lock:
@@ -130,14 +140,9 @@ class Placements:
 
 
 def names_of(records: dict[int, NodeRecord]) -> dict[int, str]:
-    """What to call each node: its name, with its number if others are called the same."""
+    """A display name per node: its name, with its number if another node has the same name."""
     names = [record.name for record in records.values()]
     return {
         number: record.name if names.count(record.name) == 1 else f"{record.name} ({number})"
         for number, record in records.items()
     }
-
-
-def _joined(address: tuple[str, int]) -> str:
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

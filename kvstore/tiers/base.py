@@ -1,18 +1,21 @@
-"""What every tier does, whatever its medium: the contract of HBM, DRAM and NVMe.
+"""The interface of every tier, whatever its medium: HBM, DRAM and NVMe.
 
-A tier is an arena (which bytes are taken: pure bookkeeping) beside a medium (the bytes). They are
-apart because a node's core decides without I/O: it allocates from `tier.arena` itself, and an I/O
-shell carries out what it decided. So there are two ways to use a tier:
+A tier is an arena (the allocator of its bytes: pure bookkeeping) and a medium (the bytes). They are
+separate because a node's core decides without I/O: it allocates from `tier.arena` itself, and an
+I/O shell carries out its decisions. So there are two ways to use a tier:
 
     a core and its shell      arena.allocate   write... commit   erase     arena.free
-    anybody else              reserve          write... commit   release
+    any other caller          reserve          write... commit   release
 
-An extent becomes findable at `commit` and stops at `erase`: these two are what a restart sees. The
-header goes to the medium last, so that a block that is found is a block whose writer had finished.
+A restarted node finds an extent after its `commit` and before its `erase`. `commit` writes the
+header to the medium last, so that the writer of every block that is found had finished.
 
-Threads: `write`, `read`, `commit` and `erase` may run in any thread, also at the same time, as
-long as no two of them touch the same 4 KiB page and one of them writes it. The arena belongs to one
-thread, and with it `reserve` and `release`.
+An erase is only as durable as the medium's writes: a power cut may restore a block, whose bytes are
+still correct. Blocks that must not be found again are wiped (`wipe`).
+
+Threads: `write`, `read`, `commit`, `erase` and `wipe` may run concurrently in any threads, as long
+as no two of them access the same 4 KiB page while one of them writes it. Only one thread may use
+the arena, and with it `reserve` and `release`.
 """
 
 from __future__ import annotations
@@ -24,18 +27,18 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Self
 
 from tiffin.messenger.errors import RangeError
-from tiffin.messenger.local import BufferLike, ByteArray, byte_view
+from tiffin.messenger.shm.host_copy import BufferLike, ByteArray, byte_view
 
-from ..arena import Arena, Extent
-from ..block import PAGE_BYTES, read_header
 from ..errors import CorruptBlock, InvalidInput, NoRoom, VersionMismatch
+from ..format.header import PAGE_BYTES, read_header
+from ..memory.arena import Arena, Extent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from ..block import Header
+    from ..format.header import Header
 
-# Extents begin and end on pages: O_DIRECT wants it, and a header is whole pages.
+# Extents begin and end on pages: O_DIRECT requires it, and a header is whole pages.
 GRANULE_BYTES = PAGE_BYTES
 
 
@@ -48,33 +51,33 @@ class TierName(StrEnum):
 
 
 class TierWarning(UserWarning):
-    """A tier works, but not as asked: what is slower or lost is in the message."""
+    """A tier works, but not as configured; the message says what is slower or lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
-    """One moment of one tier. Counts are since it was opened and never fall."""
+    """A snapshot of one tier. Counts start when the tier is opened and never decrease."""
 
     name: TierName
     capacity_bytes: int
     used_bytes: int
     free_bytes: int
     largest_free_bytes: int  # the longest extent that `reserve` could give right now
-    read_bytes: int  # as asked for; the medium may move whole pages around them
+    read_bytes: int  # as requested; the medium may move whole pages around them
     written_bytes: int  # payload and headers
     reads: int
-    writes: int  # a commit is one
+    writes: int  # including commits
     errors: int  # operations that the medium refused
     damaged: int  # extents that a scan refused to yield
     healthy: bool  # False from the first error on: the node should stop using the tier
-    direct_io: bool  # NVMe: past the page cache. False elsewhere
+    direct_io: bool  # NVMe: whether I/O bypasses the page cache. False for other tiers
 
 
 class Tier(ABC):
-    """Extents of one medium. Closes as a context manager.
+    """Extents of one medium. A context manager, which closes the tier.
 
     Errors of every verb: InvalidInput for a range that is misaligned or outside its extent or its
-    tier, raised before anything is touched; TierUnavailable when the medium refuses.
+    tier, raised before any byte is accessed; TierUnavailable when the medium refuses.
     """
 
     def __init__(self, name: TierName, capacity_bytes: int) -> None:
@@ -88,7 +91,7 @@ class Tier(ABC):
         self._healthy = True
 
     def reserve(self, length: int) -> Extent:
-        """Take `length` bytes, rounded up to whole pages, of undefined content.
+        """Allocate `length` bytes, rounded up to whole pages, of undefined content.
 
         Raises NoRoom when no free range is that long.
         """
@@ -101,7 +104,7 @@ class Tier(ABC):
         return Extent(offset, self.arena.round_up(length))
 
     def write(self, extent: Extent, at: int, source: BufferLike) -> None:
-        """Copy all of `source` to byte `at` of `extent`. Returns when the medium has it.
+        """Copy all of `source` to byte `at` of `extent`. Returns when the medium has the bytes.
 
         Fastest when `at`, the length and the memory are aligned to pages.
         """
@@ -124,8 +127,8 @@ class Tier(ABC):
     def commit(self, extent: Extent, header: BufferLike) -> None:
         """Write `header` to the start of `extent` and make it findable; call after all writes.
 
-        Raises InvalidInput when these bytes are not an intact header of exactly this extent: a
-        block that only looks committed would be lost at the next restart.
+        Raises InvalidInput unless `header` is an intact header of exactly this extent: otherwise
+        the block would seem committed and be lost at the next restart.
         """
         data = _bytes_of(header)
         self._locate(extent, 0, len(data))
@@ -135,25 +138,33 @@ class Tier(ABC):
         self._count(writes=1, written_bytes=len(data))
 
     def erase(self, extent: Extent) -> None:
-        """Make `extent` unfindable; its bytes stay until they are overwritten. May be repeated."""
+        """Make `extent` unfindable; its bytes stay until they are overwritten. Idempotent."""
         self._locate(extent, 0, 0)
         self._unmark(extent)
 
+    def wipe(self, extents: Sequence[Extent]) -> None:
+        """Make `extents` durably unfindable. After it returns, no power cut restores their blocks,
+        nor blocks that were erased before this call."""
+        for extent in extents:
+            self._locate(extent, 0, 0)
+        self._wipe(extents)
+
     def release(self, extent: Extent) -> None:
-        """`erase`, and give the extent back to the arena."""
+        """`erase`, and return the extent to the arena."""
         self.erase(extent)
         self.arena.free(extent.offset, extent.length)
 
     def scan(self) -> Iterator[tuple[Extent, Header]]:
-        """What survived from before this tier was opened: intact, and no two overlapping.
+        """Yield the blocks that survived from before this tier was opened: intact, and no two
+        overlapping.
 
-        The arena is not told: the caller claims what it keeps and erases what it does not. A
-        volatile tier yields nothing.
+        Does not change the arena: the caller claims the extents that it keeps and erases the
+        others. A volatile tier yields nothing.
         """
         return iter(())
 
     def statistics(self) -> TierStatistics:
-        """The arena and the counters now."""
+        """A snapshot of the arena and the counters."""
         with self._counts_lock:
             return TierStatistics(
                 name=self.name,
@@ -178,9 +189,9 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the medium, when no verb is running. A second call does nothing.
+        """Release the medium; call when no verb is running. Idempotent.
 
-        What was committed stays findable, and every later verb raises TierUnavailable.
+        Committed blocks stay findable on NVMe, and every later verb raises TierUnavailable.
         """
 
     @abstractmethod
@@ -192,10 +203,16 @@ class Tier(ABC):
         """Fill `data` from byte `start` of the medium."""
 
     def _mark(self, extent: Extent) -> None:  # noqa: B027 - volatile media have nothing to mark
-        """Remember beyond a restart that a header begins here."""
+        """Record persistently, for a restart, that a header begins at this extent."""
 
     def _unmark(self, extent: Extent) -> None:  # noqa: B027
         """Undo `_mark`, or do nothing."""
+
+    def _wipe(self, extents: Sequence[Extent]) -> None:
+        """Unmark the extents, destroy their headers, and flush. Volatile media, and media whose
+        writes are durable at once, only need to unmark."""
+        for extent in extents:
+            self._unmark(extent)
 
     def _direct_io(self) -> bool:
         return False
@@ -217,13 +234,14 @@ class Tier(ABC):
             self._damaged += damaged
 
     def _fail(self) -> None:
-        """The medium refused an operation."""
+        """Count an operation that the medium refused, and mark the tier unhealthy."""
         with self._counts_lock:
             self._errors += 1
             self._healthy = False
 
     def _locate(self, extent: Extent, at: int, nbytes: int) -> int:
-        """Where byte `at` of `extent` is in the medium, once the range is known to be inside."""
+        """The position of byte `at` of `extent` in the medium. Raises InvalidInput if the range is
+        not inside the extent and the tier."""
         offset, length = extent.offset, extent.length
         if offset % GRANULE_BYTES or length % GRANULE_BYTES or length < 1:
             raise InvalidInput(f"{extent} does not consist of whole pages of {GRANULE_BYTES} bytes")
@@ -246,7 +264,7 @@ class Tier(ABC):
 
 
 def whole_granules(nbytes: int) -> int:
-    """`nbytes` rounded down to whole pages. Raises InvalidInput when not one is left."""
+    """`nbytes` rounded down to whole pages. Raises InvalidInput for less than one page."""
     if nbytes < GRANULE_BYTES:
         raise InvalidInput(f"a tier of {nbytes} bytes; it needs at least {GRANULE_BYTES}")
     return nbytes // GRANULE_BYTES * GRANULE_BYTES

@@ -1,19 +1,21 @@
-"""Reads and writes of one file past the page cache, several at a time.
+"""Direct I/O on one file, bypassing the page cache, several requests at a time.
 
-A pool of KV blocks gains nothing from the page cache: DRAM is a tier of its own, and a second copy
-there would be evicted by the kernel's rules instead of ours. O_DIRECT moves bytes straight between
-the disk and the DRAM tier's memory, but only in whole pages from page-aligned memory. Three cases:
+A pool of KV blocks gains nothing from the page cache: DRAM is a tier of its own, and the kernel,
+not the tier's eviction policy, would evict a second copy there. O_DIRECT moves bytes directly
+between the disk and the DRAM tier's memory, but only whole pages from page-aligned memory. Three
+cases:
 
-1. Offset, length and memory are aligned (blocks in our own tiers): straight, cut in pieces.
-2. They are aligned to each other but not at the ends: the ends bounce, the middle goes straight.
-3. They are not (a caller's array): every piece bounces through a page-aligned buffer.
+1. Offset, length and memory are aligned (blocks in our own tiers): direct, cut in pieces.
+2. They are aligned to each other but not at the ends: the ends go through a bounce buffer, the
+   middle is direct.
+3. They are not (a caller's array): every piece goes through a page-aligned bounce buffer.
 
 A write that covers part of a page reads the page first. Pieces of one call never share a page.
 
-Threads, not io_uring: a system call per 2 MiB is nothing beside the transfer, preadv and pwritev
-release the GIL, and both measure the same here (1.26 GB/s read, 3.2 GB/s write, the disk's limits,
-from 1 MiB pieces and a depth of 2 up). It would be another matter for 4 KiB pages at 100,000 per
-second, which only a scan resembles.
+Threads, not io_uring: a system call per 2 MiB costs little compared with the transfer, preadv and
+pwritev release the GIL, and both measure the same here (1.26 GB/s read, 3.2 GB/s write, the disk's
+limits, from 1 MiB pieces and a depth of 2 up). io_uring might pay for 4 KiB pages at 100,000 per
+second, a load that only a scan resembles.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from ..block import PAGE_BYTES
+from ..format.header import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from tiffin.messenger.local import ByteArray
+    from tiffin.messenger.shm.host_copy import ByteArray
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-# From 1 to 4 MiB measured alike; 2 MiB is what NVMe drives commonly take as one transfer or few.
+# Pieces of 1 to 4 MiB measured alike; NVMe drives commonly take 2 MiB in one transfer or few.
 PIECE_BYTES = 2 << 20
 QUEUE_DEPTH = 4
 
@@ -48,12 +50,12 @@ _Transfer = tuple[int, "ByteArray"]  # byte in the file, memory
 class DirectFile:
     """An existing file, opened for reading and writing. Raises OSError only.
 
-    `direct_io` says whether the page cache is bypassed: some filesystems refuse (EINVAL), and then
-    the same calls go through it.
+    `direct_io` says whether I/O bypasses the page cache: some filesystems refuse (EINVAL), and then
+    the same calls go through the page cache.
 
-    Threads: all verbs but `close` may run at the same time. Together they have `queue_depth`
-    pieces with the disk, besides one per thread whose call is a single piece. A call queues no
-    more than that at once, so a long one and a short one take turns.
+    Threads: all verbs but `close` are thread-safe. Together they have up to `queue_depth` pieces in
+    flight, plus one per thread whose call is a single piece. A call queues no more than
+    `queue_depth` pieces at once, so that long and short calls take turns.
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class DirectFile:
         return os.open(path, flags), False
 
     def _accepts_direct(self, fd: int) -> bool:
-        """Some filesystems take the flag and refuse the first read."""
+        """Whether a first direct read succeeds: some filesystems accept O_DIRECT in `open` and
+        refuse the first read."""
         bounce = self._bounces.get()
         try:
             os.preadv(fd, [bounce[:PAGE_BYTES].data], 0)
@@ -101,7 +104,7 @@ class DirectFile:
         return True
 
     def write(self, start: int, data: ByteArray) -> None:
-        """Write all of `data` at byte `start`. The disk has it, perhaps in its own cache."""
+        """Write all of `data` at byte `start`. On return the disk has it, perhaps in its cache."""
         self.each(self._write_piece, self._cut(start, data))
 
     def read(self, start: int, data: ByteArray) -> None:
@@ -109,7 +112,7 @@ class DirectFile:
         self.each(self._read_piece, self._cut(start, data))
 
     def read_bytes(self, start: int, nbytes: int) -> bytes:
-        """`read` into new memory: for a few pages, starting on a page."""
+        """`read` into new memory: for a few pages; `start` must be the start of a page."""
         bounce = self._bounces.get()
         try:
             if nbytes <= len(bounce):
@@ -126,8 +129,8 @@ class DirectFile:
     def each(self, work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
         """`[work(item) for item in items]`, up to `queue_depth` at a time.
 
-        When one raises, the rest are given up, and this returns after those under way have ended:
-        the caller may then reuse the memory they were reading into or writing from.
+        When an item raises, the rest are cancelled, and the error propagates after the items in
+        flight have ended: the caller may then reuse the memory they read into or write from.
         """
         todo = list(items)
         if len(todo) < 2:
@@ -148,19 +151,20 @@ class DirectFile:
         return results
 
     def close(self) -> None:
-        """Call when no verb is running; a second call does nothing."""
+        """Close the file. Call when no verb is running. Idempotent."""
         self._pool.shutdown()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def _cut(self, start: int, data: ByteArray) -> Iterator[_Transfer]:
-        """Pieces that begin and end on pages of the file, except where `data` does not."""
+        """Cut a transfer into pieces that begin and end on pages of the file, except at the ends of
+        `data`."""
         stop = start + len(data)
         head_stop = min(stop, _round_up(start))
         tail_start = max(head_stop, _round_down(stop))
         straight = not self.direct_io or (_address(data) - start) % PAGE_BYTES == 0
-        if not straight:  # all of it bounces, the ends with it
+        if not straight:  # every piece goes through a bounce buffer, the ends included
             head_stop, tail_start = start, stop
         if start < head_stop:
             yield start, data[: head_stop - start]
@@ -210,9 +214,10 @@ class DirectFile:
     def _transfer(
         self, verb: Callable[[int, list[memoryview], int], int], start: int, data: ByteArray
     ) -> None:
-        """Go on after a short read or write, which signals and full disks cause, until it is done.
+        """Repeat a system call until all of `data` is done: signals and full disks cause short
+        reads and writes.
 
-        A direct transfer can only go on from a page, so it repeats a page that was cut.
+        A direct transfer can only continue from a page boundary, so it repeats a partial page.
         """
         done = 0
         while done < len(data):

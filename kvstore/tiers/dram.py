@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiffin.messenger.errors import RegionError
-from tiffin.messenger.region import Region
+from tiffin.messenger.shm.region import Region
 
 from ..errors import TierUnavailable
 from .base import Tier, TierName, whole_granules
@@ -15,19 +15,19 @@ from .base import Tier, TierName, whole_granules
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiffin.messenger.local import ByteArray
+    from tiffin.messenger.shm.host_copy import ByteArray
 
-    from ..arena import Extent
+    from ..memory.arena import Extent
 
 
 class DramTier(Tier):
     """`nbytes` of host memory, rounded down to whole pages.
 
-    `region` is what a client attaches to; an extent's offset is its offset in the region. With
-    `prefault` the constructor takes about 0.5 s per GiB (`progress(done_bytes, nbytes)` tells), and
-    without it the first write to every page pays instead.
+    Clients attach to `region`; an extent's offset is its offset in the region. With `prefault` the
+    constructor takes about 0.5 s per GiB (the callback `progress(done_bytes, nbytes)` reports it);
+    without it that cost is paid by the first write to every page instead.
 
-    Raises TierUnavailable when this machine has not so much memory.
+    Raises TierUnavailable when this machine does not have enough memory.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class DramTier(Tier):
     def _prefault(self, progress: Callable[[int, int], None] | None) -> None:
         try:
             self.region.prefault(progress)
-        except RegionError:
+        except BaseException:
             self.region.close()
             raise
 
     def view(self, extent: Extent) -> ByteArray:
-        """The extent's bytes where they lie; valid until the extent is released."""
+        """The extent's bytes in place, not copied; valid until the extent is released."""
         self._locate(extent, 0, extent.length)
         return self._array()[extent.offset : extent.offset + extent.length]
 

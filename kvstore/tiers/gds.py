@@ -1,19 +1,20 @@
-"""Bytes between an NVMe tier's slab and a GPU, without the DRAM tier in between.
+"""Transfers between an NVMe tier's slab and a GPU, without the DRAM tier in between.
 
-Two ways, chosen once, when it is opened:
+Two paths; the constructor chooses one:
 
     gds      kvikio (GPUDirect Storage): the drive's DMA engine writes the GPU's memory. Needs
              kvikio 25.04 or later, NVIDIA's cufile library and nvidia-fs or a driver with P2P DMA,
-             and a filesystem that supports it (ext4 or xfs on NVMe). Believed only after it has
-             read the slab's first page correctly.
+             and a filesystem that supports it (ext4 or xfs on NVMe). Used only after it has read
+             the slab's first page correctly.
     bounce   two pinned buffers: while the tier reads piece i+1 into one (O_DIRECT, several requests
              at a time), piece i is copied from the other to the device.
 
-kvikio has a bounce of its own ("compatibility mode"), and so has cufile. They are not used: they
-read through POSIX calls without the tier's counters, health and queue depth. Only for what is
-shorter than its `gds_threshold` (1 MiB) kvikio still does that.
+kvikio has a bounce path of its own ("compatibility mode"), and so has cufile. They are not used:
+they read through POSIX calls without the tier's counters, health and queue depth. Only transfers
+shorter than kvikio's `gds_threshold` (1 MiB) still take its POSIX path.
 
-The bytes are not checked here: whoever reads a block compares it with its header's checksums.
+This module does not verify the bytes: the reader of a block compares it with its header's
+checksums.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tiffin.messenger.device import DeviceCopier, StillCopying
-from tiffin.messenger.device_driver import DeviceError
-from tiffin.messenger.device_moves import until
 from tiffin.messenger.errors import MessengerError
-from tiffin.messenger.pinning import Pinned, PinningError
+from tiffin.messenger.gpu.copier import DeviceCopier, StillCopying
+from tiffin.messenger.gpu.cuda_driver import CudaError
+from tiffin.messenger.gpu.pinning import Pinned, PinningError
+from tiffin.messenger.gpu.pipeline import until
 
 from ..errors import InvalidInput, TierUnavailable
 from .base import GRANULE_BYTES
@@ -41,9 +42,9 @@ from .base import GRANULE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tiffin.messenger.local import ByteArray
+    from tiffin.messenger.shm.host_copy import ByteArray
 
-    from ..arena import Extent
+    from ..memory.arena import Extent
     from .nvme import NvmeTier
 
 _log = logging.getLogger(__name__)
@@ -52,17 +53,17 @@ _log = logging.getLogger(__name__)
 # 1.2 ms for it and a PCIe Gen5 link 0.15 ms.
 PIECE_BYTES = 8 << 20
 _BUFFERS = 2
-# A copy, or an event before it, that takes longer belongs to a device that answers no more.
+# Timeout of a copy, or of an event before it: a device that takes longer does not respond any more.
 _TIMEOUT_S = 30.0
 
 
 class DeviceSlab:
     """Reads and writes extents of `tier` from and to tensors on the copier's device.
 
-    `path` is "gds" or "bounce", and `reason` says why not GDS. Both the tier and the copier are the
-    caller's and must outlive this.
+    `path` is "gds" or "bounce", and `reason` says why not GDS. The caller owns the tier and the
+    copier, which must outlive this object.
 
-    Threads: one call at a time; others wait.
+    Thread-safe: one call runs at a time, further calls wait.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class DeviceSlab:
         piece_bytes: int = PIECE_BYTES,
         gds: bool = True,
     ) -> None:
-        """`gds=False` does not even try it. Raises InvalidInput for pieces that are no pages."""
+        """`gds=False` does not try GDS. Raises InvalidInput unless `piece_bytes` is whole pages."""
         if piece_bytes < GRANULE_BYTES or piece_bytes % GRANULE_BYTES:
             raise InvalidInput(f"piece_bytes {piece_bytes}; whole pages of {GRANULE_BYTES}")
         self._tier = tier
@@ -94,11 +95,11 @@ class DeviceSlab:
     def read(self, extent: Extent, at: int, target: Any, *, after: Any = None) -> None:
         """Fill `target` (a contiguous tensor on the device) from byte `at` of `extent`.
 
-        `at` is a multiple of 4 KiB. Returns when the bytes are there. They may overwrite `target`
-        only after the event `after`; who uses it next on a stream of its own need not wait.
+        `at` is a multiple of 4 KiB. Returns when the bytes are in `target`. The transfer begins
+        only after the event `after`; later uses of `target` need no event, on any stream.
 
-        Raises InvalidInput before anything moves, TierUnavailable when the disk or the device
-        refuses: the target then holds anything.
+        Raises InvalidInput before any byte moves, TierUnavailable when the disk or the device
+        refuses: the content of `target` is then undefined.
         """
         nbytes = self._check(extent, at, target)
         with self._serving(after):
@@ -110,8 +111,8 @@ class DeviceSlab:
     def write(self, extent: Extent, at: int, source: Any, *, after: Any = None) -> None:
         """Copy `source` (a contiguous tensor on the device) to byte `at` of `extent`; see `read`.
 
-        `after` is the event at which `source` is complete. The header goes in by `tier.commit`,
-        after this has returned, as always.
+        `after` is the event at which `source` is complete. The caller writes the header with
+        `tier.commit` after this has returned, as for other writes.
         """
         nbytes = self._check(extent, at, source)
         with self._serving(after):
@@ -121,14 +122,14 @@ class DeviceSlab:
             self._count("bounce.write", nbytes)
 
     def statistics(self) -> dict[str, int]:
-        """Counts since it was opened: `<path>.<read or write>.calls` and `.bytes`, and how often
-        GDS failed. What GDS moves is not in the tier's own statistics."""
+        """Counts since this was opened: `<path>.<read or write>.calls` and `.bytes`, and the number
+        of GDS failures. The tier's own statistics do not include transfers by GDS."""
         return dict(sorted(self._counts.items()))
 
     def close(self) -> None:
-        """Let go of the buffers; a second call does nothing. The tier stays open.
+        """Release the buffers; idempotent. The tier stays open.
 
-        Raises TierUnavailable when the device still uses them; call again.
+        Raises TierUnavailable while the device still uses the buffers; retry then.
         """
         with self._turn:
             self._closed = True
@@ -159,7 +160,7 @@ class DeviceSlab:
 
     @contextlib.contextmanager
     def _serving(self, after: Any) -> Iterator[None]:
-        """One at a time, after `after`, with no copy left over from before."""
+        """Admit one call at a time, after the event `after` and after any abandoned copy."""
         with self._turn:
             if self._closed:
                 raise TierUnavailable("the path between the slab and the device is closed")
@@ -175,26 +176,28 @@ class DeviceSlab:
                 raise TierUnavailable(f"a copy on {self._copier.device} failed: {error}") from error
 
     def _settle(self) -> None:
-        """Buffers of a copy that was given up are used again when it has ended."""
+        """Check that a copy which was abandoned after a timeout has ended, so that its buffers can
+        be reused. Raises TierUnavailable if not."""
         if self._stuck is None:
             return
         try:
             ended = self._stuck.transfer.done()
-        except DeviceError as error:
+        except CudaError as error:
             raise TierUnavailable(f"the device failed: {error}") from error
         if not ended:
             raise TierUnavailable("the device still copies what was given up before")
         self._stuck = None
 
     def _by_gds(self, verb: str, extent: Extent, at: int, tensor: Any, nbytes: int) -> bool:
-        """Whether GDS moved it all. If not, the bounce does it again, and says what is wrong."""
+        """Whether GDS moved all bytes. If not, the caller retries on the bounce path, which raises
+        any error."""
         if self._file is None:
             return False
         move, flat = getattr(self._file, verb), _bytes_of(tensor)
         first = self._tier.layout.data_offset + extent.offset + at
         futures, moved, failure = [], 0, ""
-        # A task per piece, and each is waited for: of a larger one kvikio makes several, tells of
-        # the first that fails, and the others go on touching the tensor.
+        # One kvikio task per piece, and wait for each: kvikio splits a larger transfer into several
+        # tasks and reports the first that fails, while the others still access the tensor.
         try:
             for start, stop in self._parts(nbytes):
                 size = stop - start
@@ -223,7 +226,7 @@ class DeviceSlab:
         coming = self._start_read(extent, at, parts, 0)
         for i, (start, stop) in enumerate(parts):
             buffer = _result(coming)
-            # The other buffer is free: its copy was waited for in the round before.
+            # The other buffer is free: the previous iteration waited for its copy.
             coming = self._start_read(extent, at, parts, i + 1)
             try:
                 copy = self._copier.submit([[(flat[start:stop], buffer)]])
@@ -286,7 +289,7 @@ def _open_gds(tier: NvmeTier, device: Any) -> tuple[Any, str]:
     except ImportError as error:
         return None, f"kvikio cannot be imported: {error}"
     try:
-        # OFF: what cufile cannot open is an error then, and not read by POSIX calls from there on.
+        # OFF: a file that cufile cannot open is an error, instead of a switch to POSIX calls.
         with kvikio.defaults.set("compat_mode", kvikio.CompatMode.OFF):
             file = kvikio.CuFile(str(tier.path), "r+")
     except (OSError, RuntimeError, AttributeError) as error:
@@ -306,12 +309,12 @@ def _why_not(file: Any, driver: Any, tier: NvmeTier, device: Any) -> str:
     try:
         if not driver.get("is_gds_available"):
             return "cufile would bounce itself (its compatibility mode): no GPUDirect Storage here"
-        # Zeros, which a superblock never is: old memory might hold the right bytes by chance.
+        # Zeros, which a superblock never is: reused memory might contain the right bytes by chance.
         page = torch.zeros(GRANULE_BYTES, dtype=torch.uint8, device=device)
         with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
             if on_gpu:
-                torch.cuda.current_stream().synchronize()  # GDS knows nothing of streams
-            # Not `pread`, which takes POSIX calls for so little.
+                torch.cuda.current_stream().synchronize()  # GDS ignores CUDA streams
+            # Not `pread`, which uses POSIX calls for a transfer this short.
             moved = int(file.raw_read(page, GRANULE_BYTES, 0))
         there = bytes(page.cpu().numpy())
         with open(tier.path, "rb") as plain:
@@ -322,7 +325,7 @@ def _why_not(file: Any, driver: Any, tier: NvmeTier, device: Any) -> str:
 
 
 def _pinned_buffers(device: Any, piece_bytes: int) -> tuple[list[ByteArray], list[Pinned]]:
-    """Page-aligned, so that direct I/O goes straight into them, and pinned where CUDA allows it."""
+    """Bounce buffers: page-aligned for direct I/O, and pinned where CUDA permits it."""
     buffers = [np.frombuffer(mmap.mmap(-1, piece_bytes), np.uint8) for _ in range(_BUFFERS)]
     pins: list[Pinned] = []
     try:
@@ -344,6 +347,6 @@ def _result(future: Future[ByteArray] | None) -> Any:
 
 
 def _join(future: Future[ByteArray] | None) -> None:
-    """Until the disk does not touch the buffer any more; what it says is no longer of interest."""
+    """Wait until the disk no longer accesses the buffer; ignores the result and any error."""
     if future is not None and not future.cancel():
         future.exception()

@@ -1,12 +1,13 @@
 """The HBM tier: one byte tensor per device. On device `cpu` the same class runs anywhere.
 
-The memory is a `DeviceRegion`, so that other processes on the host can map it. Where there is no
-such region for a device that torch knows (a GPU without NVIDIA's driver), it is torch's own, and
-stays in this process.
+The memory is a `DeviceRegion`, so that other processes on the host can map it. If a `DeviceRegion`
+is not available for a device that torch supports (a GPU without NVIDIA's driver), torch allocates
+the memory, and other processes cannot map it.
 
-Copies run on a stream of the tier's own, so that they neither wait for an engine's kernels nor hold
-them up, and are waited for before a verb returns. Memory that CUDA has registered (`pin_memory`)
-moves at the link's speed; other memory goes through the driver's staging buffer at about half.
+Copies run on a CUDA stream of the tier's own, so that they neither wait for an engine's kernels nor
+delay them; a verb returns after its copies have ended. Memory that CUDA has registered
+(`pin_memory`) moves at the link's speed; other memory goes through the driver's staging buffer at
+about half.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiffin.messenger.device_driver import DeviceUnavailable
-from tiffin.messenger.device_region import DeviceRegion
 from tiffin.messenger.errors import MessengerError
+from tiffin.messenger.gpu.cuda_driver import DeviceUnavailable
+from tiffin.messenger.gpu.device_region import DeviceRegion
 
 from ..errors import InvalidInput, TierUnavailable
 from .base import Tier, TierName
 
 if TYPE_CHECKING:
-    from tiffin.messenger.local import ByteArray
+    from tiffin.messenger.shm.host_copy import ByteArray
 
-    from ..arena import Extent
+    from ..memory.arena import Extent
 
 
 class HbmTier(Tier):
     """`nbytes` of memory, rounded down to whole pages, of a torch device such as `cuda:0` or `cpu`.
 
     Raises InvalidInput when torch is missing or does not know the device, TierUnavailable when the
-    device has not so much memory.
+    device does not have enough memory.
     """
 
     def __init__(self, nbytes: int, device: str = "cuda:0") -> None:
@@ -64,8 +65,8 @@ class HbmTier(Tier):
 
     @property
     def region(self) -> DeviceRegion:
-        """What another process can attach to: an extent's offset is its offset in the region.
-        Raises TierUnavailable after `close()`, and for memory that cannot be shared."""
+        """The region that another process can attach to: an extent's offset is its offset in the
+        region. Raises TierUnavailable after `close()`, and for memory that cannot be shared."""
         self._slice(0, 0)
         if self._region is None:
             raise TierUnavailable(f"memory of {self.device} cannot be shared with other processes")
@@ -78,23 +79,23 @@ class HbmTier(Tier):
 
     @property
     def torch(self) -> Any:
-        """The module torch, which this package does not import by itself."""
+        """The module torch, which this package imports only when it is needed."""
         return self._torch
 
     def view_all(self) -> Any:
-        """As `tensor`, for callers that need it: raises TierUnavailable after `close()`."""
+        """As `tensor`, but raises TierUnavailable after `close()`."""
         return self._slice(0, self.capacity_bytes)
 
     def view(self, extent: Extent) -> Any:
         """The extent's bytes on the device, uint8 [length], not copied.
 
-        Whoever uses it orders its own streams: nothing here waits for work queued on this view.
+        The caller orders its own streams: the tier does not wait for work queued on this view.
         """
         self._locate(extent, 0, extent.length)
         return self._slice(extent.offset, extent.length)
 
     def close(self) -> None:
-        # Not the region's own `close`: views that somebody still has keep the memory until they go.
+        # Not the region's own `close`: views that callers still have keep the memory allocated.
         self._tensor = self._region = None
 
     def _write(self, start: int, data: ByteArray) -> None:
@@ -123,8 +124,8 @@ class HbmTier(Tier):
     def _host_tensor(self, data: ByteArray) -> Any:
         """A tensor over the same memory, valid while `data` is.
 
-        torch warns about read-only arrays, as it cannot promise not to write to them. A source is
-        only read, so the tensor is made over the address instead.
+        torch warns about read-only arrays, as it cannot promise not to write to them. Copies only
+        read their source, so the tensor of a read-only array is made over its address instead.
         """
         if not data.flags.writeable:
             alias = (ctypes.c_uint8 * len(data)).from_address(data.ctypes.data)

@@ -1,12 +1,14 @@
 """The NVMe tier: one preallocated slab file, direct I/O, no journal.
 
-Order is what makes a crash harmless. A block's payload is written, then its header, then its map
-entry; erasing clears the map entry first and touches nothing else. Whatever moment the process dies
-at, an entry leads to a finished block or there is no entry. A power cut can reorder what had not
-reached the disk, and then the checks that every header and segment carry tell damage from data.
+The write order makes crashes harmless. The tier writes a block's payload, then its header, then its
+map entry; an erase only clears the map entry. Whenever the process dies, each map entry points to a
+complete block, or there is no entry. A power cut can reorder writes that had not reached the disk;
+then the checksums of every header and segment detect the damage.
 
-Nothing is flushed until `close`: a cache that loses its last seconds loses blocks that can be
-computed again, and a flush per block costs about 1 ms that every queue waits for.
+Nothing is flushed until `close`, except by `wipe`: a cache that loses its last seconds loses blocks
+that can be computed again, and a flush per block costs about 1 ms, for which all queued I/O waits.
+A wipe destroys the header as well as the map entry: otherwise, after a power cut, the map entry of
+a newer block whose own header was lost could point to the stale header.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ import contextlib
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import uuid
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..arena import Extent
+import numpy as np
+
 from ..errors import CorruptBlock, InvalidInput, TierUnavailable, VersionMismatch
+from ..memory.arena import Extent
 from .base import Tier, TierName, TierWarning
 from .directio import PIECE_BYTES, QUEUE_DEPTH, DirectFile
 from .slab import (
@@ -39,29 +44,34 @@ from .slab import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tiffin.messenger.local import ByteArray
+    from tiffin.messenger.shm.host_copy import ByteArray
 
-    from ..block import Header
+    from ..format.header import Header
 
 _log = logging.getLogger(__name__)
 
-# Headers that one task of a scan reads: 32 × 0.1 ms hide what handing a task to a thread costs.
+# Number of headers that one task of a scan reads: 32 × 0.1 ms hide the cost of queueing a task for
+# a thread.
 _SCAN_BATCH = 32
 
-# More would mean that something keeps damaging slabs, and each may be as large as the disk.
+# Page-aligned, as direct I/O requires.
+_BLANK_PAGE = np.frombuffer(mmap.mmap(-1, GRANULE_BYTES), np.uint8)
+
+# Limit on damaged slabs that are kept: more would mean that slabs get damaged again and again, and
+# each may be as large as the disk.
 _DAMAGED_SLABS_MAX = 8
 
 
 class NvmeTier(Tier):
     """`capacity_bytes` (rounded down to whole pages) in a slab file inside `directory`.
 
-    The first start creates the directory and the file (another 1/1024 for the map) and takes all
-    its space, so that a full disk shows now and not under load. Later starts open it, and
-    `scan` says what is in it. One process at a time: the directory is locked.
+    The first start creates the directory and the file (another 1/1024 for the map) and allocates
+    all its space, so that a full disk fails the start and not later writes. Later starts open the
+    file, and `scan` yields its blocks. A lock on the directory admits one process at a time.
 
     Raises TierUnavailable when the disk is too small, refuses, or another process holds the lock;
-    InvalidInput when a slab of another capacity is there. Emits a TierWarning when the filesystem
-    refuses direct I/O, and when a slab was damaged and had to be set aside or extended.
+    InvalidInput when the directory has a slab of another capacity. Emits a TierWarning when the
+    filesystem refuses direct I/O, and when a damaged slab was set aside or extended.
     """
 
     def __init__(
@@ -81,7 +91,7 @@ class NvmeTier(Tier):
         with contextlib.ExitStack() as stack, _translated(f"no NVMe tier in {self.directory}"):
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             stack.callback(os.close, _lock(self.directory))
-            # Buffered, for the superblock and the map. Their pages are never touched directly.
+            # Buffered I/O, for the superblock and the map; direct I/O never accesses their pages.
             self._map_fd, self.layout, self._intact_bytes = self._open_slab()
             stack.callback(os.close, self._map_fd)
             self._file = DirectFile(
@@ -96,23 +106,32 @@ class NvmeTier(Tier):
             self._closing = stack.pop_all()
 
     def scan(self) -> Iterator[tuple[Extent, Header]]:
-        """What survived. Call before the first reservation; what fails a check is erased.
+        """Yield the blocks that survived, then erase the extents that failed a check. Call before
+        the first reservation.
 
         Reads the map and one page per block, several at a time: 2,000 blocks in 0.1 s.
         """
         with self._medium("the scan"):
             found, refused = self._read_headers()
-            kept, lost = resolve_overlaps(found, self.capacity_bytes)
-            refused += [extent.offset for extent, _ in lost]
-            for offset in refused:
-                self._set_map_entry(offset, 0)
+        kept, lost = resolve_overlaps(found, self.capacity_bytes)
+        refused += [extent.offset for extent, _ in lost]
         self._count(damaged=len(refused))
+        return self._survivors(kept, refused)
+
+    def _survivors(
+        self, kept: list[tuple[Extent, Header]], refused: list[int]
+    ) -> Iterator[tuple[Extent, Header]]:
+        """Yield the intact blocks before the erases: if the disk has become read-only, the erases
+        fail, and the caller has all blocks by then."""
+        yield from kept
         if refused:
+            with self._medium("an erase"):
+                for offset in refused:
+                    self._set_map_entry(offset, 0)
             _log.warning("%s: %d damaged extents were erased", self.path, len(refused))
-        return iter(kept)
 
     def close(self) -> None:
-        """Flush and unlock. Call when no verb is running; a second call does nothing."""
+        """Flush and unlock. Call when no verb is running. Idempotent."""
         if self._map_fd < 0:
             return
         map_fd, self._map_fd = self._map_fd, -1
@@ -138,6 +157,16 @@ class NvmeTier(Tier):
         with self._medium("an erase"):
             self._set_map_entry(extent.offset, 0)
 
+    def _wipe(self, extents: Sequence[Extent]) -> None:
+        with self._medium("a wipe"):
+            for extent in extents:
+                self._set_map_entry(extent.offset, 0)
+            self._file.each(self._blank_header, extents)
+            os.fdatasync(self._map_fd)  # flushes the whole file, and the disk's own cache
+
+    def _blank_header(self, extent: Extent) -> None:
+        self._file.write(self.layout.data_offset + extent.offset, _BLANK_PAGE)
+
     def _direct_io(self) -> bool:
         return self._file.direct_io
 
@@ -146,7 +175,7 @@ class NvmeTier(Tier):
 
     @contextlib.contextmanager
     def _medium(self, what: str) -> Iterator[None]:
-        """Whatever the disk refuses is counted, and ends this tier's health but not the node."""
+        """Turn an OSError into TierUnavailable, count it, and mark the tier unhealthy."""
         if self._map_fd < 0:
             raise TierUnavailable(f"{what} on {self.path} after it was closed")
         try:
@@ -185,7 +214,7 @@ class NvmeTier(Tier):
         return self._file.read_bytes(self.layout.data_offset + offset, nbytes)
 
     def _open_slab(self) -> tuple[int, SlabLayout, int]:
-        """(descriptor, layout, bytes of the data area that were there before)."""
+        """(descriptor, layout, bytes of the data area that the file had before)."""
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -206,7 +235,8 @@ class NvmeTier(Tier):
             raise
 
     def _create_slab(self) -> tuple[int, SlabLayout, int]:
-        """Under another name until it is complete: a start that was interrupted leaves no slab."""
+        """Create the slab under another name and rename it when it is complete, so that an
+        interrupted start leaves no slab."""
         layout = SlabLayout.plan(self.capacity_bytes, uuid.uuid4().bytes)
         unfinished = self.path.with_suffix(".new")
         unfinished.unlink(missing_ok=True)
@@ -232,7 +262,8 @@ class NvmeTier(Tier):
             )
 
     def _extend_slab(self, fd: int, layout: SlabLayout) -> int:
-        """Give a truncated file its length back; what was cut off is lost, and `scan` knows."""
+        """Extend a truncated file to its full length; returns how many bytes of the data area it
+        had, so that `scan` refuses the lost blocks."""
         file_bytes = os.fstat(fd).st_size
         missing_bytes = layout.file_bytes - file_bytes
         if missing_bytes <= 0:
@@ -254,7 +285,8 @@ class NvmeTier(Tier):
 
 
 def _lock(directory: Path) -> int:
-    """A descriptor that holds the directory. The lock ends with the process, however it ends."""
+    """A descriptor that holds the directory's lock. The kernel releases it when the process ends,
+    even if it is killed."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -270,7 +302,7 @@ def _lock(directory: Path) -> int:
 
 
 def _preallocate(fd: int, nbytes: int, directory: Path) -> None:
-    """Take the space now. Where the filesystem cannot, only the length is set."""
+    """Allocate the file's space. If the filesystem cannot do that, only set the length."""
     room = os.statvfs(directory)
     free_bytes = room.f_bavail * room.f_frsize + os.fstat(fd).st_blocks * 512
     try:

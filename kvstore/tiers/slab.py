@@ -1,14 +1,15 @@
-"""The format of a slab file, and a way to look into one without a node.
+"""The format of a slab file, and its inspection without a node.
 
-A slab is one preallocated file: a superblock, a map, and extents. `docs/slab-format.md` draws it.
+A slab is one preallocated file: a superblock, a map, and extents. `docs/slab-format.md` has a
+diagram.
 
-The map holds one u32 per 4 KiB granule of the data area: how many granules the extent has that
-begins there, or 0. It exists because headers are the index: a restart that had to look for them
-would read one page of every granule, 25 million for 100 GiB, where the map takes it to the few
-thousand that matter. The map is a hint and is treated as one. It is written without a journal or a
-flush; an entry leads only to a header, and the header proves itself (its checksum, and the offset
-it names). A missing entry is a lost block. A stale one leads to a page that is no header, or to a
-header whose payload was overwritten since, which its segment checksums give away.
+The map has one u32 per 4 KiB granule of the data area: the number of granules of the extent that
+begins there, or 0. It exists because headers are the index: without it, a restarted node would have
+to read every granule to find them, 25 million for 100 GiB; with it, only the few thousand pages
+that matter. The map is only a hint. It is written without a journal or a flush; an entry only
+points to a header, and the header is verified (its checksum, and the offset it names). A missing
+entry means a lost block. A stale entry points to a page that is no header, or to a header whose
+payload was overwritten since, which its segment checksums detect.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from ..arena import Extent
-from ..block import MAGIC as BLOCK_MAGIC
-from ..block import MAX_HEADER_BYTES, PAGE_BYTES, Header, read_header, segment_checksum
 from ..errors import CorruptBlock, InvalidInput, TierUnavailable, VersionMismatch
+from ..format.header import MAGIC as BLOCK_MAGIC
+from ..format.header import MAX_HEADER_BYTES, PAGE_BYTES, Header, read_header, segment_checksum
+from ..memory.arena import Extent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -49,7 +50,7 @@ _MAP_READ_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class SlabLayout:
-    """Where things are in one slab file. All offsets and sizes are bytes, multiples of 4096."""
+    """The layout of a slab file. All offsets and sizes are in bytes, multiples of 4096."""
 
     capacity_bytes: int  # of the data area
     map_offset: int
@@ -81,7 +82,8 @@ class SlabLayout:
 
     @classmethod
     def unpack(cls, page: bytes) -> SlabLayout:
-        """Raises CorruptBlock for a page that is no superblock, VersionMismatch for another's."""
+        """The layout in a superblock. Raises CorruptBlock for a page that is no superblock,
+        VersionMismatch for a superblock of another format version or granule size."""
         if len(page) < PAGE_BYTES:
             raise CorruptBlock(f"a superblock of {len(page)} bytes; it has {PAGE_BYTES}")
         fields = _SUPERBLOCK.unpack_from(page)
@@ -106,8 +108,8 @@ class SlabLayout:
 def map_entries(fd: int, layout: SlabLayout) -> Iterator[tuple[int, int]]:
     """(offset in the data area, extent length) of every nonzero map entry, ascending, unchecked.
 
-    Reads what was ever written of the map, which is 1/1024 of the slab, 16 MiB at a time. Raises
-    OSError.
+    Reads the parts of the map that were ever written, 16 MiB at a time; the whole map is 1/1024 of
+    the slab. Raises OSError.
     """
     start, map_end = layout.map_offset, layout.map_offset + layout.map_bytes
     while (start := _next_data(fd, start, map_end)) < map_end:
@@ -120,18 +122,18 @@ def map_entries(fd: int, layout: SlabLayout) -> Iterator[tuple[int, int]]:
 
 
 def map_entry_offset(layout: SlabLayout, offset: int) -> int:
-    """Where in the file the map entry of the extent at `offset` of the data area is."""
+    """The file offset of the map entry for the extent at `offset` of the data area."""
     return layout.map_offset + offset // GRANULE_BYTES * MAP_ENTRY.size
 
 
 def probe_extent(
     read: Callable[[int, int], bytes], offset: int, length: int, intact_bytes: int
 ) -> Header:
-    """The proven header of the extent that the map says is [offset, offset + length).
+    """The verified header of the extent [offset, offset + length) according to the map.
 
-    `read(offset, nbytes)` reads the data area, of which `intact_bytes` were there when the slab was
-    opened. Raises CorruptBlock or VersionMismatch when there is no such extent, and what `read`
-    raises.
+    `read(offset, nbytes)` reads the data area; its first `intact_bytes` existed when the slab was
+    opened. Raises CorruptBlock or VersionMismatch when there is no such extent, and the errors of
+    `read`.
     """
     if offset + length > intact_bytes:
         raise CorruptBlock(f"extent ends at {offset + length}, the data at {intact_bytes}")
@@ -144,9 +146,9 @@ def probe_extent(
 def resolve_overlaps(
     found: Iterable[tuple[Extent, Header]], capacity_bytes: int
 ) -> tuple[list[tuple[Extent, Header]], list[tuple[Extent, Header]]]:
-    """(kept, lost): of extents that overlap, the one with the higher generation is the newer.
+    """(kept, lost): of overlapping extents, keeps the one with the higher generation, the newer.
 
-    Costs one byte of memory per granule, 25 MB for 100 GiB, for the duration.
+    Costs one byte of memory per granule, 25 MB for 100 GiB, during the call.
     """
     newest_first = sorted(found, key=lambda pair: (-pair[1].generation, pair[0].offset))
     taken = np.zeros(capacity_bytes // GRANULE_BYTES, np.bool_)
@@ -165,7 +167,7 @@ def resolve_overlaps(
 
 @dataclass(frozen=True, slots=True)
 class SlabBlock:
-    """One extent of a slab as inspection found it. `offset` counts from the data area's start."""
+    """One extent of a slab in an inspection's report. `offset` is from the data area's start."""
 
     key: str  # hex, empty when there is no header to read it from
     offset: int
@@ -183,12 +185,12 @@ class SlabBlock:
 
 @dataclass(frozen=True, slots=True)
 class SlabReport:
-    """What is in a slab file."""
+    """The result of inspecting a slab file."""
 
     path: Path
     uuid: str  # hex
     capacity_bytes: int
-    missing_bytes: int  # by which the file is shorter than its superblock says
+    missing_bytes: int  # difference to the file length in the superblock, if the file is shorter
     blocks: tuple[SlabBlock, ...]  # by offset
     payload_verified: bool
 
@@ -198,7 +200,7 @@ class SlabReport:
 
     @property
     def used_bytes(self) -> int:
-        """Of intact extents."""
+        """Total bytes of the intact extents."""
         return sum(block.extent_bytes for block in self.blocks if not block.damage)
 
 
@@ -210,14 +212,15 @@ def inspect_slab(
 ) -> SlabReport:
     """List the blocks of a slab (the file, or the directory it is in). Reads only.
 
-    A node may be running on it; what it changes meanwhile can then show as damage. `scan_all`
-    ignores the map and tries every granule, which also finds blocks that were erased and not yet
-    overwritten; it reads the whole slab, and does without a superblock by trusting the file's size.
+    A node may be using the slab; its concurrent changes can then show as damage. `scan_all` ignores
+    the map and tries every granule, which also finds blocks that were erased and not yet
+    overwritten; it reads the whole slab, and without a superblock derives the layout from the
+    file's size.
 
     `verify_payload` reads every payload and checks it, segment by segment.
 
     Raises InvalidInput when there is no such file, CorruptBlock when it is no slab, VersionMismatch
-    for another version, TierUnavailable when it cannot be read.
+    for another format version, TierUnavailable when it cannot be read.
     """
     file = Path(path)
     if file.is_dir():
@@ -274,7 +277,7 @@ class _Inspection:
             pages = self._file_bytes // PAGE_BYTES
             if not self._scan_all or pages < 3:
                 raise
-            # Of n pages one is the superblock, and of the others 1 in 1025 is map.
+            # Of n pages one is the superblock, and of the others 1 in 1025 is a page of the map.
             granules = pages - 1 - -(-(pages - 1) // 1025)
             return SlabLayout.plan(granules * GRANULE_BYTES, bytes(16))
 
@@ -346,7 +349,7 @@ def _pread(fd: int, offset: int, nbytes: int) -> bytes:
 
 
 def _next_data(fd: int, offset: int, end: int) -> int:
-    """The first page from `offset` on that may hold something; a new map is one long hole."""
+    """The first page from `offset` on that may contain data; a new map is one long file hole."""
     if offset >= end:
         return end
     try:
@@ -354,7 +357,7 @@ def _next_data(fd: int, offset: int, end: int) -> int:
     except OSError as error:
         if error.errno == errno.ENXIO:  # nothing but a hole up to the end of the file
             return end
-        if error.errno == errno.EINVAL:  # a filesystem that cannot tell
+        if error.errno == errno.EINVAL:  # a filesystem without SEEK_DATA
             return offset
         raise
     return min(end, max(offset, data_offset // PAGE_BYTES * PAGE_BYTES))

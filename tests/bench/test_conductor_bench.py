@@ -17,13 +17,14 @@ from typer.testing import CliRunner
 
 from tiffin.bench.conductor import cli, decision, service
 from tiffin.bench.conductor.decision import HOT, PRIVATE, Traffic
-from tiffin.bench.conductor.load import Load
-from tiffin.bench.conductor.peer import peer
+from tiffin.bench.conductor.load import RequestLoad
+from tiffin.bench.conductor.processes.peer import peer
 from tiffin.bench.conductor.setting import BLOCK_TOKENS, Setting, Sizes
+from tiffin.bench.conductor.stalls import FLOODS, STALLS
 from tiffin.bench.conductor.suite import SUITE
 from tiffin.bench.store.rows import Row, Target, single
 from tiffin.conductor.errors import InvalidRequest
-from tiffin.conductor.policies.base import names as policy_names
+from tiffin.conductor.prefill.policy_registry import names as policy_names
 from tiffin.kvstore.errors import NodeUnavailable
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ TINY = Sizes(
     prompts=4,
     requests=10,
     turns=2,
+    stall_requests=20,
+    stall_turns=1,
 )
 NAMES = {
     "decision": ["decision-private", "schedule-private", "decision-hot", "schedule-hot"],
@@ -63,6 +66,21 @@ def test_measurements_give_rows_with_limits(name: str) -> None:
     assert not found.missing
     assert [row.name for row in found.rows] == NAMES[name]
     check(found.rows)
+
+
+@pytest.mark.skipif(
+    any(find_spec(name) is None for name in service.NEEDED), reason="needs the extra conductor"
+)
+@pytest.mark.parametrize(
+    ("name", "kinds"), [pytest.param("stalls", STALLS, marks=pytest.mark.slow), ("floods", FLOODS)]
+)
+def test_what_others_do_is_beside_nothing(name: str, kinds: dict[str, str]) -> None:
+    found = SUITE.run(Setting(TINY), [name], lambda _: None)
+    assert not found.traces
+    if not found.missing:
+        kind = name.removesuffix("s")
+        assert [row.name for row in found.rows] == [f"{kind}-{k.replace('_', '-')}" for k in kinds]
+        check(found.rows)
 
 
 # -- what is asked ---------------------------------------------------------------------------------
@@ -102,7 +120,7 @@ def test_keys_of_a_request_are_objects_of_its_own() -> None:
 
 
 @pytest.mark.skipif(
-    any(find_spec(name) is None for name in service._NEEDED), reason="needs the extra conductor"
+    any(find_spec(name) is None for name in service.NEEDED), reason="needs the extra conductor"
 )
 def test_a_service_and_a_plain_one_are_asked_in_turns() -> None:
     found = SUITE.run(Setting(TINY), ["service"], lambda _: None)
@@ -150,7 +168,7 @@ def refusing() -> Iterator[int]:
 
 
 def test_refused_requests_are_no_measurement(refusing: int) -> None:
-    load = Load(refusing, "m", connections=2, prompts=2, prompt_blocks=4, shared_blocks=1)
+    load = RequestLoad(refusing, "m", connections=2, prompts=2, prompt_blocks=4, shared_blocks=1)
     command = [sys.executable, "-m", "tiffin.bench.conductor.load", load.text()]
     with (
         peer("who asks", command) as asking,

@@ -18,18 +18,19 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 import pytest
 
-from tiffin.bench.demo import decisions, overload, plot, report, trace
+from tiffin.bench.demo import decisions, overload, plot, report
 from tiffin.bench.demo.conducting import fitted
-from tiffin.bench.demo.model import NEW_TOKENS
-from tiffin.bench.demo.router import Prompt, Router, Served
-from tiffin.bench.demo.run import Alone, Options, Outcome, objective_s
-from tiffin.conductor.api.models import CandidateReply, EntryReply
+from tiffin.bench.demo.engines import trace
+from tiffin.bench.demo.engines.model import NEW_TOKENS
+from tiffin.bench.demo.router import DemoPrompt, Router, ServedRequest
+from tiffin.bench.demo.run import Alone, DemoOutcome, Options, objective_s
 from tiffin.conductor.errors import InvalidRequest
 from tiffin.conductor.records import Rejection, Request
+from tiffin.conductor.wire.models import CandidateReply, EntryReply
 from tiffin.kvstore import KVSchema, LayerSpec
 
 if TYPE_CHECKING:
-    from tiffin.bench.demo.children import Crew
+    from tiffin.bench.demo.engines.children import Crew
     from tiffin.conductor.client import ConductorClient
 
 DEMO = [sys.executable, "-m", "tiffin.bench.demo", "--quick"]
@@ -40,8 +41,8 @@ ALL = 5 + WORKERS  # itself, Redis, two nodes, the conductor
 # -- the trace -------------------------------------------------------------------------------------
 
 
-def request(ids: list[int], length: int, at: int = 0) -> trace.Request:
-    return trace.Request(at, length, 1, tuple(ids))
+def request(ids: list[int], length: int, at: int = 0) -> trace.TraceRequest:
+    return trace.TraceRequest(at, length, 1, tuple(ids))
 
 
 def test_the_slice_is_what_its_readme_says() -> None:
@@ -117,7 +118,7 @@ def test_overloads_prompts_share_prefixes_within_a_pass_and_none_between_passes(
 def test_an_overload_counts_what_was_in_time_of_the_admitted_and_of_all() -> None:
     times_s = (0.5, 1.0, 1.5, None)
     served = [
-        Served(f"r{number}", number, 0.0, 100, rejected="" if time_s else "ttft")
+        ServedRequest(f"r{number}", number, 0.0, 100, rejected="" if time_s else "ttft")
         for number, time_s in enumerate(times_s)
     ]
     for one, time_s in zip(served, times_s, strict=True):
@@ -208,7 +209,7 @@ def routed(outcomes: dict[str, Any]) -> tuple[Router, Workers, Decided]:
     return router, workers, conductor
 
 
-PROMPTS = [Prompt(number, [number] * 600) for number in range(5)]
+PROMPTS = [DemoPrompt(number, [number] * 600) for number in range(5)]
 
 
 def test_clients_have_one_request_each_in_flight_and_all_are_answered() -> None:
@@ -283,7 +284,7 @@ def test_decisions_are_told_apart(
     served: dict[str, Any], logged: dict[str, Any], words: str
 ) -> None:
     fields = {"prefill": "prefill-1", "cached_tokens": 512, **served}
-    one = Served("r", 0, 0.0, 1000, **fields)
+    one = ServedRequest("r", 0, 0.0, 1000, **fields)
     assert decisions.kind(one, entry(**logged)).startswith(words)
     assert decisions.chosen([one], {"r": entry(**logged)}) == [one]
     lines = list(decisions.words([one], {"r": entry(**logged)}))
@@ -295,14 +296,16 @@ def test_decisions_are_told_apart(
 
 
 @pytest.fixture
-def outcome() -> Outcome:
+def outcome() -> DemoOutcome:
     alone = [Alone(n, "prefill-1", 1024, 0.4, [n]) for n in range(3)]
-    served = [Served(f"chat-{n}", n, 0.1 * n, 1024, "prefill-1", "decode-1") for n in range(3)]
+    served = [
+        ServedRequest(f"chat-{n}", n, 0.1 * n, 1024, "prefill-1", "decode-1") for n in range(3)
+    ]
     for one in served:
         one.ttft_s, one.predicted_ttft_s, one.finished_s = 0.1, 0.2, 0.3
         one.hit_tokens, one.moved_tokens, one.tokens = 512, 1024, [one.request]
-    refused = Served("off-0", 0, 0.0, 1024, rejected="ttft")
-    return Outcome(
+    refused = ServedRequest("off-0", 0, 0.0, 1024, rejected="ttft")
+    return DemoOutcome(
         Options(requests=3),
         alone,
         served,
@@ -317,7 +320,7 @@ def outcome() -> Outcome:
     )
 
 
-def test_summary_adds_up(outcome: Outcome, tmp_path: Path) -> None:
+def test_summary_adds_up(outcome: DemoOutcome, tmp_path: Path) -> None:
     summary = report.summarise(outcome)
     assert summary["hit_rate"] == 0.5
     assert summary["ttft_ratio"]["p50"] == pytest.approx(4.0)
@@ -334,7 +337,7 @@ def test_summary_adds_up(outcome: Outcome, tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_differing_token_and_a_missing_answer_are_found(outcome: Outcome) -> None:
+def test_a_differing_token_and_a_missing_answer_are_found(outcome: DemoOutcome) -> None:
     outcome.conducted[1].tokens = [99]
     del outcome.conducted[2]
     assert report.differing(outcome.alone, outcome.conducted) == [1, 2]
@@ -478,7 +481,7 @@ def test_nothing_outlives_an_interrupted_demo(tmp_path: Path, number: signal.Sig
 @pytest.mark.parametrize(
     ("victim", "words"),
     [
-        ("bench.demo.worker", "died and ended with status -9"),
+        ("bench.demo.engines.worker", "died and ended with status -9"),
         ("tiffin.kvstore\0node", "was killed by SIGKILL"),
         ("-server", "redis was killed by SIGKILL"),
         ("tiffin.conductor", "the conductor was killed by SIGKILL"),

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from kvsupport import wait_until
 
-from tiffin.bench.demo import children as demo_children
-from tiffin.bench.demo import presence
-from tiffin.bench.demo.children import Child, Crew, DemoFailed
+from tiffin.bench.demo.engines import children as demo_children
+from tiffin.bench.demo.engines import presence
+from tiffin.bench.demo.engines.children import Crew, DemoFailed, EngineProcess
 from tiffin.conductor.errors import ConductorUnavailable, UnknownRequest
 from tiffin.conductor.records import InstanceSpec, Load, RequestEvent, Role
 
@@ -31,10 +31,10 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Child]]:
+def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EngineProcess]]:
     (tmp_path / "echo_child.py").write_text(ECHO)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    started = [Child(name, ["echo_child"], tmp_path) for name in ("one", "two")]
+    started = [EngineProcess(name, ["echo_child"], tmp_path) for name in ("one", "two")]
     yield started
     for child in started:
         child.stop()
@@ -45,7 +45,7 @@ def nothing() -> None:
     """All is well with the others."""
 
 
-def test_answers_come_in_the_order_of_the_names(children: list[Child]) -> None:
+def test_answers_come_in_the_order_of_the_names(children: list[EngineProcess]) -> None:
     crew = Crew(children, nothing)
     crew.send("two", {"n": 1})
     assert crew.wait_for("done", ["two"], 20.0) == {"two": {"n": 1}}
@@ -53,17 +53,17 @@ def test_answers_come_in_the_order_of_the_names(children: list[Child]) -> None:
     assert crew.poll(0.0) is None
 
 
-def test_a_child_that_dies_is_named_with_its_last_words(children: list[Child]) -> None:
+def test_a_child_that_dies_is_named_with_its_last_words(children: list[EngineProcess]) -> None:
     crew = Crew(children, nothing)
     crew.send("two", {"end": True})
     with pytest.raises(DemoFailed, match=r"(?s)two died and ended with status 1.*my last words"):
         crew.next(20.0)
-    with pytest.raises(DemoFailed, match="two stopped reading"):
+    with pytest.raises(DemoFailed, match="two died and ended with status 1"):
         crew.send("two", {"n": 1})
 
 
 def test_silence_and_wrong_answers_are_failures(
-    children: list[Child], monkeypatch: pytest.MonkeyPatch
+    children: list[EngineProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo_children, "DEATH_S", 0.01)  # they are well
     crew = Crew(children, nothing)
@@ -74,7 +74,7 @@ def test_silence_and_wrong_answers_are_failures(
         crew.wait_for("ready", ["one"], 20.0)
 
 
-def test_whoever_waits_looks_at_what_else_may_have_died(children: list[Child]) -> None:
+def test_whoever_waits_looks_at_what_else_may_have_died(children: list[EngineProcess]) -> None:
     def look() -> None:
         raise DemoFailed("node-1 was killed")
 

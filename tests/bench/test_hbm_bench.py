@@ -113,11 +113,11 @@ def test_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_rows_of_a_gpu(name: str, fake_gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     from fakegpu import FakeEvent
 
-    from tiffin.messenger.device import Transfer
+    from tiffin.messenger.gpu.copier import DeviceTransfer
 
     monkeypatch.setattr(FakeEvent, "ended", False)
-    monkeypatch.setattr(Transfer, "done", lambda transfer: False)
-    monkeypatch.setattr(Transfer, "wait", lambda transfer, timeout_s: None)
+    monkeypatch.setattr(DeviceTransfer, "done", lambda transfer: False)
+    monkeypatch.setattr(DeviceTransfer, "wait", lambda transfer, timeout_s: None)
     found = SUITE.run(Setting(TINY, fake_gpu), [name], lambda _: None)
     assert not found.crashed, found.traces
     check(found.rows)

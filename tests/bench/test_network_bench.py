@@ -8,9 +8,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from tiffin.bench.network.suite import SUITE
 from tiffin.bench.store.rows import Row, Target, single
 from tiffin.bench.store.setting import KIB, MIB
 from tiffin.kvstore.errors import NodeUnavailable
+from tiffin.messenger.wire.frame_tags import can_tag_bytes
 
 TINY = Sizes(
     rounds=2,
@@ -49,6 +48,11 @@ NAMES = {
         for what in ("get", "cpu")
     ],
     "remote-small": ["remote-64KiB", "remote-64KiB-verified"],
+    "tags": [
+        f"tags-{what}-{size}"
+        for size in ("64KiB", "1MiB")
+        for what in ("frames", *(["bytes"] if can_tag_bytes() else []))
+    ],
     "scattered": ["scattered-2KiB"],
     "first-layer": ["first-layer", "first-layer-verified"],
     "readers": ["readers-1", "readers-3"],
@@ -68,10 +72,6 @@ def test_measurements_give_rows_with_limits(name: str) -> None:
     check(found.rows)
 
 
-@pytest.mark.skipif(
-    find_spec("redis") is None or not (which("redis-server") or which("valkey-server")),
-    reason="needs the extra redis, and a redis-server",
-)
 def test_a_prefix_is_located_in_redis_in_one_round_trip() -> None:
     found = SUITE.run(Setting(TINY), ["locate"], lambda _: None)
     assert not found.crashed
@@ -88,11 +88,11 @@ def test_a_prefix_is_located_in_redis_in_one_round_trip() -> None:
 def test_what_is_not_installed_is_left_out_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setting.shutil, "which", lambda _: None)
+    monkeypatch.setenv("TIFFIN_REDIS_SERVER", "no-such-server")
     found = SUITE.run(Setting(TINY), ["locate", "mooncake"], lambda _: None)
     assert not found.crashed
     assert not found.rows
-    assert "apt install redis-server" in found.missing["locate"]
+    assert "redis-server" in found.missing["locate"]
     assert "--mooncake" in found.missing["mooncake"]
 
     found = SUITE.run(Setting(TINY, tmp_path / "bin" / "python"), ["mooncake"], lambda _: None)

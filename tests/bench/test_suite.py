@@ -176,3 +176,17 @@ def test_commands_join_the_bench_that_is_there_already() -> None:
     (group,) = app.registered_groups
     assert group.typer_instance is not None
     assert [one.name for one in group.typer_instance.registered_commands] == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.001234, "0.00123"),
+        (12.34, "12.3"),
+        (999.4, "999"),
+        (1000.0, "1000"),
+        (123456.0, "123456"),
+    ],
+)
+def test_numbers_are_for_people(value: float, text: str) -> None:
+    assert number(value) == text

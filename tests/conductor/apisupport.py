@@ -7,13 +7,13 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tiffin.conductor import profiles
 from tiffin.conductor.core import Conductor
+from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.errors import InvalidRequest
-from tiffin.conductor.feeds.updates import Added
+from tiffin.conductor.events.index_updates import Added
 
 if TYPE_CHECKING:
-    from tiffin.conductor.profiles import Profile
+    from tiffin.conductor.cost.latency_profiles import Profile
     from tiffin.conductor.records import (
         Decision,
         InstanceSpec,
@@ -31,7 +31,7 @@ def profile(name: str) -> Profile:
     """The same for every name but one."""
     if name == "unknown":
         raise InvalidRequest("no profile 'unknown'")
-    return profiles.load("llama-3.1-8b.h100.tp1.vllm")
+    return latency_profiles.load("llama-3.1-8b.h100.tp1.vllm")
 
 
 class Recorder(Conductor):

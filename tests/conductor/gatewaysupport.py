@@ -28,14 +28,14 @@ from tiffin.conductor.gateway.app import create_app
 from tiffin.conductor.gateway.config import GatewayConfig, GatewayTimeouts
 from tiffin.conductor.gateway.gateway import Gateway
 from tiffin.conductor.records import InstanceSpec, Load, RequestEvent, Role
-from tiffin.conductor.serving import listening
+from tiffin.conductor.service.web_server import listening
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Callable, Coroutine
     from pathlib import Path
 
-    from tiffin.conductor.auth import Tokens
+    from tiffin.conductor.web.auth import Tokens
 
 MODEL = "llama-3-8b"
 PROFILE = "llama-3.1-8b.h100.tp1.vllm"

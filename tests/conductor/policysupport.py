@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from hypothesis import strategies as st
 
-from tiffin.conductor.cluster import Cluster
-from tiffin.conductor.computing import Computing
-from tiffin.conductor.index import PrefixIndex
-from tiffin.conductor.policies.places import PlacedQuestion, Places
-from tiffin.conductor.policies.settings import PolicySettings
+from tiffin.conductor.cost.transfer_model import TransferModel, TransferSettings
+from tiffin.conductor.prefill.block_sources import PlacedQuestion, Places
+from tiffin.conductor.prefill.policies.policy_settings import PolicySettings
 from tiffin.conductor.records import InstanceSpec, Request, Role
-from tiffin.conductor.transfers import Transfers, TransferSettings
+from tiffin.conductor.state.inflight_prefills import Computing
+from tiffin.conductor.state.instance_table import Cluster
+from tiffin.conductor.state.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,7 +105,7 @@ class World:
             )
             cluster.register(spec, inst.latency, NOW)
             self._add(index, spec.id, "hbm", inst.hbm)
-        transfers = Transfers(cluster.node_number, self.ways)
+        transfers = TransferModel(cluster.node_number, self.ways)
         for name, node in self.nodes.items():
             self._add(index, name, "dram", node.dram)
             self._add(index, name, "nvme", node.nvme)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from tiffin.conductor.index import PrefixIndex
-from tiffin.conductor.orders import Admit, Copy, Drop, Ended, Evacuate, NodeSpace, Pool
-from tiffin.conductor.popularity import Popularity, PopularitySettings
-from tiffin.conductor.replication import Replication
+from tiffin.conductor.pool.orders import Admit, Copy, Drop, Ended, Evacuate, NodeSpace, PoolView
+from tiffin.conductor.pool.popularity import Popularity, PopularitySettings
+from tiffin.conductor.pool.replication import Replication
+from tiffin.conductor.state.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tiffin.conductor.orders import Order
-    from tiffin.conductor.replication import ReplicationSettings
+    from tiffin.conductor.pool.orders import Order
+    from tiffin.conductor.pool.replication import ReplicationSettings
 
 MIB = 1 << 20
 HALF_LIFE_S = 100.0
@@ -43,8 +43,8 @@ class World:
         self.unheard: list[tuple[str, tuple[bytes, ...]]] = []  # copies the index does not know yet
 
     @property
-    def pool(self) -> Pool:
-        return Pool(
+    def pool(self) -> PoolView:
+        return PoolView(
             self.spaces,
             self.index,
             self.popularity,

@@ -23,9 +23,9 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from tiffin.conductor.core import Conductor
+from tiffin.conductor.cost.latency_profiles import DEFAULT
 from tiffin.conductor.errors import ConductorError
-from tiffin.conductor.feeds.updates import Added, Removed
-from tiffin.conductor.profiles import DEFAULT
+from tiffin.conductor.events.index_updates import Added, Removed
 from tiffin.conductor.records import (
     Decision,
     InstanceSpec,

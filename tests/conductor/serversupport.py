@@ -13,32 +13,33 @@ import time
 from typing import TYPE_CHECKING
 
 import httpx
-import uvicorn
 
 from tiffin.conductor.api.app import create_app
-from tiffin.conductor.serving import listening
+from tiffin.conductor.service.web_server import listening, web_server
+from tiffin.conductor.web.connection_limits import ConnectionLimits
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Iterator
 
-    from tiffin.conductor.api.intake import Limits
-    from tiffin.conductor.auth import Tokens
+    from tiffin.conductor.api.request_bodies import Limits
     from tiffin.conductor.core import Conductor
+    from tiffin.conductor.web.auth import Tokens
 
 START_S = 60.0
 
 
 @contextlib.contextmanager
 def served(
-    core: Conductor, tokens: Tokens | None = None, limits: Limits | None = None
+    core: Conductor,
+    tokens: Tokens | None = None,
+    limits: Limits | None = None,
+    connections: ConnectionLimits | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Iterator[str]:
-    """Serve a conductor from a thread; its URL."""
+    """Serve a conductor from a thread, as its process does; its URL."""
     app = create_app(core, auth=tokens, limits=limits)
-    config = uvicorn.Config(
-        app, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=2
-    )
-    server = uvicorn.Server(config)
+    server = web_server(app, connections or ConnectionLimits(), stop_s=2, tls=tls)
     with listening(("127.0.0.1", 0)) as door:
         loop = asyncio.new_event_loop()
 
@@ -53,7 +54,7 @@ def served(
         thread = threading.Thread(target=run)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{door.getsockname()[1]}"
+            yield f"http{'s' if tls else ''}://127.0.0.1:{door.getsockname()[1]}"
         finally:
             loop.call_soon_threadsafe(stop)
             thread.join()

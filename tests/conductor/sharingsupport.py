@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiffin.conductor.core.settings import Settings, patched
 from tiffin.conductor.records import InstanceSpec, Request, Role
-from tiffin.conductor.settings import Settings, patched
-from tiffin.conductor.shared import SharedConductor
-from tiffin.conductor.sharing import SharingSettings
+from tiffin.conductor.replicas.remote_load import SharingSettings
+from tiffin.conductor.replicas.replica import SharedConductor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

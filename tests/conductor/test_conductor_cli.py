@@ -7,16 +7,15 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import typer
 from apisupport import KEY, MODEL, Recorder
+from clisupport import run
 from directory.ports import free_port
 from serversupport import served
-from typer.testing import CliRunner
 
-from tiffin.conductor.auth import load_tokens
-from tiffin.conductor.cli import commands, parse_changes
+from tiffin.conductor.cli import parse_changes
 from tiffin.conductor.client import ConductorClient
 from tiffin.conductor.records import InstanceSpec, Load, Rejection, Request, Role
+from tiffin.conductor.web.auth import load_tokens
 from tiffin.kvstore.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -24,15 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from click.testing import Result
-
-
-def run(*arguments: str) -> Result:
-    """Run it, in a wide terminal."""
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    commands(app)
-    environment = {"COLUMNS": "300", "TERM": "dumb", "TIFFIN_CONDUCTOR_TOKEN_FILE": ""}
-    return CliRunner().invoke(app, ["conductor", *arguments], env=environment)
 
 
 def said(result: Result) -> str:
@@ -156,7 +146,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ModuleNotFoundError("No module named 'httpx'", name="httpx")
         return real(name, *arguments, **named)
 
-    monkeypatch.delitem(__import__("sys").modules, "tiffin.conductor.client")
+    monkeypatch.delitem(__import__("sys").modules, "tiffin.conductor.client.client")
     monkeypatch.setattr(builtins, "__import__", without)
     result = run("status")
     assert isinstance(result.exception, InvalidInput)

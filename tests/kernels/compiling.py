@@ -24,13 +24,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tiffin.kernels import backend, checksum, paged, quant, ranges
-from tiffin.kernels.cache import PagedCache
-from tiffin.kernels.layout import BlockLayout, BlockShape
-from tiffin.kernels.plan import PageMap
-from tiffin.kernels.quant import QuantisedLayout, gather_quantised, scatter_dequantised
-from tiffin.kernels.reshard import reshard
-from tiffin.kvstore.schema import KVSchema
+from tiffin.kernels import backend
+from tiffin.kernels.checksum import segment_checksum
+from tiffin.kernels.layout.block_layout import BlockLayout, BlockShape
+from tiffin.kernels.layout.engine_cache import PagedCache
+from tiffin.kernels.layout.transfer_plan import PageMap
+from tiffin.kernels.paged import gather_scatter
+from tiffin.kernels.paged.reshard import reshard
+from tiffin.kernels.quant import quantised_gather
+from tiffin.kernels.quant.quantised_gather import (
+    QuantisedLayout,
+    gather_quantised,
+    scatter_dequantised,
+)
+from tiffin.kernels.ranges import copy_ranges
+from tiffin.kvstore.format.schema import KVSchema
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,7 +92,7 @@ def pretend() -> None:
 
     JITFunction.run = compiled
     backend.interpreted = lambda: True
-    quant._native = lambda _device: driver.target == "sm_90"
+    quantised_gather._native = lambda _device: driver.target == "sm_90"
 
 
 # -- what is launched: each with `more` for other numbers of layers, pages and blocks --------------
@@ -143,7 +151,7 @@ def between_ranks(more: bool) -> None:
 def checked(align: int) -> Callable[[bool], None]:
     def call(more: bool) -> None:
         spans = [(align * (1 + 2 * i), 80_000) for i in range(17 if more else 1)]
-        checksum.segment_checksums_async(
+        segment_checksum.segment_checksums_async(
             torch.zeros(100_000, dtype=torch.uint8), spans, backend="triton"
         )
 
@@ -156,18 +164,18 @@ def copied(align: int) -> Callable[[bool], None]:
         start = -(-memory.ctypes.data // 16) * 16
         steps = (np.arange(16 if more else 1, dtype=np.int64) + 1) * 16_384 + align
         lengths = np.full(len(steps), 16_384 - (16 if align == 16 else align), np.int64)
-        ranges.copy_ranges(start + steps, start + (1 << 18) + steps, lengths, device="cpu")
+        copy_ranges.copy_ranges(start + steps, start + (1 << 18) + steps, lengths, device="cpu")
 
     return call
 
 
 CASES: dict[str, Callable[[bool], None]] = {
-    "gather 16": move(paged.gather),
-    "gather 8": move(paged.gather, dim=20, heads=1),
-    "gather 2": move(paged.gather, dim=3, heads=1),
-    "gather pages of 48": move(paged.gather, page=48),
-    "scatter 16": move(paged.scatter),
-    "scatter 2": move(paged.scatter, dim=3, heads=1),
+    "gather 16": move(gather_scatter.gather),
+    "gather 8": move(gather_scatter.gather, dim=20, heads=1),
+    "gather 2": move(gather_scatter.gather, dim=3, heads=1),
+    "gather pages of 48": move(gather_scatter.gather, page=48),
+    "scatter 16": move(gather_scatter.scatter),
+    "scatter 2": move(gather_scatter.scatter, dim=3, heads=1),
     "reshard 16": between_ranks,
     "quantise e4m3": move_quantised(gather_quantised, "float8_e4m3", 16),
     "quantise int8": move_quantised(gather_quantised, "int8", 512),

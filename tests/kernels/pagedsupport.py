@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from hypothesis import strategies as st
 
-from tiffin.kernels.layout import BlockLayout, BlockPart, PagedCache
-from tiffin.kernels.plan import PageMap
+from tiffin.kernels.layout.block_layout import BlockLayout, BlockPart, PagedCache
+from tiffin.kernels.layout.transfer_plan import PageMap
 
 if TYPE_CHECKING:
     from collections.abc import Callable

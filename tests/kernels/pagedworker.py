@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tiffin.kernels import paged
-from tiffin.kernels.layout import BlockLayout, BlockShape, PagedCache, rank_heads
-from tiffin.kernels.plan import PageMap
+from tiffin.kernels.layout.block_layout import BlockLayout, BlockShape, PagedCache, rank_heads
+from tiffin.kernels.layout.transfer_plan import PageMap
+from tiffin.kernels.paged import gather_scatter
 from tiffin.kvstore import Client, KVSchema
-from tiffin.kvstore.connectors.paging import host_tensor, layout_of
+from tiffin.kvstore.connectors.kernel_tables import layout_of
 
 if TYPE_CHECKING:
     from tiffin.kvstore import Prefix
@@ -104,8 +104,8 @@ def load(client: Client, rank: Rank, *, backend: str | None) -> None:
     """Scatter this rank's heads of all blocks, from where they lie in the pool."""
     with client.get(prompt(), timeout_s=10.0) as blocks:
         assert blocks.complete, blocks.reason
-        memory = [host_tensor(block.memory) for block in blocks]
-        paged.scatter(rank.cache, rank.map, memory, layout_of(SCHEMA), backend=backend)
+        memory = [block.memory for block in blocks]
+        gather_scatter.scatter(rank.cache, rank.map, memory, layout_of(SCHEMA), backend=backend)
 
 
 def load_slice(client: Client, rank: Rank, *, backend: str | None) -> None:
@@ -115,7 +115,7 @@ def load_slice(client: Client, rank: Rank, *, backend: str | None) -> None:
     buffers = np.empty((BLOCKS, layout.nbytes), np.uint8)
     with client.get(prompt(), heads=heads, into=buffers, timeout_s=10.0) as blocks:
         assert blocks.complete, blocks.reason
-    paged.scatter(rank.cache, rank.map, torch.from_numpy(buffers), layout, backend=backend)
+    gather_scatter.scatter(rank.cache, rank.map, torch.from_numpy(buffers), layout, backend=backend)
 
 
 def main(folder: str, *jobs: str) -> None:

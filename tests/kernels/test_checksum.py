@@ -1,4 +1,4 @@
-"""Checksums by the kernel are those of `pagehash`, bit for bit: here in Triton's interpreter."""
+"""Checksums by the kernel are those of `page_hash`, bit for bit: here in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-from tiffin.kernels import checksum, checksum_plan, pagehash
-from tiffin.kernels.checksum import segment_checksums, segment_checksums_async
+from tiffin.kernels.checksum import launch_plan, page_hash, segment_checksum
+from tiffin.kernels.checksum.segment_checksum import segment_checksums, segment_checksums_async
 from tiffin.kernels.errors import DeviceError, LayoutError
 
-PAGE = pagehash.PAGE_BYTES
-TILE = checksum_plan.TILE_BYTES
+PAGE = page_hash.PAGE_BYTES
+TILE = launch_plan.TILE_BYTES
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TWO_LEVELS = PAGE * PAGE // 8
 
@@ -79,12 +79,12 @@ def test_segments_of_every_kind_in_one_call() -> None:
 
 
 def carried_out(memory: Any, spans: list[tuple[int, int]]) -> tuple[list[int], int]:
-    """The plan of these spans, with each launch done by `pagehash`; and how many launches."""
+    """The plan of these spans, with each launch done by `page_hash`; and how many launches."""
     offsets, lengths = (np.array(column, np.int64) for column in zip(*spans, strict=True))
-    hashes = np.zeros(checksum_plan.hash_count(lengths), np.uint64)
+    hashes = np.zeros(launch_plan.hash_count(lengths), np.uint64)
     made = np.zeros(len(hashes), np.int64)
     base = hashes.ctypes.data
-    plan = checksum_plan.plan(memory.ctypes.data + offsets, lengths, base)
+    plan = launch_plan.plan(memory.ctypes.data + offsets, lengths, base)
     for tiles, align in plan.launches:
         for address, nbytes, first in tiles.T.tolist():
             assert not (address | nbytes) % align
@@ -93,7 +93,7 @@ def carried_out(memory: Any, spans: list[tuple[int, int]]) -> tuple[list[int], i
             source, begin = (
                 (hashes.view(np.uint8), base) if inside else (memory, memory.ctypes.data)
             )
-            found = pagehash.page_hashes(source[address - begin : address - begin + nbytes])
+            found = page_hash.page_hashes(source[address - begin : address - begin + nbytes])
             hashes[first : first + len(found)] = found
             made[first : first + len(found)] += 1
     assert (made == 1).all(), "a page is hashed never or twice"
@@ -122,7 +122,7 @@ def test_the_plan_hashes_every_page_once_level_by_level(spans: list[tuple[int, i
     """Segments of one, two and three levels: more than 512 pages have a second page of hashes."""
     memory = LARGE
     found, launches = carried_out(memory, spans)
-    assert found == pagehash.checksums(memory, spans).tolist()
+    assert found == page_hash.checksums(memory, spans).tolist()
     levels = 1 + sum(max(n for _, n in spans) > limit for limit in (PAGE, TWO_LEVELS))
     assert levels <= launches <= levels + 1
 
@@ -141,7 +141,7 @@ def test_views_of_a_larger_tensor_lie_anywhere() -> None:
 
 
 def test_more_segments_than_one_program_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksum, "_FINISH_SEGMENTS", 2)
+    monkeypatch.setattr(segment_checksum, "_FINISH_SEGMENTS", 2)
     spans = [(8 * i, 16 * i) for i in range(5)]
     assert len(set(both(MEMORY, spans))) == len(spans)
 
@@ -176,7 +176,7 @@ def test_nothing_to_do() -> None:
 
 def test_a_cpu_tensor_is_hashed_where_it_is() -> None:
     memory = memory_of(5 * PAGE).cpu()
-    expected = pagehash.checksums(memory.numpy(), [(0, 5 * PAGE), (1, 7)])
+    expected = page_hash.checksums(memory.numpy(), [(0, 5 * PAGE), (1, 7)])
     assert segment_checksums(memory, [(0, 5 * PAGE), (1, 7)]).tolist() == expected.tolist()
 
 

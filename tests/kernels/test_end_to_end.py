@@ -18,12 +18,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import pagedworker as toy
-from kvsupport import Daemon
+from kvsupport import Daemon, damage
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from tiffin.kernels import paged
+from tiffin.kernels.paged import gather_scatter
 from tiffin.kvstore import Client
-from tiffin.kvstore.connectors.paging import host_tensor, layout_of
+from tiffin.kvstore.connectors.kernel_tables import layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,8 +90,10 @@ def save(client: Client, ranks: list[toy.Rank], *, backend: str | None) -> None:
     """Each rank writes its heads into the same slots."""
     for number, rank in enumerate(ranks):
         with client.reserve(toy.prompt(), shard=(number, len(ranks))) as slots:
-            memory = [host_tensor(slot.view) for slot in slots]
-            paged.gather(rank.cache, rank.map, memory, layout_of(toy.SCHEMA), backend=backend)
+            memory = [slot.view for slot in slots]
+            gather_scatter.gather(
+                rank.cache, rank.map, memory, layout_of(toy.SCHEMA), backend=backend
+            )
         done = slots.stored if number == len(ranks) - 1 else slots.pending
         assert done == tuple(range(toy.BLOCKS))
 
@@ -143,6 +145,6 @@ def test_a_wrong_byte_in_the_pool_is_never_attended_to(llama_cache: Any, daemon:
     with Client.open(daemon.url) as client:
         save(client, engine(llama_cache), backend=None)
         with client.get(toy.prompt()) as blocks:
-            host_tensor(blocks[2].memory)[5] ^= 1
+            damage(blocks[2].memory, 5)
         with client.get(toy.prompt(), timeout_s=10.0) as blocks:
             assert (len(blocks), blocks.reason) == (2, "corrupt")

@@ -12,9 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-from tiffin.kernels import backend, launching, paged, quant, ranges
+from tiffin.kernels import backend, launching
 from tiffin.kernels.errors import DeviceError, LayoutError
-from tiffin.kernels.lanes import LaneGroup
+from tiffin.kernels.layout.lanes import LaneGroup
+from tiffin.kernels.paged import gather_scatter
+from tiffin.kernels.quant import quantised_gather
+from tiffin.kernels.ranges import copy_ranges
 
 GPU = SimpleNamespace(type="cuda", index=1)
 
@@ -72,7 +75,7 @@ class _Hashable:
 )
 def test_what_32_bits_cannot_count_is_refused(group: LaneGroup, blocks: int) -> None:
     with pytest.raises(LayoutError, match=r"too many|too long"):
-        paged.tile_work(group, group.addresses, blocks)
+        gather_scatter.tile_work(group, group.addresses, blocks)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,7 @@ def test_what_is_read_twice_fits_the_cache_between_all_programs(
     read_twice_bytes: int, programs: int
 ) -> None:
     """32 MiB of it, but never fewer programs than an H100 has SMs."""
-    work = quant._Work(
+    work = quantised_gather._Work(
         width=128,
         step=64,
         together=1,
@@ -114,6 +117,6 @@ def test_a_triton_that_cannot_launch_is_not_counted_on(
     monkeypatch.setattr(backend, "interpreted", lambda: False)
     backend.can_launch.cache_clear()
     try:
-        assert not ranges.available("cuda")
+        assert not copy_ranges.available("cuda")
     finally:
         backend.can_launch.cache_clear()

@@ -14,17 +14,17 @@ pytest.importorskip("triton")
 
 from pagedsupport import ENGINES, Sizes
 
-from tiffin.kernels.cache import row_bytes
 from tiffin.kernels.errors import LayoutError
-from tiffin.kernels.lanes import lanes
-from tiffin.kernels.layout import (
+from tiffin.kernels.layout.block_layout import (
     BlockLayout,
     BlockPart,
     BlockShape,
     PagedCache,
     rank_heads,
 )
-from tiffin.kvstore.schema import KVSchema, LayerSpec
+from tiffin.kernels.layout.engine_cache import row_bytes
+from tiffin.kernels.layout.lanes import lanes
+from tiffin.kvstore.format.schema import KVSchema, LayerSpec
 
 
 def numbered(*shape: int) -> torch.Tensor:

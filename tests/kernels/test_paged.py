@@ -31,13 +31,13 @@ from pagedsupport import (
     snapshot,
 )
 
-from tiffin.kernels import paged
 from tiffin.kernels.backend import uses_triton
 from tiffin.kernels.errors import DeviceError, KernelError, LayoutError, PageError, RoomError
-from tiffin.kernels.lanes import lanes
-from tiffin.kernels.layout import BlockLayout, BlockPart, BlockShape, PagedCache
-from tiffin.kernels.paged import gather, scatter
-from tiffin.kernels.plan import PageMap
+from tiffin.kernels.layout.block_layout import BlockLayout, BlockPart, BlockShape, PagedCache
+from tiffin.kernels.layout.lanes import lanes
+from tiffin.kernels.layout.transfer_plan import PageMap
+from tiffin.kernels.paged import gather_scatter
+from tiffin.kernels.paged.gather_scatter import gather, scatter
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -237,9 +237,9 @@ def test_tiles_cut_long_runs(device: str) -> None:
         cache = mla(Sizes(1, 4, 24, 1, dim, device=device))
         layout = BlockLayout.canonical(BlockShape.of_cache(cache, tokens))
         group = lanes(cache, layout)[0]
-        work = paged.tile_work(group, np.zeros(1, np.int64), 1)
+        work = gather_scatter.tile_work(group, np.zeros(1, np.int64), 1)
         assert work.tiles > 1
-        assert work.tile_units * work.unit_words * work.word_bytes <= paged.TILE_BYTES
+        assert work.tile_units * work.unit_words * work.word_bytes <= gather_scatter.TILE_BYTES
         pages = PageMap.of_sequence(
             [2, 0, 3, 1], tokens=tokens, block_tokens=tokens, page_tokens=24
         )
@@ -250,13 +250,13 @@ def test_one_launch_moves_all_layers_and_blocks(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = []
-    launch = paged.launch
+    launch = gather_scatter.launch
 
     def counted(*arguments: Any) -> None:
         launched.append(arguments[0])
         launch(*arguments)
 
-    monkeypatch.setattr(paged, "launch", counted)
+    monkeypatch.setattr(gather_scatter, "launch", counted)
     for made, expected in (
         (nhd(Sizes(3, 4, 4, 2, 8, device=device)), 1),
         (mla(Sizes(5, 4, 4, 1, 8, device=device)), 1),
@@ -352,17 +352,17 @@ def test_words_divide_every_address(device: str) -> None:
     group = lanes(cache, BlockLayout.canonical(BlockShape.of_cache(cache, 8)))[0]
     assert group.alignment == 16
     for address, unit in ((64, 16), (72, 8), (4, 4), (6, 2), (9, 1)):
-        work = paged.tile_work(group, np.array([4096, address]), 2)
+        work = gather_scatter.tile_work(group, np.array([4096, address]), 2)
         assert work.word_bytes * work.unit_words == unit
         assert work.row_units * unit == group.row_bytes
         assert work.tiles * work.tile_units >= group.run_bytes // unit
     narrow = odd_views(Sizes(2, 6, 4, 2, 3, device=device))  # rows of 6 bytes
     group = lanes(narrow, BlockLayout.canonical(BlockShape.of_cache(narrow, 8)))[0]
-    assert paged.tile_work(group, np.array([4096]), 1).word_bytes == 2
+    assert gather_scatter.tile_work(group, np.array([4096]), 1).word_bytes == 2
 
 
 def test_too_many_tiles_for_a_launch_are_refused(device: str) -> None:
     cache = nhd(Sizes(2, 6, 4, 2, 8, device=device))
     group = lanes(cache, BlockLayout.canonical(BlockShape.of_cache(cache, 8)))[0]
     with pytest.raises(LayoutError, match="fewer blocks"):
-        paged.tile_work(group, np.zeros(1, np.int64), 1 << 28)
+        gather_scatter.tile_work(group, np.zeros(1, np.int64), 1 << 28)

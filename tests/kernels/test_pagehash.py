@@ -11,11 +11,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiffin.kernels import pagehash
+from tiffin.kernels.checksum import page_hash
 from tiffin.kernels.errors import LayoutError
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = pagehash.PAGE_BYTES
+PAGE = page_hash.PAGE_BYTES
 TWO_LEVELS = PAGE * PAGE // 8  # bytes whose hashes fill a page: a byte more makes a third level
 LENGTHS = [0, 1, 7, 8, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE - 8, TWO_LEVELS, TWO_LEVELS + 1]
 
@@ -44,8 +44,8 @@ def slowly(data: bytes) -> int:
 def test_it_is_the_definition(nbytes: int) -> None:
     data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
     expected = slowly(data.tobytes())
-    assert pagehash.checksum(data) == pagehash.checksum(data.data) == expected
-    assert pagehash.fold(pagehash.page_hashes(data), nbytes) == expected
+    assert page_hash.checksum(data) == page_hash.checksum(data.data) == expected
+    assert page_hash.fold(page_hash.page_hashes(data), nbytes) == expected
 
 
 def test_the_published_vectors() -> None:
@@ -55,23 +55,23 @@ def test_the_published_vectors() -> None:
     for nbytes, plain, pages in vectors:
         data = pattern(nbytes)[:nbytes]
         assert f"{xxhash.xxh3_64_intdigest(data):016x}" == plain, nbytes
-        assert f"{slowly(data):016x}" == f"{pagehash.checksum(memoryview(data)):016x}" == pages
+        assert f"{slowly(data):016x}" == f"{page_hash.checksum(memoryview(data)):016x}" == pages
 
 
 @given(data=st.binary(max_size=3 * PAGE), cut=st.integers(0, 3))
 def test_pieces_of_whole_pages_have_the_hashes_of_the_whole(data: bytes, cut: int) -> None:
     array = np.frombuffer(data, np.uint8)
     first, rest = array[: cut * PAGE], array[cut * PAGE :]
-    pieces = [pagehash.page_hashes(piece) for piece in (first, rest) if len(piece)]
-    whole = pagehash.page_hashes(array)
+    pieces = [page_hash.page_hashes(piece) for piece in (first, rest) if len(piece)]
+    whole = page_hash.page_hashes(array)
     assert np.concatenate(pieces or [whole]).tolist() == whole.tolist()
-    assert len(whole) == pagehash.page_count(len(data))
+    assert len(whole) == page_hash.page_count(len(data))
 
 
 def test_spans_are_hashed_each_on_its_own() -> None:
     data = np.random.default_rng(2).integers(0, 256, 5 * PAGE, np.uint8)
     spans = [(0, 0), (3, PAGE + 5), (PAGE, 2 * PAGE), (5 * PAGE, 0)]
-    found = pagehash.checksums(data, spans)
+    found = page_hash.checksums(data, spans)
     assert found.dtype == np.uint64
     assert found.tolist() == [slowly(data[at : at + n].tobytes()) for at, n in spans]
 
@@ -80,27 +80,27 @@ def test_spans_are_hashed_each_on_its_own() -> None:
 def test_damage_changes_it(nbytes: int) -> None:
     dice = np.random.default_rng(nbytes)
     data = dice.integers(0, 256, nbytes, np.uint8)
-    right = pagehash.checksum(data)
+    right = page_hash.checksum(data)
     places = {0, nbytes - 1, *dice.integers(0, nbytes, 20).tolist()}
     for place in places:
         for bit in range(8):
             data[place] ^= 1 << bit
-            assert pagehash.checksum(data) != right, (place, bit)
+            assert page_hash.checksum(data) != right, (place, bit)
             data[place] ^= 1 << bit
     longer = np.concatenate([data, np.zeros(2 * PAGE, np.uint8)])
-    others = {pagehash.checksum(longer[:n]) for n in range(max(0, nbytes - 9), len(longer), 7)}
+    others = {page_hash.checksum(longer[:n]) for n in range(max(0, nbytes - 9), len(longer), 7)}
     lengths = len(range(max(0, nbytes - 9), len(longer), 7))
     assert len(others) == lengths, "a truncation, or zeros behind the end, are not seen"
     if nbytes >= 2 * PAGE:
         swapped = data.copy()
         swapped[:PAGE], swapped[PAGE : 2 * PAGE] = data[PAGE : 2 * PAGE], data[:PAGE]
-        assert pagehash.checksum(swapped) != right
+        assert page_hash.checksum(swapped) != right
 
 
 def test_hashes_of_another_number_of_pages_are_refused() -> None:
-    hashes = pagehash.page_hashes(np.zeros(2 * PAGE, np.uint8))
+    hashes = page_hash.page_hashes(np.zeros(2 * PAGE, np.uint8))
     for nbytes in (0, PAGE, 2 * PAGE + 1):
         with pytest.raises(LayoutError, match="2 page hashes"):
-            pagehash.fold(hashes, nbytes)
+            page_hash.fold(hashes, nbytes)
     with pytest.raises(LayoutError, match="0 page hashes"):
-        pagehash.fold(hashes[:0], 0)
+        page_hash.fold(hashes[:0], 0)

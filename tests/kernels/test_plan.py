@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 from pagedsupport import ENGINES, Sizes, mla, nhd, odd_views, place
 
 from tiffin.kernels.errors import DeviceError, LayoutError, PageError
-from tiffin.kernels.lanes import lanes
-from tiffin.kernels.layout import BlockLayout, BlockPart, BlockShape, PagedCache
-from tiffin.kernels.plan import PageMap
+from tiffin.kernels.layout.block_layout import BlockLayout, BlockPart, BlockShape, PagedCache
+from tiffin.kernels.layout.lanes import lanes
+from tiffin.kernels.layout.transfer_plan import PageMap
 
 
 @st.composite

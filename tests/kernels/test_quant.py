@@ -13,15 +13,19 @@ pytest.importorskip("triton")
 
 from pagedsupport import heads_of, held_rows
 
-from tiffin.kernels import quant
-from tiffin.kernels.cache import PagedCache
 from tiffin.kernels.errors import DeviceError, LayoutError, PageError, RoomError
-from tiffin.kernels.layout import BlockLayout, BlockPart, BlockShape
-from tiffin.kernels.plan import PageMap
-from tiffin.kernels.quant import QuantisedLayout, gather_quantised, scatter_dequantised
-from tiffin.kernels.quant_reference import dequantise, quantise
-from tiffin.kernels.scaling import FLOAT32_MAX, FORMATS, Scaling
-from tiffin.kvstore.schema import KVSchema, LayerSpec
+from tiffin.kernels.layout.block_layout import BlockLayout, BlockPart, BlockShape
+from tiffin.kernels.layout.engine_cache import PagedCache
+from tiffin.kernels.layout.transfer_plan import PageMap
+from tiffin.kernels.quant import quantised_gather
+from tiffin.kernels.quant.quantised_gather import (
+    QuantisedLayout,
+    gather_quantised,
+    scatter_dequantised,
+)
+from tiffin.kernels.quant.reference import dequantise, quantise
+from tiffin.kernels.quant.scaling import FLOAT32_MAX, FORMATS, Scaling
+from tiffin.kvstore.format.schema import KVSchema, LayerSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,7 +195,9 @@ TILES = st.sampled_from([16, 64, 8192])
 
 def check_any_shape(case: Case, tile: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quant, "TILE_NUMBERS", tile)  # groups of one tile, of several, and of a part
+        patch.setattr(
+            quantised_gather, "TILE_NUMBERS", tile
+        )  # groups of one tile, of several, and of a part
         check_both_ways(*case)
 
 
@@ -249,13 +255,13 @@ def count_launches(
 ) -> int:
     launches = []
     for name in ("_launch", "launch"):
-        whole = getattr(quant, name)
+        whole = getattr(quantised_gather, name)
 
         def counted(*args: Any, whole: Any = whole) -> None:
             launches.append(args)
             whole(*args)
 
-        monkeypatch.setattr(quant, name, counted)
+        monkeypatch.setattr(quantised_gather, name, counted)
     gather_quantised(cache, pages, blank(2, layout.nbytes), layout, backend="triton")
     return len(launches)
 
@@ -371,7 +377,7 @@ def test_the_ends_of_float32(form: str) -> None:
 @pytest.mark.parametrize("native", [False, True])
 def test_every_byte_restored(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with the conversions that GPUs have, which the interpreter has but for NaN."""
-    monkeypatch.setattr(quant, "_native", lambda _device: native)
+    monkeypatch.setattr(quantised_gather, "_native", lambda _device: native)
     shape = BlockShape(64, ((BlockPart(1, 64, 4, 4, sliced=False),),))
     layout = QuantisedLayout(BlockLayout.canonical(shape), ((Scaling("float8_e4m3", 64),),))
     every = torch.arange(256, dtype=torch.int32).to(torch.uint8)
@@ -436,7 +442,7 @@ def test_parts_that_cannot_be_copied_are_refused_before_others_are_quantised(
     def too_long(*_arguments: Any) -> None:
         raise LayoutError("a run is too long")
 
-    monkeypatch.setattr(quant, "tile_work", too_long)
+    monkeypatch.setattr(quantised_gather, "tile_work", too_long)
     layout = QuantisedLayout.of_schema(gqa(v_dtype="bfloat16"))
     blocks = blank(2, layout.nbytes)
     with pytest.raises(LayoutError, match="too long"):

@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from tiffin.kernels.errors import LayoutError
-from tiffin.kernels.quant_reference import dequantise, pack, quantise, unpack
-from tiffin.kernels.scaling import FLOAT32_MAX, FORMATS, SCALE_MIN, Scaling
+from tiffin.kernels.quant.reference import dequantise, pack, quantise, unpack
+from tiffin.kernels.quant.scaling import FLOAT32_MAX, FORMATS, SCALE_MIN, Scaling
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STORED = {"float8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "int8": np.dtype(np.int8)}

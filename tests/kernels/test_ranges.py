@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiffin.kernels import backend, ranges
+from tiffin.kernels import backend
 from tiffin.kernels.errors import DeviceError, LayoutError
-from tiffin.kernels.words import alignment
+from tiffin.kernels.layout.access_width import alignment
+from tiffin.kernels.ranges import copy_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,11 +32,11 @@ def columns(*rows: tuple[int, int, int]) -> tuple[NDArray[np.int64], ...]:
 
 
 def by_host(plan: tuple[NDArray[np.int64], ...], target: Any, source: Any, programs: int) -> None:
-    ranges.copy_ranges_host(*plan)
+    copy_ranges.copy_ranges_host(*plan)
 
 
 def by_kernel(plan: tuple[NDArray[np.int64], ...], target: Any, source: Any, programs: int) -> None:
-    ranges.copy_ranges(*plan, device=DEVICE, programs=programs)
+    copy_ranges.copy_ranges(*plan, device=DEVICE, programs=programs)
 
 
 @st.composite
@@ -78,7 +79,7 @@ def test_as_numpy_slices(
 
 @pytest.mark.parametrize("copy", [by_host, by_kernel])
 def test_ranges_longer_than_a_chunk(copy: Callable[..., None]) -> None:
-    nbytes = 2 * ranges.CHUNK_BYTES + 48
+    nbytes = 2 * copy_ranges.CHUNK_BYTES + 48
     where = "cpu" if copy is by_host else DEVICE
     source = torch.arange(3 * nbytes, device=where).to(torch.uint8)
     target = torch.zeros(3 * nbytes, dtype=torch.uint8, device=where)
@@ -101,7 +102,7 @@ def test_large_and_small_on_the_host() -> None:
         target = np.zeros_like(source)
         at = np.arange(count) * step
         to = at[::-1].copy()
-        ranges.copy_ranges_host(
+        copy_ranges.copy_ranges_host(
             target.ctypes.data + to, source.ctypes.data + at, np.full(count, length)
         )
         got = target[: count * step].reshape(count, step)[::-1]
@@ -120,16 +121,16 @@ def test_what_divides_everything() -> None:
 
 
 def test_a_table_is_cut_in_chunks() -> None:
-    table = ranges.chunk_table(*columns((1000, 5000, 25), (2000, 6000, 10)), chunk_bytes=10)
+    table = copy_ranges.chunk_table(*columns((1000, 5000, 25), (2000, 6000, 10)), chunk_bytes=10)
     assert table.T.tolist() == [
         [1000, 5000, 10], [1010, 5010, 10], [1020, 5020, 5], [2000, 6000, 10]
     ]  # fmt: skip
 
 
 def test_few_programs_for_a_link() -> None:
-    assert ranges.link_programs(ranges.CHUNK_BYTES) == 16
-    assert ranges.link_programs(4096) == 64
-    assert ranges.link_programs(1) == 64
+    assert copy_ranges.link_programs(copy_ranges.CHUNK_BYTES) == 16
+    assert copy_ranges.link_programs(4096) == 64
+    assert copy_ranges.link_programs(1) == 64
 
 
 @pytest.mark.parametrize("copy", [by_host, by_kernel])
@@ -150,17 +151,17 @@ def test_bad_tables_are_refused(copy: Callable[..., None], plan: tuple[Any, ...]
 
 
 def test_nothing_to_copy_and_no_programs() -> None:
-    ranges.copy_ranges_host(*columns())
-    ranges.copy_ranges(*columns((0, 0, 0)), device=DEVICE)
+    copy_ranges.copy_ranges_host(*columns())
+    copy_ranges.copy_ranges(*columns((0, 0, 0)), device=DEVICE)
     with pytest.raises(LayoutError, match="programs"):
-        ranges.copy_ranges(*columns((8, 8, 8)), device=DEVICE, programs=0)
+        copy_ranges.copy_ranges(*columns((8, 8, 8)), device=DEVICE, programs=0)
 
 
 def test_a_cpu_has_no_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "interpreted", lambda: False)
-    assert not ranges.available("cpu")
+    assert not copy_ranges.available("cpu")
     for launches in (True, False):  # False: no C compiler for Triton's launcher, say
         monkeypatch.setattr(backend, "can_launch", lambda launches=launches: launches)
-        assert ranges.available("cuda") is launches
+        assert copy_ranges.available("cuda") is launches
     with pytest.raises(DeviceError, match="copy_ranges_host"):
-        ranges.copy_ranges(*columns((8, 8, 8)), device="cpu")
+        copy_ranges.copy_ranges(*columns((8, 8, 8)), device="cpu")

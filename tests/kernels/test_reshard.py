@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,10 +15,10 @@ pytest.importorskip("triton")
 from pagedsupport import BACKENDS, DEVICES, Sizes, filled, nhd
 
 from tiffin.kernels.errors import DeviceError, KernelError, LayoutError, RoomError
-from tiffin.kernels.layout import BlockLayout, BlockPart, BlockShape, PagedCache
-from tiffin.kernels.paged import gather, scatter
-from tiffin.kernels.plan import PageMap
-from tiffin.kernels.reshard import reshard
+from tiffin.kernels.layout.block_layout import BlockLayout, BlockPart, BlockShape, PagedCache
+from tiffin.kernels.layout.transfer_plan import PageMap
+from tiffin.kernels.paged.gather_scatter import gather, scatter
+from tiffin.kernels.paged.reshard import reshard
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -128,6 +129,28 @@ def test_shares_in_buffers_of_their_own(device: str, backend: str) -> None:
         assert torch.equal(target, expected)
 
 
+def test_arrays_are_blocks_of_the_host(device: str) -> None:
+    """Those that are read may be read-only, as leased blocks are; those that are filled may not."""
+    if device != "cpu":
+        pytest.skip("arrays that are not pinned are reached by a CPU alone")
+    whole, share = BlockLayout.canonical(MIXED), BlockLayout.rank(MIXED, 1, 4)
+    source = random_blocks(2, whole, device)
+    expected = torch.zeros((2, share.nbytes), dtype=torch.uint8)
+    reshard(source, whole, expected, share)
+    leased = list(source.numpy())
+    for block in leased:
+        block.flags.writeable = False
+    target = [np.zeros(share.nbytes, np.uint8) for _ in leased]
+    reshard(leased, whole, target, share)
+    assert np.array_equal(target, expected.numpy())
+    with pytest.raises(LayoutError, match="can't be written"):
+        reshard(target, share, leased, whole)
+    for wrong in (np.int8, slice(None, None, -1)):
+        odd = [block.view(wrong) if wrong is np.int8 else block[wrong] for block in leased]
+        with pytest.raises(LayoutError, match="contiguous uint8"):
+            reshard(odd, whole, target, share)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fused_with_gather_and_scatter(device: str, backend: str) -> None:
     """A cache gathered rank-major is what a gather and a reshard make; scatter undoes both."""
@@ -166,7 +189,7 @@ def test_words_divide_every_address(device: str, odd: str, monkeypatch: pytest.M
     shape = BlockShape.gqa(layers=2, kv_heads=2, head_dim=8, itemsize=2, tokens=4)
     canonical, ranks = BlockLayout.canonical(shape), BlockLayout.rank_major(shape, 2)
     launched = []
-    monkeypatch.setattr("tiffin.kernels.reshard.launch", lambda *args: launched.append(args))
+    monkeypatch.setattr("tiffin.kernels.paged.reshard.launch", lambda *args: launched.append(args))
     arenas = [filled(1, 1024, device=device)[0] for _ in range(2)]
     source = [arenas[0][4 * (odd == "source") :]]
     target = [arenas[1][2 * (odd == "target") :]]

@@ -110,9 +110,18 @@ def deep_pool(way: str, make_pool: Callable[[str, PoolOptions], Pool]) -> Pool:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients wait for what a node says at a call's deadline, and report damage to it, also when
     somebody has stood still meanwhile."""
-    for module in ("link", "aiolink", "pool.peer", "pool.placing", "pool.streaming"):
+    for module in (
+        "deadlines",
+        "connection.node_link",
+        "connection.async_node_link",
+        "verbs.block_verbs",
+        "pool.remote.peer",
+        "pool.put_placement",
+        "pool.remote.layer_stream",
+    ):
         monkeypatch.setattr(f"tiffin.kvstore.{module}.GRACE_S", SLACK_S)
-    monkeypatch.setattr("tiffin.kvstore.pool.peer.POST_TIMEOUT_S", SLACK_S)
+    monkeypatch.setattr("tiffin.kvstore.deadlines.OVERRUN_S", 2 * SLACK_S)
+    monkeypatch.setattr("tiffin.kvstore.pool.remote.peer.POST_TIMEOUT_S", SLACK_S)
 
 
 @pytest.fixture

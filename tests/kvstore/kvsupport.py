@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import inspect
 import itertools
@@ -22,17 +23,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiffin.kvstore import KVSchema, Prefix
+from tiffin.kvstore.connection.node_link import SocketLink
 from tiffin.kvstore.errors import NodeUnavailable
-from tiffin.kvstore.link import SocketLink
-from tiffin.kvstore.node.core import CoreOptions
+from tiffin.kvstore.format.header import pack_header
+from tiffin.kvstore.node.core.node_core import CoreOptions
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.testing import random_bytes
 from tiffin.kvstore.url import parse_nvme
+from tiffin.messenger.shm.host_copy import hash_segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import pytest
+
+    from tiffin.kvstore.memory.arena import Extent
+    from tiffin.kvstore.tiers.nvme import NvmeTier
 
 Bytes = NDArray[np.uint8]
 
@@ -47,6 +53,29 @@ NVME_BLOCKS = 48
 SLACK_S = 8.0
 
 _numbers = itertools.count(1)
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+def damage(view: Bytes, at: int) -> None:
+    """Flip a bit of shared memory that this process may have mapped to be read only, as another
+    process could that has it mapped to be written."""
+    address = int(view.__array_interface__["data"][0]) + at
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, offset, _, inode, *_ = line.split()
+        begin, end = (int(number, 16) for number in span.split("-"))
+        if begin <= address < end:
+            position = int(offset, 16) + address - begin
+            break
+    for found in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if found.stat().st_ino == int(inode) and "memfd:" in os.readlink(found):
+                with open(found, "r+b", buffering=0) as file:
+                    (byte,) = os.pread(file.fileno(), 1, position)
+                    os.pwrite(file.fileno(), bytes([byte ^ 1]), position)
+                    return
+    raise AssertionError("no region of this process has that address")
 
 
 # -- contents --------------------------------------------------------------------------------------
@@ -74,6 +103,31 @@ def assert_right(blocks: Sequence[Any], prefix: Prefix) -> None:
         assert np.array_equal(block.bytes, payload_of(key, prefix.schema)), key.hex()
 
 
+def write_block(
+    tier: NvmeTier, extent: Extent, prefix: Prefix, generation: int, payload: Any
+) -> None:
+    """The first block of a prefix, as a node would have left it there."""
+    schema = prefix.schema
+    data = payload.astype(np.uint8)
+    header = np.zeros(schema.header_bytes, np.uint8)
+    pack_header(
+        header,
+        key=prefix.keys[0],
+        parent=prefix.parent,
+        schema_fingerprint=prefix.schema_fingerprint,
+        namespace_fingerprint=prefix.namespace_fingerprint,
+        generation=generation,
+        payload_bytes=schema.block_bytes,
+        extent_offset=extent.offset,
+        extent_bytes=extent.length,
+        tokens=prefix.token_bytes(0),
+        segment_bytes=[segment.length for segment in schema.segments],
+        checksums=hash_segments(data, [(s.offset, s.length) for s in schema.segments]),
+    )
+    tier.write(extent, schema.header_bytes, data)
+    tier.commit(extent, header)
+
+
 # -- waiting ---------------------------------------------------------------------------------------
 
 
@@ -85,6 +139,23 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = SLACK
             raise AssertionError(f"not within {timeout_s} s: {what}")
         time.sleep(0.005)
     return value
+
+
+def open_files() -> collections.Counter[str]:
+    """What this process has open, by what it is: sockets alike."""
+    found: collections.Counter[str] = collections.Counter()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one of this listing
+            found[os.readlink(f"/proc/self/fd/{number}").partition(":[")[0]] += 1
+    return found
+
+
+def await_closed(before: collections.Counter[str]) -> None:
+    """Until no more files are open than `before`; fails with what they are."""
+    try:
+        wait_until(lambda: open_files().total() <= before.total(), "files are closed")
+    except AssertionError as error:
+        raise AssertionError(f"{error}; more than before: {open_files() - before}") from None
 
 
 @contextlib.contextmanager

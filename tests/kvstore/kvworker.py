@@ -29,8 +29,8 @@ from kvsupport import SCHEMA, payload_of
 
 from tiffin.kvstore import Client, KVSchema, Prefix
 from tiffin.kvstore.errors import StaleLease, TiffinError
-from tiffin.kvstore.node import messages
-from tiffin.messenger.wire import encode_frame
+from tiffin.kvstore.node.core import messages
+from tiffin.messenger.wire.framing import encode_frame
 
 # Blocks of the kill campaign: large enough that a write has a middle.
 CAMPAIGN = KVSchema.gqa(
@@ -108,7 +108,8 @@ def _connected(path: str, dice: random.Random) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.connect(path)
     if dice.random() < 0.9:
-        sock.sendall(encode_frame(messages.encoder.encode(messages.Hello(1, 1, "fuzz", 0))))
+        hello = messages.Hello(1, messages.PROTOCOL_VERSION, "fuzz", 0)
+        sock.sendall(encode_frame(messages.encoder.encode(hello)))
         sock.settimeout(10)
         with contextlib.suppress(OSError):
             sock.recv(1 << 16)

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 from kvsupport import DRAM_BLOCKS, assert_conserved, is_quiet, payloads_of, wait_until
 
 from tiffin.kvstore import Client, KVSchema
+from tiffin.kvstore.cli.daemon import DaemonOptions, in_a_pool, listening
+from tiffin.kvstore.connection.node_link import LocalLink
 from tiffin.kvstore.credentials import Credentials
-from tiffin.kvstore.daemon import DaemonOptions, in_a_pool, listening
 from tiffin.kvstore.directory import EmbeddedDirectory, host_id
 from tiffin.kvstore.errors import DirectoryUnavailable
-from tiffin.kvstore.link import LocalLink
-from tiffin.kvstore.node.core import CoreOptions
+from tiffin.kvstore.node.core.node_core import CoreOptions
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.node.publisher import PublisherOptions
 from tiffin.kvstore.pool.client import PoolClient
-from tiffin.kvstore.pool.engine import Engine, PoolOptions
 from tiffin.kvstore.pool.members import HomeNumber
+from tiffin.kvstore.pool.verb_driver import PoolOptions, VerbDriver
 from tiffin.messenger.doubles import Relay
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class Cluster:
     ) -> PoolClient:
         """A client; closed with the cluster, if the test does not."""
         members = members or EmbeddedDirectory.named(f"default:{self.name}")
-        engine = Engine(members, credentials or self.credentials, name, PoolOptions(**numbers))
+        engine = VerbDriver(members, credentials or self.credentials, name, PoolOptions(**numbers))
         link, number = None, None
         if home is not None:
             link = LocalLink(home.node, name, owns_node=False)

@@ -14,12 +14,12 @@ from kvsupport import fresh_prefix
 
 from tiffin.kvstore import Client, KVSchema
 from tiffin.kvstore.errors import SchemaError
-from tiffin.kvstore.schema import LayerSpec
+from tiffin.kvstore.format.schema import LayerSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tiffin.kvstore.keys import Prefix
+    from tiffin.kvstore.format.keys import Prefix
 
 TOKENS = 16
 FORMATS = {"float8_e4m3": (ml_dtypes.float8_e4m3fn, 448), "int8": (np.int8, 127)}

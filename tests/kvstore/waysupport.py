@@ -20,20 +20,22 @@ from kvsupport import (
 )
 
 from tiffin.kvstore import AsyncClient, Client, Prefix
+from tiffin.kvstore.cli.daemon import DaemonOptions, in_a_pool, listening
+from tiffin.kvstore.connection.node_link import LocalLink
 from tiffin.kvstore.credentials import Credentials
-from tiffin.kvstore.daemon import DaemonOptions, in_a_pool, listening
 from tiffin.kvstore.directory import EmbeddedDirectory, host_id
-from tiffin.kvstore.link import LocalLink
 from tiffin.kvstore.node.node import Node
 from tiffin.kvstore.node.publisher import PublisherOptions
-from tiffin.kvstore.node.remote import RemoteService
-from tiffin.kvstore.pool.aio import AsyncPoolClient
+from tiffin.kvstore.node.server.tcp_server import RemoteService
+from tiffin.kvstore.pool.async_client import AsyncPoolClient
 from tiffin.kvstore.pool.client import PoolClient as ManyClient
-from tiffin.kvstore.pool.engine import Engine
 from tiffin.kvstore.pool.members import HomeNumber
+from tiffin.kvstore.pool.verb_driver import VerbDriver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tiffin.kvstore.connection.region_mapping import Mapping
 
 _numbers = itertools.count(1)
 
@@ -95,7 +97,7 @@ class TwoNodes:
     def open(self, name: str, verify: Any = "always", admission: str = "never") -> ManyClient:
         """A client that has `home` at home."""
         members = EmbeddedDirectory.named(f"default:{self._name}")
-        engine = Engine(members, Credentials(), f"{name} from afar")
+        engine = VerbDriver(members, Credentials(), f"{name} from afar")
         number = HomeNumber(engine.nodes, host_id(), f"/nowhere/{self._name}/home")
         link = LocalLink(self.home, name, owns_node=False)
         return ManyClient(engine, verify, home=link, home_number=number, admission=admission)
@@ -215,16 +217,26 @@ class PoolClient:
     def call(self, request: Any, timeout_s: float = 5.0) -> Any:
         """A message as it is, past the verbs."""
         if self.pool.kind == "pool":
-            return self.raw._home.call(request, timeout_s)
+            return self._home.call(request, timeout_s)
         result = self.raw._link.call(request, timeout_s)
         return result if self._loop is None else self._loop.run(result)
 
     @property
+    def mapping(self) -> Mapping:
+        """The DRAM of the node that takes what is put, as this client maps it."""
+        link = self._home if self.pool.kind == "pool" else self.raw._link
+        mapping: Mapping = link.mapping
+        return mapping
+
+    @property
+    def _home(self) -> Any:
+        return getattr(self.raw, "_client", self.raw)._home
+
+    @property
     def memory(self) -> Bytes:
-        """The node's DRAM: as this client maps it, if it does."""
+        """The same, to be written past all rules; of a client that maps nothing, the node's own."""
         node = self.pool.node
-        memory: Bytes = self.raw._link.memory if node is None else node.dram.region.array
-        return memory
+        return self.mapping.writable() if node is None else node.dram.region.array
 
     def close(self) -> None:
         self._run("close")
@@ -335,7 +347,7 @@ class Pool:
 
     def offset_of(self, block: Any, client: PoolClient | None = None) -> int:
         """Where in the region the payload of a served block begins."""
-        base = (client or self.client).memory.__array_interface__["data"][0]
+        base = (client or self.client).mapping.memory.__array_interface__["data"][0]
         return int(block.memory.__array_interface__["data"][0]) - base
 
     def payload_offset(self, prefix: Prefix) -> int:

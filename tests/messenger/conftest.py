@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tiffin.messenger import tcp
+from tiffin.messenger.tcp import tcp_client
 from tiffin.messenger.testing import eventually
 
 # As in tests/conftest.py: helpers of these tests, under a name that nothing else has.
@@ -22,6 +22,9 @@ from netsupport import Server, descriptors, serving
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Threads that serve the whole process, once there was work for them.
+STAYS = ("tiffin-copy", "tiffin-uninterrupted")
+
 
 @pytest.fixture
 def server() -> Iterator[Server]:
@@ -30,8 +33,8 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def transport(server: Server) -> Iterator[tcp.TcpTransport]:
-    transport = tcp.TcpTransport(server.opener())
+def transport(server: Server) -> Iterator[tcp_client.TcpTransport]:
+    transport = tcp_client.TcpTransport(server.opener())
     yield transport
     transport.close()
 
@@ -44,7 +47,7 @@ def nothing_leaks() -> Iterator[None]:
 
     def left() -> list[threading.Thread]:
         new = set(threading.enumerate()) - threads
-        return [one for one in new if not one.name.startswith("tiffin-copy")]  # stays for good
+        return [one for one in new if not one.name.startswith(STAYS)]
 
     assert eventually(lambda: not left()), left()
     assert eventually(lambda: descriptors() <= fds), os.listdir("/proc/self/fd")

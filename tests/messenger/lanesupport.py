@@ -9,8 +9,8 @@ import contextlib
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from tiffin.messenger.device_lanes import Buffer, HostLanes
-from tiffin.messenger.device_plan import Able, Rows
+from tiffin.messenger.gpu.copy_plan import Able, CopyRows
+from tiffin.messenger.gpu.copy_streams import Buffer, HostLanes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,14 +64,14 @@ class SimulatedLanes(HostLanes):
         self._lanes.append(SimulatedLane())
         return self._lanes[-1]
 
-    def single(self, lane: Any, rows: Rows) -> None:
+    def single(self, lane: Any, rows: CopyRows) -> None:
         self._queue(lane, "single", rows)
 
-    def batch(self, lane: Any, rows: Rows) -> None:
+    def batch(self, lane: Any, rows: CopyRows) -> None:
         assert self.able.batches
         self._queue(lane, "batch", rows)
 
-    def kernel(self, lane: Any, rows: Rows, programs: int | None) -> None:
+    def kernel(self, lane: Any, rows: CopyRows, programs: int | None) -> None:
         self._queue(lane, "kernel", rows)
 
     def record(self, lane: Any) -> Any:
@@ -102,7 +102,7 @@ class SimulatedLanes(HostLanes):
         if lanes:
             lanes[self._choose(len(lanes))].todo.popleft()[1]()
 
-    def _queue(self, lane: SimulatedLane, what: str, rows: Rows) -> None:
+    def _queue(self, lane: SimulatedLane, what: str, rows: CopyRows) -> None:
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault

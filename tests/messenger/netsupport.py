@@ -7,15 +7,15 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from tiffin.messenger import tcp
 from tiffin.messenger.errors import FrameError
+from tiffin.messenger.tcp import tcp_client
 from tiffin.messenger.testing import GrantBook
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Iterator
 
-    from tiffin.messenger.stream import Stream
+    from tiffin.messenger.tcp.stream import Stream
 
 HELLO = b"let me in"
 
@@ -35,19 +35,19 @@ class Talk:
     def greet(self) -> bytes | None:
         return self._server.greeting
 
-    def message(self, body: bytes | memoryview) -> tcp.Answer:
+    def message(self, body: bytes | memoryview) -> tcp_client.Answer:
         text = bytes(body)
         self._server.messages.append(text)
         if text == HELLO:
             self.trusted = True
-            return tcp.Answer(b"welcome")
+            return tcp_client.Answer(b"welcome")
         if text == b"quiet":
-            return tcp.Answer(None)
+            return tcp_client.Answer(None)
         if text == b"break":
             raise self._server.error
         if text.startswith(b"grant "):
-            return tcp.Answer(b"granted", int(text[6:]))
-        return tcp.Answer(text)
+            return tcp_client.Answer(b"granted", int(text[6:]))
+        return tcp_client.Answer(text)
 
     def closed(self) -> None:
         self.closed_count += 1
@@ -70,7 +70,7 @@ class Server:
         self.talks: list[Talk] = []
         self.messages: list[bytes] = []
         self.error: Exception = FrameError("an application that has had enough")
-        self.listener = tcp.Listener(
+        self.listener = tcp_client.Listener(
             ("127.0.0.1", 0),
             lambda peer: Talk(self, peer),
             tls=tls,
@@ -89,7 +89,7 @@ class Server:
         """Connects and says hello, as an application would."""
 
         def open_stream(deadline: float) -> Stream:
-            stream = tcp.connect(
+            stream = tcp_client.connect(
                 address or self.address, deadline, tls=tls, server_hostname="localhost"
             )
             try:

@@ -19,29 +19,32 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tiffin.messenger.nixl import NixlTransport
-from tiffin.messenger.nixl_agent import Description, NixlAgent
-from tiffin.messenger.nixl_load import NixlUnavailable, load
-from tiffin.messenger.region import Region
+from tiffin.messenger.nixl.agent import Description, NixlAgent
+from tiffin.messenger.nixl.bindings import NixlUnavailable, load
+from tiffin.messenger.nixl.nixl_transport import NixlTransport
+from tiffin.messenger.shm.region import Region
 from tiffin.messenger.testing import GrantBook, soon
 from tiffin.messenger.transport import Range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tiffin.messenger.local import ByteArray
+    from tiffin.messenger.shm.host_copy import ByteArray
 
 REGION_BYTES = 40 << 20
 
 
-def require_nixl() -> None:
-    """Skip where NIXL is not installed; fail where TIFFIN_REQUIRE_NIXL=1 says that it must be."""
+def require_nixl(file: str = __file__) -> None:
+    """Skip where NIXL is not installed; fail where TIFFIN_REQUIRE_NIXL=1 says that it must be.
+
+    `file`: the module that is skipped. pytest-xdist reports one of several that have one reason.
+    """
     try:
         load()
     except NixlUnavailable as error:
         if os.environ.get("TIFFIN_REQUIRE_NIXL") == "1":
             pytest.fail(f"TIFFIN_REQUIRE_NIXL=1 asks for these tests, and {error}")
-        pytest.skip(str(error), allow_module_level=True)
+        pytest.skip(f"{Path(file).stem}: {error}", allow_module_level=True)
 
 
 class Neighbour:
@@ -151,7 +154,7 @@ def neighbour(lanes: str) -> Iterator[Neighbour]:
 
 def serve(fd: int, nbytes: int, lanes: str) -> None:
     """The process: see above."""
-    with Region.attach(fd, nbytes) as region:
+    with Region.attach(fd, nbytes, writable=True) as region:
         agent = NixlAgent("neighbour", lanes=lanes)
         metadata, base, length, *_ = agent.register(region.array).description()
         said = {"metadata": metadata.hex(), "base": base, "bytes": length}

@@ -10,8 +10,8 @@ from netsupport import soon
 
 from tiffin.messenger.doubles import Corrupting, Counting, Cut, Delayed, Lossy
 from tiffin.messenger.errors import PeerLost, TransferTimeout
-from tiffin.messenger.local import hash_bytes
-from tiffin.messenger.onhost import LocalTransport
+from tiffin.messenger.shm.host_copy import hash_bytes
+from tiffin.messenger.shm.transports import LocalTransport
 from tiffin.messenger.testing import GrantBook, random_bytes
 from tiffin.messenger.transport import Range, Served
 

@@ -19,22 +19,23 @@ import numpy as np
 import pytest
 from netsupport import HELLO, serving, soon
 
-from tiffin.messenger import frames, tcp
 from tiffin.messenger.doubles import Relay
 from tiffin.messenger.errors import PeerLost, Stalled, TransferTimeout
-from tiffin.messenger.frames import Kind
 from tiffin.messenger.messenger import Messenger
-from tiffin.messenger.onhost import LocalTransport
-from tiffin.messenger.tcp import TcpTransport
+from tiffin.messenger.shm.transports import LocalTransport
+from tiffin.messenger.tcp import tcp_client
+from tiffin.messenger.tcp.tcp_client import TcpTransport
 from tiffin.messenger.testing import GrantBook, eventually, random_bytes
 from tiffin.messenger.transport import Range, Served
+from tiffin.messenger.wire import frames
+from tiffin.messenger.wire.frames import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from netsupport import Server
 
-    from tiffin.messenger.stream import Stream
+    from tiffin.messenger.tcp.stream import Stream
 
 MIB = 1 << 20
 RANGES = [Range(at, MIB) for at in range(0, netpeer.NBYTES, MIB)]
@@ -82,7 +83,7 @@ class Process:
     def opener(self, deadline: float) -> Stream:
         """As an application's: a peer that is stopped before it has answered is given up on."""
         deadline = min(deadline, soon(2))
-        stream = tcp.connect(self.address, deadline)
+        stream = tcp_client.connect(self.address, deadline)
         try:
             stream.receive_message(deadline)
             stream.message(HELLO)
@@ -268,7 +269,7 @@ def test_a_reader_that_does_not_read_is_cut() -> None:
 
 def test_a_reader_that_dawdles_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A little now and then is not a stall, but it is too slow."""
-    monkeypatch.setattr("tiffin.messenger.listener._BYTES_S_MIN", 1 << 30)
+    monkeypatch.setattr("tiffin.messenger.tcp.listener._BYTES_S_MIN", 1 << 30)
     with serving(stall_s=0.4) as server:
         grant = server.book.add([np.zeros(64 * MIB, np.uint8)])
         with friend(server) as sock:

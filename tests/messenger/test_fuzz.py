@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 from netsupport import HELLO, serving, soon
 
-from tiffin.messenger import frames
 from tiffin.messenger.errors import MessengerError
-from tiffin.messenger.frames import Kind
-from tiffin.messenger.stream import PlainStream
+from tiffin.messenger.tcp.stream import PlainStream
 from tiffin.messenger.testing import random_bytes
 from tiffin.messenger.transport import Range, Served
+from tiffin.messenger.wire import frames
+from tiffin.messenger.wire.frames import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

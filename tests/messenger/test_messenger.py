@@ -15,14 +15,14 @@ from tiffin.messenger.budget import SHARED, Budget, Priority
 from tiffin.messenger.doubles import Counting, Cut, Delayed, Lossy, Wrapper
 from tiffin.messenger.errors import FrameError, GrantError, PeerLost, TransferTimeout
 from tiffin.messenger.messenger import Messenger
-from tiffin.messenger.onhost import LocalTransport
+from tiffin.messenger.shm.transports import LocalTransport
 from tiffin.messenger.testing import GrantBook, eventually, random_bytes
 from tiffin.messenger.transport import Range, Served
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tiffin.messenger.local import ByteArray
+    from tiffin.messenger.shm.host_copy import ByteArray
     from tiffin.messenger.transport import Arrived, Transport
 
 CONTENT = random_bytes(1000, 1)

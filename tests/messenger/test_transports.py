@@ -13,26 +13,26 @@ from netsupport import serving
 from tiffin.messenger.doubles import Counting, Cut, Delayed, Lossy, Relay
 from tiffin.messenger.errors import GrantError
 from tiffin.messenger.messenger import Messenger
-from tiffin.messenger.onhost import LocalTransport, ShmTransport
-from tiffin.messenger.region import Region
-from tiffin.messenger.tcp import TcpTransport
-from tiffin.messenger.testing import GrantBook, Peer, TransportContract
-from tiffin.messenger.tls import client_tls, server_tls
+from tiffin.messenger.shm.region import Region
+from tiffin.messenger.shm.transports import LocalTransport, ShmTransport
+from tiffin.messenger.tcp.tcp_client import TcpTransport
+from tiffin.messenger.tcp.tls_context import client_tls, server_tls
+from tiffin.messenger.testing import GrantBook, ServingPeer, TransportContract
 from tiffin.messenger.transport import Range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tiffin.messenger.local import ByteArray
+    from tiffin.messenger.shm.host_copy import ByteArray
 
 
 class TestLocal(TransportContract):
     @pytest.fixture
-    def peer(self) -> Iterator[Peer]:
+    def peer(self) -> Iterator[ServingPeer]:
         book = GrantBook()
         with closing(LocalTransport(book)) as transport:
-            yield Peer(transport, book)
+            yield ServingPeer(transport, book)
 
 
 class Neighbour:
@@ -61,16 +61,16 @@ def region() -> Iterator[Region]:
 
 @pytest.fixture(scope="module")
 def mapped(region: Region) -> Iterator[Region]:
-    with Region.attach(os.dup(region.fd), region.nbytes) as mapped:
+    with Region.attach(os.dup(region.fd), region.nbytes, writable=True) as mapped:
         yield mapped
 
 
 class TestShm(TransportContract):
     @pytest.fixture
-    def peer(self, region: Region, mapped: Region) -> Iterator[Peer]:
+    def peer(self, region: Region, mapped: Region) -> Iterator[ServingPeer]:
         neighbour = Neighbour(region)
         with closing(ShmTransport(mapped.array, neighbour.resolve)) as transport:
-            yield Peer(transport, neighbour.book, neighbour.allocate)
+            yield ServingPeer(transport, neighbour.book, neighbour.allocate)
 
 
 @pytest.mark.parametrize("place", [Range(4090, 7), Range(-1, 1), Range(2**64, 1), Range(0, -1)])
@@ -97,73 +97,73 @@ def test_a_region_mapped_read_only_is_not_written() -> None:
 
 class TestTcp(TransportContract):
     @pytest.fixture
-    def peer(self) -> Iterator[Peer]:
+    def peer(self) -> Iterator[ServingPeer]:
         with serving() as server, closing(TcpTransport(server.opener())) as transport:
-            yield Peer(transport, server.book)
+            yield ServingPeer(transport, server.book)
 
 
 class TestTcpInParts(TransportContract):
     """Large transfers over three streams at a time."""
 
     @pytest.fixture
-    def peer(self) -> Iterator[Peer]:
+    def peer(self) -> Iterator[ServingPeer]:
         with (
             serving() as server,
             closing(TcpTransport(server.opener(), parallel_max=3)) as transport,
         ):
-            yield Peer(transport, server.book)
+            yield ServingPeer(transport, server.book)
 
 
 class TestTls(TransportContract):
     @pytest.fixture
-    def peer(self, certificates: Path) -> Iterator[Peer]:
+    def peer(self, certificates: Path) -> Iterator[ServingPeer]:
         tls = server_tls(certificates / "server.pem", certificates / "server.key")
         with serving(tls=tls) as server:
             opener = server.opener(tls=client_tls(certificates / "ca.pem"))
             with closing(TcpTransport(opener)) as transport:
-                yield Peer(transport, server.book)
+                yield ServingPeer(transport, server.book)
 
 
 class TestRelayed(TransportContract):
     """Through a relay, the bytes come in other portions than they were sent in."""
 
     @pytest.fixture
-    def peer(self) -> Iterator[Peer]:
+    def peer(self) -> Iterator[ServingPeer]:
         with (
             serving() as server,
             closing(Relay(server.address)) as relay,
             closing(TcpTransport(server.opener(relay.address))) as transport,
         ):
-            yield Peer(transport, server.book)
+            yield ServingPeer(transport, server.book)
 
 
 class TestDoubles(TransportContract):
     """Doubles that do nothing (yet) are transports."""
 
     @pytest.fixture
-    def peer(self) -> Iterator[Peer]:
+    def peer(self) -> Iterator[ServingPeer]:
         book = GrantBook()
         plain = LocalTransport(book)
         with closing(Delayed(Lossy(Cut(Counting(plain)), 1 << 40), 0.0)) as transport:
-            yield Peer(transport, book)
+            yield ServingPeer(transport, book)
 
 
 class TestMessenger(TransportContract):
     @pytest.fixture
-    def peer(self) -> Iterator[Peer]:
+    def peer(self) -> Iterator[ServingPeer]:
         with serving() as server:
             paths = [TcpTransport(server.opener()), LocalTransport(server.book)]
             with closing(Messenger(paths)) as messenger:
-                yield Peer(messenger, server.book)
+                yield ServingPeer(messenger, server.book)
 
 
 class TestMessengerOfBrokenPaths(TransportContract):
     """One path always fails, sooner or later; the other one finishes what it began."""
 
     @pytest.fixture
-    def peer(self) -> Iterator[Peer]:
+    def peer(self) -> Iterator[ServingPeer]:
         with serving() as server:
             book = server.book
             broken = [Lossy(LocalTransport(book), 300_000), Lossy(LocalTransport(book), 0)]
             with closing(Messenger([*broken, TcpTransport(server.opener())])) as messenger:
-                yield Peer(messenger, book)
+                yield ServingPeer(messenger, book)

@@ -13,7 +13,7 @@ from tiffin.kvstore import KVSchema
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from tiffin.kvstore.keys import Prefix
+    from tiffin.kvstore.format.keys import Prefix
 
     Bytes = NDArray[np.uint8]
 

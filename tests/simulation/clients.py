@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiffin.kvstore.block import relocate_header
-from tiffin.kvstore.blocks import select
+from tiffin.kvstore.blocks.block_views import select
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import StaleLease, TiffinError
-from tiffin.kvstore.node import messages
+from tiffin.kvstore.format.header import relocate_header
+from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.pool.client import PoolClient
-from tiffin.kvstore.pool.engine import Engine, PoolOptions
-from tiffin.kvstore.pool.fetch import Arrivals, fetch
-from tiffin.kvstore.pool.peer import Peer, as_ours
-from tiffin.kvstore.pool.store import Seals
-from tiffin.kvstore.verbs import Access
+from tiffin.kvstore.pool.remote.block_read import ArrivedSegments, fetch
+from tiffin.kvstore.pool.remote.block_write import BlockSeals
+from tiffin.kvstore.pool.remote.peer import Peer, as_ours
+from tiffin.kvstore.pool.verb_driver import PoolOptions, VerbDriver
+from tiffin.kvstore.verbs.block_verbs import DEFAULT_TIMEOUT_S, Access
 from tiffin.messenger.transport import Range
 
 from .blocks import EXTENT_BYTES, LIED_ABOUT, LIES, ODD, PREFIXES, SCHEMA, is_right, payloads_of
@@ -29,15 +29,13 @@ from .world import Violation
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tiffin.kvstore.keys import Prefix
+    from tiffin.kvstore.format.keys import Prefix
 
     from .nodes import Machinery, SimulatedNode
     from .world import Process
 
-# What a call may take beyond its `timeout_s`: the design's goal.
-GRACE_S = 0.5
-# A call may wait for a directory that does not answer before it looks at its own clock.
-DIRECTORY_S = 0.51
+# What a call may take beyond its `timeout_s`, whatever stands still.
+OVERRUN_S = 0.5
 TIMEOUTS_S = (0.05, 0.3, 1.0, 4.0, 4.0)
 
 
@@ -92,7 +90,8 @@ class User:
             self._put_twice: 4,
             self._remove: 4,
             self._pin: 2,
-            self._look: 4,
+            self._match: 2,
+            self._exists: 2,
             self._replicate: 4,
             self._write_in_place: 4 if self.home is not None else 0,
         }
@@ -110,7 +109,7 @@ class User:
         assert self.process is not None
         directory = SimulatedDirectory(self.machinery.directory, self.name)
         options = PoolOptions(hedge_s=self._dice.choice((0.1, 5.0)))
-        engine = Engine(directory, Credentials(), self.name, options)
+        engine = VerbDriver(directory, Credentials(), self.name, options)
         home = self.home
         return PoolClient(
             engine,
@@ -132,7 +131,7 @@ class User:
             ended = type(error).__name__
         took_s = self.world.now - began
         self.world.note(f"{self.name} {what[1:]} {ended} after {took_s:.4f}")
-        limit_s = timeout_s + GRACE_S + DIRECTORY_S
+        limit_s = timeout_s + OVERRUN_S
         if took_s > limit_s and self.process.stops == stops:
             raise Violation(
                 "deadline", f"{self.name} {what[1:]}: {took_s:.3f} s of {timeout_s} s ({ended})"
@@ -190,10 +189,17 @@ class User:
         self._put(client, timeout_s, replicas=2)
 
     def _write_in_place(self, client: PoolClient, timeout_s: float) -> None:
-        prefix = self._dice.choice(PREFIXES)
-        with client.reserve(prefix, timeout_s=timeout_s) as slots:
-            for slot in slots:
-                slot.view[:] = payloads_of(prefix)[slot.index]
+        """Two calls, each with a deadline of its own."""
+        assert self.process is not None
+        prefix, slots = self._dice.choice(PREFIXES), None
+        with self._in_time("_reserve", timeout_s):
+            slots = client.reserve(prefix, timeout_s=timeout_s)
+        for slot in slots or ():
+            slot.view[:] = payloads_of(prefix)[slot.index]
+        if slots is not None:
+            with self._in_time("_commit", DEFAULT_TIMEOUT_S):
+                slots.commit()
+        self.process.stops += 1  # both together have none
 
     def _remove(self, client: PoolClient, timeout_s: float) -> None:
         client.remove(self._some(), timeout_s=timeout_s)
@@ -202,9 +208,12 @@ class User:
         hard = self._dice.random() < 0.2
         client.pin(self._some(), ttl_s=self._dice.uniform(0.2, 2), hard=hard, timeout_s=timeout_s)
 
-    def _look(self, client: PoolClient, timeout_s: float) -> None:
+    def _match(self, client: PoolClient, timeout_s: float) -> None:
         prefix = self._some()
         assert client.match(prefix, timeout_s=timeout_s).blocks <= len(prefix)
+
+    def _exists(self, client: PoolClient, timeout_s: float) -> None:
+        prefix = self._some()
         assert len(client.exists(prefix, timeout_s=timeout_s)) == len(prefix)
 
     def _replicate(self, client: PoolClient, timeout_s: float) -> None:
@@ -282,8 +291,8 @@ class Stranger:
     def _parts(
         self, prefix: Prefix, reply: Any, payloads: Sequence[Any]
     ) -> tuple[list[Range], list[Any]]:
-        """The ranges and sources of a good write, as `pool/store.py` makes them."""
-        seals = Seals(prefix, payloads_of(prefix))
+        """The ranges and sources of a good write, as `remote/block_write.py` makes them."""
+        seals = BlockSeals(prefix, payloads_of(prefix))
         granted = [i for i, status in enumerate(reply.statuses) if status == 1]
         ranges, sources = [], []
         slots = zip(granted, reply.offsets, reply.generations, strict=True)
@@ -406,7 +415,7 @@ class Stranger:
             stream.sip_s = self._dice.uniform(0.05, 0.4)  # type: ignore[attr-defined]
         targets = [np.zeros(SCHEMA.block_bytes, np.uint8) for _ in prefix.keys]
         access = Access("off", self._dice)
-        arrivals = Arrivals(prefix, select(SCHEMA), access, targets)
+        arrivals = ArrivedSegments(prefix, select(SCHEMA), access, targets)
 
         def replace_them() -> None:
             """What is being read is removed, and its room given to others, when the lease is over.

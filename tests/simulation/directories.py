@@ -74,6 +74,8 @@ class DirectoryService:
 class SimulatedDirectory(Directory):
     """A handle of one process."""
 
+    patience_s = TIMEOUT_S + 2 * ANSWER_S[1]
+
     def __init__(self, service: DirectoryService, user: str) -> None:
         self._service = service
         self._user = user

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiffin.kvstore.arena import Extent
-from tiffin.kvstore.block import read_header
 from tiffin.kvstore.errors import CorruptBlock, TierUnavailable, VersionMismatch
+from tiffin.kvstore.format.header import read_header
+from tiffin.kvstore.memory.arena import Extent
 from tiffin.kvstore.tiers.base import Tier, TierName
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterator
 
-    from tiffin.kvstore.block import Header
-    from tiffin.messenger.local import ByteArray
+    from tiffin.kvstore.format.header import Header
+    from tiffin.messenger.shm.host_copy import ByteArray
 
     from .world import World
 

@@ -10,18 +10,19 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tiffin.kvstore.block import BlockState
+from tiffin.kvstore import deadlines
 from tiffin.kvstore.errors import StaleLease
-from tiffin.kvstore.node import core as core_module
+from tiffin.kvstore.format.header import BlockState
 from tiffin.kvstore.node import mover
-from tiffin.kvstore.node.core import NodeCore
+from tiffin.kvstore.node.core import node_core as core_module
+from tiffin.kvstore.node.core.node_core import NodeCore
+from tiffin.kvstore.node.core.placement import Residency
+from tiffin.kvstore.node.core.publisher_core import PublisherCore
+from tiffin.kvstore.node.core.records import BlockRecord, MoveOutcome
 from tiffin.kvstore.node.node import Node
-from tiffin.kvstore.node.publishing import PublisherCore
-from tiffin.kvstore.node.records import Block, MoveOutcome
-from tiffin.kvstore.node.residency import Residency
-from tiffin.kvstore.pool import fetch as fetch_module
-from tiffin.kvstore.pool import verbs as pool_verbs
-from tiffin.kvstore.pool.fetch import Arrivals
+from tiffin.kvstore.pool import pool_verbs
+from tiffin.kvstore.pool.remote import block_read as fetch_module
+from tiffin.kvstore.pool.remote.block_read import ArrivedSegments
 
 from .cluster import simulate
 from .world import Violation, patched
@@ -159,7 +160,7 @@ def _release_twice() -> Patches:
 def _removed_stays() -> Patches:
     """A dropped block is still in the index."""
 
-    def forget(self: Residency, block: Block) -> None:
+    def forget(self: Residency, block: BlockRecord) -> None:
         if block.parent is not None:
             block.parent.children -= 1
             block.parent = None
@@ -284,12 +285,12 @@ def _disk_believed() -> Patches:
 def _checksums_unread() -> Patches:
     """A client that verifies does not compare the checksums of what it read from a peer."""
 
-    def check(self: Arrivals, block: int) -> None:
+    def check(self: ArrivedSegments, block: int) -> None:
         self._verified[block] = False
         original(self, block)
 
-    original = Arrivals._check
-    return [(Arrivals, "_check", check)]
+    original = ArrivedSegments._check
+    return [(ArrivedSegments, "_check", check)]
 
 
 def _promotion_too_early() -> Patches:
@@ -318,6 +319,11 @@ def _home_forgotten() -> Patches:
     return [(pool_verbs._Reading, "__init__", init)]
 
 
+def _no_end() -> Patches:
+    """Each wait of a call is as long as it says, whatever was spent before it."""
+    return [(deadlines, "OVERRUN_S", 60.0)]
+
+
 MUTATIONS = [
     Mutation("no_fence_for_reads", _no_fence_for_reads, ("bytes",)),
     Mutation("no_fence_for_writes", _no_fence_for_writes, ("bytes", "findable", "conservation")),
@@ -341,5 +347,6 @@ MUTATIONS = [
     Mutation("checksums_unread", _checksums_unread, ("bytes",)),
     Mutation("promotion_too_early", _promotion_too_early, ("bytes", "findable")),
     Mutation("patience", _patience, ("deadline",)),
+    Mutation("no_end", _no_end, ("deadline",)),
     Mutation("home_forgotten", _home_forgotten, ("reason",)),
 ]

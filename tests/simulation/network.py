@@ -11,8 +11,8 @@ import socket
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from tiffin.messenger import listener, tcp
-from tiffin.messenger.stream import Stream
+from tiffin.messenger.tcp import listener, tcp_client
+from tiffin.messenger.tcp.stream import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,11 +151,22 @@ class Pipe:
 class Endpoint(socket.socket):
     """One end of a simulated connection, where the product has a socket: no descriptor is open."""
 
-    def __init__(self, network: Network, incoming: Pipe, outgoing: Pipe) -> None:
+    def __init__(
+        self, network: Network, incoming: Pipe, outgoing: Pipe, address: tuple[str, int]
+    ) -> None:
         # Without `socket.__init__`, which would open a real one.
         self.network = network
         self.incoming = incoming
         self.outgoing = outgoing
+        self._address = address
+
+    def getpeername(self) -> tuple[str, int]:
+        """Of the end that has connected: where to."""
+        return self._address
+
+    def getsockname(self) -> tuple[str, int]:
+        """Of the end that was accepted: where."""
+        return self._address
 
     def setsockopt(self, *_: Any) -> None:
         """Real sockets have options."""
@@ -278,8 +289,8 @@ class Network:
     def patches(self) -> list[tuple[Any, str, Any]]:
         """What makes the product use this network."""
         return [
-            (tcp, "_open_socket", self._connect),
-            (tcp, "PlainStream", SimulatedStream),
+            (tcp_client, "_open_socket", self._connect),
+            (tcp_client, "PlainStream", SimulatedStream),
             (listener, "_bind", self._bind),
             (listener, "PlainStream", SimulatedStream),
         ]
@@ -304,7 +315,7 @@ class Network:
         if found is None:
             raise ConnectionRefusedError("nobody listens there")
         there, back = Pipe(self, me, found.process), Pipe(self, found.process, me)
-        near, far = Endpoint(self, back, there), Endpoint(self, there, back)
+        near, far = Endpoint(self, back, there, address), Endpoint(self, there, back, address)
         self.connections = [pair for pair in self.connections if not _over(pair)]
         self.connections.append((near, far))
         found.offer(far)

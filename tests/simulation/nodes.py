@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiffin.kvstore import daemon
-from tiffin.kvstore.block import read_header
-from tiffin.kvstore.daemon import DaemonOptions, in_a_pool, listening
+from tiffin.kvstore.cli import daemon
+from tiffin.kvstore.cli.daemon import DaemonOptions, in_a_pool, listening
+from tiffin.kvstore.connection.node_link import LocalLink
 from tiffin.kvstore.errors import CorruptBlock, NodeUnavailable, VersionMismatch
-from tiffin.kvstore.eviction import POLICIES
-from tiffin.kvstore.link import LocalLink
+from tiffin.kvstore.format.header import read_header
+from tiffin.kvstore.memory.eviction import POLICIES
 from tiffin.kvstore.node import node as node_module
-from tiffin.kvstore.node.core import CoreOptions
+from tiffin.kvstore.node.core.node_core import CoreOptions
 from tiffin.kvstore.node.mover import extent_of
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.node.publisher import Publisher, PublisherOptions
@@ -26,7 +27,7 @@ from .threads import VExecutor, wait
 from .world import Violation
 
 if TYPE_CHECKING:
-    from tiffin.kvstore.node.records import Replica, Session
+    from tiffin.kvstore.node.core.records import Replica, Session
 
     from .network import Network
     from .world import Process, World
@@ -174,7 +175,7 @@ class Machinery:
     def _open_nvme(self, path: Path, nbytes: int, **_: Any) -> SimulatedNvme:
         return SimulatedNvme(next(n.disk for n in self.nodes if n.name == str(path)))
 
-    def _open_directory(self, url: str, pool: str) -> SimulatedDirectory:
+    def _open_directory(self, url: str, pool: str, token: bytes) -> SimulatedDirectory:
         assert self.world.current is not None
         return SimulatedDirectory(self.directory, self.world.current.process.name)
 
@@ -193,6 +194,39 @@ def _executors() -> list[tuple[Any, str, Any]]:
         for title, module in sorted(sys.modules.items())
         if title.startswith("tiffin.kvstore.pool.") and hasattr(module, name)
     ]
+
+
+class NodeOfAnotherProcess:
+    """A node as its clients reach it: what they submit waits until the node's process takes it, and
+    that may have been stopped."""
+
+    def __init__(self, home: SimulatedNode) -> None:
+        assert home.node is not None
+        assert home.process is not None
+        self._node = home.node
+        self._submitted: deque[tuple[Any, ...]] = deque()
+        self._came = threading.Event()
+        home.process.world.spawn(home.process, self._serve, f"{home.name}'s socket")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def submit(self, *request: Any) -> None:
+        """See `Node.submit`."""
+        self._submitted.append(request)
+        self._came.set()
+
+    def disconnect(self, session: Session, *, fenced: bool) -> bool:
+        """See `Node.disconnect`."""
+        self._submitted.clear()
+        return self._node.disconnect(session, fenced=fenced)
+
+    def _serve(self) -> None:
+        while True:
+            while self._submitted:
+                self._node.submit(*self._submitted.popleft())
+            self._came.clear()
+            self._came.wait()
 
 
 class HomeLink:
@@ -216,16 +250,17 @@ class HomeLink:
         if self._link is None or self._node is not home.node:
             assert home.node is not None
             self._node = home.node
-            self._link = LocalLink(home.node, self._process.name, owns_node=False)
+            node: Any = NodeOfAnotherProcess(home)
+            self._link = LocalLink(node, self._process.name, owns_node=False)
         return self._link
 
     @property
-    def memory(self) -> Any:
-        """See `Link.memory`."""
-        return self._current().memory
+    def mapping(self) -> Any:
+        """See `NodeLink.mapping`."""
+        return self._current().mapping
 
     def call(self, request: Any, timeout_s: float) -> Any:
-        """See `Link.call`."""
+        """See `NodeLink.call`."""
         world = self._process.world
         world.sleep(world.jitter())
         answer = self._current().call(request, timeout_s)
@@ -233,12 +268,12 @@ class HomeLink:
         return answer
 
     def post(self, request: Any) -> None:
-        """See `Link.post`. What a dead node granted has gone with it."""
+        """See `NodeLink.post`. What a dead node granted has gone with it."""
         if self._link is not None and self._home.up and self._node is self._home.node:
             self._link.post(request)
 
     def run(self, action: Any) -> Any:
-        """See `Gate.run`: copying a block takes its time."""
+        """See `CallGate.run`: copying a block takes its time."""
         world = self._process.world
         world.sleep(world.random.uniform(0, 0.003))
         result = action()
@@ -246,7 +281,7 @@ class HomeLink:
         return result
 
     def close(self) -> None:
-        """See `Link.close`."""
+        """See `NodeLink.close`."""
         if self._link is not None and self._home.up and self._node is self._home.node:
             self._link.close()
 
@@ -254,7 +289,7 @@ class HomeLink:
         """The client was killed: the node's kernel says so, sooner or later."""
         if self._link is None or self._node is not self._home.node:
             return
-        node, session = self._node, self._link._session
+        node, session = self._link._node, self._link._session
         process = self._home.process
         assert process is not None
         process.world.spawn(process, lambda: _bury(process.world, node, session), "funeral")

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import greenlet
 
+from tiffin.messenger import signal_safe
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -265,6 +267,9 @@ class World:
             (secrets, "token_bytes", self.random.randbytes),
             (random, "Random", self._dice),
             *((threading, name, kind) for name, kind in threads.items()),
+            # No fiber is a main thread: no signal reaches it.
+            (signal_safe, "_main", None),
+            (signal_safe, "_workers", _Workers(self)),
         ]
         saved = random.getstate()
         random.seed(self.seed)
@@ -293,6 +298,22 @@ def patched(patches: list[tuple[Any, str, Any]]) -> Iterator[None]:
             stack.callback(setattr, target, name, getattr(target, name))
             setattr(target, name, value)
         yield
+
+
+class _Workers:
+    """In place of those threads that do what must not be interrupted: a fiber for each task."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def begin(self) -> None:
+        """They are there."""
+
+    def put(self, action: Callable[[], object]) -> None:
+        """Do it soon, in the process that asks for it, if that lives."""
+        fiber = self._world.current
+        if fiber is not None and not fiber.process.dead:
+            self._world.spawn(fiber.process, action, "worker")
 
 
 class _Exceptions(logging.Handler):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from kvsupport import damage  # noqa: E402
 from llamasupport import (  # noqa: E402
     BLOCK,
     NEW,
@@ -25,8 +25,8 @@ from llamasupport import (  # noqa: E402
 from transformers import DynamicCache, GenerationConfig  # noqa: E402
 
 from tiffin.kvstore import Client  # noqa: E402
-from tiffin.kvstore.connectors import transformers as connector  # noqa: E402
-from tiffin.kvstore.connectors.transformers import PrefixCache, schema_of  # noqa: E402
+from tiffin.kvstore.connectors.transformers import PrefixCache, identity, schema_of  # noqa: E402
+from tiffin.kvstore.connectors.transformers import prefix_cache as connector  # noqa: E402
 from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 
 if TYPE_CHECKING:
@@ -169,8 +169,7 @@ def test_damage_in_the_pool_is_a_miss(cached: PrefixCache, client: Client, model
     greedy(cached.generate, ids)
     prefix = cached.schema.prefix(ids)
     with client.get(prefix) as blocks:
-        address = blocks[2].memory.ctypes.data + 1000
-    ctypes.c_uint8.from_address(address).value ^= 1
+        damage(blocks[2].memory, 1000)
     assert greedy(cached.generate, ids) == plain(model, ids)
     assert (cached.last.hit_tokens, cached.last.load_reason) == (2 * BLOCK, "corrupt")
     assert cached.failures == 0
@@ -208,16 +207,16 @@ def test_namespaces_and_secrets_share_nothing(client: Client, model: Any) -> Non
 
 
 def test_identity_sees_configuration_and_weights() -> None:
-    first = connector.identity(make_model())
-    assert first == connector.identity(make_model())
-    assert first != connector.identity(make_model(seed=5))
-    assert first != connector.identity(
+    first = identity(make_model())
+    assert first == identity(make_model())
+    assert first != identity(make_model(seed=5))
+    assert first != identity(
         make_model(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     )
     changed = make_model()
     with torch.no_grad():
         changed.model.layers[1].mlp.up_proj.weight[-1, -1] += 1
-    assert first != connector.identity(changed)
+    assert first != identity(changed)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -353,6 +352,45 @@ def test_a_failed_pool_is_left_alone_for_a_while(
     client.close()
     assert greedy(cached.generate, ids) == plain(model, ids)
     assert cached.failures == 1  # the save did not even try
+
+
+def test_a_cache_that_cannot_be_saved_is_no_fault_of_the_pool(
+    cached: PrefixCache, model: Any
+) -> None:
+    """The caller is told, and the next call asks the pool."""
+    ids = tokens(2 * BLOCK + 3)
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    cache.layers[1].values = cache.layers[1].values[:, :, :BLOCK]
+    with pytest.raises(InvalidInput, match="can't be saved"):
+        cached.save(cache, ids)
+    assert cached.failures == 0
+    greedy(cached.generate, ids)
+    assert (cached.last.stored_blocks, cached.last.save_reason) == (2, None)
+
+
+def test_what_the_pool_refuses_is_refused_and_not_away(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A block that is larger than its DRAM, at every save; generation goes on."""
+    ids = tokens(2 * BLOCK + 3)
+    with Client.open("embedded:?dram=4KiB&prefault=false") as small:
+        cached = PrefixCache(small, model, block_tokens=BLOCK)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                assert greedy(cached.generate, ids) == plain(model, ids)
+                assert cached.last.save_reason == "refused"
+        assert ["refuses" in record.message for record in caplog.records] == [True]
+        with Client.open(POOL) as large:
+            cached.client = large
+            greedy(cached.generate, ids)
+            assert cached.last.stored_blocks == 2
+
+
+@pytest.mark.parametrize("timeout_s", [-1, True, None, "1"])
+def test_a_time_that_cannot_be(client: Client, model: Any, timeout_s: Any) -> None:
+    with pytest.raises(InvalidInput, match="timeout_s"):
+        PrefixCache(client, model, block_tokens=BLOCK, timeout_s=timeout_s)
 
 
 @pytest.mark.usefixtures("patient")

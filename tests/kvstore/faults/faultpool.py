@@ -55,21 +55,24 @@ class Watch:
 
     def __init__(self) -> None:
         self._still: list[tuple[float, float]] = []
+        self._last = time.monotonic()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name="watch")
         self._thread.start()
 
     def _work(self) -> None:
-        last = time.monotonic()
         while not self._ending.wait(self._NAP_S):
             now = time.monotonic()
-            if now - last > 3 * self._NAP_S:
-                self._still.append((last + self._NAP_S, now))
-            last = now
+            if now - self._last > 3 * self._NAP_S:
+                self._still.append((self._last + self._NAP_S, now))
+            self._last = now
 
     def still_s(self, begin: float, end: float) -> float:
         """How much of the time from `begin` to `end` that was."""
-        return sum(max(0.0, min(end, until) - max(begin, since)) for since, until in self._still)
+        # Whoever asks may have been woken before the thread that notes it.
+        asleep = (self._last + self._NAP_S, time.monotonic())
+        spans = [*self._still, asleep]
+        return sum(max(0.0, min(end, until) - max(begin, since)) for since, until in spans)
 
     def close(self) -> None:
         self._ending.set()
@@ -87,23 +90,27 @@ class FaultPool:
         nodes: int = 2,
         dram: int = 512 * EXTENT,
         nvme: int = 0,
+        token_file: Path | None = None,
     ) -> None:
-        """`dram` and `nvme`: bytes of each node."""
+        """`dram` and `nvme`: bytes of each node. `token_file`: of the pool; it exists."""
         with contextlib.ExitStack() as self._stack:
             self.watch = self._stack.enter_context(contextlib.closing(Watch()))
             self.redis = self._stack.enter_context(RedisServer(folder))
             self.name = f"faults-{random.randrange(1 << 40):x}"
             sizes = {"dram": dram, "nvme": nvme}
+            self._secret = ["--token-file", str(token_file)] if token_file else []
             self.nodes = [self._start(commands_folder, i, sizes) for i in range(nodes)]
             # A Redis that stands still for a moment is no fault of these tests' nodes.
             self.directory = f"{self.redis.url}?pool={self.name}&timeout=5"
+            if token_file:
+                self.directory += f"&token_file={token_file}"
             self.url = f"{self.directory}&home=none"
             wait_until(lambda: len(self._numbers()) == nodes, "all nodes are in the directory")
             self._stack = self._stack.pop_all()
 
     def _start(self, commands_folder: Path, index: int, sizes: dict[str, int]) -> Daemon:
         options = ["--listen", "127.0.0.1:0", "--directory", self.redis.url, "--pool", self.name]
-        options += ["--name", f"n{index}", "--no-prefault"]
+        options += ["--name", f"n{index}", "--no-prefault", *self._secret]
         daemon = Daemon(commands_folder, **sizes, options=options)
         self._stack.callback(daemon.close)
         return daemon

@@ -13,7 +13,7 @@ from kvsupport import payload_of
 
 from tiffin.kvstore import KVSchema
 from tiffin.kvstore.hbm import HbmOptions, HbmStore
-from tiffin.messenger.pinning import registration
+from tiffin.messenger.gpu.pinning import registration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pytest
 
     from tiffin.kvstore import Client
-    from tiffin.kvstore.keys import Prefix
+    from tiffin.kvstore.format.keys import Prefix
 
 # One block fills whole pages, so that sizes in blocks are sizes in bytes.
 SCHEMAS = {

@@ -26,6 +26,7 @@ from hbmsupport import (
     publish,
 )
 from kvsupport import (
+    damage,
     fresh_prefix,
     held_bytes,
     payloads_of,
@@ -41,14 +42,14 @@ from tiffin.kvstore.errors import (
     TierUnavailable,
 )
 from tiffin.kvstore.hbm import HbmOptions
-from tiffin.kvstore.hbm.memory import Never, Point, Unfinished
+from tiffin.kvstore.hbm.device.device_memory import Never, Point, Unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tiffin.kvstore.format.keys import Prefix
+    from tiffin.kvstore.format.schema import KVSchema
     from tiffin.kvstore.hbm import HbmStore
-    from tiffin.kvstore.keys import Prefix
-    from tiffin.kvstore.schema import KVSchema
 
 
 def flip(store: HbmStore, prefix: Prefix, index: int, at: int = 77) -> None:
@@ -133,9 +134,7 @@ def test_what_is_damaged_in_the_pool_does_not_come_up(
     prefix = fresh_prefix(3, schema)
     client.put(prefix, payloads_of(prefix))
     with client.get(prefix, verify="off") as blocks:
-        payload = blocks[1].bytes
-        payload.flags.writeable = True
-        payload[9] ^= 1
+        damage(blocks[1].bytes, 9)
     with store.promote(prefix) as found:
         assert (len(found), found.reason) == (1, "corrupt")
         assert_right(found, prefix)
@@ -182,7 +181,7 @@ def test_a_pool_that_hangs_costs_one_deadline_and_not_every_prompt_one(
         client.put(far, payloads_of(far))
         with daemon.stopped(), monkeypatch.context() as patch:
             # It is not yet time for another try, however long these take.
-            patch.setattr("tiffin.kvstore.hbm.bringing.time", Clock(lambda: 0.0))
+            patch.setattr("tiffin.kvstore.hbm.promotion.time", Clock(lambda: 0.0))
             for _ in range(20):  # of 0.3 s each if every one asked
                 with store.promote(far, timeout_s=0.3) as blocks:
                     assert (len(blocks), blocks.reason) == (0, "pool")

@@ -39,12 +39,12 @@ from tiffin.kvstore.errors import (
     ProtocolError,
     TierUnavailable,
 )
-from tiffin.kvstore.hbm import HbmOptions, below
-from tiffin.kvstore.hbm.memory import Never, Unfinished
-from tiffin.kvstore.hbm.saving import _cut
+from tiffin.kvstore.hbm import HbmOptions, pool_access
+from tiffin.kvstore.hbm.device.device_memory import Never, Unfinished
+from tiffin.kvstore.hbm.writeback import _cut
 from tiffin.kvstore.node.node import Node, NodeOptions
-from tiffin.kvstore.verbs import BLOCKS_MAX
-from tiffin.messenger.pinning import registration
+from tiffin.kvstore.verbs.arguments import BLOCKS_MAX
+from tiffin.messenger.gpu.pinning import registration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -104,7 +104,7 @@ def test_a_client_that_closes_during_a_promote(
     """Page checksums are made of what the client has verified, not of what came after it."""
     node, schema = small_node
     prefix, others = fresh_prefix(2, schema), fresh_prefix(2, schema)
-    hashing, go, real = threading.Event(), threading.Event(), below.host_checksums
+    hashing, go, real = threading.Event(), threading.Event(), pool_access.host_checksums
 
     def late(view: Any, spans: Any) -> Any:
         hashing.set()
@@ -114,7 +114,7 @@ def test_a_client_that_closes_during_a_promote(
     other, client = Client.attach(node), Client.attach(node)
     with other, client, hbm_store(client, device, schema) as store:
         client.put(prefix, payloads_of(prefix))
-        monkeypatch.setattr(below, "host_checksums", late)
+        monkeypatch.setattr(pool_access, "host_checksums", late)
 
         def promote() -> int:
             with store.promote(prefix) as blocks:
@@ -170,7 +170,7 @@ def test_after_a_restart_the_new_memory_is_pinned_and_the_old_let_go(
 ) -> None:
     daemon = own_daemon(dram=POOL_BYTES)
     with Client.open(daemon.url) as client, hbm_store(client, device) as store:
-        before = client._link.memory
+        before = client._link.mapping.memory
         assert is_pinned(before, device)
         old = int(before.__array_interface__["data"][0]), len(before)
         daemon.kill()
@@ -184,7 +184,7 @@ def test_after_a_restart_the_new_memory_is_pinned_and_the_old_let_go(
             return store.statistics()["dirty_blocks"] == 0
 
         wait_until(saved, "the new node is used")
-        wait_until(lambda: is_pinned(client._link.memory, device), "its memory is pinned")
+        wait_until(lambda: is_pinned(client._link.mapping.memory, device), "its memory is pinned")
         kind = device.partition(":")[0]
         wait_until(lambda: registration(*old, kind) is None, "the old memory is let go of")
         assert_quiet(store)

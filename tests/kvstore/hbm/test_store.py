@@ -39,13 +39,13 @@ from tiffin.kvstore.errors import (
     TierUnavailable,
 )
 from tiffin.kvstore.hbm import HbmOptions, HbmStore
-from tiffin.kvstore.hbm.memory import host_checksums
+from tiffin.kvstore.hbm.device.device_memory import host_checksums
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tiffin.kvstore import Client
-    from tiffin.kvstore.schema import KVSchema
+    from tiffin.kvstore.format.schema import KVSchema
 
 
 @pytest.fixture
@@ -420,7 +420,7 @@ def test_the_page_explains_every_number_option_and_verb(store: HbmStore) -> None
     page = (Path(__file__).parents[3] / "docs" / "hbm.md").read_text(encoding="utf-8")
     named = [*store.statistics(), *(field.name for field in dataclasses.fields(HbmOptions))]
     named += [verb for verb in vars(HbmStore) if verb[0] != "_"]
-    internal = {"commit", "let_go", "point", "forget", "check", "tensor"}
+    internal = {"commit", "let_go", "forget", "check", "tensor"}
     missing = [name for name in named if f"`{name}" not in page and name not in internal]
     assert missing == []
 
@@ -429,7 +429,7 @@ def test_in_front_of_a_pool_with_a_node_on_this_host(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed = Mock(wraps=host_checksums)
-    monkeypatch.setattr("tiffin.kvstore.hbm.below.host_checksums", hashed)
+    monkeypatch.setattr("tiffin.kvstore.hbm.pool_access.host_checksums", hashed)
     with contextlib.ExitStack() as stack:
         nodes = TwoNodes(PoolOptions(dram_blocks=64), tmp_path)
         stack.callback(nodes.close)
@@ -450,7 +450,7 @@ def test_in_front_of_a_pool_with_a_node_on_this_host(
 
 
 def test_the_pools_memory_is_pinned_while_the_store_is_open(client: Client, device: str) -> None:
-    memory = client._link.memory
+    memory = client._link.mapping.memory
 
     def pinned() -> bool:
         return is_pinned(memory, device)

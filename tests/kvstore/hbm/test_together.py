@@ -1,4 +1,4 @@
-"""Threads, processes and interrupts at one HBM store: who must not stand in whose way."""
+"""Threads and processes at one HBM store: who must not stand in whose way."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from kvsupport import Background, fresh_prefix, payloads_of, wait_until, within
 
 from tiffin.kvstore.errors import ClientClosed, InvalidInput, TierUnavailable
 from tiffin.kvstore.hbm import HbmOptions, HbmStore
-from tiffin.kvstore.hbm.endings import Endings
-from tiffin.kvstore.hbm.memory import Point
-from tiffin.messenger.device import DeviceCopier, Transfer
+from tiffin.kvstore.hbm.device.deferred_release import Endings
+from tiffin.kvstore.hbm.device.device_memory import Point
 from tiffin.messenger.errors import TransferTimeout
+from tiffin.messenger.gpu.copier import DeviceCopier, DeviceTransfer
 
 if TYPE_CHECKING:
     from tiffin.kvstore import Client, KVSchema
@@ -104,10 +104,10 @@ def test_a_large_promote_finds_its_turn_among_other_copies(
     """More than may be in flight would have to wait until nothing else is."""
     prefix = fresh_prefix(6, SCHEMA)
     client.put(prefix, payloads_of(prefix))
-    monkeypatch.setattr("tiffin.kvstore.hbm.memory.COPY_BYTES", BLOCK)
+    monkeypatch.setattr("tiffin.kvstore.hbm.device.device_memory.COPY_BYTES", BLOCK)
     with DeviceCopier(str(store._memory.device), in_flight_bytes=4 * BLOCK) as copier:
         monkeypatch.setattr(store._memory, "copier", copier)
-        other = Transfer(copier, 1, None)
+        other = DeviceTransfer(copier, 1, None)
         copier._live[other] = False  # goes on and on
         with store.promote(prefix, timeout_s=20.0) as blocks:
             assert blocks.complete
@@ -123,7 +123,7 @@ def test_a_part_of_a_copy_that_is_late_keeps_all_of_its_memory(
 ) -> None:
     prefix, over = fresh_prefix(4, SCHEMA), threading.Event()
     client.put(prefix, payloads_of(prefix))
-    monkeypatch.setattr("tiffin.kvstore.hbm.memory.COPY_BYTES", BLOCK)
+    monkeypatch.setattr("tiffin.kvstore.hbm.device.device_memory.COPY_BYTES", BLOCK)
     submit, begun = store._memory.copier.submit, []
 
     def late(groups: Any, *, timeout_s: float) -> Any:
@@ -173,7 +173,7 @@ def test_reservations_expire_while_a_copy_down_takes_long(
         publish(store, fresh_prefix(4, SCHEMA))
         assert copy.there.wait(8)
         # For who reserves and publishes it is later than for the thread that copies.
-        monkeypatch.setattr("tiffin.kvstore.hbm.desk.time", Clock.ahead(100.0))
+        monkeypatch.setattr("tiffin.kvstore.hbm.locked_core.time", Clock.ahead(100.0))
         assert publish(store, abandoned) == (0,)
         copy.go.set()
         slots.abort()
@@ -230,40 +230,7 @@ def test_one_ending_that_fails_does_not_take_others_along() -> None:
     assert len(endings) == 0
 
 
-# -- interrupts, forks ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["up", "down"])
-def test_an_interrupt_during_a_copy_costs_no_memory(
-    store: HbmStore, client: Client, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefix = fresh_prefix(2, SCHEMA)
-    if way == "up":
-        client.put(prefix, payloads_of(prefix))
-    else:
-        publish(store, prefix)
-    submit = store._memory.copier.submit
-
-    class Interrupted:
-        def __init__(self, transfer: Any) -> None:
-            self.done = transfer.done
-
-        def wait(self, timeout_s: float) -> None:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(
-        store._memory.copier, "submit", lambda *a, **k: Interrupted(submit(*a, **k))
-    )
-    with pytest.raises(KeyboardInterrupt):
-        store.promote(prefix) if way == "up" else store.demote()
-    monkeypatch.undo()
-    assert_quiet(store)
-    with store.promote(prefix) as blocks:
-        assert blocks.complete
-        assert_right(blocks, prefix)
-    store.demote()
-    assert client.match(prefix).blocks == 2
-    assert_quiet(store)
+# -- forks, ends ---------------------------------------------------------------------------------
 
 
 def test_in_a_forked_child_the_store_is_closed(store: HbmStore) -> None:

@@ -11,8 +11,9 @@ from poolsupport import LARGE
 
 from tiffin.kvstore import Client
 from tiffin.kvstore.errors import CorruptBlock, InvalidInput, NodeUnavailable
-from tiffin.kvstore.node import inspector, messages
-from tiffin.kvstore.node.core import Status
+from tiffin.kvstore.node import inspector
+from tiffin.kvstore.node.core import messages
+from tiffin.kvstore.node.core.node_core import ReserveStatus
 from tiffin.kvstore.node.node import Node, NodeOptions
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ def test_what_a_client_asks_next_waits_for_its_report(
     slow.go.set()
     report, match, reserved = reporter.answers(3)
     assert (report.count, match.flags) == (1, b"")
-    assert reserved.statuses == bytes([Status.GRANTED])
+    assert reserved.statuses == bytes([ReserveStatus.GRANTED])
     reporter.ask(messages.Abort(0, reserved.lease))
     reporter.answers(4)
 

@@ -40,7 +40,7 @@ from kvworker import CAMPAIGN, COUNTERS
 
 from tiffin.kvstore import Client
 from tiffin.kvstore.errors import StaleLease, TiffinError
-from tiffin.kvstore.node.records import IN_NVME
+from tiffin.kvstore.node.core.records import IN_NVME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

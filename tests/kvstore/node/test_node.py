@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from kvsupport import assert_right, payloads_of, wait_until
+from kvsupport import assert_right, payloads_of, wait_until, write_block
 
 from tiffin.kvstore import Client, KVSchema
 from tiffin.kvstore.errors import ClientClosed, InvalidInput, TierUnavailable
-from tiffin.kvstore.node import messages
 from tiffin.kvstore.node import node as node_module
+from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.tiers.nvme import NvmeTier
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tiffin.kvstore.arena import Extent
+    from tiffin.kvstore.memory.arena import Extent
 
 SCHEMA = KVSchema.gqa(
     model="node-test", layers=2, kv_heads=2, head_dim=16, dtype="float32", block_tokens=32
@@ -184,30 +184,6 @@ def test_of_two_extents_with_one_key_the_newer_is_kept(tmp_path: Path) -> None:
     node.close()
     with NvmeTier(tmp_path, NVME_BLOCKS * SCHEMA.extent_bytes) as tier:
         assert len(list(tier.scan())) == 1
-
-
-def write_block(tier: NvmeTier, extent: Extent, prefix: Any, generation: int, payload: Any) -> None:
-    from tiffin.kvstore.block import pack_header
-    from tiffin.messenger.local import hash_segments
-
-    data = payload.astype(np.uint8)
-    header = np.zeros(SCHEMA.header_bytes, np.uint8)
-    pack_header(
-        header,
-        key=prefix.keys[0],
-        parent=prefix.parent,
-        schema_fingerprint=prefix.schema_fingerprint,
-        namespace_fingerprint=prefix.namespace_fingerprint,
-        generation=generation,
-        payload_bytes=SCHEMA.block_bytes,
-        extent_offset=extent.offset,
-        extent_bytes=extent.length,
-        tokens=prefix.token_bytes(0),
-        segment_bytes=[segment.length for segment in SCHEMA.segments],
-        checksums=hash_segments(data, [(s.offset, s.length) for s in SCHEMA.segments]),
-    )
-    tier.write(extent, SCHEMA.header_bytes, data)
-    tier.commit(extent, header)
 
 
 def test_a_scan_that_fails_halfway_starts_a_node_that_writes_no_more(
@@ -383,7 +359,7 @@ def test_who_leaves_while_a_get_waits_leaves_nothing(node: Node, client: Client)
 
 def forge_header(node: Node, prefix: Any, **changes: Any) -> None:
     """What a broken client can do: rewrite the header of a committed block, checksum and all."""
-    from tiffin.kvstore.block import pack_header, read_header
+    from tiffin.kvstore.format.header import pack_header, read_header
 
     replica = node.core.index[prefix.keys[0]].dram
     view = node.dram.region.array[replica.offset : replica.offset + replica.length]

@@ -18,25 +18,25 @@ from tiffin.kvstore.directory.redis import RedisDirectory
 from tiffin.kvstore.directory.testing import eventually, record
 from tiffin.kvstore.directory.url import parse_redis
 from tiffin.kvstore.errors import DirectoryUnavailable, InvalidInput
-from tiffin.kvstore.node import messages
-from tiffin.kvstore.node.events import EventLog, Events
-from tiffin.kvstore.node.node import Node, NodeOptions
-from tiffin.kvstore.node.publisher import Publisher
-from tiffin.kvstore.node.publishing import (
+from tiffin.kvstore.node.core import messages
+from tiffin.kvstore.node.core.event_log import EventLog, NodeEvents
+from tiffin.kvstore.node.core.publisher_core import (
     DOUBTS_MAX,
     Check,
     Heartbeat,
     Poll,
-    Publish,
     PublisherCore,
     PublisherOptions,
+    PublishStep,
     Register,
     Step,
     TakeInventory,
     Wait,
     Withdraw,
 )
-from tiffin.kvstore.node.records import IN_DRAM, IN_NVME
+from tiffin.kvstore.node.core.records import IN_DRAM, IN_NVME
+from tiffin.kvstore.node.node import Node, NodeOptions
+from tiffin.kvstore.node.publisher import Publisher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -79,7 +79,7 @@ class FakeNode:
             if key in self.keys:
                 self.log.moved(key, tier)
 
-    def events_since(self, seq: int, limit: int) -> Events | None:
+    def events_since(self, seq: int, limit: int) -> NodeEvents | None:
         with self.lock:
             return self.log.since(seq, limit)
 
@@ -98,7 +98,7 @@ class FakeDirectory:
     def __init__(self) -> None:
         self.last_number = 0
         self.located: dict[int, set[bytes]] = {}
-        self.last_said: dict[int, Publish] = {}
+        self.last_said: dict[int, PublishStep] = {}
         self.up = True
         self.loses_answers = False  # carries out, and does not answer
 
@@ -116,13 +116,13 @@ class FakeDirectory:
             case Register():
                 self.last_number += 1
                 self.located[self.last_number] = set()
-                self.last_said[self.last_number] = Publish(0, [], [], 1)
+                self.last_said[self.last_number] = PublishStep(0, [], [], 1)
                 return self.last_number
             case Heartbeat(number):
                 return number in self.located
             case Withdraw(number):
                 self.located.pop(number, None)
-            case Publish(number, added, removed, first_seq):
+            case PublishStep(number, added, removed, first_seq):
                 assert not set(added) & set(removed)
                 assert added or removed
                 last = self.last_said[number]
@@ -229,7 +229,9 @@ def test_it_registers_and_publishes_the_inventory(driver: Driver) -> None:
     assert driver.core.lag == 0
     kinds = [type(step) for step in driver.done]
     assert kinds[:2] == [Register, TakeInventory]
-    assert len(driver.kinds(Publish)) == 1, "what is in the inventory is not said again as events"
+    assert len(driver.kinds(PublishStep)) == 1, (
+        "what is in the inventory is not said again as events"
+    )
 
 
 def test_events_follow_within_a_poll(driver: Driver) -> None:
@@ -250,8 +252,8 @@ def test_first_seq_numbers_all_keys_of_a_registration(driver: Driver) -> None:
     driver.node.add(KEYS[5])
     driver.run_for(1.0)
     expected = 1
-    for step in driver.kinds(Publish):
-        assert isinstance(step, Publish)
+    for step in driver.kinds(PublishStep):
+        assert isinstance(step, PublishStep)
         assert step.first_seq == expected
         expected += len(step.added) + len(step.removed)
     assert expected == 6
@@ -262,7 +264,7 @@ def test_what_came_and_went_is_never_mentioned(driver: Driver) -> None:
     driver.node.add(KEYS[0])
     driver.node.remove(KEYS[0])
     driver.run_for(1.0)
-    assert driver.kinds(Publish) == []
+    assert driver.kinds(PublishStep) == []
     # What was said before is taken back, however often it comes and goes.
     driver.node.add(KEYS[1])
     driver.run_for(1.0)
@@ -280,11 +282,11 @@ def test_the_directory_is_not_told_of_tiers(driver: Driver) -> None:
     driver.run_until_idle()
     driver.node.move(KEYS[0], IN_NVME)
     driver.run_for(1.0)
-    assert (len(driver.kinds(Publish)), driver.core.lag) == (1, 0)
+    assert (len(driver.kinds(PublishStep)), driver.core.lag) == (1, 0)
     driver.node.move(KEYS[0], IN_DRAM)
     driver.node.remove(KEYS[0])
     driver.run_for(1.0)
-    assert driver.kinds(Publish)[1:] == [Publish(driver.core.number, [], [KEYS[0]], 2)]
+    assert driver.kinds(PublishStep)[1:] == [PublishStep(driver.core.number, [], [KEYS[0]], 2)]
     assert driver.told == set()
 
 
@@ -293,7 +295,7 @@ def test_batches_are_bounded() -> None:
     driver.run_until_idle()
     driver.node.add(*map(key, range(95)))
     driver.run_for(1.0)
-    sizes = [len(step.added) for step in driver.kinds(Publish)]  # type: ignore[union-attr]
+    sizes = [len(step.added) for step in driver.kinds(PublishStep)]  # type: ignore[union-attr]
     assert sizes == [10] * 9 + [5]
     assert len(driver.told) == 95
 
@@ -326,7 +328,7 @@ def test_a_slow_directory_is_asked_less_often() -> None:
     sent = []
     for _ in range(200):
         step = driver.core.next(driver.now)
-        if isinstance(step, Publish):
+        if isinstance(step, PublishStep):
             sent.append(driver.now)
             driver.core.next(driver.now)
             driver.now += 0.2  # how long it takes
@@ -378,7 +380,7 @@ def test_a_round_that_was_ahead_of_the_events(driver: Driver) -> None:
     driver.done.clear()
     assert driver.run_until(TakeInventory)
     driver.node.add(KEYS[1])
-    assert driver.run_until(Publish)
+    assert driver.run_until(PublishStep)
     driver.node.remove(KEYS[1])
     driver.run_for(1.0)
     assert driver.told == {KEYS[0]}
@@ -488,10 +490,10 @@ def test_a_batch_without_an_answer_is_repeated_as_it_was(driver: Driver) -> None
     driver.run_for(1.0)
     driver.directory.loses_answers = False
     driver.run_for(3.0)
-    said = driver.kinds(Publish)
+    said = driver.kinds(PublishStep)
     assert len(said) >= 3
     assert set(map(repr, said[:-1])) == {repr(said[0])}
-    assert said[-1] == Publish(driver.core.number, [], [KEYS[0]], 2)
+    assert said[-1] == PublishStep(driver.core.number, [], [KEYS[0]], 2)
     assert driver.told == set()
 
 
@@ -557,7 +559,7 @@ def test_options_that_can_not_work(wrong: dict[str, float], message: str) -> Non
 
 
 FEW = KEYS[:4]  # so that things happen to the same ones
-STEPS = (Poll, TakeInventory, Check, Publish, Heartbeat)
+STEPS = (Poll, TakeInventory, Check, PublishStep, Heartbeat)
 
 
 class Life:

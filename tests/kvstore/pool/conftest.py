@@ -13,10 +13,10 @@ from kvsupport import is_quiet, wait_until
 from poolsupport import LARGE, Cluster
 
 from tiffin.kvstore.credentials import Credentials
-from tiffin.kvstore.node.core import CoreOptions
+from tiffin.kvstore.node.core.node_core import CoreOptions
 from tiffin.kvstore.node.node import Node, NodeOptions
-from tiffin.kvstore.node.remote import RemoteService
-from tiffin.kvstore.pool.peer import Peer
+from tiffin.kvstore.node.server.tcp_server import RemoteService
+from tiffin.kvstore.pool.remote.peer import Peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +29,8 @@ def nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
 
     def gone() -> bool:
-        more = [t for t in threading.enumerate() if t not in threads and t.name != "asyncio_0"]
+        new = set(threading.enumerate()) - threads
+        more = [t for t in new if t.name not in ("asyncio_0", "tiffin-uninterrupted")]
         if not more and len(os.listdir("/proc/self/fd")) <= files:
             return True
         # An error that was logged has a traceback, that a view of a region, that a descriptor.

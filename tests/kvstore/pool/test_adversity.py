@@ -18,6 +18,7 @@ from poolsupport import LARGE, Cluster, Member, soon
 
 from tiffin.kvstore import Client
 from tiffin.kvstore.credentials import Credentials
+from tiffin.kvstore.deadlines import GRACE_S
 from tiffin.kvstore.errors import (
     ClientClosed,
     DeadlineExceeded,
@@ -27,17 +28,16 @@ from tiffin.kvstore.errors import (
     StaleLease,
     TiffinError,
 )
-from tiffin.kvstore.link import GRACE_S
-from tiffin.kvstore.node import messages
-from tiffin.kvstore.pool import copy
-from tiffin.kvstore.pool.aio import CALLS, AsyncPoolClient
+from tiffin.kvstore.node.core import messages
+from tiffin.kvstore.pool.async_client import CALLS, AsyncPoolClient
 from tiffin.kvstore.pool.client import PoolClient
-from tiffin.kvstore.pool.engine import Engine
 from tiffin.kvstore.pool.members import FixedMembers
-from tiffin.kvstore.pool.onesided import OneSided
-from tiffin.kvstore.pool.peer import Peer
-from tiffin.kvstore.pool.replication import Orders
-from tiffin.kvstore.pool.replies import check_reply
+from tiffin.kvstore.pool.remote.nixl_reads import OneSided
+from tiffin.kvstore.pool.remote.peer import Peer
+from tiffin.kvstore.pool.remote.reply_checks import check_reply
+from tiffin.kvstore.pool.replication import node_copy
+from tiffin.kvstore.pool.replication.replication_requests import Orders
+from tiffin.kvstore.pool.verb_driver import VerbDriver
 from tiffin.kvstore.url import parse_url
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class TestTime:
     def test_when_time_is_up_no_further_silent_node_is_tried(self, nothing_left: None) -> None:
         with contextlib.ExitStack() as stack:
             silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
-            engine = Engine(FixedMembers([s.getsockname()[:2] for s in silent]), Credentials())
+            engine = VerbDriver(FixedMembers([s.getsockname()[:2] for s in silent]), Credentials())
             client = PoolClient(engine, "always")
             stack.callback(client.close)
             prefix = prompt(1)
@@ -252,13 +252,13 @@ def test_a_copy_counts_what_another_writer_brought_meanwhile(
     source, target = cluster.start("source"), cluster.start("target")
     prefix = source.put(prompt(2))
     cluster.settle()
-    begin = copy.Copier._copy_leased
+    begin = node_copy.Copier._copy_leased
 
     def overtaken(*arguments: Any) -> int:
         target.put(prefix)
         return begin(*arguments)
 
-    monkeypatch.setattr(copy.Copier, "_copy_leased", overtaken)
+    monkeypatch.setattr(node_copy.Copier, "_copy_leased", overtaken)
     assert cluster.open().replicate(prefix, [target.number]) == {target.number: 2}
 
 

@@ -9,23 +9,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kvsupport import Background, payloads_of, wait_until
+from kvsupport import Background, is_quiet, payloads_of, wait_until
 from poolsupport import Cluster, soon
 from streamsupport import ahead_threads, prompt
 from streamworker import is_right
 
-from tiffin.kvstore import streaming
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import ClientClosed
-from tiffin.kvstore.pool import peer
-from tiffin.kvstore.pool.aio import AsyncPoolClient
+from tiffin.kvstore.pool.async_client import AsyncPoolClient
 from tiffin.kvstore.pool.client import PoolClient
-from tiffin.kvstore.pool.engine import Engine, PoolOptions
 from tiffin.kvstore.pool.members import FixedMembers
+from tiffin.kvstore.pool.remote import peer
+from tiffin.kvstore.pool.verb_driver import PoolOptions, VerbDriver
+from tiffin.kvstore.streaming import layer_reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +38,7 @@ AN_HOUR_S = 3600.0
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No limit but the call's own ends a wait for a connection, or for a layer."""
     monkeypatch.setattr(peer._Patience, "connect_s", AN_HOUR_S)
-    monkeypatch.setattr(streaming, "POLL_S", AN_HOUR_S)
+    monkeypatch.setattr(layer_reader, "POLL_S", AN_HOUR_S)
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def deaf(nothing_left: None, patient: None) -> Iterator[PoolClient]:
                 assert one.connect_ex(sock.getsockname()) in (0, errno.EINPROGRESS)
             addresses.append(sock.getsockname()[:2])
         options = PoolOptions(hedge_share=0.0)  # nor does it give up because there is another
-        engine = Engine(FixedMembers(addresses), Credentials(), options=options)
+        engine = VerbDriver(FixedMembers(addresses), Credentials(), options=options)
         client = PoolClient(engine, "always")
         stack.callback(client.close)
         yield client
@@ -133,6 +134,32 @@ def test_who_closes_a_stream_does_not_wait_for_connections_of_others(
         Background(stream.close).result()
     assert not ahead_threads()
     reader.close()  # what could not be released for want of a connection ends with the session
+
+
+@pytest.mark.parametrize("way", ["sync", "asyncio"])
+def test_a_stream_that_is_dropped_gives_its_lease_back(cluster: Cluster, way: str) -> None:
+    """The task that had it may have been lost, with its loop."""
+    one = cluster.start("one")
+    pool, prefix = cluster.open(), one.put(prompt(2))
+
+    async def begin() -> Any:
+        stream = AsyncPoolClient(pool).stream(prefix, node=one.number)
+        layers = aiter(stream)
+        assert is_right(await anext(layers), prefix)
+        return layers
+
+    def begin_at_once() -> Any:
+        layers = iter(pool.stream(prefix, node=one.number))
+        assert is_right(next(layers), prefix)
+        return layers
+
+    loop = asyncio.new_event_loop()  # of which nobody ends the generators
+    layers = loop.run_until_complete(begin()) if way == "asyncio" else begin_at_once()
+    loop.close()
+    assert not is_quiet(one.node.statistics())
+    del layers
+    gc.collect()
+    wait_until(lambda: is_quiet(one.node.statistics()), "the lease to be given back")
 
 
 def test_a_stream_that_was_given_up_before_it_began_waits_for_nothing(

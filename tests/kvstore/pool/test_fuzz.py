@@ -18,11 +18,11 @@ from kvsupport import SCHEMA, fresh_prefix, is_quiet, payloads_of, wait_until
 from tiffin.kvstore import Client, errors
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import NodeUnavailable, TiffinError
-from tiffin.kvstore.node import messages
-from tiffin.kvstore.pool.peer import Peer
-from tiffin.kvstore.pool.replies import check_reply
+from tiffin.kvstore.node.core import messages
+from tiffin.kvstore.pool.remote.peer import Peer
+from tiffin.kvstore.pool.remote.reply_checks import check_reply
 from tiffin.messenger.errors import GrantError, MessengerError
-from tiffin.messenger.tcp import Answer, Listener
+from tiffin.messenger.tcp.tcp_client import Answer, Listener
 from tiffin.messenger.transport import Range
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def answers_before(peer: Peer, stream: Any, behind: messages.Request) -> tuple[i
 
 def peek(stream: Any, deadline: float) -> tuple[str, None]:
     """The kind of the next frame."""
-    from tiffin.messenger import frames
+    from tiffin.messenger.wire import frames
 
     while stream.ahead_bytes < frames.HEADER.size:
         stream._receive_ahead(deadline, None, frames.HEADER.size)
@@ -198,13 +198,14 @@ class Liar:
         self.grants: Any = self
 
     def greet(self) -> bytes:
-        return messages.encoder.encode(messages.Challenge(0, b"n" * 16, 1))
+        return messages.encoder.encode(messages.Challenge(0, b"n" * 16, messages.PROTOCOL_VERSION))
 
     def message(self, body: bytes | memoryview) -> Answer:
         request = messages.request_decoder.decode(body)
         if isinstance(request, messages.Hello):
             self.trusted = True
-            return Answer(messages.encoder.encode(messages.Welcome(request.id, 1, "liar", 1 << 20)))
+            welcome = messages.Welcome(request.id, messages.PROTOCOL_VERSION, "liar", 1 << 20)
+            return Answer(messages.encoder.encode(welcome))
         if request.id == messages.UNAWAITED:
             return Answer(None)
         reply = self._replies[0]

@@ -28,14 +28,14 @@ from kvsupport import (
 )
 
 from tiffin.kvstore import Client, KVSchema
+from tiffin.kvstore.connection.node_link import SocketLink
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.directory import EmbeddedDirectory
 from tiffin.kvstore.errors import DeadlineExceeded, NodeUnavailable
-from tiffin.kvstore.link import Answer, SocketLink
-from tiffin.kvstore.node import messages
-from tiffin.kvstore.pool.aio import AsyncPoolClient
+from tiffin.kvstore.node.core import messages
+from tiffin.kvstore.pool.async_client import AsyncPoolClient
 from tiffin.kvstore.pool.client import PoolClient
-from tiffin.kvstore.pool.engine import Engine, PoolOptions
+from tiffin.kvstore.pool.verb_driver import PoolOptions, VerbDriver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from poolsupport import Cluster, Member
 
     from tiffin.kvstore import Prefix
+    from tiffin.kvstore.connection.connection import NodeAnswer
     from tiffin.kvstore.pool.home import Home
 
 # Of two ranks' blocks.
@@ -70,7 +71,7 @@ def far(cluster: Cluster) -> Member:
 def client(cluster: Cluster, daemon: Daemon) -> Iterator[PoolClient]:
     """Of a pool of the daemon, its home, and whatever nodes the cluster has."""
     members = EmbeddedDirectory.named(f"default:{cluster.name}")
-    engine = Engine(members, Credentials(), "client", PoolOptions())
+    engine = VerbDriver(members, Credentials(), "client", PoolOptions())
     with PoolClient(engine, "always", home=SocketLink(daemon.socket, "client")) as client:
         yield client
     wait_until(lambda: is_quiet(numbers(daemon)), "home comes to rest")
@@ -110,7 +111,7 @@ def is_back(client: PoolClient) -> None:
 
 
 def lies_at_home(client: PoolClient, view: Any) -> bool:
-    return np.shares_memory(view, state_of(client).memory)
+    return any(np.shares_memory(view, memory) for memory in state_of(client).mapping.all)
 
 
 def held_at_home(client: PoolClient, prefix: Prefix) -> Any:
@@ -180,7 +181,7 @@ class TestStopped:
         asked: list[messages.Request] = []
         call = state_of(client)._link.call
 
-        def noting(request: messages.Request, timeout_s: float) -> Answer:
+        def noting(request: messages.Request, timeout_s: float) -> NodeAnswer:
             asked.append(request)
             return call(request, timeout_s)
 

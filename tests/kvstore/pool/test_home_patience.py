@@ -18,15 +18,16 @@ from kvsupport import (
     wait_until,
 )
 
+from tiffin.kvstore.connection.connection import NodeAnswer
+from tiffin.kvstore.deadlines import GRACE_S
 from tiffin.kvstore.directory.base import NodeRecord
 from tiffin.kvstore.errors import DeadlineExceeded, NodeUnavailable, StaleLease
-from tiffin.kvstore.link import GRACE_S, Answer
-from tiffin.kvstore.node import messages
-from tiffin.kvstore.node.records import Reason
+from tiffin.kvstore.node.core import messages
+from tiffin.kvstore.node.core.records import Reason
 from tiffin.kvstore.pool import home as home_module
-from tiffin.kvstore.pool.engine import PoolOptions
-from tiffin.kvstore.pool.home import SLICE_MAX_S, Home, Turns
-from tiffin.kvstore.pool.links import Links
+from tiffin.kvstore.pool.home import SLICE_MAX_S, FairTurns, Home
+from tiffin.kvstore.pool.link_health import Links
+from tiffin.kvstore.pool.verb_driver import PoolOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,19 +47,20 @@ def state_of(client: PoolClient) -> Home:
 
 
 class Scripted:
-    """A `Link` whose answers a test writes down: each a function of the request and its time."""
+    """A `NodeLink` whose answers a test writes down: each a function of the request and its
+    time."""
 
     def __init__(self, *answers: Callable[[Any, float], Any]) -> None:
         self._answers = list(answers)
         self.asked: list[tuple[Any, float]] = []
         self.posted: list[messages.Request] = []
         self.gate: Any = None
-        self.memory: Any = None
+        self.mapping: Any = None
 
-    def call(self, request: messages.Request, timeout_s: float) -> Answer:
+    def call(self, request: messages.Request, timeout_s: float) -> NodeAnswer:
         self.asked.append((request, timeout_s))
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
-        return Answer(answer(request, timeout_s), self.memory)
+        return NodeAnswer(answer(request, timeout_s), None)
 
     def post(self, request: messages.Request) -> None:
         self.posted.append(request)
@@ -239,7 +241,7 @@ class TestPatience:
 
     def test_turns_are_taken_in_the_order_of_coming(self) -> None:
         """However often another comes back for one more slice."""
-        turns = Turns()
+        turns = FairTurns()
         slicing = turns.enter()
         assert turns.wait(slicing, 0.0)
         first, impatient, last = turns.enter(), turns.enter(), turns.enter()

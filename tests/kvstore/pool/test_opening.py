@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import re
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from directory.ports import free_port
-from kvsupport import Daemon, assert_right, fresh_prefix, payloads_of, wait_until, within
+from kvsupport import (
+    Daemon,
+    assert_right,
+    await_closed,
+    fresh_prefix,
+    open_files,
+    payloads_of,
+    wait_until,
+    within,
+)
 
 from tiffin.kvstore import AsyncClient, Client
 from tiffin.kvstore.errors import (
@@ -21,8 +31,8 @@ from tiffin.kvstore.errors import (
     NodeUnavailable,
     NotAuthenticated,
 )
-from tiffin.kvstore.node.server import Server
-from tiffin.kvstore.pool.open import open_pool
+from tiffin.kvstore.node.server.unix_server import UnixServer
+from tiffin.kvstore.pool.open_pool import open_pool
 from tiffin.kvstore.url import Pool
 
 if TYPE_CHECKING:
@@ -73,7 +83,7 @@ class TestDaemon:
             both.put(prefix, payloads_of(prefix))
             with both.get(prefix) as blocks:
                 assert_right(blocks, prefix)
-                memory = both._home.memory  # type: ignore[attr-defined]
+                memory = both._home.mapping.memory  # type: ignore[attr-defined]
                 assert np.shares_memory(blocks[0].bytes, memory)
 
     def test_without_the_token_nobody_gets_in(
@@ -97,7 +107,7 @@ class TestDaemon:
         prefix = fresh_prefix(1)
         with Client.open(f"tiffin://127.0.0.1:{port}") as client:
             client.put(prefix, payloads_of(prefix))
-            before = len(os.listdir("/proc/self/fd"))
+            before = open_files()
             for _ in range(3):
                 daemon.kill()
                 assert client.get(prefix).missing[0].reason == "lost"
@@ -110,7 +120,30 @@ class TestDaemon:
                 assert client.put(prefix, payloads_of(prefix)).stored == (0,)
                 with client.get(prefix) as blocks:
                     assert_right(blocks, prefix)
-            wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, "descriptors are closed")
+            await_closed(before)
+
+    @pytest.mark.parametrize("kind", ["unix", "tcp", "pool"])
+    def test_a_closed_client_leaves_nothing_to_the_collector_of_cycles(
+        self, own_daemon: Callable[..., Daemon], kind: str
+    ) -> None:
+        daemon = own_daemon(options=["--listen", "127.0.0.1:0"])
+        far = f"tiffin://{address_of(daemon)}"
+        url = {"unix": daemon.url, "tcp": far, "pool": f"{far}?home={daemon.socket}"}[kind]
+        prefix = fresh_prefix(2)
+        Client.open(url).close()
+        gc.collect()
+        gc.disable()
+        try:
+            before = open_files()
+            for _ in range(10):
+                with Client.open(url) as client:
+                    client.put(prefix, payloads_of(prefix))
+                    with client.get(prefix) as blocks:
+                        assert_right(blocks, prefix)
+                    del blocks
+            await_closed(before)
+        finally:
+            gc.enable()
 
     def test_a_stopped_node_costs_the_deadline_and_no_more(
         self, own_daemon: Callable[..., Daemon]
@@ -201,7 +234,7 @@ class TestHome:
     def serve(self, cluster: Cluster, path: Path, loop: LoopThread) -> Any:
         """A member whose unix socket can be connected to, and what ends that."""
         member = cluster.start("home")
-        server = Server.__new__(Server)
+        server = UnixServer.__new__(UnixServer)
 
         async def begin() -> None:
             server.__init__(member.node, path)  # type: ignore[misc]

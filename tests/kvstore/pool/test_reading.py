@@ -12,9 +12,10 @@ from kvsupport import SLACK_S, Background, assert_right, fresh_prefix, wait_unti
 from poolsupport import LARGE, Cluster, Member
 
 from tiffin.kvstore.errors import ClientClosed, InvalidInput, NodeUnavailable
-from tiffin.kvstore.node.core import CoreOptions
-from tiffin.kvstore.pool import engine, fetch, links
-from tiffin.kvstore.pool.engine import PoolOptions
+from tiffin.kvstore.node.core.node_core import CoreOptions
+from tiffin.kvstore.pool import link_health, verb_driver
+from tiffin.kvstore.pool.remote import block_read
+from tiffin.kvstore.pool.verb_driver import PoolOptions
 
 if TYPE_CHECKING:
     from tiffin.kvstore import Prefix
@@ -156,16 +157,16 @@ class TestLostAndStalled:
     def test_only_missing_blocks_are_read_again_when_a_node_stalls(
         self, cluster: Cluster, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(links, "DOWN_MIN_S", links.DOWN_MAX_S)
+        monkeypatch.setattr(link_health, "DOWN_MIN_S", link_health.DOWN_MAX_S)
         sick, well = cluster.members["sick"], cluster.members["well"]
         assert sick.network is not None
-        fetched: list[fetch.Fetched] = []
+        fetched: list[block_read.ReadOutcome] = []
 
-        def noting(*how: Any) -> fetch.Fetched:
-            fetched.append(fetch.fetch(*how))
+        def noting(*how: Any) -> block_read.ReadOutcome:
+            fetched.append(block_read.fetch(*how))
             return fetched[-1]
 
-        monkeypatch.setattr(engine, "fetch", noting)
+        monkeypatch.setattr(verb_driver, "fetch", noting)
         for _ in range(20):
             client = self.client(cluster)
             assert client.match(prefix).blocks == 6
@@ -270,7 +271,7 @@ class TestLostAndStalled:
     def test_a_silent_only_replica_costs_one_deadline_and_not_each_time(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(links, "DOWN_MIN_S", links.DOWN_MAX_S)
+        monkeypatch.setattr(link_health, "DOWN_MIN_S", link_health.DOWN_MAX_S)
         only = cluster.start("only", relayed=True)
         prefix = only.put(prompt(2))
         cluster.settle()
@@ -298,7 +299,7 @@ class TestLostAndStalled:
     def test_no_time_means_what_is_there_now(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(fetch, "GRACE_S", SLACK_S)  # there also of a node that stood still
+        monkeypatch.setattr(block_read, "GRACE_S", SLACK_S)  # there also of a node that stood still
         one = cluster.start("one")
         prefix = one.put(prompt(2))
         cluster.settle()

@@ -9,18 +9,18 @@ import pytest
 
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import NotAuthenticated
-from tiffin.kvstore.node import messages
-from tiffin.messenger.ration import Ration
+from tiffin.kvstore.node.core import messages
+from tiffin.messenger.log_rate_limit import Ration
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 # Whose warnings are caused by whoever connects.
 LOGGERS = [
-    "tiffin.kvstore.node.remote",
-    "tiffin.kvstore.node.server",
-    "tiffin.kvstore.node.shared",
-    "tiffin.messenger.listener",
+    "tiffin.kvstore.node.server.tcp_server",
+    "tiffin.kvstore.node.server.unix_server",
+    "tiffin.kvstore.node.core.sharded_writes",
+    "tiffin.messenger.tcp.listener",
 ]
 
 
@@ -36,7 +36,7 @@ def test_guessing_tokens_is_a_few_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
-    logger = logging.getLogger("tiffin.kvstore.node.remote")
+    logger = logging.getLogger("tiffin.kvstore.node.server.tcp_server")
     monkeypatch.setattr(logger, "filters", [Ration(3, lambda: now[0])])
     _, address = serve(Credentials(token=b"a token of this pool"))
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from certsupport import Authority, make_authority
-from kvsupport import fresh_prefix, payloads_of
+from kvsupport import Background, fresh_prefix, payloads_of
 from poolsupport import LARGE, soon
-from waysupport import NetworkNode
 
 from tiffin.kvstore import Client
+from tiffin.kvstore.cli.daemon import DaemonOptions
 from tiffin.kvstore.credentials import Credentials, is_loopback, load_credentials, parse_address
-from tiffin.kvstore.daemon import DaemonOptions
 from tiffin.kvstore.errors import (
     DeadlineExceeded,
     InvalidInput,
@@ -25,36 +25,74 @@ from tiffin.kvstore.errors import (
     ProtocolError,
     VersionMismatch,
 )
-from tiffin.kvstore.node import messages
+from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.node.node import Node, NodeOptions
-from tiffin.kvstore.node.remote import RemoteService
-from tiffin.messenger import tcp
+from tiffin.kvstore.node.server.tcp_server import RemoteService
+from tiffin.kvstore.token_proofs import Greeting
 from tiffin.messenger.errors import PeerLost
-from tiffin.messenger.frames import Kind
+from tiffin.messenger.tcp import tcp_client
 from tiffin.messenger.transport import Range
+from tiffin.messenger.wire.frames import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiffin.kvstore.pool.peer import Peer
-    from tiffin.messenger.stream import Stream
+    from tiffin.kvstore.pool.remote.peer import Peer
+    from tiffin.messenger.tcp.stream import Stream
 
 TOKEN = b"0123456789abcdef-of-the-pool"
 OTHER = b"another-token-0123456789abcdef"
 BLOCK = LARGE.extent_bytes
+NOW = messages.PROTOCOL_VERSION
 
 
 def hello_by_hand(
-    address: tuple[str, int], proof: Callable[[messages.Challenge, bytes], bytes]
+    address: tuple[str, int], prove: Callable[[bytes, messages.Hello], bytes]
 ) -> tuple[Stream, Any]:
     """A stream and what the node answers to a hello with this proof."""
-    stream = tcp.connect(address, soon())
-    challenge: Any = messages.reply_decoder.decode(stream.receive_message(soon()))
-    nonce = b"n" * 16
+    stream = tcp_client.connect(address, soon())
+    challenge = stream.receive_message(soon())
+    here = f"{address[0]}:{address[1]}"
     hello = messages.Hello(
-        1, messages.PROTOCOL_VERSION, "", 1, b"s" * 16, nonce, proof(challenge, nonce)
+        1,
+        messages.PROTOCOL_VERSION,
+        session=b"s" * 16,
+        nonce=b"n" * 16,
+        dialled=here,
+        reached=here,
     )
+    hello.proof = prove(challenge, hello)
     return stream, say(stream, hello)
+
+
+def right(challenge: bytes, hello: messages.Hello) -> bytes:
+    """What a client says who knows the token."""
+    return Greeting(TOKEN, b"", challenge, messages.without_proof(hello)).client_proof()
+
+
+class Rogue:
+    """A node that lets everybody in, and proves nothing."""
+
+    trusted = False
+
+    def __init__(self, proof: bytes) -> None:
+        self._proof = proof
+        self.grants: Any = None
+
+    def greet(self) -> bytes:
+        challenge = messages.Challenge(0, b"n" * 16, messages.PROTOCOL_VERSION)
+        return messages.encoder.encode(challenge)
+
+    def message(self, body: bytes | memoryview) -> tcp_client.Answer:
+        hello = messages.request_decoder.decode(body)
+        self.trusted = True
+        welcome = messages.Welcome(
+            hello.id, messages.PROTOCOL_VERSION, "rogue", 1 << 20, self._proof
+        )
+        return tcp_client.Answer(messages.encoder.encode(welcome))
+
+    def closed(self) -> None:
+        pass
 
 
 def say(stream: Stream, message: messages.Request | bytes) -> Any:
@@ -80,28 +118,21 @@ class TestTokens:
 
     @pytest.mark.parametrize("proof", [b"", b"x" * 32])
     def test_a_client_refuses_a_node_that_does_not_know_the_token(
-        self, serve: Any, connect: Any, proof: bytes
+        self, connect: Any, proof: bytes
     ) -> None:
-        class Rogue(Credentials):
-            """Lets everybody in, and proves nothing."""
-
-            def accepts(self, *_: bytes) -> bool:
-                return True
-
-            def prove(self, *_: bytes) -> bytes:
-                return proof
-
-        _, address = serve(Rogue())
-        with pytest.raises(NotAuthenticated, match="does not know our token"):
-            connect(address, Credentials(TOKEN)).call(messages.Match(0, b""), 5.0)
+        with contextlib.closing(
+            tcp_client.Listener(("127.0.0.1", 0), lambda _: Rogue(proof))
+        ) as rogue:
+            peer = connect(rogue.address, Credentials(TOKEN))
+            with pytest.raises(NotAuthenticated, match="does not know our token"):
+                peer.call(messages.Match(0, b""), 5.0)
 
     def test_a_proof_is_good_for_one_connection(self, serve: Any) -> None:
         _, address = serve(Credentials(TOKEN))
-        right = Credentials(TOKEN)
         proofs = []
 
-        def prove(challenge: messages.Challenge, nonce: bytes) -> bytes:
-            proofs.append(right.prove(b"client", nonce, challenge.nonce))
+        def prove(challenge: bytes, hello: messages.Hello) -> bytes:
+            proofs.append(right(challenge, hello))
             return proofs[-1]
 
         stream, welcome = hello_by_hand(address, prove)
@@ -112,6 +143,19 @@ class TestTokens:
             stream.close()
             assert isinstance(refused, messages.Refused)
             assert refused.error == "NotAuthenticated"
+
+    def test_who_goes_on_without_tags_is_hung_up_on(self, serve: Any) -> None:
+        """Knowing the token is not enough once, but in every frame."""
+        node, address = serve(Credentials(TOKEN))
+        stream, welcome = hello_by_hand(address, right)
+        with contextlib.closing(stream):
+            assert isinstance(welcome, messages.Welcome)
+            stream.message(messages.encoder.encode(messages.Drain(2, True)))
+            stream.send_frame(bytes(16))  # in place of its tag
+            stream.flush(soon())
+            with pytest.raises(PeerLost):
+                stream.receive_message(soon())
+        assert not node.draining
 
     def test_guessing_ends_the_connection(self, serve: Any) -> None:
         _, address = serve(Credentials(TOKEN))
@@ -130,8 +174,8 @@ class TestTokens:
             (messages.Match(1, b""), "ProtocolError"),
             (messages.Drain(1, True), "ProtocolError"),
             (messages.Hello(1, 99, "", 1, b"s" * 16, b"n" * 16), "VersionMismatch"),
-            (messages.Hello(1, 1, "", 1, b"s", b"n" * 16), "ProtocolError"),
-            (messages.Hello(1, 1, "", 1, b"s" * 16, b""), "ProtocolError"),
+            (messages.Hello(1, NOW, "", 1, b"s", b"n" * 16), "ProtocolError"),
+            (messages.Hello(1, NOW, "", 1, b"s" * 16, b""), "ProtocolError"),
             (b"\xc1 garbage", "ProtocolError"),
         ],
         ids=["match", "drain", "version", "session", "nonce", "garbage"],
@@ -140,7 +184,7 @@ class TestTokens:
         self, serve: Any, first: Any, error: str
     ) -> None:
         node, address = serve()
-        stream = tcp.connect(address, soon())
+        stream = tcp_client.connect(address, soon())
         with contextlib.closing(stream):
             stream.receive_message(soon())
             refused = say(stream, first)
@@ -151,7 +195,7 @@ class TestTokens:
     @pytest.mark.parametrize("kind", [Kind.READ, Kind.WRITE])
     def test_a_stranger_moves_no_bytes(self, serve: Any, kind: Kind) -> None:
         _, address = serve()
-        stream = tcp.connect(address, soon())
+        stream = tcp_client.connect(address, soon())
         with contextlib.closing(stream):
             stream.receive_message(soon())
             if kind is Kind.READ:
@@ -169,24 +213,34 @@ class TestTokens:
             peer.call(messages.Hello(0, 1), 5.0)
         assert peer.call(messages.Match(0, b""), 5.0).flags == b""
 
-    def test_a_node_of_another_version(self, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        host = NetworkNode(Node(NodeOptions(BLOCK, prefault=False)))
-        with contextlib.closing(host):
-            address = parse_address(host.url.removeprefix("tiffin://"))
-            monkeypatch.setattr(messages, "PROTOCOL_VERSION", 2)
-            encode = messages.encoder.encode
+    @pytest.mark.parametrize(
+        ("version", "older"), [(NOW - 1, "the node"), (NOW + 1, "this client")]
+    )
+    def test_a_node_of_another_version(self, connect: Any, version: int, older: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            peer = connect(server.getsockname()[:2], Credentials(TOKEN))
+            ending = Background(lambda: peer.call(messages.Match(0, b""), 5.0))
+            sock, _ = server.accept()
+            with sock:
+                body = messages.encoder.encode(messages.Challenge(0, b"n" * 16, version))
+                sock.sendall(struct.pack("<IB", 1 + len(body), 1) + body)
+                with pytest.raises(VersionMismatch, match=rf"{older}( at [0-9.:]+)? is older"):
+                    ending.result()
+                assert sock.recv(100) == b"", "it says nothing to such a one"
 
-            def as_version_3(message: Any) -> bytes:
-                if isinstance(message, messages.Challenge):
-                    message.version = 3
-                return encode(message)
+    @pytest.mark.parametrize(("version", "older"), [(1, "the client"), (NOW + 1, "this node")])
+    def test_a_client_of_another_version(self, serve: Any, version: int, older: str) -> None:
+        """Nobody on the way makes both take an older one: the versions are under the proof."""
+        _, address = serve(Credentials(TOKEN))
 
-            class Encoder:
-                encode = staticmethod(as_version_3)
+        def prove(challenge: bytes, hello: messages.Hello) -> bytes:
+            hello.version = version
+            return right(challenge, hello)
 
-            monkeypatch.setattr(messages, "encoder", Encoder)
-            with pytest.raises(VersionMismatch, match="speaks protocol 3, this client 2"):
-                connect(address).call(messages.Match(0, b""), 5.0)
+        stream, refused = hello_by_hand(address, prove)
+        stream.close()
+        assert refused.error == "VersionMismatch"
+        assert f"{older} is older" in refused.message
 
 
 class TestTokenFiles:

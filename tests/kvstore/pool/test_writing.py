@@ -10,22 +10,26 @@ import pytest
 from kvsupport import Background, assert_right, fresh_prefix, payloads_of, wait_until, within
 from poolsupport import LARGE, Cluster, Member, holders
 
-from tiffin.kvstore import Client
+from tiffin.kvstore import Client, KVSchema
 from tiffin.kvstore.directory.base import NodeRecord
 from tiffin.kvstore.errors import (
-    DirectoryUnavailable,
     Draining,
     InvalidInput,
     NodeUnavailable,
     NoRoom,
     StaleLease,
 )
-from tiffin.kvstore.pool import store
-from tiffin.kvstore.pool.plan import place
+from tiffin.kvstore.pool.remote import block_write
+from tiffin.kvstore.pool.replica_choice import place
 
 if TYPE_CHECKING:
     from tiffin.kvstore import Prefix
     from tiffin.kvstore.pool.client import PoolClient
+
+
+SPLIT = KVSchema.gqa(
+    model="split", layers=1, kv_heads=2, head_dim=8, dtype="bfloat16", block_tokens=16, shards=2
+)
 
 
 def prompt(blocks: int = 3) -> Prefix:
@@ -163,11 +167,11 @@ class TestPlacement:
         client, prefix = cluster.open(), prompt(4)
         assert sick.network is not None
         wait_until(lambda: len(client.nodes()) == 2, "both are known")
-        monkeypatch.setattr(store, "STALL_S", 0.2)
+        monkeypatch.setattr(block_write, "STALL_S", 0.2)
         failed = client._engine.links.failed
 
         def noted(*arguments: Any, **late: bool) -> None:
-            monkeypatch.setattr(store, "STALL_S", 20.0)  # the other one has time
+            monkeypatch.setattr(block_write, "STALL_S", 20.0)  # the other one has time
             failed(*arguments, **late)
 
         monkeypatch.setattr(client._engine.links, "failed", noted)
@@ -374,7 +378,7 @@ class TestHomeCopies:
         home, (_, prefix) = cluster.members["home"], far
         client = cluster.open(home, admission="always")
         with client.get(prefix, layers=1) as blocks:
-            assert all(np.shares_memory(b.bytes, home.node.dram.region.array) for b in blocks)
+            assert all(np.shares_memory(b.bytes, client._home.mapping.memory) for b in blocks)
 
     def test_copies_are_verified_whatever_the_client_trusts(
         self, cluster: Cluster, far: tuple[Member, Prefix]
@@ -531,15 +535,37 @@ class TestDirectoryAway:
         cluster.start("one")
         handle = cluster.flaky()
         handle.away = True
-        client, prefix = cluster.open(members=handle), prompt(1)
-        for verb in (
-            lambda: client.put(prefix, payloads_of(prefix)),
-            lambda: client.remove(prefix),
-            client.statistics,
-        ):
-            with pytest.raises(DirectoryUnavailable):
-                verb()
+        client, prefix, split = cluster.open(members=handle), prompt(1), fresh_prefix(1, SPLIT)
+        with client.reserve(prefix) as slots:
+            for verb in (
+                lambda: client.put(prefix, payloads_of(prefix)),
+                lambda: client.put(prefix, payloads_of(prefix), replicas=2, sync=False),
+                lambda: client.put(split, payloads_of(split), shard=(0, 2)),
+                lambda: client.put(prefix, payloads_of(prefix), node=1),
+                lambda: client.reserve(split, shard=(0, 2)),
+                lambda: client.reserve(prefix, node=1),
+                lambda: slots.publish(0),
+                lambda: client.remove(prefix),
+                lambda: client.evacuate(1),
+                client.nodes,
+                client.statistics,
+            ):
+                with pytest.raises(NodeUnavailable, match="no node of the pool is known"):
+                    verb()
+            slots.abort()
+        with client.reserve(prefix) as slots:
+            slots[0].skip()
+        with pytest.raises(NodeUnavailable), client.reserve(prefix) as slots:
+            pass
         assert client.match(prefix).blocks == 0
+        assert client.exists(prefix) == [False]
+        assert client.pin(prefix) == client.unpin(prefix) == 0
+        with client.get(prefix) as blocks:
+            assert blocks.reason == "directory"
+        with client.stream(prefix) as stream:
+            assert not stream.blocks
+        with pytest.raises(NoRoom):
+            client.replicate(prefix, [1])
 
 
 class TestStatistics:

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiffin.kvstore.arena import Extent
 from tiffin.kvstore.errors import InvalidInput, TierUnavailable
+from tiffin.kvstore.memory.arena import Extent
 from tiffin.kvstore.tiers import gds as gds_module
 from tiffin.kvstore.tiers.gds import DeviceSlab, _open_gds, _why_not
 from tiffin.kvstore.tiers.nvme import NvmeTier
-from tiffin.messenger.device import DeviceCopier, DeviceError, StillCopying
+from tiffin.messenger.gpu.copier import CudaError, DeviceCopier, StillCopying
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -220,7 +220,7 @@ class TestFailures:
     def test_a_device_that_fails(self, tier: NvmeTier) -> None:
         class Broken(DeviceCopier):
             def submit(self, groups: Any, **options: Any) -> Any:
-                raise DeviceError("no")
+                raise CudaError("no")
 
         tensor = torch.zeros(3 * PIECE_BYTES, dtype=torch.uint8)
         with Broken("cpu") as copier, DeviceSlab(tier, copier, piece_bytes=PIECE_BYTES) as slab:

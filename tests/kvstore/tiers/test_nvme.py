@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tiffin.kvstore.arena import Extent
-from tiffin.kvstore.block import PAGE_BYTES
 from tiffin.kvstore.errors import CorruptBlock, InvalidInput, TierUnavailable
+from tiffin.kvstore.format.header import PAGE_BYTES
+from tiffin.kvstore.memory.arena import Extent
 from tiffin.kvstore.testing import TIER_BYTES, block_header, checked, random_bytes, store_block
 from tiffin.kvstore.tiers.base import TierWarning
 from tiffin.kvstore.tiers.nvme import NvmeTier

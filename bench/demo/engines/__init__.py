@@ -1,0 +1,1 @@
+"""The demo's engine processes, their model and their prompts."""

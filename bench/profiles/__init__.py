@@ -1,0 +1,1 @@
+"""Makes the latency profiles that ship with the conductor."""

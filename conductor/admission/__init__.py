@@ -1,0 +1,1 @@
+"""Admission control, the cost of rejections, and hedged requests. Pure."""

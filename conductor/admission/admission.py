@@ -1,0 +1,437 @@
+"""Admission control: early admission or rejection by the predicted TTFT and TBT. Pure.
+
+A request that will miss its objectives is useless to its client, and the time spent to compute it
+is lost to other requests. So admission decides when the request arrives, before any work is spent
+on it, by the load
+
+    load = max(predicted TTFT / TTFT objective, predicted TBT / TBT objective)
+
+The request is admitted if its load is at most the limit of its priority class, 1 for an ordinary
+class. `mode` selects the prediction of TBT ("Mooncake", arXiv 2407.00079, section 7):
+
+- "off": every request is admitted.
+- "baseline": TTFT only; TBT is checked when the prefill is done (`decide_decode`), as in systems
+  whose decode instances do their own admission. A request rejected then has wasted its prefill.
+- "early": TBT as if the request began to decode now. No prefill is wasted, but the load now differs
+  from that after the prefill, and the prefill and decode pools oscillate: decode is idle, all
+  requests are admitted; they arrive together, decode is full, all requests are rejected; prefill is
+  idle, and so on.
+- "predictive": TBT at the time when the request will begin to decode (`load_forecast.py`).
+
+A request without an objective is never rejected for it. Under load, low classes are rejected first,
+as their limit is lower. Before a request is rejected, admission tries the degradation steps that
+the settings allow, as few as suffice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ..errors import InvalidRequest
+from ..records import TOKENS_MAX, Objectives, Rejection
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Iterator
+
+    from ..records import Request
+
+    # The forecast after these degradation steps; None if they are not possible.
+    Again = Callable[[tuple["Step", ...]], "AdmissionForecast | None"]
+    # In how many seconds the TBT will be at most this; None if that is beyond the forecast.
+    Relief = Callable[[float], float | None]
+
+Mode = Literal["off", "baseline", "early", "predictive"]
+Step = Literal["cap_output", "local_prefill", "relax"]
+Name = Annotated[str, Meta(min_length=1, max_length=64)]
+Scale = Annotated[float, Meta(ge=0.1, le=10.0)]
+Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
+
+# Room for all priority classes, and for some that no longer exist.
+CLASSES_MAX = 64
+
+
+def _scales() -> dict[str, float]:
+    return {"high": 1.2, "normal": 1.0, "low": 0.8}
+
+
+class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which requests are taken. Raises ValueError for a step that is given twice and for a
+    `retry_after_s_max` below the least."""
+
+    mode: Mode = "predictive"
+    """How load is predicted; see the top of `admission.py`."""
+
+    class_scales: Annotated[dict[Name, Scale], Meta(max_length=CLASSES_MAX)] = msgspec.field(
+        default_factory=_scales
+    )
+    """The load up to which each class of priority is taken; 1 for who is not named. Above 1 a
+    prediction that is slightly too late is believed to be wrong: better late than refused. Below 1
+    what is left is kept for higher classes, and some are refused who would have been in time."""
+
+    degrade: Annotated[tuple[Step, ...], Meta(max_length=3)] = ()
+    """What is tried before a request is refused, the least harmful first: "cap_output" (its answer
+    is cut at `output_tokens_cap`), "local_prefill" (no transfer: its decode instance computes it),
+    "relax" (its objectives are `relax_factor` times as long). None unless chosen: a caller who was
+    not told gets another answer than it asked for. The fewest steps that suffice are taken."""
+
+    output_tokens_cap: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] = 256
+    """Of "cap_output". The mean answer of published traces has 182 to 343 tokens."""
+
+    relax_factor: Annotated[float, Meta(ge=1.0, le=100.0)] = 2.0
+    """Of "relax"."""
+
+    use_lengths: bool = True
+    """Whether "predictive" takes each request's own predicted length, or `decode_s` for all."""
+
+    decode_s: Seconds = 13.0
+    """How long every request decodes, as far as its length is not known: t_d in the paper, which
+    gives no number. 182 tokens, the mean of its trace, at the median TBT of 70 ms."""
+
+    retry_after_s_min: Seconds = 1.0
+    """Retry-After has whole seconds; less than one would be none."""
+
+    retry_after_s_max: Seconds = 60.0
+    """Nobody is sent away for longer: what is predicted so far ahead is not worth waiting for."""
+
+    retry_jitter_share: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.25
+    """At most so much is added at random, or all who were refused together come back together."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.degrade)) < len(self.degrade):
+            raise ValueError("degrade: give each step once")
+        if self.retry_after_s_max < self.retry_after_s_min:
+            raise ValueError("retry_after_s_max: at least retry_after_s_min")
+
+    def scale(self, priority: str) -> float:
+        """The load up to which requests of a priority class are admitted."""
+        return self.class_scales.get(priority, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionForecast:
+    """The predictions for a request on the instances that were chosen for it.
+
+    `queue_s` is the queueing part of `ttft_s`, the part that a later retry can reduce. `tbt_now_s`
+    is the time between tokens if the request began to decode now, `tbt_then_s` that when its
+    prefill will be done, both with this request in the batch. `room`: whether its context and
+    answer fit; `room_ever`: whether they would fit on an instance without any other request.
+    """
+
+    ttft_s: float
+    tbt_now_s: float
+    tbt_then_s: float
+    queue_s: float = 0.0
+    room: bool = True
+    room_ever: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A request, and its forecast without degradation steps."""
+
+    request: Request
+    forecast: AdmissionForecast
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a request is admitted, why, and with which degradation steps.
+
+    A `load` of at most `limit` is admitted (mode "off": any); it is that of `forecast` against
+    `objectives`, which are those in force after the `steps`. If the request is rejected, they are
+    those of the attempt that came nearest, and `reason` ("ttft", "tbt" or "kv_room") is why even
+    that one failed. `degraded` describes the steps to the caller. `retry_after_s`: None if no retry
+    would help.
+    """
+
+    admitted: bool
+    load: float
+    limit: float
+    forecast: AdmissionForecast
+    objectives: Objectives
+    steps: tuple[Step, ...] = ()
+    degraded: tuple[str, ...] = ()
+    output_tokens_max: int | None = None
+    reason: str = ""
+    message: str = ""
+    retry_after_s: float | None = None
+    terms: dict[str, float] = field(default_factory=dict)
+
+    def rejection(self, request_id: str, now: float) -> Rejection:
+        """The rejection for the caller; the verdict must not be admitted."""
+        assert not self.admitted
+        return Rejection(
+            request_id=request_id,
+            reason=self.reason,
+            message=self.message,
+            predicted_ttft_s=self.forecast.ttft_s,
+            predicted_tbt_s=self.terms["tbt_s"],
+            retry_after_s=self.retry_after_s,
+            terms=self.terms,
+            decided_at=now,
+        )
+
+
+def decide(
+    outlook: Outlook,
+    settings: AdmissionSettings,
+    dice: random.Random,
+    *,
+    again: Again | None = None,
+    relief: Relief | None = None,
+) -> Verdict:
+    """Admit or reject a request when it arrives.
+
+    The callback `again` returns the forecast after some degradation steps; it is called only if the
+    request would be rejected ("relax" is never among the steps: it changes no prediction). The
+    callback `relief` is called to compute Retry-After (`load_forecast.relief_s`). Raises
+    InvalidRequest for an objective that is not above 0.
+    """
+    objectives = outlook.request.objectives
+    _check(objectives)
+    limit = settings.scale(outlook.request.priority)
+    first = _attempt(outlook.forecast, objectives, settings.mode, ())
+    if settings.mode == "off" or first.load <= limit:
+        return _admit(first, limit, outlook.request, settings)
+    nearest = first
+    for attempt in _degraded(outlook, settings, again):
+        if attempt.load <= limit:
+            return _admit(attempt, limit, outlook.request, settings)
+        nearest = min(nearest, attempt, key=lambda one: one.load)
+    return _refuse(nearest, limit, settings, dice, relief)
+
+
+def decide_decode(
+    outlook: Outlook,
+    settings: AdmissionSettings,
+    dice: random.Random,
+    *,
+    relief: Relief | None = None,
+) -> Verdict:
+    """The second check, when the prefill of a request is done. Only the mode "baseline" rejects
+    here: every other mode has decided before. Raises InvalidRequest for an objective that is not
+    above 0."""
+    objectives = Objectives(tbt_s=outlook.request.objectives.tbt_s)
+    _check(objectives)
+    limit = settings.scale(outlook.request.priority)
+    attempt = _attempt(outlook.forecast, objectives, "early", ())
+    if settings.mode != "baseline" or attempt.load <= limit:
+        return _admit(attempt, limit, outlook.request, settings)
+    return _refuse(attempt, limit, settings, dice, relief)
+
+
+def expected_decode_s(
+    settings: AdmissionSettings, output_tokens: int | None, tbt_s: float
+) -> float:
+    """The predicted decode time of a request: its output length times the predicted time between
+    tokens, or the setting `decode_s` if the length is unknown or `use_lengths` is off."""
+    if output_tokens is None or not settings.use_lengths:
+        return settings.decode_s
+    return max(output_tokens - 1, 0) * tbt_s  # the prefill yields the first token
+
+
+def retry_after_s(wait_s: float, settings: AdmissionSettings, dice: random.Random) -> float:
+    """Seconds after which the client should retry, if the capacity should be free in `wait_s`:
+    bounded by the settings, with jitter."""
+    bounded = min(max(wait_s, settings.retry_after_s_min), settings.retry_after_s_max)
+    return bounded * (1.0 + settings.retry_jitter_share * dice.random())
+
+
+# -- one attempt -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A forecast against objectives, after some degradation steps. `loads` by reason."""
+
+    forecast: AdmissionForecast
+    objectives: Objectives
+    mode: Mode
+    steps: tuple[Step, ...]
+    loads: dict[str, float]
+
+    @property
+    def load(self) -> float:
+        return max(self.loads.values(), default=0.0)
+
+    @property
+    def tbt_s(self) -> float:
+        return self.forecast.tbt_now_s if self.mode == "early" else self.forecast.tbt_then_s
+
+
+def _attempt(
+    forecast: AdmissionForecast, objectives: Objectives, mode: Mode, steps: tuple[Step, ...]
+) -> _Attempt:
+    loads: dict[str, float] = {}
+    attempt = _Attempt(forecast, objectives, mode, steps, loads)
+    if not forecast.room and mode in ("early", "predictive"):
+        loads["kv_room"] = math.inf
+    if objectives.ttft_s is not None:
+        loads["ttft"] = forecast.ttft_s / objectives.ttft_s
+    if objectives.tbt_s is not None and mode != "baseline":
+        loads["tbt"] = attempt.tbt_s / objectives.tbt_s
+    return attempt
+
+
+def _degraded(
+    outlook: Outlook, settings: AdmissionSettings, again: Again | None
+) -> Iterator[_Attempt]:
+    """Attempts with one degradation step, then with two, then with all, in the order of the
+    settings."""
+    forecasts: dict[tuple[Step, ...], AdmissionForecast | None] = {(): outlook.forecast}
+    able = [step for step in settings.degrade if _able(step, outlook.request, settings)]
+    for count in range(1, len(able) + 1):
+        for steps in combinations(able, count):
+            asked = tuple(step for step in steps if step != "relax")
+            if asked not in forecasts:
+                forecasts[asked] = again(asked) if again is not None else None
+            forecast = forecasts[asked]
+            if forecast is None:
+                continue
+            objectives = outlook.request.objectives
+            if "relax" in steps:
+                objectives = _relaxed(objectives, settings.relax_factor)
+            yield _attempt(forecast, objectives, settings.mode, steps)
+
+
+def _able(step: Step, request: Request, settings: AdmissionSettings) -> bool:
+    if step == "cap_output":
+        already = request.output_tokens_max
+        return already is None or already > settings.output_tokens_cap
+    return step != "relax" or request.objectives != Objectives()
+
+
+def _relaxed(objectives: Objectives, factor: float) -> Objectives:
+    ttft_s, tbt_s = objectives.ttft_s, objectives.tbt_s
+    return Objectives(
+        ttft_s=None if ttft_s is None else ttft_s * factor,
+        tbt_s=None if tbt_s is None else tbt_s * factor,
+    )
+
+
+def _check(objectives: Objectives) -> None:
+    for name, value in (("ttft_s", objectives.ttft_s), ("tbt_s", objectives.tbt_s)):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise InvalidRequest(f"objective {name} is {value}: give seconds above 0, or none")
+
+
+# -- verdicts --------------------------------------------------------------------------------------
+
+
+def _admit(
+    attempt: _Attempt, limit: float, request: Request, settings: AdmissionSettings
+) -> Verdict:
+    capped = "cap_output" in attempt.steps
+    return Verdict(
+        admitted=True,
+        load=attempt.load,
+        limit=limit,
+        forecast=attempt.forecast,
+        objectives=attempt.objectives,
+        steps=attempt.steps,
+        degraded=tuple(_words(step, settings) for step in attempt.steps),
+        output_tokens_max=settings.output_tokens_cap if capped else request.output_tokens_max,
+        terms=_terms(attempt, limit),
+    )
+
+
+def _refuse(
+    attempt: _Attempt,
+    limit: float,
+    settings: AdmissionSettings,
+    dice: random.Random,
+    relief: Relief | None,
+) -> Verdict:
+    reason = max(attempt.loads, key=lambda name: attempt.loads[name])
+    wait_s = _wait_s(attempt, limit, settings, relief)
+    return Verdict(
+        admitted=False,
+        load=attempt.load,
+        limit=limit,
+        forecast=attempt.forecast,
+        objectives=attempt.objectives,
+        steps=attempt.steps,
+        degraded=tuple(_words(step, settings) for step in attempt.steps),
+        reason=reason,
+        message=_message(attempt, limit, reason, wait_s),
+        retry_after_s=None if wait_s is None else retry_after_s(wait_s, settings, dice),
+        terms=_terms(attempt, limit),
+    )
+
+
+def _wait_s(
+    attempt: _Attempt, limit: float, settings: AdmissionSettings, relief: Relief | None
+) -> float | None:
+    """In how many seconds the same request would be admitted, if no other request arrived; None:
+    never.
+
+    A queue drains by a second per second. The rest of TTFT is the request's own work, which waiting
+    does not reduce.
+    """
+    forecast, objectives = attempt.forecast, attempt.objectives
+    waits = [0.0]
+    if not forecast.room_ever and "kv_room" in attempt.loads:
+        return None
+    if attempt.loads.get("ttft", 0.0) > limit and objectives.ttft_s is not None:
+        late_s = forecast.ttft_s - limit * objectives.ttft_s
+        if late_s > forecast.queue_s:
+            return None
+        waits.append(late_s)
+    if attempt.loads.get("tbt", 0.0) > limit and objectives.tbt_s is not None:
+        seen_s = relief(limit * objectives.tbt_s) if relief is not None else None
+        waits.append(settings.retry_after_s_max if seen_s is None else seen_s)
+    return max(waits)
+
+
+def _message(attempt: _Attempt, limit: float, reason: str, wait_s: float | None) -> str:
+    forecast, objectives = attempt.forecast, attempt.objectives
+    if reason == "kv_room":
+        text = "no decode instance has KV room for its context and answer"
+    elif reason == "ttft":
+        text = _exceeds("TTFT", forecast.ttft_s, objectives.ttft_s, limit)
+    else:
+        text = _exceeds("TBT", attempt.tbt_s, objectives.tbt_s, limit)
+    if attempt.steps:
+        text += f", even with {', '.join(attempt.steps)}"
+    if wait_s is None:
+        text += "; an idle instance would not meet it either: send less, or give it longer"
+    return text
+
+
+def _exceeds(what: str, predicted_s: float, objective_s: float | None, limit: float) -> str:
+    text = f"predicted {what} of {predicted_s:.3g} s exceeds the objective of {objective_s} s"
+    return text if limit == 1.0 else f"{text} times {limit:g}, which is its class's part of it"
+
+
+def _words(step: Step, settings: AdmissionSettings) -> str:
+    if step == "cap_output":
+        return f"cap_output:{settings.output_tokens_cap}"
+    return step if step == "local_prefill" else f"relax:{settings.relax_factor:g}"
+
+
+def _terms(attempt: _Attempt, limit: float) -> dict[str, float]:
+    """Every number behind the verdict: in seconds, except for `room`, the loads and their limit."""
+    forecast, objectives = attempt.forecast, attempt.objectives
+    terms = {
+        "limit": limit,
+        "ttft_s": forecast.ttft_s,
+        "queue_s": forecast.queue_s,
+        "tbt_s": attempt.tbt_s,
+        "tbt_now_s": forecast.tbt_now_s,
+        "tbt_then_s": forecast.tbt_then_s,
+        "room": float(forecast.room),
+    }
+    if objectives.ttft_s is not None:
+        terms["ttft_objective_s"] = objectives.ttft_s
+    if objectives.tbt_s is not None:
+        terms["tbt_objective_s"] = objectives.tbt_s
+    # Infinite loads are left out, as JSON has no infinity; `room` has the same information.
+    loads = {f"{name}_load": value for name, value in attempt.loads.items() if value < math.inf}
+    return {**terms, **loads}

@@ -1,0 +1,313 @@
+"""The conductor as a service: the core with a clock, Prometheus metrics, the decision stream and
+the feeds.
+
+Not thread-safe: only the event loop's thread may call it. The core is a plain object without locks.
+All code that serves requests in this process goes through `Service`, so that each decision is
+counted and streamed once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from ..core.state_metrics import state
+from ..errors import ConductorError, Conflict, InvalidRequest
+from ..records import Decision, Load, Rejection
+from ..state.allowed_hosts import EVENTS_LABEL, check_hosts
+from ..web.metrics import ConductorMetrics
+from ..wire.block_keys import KeyedModels, parse_schema
+from ..wire.decision_text import Shown
+from .decision_stream import Broadcast
+from .request_bodies import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tiffin.kvstore import KVSchema
+
+    from ..core.conductor import Conductor
+    from ..core.settings import Settings
+    from ..pool.role_flip import Action
+    from ..records import InstanceSpec, Request, RequestEvent, Role
+    from ..replicas.learnt_instances import News
+    from ..service.feeds import Feeding
+    from ..web.metrics import Family
+
+log = logging.getLogger("tiffin.conductor")
+
+# How many different causes are logged: a conductor that sends ever new ones does not fill the log.
+_CAUSES_MAX = 256
+# How long the feeds' health is cached: a check looks at all their nodes.
+_FEEDS_S = 1.0
+
+
+class Service:
+    """See the module. `reasons` are health checks: each returns why the service is not ready, such
+    as a feed that is not connected, or "". `clock` is monotonic, `wall` the Unix time."""
+
+    def __init__(
+        self,
+        core: Conductor,
+        limits: Limits | None = None,
+        *,
+        reasons: tuple[Callable[[], str], ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        feeding: Feeding | None = None,
+    ) -> None:
+        self.core = core
+        self.limits = limits or Limits()
+        self.models = KeyedModels()
+        self.metrics = ConductorMetrics(self._state)
+        self.broadcast = Broadcast[Shown](self.limits.streams, self.limits.stream_backlog)
+        self.clock = clock
+        self._wall = wall
+        self._reasons = reasons
+        self._feeding = feeding
+        self._stopping = False
+        # Caches of `missing`: about the instances, by the instance table's version, and about
+        # `reasons`, by time.
+        self._no_instances: tuple[int, list[str]] = (-1, [])
+        self._no_feeds: tuple[float, list[str]] = (-math.inf, [])
+        # News of other conductors that could not be used: counts, and the causes that were logged.
+        # Schemas that contradict ours while an instance uses ours; instances whose schema has not
+        # arrived yet.
+        self._not_learnt: Counter[str] = Counter()
+        self._causes: set[tuple[str, str]] = set()
+        self._contradicting: dict[str, KVSchema] = {}
+        self._schemaless: set[str] = set()
+        # Callback that sends role changes to the instances, while `action_runner.py` runs.
+        self.act: Callable[[Sequence[Action]], None] | None = None
+
+    def schedule(self, request: Request) -> Decision | Rejection:
+        """Place a request. Idempotent: a retry, after an answer was lost, gets the same decision
+        and is not counted again."""
+        now = self.clock()
+        outcome = self.core.schedule(request, now)
+        took_s = self.clock() - now
+        self._tell_who_was_put_out()
+        if outcome.decided_at < now:
+            return outcome
+        if isinstance(outcome, Decision):
+            self.metrics.scheduled(request, outcome, took_s, now)
+        else:
+            self.metrics.rejected(request, outcome, took_s)
+            # Drop the timings of an earlier decision whose instance has left.
+            self.metrics.timings.forget(request.id)
+        self._show(outcome)
+        return outcome
+
+    def _tell_who_was_put_out(self) -> None:
+        """Publish the rejections of requests that another request has preempted from a queue."""
+        for rejection in self.core.put_out():
+            self.metrics.timings.forget(rejection.request_id)
+            self._show(rejection)
+
+    def _show(self, outcome: Decision | Rejection) -> None:
+        """Queue a decision for the subscribers. Its text is made once, when the first of them takes
+        it."""
+        if len(self.broadcast):
+            self.broadcast.give(Shown(outcome, self.unix_s))
+
+    def observe(self, event: RequestEvent) -> Rejection | None:
+        """Process an event of an in-flight request. Returns a rejection if the request is rejected
+        after its prefill. Raises UnknownRequest."""
+        now = self.clock()
+        self.core.observe(event, now)
+        self._tell_who_was_put_out()
+        self.metrics.observed(event, now)
+        if event.kind != "prefill_done" or self.core.settings.admission.mode != "baseline":
+            return None
+        rejection = self.core.recheck(event.request_id, now)
+        if rejection is not None:
+            self.metrics.timings.forget(event.request_id)
+            self._show(rejection)
+        return rejection
+
+    def announce(self, spec: InstanceSpec | None, instance: str, load: Load | None) -> None:
+        """Process an instance's registration or heartbeat. An unchanged `spec` is not registered
+        again: a heartbeat that contains it must not end a drain. Raises HostNotAllowed."""
+        now = self.clock()
+        if spec is not None:
+            check_hosts(spec, self.core.settings.instances.allowed_hosts)
+        if spec is not None and self._feeding is not None:
+            # First, because it may raise; if `register` raises below, `tick` stops following the
+            # instance.
+            self._feeding.follow_instance(spec, self.models.schema(spec.model))
+        if spec is not None and self.spec(instance) != spec:
+            self.core.register(spec, now)
+        self.core.heartbeat(instance, load or Load(), now)
+
+    def learn(self, news: News) -> None:
+        """Apply news of other conductors about instances and about our requests. Never raises for
+        invalid news: they are skipped, logged once per cause, and counted."""
+        joined = {spec.id for spec in news.joined}
+        for model, canonical in news.schemas:
+            self._learn_schema(model, canonical, joined)
+        for _, why in news.refused:
+            self._leave_out("instance", why)
+        for instance in news.left:
+            self._unfollow(instance)
+        # Look up the current spec: an instance may have left, joined and changed in any order since
+        # the last news.
+        for instance in dict.fromkeys((*news.left, *(spec.id for spec in news.joined))):
+            spec = self.spec(instance)
+            if spec is not None:
+                self._follow(spec)
+        for event in news.events:
+            self.metrics.observed(event, self.clock())
+        self._tell_who_was_put_out()
+        self._catch_up()
+
+    def _learn_schema(self, model: str, canonical: str, joined: set[str]) -> None:
+        """Learn a model's schema. The instances in `joined`, from the same news, do not count as
+        using the schema that is known so far."""
+        self._contradicting.pop(model, None)
+        if self.models.same(model, canonical) is not None:
+            return
+        try:
+            schema = parse_schema(canonical)
+            try:
+                self.models.learn(model, schema, lambda: self._models_of_others(joined))
+            except Conflict:
+                self._contradicting[model] = schema  # until the instances that use ours have left
+                raise
+        except ConductorError as error:
+            self._leave_out("schema", f"the schema of {model[:200]!r}: {error}")
+
+    def _models_of_others(self, but: set[str]) -> set[str]:
+        specs = self.core.cluster.specs
+        return {spec.model for spec in specs if spec is not None and spec.id not in but}
+
+    def _follow(self, spec: InstanceSpec) -> None:
+        """Follow the events of an instance that another conductor reported, now or as soon as its
+        schema arrives."""
+        if self._feeding is None:
+            return
+        schema = self.models.schema(spec.model)
+        if schema is None and spec.labels.get(EVENTS_LABEL):
+            # If it was followed before, then with the keys of another model.
+            self._feeding.forget_instance(spec.id)
+            self._schemaless.add(spec.id)
+            return
+        self._schemaless.discard(spec.id)
+        try:
+            self._feeding.follow_instance(spec, schema)
+        except ConductorError as error:
+            self._feeding.forget_instance(spec.id)  # its previous endpoint is out of date
+            self._leave_out("instance", f"instance {spec.id[:200]!r}: {error}")
+
+    def _unfollow(self, instance: str) -> None:
+        self._schemaless.discard(instance)
+        if self._feeding is not None:
+            self._feeding.forget_instance(instance)
+
+    def _catch_up(self) -> None:
+        """Retry deferred news: schemas whose contradicting instances have left, then the instances
+        that waited for a schema."""
+        for model, schema in list(self._contradicting.items()):
+            if model not in self._models_of_others(set()):
+                del self._contradicting[model]
+                try:
+                    self.models.learn(model, schema, set)
+                except ConductorError as error:  # too many models
+                    self._leave_out("schema", f"the schema of {model[:200]!r}: {error}")
+        for instance in list(self._schemaless):
+            spec = self.spec(instance)
+            if spec is None:
+                self._schemaless.discard(instance)
+            elif self.models.schema(spec.model) is not None or not spec.labels.get(EVENTS_LABEL):
+                self._follow(spec)
+
+    def _leave_out(self, kind: str, why: str) -> None:
+        self._not_learnt[kind] += 1
+        if (kind, why) not in self._causes and len(self._causes) < _CAUSES_MAX:
+            self._causes.add((kind, why))
+            log.warning("another conductor says what can't be used: %s", why)
+
+    def _state(self) -> Iterator[Family]:
+        """Metric families for Prometheus: the core's state, and this service's counters."""
+        yield from state(self.core, self.clock(), len(self.broadcast))
+        yield (
+            "news_left_out_total",
+            "What other conductors said and could not be used here.",
+            ("kind",),
+            [((kind,), float(self._not_learnt[kind])) for kind in ("schema", "instance")],
+        )
+
+    def flip(self, instance: str, role: Role) -> None:
+        """Start to change an instance's role. Raises UnknownInstance, Conflict."""
+        actions = self.core.flip(instance, role, self.clock())
+        if self.act is not None:
+            self.act(actions)
+
+    def patch(self, changes: dict[str, Any]) -> Settings:
+        """Change settings. Removes instances at hosts that are no longer allowed. Raises
+        InvalidRequest; then no setting has changed."""
+        before = self.core.settings.instances
+        settings = self.core.patch(changes, self.clock())
+        if settings.instances != before:
+            self._remove_outside(settings.instances.allowed_hosts)
+        return settings
+
+    def _remove_outside(self, allowed_hosts: tuple[str, ...]) -> None:
+        for spec in list(filter(None, self.core.cluster.specs)):
+            try:
+                check_hosts(spec, allowed_hosts)
+            except InvalidRequest as error:
+                log.warning("removed: %s", error)
+                self.remove(spec.id)
+
+    def remove(self, instance: str) -> None:
+        """Remove an instance, and stop following its events. Raises UnknownInstance."""
+        self.core.remove(instance, self.clock())
+        self._unfollow(instance)
+
+    def tick(self) -> None:
+        """Do the periodic work: expire requests and instances, and retry deferred news."""
+        for request_id in self.core.tick(self.clock()):
+            self.metrics.timings.forget(request_id)
+        if self._feeding is not None:
+            for instance in self._feeding.followed:
+                if instance not in self.core.cluster:  # it was silent for too long
+                    self._feeding.forget_instance(instance)
+        self._catch_up()
+
+    def spec(self, instance: str) -> InstanceSpec | None:
+        """The spec with which an instance registered; None if it is not registered."""
+        cluster = self.core.cluster
+        return cluster.spec(instance) if instance in cluster else None
+
+    def url(self, instance: str) -> str:
+        """The URL for an instance's requests; "" if it registered without one or has left."""
+        spec = self.spec(instance)
+        return spec.url if spec is not None else ""
+
+    def unix_s(self, at: float) -> float:
+        """Convert a time of `clock` to Unix time."""
+        return self._wall() - (self.clock() - at)
+
+    def missing(self) -> list[str]:
+        """The reasons why the service is not ready; empty if it is. Cheap to poll: instances are
+        checked only after they have changed, and `reasons` at most once a second."""
+        if self._stopping:
+            return ["the conductor is stopping"]
+        cluster, now = self.core.cluster, self.clock()
+        if self._no_instances[0] != cluster.version:
+            able = (("prefills", cluster.prefills), ("decodes", cluster.decodes))
+            lacking = [does for does, column in able if not (cluster.ready & column).any()]
+            found = [f"no instance that {does} is ready" for does in lacking]
+            self._no_instances = cluster.version, found
+        if now >= self._no_feeds[0] + _FEEDS_S:
+            self._no_feeds = now, [reason for check in self._reasons if (reason := check())]
+        return self._no_instances[1] + self._no_feeds[1]
+
+    def stop(self) -> None:
+        """Report "stopping" as not ready, and end the streams, which would keep connections
+        open."""
+        self._stopping = True
+        self.broadcast.close()

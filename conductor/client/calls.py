@@ -1,0 +1,344 @@
+"""The calls of the REST service, without the network: encodes requests and decodes answers.
+
+`client.py` sends them, blocking or in asyncio. Pure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from urllib.parse import quote, urlencode
+
+import msgspec
+
+from ..errors import ConductorUnavailable, InvalidRequest, UnknownRequest
+from ..records import Rejection
+from ..wire.error_codes import REJECTED, error_of
+from ..wire.models import (
+    DecisionReply,
+    DecisionsReply,
+    DrainReply,
+    DrainsReply,
+    EntryReply,
+    ErrorReply,
+    HealthReply,
+    HotPrefixReply,
+    HotReply,
+    InstanceReply,
+    InstancesReply,
+    MatchReply,
+    PlansReply,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tiffin.kvstore import KVSchema
+
+    from ..errors import ConductorError
+    from ..records import InstanceSpec, Load, Request, RequestEvent, Role
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_encoder = msgspec.json.Encoder()
+_error = msgspec.json.Decoder(ErrorReply)
+
+
+@dataclass(frozen=True, slots=True)
+class RestCall(Generic[T]):
+    """One HTTP request and the function that decodes its answer.
+
+    `repeatable`: the client may retry the call when its answer was lost. `ends` returns the result
+    if the conductor answers a retry with UnknownRequest, as it knows the request no longer.
+    """
+
+    method: str
+    path: str
+    read: Callable[[int, bytes], T]
+    body: bytes | None = None
+    repeatable: bool = True
+    ends: Callable[[], T] | None = None
+
+    def answered(self, status: int, body: bytes, *, again: bool) -> T:
+        """Decode an answer; `again`: it is that of a retry. Raises ConductorError."""
+        try:
+            return self.read(status, body)
+        except UnknownRequest:
+            if again and self.ends is not None:
+                return self.ends()
+            raise
+
+
+def schedule(
+    request: Request, token_ids: Sequence[int] | None, namespace: str
+) -> RestCall[DecisionReply | Rejection]:
+    """The call that places a request. With `token_ids` the service computes the keys; else
+    `request` has keys, or a length alone."""
+    body: dict[str, Any] = {
+        "request_id": request.id,
+        "model": request.model,
+        "objectives": asdict(request.objectives),
+        "priority": request.priority,
+        "tenant": request.tenant,
+        "output_tokens": request.output_tokens,
+        "output_tokens_max": request.output_tokens_max,
+        "output_class": request.output_class,
+        "urgent": request.urgent,
+    }
+    if request.exclude:
+        body["exclude"] = list(request.exclude)
+    if token_ids is not None:
+        body |= {"token_ids": list(token_ids), "namespace": namespace}
+    else:
+        body["prompt_tokens"] = request.prompt_tokens
+        if request.keys:
+            body["block_keys"] = [key.hex() for key in request.keys]
+    return RestCall("POST", "/v1/schedule", _placed, _encode(body))
+
+
+def observe(event: RequestEvent) -> RestCall[Rejection | None]:
+    """The call that reports an event. All events but "tokens" are idempotent."""
+    path = f"/v1/requests/{_segment(event.request_id)}/{_segment(event.kind)}{_of(event.tenant)}"
+    body: dict[str, Any] = {"tokens": event.tokens} if event.kind == "tokens" else {}
+    if event.route is not None:
+        body["route"] = {"prefill": event.route[0], "decode": event.route[1]}
+    raw = _encode(body) if body else None
+    return RestCall("POST", path, _heard, raw, event.kind != "tokens", ends=lambda: None)
+
+
+def register(spec: InstanceSpec, load: Load | None, schema: KVSchema | None) -> RestCall[bool]:
+    """The call that registers an instance, with its whole spec."""
+    body = asdict(spec)
+    path = _instance(body.pop("id"))
+    if load is not None:
+        body["load"] = asdict(load)
+    if schema is not None:
+        body["schema"] = {"canonical": schema.canonical_bytes().decode("ascii")}
+    return RestCall("PUT", path, _nothing, _encode(body))
+
+
+def heartbeat(instance: str, load: Load) -> RestCall[bool]:
+    return RestCall("PUT", _instance(instance), _nothing, _encode({"load": asdict(load)}))
+
+
+def leave(instance: str, *, now: bool) -> RestCall[bool]:
+    query = "?now=true" if now else ""
+    return RestCall("DELETE", _instance(instance) + query, _nothing)
+
+
+def flip(instance: str, role: Role) -> RestCall[bool]:
+    return RestCall("POST", f"{_instance(instance)}/role", _nothing, _encode({"role": role}))
+
+
+def instances() -> RestCall[list[InstanceReply]]:
+    read = _reader(InstancesReply)
+    return RestCall("GET", "/v1/instances", lambda status, body: read(status, body).instances)
+
+
+def instance(name: str) -> RestCall[InstanceReply]:
+    return RestCall("GET", _instance(name), _reader(InstanceReply))
+
+
+def match(keys: Sequence[bytes], limit: int) -> RestCall[MatchReply]:
+    body = _encode({"block_keys": [key.hex() for key in keys]})
+    return RestCall("POST", f"/v1/blocks/match?limit={limit:d}", _reader(MatchReply), body)
+
+
+def hot(limit: int) -> RestCall[list[HotPrefixReply]]:
+    read = _reader(HotReply)
+    path = f"/v1/blocks/hot?limit={limit:d}"
+    return RestCall("GET", path, lambda status, body: read(status, body).prefixes)
+
+
+def decisions(limit: int, candidates: int, instance: str | None) -> RestCall[list[EntryReply]]:
+    read = _reader(DecisionsReply)
+    asked: dict[str, int | str] = {"limit": limit, "candidates": candidates}
+    if instance is not None:
+        asked["instance"] = instance
+    path = f"/v1/decisions?{urlencode(asked)}"
+    return RestCall("GET", path, lambda status, body: read(status, body).decisions)
+
+
+def why(request_id: str, tenant: str) -> RestCall[EntryReply]:
+    path = f"/v1/decisions/{_segment(request_id)}/why{_of(tenant)}"
+    return RestCall("GET", path, _reader(EntryReply))
+
+
+def plans() -> RestCall[PlansReply]:
+    return RestCall("GET", "/v1/plans", _reader(PlansReply))
+
+
+def drains() -> RestCall[list[DrainReply]]:
+    read = _reader(DrainsReply)
+    return RestCall("GET", "/v1/drains", lambda status, body: read(status, body).drains)
+
+
+def drain_node(node: str, deadline_s: float | None) -> RestCall[DrainReply]:
+    body = None if deadline_s is None else _encode({"deadline_s": deadline_s})
+    return RestCall("PUT", _drain(node), _reader(DrainReply), body)
+
+
+def undrain_node(node: str) -> RestCall[DrainReply]:
+    return RestCall("DELETE", _drain(node), _reader(DrainReply))
+
+
+def settings() -> RestCall[dict[str, Any]]:
+    return RestCall("GET", "/v1/policy", _reader(dict[str, Any]))
+
+
+def patch(changes: dict[str, Any]) -> RestCall[dict[str, Any]]:
+    return RestCall("PATCH", "/v1/policy", _reader(dict[str, Any]), _encode(changes))
+
+
+def ready() -> RestCall[HealthReply]:
+    """The call that checks readiness. "Not ready" (503) is a valid answer, too."""
+    read = msgspec.json.Decoder(HealthReply)
+
+    def health(status: int, body: bytes) -> HealthReply:
+        if status in (200, 503):
+            with contextlib.suppress(msgspec.DecodeError):
+                return read.decode(body)
+        raise _failure(status, body)
+
+    return RestCall("GET", "/readyz", health)
+
+
+def following(candidates: int) -> str:
+    """The path of the decision stream."""
+    return f"/v1/decisions/stream?candidates={candidates:d}"
+
+
+class EventLines:
+    """Parses a stream of server-sent events line by line: entries, and how many this subscriber has
+    `missed`."""
+
+    def __init__(self) -> None:
+        self._kind = ""
+        self._entry = msgspec.json.Decoder(EntryReply)
+        self.missed = 0
+
+    def read(self, line: str) -> EntryReply | None:
+        """The entry that this line completes, if any. Raises ConductorUnavailable for a malformed
+        event."""
+        if line.startswith("event: "):
+            self._kind = line.removeprefix("event: ")
+        if not line.startswith("data: "):
+            return None
+        data = line.removeprefix("data: ")
+        try:
+            if self._kind == "decision":
+                return self._entry.decode(data)
+            if self._kind == "missed":
+                self.missed += msgspec.json.decode(data, type=dict[str, int])["count"]
+        except (msgspec.DecodeError, KeyError) as error:
+            raise ConductorUnavailable(f"this is no stream of decisions: {error}") from error
+        return None
+
+
+def failure(status: int, body: bytes) -> ConductorError:
+    """The error for an answer that is no success."""
+    return _failure(status, body)
+
+
+def _reader(kind: type[R]) -> Callable[[int, bytes], R]:
+    decoder = msgspec.json.Decoder(kind)
+
+    def read(status: int, body: bytes) -> R:
+        if status != 200:
+            raise _failure(status, body)
+        try:
+            return decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise ConductorUnavailable(f"this is no answer of a conductor: {error}") from error
+
+    return read
+
+
+_read_decision = _reader(DecisionReply)
+
+
+def _placed(status: int, body: bytes) -> DecisionReply | Rejection:
+    if status in (429, 503):
+        rejection = _rejection(body)
+        if rejection is not None:
+            return rejection
+    return _read_decision(status, body)
+
+
+def _heard(status: int, body: bytes) -> Rejection | None:
+    rejection = _rejection(body) if status == 429 else None
+    if rejection is None:
+        _nothing(status, body)
+    return rejection
+
+
+def _rejection(body: bytes) -> Rejection | None:
+    """Decode a rejection; None for another error of the same status."""
+    try:
+        detail = _error.decode(body).error
+    except msgspec.DecodeError:
+        return None
+    told = detail.tiffin
+    if not detail.code.startswith(REJECTED) or told is None:
+        return None
+    return Rejection(
+        told.request_id,
+        told.reason,
+        detail.message,
+        told.predicted_ttft_s,
+        told.predicted_tbt_s,
+        told.retry_after_s,
+        {name: math.inf if value is None else value for name, value in told.terms.items()},
+    )
+
+
+def _nothing(status: int, body: bytes) -> bool:
+    if status != 204:
+        raise _failure(status, body)
+    return True
+
+
+def _failure(status: int, body: bytes) -> ConductorError:
+    try:
+        detail = _error.decode(body).error
+    except msgspec.DecodeError:  # perhaps the answer of a proxy
+        return error_of(status, "", f"the answer was {status}, and not a conductor's")
+    return error_of(status, detail.code, detail.message)
+
+
+def _instance(instance: str) -> str:
+    return f"/v1/instances/{_segment(instance)}"
+
+
+def _drain(node: str) -> str:
+    return f"/v1/nodes/{_segment(node)}/drain"
+
+
+def _of(tenant: str) -> str:
+    """The query string with a request's tenant. Raises InvalidRequest."""
+    return f"?tenant={_quoted(tenant, 'a tenant')}" if tenant else ""
+
+
+def _segment(text: str) -> str:
+    """Quote an id as a segment of a path. Raises InvalidRequest for text that would change the
+    path."""
+    if text in ("", ".", "..") or "/" in text:
+        raise InvalidRequest(f"{text!r} can't be an id: it is 1 to 256 characters without a slash")
+    return _quoted(text, "an id")
+
+
+def _quoted(text: str, what: str) -> str:
+    try:
+        return quote(text, safe="")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{what} is text that encodes as UTF-8: {error.reason}") from error
+
+
+def _encode(body: Any) -> bytes:
+    try:
+        return _encoder.encode(body)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"this can't be sent as JSON: {error}") from error

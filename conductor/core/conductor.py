@@ -1,0 +1,607 @@
+"""The scheduler: one plain object that takes events and returns scheduling decisions. Pure.
+
+`schedule` decides where a request runs, `observe` takes the request's events, and `tick` advances
+time: it expires requests and marks silent instances as lost. The REST service, the simulator and
+the tests drive the same object; the caller passes `now`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import deque
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..admission import admission
+from ..admission.admission import AdmissionForecast, Outlook
+from ..admission.counterfactual import Shadow
+from ..admission.hedging import HedgedRoute, Races
+from ..cost import latency_profiles
+from ..cost.calibration import Calibration
+from ..cost.transfer_model import TransferModel
+from ..decode.load_forecast import Horizon
+from ..decode.output_length import Lengths
+from ..errors import Conflict, InvalidRequest, UnknownRequest
+from ..events.routed_blocks import Holdings
+from ..pool.arrival_buffer import ArrivalBuffer
+from ..pool.demand_forecast import check_predictor
+from ..pool.pool_controller import Steering
+from ..pool.popularity import Popularity
+from ..prefill.policy_registry import policy
+from ..prefill.wait_estimate import Queues
+from ..records import (
+    EVENT_KINDS,
+    TOKENS_MAX,
+    Decision,
+    InstanceSpec,
+    Load,
+    Rejection,
+    RequestEvent,
+    Role,
+    Status,
+)
+from ..state.id_allocator import Names
+from ..state.inflight_prefills import Computing
+from ..state.input_checks import check_instance, check_load, check_request
+from ..state.instance_table import Cluster
+from ..state.prefix_index import PrefixIndex
+from .decision_log import DecisionLog
+from .decision_view import View
+from .inflight_requests import Ledger, RequestPhase
+from .pipeline import Parts, RefusedRequest, decide
+from .settings import Settings, patched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from ..cost.latency_profiles import Profile
+    from ..events.index_updates import Update
+    from ..pool.popularity import HotPrefix
+    from ..pool.role_flip import Action
+    from ..records import Request
+    from ..state.sliced_work import Work
+    from .inflight_requests import InflightRequest
+    from .pipeline import Accepted
+
+
+# Preempted requests kept until the next `put_out` call; the simulator never calls it.
+PUT_OUT_MAX = 1024
+
+Outcome = TypeVar("Outcome", "Decision", "Rejection")
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    """The current state of an instance. `load`: requests and tokens, both those that this conductor
+    placed there and those from elsewhere. `heard_s`: seconds since its last heartbeat."""
+
+    spec: InstanceSpec
+    role: Role
+    status: Status
+    heard_s: float
+    load: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class MatchView:
+    """The holders of a prefix: (label, leading blocks, seconds since its last report) for each."""
+
+    blocks: int
+    holders: list[tuple[str, int, float]]
+
+
+class Conductor:
+    """The scheduler: see the top of the file. Not thread-safe.
+
+    `profile(name)` returns a latency profile; the default loads those that ship with the package.
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        *,
+        dice: random.Random | None = None,
+        profile: Callable[[str], Profile] = latency_profiles.load,
+    ) -> None:
+        self.settings = settings = settings or Settings()
+        check_predictor(settings.planner.predictor)
+        dice = dice or random.Random()
+        self.cluster = Cluster()
+        self.index = PrefixIndex()
+        self.holdings = Holdings(self.index)
+        self.queues = Queues(settings.queue)
+        self.transfers = TransferModel(self.cluster.node_number, settings.transfers)
+        self.computing = Computing()
+        self.horizon = Horizon()
+        self.lengths = Lengths(settings.lengths)
+        self.calibration = Calibration(settings.calibration)
+        self.races = Races(settings.racing)
+        self.shadow = Shadow(settings.shadow)
+        self.popularity = Popularity(dice, settings.popularity)
+        self.ledger = Ledger(self.cluster, self.queues)
+        self.names = Names(self.cluster, self.holdings, self.transfers, self.ledger)
+        self.steering = Steering(self)
+        self._profile = profile
+        self._latency: dict[str, tuple[float, ...]] = {}  # by instance, before calibration
+        self._log = DecisionLog()
+        self.arrivals = ArrivalBuffer(self.popularity, dice)
+        self._put_out: deque[Rejection] = deque(maxlen=PUT_OUT_MAX)
+        self._counts = dict.fromkeys(
+            ("decided", "rejected", "expired", "preempted", "rescheduled"), 0
+        )
+        self._parts = Parts(
+            cluster=self.cluster,
+            view=View(self.cluster, self.index),
+            queues=self.queues,
+            transfers=self.transfers,
+            computing=self.computing,
+            horizon=self.horizon,
+            lengths=self.lengths,
+            calibration=self.calibration,
+            races=self.races,
+            settings=settings,
+            policy=policy(settings.policy.name),
+            dice=dice,
+        )
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def schedule(self, request: Request, now: float) -> Decision | Rejection:
+        """Decide where a request runs, or reject it with a reason.
+
+        Idempotent: the same id gets the same decision while the request is in flight. The request
+        is rescheduled if one of its instances was removed or is in `request.exclude`, or if the
+        instance is silent and another one can take the request. Raises InvalidRequest,
+        UnknownModel, and Conflict for another prompt under an id that is in flight.
+        """
+        check_request(request)
+        flight = self.ledger.get(request.id)
+        if flight is not None:
+            if prompt_of(flight.request) != prompt_of(request):
+                raise Conflict(f"request {request.id!r} is in flight with another prompt")
+            avoided = avoids(request, flight.decision)
+            if self._stands(flight) and not avoided:
+                return flight.decision
+            if avoided or min(flight.prefill_row, flight.decode_row) < 0:
+                self._end(flight, now, "rescheduled")
+                flight = None
+        outcome = decide(self._parts, request, now)
+        if flight is not None:
+            if isinstance(outcome, RefusedRequest):
+                return flight.decision  # the instance may be up, and only its heartbeats missing
+            self._end(flight, now, "rescheduled")
+        if isinstance(outcome, RefusedRequest):
+            return self._refuse(outcome)
+        return self._begin(outcome, now)
+
+    def observe(self, event: RequestEvent, now: float) -> None:
+        """Take an event of an in-flight request. Every event prolongs the request's expiry; a
+        repeated or late `prefill_done` or `first_token` event changes nothing else. Raises
+        UnknownRequest, and InvalidRequest for an event kind that does not exist and for `tokens`
+        out of range."""
+        if event.kind not in EVENT_KINDS or event.tokens < 0 or event.tokens > TOKENS_MAX:
+            raise InvalidRequest(
+                f"event {event.kind!r} of {event.tokens} tokens: there are {', '.join(EVENT_KINDS)}"
+            )
+        flight = self.ledger.get(event.request_id)
+        if flight is None:
+            raise UnknownRequest(f"no request {event.request_id!r} is in flight")
+        self.ledger.prolong(flight, now + self.settings.core.decision_ttl_s)
+        if event.kind == "alive":
+            return
+        if event.kind in ("finished", "cancelled"):
+            self._finish(flight, event.kind == "finished", now)
+            return
+        route = _chosen(flight.decision) if event.route is None else HedgedRoute(*event.route)
+        self._prefilled(flight, route, now)
+        if event.kind == "first_token":
+            self._first_token(flight, route, now)
+        elif event.kind == "tokens":
+            self._tokens(flight, event.tokens, now)
+
+    def recheck(self, request_id: str, now: float) -> Rejection | None:
+        """The second admission check of mode "baseline", after the prefill: returns a rejection and
+        ends the in-flight request, or returns None. Raises UnknownRequest."""
+        flight = self.ledger.get(request_id)
+        if flight is None:
+            raise UnknownRequest(f"no request {request_id!r} is in flight")
+        row, c = flight.decode_row, self.cluster
+        if row < 0:
+            return None  # its instance was removed: a retry by the client gets another one
+        more = flight.phase is RequestPhase.PREFILL  # else the columns already count the request
+        batch = int(c.batch[row]) + more
+        context = float(c.context_tokens[row]) + more * flight.request.prompt_tokens
+        tbt_s = float(c.d0[row] + c.d1[row] * batch + c.d2[row] * context)
+        forecast = AdmissionForecast(flight.decision.predicted_ttft_s, tbt_s, tbt_s)
+        verdict = admission.decide_decode(
+            Outlook(flight.request, forecast), self.settings.admission, self._parts.dice
+        )
+        if verdict.admitted:
+            return None
+        self._end(flight, now, "rejected")
+        return self._logged(verdict.rejection(request_id, now))
+
+    def tick(self, now: float) -> list[str]:
+        """Advance time: expire requests without events and guessed blocks, mark silent instances as
+        lost and remove those silent for `forget_s`. Returns the ids of expired requests."""
+        late = self.ledger.expired(now)
+        for flight in late:
+            self._end(flight, now, "expired")
+        self.arrivals.count(now)
+        self.races.expired(now)
+        self.computing.expire(now)
+        self.holdings.expire(now)
+        self.horizon.advance(now)
+        self.shadow.tick(now)
+        timeout_s = self.settings.core.heartbeat_timeout_s
+        silent = self.cluster.used & (self.cluster.heard_at < now - timeout_s)
+        for row in silent.nonzero()[0].tolist():
+            self.cluster.set_status(self.cluster.name(row), Status.LOST)
+        gone = self.cluster.used & (self.cluster.heard_at < now - self.settings.core.forget_s)
+        for row in gone.nonzero()[0].tolist():
+            self.remove(self.cluster.name(row), now)
+        self.names.tick(now)
+        return [flight.request.id for flight in late]
+
+    # -- instances ---------------------------------------------------------------------------------
+
+    def register(self, spec: InstanceSpec, now: float) -> None:
+        """Add an instance, or update the specification of a registered one. Raises InvalidRequest
+        for values out of range and for a latency profile that does not exist, and Conflict for
+        `block_tokens` other than those of the model's other instances."""
+        check_instance(spec)
+        latency = self._profile(spec.profile).latency
+        self._check_alike(spec)
+        self.names.make_room()
+        before = self.cluster.spec(spec.id).model if spec.id in self.cluster else ""
+        self.cluster.register(spec, latency, now)
+        if before == spec.model and spec.id in self.steering.flipping():
+            self.cluster.assign(spec.id, on=False)  # a role flip may restart it: keep it draining
+        self._latency[spec.id] = latency
+        self.index.holder(spec.id, "hbm")
+        if spec.node:
+            self.index.holder(spec.node, "dram")
+            self.index.holder(spec.node, "nvme")
+        self._correct(spec.id)
+
+    def heartbeat(self, instance: str, load: Load, now: float) -> None:
+        """Take an instance's heartbeat with its load. Raises UnknownInstance, InvalidRequest."""
+        check_load(load)
+        self.cluster.heard(instance, load, now)
+
+    def remove(self, instance: str, now: float) -> None:
+        """Remove an instance. Its in-flight requests are rescheduled when the client sends them
+        again. Raises UnknownInstance."""
+        row = self.cluster.row(instance)
+        for flight in self.ledger:
+            if row in (flight.prefill_row, flight.decode_row):
+                self._released(flight)
+        self.ledger.forget_row(row)
+        self.horizon.forget_row(row, now)
+        self.shadow.forget_row(row)
+        self.computing.leave(row=row)
+        self.races.lost(instance)
+        self.holdings.drop_instance(instance)
+        self.calibration.forget(instance)
+        self._latency.pop(instance, None)
+        self.cluster.remove(instance)
+
+    def drain(self, instance: str, now: float) -> None:
+        """Drain an instance: it gets no new requests, and finishes those in flight
+        (`steering.drains` has the progress). Raises UnknownInstance."""
+        self.cluster.assign(instance, on=False)
+        self.steering.drain_instance(instance, now)
+
+    def flip(self, instance: str, role: Role, now: float) -> list[Action]:
+        """Flip an instance's role by the protocol: no new requests, drain, commit, verify. Returns
+        the actions for the instance itself to carry out now (`Steering.committed`, `verified`).
+        Raises UnknownInstance, and Conflict if the flip is not possible now."""
+        return self.steering.flip(instance, role, now)
+
+    def instances(self, now: float) -> list[InstanceView]:
+        """All registered instances, oldest first."""
+        return [self.instance(name, now) for name in self.cluster.names]
+
+    def instance(self, name: str, now: float) -> InstanceView:
+        """The current state of one instance. Raises UnknownInstance."""
+        cluster, row = self.cluster, self.cluster.row(name)
+        columns = ("queued", "queued_tokens", "batch", "context_tokens", "kv_used_tokens")
+        load = {column: float(getattr(cluster, column)[row]) for column in columns}
+        heard_s = max(0.0, now - float(cluster.heard_at[row]))
+        return InstanceView(
+            cluster.spec(name), cluster.role(row), cluster.status[row], heard_s, load
+        )
+
+    # -- blocks ------------------------------------------------------------------------------------
+
+    def apply(self, update: Update, now: float) -> None:
+        """Apply an update from an event feed to the prefix index: which holder has which blocks."""
+        self.holdings.apply(update, now)
+
+    def links(self, node: str, links: dict[str, list[float]]) -> None:
+        """Take a node's link measurements: [bytes/s, seconds] from each source node, by its name.
+        Source nodes that have no number in the cluster table yet are ignored."""
+        known = {name: way for name, way in links.items() if self.cluster.find_node(name) >= 0}
+        self.transfers.observe(node, known)
+
+    def match(self, keys: Sequence[bytes], now: float) -> MatchView:
+        """The holders of a prefix, the one with the most leading blocks first."""
+        match = self.index.match(keys)
+        lengths = match.lengths(self.index.width).tolist()
+        holders = [
+            (self.index.label(number), lengths[number], self.index.age_s(number, now))
+            for number in self.index.numbers()
+            if number < len(lengths) and lengths[number]
+        ]
+        return MatchView(match.blocks, sorted(holders, key=lambda one: -one[1]))
+
+    def finding_hot(self, n: int, now: float) -> Work[list[HotPrefix]]:
+        """The `n` most popular prefixes, as sliced work (`sliced_work.py`)."""
+        self.arrivals.count(now)
+        return (yield from self.popularity.finding_hot(n, now))
+
+    # -- what was decided --------------------------------------------------------------------------
+
+    def decision(self, request_id: str) -> Decision | Rejection | None:
+        """The last decision about a request, with every cost term; None if the log no longer has
+        it. `request_id` is the request's name, or an id alone: then the latest of any tenant."""
+        return self._log.get(request_id)
+
+    def decisions(self, limit: int) -> list[Decision | Rejection]:
+        """The latest decisions, the last one first."""
+        return self._log.latest(limit)
+
+    def patch(self, changes: dict[str, Any], now: float) -> Settings:
+        """Change settings at run time. Atomic: if any value does not validate, it raises
+        InvalidRequest and changes nothing."""
+        settings = patched(self.settings, changes)
+        check_predictor(settings.planner.predictor)
+        if settings.policy.name != self.settings.policy.name:
+            self._parts.policy = policy(settings.policy.name)
+        self.settings = self._parts.settings = settings
+        self.queues.configure(settings.queue)
+        self.transfers.configure(settings.transfers)
+        self.lengths.configure(settings.lengths)
+        self.calibration.configure(settings.calibration)
+        self.races.configure(settings.racing)
+        self.popularity.configure(settings.popularity, now)
+        self.shadow.settings = settings.shadow
+        self.steering.configure()
+        return settings
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters, and sizes of the tables."""
+        return {
+            **self._counts,
+            "in_flight": len(self.ledger),
+            "instances": len(self.cluster),
+            "index_blocks": len(self.index),
+            "guessed_blocks": self.holdings.guessed_blocks,
+            "shadow": self.shadow.counts,
+            "races": self.races.statistics(),
+        }
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _begin(self, accepted: Accepted, now: float) -> Decision | Rejection:
+        flight, request = accepted.flight, accepted.flight.request
+        decision = flight.decision
+        preempted = self.ledger.begin(flight, now)
+        if preempted is None:
+            return self._refuse(RefusedRequest(self._queue_full(flight, now)))
+        self._make_way(preempted, request.id, now)
+        for node, nbytes in flight.transfers:
+            self.transfers.begin(node, nbytes, now)
+        ready_at = now + decision.predicted_ttft_s
+        node_number = int(self.cluster.node[flight.prefill_row])
+        self.computing.begin(
+            request.id, flight.prefill_row, node_number, request.keys,
+            min(flight.hbm_blocks, len(request.keys)), ready_at, now,
+        )  # fmt: skip
+        output = accepted.plan.output_tokens
+        decode_s = admission.expected_decode_s(
+            self.settings.admission, output, decision.predicted_tbt_s
+        )
+        context = request.prompt_tokens + output // 2
+        self.horizon.promise(request.id, flight.decode_row, context, ready_at, decode_s, now)
+        self.shadow.admitted(
+            request.id, flight.prefill_row, flight.decode_row, request.objectives, flight.own_s, now
+        )
+        spec = self.cluster.specs[flight.prefill_row]
+        assert spec is not None
+        self.arrivals.came(request, spec)
+        self.races.scheduled()
+        if decision.alternatives:
+            others = [HedgedRoute(*other) for other in decision.alternatives]
+            self.races.start(request.id, [_chosen(decision), *others], now)
+        computed = request.prompt_tokens - decision.cached_tokens
+        self.steering.came(request.model, request.prompt_tokens, computed, now)
+        self._counts["decided"] += 1
+        self._logged(decision)
+        return decision
+
+    def _stands(self, flight: InflightRequest) -> bool:
+        """Whether both instances of a request are registered, and those with work left for it are
+        not lost: both in the prefill phase, then the decode instance only."""
+        rows = (flight.prefill_row, flight.decode_row)
+        if min(rows) < 0:
+            return False
+        left = rows if flight.phase is RequestPhase.PREFILL else rows[1:]
+        return all(self.cluster.status[row] is not Status.LOST for row in left)
+
+    def _computed(self, flight: InflightRequest, route: HedgedRoute, now: float) -> None:
+        """Enter the blocks of a finished prefill in the index as guesses. For an instance that
+        publishes its own block events, only blocks that it did not have before are guessed. This is
+        not done when the request is scheduled: until the prefill is done no instance can fetch the
+        blocks, and the scheduler finds prefills that it could wait for in `computing`."""
+        name, keys = route.prefill, flight.request.keys
+        if name != flight.decision.prefill:  # another route of a race was faster
+            there = name in self.cluster and route in flight.decision.alternatives
+        else:
+            there = flight.prefill_row >= 0
+            if self.holdings.speaks(name):
+                keys = keys[flight.hbm_blocks :]
+        if there:
+            self.holdings.routed(name, keys, now)
+
+    def _make_way(self, victims: Iterable[InflightRequest], by: str, now: float) -> None:
+        """End requests that were preempted in a full queue by the request `by`."""
+        for victim in victims:
+            self._end(victim, now, "preempted")
+            self._put_out.append(self._logged(_preempted(victim, by, now)))
+
+    def put_out(self) -> list[Rejection]:
+        """Rejections of the requests preempted since the last call; the caller delivers them."""
+        found = list(self._put_out)
+        self._put_out.clear()
+        return found
+
+    def _refuse(self, refused: RefusedRequest) -> Rejection:
+        if refused.ghost is not None and refused.rejection.reason in ("ttft", "tbt"):
+            self.shadow.rejected(refused.ghost)
+        self._counts["rejected"] += 1
+        return self._logged(refused.rejection)
+
+    def _queue_full(self, flight: InflightRequest, now: float) -> Rejection:
+        wait_s = flight.decision.predicted_ttft_s - flight.own_s
+        return Rejection(
+            flight.request.id,
+            "queue_full",
+            f"{flight.decision.prefill} has as many waiting as settings.queue.waiting_max allows",
+            flight.decision.predicted_ttft_s,
+            flight.decision.predicted_tbt_s,
+            admission.retry_after_s(wait_s, self.settings.admission, self._parts.dice),
+            candidates=flight.decision.candidates,
+            decided_at=now,
+        )
+
+    def _logged(self, outcome: Outcome) -> Outcome:
+        self._log.put(outcome, self.settings.core.log_max)
+        return outcome
+
+    def _prefilled(self, flight: InflightRequest, route: HedgedRoute, now: float) -> None:
+        if self.ledger.prefill_done(flight, now):
+            self._released(flight)
+            self._computed(flight, route, now)
+            self.horizon.start(flight.request.id, now)
+            self.shadow.prefill_done(flight.request.id, now)
+
+    def _first_token(self, flight: InflightRequest, route: HedgedRoute, now: float) -> None:
+        if flight.first_token_at is not None:
+            return
+        flight.first_token_at = flight.last_token_at = now
+        flight.answered_tokens = max(flight.answered_tokens, 1)
+        self.shadow.first_token(flight.request.id, now)
+        self.races.first_token(flight.request.id, route)
+        if flight.prefill_row < 0 or route != _chosen(flight.decision):
+            return  # the prediction was for the chosen route: no calibration from another one
+        predicted_s, observed_s = flight.decision.predicted_ttft_s, now - flight.decided_at
+        for key in self._keys(flight.prefill_row):
+            self.calibration.observe_ttft(key, predicted_s, observed_s, flight.factor)
+        self._correct(self.cluster.name(flight.prefill_row))
+
+    def _tokens(self, flight: InflightRequest, count: int, now: float) -> None:
+        last = flight.last_token_at
+        self.ledger.tokens(flight, count, now)
+        if count and last is not None and flight.decode_row >= 0 and now > last:
+            predicted_s, observed_s = flight.decision.predicted_tbt_s, (now - last) / count
+            for key in self._keys(flight.decode_row):
+                self.calibration.observe_tbt(key, predicted_s, observed_s, flight.tbt_factor)
+            self._correct(self.cluster.name(flight.decode_row))
+
+    def _finish(self, flight: InflightRequest, finished: bool, now: float) -> None:
+        tbt_s: float | None = None
+        first, last, tokens = flight.first_token_at, flight.last_token_at, flight.answered_tokens
+        if first is not None and last is not None and tokens > 1:
+            tbt_s = (last - first) / (tokens - 1)
+        if finished:
+            with contextlib.suppress(InvalidRequest):  # too many holders: end the request anyway
+                self._prefilled(flight, _chosen(flight.decision), now)
+            self.shadow.finished(flight.request.id, tbt_s, now)
+            if tokens:
+                self.lengths.observe(flight.request, tokens)
+                self.steering.answered(flight.request.model, tokens, now)
+        self._end(flight, now, None)
+
+    def _end(self, flight: InflightRequest, now: float, why: str | None) -> None:
+        """End an in-flight request and release its reservations, exactly once."""
+        self._released(flight)
+        if self.ledger.end(flight, now):
+            self.horizon.end(flight.request.id, now)
+            self.shadow.cancelled(flight.request.id, now)  # no effect on a finished request
+            self.races.end(flight.request.id)
+            if why is not None:
+                self._counts[why] += 1
+
+    def _released(self, flight: InflightRequest) -> None:
+        """The prefill is over: drop it from the in-flight prefills and end its transfers."""
+        self.computing.end(flight.request.id)
+        for node, nbytes in flight.transfers:
+            self.transfers.end(node, nbytes)
+        flight.transfers = ()
+
+    def _keys(self, row: int) -> tuple[str, str]:
+        """The calibration keys of a row: its instance, and its profile for future instances."""
+        spec = self.cluster.specs[row]
+        assert spec is not None
+        return spec.id, spec.profile
+
+    def _correct(self, instance: str) -> None:
+        """Set an instance's latency columns to its profile's coefficients times the calibration
+        factors."""
+        row = self.cluster.row(instance)
+        keys = self._keys(row)
+        prefill, decode = self.calibration.factor(*keys), self.calibration.tbt_factor(*keys)
+        factors = (prefill, prefill, prefill, decode, decode, decode)
+        values = zip(("c0", "c1", "c2", "d0", "d1", "d2"), self._latency[instance], strict=True)
+        for (name, value), factor in zip(values, factors, strict=True):
+            getattr(self.cluster, name)[row] = value * factor
+
+    def _check_alike(self, spec: InstanceSpec) -> None:
+        """Raises Conflict for an instance whose block size differs from that of other instances of
+        its model."""
+        for other in self.cluster.specs:
+            if other is not None and other.model == spec.model and other.id != spec.id:
+                if other.block_tokens != spec.block_tokens:
+                    raise Conflict(
+                        f"block_tokens of {spec.id!r} is {spec.block_tokens}, and of {other.id!r}, "
+                        f"which serves {spec.model!r} as well, {other.block_tokens}"
+                    )
+                return
+
+    def requests_at(self, instance: str) -> int:
+        """The number of in-flight requests that are queued or running at an instance; 0 when it has
+        drained. Raises UnknownInstance."""
+        return self.ledger.requests_at(self.cluster.row(instance))
+
+
+def _preempted(victim: InflightRequest, by: str, now: float) -> Rejection:
+    return Rejection(
+        victim.request.id,
+        "preempted",
+        f"it had to leave a full queue for {by!r}, which is of a higher class: send it again",
+        retry_after_s=max(1.0, victim.decision.predicted_ttft_s),
+        decided_at=now,
+    )
+
+
+def _chosen(decision: Decision) -> HedgedRoute:
+    """The decision's own route, which the alternative routes are raced against."""
+    return HedgedRoute(decision.prefill, decision.decode)
+
+
+def avoids(request: Request, decision: Decision) -> bool:
+    """Whether a request's `exclude` names an instance of its decision."""
+    if not request.exclude:
+        return False
+    shards = (name for name, _ in decision.shards)
+    names = {decision.prefill, decision.decode, *chain(*decision.alternatives), *shards}
+    return not names.isdisjoint(request.exclude)
+
+
+def prompt_of(request: Request) -> tuple[object, ...]:
+    """The part of a request that identifies its prompt; it must be equal for repeated calls with
+    one id."""
+    return request.model, request.prompt_tokens, request.keys

@@ -1,0 +1,208 @@
+"""The scheduler's input: the instances able to serve a model, and the blocks cached on each. Pure.
+
+The mapping from instance rows to index holders changes only when instances or nodes come and go,
+thousands of times less often than requests arrive. So it is cached, and rebuilt when the cluster's
+version or the index's layout has changed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..prefill.block_sources import PlacedQuestion, Places
+from ..state.prefix_index import HolderRun, PrefixMatch
+
+if TYPE_CHECKING:
+    import random
+
+    from numpy.typing import NDArray
+
+    from ..cost.transfer_model import TransferModel
+    from ..prefill.wait_estimate import Queues
+    from ..records import Request
+    from ..state.inflight_prefills import Computing
+    from ..state.instance_table import Cluster
+    from ..state.prefix_index import PrefixIndex
+    from .settings import Settings
+
+    Rows = NDArray[np.int64]
+
+_NO_HOLDER = -1
+
+
+# Cache size: sets of holders whose rows are cached, at 8 bytes per row each. Sets of up to `_FEW`
+# holders are not cached: each holder is looked up by itself.
+_REMEMBERED = 256
+_FEW = 16
+
+
+class _Ready:
+    """The rows that are ready to serve a model, with their holder numbers in the index."""
+
+    def __init__(self, rows: Rows, columns: Rows) -> None:
+        self.rows = rows
+        self.columns = np.ascontiguousarray(columns[:, rows])
+        self._at = {number: at for at, number in enumerate(self.columns[0].tolist())}
+        self._having: dict[int, Rows] = {}
+
+    def device_blocks(self, match: PrefixMatch) -> Rows:
+        """Leading blocks that each row has in its own HBM. The same as `PrefixMatch.leading` of one
+        column, but faster for prompts whose first blocks have many holders (a shared system prompt)
+        and whose last blocks have few."""
+        blocks = np.zeros(len(self.rows), np.int64)
+        holders = -1
+        for run in match.runs:
+            holders &= run.holders
+            if not holders:
+                break
+            if holders.bit_count() > _FEW:
+                blocks += self._who(holders) * (run.stop - run.start)
+            else:
+                self._few(blocks, holders, run.stop)
+        return blocks
+
+    def _few(self, blocks: Rows, holders: int, stop: int) -> None:
+        while holders:
+            number = holders.bit_length() - 1
+            at = self._at.get(number)
+            if at is not None:
+                blocks[at] = stop
+            holders ^= 1 << number
+
+    def _who(self, holders: int) -> Rows:
+        """1 for each row whose HBM is among the holders, else 0. Cached by the set of holders."""
+        found = self._having.get(holders)
+        if found is None:
+            if len(self._having) >= _REMEMBERED:
+                self._having.clear()
+            found = PrefixMatch((HolderRun(0, 1, holders),)).leading(self.columns[:1])
+            self._having[holders] = found
+        return found
+
+
+class View:
+    """Index holders by instance row, kept up to date with cluster and index. Not thread-safe."""
+
+    def __init__(self, cluster: Cluster, index: PrefixIndex) -> None:
+        self._cluster = cluster
+        self._index = index
+        self._seen = (-1, -1)
+        self._columns: Rows = np.empty((3, 0), np.int64)
+        self._places = Places()
+        self._ready: dict[tuple[str, bool], _Ready] = {}
+        self._in_dram = self._on_nvme = 0  # bit masks of all holders of that tier
+
+    def rows(self, model: str, *, prefill: bool) -> Rows:
+        """Rows ready to prefill (or decode) this model."""
+        self._refresh()
+        key = (model, prefill)
+        found = self._ready.get(key)
+        if found is None:
+            found = _Ready(self._cluster.rows_for(model, prefill=prefill), self._columns)
+            if len(found.rows):  # don't cache models without instances: requests name any number
+                self._ready[key] = found
+        return found.rows
+
+    def question(
+        self,
+        request: Request,
+        rows: Rows,
+        transfers: TransferModel,
+        computing: Computing,
+        queues: Queues,
+        settings: Settings,
+        dice: random.Random,
+        now: float,
+    ) -> PlacedQuestion:
+        """The input of a prefill policy: candidates `rows`, their cached blocks and queue times."""
+        self._refresh()
+        match = self._index.match(request.keys)
+        hbm, dram, local = self._leading(match, request.model, rows)
+        question = PlacedQuestion(
+            request=request,
+            now=now,
+            cluster=self._cluster,
+            rows=rows,
+            hbm_blocks=hbm,
+            dram_blocks=dram,
+            local_blocks=local,
+            best_blocks=longest(match),
+            pool_blocks=match.blocks,
+            queue_s=np.zeros(len(rows)),
+            match=match,
+            transfers=transfers,
+            computing=computing,
+            settings=settings.policy,
+            dice=dice,
+            places=self._places,
+        )
+        most = int(local.argmax())
+        own_s = self._own_s(request, int(rows[most]), question, int(local[most]))
+        waits_s = queues.wait_s(rows, request.priority, own_s, now, request.tenant)
+        question.queue_s = waits_s + self._cluster.others_s.take(rows)
+        return question
+
+    def _leading(self, match: PrefixMatch, model: str, rows: Rows) -> tuple[Rows, Rows, Rows]:
+        """Leading blocks that each row has in HBM; in HBM or its node's DRAM; and in either of them
+        or on its node's NVMe."""
+        held = 0
+        for run in match.runs:
+            held |= run.holders
+        if not held:
+            none = np.zeros(len(rows), np.int64)
+            return none, none, none
+        ready = self._ready.get((model, True))
+        if ready is None or ready.rows is not rows:
+            ready = _Ready(rows, self._columns)  # a subset of the ready rows: not cached
+        columns = ready.columns
+        hbm = ready.device_blocks(match)
+        dram = match.leading(columns[:2]) if held & self._in_dram else hbm
+        local = match.leading(columns) if held & self._on_nvme else dram
+        return hbm, dram, local
+
+    def _own_s(self, request: Request, row: int, question: PlacedQuestion, blocks: int) -> float:
+        """Estimated prefill time on `row`, which has `blocks` of the prompt cached:
+        `PolicyQuestion.prefill_s`."""
+        c, n = self._cluster, request.prompt_tokens
+        p = min(blocks * question.block_tokens, n - 1)
+        return c.c0.item(row) + c.c1.item(row) * (n - p) + c.c2.item(row) * (n * n - p * p)
+
+    def _refresh(self) -> None:
+        cluster, index = self._cluster, self._index
+        if (cluster.version, index.layout) == self._seen:
+            return
+        self._ready.clear()
+        self._in_dram = _mask(index, "dram")
+        self._on_nvme = _mask(index, "nvme")
+        columns = np.full((3, len(cluster.specs)), _NO_HOLDER, np.int64)
+        for row, spec in enumerate(cluster.specs):
+            if spec is None:
+                continue
+            holders = (spec.id, "hbm"), (spec.node, "dram"), (spec.node, "nvme")
+            for tier, (name, kind) in enumerate(holders):
+                number = index.find(name, kind) if name else None
+                columns[tier, row] = _NO_HOLDER if number is None else number
+        self._columns = columns
+        self._places = Places.of(index, cluster)  # may allocate node numbers
+        self._seen = (cluster.version, index.layout)
+
+
+def _mask(index: PrefixIndex, tier: str) -> int:
+    mask = 0
+    for number in index.numbers():
+        if index.label(number).endswith(f"/{tier}"):
+            mask |= 1 << number
+    return mask
+
+
+def longest(match: PrefixMatch) -> int:
+    """The number of leading blocks that the single best holder has."""
+    blocks, holders = 0, -1
+    for run in match.runs:
+        holders &= run.holders
+        if not holders:
+            break
+        blocks = run.stop
+    return blocks

@@ -1,0 +1,228 @@
+"""All in-flight requests, and the load reserved for each. Pure.
+
+A decision makes reservations: a place in the queue of the prefill instance, and KV room for context
+and answer at the decode instance. Events of the request turn reservations into load and release
+them; a request without events expires. In whatever order events come, each amount that was added to
+the cluster's columns is subtracted exactly once: when no request is in flight, all `own_...`
+columns are zero.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from ..prefill.fairness import Waiter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ..prefill.wait_estimate import Queues
+    from ..records import Decision, Request
+    from ..state.instance_table import Cluster
+
+
+class RequestPhase(IntEnum):
+    """The phase of a request; it only advances."""
+
+    PREFILL = 0  # reserved, queued or being computed
+    DECODE = 1
+    ENDED = 2
+
+
+@dataclass(slots=True)
+class InflightRequest:
+    """One request in flight.
+
+    Rows are the cluster's; -1 once their instance is removed. `own_s` is the predicted prefill time
+    without queueing, `factor` the calibration factor in it. `shares` has, by row, the tokens that
+    are reserved in the HBM of an instance: of the decode instance alone, or of all instances that
+    the context is spread over.
+    """
+
+    request: Request
+    decision: Decision
+    prefill_row: int
+    decode_row: int
+    own_s: float
+    prefill_s: float
+    prefill_tokens: int
+    shares: dict[int, int]
+    heavy: bool
+    decided_at: float
+    expires_at: float
+    factor: float = 1.0
+    tbt_factor: float = 1.0
+    hbm_blocks: int = 0  # leading blocks that its prefill instance had in HBM
+    transfers: tuple[tuple[int, int], ...] = ()  # (source node, bytes) of its fetches in flight
+    phase: RequestPhase = RequestPhase.PREFILL
+    prefill_done_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    answered_tokens: int = 0
+    context: dict[int, int] = field(default_factory=dict)  # tokens counted in the columns, by row
+
+
+class Ledger:
+    """All in-flight requests, and the prefill queues that they wait in."""
+
+    def __init__(self, cluster: Cluster, queues: Queues) -> None:
+        self._cluster = cluster
+        self._queues = queues
+        self._flights: dict[str, InflightRequest] = {}
+        self._running: dict[int, str] = {}  # per row, the request whose prefill should be running
+        self._expiry: list[tuple[float, str]] = []
+        self._present: Counter[int] = Counter()  # requests queued or running at each row
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def __iter__(self) -> Iterator[InflightRequest]:
+        return iter(list(self._flights.values()))
+
+    def get(self, request_id: str) -> InflightRequest | None:
+        """The in-flight request with this id, or None."""
+        return self._flights.get(request_id)
+
+    def begin(self, flight: InflightRequest, now: float) -> tuple[InflightRequest, ...] | None:
+        """Make the reservations of a decision. Returns the requests that it preempted in the queue;
+        they are still in flight, and the caller must end them. Returns None, with nothing reserved,
+        if the queue is full."""
+        request, row = flight.request, flight.prefill_row
+        waiter = Waiter(request.id, flight.prefill_s, now, request.priority, request.tenant)
+        preempted: tuple[Waiter, ...] = ()
+        if row not in self._running and self._queues.begin(row, waiter, now):
+            self._running[row] = request.id
+        else:
+            accepted, preempted = self._queues.push(row, waiter)
+            if not accepted:
+                return None
+        self._flights[request.id] = flight
+        self._cluster.promise(row, queued=1, queued_tokens=flight.prefill_tokens)
+        for at, tokens in flight.shares.items():
+            self._cluster.promise(at, kv_used_tokens=tokens)
+        for at in {row, *flight.shares}:
+            self._present[at] += 1
+        heapq.heappush(self._expiry, (flight.expires_at, request.id))
+        self._go_on(row, now)
+        victims = (self._flights.get(one.request_id) for one in preempted)
+        return tuple(victim for victim in victims if victim is not None)
+
+    def prefill_done(self, flight: InflightRequest, now: float) -> bool:
+        """Move a request whose prefill is done from the queue to its decode instance. Returns False
+        if that was done before: idempotent."""
+        if flight.phase is not RequestPhase.PREFILL:
+            return False
+        self._leave_queue(flight, now)
+        if flight.prefill_row not in flight.shares:
+            self._leave(flight.prefill_row)
+        flight.phase, flight.prefill_done_at = RequestPhase.DECODE, now
+        for row in flight.shares:
+            self._count(flight, row, self._part(flight, row, flight.request.prompt_tokens))
+        if flight.decode_row >= 0:
+            self._cluster.promise(flight.decode_row, batch=1)
+            self._cluster.heavy[flight.decode_row] += flight.heavy
+        return True
+
+    def tokens(self, flight: InflightRequest, count: int, now: float) -> None:
+        """Count `count` more generated tokens of a request."""
+        self.prefill_done(flight, now)
+        flight.answered_tokens += count
+        flight.last_token_at = now
+        if flight.decode_row >= 0:
+            self._count(flight, flight.decode_row, count)
+
+    def prolong(self, flight: InflightRequest, until: float) -> None:
+        """Extend a request's expiry to `until`, never shorten it."""
+        flight.expires_at = max(flight.expires_at, until)
+
+    def end(self, flight: InflightRequest, now: float) -> bool:
+        """End a request (finished, cancelled, preempted or expired) and release its reservations.
+        Returns False if it had ended before: idempotent."""
+        if flight.phase is RequestPhase.ENDED:
+            return False
+        for row in flight.shares:
+            self._leave(row)
+        if flight.phase is RequestPhase.PREFILL:
+            self._leave_queue(flight, now)
+            if flight.prefill_row not in flight.shares:
+                self._leave(flight.prefill_row)
+        elif flight.decode_row >= 0:
+            self._cluster.promise(flight.decode_row, batch=-1)
+            self._cluster.heavy[flight.decode_row] -= flight.heavy
+        for row, tokens in flight.shares.items():
+            self._cluster.promise(row, kv_used_tokens=-tokens)
+        for row, tokens in flight.context.items():
+            self._cluster.promise(row, context_tokens=-tokens)
+        flight.phase = RequestPhase.ENDED
+        del self._flights[flight.request.id]
+        return True
+
+    def expired(self, now: float) -> list[InflightRequest]:
+        """Requests past their expiry. They are still in flight: the caller must end them."""
+        late: dict[str, InflightRequest] = {}  # an id that was used again has several heap entries
+        while self._expiry and self._expiry[0][0] <= now:
+            _, request_id = heapq.heappop(self._expiry)
+            flight = self._flights.get(request_id)
+            if flight is None:
+                continue
+            if flight.expires_at > now:  # prolonged since
+                heapq.heappush(self._expiry, (flight.expires_at, request_id))
+            else:
+                late[request_id] = flight
+        return list(late.values())
+
+    def requests_at(self, row: int) -> int:
+        """How many requests are queued or running at the instance of a row."""
+        return self._present[row]
+
+    def forget_row(self, row: int) -> None:
+        """Detach all requests from the row of a removed instance, so that ending them later
+        subtracts nothing from the row's next instance."""
+        self._queues.forget(row)
+        self._running.pop(row, None)
+        self._present.pop(row, None)
+        for flight in self._flights.values():
+            flight.prefill_row = -1 if flight.prefill_row == row else flight.prefill_row
+            flight.decode_row = -1 if flight.decode_row == row else flight.decode_row
+            flight.shares.pop(row, None)
+            flight.context.pop(row, None)
+
+    def _leave(self, row: int) -> None:
+        """Count one request fewer at a row; no effect if the row was forgotten."""
+        if row in self._present:
+            self._present[row] -= 1
+            if not self._present[row]:
+                del self._present[row]
+
+    def _part(self, flight: InflightRequest, row: int, tokens: int) -> int:
+        """A row's part of `tokens`, in proportion to its share of all `shares`."""
+        total = sum(flight.shares.values())
+        return tokens * flight.shares[row] // total if total else 0
+
+    def _count(self, flight: InflightRequest, row: int, tokens: int) -> None:
+        flight.context[row] = flight.context.get(row, 0) + tokens
+        self._cluster.promise(row, context_tokens=tokens)
+
+    def _leave_queue(self, flight: InflightRequest, now: float) -> None:
+        row = flight.prefill_row
+        if row < 0:
+            return
+        self._cluster.promise(row, queued=-1, queued_tokens=-flight.prefill_tokens)
+        if self._running.get(row) == flight.request.id:
+            del self._running[row]
+            self._queues.done(row, now)
+        else:  # the engine reordered its queue, or the request was given up while queued
+            self._queues.remove(flight.request.id)
+        self._go_on(row, now)
+
+    def _go_on(self, row: int, now: float) -> None:
+        """Take the next request from the row's queue as the running one, if none is running. An
+        estimate: the engine may use another order."""
+        if row not in self._running:
+            waiter = self._queues.take(row, now)
+            if waiter is not None:
+                self._running[row] = waiter.request_id

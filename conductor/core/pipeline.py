@@ -1,0 +1,476 @@
+"""One decision: prefill by policy, decode by predicted time and room, then admission. Pure.
+
+Nothing is reserved here. An accepted request is returned as an `InflightRequest`, whose load the
+ledger reserves; a rejected one is returned with a `Ghost`, from which the shadow accounts tell
+later whether the rejection was right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..admission import admission
+from ..admission.admission import AdmissionForecast, Outlook
+from ..admission.counterfactual import Ghost
+from ..admission.hedging import second_route
+from ..cost.transfer_model import TIERS
+from ..decode.context_parallel import ContextSpread, members_wanted, spread
+from ..decode.load_forecast import expected_load, expected_load_of, relief_s
+from ..decode.selection import DecodeChoice, DecodeQuestion, NoDecode, choose_only
+from ..decode.selection import choose as choose_decode
+from ..errors import UnknownModel
+from ..prefill.disaggregation import Situation, layerwise, place
+from ..records import Decision, Rejection
+from .explain import best_of
+from .inflight_requests import InflightRequest
+
+if TYPE_CHECKING:
+    import random
+
+    from numpy.typing import NDArray
+
+    from ..admission.admission import Step, Verdict
+    from ..admission.hedging import Races
+    from ..cost.calibration import Calibration
+    from ..cost.transfer_model import TransferModel
+    from ..decode.load_forecast import Horizon
+    from ..decode.output_length import Lengths
+    from ..prefill.policy_registry import Choice, Policy, PolicyQuestion
+    from ..prefill.wait_estimate import Queues
+    from ..records import Request
+    from ..state.inflight_prefills import Computing
+    from ..state.instance_table import Cluster
+    from .decision_view import View
+    from .explain import Candidates
+    from .settings import Settings
+
+    Rows = NDArray[np.int64]
+
+_HBM = TIERS.index("hbm")
+
+
+@dataclass(slots=True)
+class Parts:
+    """The state and the settings that decisions are made from."""
+
+    cluster: Cluster
+    view: View
+    queues: Queues
+    transfers: TransferModel
+    computing: Computing
+    horizon: Horizon
+    lengths: Lengths
+    calibration: Calibration
+    races: Races
+    settings: Settings
+    policy: Policy
+    dice: random.Random
+
+
+@dataclass(slots=True)
+class RequestPlan:
+    """One way to serve a request: its instances, and the predicted TTFT and TBT."""
+
+    question: PolicyQuestion
+    choice: Choice
+    decode_rows: Rows
+    decode: DecodeChoice | NoDecode
+    spread: ContextSpread | None
+    output_tokens: int
+    tbt_s: float
+    forecast: AdmissionForecast
+
+    @property
+    def prefill_row(self) -> int:
+        return int(self.question.rows[self.choice.at])
+
+    @property
+    def decode_row(self) -> int:
+        at = self.spread.binding if self.spread is not None else self.decode.at
+        return int(self.decode_rows[at])
+
+
+class RefusedRequest(NamedTuple):
+    """A rejection, and its ghost for the shadow accounts; None without a candidate instance and for
+    a full queue."""
+
+    rejection: Rejection
+    ghost: Ghost | None = None
+
+
+@dataclass(slots=True)
+class Accepted:
+    """A request whose load is still to be reserved, with the verdict of admission."""
+
+    flight: InflightRequest
+    verdict: Verdict
+    plan: RequestPlan = field(repr=False)
+
+
+def decide(parts: Parts, request: Request, now: float) -> Accepted | RefusedRequest:
+    """Decide where a request runs, or why it is rejected. Raises UnknownModel, and InvalidRequest
+    for a priority class that does not exist and for objectives out of range."""
+    prefill, decode = _able(parts, request)
+    if not len(prefill) or not len(decode):
+        return _nobody(parts, request, now, "no_decode" if len(prefill) else "no_prefill")
+    plan = _plan(parts, request, prefill, decode, now)
+    outlook = Outlook(request, plan.forecast)
+
+    def again(steps: tuple[Step, ...]) -> AdmissionForecast | None:
+        nonlocal plan
+        other = _degraded(parts, request, steps, now)
+        if other is None:
+            return None
+        plans[steps] = other
+        return other.forecast
+
+    def relief(tbt_s: float) -> float | None:
+        context = request.prompt_tokens + plan.output_tokens
+        return relief_s(parts.horizon, parts.cluster, plan.decode_row, tbt_s, now, context)
+
+    plans: dict[tuple[Step, ...], RequestPlan] = {}
+    verdict = admission.decide(
+        outlook, parts.settings.admission, parts.dice, again=again, relief=relief
+    )
+    plan = plans.get(tuple(step for step in verdict.steps if step != "relax"), plan)
+    if not verdict.admitted:
+        return _refused(parts, request, plan, verdict, now)
+    return Accepted(_flight(parts, request, plan, verdict, now), verdict, plan)
+
+
+def _able(parts: Parts, request: Request) -> tuple[Rows, Rows]:
+    """Candidate rows for the request's prefill, and for its decode, without excluded instances."""
+    able = [parts.view.rows(request.model, prefill=prefill) for prefill in (True, False)]
+    if request.exclude:
+        cluster = parts.cluster
+        out = [cluster.row(name) for name in request.exclude if name in cluster]
+        able = [rows[np.isin(rows, out, invert=True)] for rows in able]
+    return able[0], able[1]
+
+
+# -- one way to serve it ---------------------------------------------------------------------------
+
+
+def _plan(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: float) -> RequestPlan:
+    """The plan of a request: the policy chooses the prefill instance, then a decode instance is
+    chosen.
+
+    Conditional disaggregation: a mixed-role prefill instance also decodes the request if it has
+    room and meets the TBT objective. A mixed-role decode instance does the prefill itself if a
+    remote prefill is not worth it (`disaggregation.place`).
+    """
+    cluster = parts.cluster
+    question = parts.view.question(
+        request,
+        prefill,
+        parts.transfers,
+        parts.computing,
+        parts.queues,
+        parts.settings,
+        parts.dice,
+        now,
+    )
+    choice = parts.policy.choose(question)
+    row = int(prefill[choice.at])
+    if cluster.decodes[row]:
+        alone = _alone(parts, question, choice, row, now)
+        objective_s = request.objectives.tbt_s
+        if alone.forecast.room and (objective_s is None or alone.tbt_s <= objective_s):
+            return alone
+    plan = _decoded(parts, question, choice, decode, now)
+    target = plan.decode_row
+    if cluster.decodes[row] or not cluster.prefills[target] or plan.spread is not None:
+        return plan
+    at = int(np.searchsorted(prefill, target))
+    situation = Situation(
+        prompt_tokens=request.prompt_tokens,
+        cached_tokens=_tokens(question, int(question.local_blocks[at])),
+        prefill_queue=int(cluster.queued[row]),
+        running_decodes=int(cluster.batch[target]),
+    )
+    if place(parts.settings.disaggregation, situation).remote:
+        return plan
+    return _at_one(parts, request, target, now)
+
+
+def _at_one(parts: Parts, request: Request, row: int, now: float) -> RequestPlan:
+    """The plan that prefills and decodes on one instance."""
+    rows = np.array([row])
+    return _plan(parts, request, rows, rows, now)
+
+
+def _alone(
+    parts: Parts, question: PolicyQuestion, choice: Choice, row: int, now: float
+) -> RequestPlan:
+    """The plan that decodes on the prefill instance: a faster `_decoded` of one row."""
+    rows = question.rows[choice.at : choice.at + 1]
+    if parts.settings.spread.enabled:
+        return _decoded(parts, question, choice, rows, now)
+    request, cluster, settings = question.request, parts.cluster, parts.settings.decode
+    ttft_s, queue_s = choice.ttft_s.item(choice.at), question.queue_s.item(choice.at)
+    output_tokens = parts.lengths.predict(request).tokens
+    batch, context = expected_load_of(parts.horizon, cluster, row, now + ttft_s, now)
+    chosen = choose_only(
+        request, cluster, row, output_tokens, settings,
+        batch=batch, context_tokens=context, heavy=parts.lengths.heavy(output_tokens),
+    )  # fmt: skip
+    tbt_s = float(chosen.tbt_s[0])
+    forecast = AdmissionForecast(
+        ttft_s=ttft_s,
+        tbt_now_s=_tbt_now_s(parts, row, request.prompt_tokens + output_tokens / 2),
+        tbt_then_s=tbt_s,
+        queue_s=min(queue_s, ttft_s),
+        room=isinstance(chosen, DecodeChoice),
+        room_ever=_fits_ever(parts, request, output_tokens, rows),
+    )
+    return RequestPlan(question, choice, rows, chosen, None, output_tokens, tbt_s, forecast)
+
+
+def _decoded(
+    parts: Parts, question: PolicyQuestion, choice: Choice, decode: Rows, now: float
+) -> RequestPlan:
+    """The plan that decodes on the best of the rows `decode`."""
+    settings, request = parts.settings, question.request
+    ttft_s = float(choice.ttft_s[choice.at])
+    output_tokens = parts.lengths.predict(request).tokens
+    row = int(question.rows[choice.at])
+    batch, context = expected_load(parts.horizon, parts.cluster, decode, now + ttft_s, now)
+    asked = DecodeQuestion(
+        request=request,
+        cluster=parts.cluster,
+        rows=decode,
+        output_tokens=output_tokens,
+        settings=settings.decode,
+        dice=parts.dice,
+        batch=batch,
+        context_tokens=context,
+        heavy=parts.lengths.heavy(output_tokens),
+        move_s=_move_s(parts, question, row, decode, now),
+        enforce=False,  # admission enforces TBT, by priority class and after degradation steps
+    )
+    chosen = choose_decode(asked)
+    apart = _spread(settings, asked)
+    at = apart.binding if apart is not None else chosen.at
+    if apart is not None:
+        tbt_s = apart.tbt_s
+    elif isinstance(chosen, DecodeChoice):
+        tbt_s = float(chosen.tbt_s[at])
+    else:
+        tbt_s = chosen.best_tbt_s or 0.0
+    forecast = AdmissionForecast(
+        ttft_s=ttft_s,
+        tbt_now_s=_tbt_now_s(parts, int(decode[at]), request.prompt_tokens + output_tokens / 2),
+        tbt_then_s=tbt_s,
+        queue_s=min(float(question.queue_s[choice.at]), ttft_s),
+        room=apart is not None or isinstance(chosen, DecodeChoice),
+        room_ever=_fits_ever(parts, request, output_tokens, decode),
+    )
+    return RequestPlan(question, choice, decode, chosen, apart, output_tokens, tbt_s, forecast)
+
+
+def _degraded(
+    parts: Parts, request: Request, steps: tuple[Step, ...], now: float
+) -> RequestPlan | None:
+    """The plan after the degradation `steps`; None if no instance can serve the request so."""
+    prefill, decode = _able(parts, request)
+    if "cap_output" in steps:
+        cap = parts.settings.admission.output_tokens_cap
+        wanted = request.output_tokens
+        request = replace(
+            request,
+            output_tokens_max=cap,
+            output_tokens=None if wanted is None else min(wanted, cap),
+        )
+    if "local_prefill" in steps:
+        prefill = np.intersect1d(prefill, decode, assume_unique=True)
+        if not len(prefill):
+            return None
+        plan = _plan(parts, request, prefill, prefill, now)
+        return _at_one(parts, request, plan.prefill_row, now)
+    return _plan(parts, request, prefill, decode, now)
+
+
+def _move_s(
+    parts: Parts, question: PolicyQuestion, row: int, decode: Rows, now: float
+) -> NDArray[np.float64]:
+    """Seconds to transfer the prompt's KV from the prefill instance to each decode instance: 0 to
+    the prefill instance itself."""
+    cluster = parts.cluster
+    if len(decode) == 1 and decode[0] == row:
+        return np.zeros(1)
+    tokens = question.request.prompt_tokens
+    nbytes = int(cluster.block_bytes[row]) * tokens / question.block_tokens
+    source = int(cluster.node[row])
+    seconds = parts.transfers.seconds(source, _HBM, cluster.node.take(decode), nbytes, now)
+    return np.where(decode == row, 0.0, seconds)
+
+
+def _spread(settings: Settings, asked: DecodeQuestion) -> ContextSpread | None:
+    """How a context that is too long for one instance is spread over several; None if it is not."""
+    if not settings.spread.enabled:
+        return None
+    capacity = float(np.median(asked.cluster.kv_capacity_tokens.take(asked.rows)))
+    context = asked.request.prompt_tokens + asked.output_tokens
+    if members_wanted(context, capacity, settings.spread) < 2:
+        return None
+    found = spread(asked, settings.spread)
+    return found if isinstance(found, ContextSpread) else None
+
+
+def _fits_ever(parts: Parts, request: Request, output_tokens: int, rows: Rows) -> bool:
+    """Whether some instance, if it were empty, could hold the request's context and answer. False
+    does not rule out a spread over several instances: then the forecast's `room` is true."""
+    capacity = int(parts.cluster.kv_capacity_tokens.take(rows).max(initial=0))
+    usable = capacity * (1.0 - parts.settings.decode.reserve_share)
+    return request.prompt_tokens + output_tokens <= usable
+
+
+def _tbt_now_s(parts: Parts, row: int, context_tokens: float) -> float:
+    c = parts.cluster
+    batch, context = c.batch.item(row) + 1, c.context_tokens.item(row) + context_tokens
+    return c.d0.item(row) + c.d1.item(row) * batch + c.d2.item(row) * context
+
+
+# -- what comes of it ------------------------------------------------------------------------------
+
+
+def _flight(
+    parts: Parts, request: Request, plan: RequestPlan, verdict: Verdict, now: float
+) -> InflightRequest:
+    cluster, settings, question, choice = parts.cluster, parts.settings, plan.question, plan.choice
+    row, at = plan.prefill_row, choice.at
+    capped = verdict.output_tokens_max
+    decision = Decision(
+        request_id=request.id,
+        prefill=cluster.name(row),
+        decode=cluster.name(plan.decode_row),
+        policy=settings.policy.name,
+        predicted_ttft_s=plan.forecast.ttft_s,
+        predicted_tbt_s=plan.tbt_s,
+        cached_tokens=_tokens(question, choice.cached_blocks),
+        available_tokens=_tokens(question, question.pool_blocks),
+        fetches=choice.fetches,
+        layerwise=layerwise(settings.disaggregation, request.prompt_tokens),
+        wait_for=choice.wait_for,
+        output_tokens_max=capped,
+        degraded=verdict.degraded,
+        shards=_shards(cluster, plan),
+        alternatives=_alternatives(parts, request, plan),
+        candidates=best_of(
+            cluster, question.rows, at, choice.cost, choice.terms, settings.core.explained_max
+        ),
+        decode_candidates=_decode_candidates(parts, plan),
+        decided_at=now,
+        expires_at=now + settings.core.decision_ttl_s,
+    )
+    own_s = max(plan.forecast.ttft_s - plan.forecast.queue_s, 1e-6)
+    tokens = request.prompt_tokens + plan.output_tokens
+    names = decision.prefill, decision.decode
+    return InflightRequest(
+        request=request,
+        decision=decision,
+        prefill_row=row,
+        decode_row=plan.decode_row,
+        own_s=own_s,
+        prefill_s=own_s,
+        prefill_tokens=max(request.prompt_tokens - decision.cached_tokens, 1),
+        shares=_shares(plan, tokens),
+        heavy=parts.lengths.heavy(plan.output_tokens),
+        decided_at=now,
+        expires_at=decision.expires_at,
+        factor=parts.calibration.factor(names[0], _profile(cluster, row)),
+        tbt_factor=parts.calibration.tbt_factor(names[1], _profile(cluster, plan.decode_row)),
+        hbm_blocks=int(question.hbm_blocks[at]),
+        transfers=tuple((_node(cluster, fetch.source), fetch.nbytes) for fetch in choice.fetches),
+    )
+
+
+def _shares(plan: RequestPlan, tokens: int) -> dict[int, int]:
+    if plan.spread is None:
+        return {plan.decode_row: tokens}
+    rows = plan.decode_rows[list(plan.spread.members)].tolist()
+    return dict(zip(rows, plan.spread.tokens, strict=True))
+
+
+def _shards(cluster: Cluster, plan: RequestPlan) -> tuple[tuple[str, int], ...]:
+    if plan.spread is None:
+        return ()
+    return tuple((cluster.name(row), tokens) for row, tokens in _shares(plan, 0).items())
+
+
+def _decode_candidates(parts: Parts, plan: RequestPlan) -> Candidates:
+    decode = plan.decode
+    cost = decode.cost if isinstance(decode, DecodeChoice) else decode.tbt_s
+    at = plan.spread.binding if plan.spread is not None else decode.at
+    most = parts.settings.core.explained_max
+    return best_of(parts.cluster, plan.decode_rows, at, cost, decode.terms, most)
+
+
+def _alternatives(parts: Parts, request: Request, plan: RequestPlan) -> tuple[tuple[str, str], ...]:
+    """The second route of a hedged request; empty if the request is not hedged."""
+    if not parts.races.may_race(request):
+        return ()
+    rows, choice = plan.question.rows, plan.choice
+    nodes = parts.cluster.node.take(rows)
+    other = second_route(choice.ttft_s, choice.at, parts.settings.racing, nodes)
+    if other is None:
+        return ()
+    name = parts.cluster.name
+    return ((name(int(rows[other])), name(plan.decode_row)),)
+
+
+def _refused(
+    parts: Parts, request: Request, plan: RequestPlan, verdict: Verdict, now: float
+) -> RefusedRequest:
+    rejection = verdict.rejection(request.id, now)
+    question, choice = plan.question, plan.choice
+    most = parts.settings.core.explained_max
+    candidates = best_of(parts.cluster, question.rows, choice.at, choice.cost, choice.terms, most)
+    rejection = replace(rejection, candidates=candidates)
+    row = plan.decode_row
+    joining = parts.cluster.d1[row] + parts.cluster.d2[row] * request.prompt_tokens
+    ghost = Ghost(
+        prefill_row=plan.prefill_row,
+        decode_row=row,
+        objectives=request.objectives,
+        own_s=max(plan.forecast.ttft_s - plan.forecast.queue_s, 0.0),
+        decode_s=admission.expected_decode_s(
+            parts.settings.admission, plan.output_tokens, plan.tbt_s
+        ),
+        rejected_at=now,
+        joining_s=float(joining),
+    )
+    return RefusedRequest(rejection, ghost)
+
+
+def _nobody(parts: Parts, request: Request, now: float, reason: str) -> RefusedRequest:
+    if parts.cluster.model_number(request.model) is None:
+        raise UnknownModel(f"no instance has registered model {request.model!r}")
+    role = reason.removeprefix("no_")
+    but = " but those that it excludes" if request.exclude else ""
+    text = f"no instance{but} is ready to {role} {request.model!r}: register one, or wait"
+    retry_s = parts.settings.core.heartbeat_timeout_s
+    return RefusedRequest(
+        Rejection(request.id, reason, text, retry_after_s=retry_s, decided_at=now)
+    )
+
+
+def _tokens(question: PolicyQuestion, blocks: int) -> int:
+    # The last prompt token is always computed: only its forward pass gives the first output token.
+    return min(blocks * question.block_tokens, question.request.prompt_tokens - 1)
+
+
+def _profile(cluster: Cluster, row: int) -> str:
+    spec = cluster.specs[row]
+    return spec.profile if spec is not None else ""
+
+
+def _node(cluster: Cluster, source: str) -> int:
+    """The number of the node of a holder `NAME/TIER`; -1 for an instance that was removed."""
+    name, _, tier = source.rpartition("/")
+    if tier == "hbm":
+        return int(cluster.node[cluster.row(name)]) if name in cluster else -1
+    return cluster.node_number(name)

@@ -1,0 +1,2 @@
+"""The cost model: all formulas for time (prefill, decode, transfers), and their calibration.
+Pure."""

@@ -1,0 +1,346 @@
+"""Estimated transfer times of blocks: measured links, storage tiers, transfers in flight. Pure.
+
+The seconds of a transfer are modelled as
+
+    latency + waiting at the sender + nbytes / min(bandwidth of the link, of the source's tier)
+
+A link's latency and bandwidth are moving averages of its receiver's reports (`NodeRecord.links` of
+the store) and of completed transfers. The waiting time is that of the sender's transfers in flight
+that it can not have sent yet, at the rate of its fastest link: a node is modelled with one network
+card. Reading within one node costs its tier's bandwidth alone.
+
+Node numbers are the cluster's (`Cluster.node_number`), -1 for no node; two instances without a node
+count as on different nodes. Links are stored as square matrices, so that a thousand candidates are
+looked up at once; the last row and column, which index -1 selects, stand for unknown nodes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from ..state.instance_table import NODES_MAX as NODES_MAX
+from ..state.prefix_index import TIERS as TIERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Numbers = NDArray[np.int64] | NDArray[np.int32] | int
+
+# Initial size of the matrices. They grow up to NODES_MAX; links of nodes beyond it are unknown.
+_NODES_MIN = 64
+
+# Measurements beyond these bounds are ignored; a link that is slower or later is down.
+BANDWIDTH_BYTES_S_MIN, BANDWIDTH_BYTES_S_MAX = 1e6, 1e13
+LATENCY_S_MAX = 10.0
+
+# Reports that differ by less than a thousandth, plus a microsecond of latency, are no change.
+_SAME, _LATENCY_S_SMALL = 1e-3, 1e-6
+
+Bandwidth = Annotated[float, Meta(ge=BANDWIDTH_BYTES_S_MIN, le=BANDWIDTH_BYTES_S_MAX)]
+
+
+class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is taken for true of links and tiers that nobody has measured. Bytes and seconds.
+
+    The defaults of tiers are those of a node with eight A800 (Mooncake, FAST '25, table 1: 128 GB/s
+    from host to device); the link's is 100 Gb/s at 0.87, what its transfer engine gets out of
+    800 Gb/s (figure 12); NVMe is one disk of PCIe 4.
+    """
+
+    link_bandwidth_bytes_s: Bandwidth = 10.9e9
+    """Of a way between two nodes that nobody has measured."""
+
+    link_latency_s: Annotated[float, Meta(ge=0, le=LATENCY_S_MAX)] = 1e-3
+    """Of a way that nobody has measured: lease, plan and first byte."""
+
+    hbm_bandwidth_bytes_s: Bandwidth = 128e9
+    """At which another instance's device memory is read, also by its neighbour on the same node."""
+
+    dram_bandwidth_bytes_s: Bandwidth = 128e9
+    """From a node's memory to the devices of an instance."""
+
+    nvme_bandwidth_bytes_s: Bandwidth = 5e9
+    """At which a node's disks are read."""
+
+    link_weight: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    """Weight of a new measurement of a link in its moving average."""
+
+
+class TransferModel:
+    """All links between nodes, and each node's transfers in flight. Not thread-safe.
+
+    `node_number` returns the number of a node's name: `Cluster.node_number`.
+    """
+
+    # [source, target]: seconds per byte; seconds before the first byte; whether measured in this
+    # direction; whether measured in this or the other direction.
+    _byte_s: NDArray[np.float32]
+    _latency_s: NDArray[np.float32]
+    _own: NDArray[np.bool_]
+    _known: NDArray[np.bool_]
+    # [source]: bytes in flight, when they can have been sent, and the rate of sending.
+    _in_flight_bytes: Floats
+    _sent_at: Floats
+    _rate_bytes_s: Floats
+
+    def __init__(
+        self, node_number: Callable[[str], int], settings: TransferSettings | None = None
+    ) -> None:
+        self._number = node_number
+        self._names: dict[int, str] = {}
+        self._nodes = 0
+        self.ignored = 0  # invalid or implausible measurements
+        self.settings = settings or TransferSettings()
+        self._tier_byte_s = self._of_tiers()
+        self._grow(_NODES_MIN)
+
+    def configure(self, settings: TransferSettings) -> None:
+        """Change the settings; measurements stay."""
+        self.settings = settings
+        self._tier_byte_s = self._of_tiers()
+        self._byte_s[~self._known] = 1 / settings.link_bandwidth_bytes_s
+        self._latency_s[~self._known] = settings.link_latency_s
+        self._settle()
+
+    # -- measurements ------------------------------------------------------------------------------
+
+    def observe(self, node: str, links: Mapping[str, Sequence[float]]) -> None:
+        """Take a node's report of its links *from* other nodes: [bytes/s, seconds] by their names.
+        The reverse direction is assumed to be the same until it is reported too. Invalid reports
+        are ignored and counted: one node's broken clock must not stop the feed."""
+        target = self._named(node)
+        for name, way in links.items():
+            source = self._named(name)
+            if len(way) == 2 and min(source, target) >= 0 and source != target:
+                self._measured(source, target, float(way[0]), float(way[1]))
+            else:
+                self.ignored += 1
+
+    def moved(
+        self,
+        source_node: int,
+        target_node: int,
+        nbytes: int,
+        seconds: float,
+        waited_s: float = 0.0,
+    ) -> None:
+        """Record a completed transfer from a node's memory that took `seconds`, of which it waited
+        `waited_s` for other transfers. Only for transfers that measure the link: not for reads from
+        disk; transfers within a node, and those that mostly waited, are ignored. At least half of
+        the rest counts as time of sending bytes: the link's latency is an average, too."""
+        low, high = sorted((source_node, target_node))
+        if low < 0 or low == high or high >= NODES_MAX or nbytes <= 0:
+            return
+        if not 0 <= waited_s <= seconds / 2 or seconds <= 0:
+            self.ignored += 1
+            return
+        self._fit(high)
+        latency_s = float(self._latency_s[source_node, target_node])
+        busy_s = seconds - waited_s
+        moving_s = max(busy_s - latency_s, busy_s / 2)
+        self._measured(source_node, target_node, nbytes / moving_s, latency_s)
+
+    def forget(self, numbers: Collection[int]) -> None:
+        """Reset these node numbers before they are reused: their links become unknown, and they
+        have no transfers in flight."""
+        at = [number for number in numbers if number < self._nodes]
+        if not at:
+            return
+        for number in at:
+            self._names.pop(number, None)
+        knew = np.flatnonzero(np.logical_or.reduce(self._known[:, at], axis=1))
+        senders = np.union1d(knew, np.array(at, np.int64))
+        unknown: list[tuple[NDArray[Any], Any]] = [
+            (self._known, False),
+            (self._own, False),
+            (self._byte_s, 1 / self.settings.link_bandwidth_bytes_s),
+            (self._latency_s, self.settings.link_latency_s),
+        ]
+        for matrix, value in unknown:
+            matrix[at, :] = matrix[:, at] = value
+        self._in_flight_bytes[at] = self._sent_at[at] = 0.0
+        self._settle(senders)
+
+    def ways(self) -> dict[str, dict[str, tuple[float, float]]]:
+        """(bandwidth in bytes/s, latency in s) of the measured links, by source and target."""
+        found: dict[str, dict[str, tuple[float, float]]] = {}
+        for source, target in np.argwhere(self._own).tolist():
+            if source in self._names and target in self._names:
+                byte_s = float(self._byte_s[source, target])
+                way = (1 / byte_s, float(self._latency_s[source, target]))
+                found.setdefault(self._names[source], {})[self._names[target]] = way
+        return found
+
+    # -- transfers in flight -----------------------------------------------------------------------
+
+    def begin(self, source_node: int, nbytes: int, now: float | None = None) -> None:
+        """Add a transfer in flight from a node. With `now`, it adds waiting time only until the
+        node can have sent it; without, until `end`."""
+        if not 0 <= source_node < NODES_MAX:
+            return
+        self._fit(source_node)
+        self._in_flight_bytes[source_node] += nbytes
+        free_at = np.inf if now is None else max(float(self._sent_at[source_node]), now)
+        self._sent_at[source_node] = free_at + nbytes / float(self._rate_bytes_s[source_node])
+
+    def end(self, source_node: int, nbytes: int) -> None:
+        """Remove a transfer in flight that succeeded or failed; `nbytes` as in `begin`."""
+        if not 0 <= source_node < self._nodes:
+            return
+        left = self._in_flight_bytes[source_node] - nbytes
+        self._in_flight_bytes[source_node] = max(left, 0)
+        if left <= 0:
+            self._sent_at[source_node] = 0.0
+
+    def in_flight_bytes(self, source_node: int) -> int:
+        """The bytes of a node's transfers in flight: begun and not ended."""
+        return int(self._in_flight_bytes[source_node]) if 0 <= source_node < self._nodes else 0
+
+    # -- the estimate ------------------------------------------------------------------------------
+
+    def seconds(
+        self,
+        source_nodes: Numbers,
+        source_tiers: Numbers,
+        target_nodes: Numbers,
+        nbytes: NDArray[Any] | float,
+        now: float | None = None,
+    ) -> Floats:
+        """Estimated seconds to transfer `nbytes` from each source to each target, started now.
+        Arguments are arrays that broadcast, or numbers; tiers are indices of `TIERS`. 0 bytes take
+        0 seconds."""
+        source, target = np.asarray(source_nodes), np.asarray(target_nodes)
+        highest = max(int(source.max(initial=-1)), int(target.max(initial=-1)))
+        same = None
+        if highest >= self._nodes:
+            self._fit(min(highest, NODES_MAX - 1))
+            if highest >= NODES_MAX:
+                same = (source == target) & (source >= 0)
+                source = np.where(source < NODES_MAX, source, -1)
+                target = np.where(target < NODES_MAX, target, -1)
+        # Flat indices are faster than pairs. With a -1 in them they select an element of the last
+        # row or column; all of these are equal.
+        at = source * (self._nodes + 1) + target
+        link, latency_s = self._byte_s.take(at).astype(np.float64), self._latency_s.take(at)
+        wait_s = self._waiting_s(now).take(source) * (link > 0)
+        tier = self._tier_byte_s.take(source_tiers)
+        if same is not None:
+            link, wait_s = np.where(same, 0.0, link), np.where(same, 0.0, wait_s)
+            latency_s = np.where(same, 0.0, latency_s)
+        seconds = wait_s + latency_s + nbytes * np.maximum(link, tier)
+        return np.asarray(seconds * (np.asarray(nbytes) > 0), np.float64)
+
+    def seconds_from(
+        self,
+        source_node: int,
+        source_tier: int,
+        target_nodes: NDArray[Any],
+        nbytes: NDArray[Any],
+        now: float,
+    ) -> Floats:
+        """`seconds` from one source, in half the time: node numbers [targets], and the bytes sent
+        to each [targets]."""
+        highest = max(source_node, int(target_nodes.max(initial=-1)))
+        if highest >= self._nodes:
+            return self.seconds(source_node, source_tier, target_nodes, nbytes, now)
+        link = self._byte_s[source_node].take(target_nodes)
+        in_flight_s = self._in_flight_bytes.item(source_node) / self._rate_bytes_s.item(source_node)
+        wait_s = min(in_flight_s, max(self._sent_at.item(source_node) - now, 0.0))
+        seconds: Floats = nbytes * np.maximum(link, self._tier_byte_s[source_tier])
+        seconds += self._latency_s[source_node].take(target_nodes)
+        if wait_s:
+            seconds += wait_s * (link > 0)
+        seconds *= nbytes > 0
+        return seconds
+
+    def _waiting_s(self, now: float | None) -> Floats:
+        """Seconds of waiting per sender: its bytes in flight at its rate, at most the time until it
+        can have sent them."""
+        in_flight_s: Floats = self._in_flight_bytes / self._rate_bytes_s
+        if now is None:
+            return in_flight_s
+        return np.minimum(in_flight_s, np.maximum(self._sent_at - now, 0.0))
+
+    # -- the matrices ------------------------------------------------------------------------------
+
+    def _named(self, name: str) -> int:
+        number = self._number(name)
+        if not 0 <= number < NODES_MAX:
+            return -1
+        self._fit(number)
+        self._names[number] = name
+        return number
+
+    def _measured(self, source: int, target: int, bandwidth: float, latency_s: float) -> None:
+        if not (
+            BANDWIDTH_BYTES_S_MIN <= bandwidth <= BANDWIDTH_BYTES_S_MAX
+            and 0 <= latency_s <= LATENCY_S_MAX
+        ):
+            self.ignored += 1
+            return
+        byte_s = float(self._byte_s[source, target])
+        late_s = float(self._latency_s[source, target])
+        weight = 1.0
+        if self._own[source, target]:
+            weight = self.settings.link_weight
+            news = abs(1 / bandwidth - byte_s) / byte_s
+            if news < _SAME and abs(latency_s - late_s) < _SAME * late_s + _LATENCY_S_SMALL:
+                return  # the usual case: idle links report the same again, every few seconds
+        byte_s += weight * (1 / bandwidth - byte_s)
+        late_s += weight * (latency_s - late_s)
+        self._own[source, target] = True
+        self._write(source, target, byte_s, late_s)
+        if not self._own[target, source]:
+            self._write(target, source, byte_s, late_s)
+
+    def _write(self, source: int, target: int, byte_s: float, latency_s: float) -> None:
+        self._byte_s[source, target], self._latency_s[source, target] = byte_s, latency_s
+        self._known[source, target] = True
+        # The rate of a sender's fastest link is taken as that of its network card.
+        self._rate_bytes_s[source] = 1 / self._byte_s[source][self._known[source]].min()
+
+    def _of_tiers(self) -> Floats:
+        own = self.settings
+        tiers = (own.hbm_bandwidth_bytes_s, own.dram_bandwidth_bytes_s, own.nvme_bandwidth_bytes_s)
+        return 1 / np.array(tiers)
+
+    def _fit(self, number: int) -> None:
+        if number >= self._nodes:
+            self._grow(min(NODES_MAX, max(number + 1, 2 * self._nodes)))
+
+    def _grow(self, nodes: int) -> None:
+        """Grow the matrices to `nodes`, plus a last row and column for unknown nodes."""
+        had, size, own = self._nodes, nodes + 1, self.settings
+        grown: dict[str, NDArray[Any]] = {
+            "_byte_s": np.full((size, size), 1 / own.link_bandwidth_bytes_s, np.float32),
+            "_latency_s": np.full((size, size), own.link_latency_s, np.float32),
+            "_own": np.zeros((size, size), np.bool_),
+            "_known": np.zeros((size, size), np.bool_),
+            "_in_flight_bytes": np.zeros(size),
+            "_sent_at": np.zeros(size),
+            "_rate_bytes_s": np.full(size, own.link_bandwidth_bytes_s),
+        }
+        for name, array in grown.items():
+            if had:
+                kept = (slice(had),) * array.ndim
+                array[kept] = getattr(self, name)[kept]
+            setattr(self, name, array)
+        self._nodes = nodes
+        self._settle()
+
+    def _settle(self, senders: NDArray[np.int64] | slice = slice(None)) -> None:
+        """Update the values derived from the links: senders' rates, and 0 seconds of link time
+        within a node. The last row and column, of unknown nodes, are never within one node."""
+        known_s = np.where(self._known[senders], self._byte_s[senders], np.inf)
+        byte_s = known_s.min(axis=1).astype(np.float64)
+        default_s = 1 / self.settings.link_bandwidth_bytes_s
+        self._rate_bytes_s[senders] = 1 / np.where(np.isinf(byte_s), default_s, byte_s)
+        inner = np.arange(self._nodes)
+        self._byte_s[inner, inner] = self._latency_s[inner, inner] = 0.0

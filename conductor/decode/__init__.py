@@ -1,0 +1,1 @@
+"""Decode scheduling: the choice of an instance, and the forecast of its load. Pure."""

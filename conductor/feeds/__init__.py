@@ -1,1 +1,0 @@
-"""What tells the index which blocks are where: nodes, engines, and what was routed."""

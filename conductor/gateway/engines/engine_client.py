@@ -1,0 +1,342 @@
+"""HTTP calls to the instances: tokenise, prefill, answer. The gateway reads an answer's bytes only
+to count tokens, and passes them on unchanged.
+
+Cancelling a call closes its connection, which makes the engine abort the request. This client never
+retries; the caller decides what to do when an instance is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import httpx
+import msgspec
+from msgspec import Raw
+
+from ...client.client import trusting
+from ..openai import engine_bodies
+from ..openai.token_counter import Counter, TooLong, answered_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Mapping
+
+    from ..config import GatewayConfig
+    from ..openai.openai_request import ClientRequest
+    from .instance_cache import CallTarget
+
+log = logging.getLogger("tiffin.gateway")
+
+# vLLM closes connections that were idle for 5 s; a connection that closes just as a request is sent
+# on it looks like an instance that is gone.
+_IDLE_CONNECTION_S = 4.0
+# HTTP statuses of an instance whose engine, or a proxy in front of it, is down: vLLM also answers
+# 500 when its engine has died.
+_GONE = (500, 502, 503, 504)
+# `kv_transfer_params` list blocks: a million tokens are 65,536 numbers.
+_PREFILL_BYTES_MAX = 16 << 20
+_PASSED_HEADERS = ("content-type", "content-encoding", "retry-after")
+
+
+class EngineError(Exception):
+    """An instance gave no answer that the gateway could pass on; the client has received nothing
+    of it."""
+
+    def __init__(self, target: CallTarget, why: str) -> None:
+        super().__init__(f"{target.name}: {why}")
+        self.target = target
+
+
+class EngineGone(EngineError):
+    """The instance can't be reached, or its connection broke, or it is shutting down: a retry on
+    another instance may succeed."""
+
+
+class EngineSlow(EngineError):
+    """The instance ran into a timeout. A retry on another instance would take as long again."""
+
+
+class EngineOdd(EngineError):
+    """The instance's answer is malformed or larger than the limit."""
+
+
+class EngineBroke(Exception):
+    """An instance broke off its answer after the gateway had begun to pass it on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A complete answer: that of a request that is not streamed, or an engine's refusal."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    tokens: int = 0
+
+    @property
+    def good(self) -> bool:
+        return self.status == 200
+
+    async def close(self) -> None:
+        """Do nothing, as the connection is closed already; for the interface of `AnswerStream`."""
+
+
+class AnswerStream:
+    """A streamed answer that has begun. `first` holds its first events, which contain a token
+    unless the stream has ended or carries an error. The caller closes it."""
+
+    status = 200
+    good = True
+
+    def __init__(
+        self, target: CallTarget, response: httpx.Response, idle_s: float, headers: dict[str, str]
+    ) -> None:
+        self.headers = headers
+        self.counter = Counter()
+        self.first = b""
+        self._target, self._response, self._idle_s = target, response, idle_s
+        self._chunks = cast("AsyncGenerator[bytes]", response.aiter_raw())
+
+    async def begin(self) -> None:
+        """Wait for the first token. Raises EngineError."""
+        pieces: list[bytes] = []
+        try:
+            async for piece in self._chunks:
+                pieces.append(self.counter.feed(piece))
+                if self.counter.tokens or self.counter.ended or self.counter.failed:
+                    break
+            else:
+                if not self.counter.ended:
+                    raise EngineGone(self._target, "the answer ended before its first token")
+        except httpx.TransportError as error:
+            raise _translated(self._target, error) from error
+        except TooLong as error:
+            raise EngineOdd(self._target, str(error)) from error
+        if self.counter.error_status in _GONE and not self.counter.tokens:
+            # vLLM sends status 200 before it computes; if its engine dies then, it sends an event
+            # with the error.
+            raise EngineGone(
+                self._target, f"its answer begins with an error {self.counter.error_status}"
+            )
+        self.first = b"".join(pieces)
+
+    async def rest(self) -> AsyncGenerator[bytes]:
+        """The events after `first`. Raises EngineBroke if the stream breaks off before its end."""
+        counter = self.counter
+        try:
+            while True:
+                async with asyncio.timeout(self._idle_s):
+                    piece = await anext(self._chunks, None)
+                if piece is None:
+                    break
+                whole = counter.feed(piece)
+                if whole:
+                    yield whole
+        except TimeoutError as error:
+            raise EngineBroke(f"nothing came for {self._idle_s:g} s") from error
+        except httpx.TransportError as error:
+            raise EngineBroke(f"its connection broke: {error or type(error).__name__}") from error
+        except TooLong as error:
+            raise EngineBroke(str(error)) from error
+        if not counter.ended and not counter.failed:
+            raise EngineBroke("it ended its answer early")
+        rest = counter.rest()
+        if rest:
+            yield rest
+
+    async def close(self) -> None:
+        """Close the connection, if the answer has not ended."""
+        with contextlib.suppress(httpx.TransportError):
+            await self._chunks.aclose()
+            await self._response.aclose()
+
+
+class _Prefilled(msgspec.Struct):
+    kv_transfer_params: dict[str, Raw] | None = None
+
+
+class _Tokenised(msgspec.Struct):
+    tokens: list[int]
+
+
+_prefilled = msgspec.json.Decoder(_Prefilled)
+_tokenised = msgspec.json.Decoder(_Tokenised)
+
+
+class Engines:
+    """HTTP client of all instances. `token` is their API key, b"" if they have none. The caller
+    closes it. Raises InvalidRequest for an invalid CA file."""
+
+    def __init__(self, config: GatewayConfig, token: bytes = b"") -> None:
+        times = config.timeouts
+        self._times, self._limits = times, config.limits
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        if token:
+            headers["authorization"] = f"Bearer {token.decode('latin-1')}"
+        self._http = httpx.AsyncClient(
+            headers=headers,
+            # `CapacityGate` limits requests where they arrive; a queue in this connection pool
+            # would show up in no metric.
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=256,
+                keepalive_expiry=_IDLE_CONNECTION_S,
+            ),
+            timeout=httpx.Timeout(times.first_token_s, connect=times.connect_s),
+            follow_redirects=False,
+            verify=trusting(Path(config.engine_tls_ca) if config.engine_tls_ca else None),
+            trust_env=False,
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def tokenize(self, target: CallTarget, ask: ClientRequest) -> list[int] | None:
+        """The prompt's token ids, from the instance's `/tokenize`; None on an error or timeout."""
+        try:
+            async with asyncio.timeout(self._times.tokenize_s):
+                answer = await self._whole(
+                    target, "/tokenize", engine_bodies.tokenize_body(ask), {}
+                )
+            if answer.status == 200:
+                return _tokenised.decode(answer.body).tokens
+            log.debug("%s answers /tokenize with %d", target.name, answer.status)
+        except (EngineError, TimeoutError, msgspec.DecodeError) as error:
+            log.debug("%s does not tokenise: %s", target.name, error)
+        return None
+
+    async def prefill(
+        self,
+        target: CallTarget,
+        ask: ClientRequest,
+        headers: Mapping[str, str],
+        *,
+        remote_decode: bool,
+    ) -> dict[str, Raw] | Whole | None:
+        """Prefill the prompt on the instance `target`. Returns the `kv_transfer_params` for the
+        decode instance, None if there are none, or a `Whole` if the engine refuses. Raises
+        EngineError."""
+        body = engine_bodies.prefill_body(ask, remote_decode=remote_decode)
+        answer = await self._whole(target, ask.path, body, headers, _PREFILL_BYTES_MAX)
+        if not answer.good:
+            return answer
+        try:
+            return _prefilled.decode(answer.body).kv_transfer_params
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise EngineOdd(target, f"its answer to a prefill is none: {error}") from error
+
+    async def answer(
+        self, target: CallTarget, ask: ClientRequest, body: bytes, headers: Mapping[str, str]
+    ) -> AnswerStream | Whole:
+        """Run the request on the instance `target`. A streamed answer is returned as soon as it has
+        a token, any other when it is complete. Raises EngineError."""
+        if not ask.stream:
+            whole = await self._whole(
+                target, ask.path, body, headers, self._limits.answer_bytes, self._times.total_s
+            )
+            return _counted(whole)
+        try:
+            async with asyncio.timeout(self._times.first_token_s):
+                return await self._stream(target, ask.path, body, headers)
+        except TimeoutError as error:
+            raise EngineSlow(target, f"no token came in {self._times.first_token_s:g} s") from error
+
+    async def _stream(
+        self, target: CallTarget, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AnswerStream | Whole:
+        read_s = max(self._times.first_token_s, self._times.idle_s)
+        response = await self._send(target, path, body, headers, read_s)
+        try:
+            kind = response.headers.get("content-type", "")
+            if response.status_code != 200 or not kind.startswith("text/event-stream"):
+                whole = await self._read(target, response, self._limits.answer_bytes)
+                await response.aclose()
+                return whole
+            stream = AnswerStream(target, response, self._times.idle_s, _passed(response))
+            await stream.begin()
+        except BaseException:
+            await response.aclose()
+            raise
+        return stream
+
+    async def _whole(
+        self,
+        target: CallTarget,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        nbytes_max: int = _PREFILL_BYTES_MAX,
+        timeout_s: float | None = None,
+    ) -> Whole:
+        response = await self._send(
+            target, path, body, headers, timeout_s or self._times.first_token_s
+        )
+        try:
+            return await self._read(target, response, nbytes_max)
+        finally:
+            await response.aclose()
+
+    async def _send(
+        self, target: CallTarget, path: str, body: bytes, headers: Mapping[str, str], read_s: float
+    ) -> httpx.Response:
+        """Send a request and return the response with its head read. Raises EngineError."""
+        if not target.url:
+            raise EngineGone(target, "it has not said where it answers")
+        timeout = httpx.Timeout(read_s, connect=self._times.connect_s)
+        try:
+            request = self._http.build_request(
+                "POST", target.url.rstrip("/") + path, content=body, headers=dict(headers),
+                timeout=timeout,
+            )  # fmt: skip
+            response = await self._http.send(request, stream=True)
+        except httpx.TransportError as error:
+            raise _translated(target, error) from error
+        except httpx.InvalidURL as error:
+            raise EngineGone(target, f"its URL is none: {error}") from error
+        if response.status_code in _GONE:
+            await response.aclose()
+            raise EngineGone(target, f"it answers {response.status_code}")
+        if response.is_redirect:
+            # The operator has not allowed the redirect's target, and following it would send the
+            # API key there. Nor is the redirect passed on to the client.
+            await response.aclose()
+            raise EngineOdd(target, f"it answers {response.status_code}: redirects lead nowhere")
+        return response
+
+    async def _read(self, target: CallTarget, response: httpx.Response, nbytes_max: int) -> Whole:
+        pieces: list[bytes] = []
+        total = 0
+        try:
+            async for piece in response.aiter_raw():
+                total += len(piece)
+                if total > nbytes_max:
+                    raise EngineOdd(target, f"its answer is longer than {nbytes_max} bytes")
+                pieces.append(piece)
+        except httpx.TransportError as error:
+            raise _translated(target, error) from error
+        return Whole(response.status_code, _passed(response), b"".join(pieces))
+
+
+def _counted(whole: Whole) -> Whole:
+    tokens = answered_tokens(whole.body) if whole.good else 0
+    return Whole(whole.status, whole.headers, whole.body, tokens)
+
+
+def _passed(response: httpx.Response) -> dict[str, str]:
+    """The response headers that the gateway passes on to the client."""
+    headers = response.headers
+    return {name: headers[name] for name in _PASSED_HEADERS if name in headers}
+
+
+def _translated(target: CallTarget, error: httpx.TransportError) -> EngineGone | EngineSlow:
+    """Translate a transport error. An instance that does not accept a connection is gone; an
+    instance that accepts a request and sends nothing for minutes is slow, and a retry on another
+    instance would take as long again."""
+    why = str(error) or type(error).__name__
+    if isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout):
+        return EngineSlow(target, f"no answer in time ({why})")
+    return EngineGone(target, why)

@@ -1,0 +1,134 @@
+"""A cache of the conductor's last instance list: each instance's URL, and round-robin placement for
+times when the conductor does not answer. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...records import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from ...wire.models import InstanceReply
+
+# A restarted conductor lists no instances until they send their next heartbeats, some seconds
+# later. For so long the cache keeps the previous list.
+EMPTY_S = 15.0
+# A label of an instance: "true" if its engine accepts `shards`, a context whose KV cache is spread
+# over several instances.
+SHARDS_LABEL = "kv_shards"
+
+
+@dataclass(frozen=True, slots=True)
+class CallTarget:
+    """An instance's id and its URL; "" if the URL is not known."""
+
+    name: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a context that one instance holds, in tokens; engines get it in this form."""
+
+    instance: str
+    url: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRoute:
+    """The prefill and the decode instance of a request; they may be the same."""
+
+    prefill: CallTarget
+    decode: CallTarget
+
+    @property
+    def split(self) -> bool:
+        return self.prefill.name != self.decode.name
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.prefill.name, self.decode.name
+
+    def uses(self, names: Collection[str]) -> bool:
+        """Whether the route contains any of these instances."""
+        return self.prefill.name in names or self.decode.name in names
+
+
+class Known:
+    """The instance cache; see the module. For one event loop."""
+
+    def __init__(self) -> None:
+        self._instances: dict[str, InstanceReply] = {}
+        self._heard_at: float | None = None
+        self._turns: Counter[tuple[str, str]] = Counter()  # per model and kind of instance
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def update(self, instances: Sequence[InstanceReply], now: float) -> None:
+        """Replace the cached list by the conductor's current one. An empty list replaces it only
+        after `EMPTY_S`."""
+        if not instances and self._instances and self._heard_at is not None:
+            if now - self._heard_at < EMPTY_S:
+                return
+        else:
+            self._heard_at = now
+        self._instances = {one.id: one for one in instances}
+        models = {one.model for one in instances}
+        self._turns = Counter({key: n for key, n in self._turns.items() if key[0] in models})
+
+    def url(self, name: str) -> str:
+        """The instance's URL; "" for an unknown instance."""
+        one = self._instances.get(name)
+        return one.url if one is not None else ""
+
+    def shares_contexts(self, name: str) -> bool:
+        """Whether the instance's label says that its engine attends to shards of a context which
+        other instances hold."""
+        one = self._instances.get(name)
+        return one is not None and one.labels.get(SHARDS_LABEL) == "true"
+
+    def models(self) -> list[str]:
+        """The models of all instances, without duplicates, in the list's order."""
+        return list(dict.fromkeys(one.model for one in self._instances.values()))
+
+    def any(self, model: str) -> CallTarget | None:
+        """An instance of any role that serves the model, round-robin; None if there is none."""
+        return self._next("any", self._usable(model, ()))
+
+    def turn(self, model: str, avoid: Collection[str]) -> InstanceRoute | None:
+        """Round-robin route for a request that the conductor has not placed: a MIXED instance; else
+        a prefill and a decode instance. None if there are no instances but those to `avoid`."""
+        usable = self._usable(model, avoid)
+        both = self._next(Role.MIXED, usable)
+        if both is not None:
+            return InstanceRoute(both, both)
+        prefill, decode = self._next(Role.PREFILL, usable), self._next(Role.DECODE, usable)
+        return (
+            InstanceRoute(prefill, decode) if prefill is not None and decode is not None else None
+        )
+
+    def _usable(self, model: str, avoid: Collection[str]) -> list[InstanceReply]:
+        """The model's ready instances. If none is ready, those that the conductor lists as lost:
+        it may be the conductor that has lost its connection."""
+        those = [
+            one
+            for one in self._instances.values()
+            if one.model == model and one.url and one.id not in avoid
+        ]
+        ready = [one for one in those if one.status == "ready"]
+        return ready or [one for one in those if one.status == "lost"]
+
+    def _next(self, kind: str, usable: Sequence[InstanceReply]) -> CallTarget | None:
+        choice = [one for one in usable if kind in ("any", one.role)]
+        if not choice:
+            return None
+        turn = (choice[0].model, kind)
+        self._turns[turn] += 1
+        one = choice[self._turns[turn] % len(choice)]
+        return CallTarget(one.id, one.url)

@@ -1,0 +1,1 @@
+"""Requests and answers in the format of OpenAI's API."""

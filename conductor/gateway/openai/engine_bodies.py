@@ -1,0 +1,87 @@
+"""Request bodies for the engines: the client's body with the fields that have to differ. Pure.
+
+Unchanged fields are spliced in as the client wrote them, never decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Raw
+
+from .openai_request import CHAT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ..engines.instance_cache import Shard
+    from .openai_request import ClientRequest
+
+_encoder = msgspec.json.Encoder()
+
+# The parameters that vLLM's NIXL connector expects from a proxy: vLLM's `toy_proxy_server.py` sends
+# the same.
+_REMOTE_DECODE = Raw(
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+_ONE = Raw(b"1")
+# Fields that a prefill request drops: useless for its one token, which no client sees, or, like
+# `min_tokens`, in conflict with it.
+_PREFILL_DROPS = ("stream_options", "min_tokens", "logprobs", "top_logprobs", "best_of", "n")
+_TOKENIZE_FIELDS = (
+    "model", "add_special_tokens", "add_generation_prompt", "continue_final_message", "tools",
+    "chat_template_kwargs", "chat_template", "mm_processor_kwargs",
+)  # fmt: skip
+
+
+def answer_body(
+    ask: ClientRequest,
+    output_tokens_max: int | None,
+    transfer: Mapping[str, Raw] | None = None,
+    shards: Sequence[Shard] = (),
+) -> bytes:
+    """The body for the decode instance: the client's, byte by byte, unless the conductor has cut
+    the answer's length, or the instance needs to know where its blocks are (`transfer`) and will
+    be (`shards`)."""
+    changes: dict[str, Raw] = {}
+    if output_tokens_max is not None and _exceeds(ask.output_tokens_max, output_tokens_max):
+        changes |= _limit(ask, Raw(str(output_tokens_max).encode()))
+    if transfer is not None or shards:
+        told = {"shards": Raw(_encoder.encode(shards))} if shards else {}
+        changes["kv_transfer_params"] = Raw(_encoder.encode({**(transfer or {}), **told}))
+    return _encoder.encode(ask.fields | changes) if changes else ask.raw
+
+
+def prefill_body(ask: ClientRequest, *, remote_decode: bool) -> bytes:
+    """The body for a prefill instance, which computes the prompt and one token. With
+    `remote_decode` it keeps the blocks for the decode instance, and answers where they are."""
+    fields = {name: value for name, value in ask.fields.items() if name not in _PREFILL_DROPS}
+    fields |= {"stream": Raw(b"false"), **_limit(ask, _ONE)}
+    if remote_decode:
+        fields["kv_transfer_params"] = _REMOTE_DECODE
+    return _encoder.encode(fields)
+
+
+def tokenize_body(ask: ClientRequest) -> bytes:
+    """The body for vLLM's `POST /tokenize`: the prompt, and the fields its template depends on."""
+    fields = {name: ask.fields[name] for name in _TOKENIZE_FIELDS if name in ask.fields}
+    name = "messages" if ask.path == CHAT else "prompt"
+    fields[name] = ask.fields[name]
+    if name == "prompt" and ask.prompt.text is not None:
+        fields[name] = Raw(_encoder.encode(ask.prompt.text))  # unwraps a list of one text
+    return _encoder.encode(fields)
+
+
+def _limit(ask: ClientRequest, tokens: Raw) -> dict[str, Raw]:
+    """The fields that limit the answer's length: both names if the client used the newer one, since
+    engines differ in which of them they prefer."""
+    fields = {"max_tokens": tokens}
+    if "max_completion_tokens" in ask.fields:
+        fields["max_completion_tokens"] = tokens
+    return fields
+
+
+def _exceeds(asked: int | None, limit: int) -> bool:
+    return asked is None or asked > limit

@@ -1,0 +1,307 @@
+"""Parses the part of an OpenAI request, body and headers, that scheduling depends on. Pure.
+
+The gateway passes everything else in the body on to the engine unchanged, unknown fields included;
+the engine itself refuses invalid values, with its own messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from ...records import TOKENS_MAX, Objectives
+from ...state.request_ids import name_of
+from ...wire.answers import Refusal, invalid_json
+from ...wire.models import ID_MAX, NAME_MAX, SECONDS_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from ..config import Header
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+_TOKEN_IDS = list[Annotated[int, Meta(ge=0, lt=2**32)]]
+
+
+class _Part(Struct):
+    """A part of a message's content."""
+
+    type: str = "text"
+    text: str | None = None
+
+
+class _Message(Struct):
+    """A chat message, as far as its length depends on it."""
+
+    content: str | list[_Part] | None = None
+
+
+class _Body(Struct):
+    """A request's body, as far as placement depends on it."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=NAME_MAX)]
+    stream: bool | None = None
+    n: int | None = None
+    best_of: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    prompt: Raw = Raw(b"null")
+    messages: Raw = Raw(b"null")
+    prompt_logprobs: Raw = Raw(b"null")
+    echo: bool | None = None
+    use_beam_search: bool | None = None
+    cache_salt: str | None = None
+    chat_template: Raw = Raw(b"null")
+    kv_transfer_params: Raw = Raw(b"null")
+    vllm_xargs: Raw = Raw(b"null")
+
+
+_body = msgspec.json.Decoder(_Body)
+_fields = msgspec.json.Decoder(dict[str, Raw])
+_text = msgspec.json.Decoder(str)
+_ids = msgspec.json.Decoder(_TOKEN_IDS)
+_messages = msgspec.json.Decoder(list[_Message])
+_many = msgspec.json.Decoder(list[Raw])
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt before it is tokenised.
+
+    `token_ids` if the client sent them; else `text`, or `messages`, the JSON of a chat, which needs
+    a chat template. `nbytes` of text serve to estimate the length. `several`: a batch of prompts.
+    `foreign`: parts that are no text, such as images.
+    """
+
+    token_ids: list[int] | None = None
+    text: str | None = None
+    messages: Raw | None = None
+    nbytes: int = 0
+    several: bool = False
+    foreign: bool = False
+
+    @property
+    def tokenisable(self) -> bool:
+        """Whether this is a single prompt of nothing but text."""
+        return not self.several and not self.foreign
+
+
+_INDIFFERENT = Objectives()
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """The scheduling options in a request's headers. A request id is unique within its tenant;
+    `name` is unique in the whole pool. `chosen`: the client chose the id, and other clients may
+    choose the same."""
+
+    request_id: str
+    priority: str = "normal"
+    tenant: str = ""
+    objectives: Objectives = _INDIFFERENT
+    urgent: bool = False
+    chosen: bool = False
+
+    @property
+    def name(self) -> str:
+        return name_of(self.tenant, self.request_id)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """One request of a client.
+
+    `raw` is its body, `fields` the same by name, each as the client wrote it. `whole`: the decode
+    instance must compute the prompt itself, so prefill and decode can't be disaggregated. `salted`:
+    the engine salts its block keys, so the store's keys would differ.
+    """
+
+    path: str
+    raw: bytes
+    fields: dict[str, Raw]
+    model: str
+    stream: bool
+    prompt: Prompt
+    output_tokens_max: int | None
+    whole: bool
+    salted: bool
+    own_template: bool
+    wishes: Wishes
+
+
+def read_ask(path: str, raw: bytes, wishes: Wishes) -> ClientRequest:
+    """Parse a request. Raises Refusal for an invalid body, or for one that sets
+    `kv_transfer_params` itself."""
+    try:
+        body, fields = _body.decode(raw), _fields.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        refusal = invalid_json(error)
+        refusal.status = 400  # as OpenAI has it
+        raise refusal from error
+    except UnicodeDecodeError as error:
+        raise Refusal(400, "invalid_json", "the body is not UTF-8") from error
+    _refuse_transfers(body)
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    prompt = _chat(body.messages) if path == CHAT else _completion(body.prompt)
+    several = prompt.several or any((count or 1) != 1 for count in (body.n, body.best_of))
+    return ClientRequest(
+        path=path,
+        raw=raw,
+        fields=fields,
+        model=body.model,
+        stream=bool(body.stream),
+        prompt=prompt,
+        output_tokens_max=None if limit is None else min(max(limit, 1), TOKENS_MAX),
+        whole=several or body.use_beam_search is True or body.echo is True
+        or not _is_null(body.prompt_logprobs),
+        salted=bool(body.cache_salt),
+        own_template=not _is_null(body.chat_template),
+        wishes=wishes,
+    )  # fmt: skip
+
+
+def read_wishes(
+    headers: Mapping[str, str], request_id: str, owner: str, honour: Collection[Header]
+) -> Wishes:
+    """Parse the headers that `honour` lists. `request_id` is the default for a client that sends no
+    id. `owner` identifies the client's API key, "" without keys: it is the tenant if the client
+    names no other. Raises Refusal for invalid values."""
+    tenant = _name(headers, "x-tiffin-tenant", owner) if "tenant" in honour else owner
+    priority, urgent, objectives = "normal", False, _INDIFFERENT
+    if "priority" in honour:
+        priority = _name(headers, "x-tiffin-priority", priority)
+    if "urgent" in honour:
+        urgent = _flag(headers, "x-tiffin-urgent")
+    if "objectives" in honour:
+        objectives = Objectives(
+            _milliseconds(headers, "x-tiffin-ttft-ms"), _milliseconds(headers, "x-tiffin-tbt-ms")
+        )
+    given = headers.get("x-request-id", "")
+    if given:
+        request_id = _request_id(given)
+        if tenant != owner and owner:
+            request_id = _marked(request_id, owner)
+    return Wishes(request_id, priority, tenant, objectives, urgent, chosen=bool(given))
+
+
+def _marked(request_id: str, owner: str) -> str:
+    """Bind a request id to the API key of its `owner`. A client with another key may name the same
+    tenant, and can't reach this request: to make this id it would need the key itself."""
+    mark = f"~{hashlib.sha256(f'{owner} {request_id}'.encode()).hexdigest()[:16]}"
+    return request_id[: ID_MAX - len(mark)] + mark
+
+
+def _refuse_transfers(body: _Body) -> None:
+    """Raise Refusal if the client sets `kv_transfer_params`: it could make an instance connect to
+    any address, and read what that address answers."""
+    in_extras = False
+    if not _is_null(body.vllm_xargs):
+        try:
+            in_extras = "kv_transfer_params" in _fields.decode(body.vllm_xargs)
+        except msgspec.DecodeError:
+            in_extras = False  # not an object, which the engine refuses
+    if in_extras or not _is_null(body.kv_transfer_params):
+        raise Refusal(
+            400, "not_allowed", "kv_transfer_params are the gateway's: leave them out",
+            param="kv_transfer_params",
+        )  # fmt: skip
+
+
+def _completion(raw: Raw) -> Prompt:
+    """Parse the prompt of a completion: text, token ids, or a batch of either."""
+    nbytes = len(bytes(raw))
+    text = _decoded(_text, raw)
+    if text is not None:
+        return Prompt(text=text, nbytes=len(text.encode("utf-8", "surrogatepass")))
+    ids = _decoded(_ids, raw)
+    if ids is not None:
+        return Prompt(token_ids=ids)
+    several = _decoded(_many, raw)
+    if several is not None and len(several) == 1:
+        return _completion(several[0])
+    return Prompt(nbytes=nbytes, several=several is not None, foreign=several is None)
+
+
+def _chat(raw: Raw) -> Prompt:
+    """Parse the messages of a chat. `nbytes` is the length of their texts plus
+    `_BYTES_PER_MESSAGE` each, for the template."""
+    messages = _decoded(_messages, raw)
+    if messages is None:
+        return Prompt(nbytes=len(bytes(raw)), foreign=True)
+    nbytes, foreign = 0, False
+    for message in messages:
+        content = message.content
+        parts = [_Part(text=content)] if isinstance(content, str) else content or []
+        for part in parts:
+            foreign = foreign or part.type != "text"
+            nbytes += len((part.text or "").encode("utf-8", "surrogatepass"))
+        nbytes += _BYTES_PER_MESSAGE
+    return Prompt(messages=raw, nbytes=nbytes, foreign=foreign)
+
+
+# A message's role and its marks are four to six tokens in the templates of Llama 3 and Qwen 3.
+_BYTES_PER_MESSAGE = 20
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], raw: Raw) -> Any:
+    """Decode `raw`; None if it does not have the decoder's type."""
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _is_null(raw: Raw) -> bool:
+    return bytes(raw) == b"null"
+
+
+def _request_id(text: str) -> str:
+    if len(text) > ID_MAX or not text.isprintable() or "/" in text or text in (".", ".."):
+        raise Refusal(
+            400, "invalid_header",
+            f"x-request-id is 1 to {ID_MAX} printable characters without a slash",
+            param="x-request-id",
+        )  # fmt: skip
+    return text
+
+
+def _name(headers: Mapping[str, str], header: str, default: str) -> str:
+    value = headers.get(header, "")
+    if len(value) > ID_MAX or not value.isprintable():
+        raise Refusal(
+            400, "invalid_header", f"{header} is at most {ID_MAX} printable characters",
+            param=header,
+        )  # fmt: skip
+    return value or default
+
+
+def _flag(headers: Mapping[str, str], header: str) -> bool:
+    value = headers.get(header, "false")
+    if value not in ("true", "false"):
+        raise Refusal(400, "invalid_header", f"{header} is true or false", param=header)
+    return value == "true"
+
+
+def _milliseconds(headers: Mapping[str, str], header: str) -> float | None:
+    """A header in milliseconds, converted to seconds; None without the header. Raises Refusal."""
+    text = headers.get(header)
+    if text is None:
+        return None
+    try:
+        seconds = float(text) / 1e3
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= SECONDS_MAX:
+        raise Refusal(
+            400, "invalid_header",
+            f"{header} is a number of milliseconds, more than 0 and at most a day",
+            param=header,
+        )  # fmt: skip
+    return seconds

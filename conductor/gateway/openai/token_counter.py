@@ -1,0 +1,145 @@
+"""Counts tokens in answers that the gateway passes on unchanged. Pure.
+
+The counter cuts a stream only where an event ends: the client receives whole events, so that the
+gateway can end a broken stream with an error event. Bytes and their order stay the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+# The longest events are those with log probabilities of twenty alternatives: some 10 KB per token.
+EVENT_BYTES_MAX = 4 << 20
+
+
+class TooLong(Exception):
+    """An event is longer than `EVENT_BYTES_MAX`."""
+
+
+class _Delta(Struct):
+    """The text that an event of a chat adds to the answer."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    tool_calls: Raw = Raw(b"null")
+
+
+class _Choice(Struct):
+    """One of the answers in an event: with `n` > 1 a request has several."""
+
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Usage(Struct):
+    completion_tokens: int | None = None
+
+
+class _Event(Struct):
+    """An event of a stream, or a whole answer, which has the same fields."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Raw = Raw(b"null")
+
+
+class _Error(Struct):
+    code: Any = None
+
+
+_event = msgspec.json.Decoder(_Event)
+_error = msgspec.json.Decoder(_Error)
+
+
+class Counter:
+    """Parses a stream of server-sent events as it passes.
+
+    `tokens` so far: one per event that adds anything to an answer, or the counts in the event
+    itself (`token_ids`, `usage`). `ended`: an event had a `finish_reason`, or [DONE] came.
+    `failed`: an event carried an error; `error_status` is its HTTP status, 0 if it has none.
+    """
+
+    __slots__ = ("_tail", "ended", "error_status", "failed", "tokens")
+
+    def __init__(self) -> None:
+        self._tail = b""
+        self.tokens = 0
+        self.ended = False
+        self.failed = False
+        self.error_status = 0
+
+    def feed(self, data: bytes) -> bytes:
+        """Add received bytes, and return the complete events that were not returned before. Raises
+        TooLong."""
+        data = self._tail + data if self._tail else data
+        end = _end_of_events(data)
+        if len(data) - end > EVENT_BYTES_MAX:
+            raise TooLong(f"an event of more than {EVENT_BYTES_MAX} bytes")
+        self._tail, whole = data[end:], data[:end]
+        for line in whole.split(b"\n"):
+            if line.startswith(b"data:"):
+                self._read(line[5:].strip())
+        return whole
+
+    def rest(self) -> bytes:
+        """The bytes after the last complete event. Empties the buffer."""
+        rest, self._tail = self._tail, b""
+        return rest
+
+    def _read(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self.ended = True
+            return
+        try:
+            event = _event.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self.tokens += 1  # an unknown format, which the client may understand
+            return
+        if bytes(event.error) != b"null" and not self.failed:
+            self.failed, self.error_status = True, _status(event.error)
+        for choice in event.choices:
+            self.tokens += _tokens(choice)
+            self.ended = self.ended or choice.finish_reason is not None
+        if event.usage is not None:
+            self.tokens = max(self.tokens, event.usage.completion_tokens or 0)
+
+
+def answered_tokens(body: bytes) -> int:
+    """The token count in an answer that is not streamed; 0 if it contains none."""
+    try:
+        usage = _event.decode(body).usage
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0
+    return max(0, usage.completion_tokens or 0) if usage is not None else 0
+
+
+def _status(error: Raw) -> int:
+    try:
+        code = _error.decode(error).code
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return 0
+    return code if isinstance(code, int) else 0
+
+
+def _tokens(choice: _Choice) -> int:
+    if choice.token_ids is not None:
+        return len(choice.token_ids)
+    delta = choice.delta
+    if delta is None:
+        return 1 if choice.text else 0
+    texts = (delta.content, delta.reasoning, delta.reasoning_content, delta.refusal)
+    return 1 if any(texts) or bytes(delta.tool_calls) not in (b"null", b"[]") else 0
+
+
+def _end_of_events(data: bytes) -> int:
+    """The offset where the last complete event ends; 0 if there is none. Lines end with LF or
+    CRLF."""
+    plain, dos = data.rfind(b"\n\n"), data.rfind(b"\n\r\n")
+    return max(plain + 2 if plain >= 0 else 0, dos + 3 if dos >= 0 else 0)

@@ -1,0 +1,1 @@
+"""The life of one request: placement, execution, answer stream, and reports to the conductor."""

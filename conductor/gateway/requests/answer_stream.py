@@ -1,0 +1,417 @@
+"""One request from its placement to its answer's last byte, as an ASGI response.
+
+    place -> hold -> run -> pass on    an instance is gone: place again, a few times
+                     |
+                     the client has received nothing until the answer's first token arrives, so a
+                     failure before that has an HTTP status of its own, or the gateway retries the
+                     request on another instance
+
+A request is held while it waits for blocks that another in-flight request computes. If the first
+token takes long, the gateway starts the stream with keepalive comments, so that no proxy between
+the gateway and the client closes the connection as idle. From then on a failure that no retry mends
+is an event of the stream.
+
+A client that hangs up cancels the whole request: the gateway closes the engine's connection and
+reports the request to the conductor as cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.responses import Response
+
+from ...errors import ConductorError, ConductorUnavailable, NotAuthorized
+from ...records import Rejection, RequestEvent
+from ...wire.answers import error, failed, rejected
+from ..engines.engine_client import (
+    AnswerStream,
+    EngineBroke,
+    EngineError,
+    EngineGone,
+    EngineSlow,
+    Whole,
+)
+from .execution import handed_over
+from .placement import NoInstance, NoShards, Placement
+from .prefix_wait import hold_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.types import Receive, Scope, Send
+
+    from ..engines.instance_cache import InstanceRoute
+    from ..gateway import Gateway
+    from ..openai.openai_request import ClientRequest
+    from ..openai.tokenizing import Sized
+    from .conductor_reports import ConductorReport
+    from .prefix_wait import Prefill
+
+log = logging.getLogger("tiffin.gateway")
+
+_STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+_WAITING = b": waiting\n\n"
+
+
+class _Refused(Exception):
+    """The conductor rejects the request, when it is placed or after its prefill."""
+
+    def __init__(self, rejection: Rejection) -> None:
+        super().__init__(rejection.reason)
+        self.rejection = rejection
+
+
+class Serving(Response):
+    """The ASGI response to `ask`, which runs the request while it sends the answer. It calls
+    `release` when the answer has ended."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        ask: ClientRequest,
+        trace: dict[str, str],
+        release: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self._gateway, self._ask, self._trace, self._release = gateway, ask, trace, release
+        self._told = {"x-request-id": ask.wishes.request_id}
+        self._report: ConductorReport | None = None
+        self._placed = False  # the conductor may have placed it; its end is not reported yet
+        self._decided = False  # a route is chosen, so the request was not rejected at placement
+        self._prefill_told = False
+        self._sent_head = False
+        self._complete = False  # nothing more is sent; a disconnect from now on cancels nothing
+        self._started_at = gateway.clock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        metrics = self._gateway.metrics
+        work = asyncio.create_task(self._work(scope, receive, send))
+        gone = asyncio.create_task(_hung_up(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and not self._complete:
+                metrics.cancelled.inc()
+                work.cancel()
+        except asyncio.CancelledError:
+            work.cancel()
+            raise
+        finally:
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+            self._release()
+            metrics.total_s.observe(self._gateway.clock() - self._started_at)
+        if not work.cancelled():
+            work.result()
+
+    # -- the three steps ---------------------------------------------------------------------------
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the request and send its answer, or an error; neither if the task is cancelled."""
+        total_s = self._gateway.config.timeouts.total_s
+        ended = "cancelled"
+        answer: AnswerStream | Whole | None = None
+        try:
+            async with asyncio.timeout(total_s):
+                answer, refusal = await self._awaited(send)
+                if answer is None:
+                    assert refusal is not None
+                    await self._respond(refusal, scope, receive, send)
+                elif isinstance(answer, Whole):
+                    # A head that is sent already was that of a stream: the answer becomes an event.
+                    good = answer.good and not self._sent_head
+                    await self._respond(self._whole(answer), scope, receive, send)
+                    ended = "finished" if good else "cancelled"
+                else:
+                    ended = await self._pass_on(answer, send)
+        except TimeoutError:
+            await self._late(total_s, scope, receive, send)
+        finally:
+            if answer is not None:
+                await answer.close()
+            self._end(ended)
+
+    async def _awaited(self, send: Send) -> tuple[AnswerStream | Whole | None, Response | None]:
+        """Await `_begun`. If that takes longer than `keepalive_s`, start the stream and send
+        keepalive comments meanwhile."""
+        interval_s = self._gateway.config.keepalive_s
+        if not self._ask.stream or not interval_s:
+            return await self._begun()
+        begun = asyncio.create_task(self._begun())
+        try:
+            while not (await asyncio.wait((begun,), timeout=interval_s))[0]:
+                if self._decided:
+                    await self._comment(send)
+            return begun.result()
+        except BaseException:
+            begun.cancel()
+            (outcome,) = await asyncio.gather(begun, return_exceptions=True)
+            if isinstance(outcome, tuple) and outcome[0] is not None:
+                await outcome[0].close()
+            raise
+
+    async def _begun(self) -> tuple[AnswerStream | Whole | None, Response | None]:
+        """Run the request until its answer begins: the answer, or the error response to send
+        instead."""
+        gateway, ask = self._gateway, self._ask
+        try:
+            sized = await gateway.size(ask)
+            self._told["x-tiffin-tokens"] = sized.how
+            return await self._attempts(sized), None
+        except _Refused as refused:
+            self._forget()
+            return None, rejected(refused.rejection)
+        except ConductorError as failure:
+            # A conductor whose answer did not arrive may have placed the request.
+            if not isinstance(failure, ConductorUnavailable):
+                self._forget()
+            return None, _unplaced(failure)
+        except NoInstance as failure:
+            headers = {"retry-after": "1"}
+            return None, error(503, "no_instance", str(failure), headers=headers)
+        except NoShards as failure:
+            log.error("%s", failure)
+            why = "no instance can take its part of this long context; the gateway's log has more"
+            return None, error(503, "misconfigured", why)
+        except EngineSlow as failure:
+            log.warning("%s", failure)
+            return None, error(504, "engine_timeout", "the instance did not answer in time")
+        except EngineError as failure:
+            log.warning("%s", failure)
+            return None, error(502, "engine_failed", "no instance gave an answer; try again")
+
+    async def _attempts(self, sized: Sized) -> AnswerStream | Whole:
+        """Place the request and run it; place it again if its instance is gone."""
+        gateway, gone = self._gateway, set[str]()
+        attempt = 0
+        while True:
+            prefill = gateway.prefills.begin(self._ask.wishes.name)
+            try:
+                return await self._attempt(sized, prefill, attempt, gone)
+            except EngineGone as failure:
+                log.info("placed again: %s", failure)
+                self._drop_report()
+                attempt += 1
+                if attempt > gateway.config.reschedules:
+                    raise
+                gateway.metrics.rescheduled.inc()
+            finally:
+                prefill.over()
+
+    async def _attempt(
+        self, sized: Sized, prefill: Prefill, attempt: int, gone: set[str]
+    ) -> AnswerStream | Whole:
+        """Place the request, excluding the instances in `gone`, and run it. The caller ends
+        `prefill` if this method has not done so."""
+        gateway, ask = self._gateway, self._ask
+        before, self._placed = self._placed, True
+        placed = await gateway.place(ask, sized, gone)
+        if isinstance(placed, Rejection):
+            raise _Refused(placed)
+        self._placed = before or placed.in_doubt or not placed.fallback
+        self._decided, self._prefill_told = True, False
+        unseen = not ask.stream and not handed_over(ask, placed.routes[0])
+        if not placed.fallback:
+            self._report = gateway.reporter.begin(
+                ask.wishes.request_id, placed.alive_s, ask.wishes.tenant
+            )
+            # The gateway can't see when the prefill of an answer in one piece is over, so it takes
+            # the predicted TTFT.
+            self._report.running(placed.predicted_ttft_s or 0.0 if unseen else None)
+        await self._hold(placed)
+        if unseen:
+            prefill.over_in(placed.predicted_ttft_s or 0.0)
+
+        async def prefilled(route: InstanceRoute) -> None:
+            prefill.over()
+            await self._prefilled(placed, route)
+
+        number, answer = await gateway.running.run(
+            ask, placed, self._trace, attempt, prefilled, gone
+        )
+        self._ran(placed, number, answer)
+        return answer
+
+    async def _hold(self, placed: Placement) -> None:
+        """Wait until the prefill is over whose blocks this request waits for, if that request is in
+        flight in this gateway."""
+        other = self._gateway.prefills.get(placed.wait_for)
+        if other is None or placed.wait_for == self._ask.wishes.name:
+            return
+        metrics, started = self._gateway.metrics, self._gateway.clock()
+        metrics.held.inc()
+        try:
+            await other.wait(hold_s(placed))
+        finally:
+            metrics.held.dec()
+            metrics.held_s.observe(self._gateway.clock() - started)
+
+    def _ran(self, placed: Placement, number: int, answer: AnswerStream | Whole) -> None:
+        """Record that the answer begins on route `number`: response headers, metrics, and the
+        report of the first token."""
+        route = placed.routes[number]
+        self._describe(placed, route)
+        if len(placed.routes) > 1:
+            self._gateway.metrics.races.labels("first" if number == 0 else "other").inc()
+        if isinstance(answer, AnswerStream) and self._report is not None:
+            self._report.first_token(route.names if placed.raced else None)
+            self._report.tokens(answer.counter.tokens - 1)
+
+    async def _prefilled(self, placed: Placement, route: InstanceRoute) -> None:
+        """Report `prefill_done` to the conductor at once, which may reject the request now. Raises
+        _Refused."""
+        if placed.fallback or self._prefill_told:
+            return
+        self._prefill_told = True
+        rejection: Rejection | None = None
+        with contextlib.suppress(ConductorError):
+            names = route.names if placed.raced else None
+            wishes = self._ask.wishes
+            event = RequestEvent(
+                wishes.request_id, "prefill_done", route=names, tenant=wishes.tenant
+            )
+            rejection = await self._gateway.reporter.say(event)
+        if rejection is not None:
+            raise _Refused(rejection)
+
+    # -- what the client sees ----------------------------------------------------------------------
+
+    async def _pass_on(self, answer: AnswerStream, send: Send) -> str:
+        """Send a whole stream to the client. Returns "finished" or "cancelled"."""
+        self._gateway.metrics.ttft_s.observe(self._gateway.clock() - self._started_at)
+        if not self._sent_head:
+            await self._head(send, 200, {**_STREAM_HEADERS, **answer.headers, **self._told})
+        await _body(send, answer.first, more=True)
+        told = answer.counter.tokens
+        try:
+            async with aclosing(answer.rest()) as events:
+                async for data in events:
+                    if self._report is not None:
+                        self._report.tokens(answer.counter.tokens - told)
+                    told = answer.counter.tokens
+                    await _body(send, data, more=True)
+        except EngineBroke as failure:
+            log.warning("a stream broke: %s", failure)
+            self._gateway.metrics.broken.inc()
+            await self._last(send, _as_event(error(502, "engine_failed", "the instance broke off")))
+            return "cancelled"
+        finally:
+            self._gateway.metrics.answered_tokens.inc(answer.counter.tokens)
+        await self._last(send, b"")
+        if answer.counter.failed:
+            self._gateway.metrics.broken.inc()
+            return "cancelled"
+        return "finished"
+
+    def _whole(self, answer: Whole) -> Response:
+        """The engine's answer in one piece, or its refusal, as a response."""
+        if self._report is not None:
+            self._report.tokens(answer.tokens)
+        self._gateway.metrics.answered_tokens.inc(answer.tokens)
+        return Response(answer.body, answer.status, answer.headers)
+
+    async def _respond(
+        self, response: Response, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        if self._sent_head:
+            self._gateway.metrics.broken.inc()
+            await self._last(send, _as_event(response))
+            return
+        response.headers.update(self._told)
+        self._began(response.status_code)
+        self._complete = True
+        await response(scope, receive, send)
+
+    async def _head(self, send: Send, status: int, headers: dict[str, str]) -> None:
+        raw = [(name.encode("latin-1"), _latin(value)) for name, value in headers.items()]
+        self._began(status)
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _comment(self, send: Send) -> None:
+        """Send a keepalive comment, after the head if that is not sent yet. The head does not name
+        the instances: the request may still be placed again."""
+        if not self._sent_head:
+            kind = {"content-type": "text/event-stream; charset=utf-8"}
+            await self._head(send, 200, {**_STREAM_HEADERS, **kind, **self._told})
+        await _body(send, _WAITING, more=True)
+
+    async def _late(self, total_s: float, scope: Scope, receive: Receive, send: Send) -> None:
+        message = f"the answer took longer than {total_s:g} s, which is the limit here"
+        await self._respond(error(504, "timeout", message), scope, receive, send)
+
+    async def _last(self, send: Send, data: bytes) -> None:
+        self._complete = True
+        await _body(send, data, more=False)
+
+    def _describe(self, placed: Placement, route: InstanceRoute) -> None:
+        """Put the instances and the cached tokens into the response headers."""
+        prefill = route.decode if self._ask.whole else route.prefill
+        self._told["x-tiffin-prefill"] = _latin(prefill.name).decode("latin-1")
+        self._told["x-tiffin-decode"] = _latin(route.decode.name).decode("latin-1")
+        self._told["x-tiffin-cached-tokens"] = str(placed.cached_tokens)
+        if placed.fallback:
+            self._told["x-tiffin-fallback"] = placed.fallback
+
+    def _began(self, status: int) -> None:
+        self._sent_head = True
+        self._gateway.metrics.requests.labels(self._ask.path, str(status)).inc()
+
+    def _end(self, how: str) -> None:
+        """Report the request's end to the conductor, if the conductor has placed it or may have."""
+        if self._report is not None:
+            self._report.end(how)
+        elif self._placed:
+            wishes = self._ask.wishes
+            self._gateway.reporter.cancelled(wishes.request_id, wishes.tenant)
+
+    def _forget(self) -> None:
+        """Report no end: the conductor has no such in-flight request."""
+        self._placed = False
+        self._drop_report()
+
+    def _drop_report(self) -> None:
+        if self._report is not None:
+            self._report.drop()
+            self._report = None
+
+
+async def _hung_up(receive: Receive) -> None:
+    """Return when the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(send: Send, data: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _unplaced(failure: ConductorError) -> Response:
+    """The error response for a request that the conductor did not place."""
+    if isinstance(failure, NotAuthorized):
+        log.error("the conductor does not let the gateway in: %s", failure)
+        return error(503, "misconfigured", "the gateway has no right to schedule; its log has more")
+    if isinstance(failure, ConductorUnavailable):  # the log, not the client, gets its address
+        headers = {"retry-after": "1"}
+        return error(503, "unavailable", "the conductor does not answer", headers=headers)
+    return failed(failure)
+
+
+def _as_event(response: Response) -> bytes:
+    """An error response as the last event of a stream, in the form of vLLM and OpenAI: no [DONE]
+    follows it."""
+    try:
+        body = msgspec.json.format(bytes(response.body), indent=-1)  # in one line
+    except msgspec.DecodeError:
+        body = bytes(error(502, "engine_failed", "the instance's answer is no event").body)
+    return b"data: " + body + b"\n\n"
+
+
+def _latin(text: str) -> bytes:
+    """Encode a header's value. Instance ids may contain any printable character, so those outside
+    Latin-1 are replaced."""
+    return text.encode("latin-1", "replace")

@@ -1,0 +1,187 @@
+"""Placement of requests: by the conductor, or as a fallback, while the conductor does not answer,
+round-robin over the instances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...errors import ConductorError, ConductorUnavailable, UnknownModel
+from ...records import Rejection, Request
+from ..engines.instance_cache import SHARDS_LABEL, CallTarget, InstanceRoute, Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from ...client.client import AsyncConductorClient
+    from ...wire.models import DecisionReply
+    from ..config import GatewayConfig
+    from ..engines.instance_cache import Known
+    from ..metrics import GatewayMetrics
+    from ..openai.openai_request import ClientRequest
+    from ..openai.tokenizing import Sized
+    from .conductor_reports import Health
+
+# Keepalive interval, as a share of the time after which the conductor's reservation for a request
+# expires: one report may be lost.
+_ALIVE_SHARE = 1 / 3
+_ALIVE_S = 30.0  # keepalive interval for a decision without `expires_in_s`
+# The least keepalive interval: when the gateway asks for a decision again, its reservation may be
+# about to expire although the request goes on.
+_ALIVE_MIN_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request runs: on all `routes`, raced, or on the only one.
+
+    `fallback` is the reason why the conductor did not place the request, and then nothing is
+    reported; "" if the conductor did. `in_doubt`: the conductor's answer did not arrive, so it may
+    have placed the request elsewhere. `output_tokens_max` is where the conductor cuts the answer.
+    The conductor expects an event within `alive_s`. `raced`: the conductor expects events to name
+    the route. `wait_for` is the in-flight request whose blocks this request waits for; that wait
+    is included in `predicted_ttft_s` (None: not predicted). `shards` says how the context is
+    spread over several instances.
+    """
+
+    routes: tuple[InstanceRoute, ...]
+    cached_tokens: int = 0
+    output_tokens_max: int | None = None
+    alive_s: float = _ALIVE_S
+    raced: bool = False
+    wait_for: str = ""
+    predicted_ttft_s: float | None = None
+    shards: tuple[Shard, ...] = ()
+    fallback: str = ""
+    in_doubt: bool = False
+
+
+class NoInstance(Exception):
+    """The gateway knows no instance that could serve the request. The message is for the client."""
+
+
+class NoShards(Exception):
+    """The conductor spreads a context over instances that do not support shards."""
+
+
+class Placer:
+    """Places requests; see the module. For one event loop."""
+
+    def __init__(
+        self,
+        client: AsyncConductorClient,
+        known: Known,
+        health: Health,
+        config: GatewayConfig,
+        metrics: GatewayMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._client, self._known, self._health = client, known, health
+        self._config, self._metrics, self._clock = config, metrics, clock
+
+    async def place(
+        self, ask: ClientRequest, sized: Sized, avoid: Collection[str] = ()
+    ) -> Placement | Rejection:
+        """Place the request, on none of the instances in `avoid`. Idempotent for an in-flight
+        request: the conductor repeats its decision, unless an instance of it has left or is in
+        `avoid`. Raises ConductorError, NoInstance, NoShards."""
+        if not self._health.try_again(self._clock()):
+            return self._by_turns(ask, avoid, "conductor_down")
+        try:
+            decided = await self._ask(ask, sized, avoid)
+        except ConductorUnavailable as error:
+            self._health.failed(self._clock(), error)
+            return self._by_turns(ask, avoid, "conductor_down", error)
+        except UnknownModel as error:
+            # A restarted conductor knows no instance until the instances register again.
+            if ask.model not in self._known.models():
+                raise
+            return self._by_turns(ask, avoid, "model_unknown", error)
+        self._health.answered()
+        if not isinstance(decided, Rejection):
+            return self._usable(ask, decided, avoid)
+        if avoid and not decided.overloaded:
+            raise NoInstance(f"no other instance of {ask.model!r} that answers is known")
+        return decided
+
+    async def _ask(
+        self, ask: ClientRequest, sized: Sized, avoid: Collection[str]
+    ) -> DecisionReply | Rejection:
+        wishes = ask.wishes
+        request = Request(
+            id=wishes.request_id,
+            model=ask.model,
+            prompt_tokens=sized.prompt_tokens,
+            keys=sized.keys,
+            objectives=wishes.objectives,
+            priority=wishes.priority,
+            tenant=wishes.tenant,
+            output_tokens_max=ask.output_tokens_max,
+            # Without a stream the gateway can't see which of two raced routes is first.
+            urgent=wishes.urgent and ask.stream,
+            exclude=tuple(sorted(avoid)),
+        )
+        namespace = self._config.model(ask.model).namespace if sized.token_ids else ""
+        return await self._client.schedule(request, token_ids=sized.token_ids, namespace=namespace)
+
+    def _usable(
+        self, ask: ClientRequest, decided: DecisionReply, avoid: Collection[str]
+    ) -> Placement:
+        """The decision as a placement, without routes over instances in `avoid`. Raises NoInstance
+        if no route is left, which happens only with a conductor that does not support `exclude`;
+        NoShards."""
+        first = InstanceRoute(
+            CallTarget(decided.prefill, decided.prefill_url or self._known.url(decided.prefill)),
+            CallTarget(decided.decode, decided.decode_url or self._known.url(decided.decode)),
+        )
+        others = [
+            InstanceRoute(CallTarget(a, self._known.url(a)), CallTarget(b, self._known.url(b)))
+            for a, b in ((one.prefill, one.decode) for one in decided.alternatives)
+        ]
+        raced = [route for route in others if route.prefill.url and route.decode.url and ask.stream]
+        routes = tuple(route for route in (first, *raced) if not route.uses(avoid))
+        if not routes:
+            raise NoInstance(f"{decided.decode!r}, or where it is prefilled, does not answer")
+        expires_s = decided.expires_in_s
+        return Placement(
+            routes=routes,
+            cached_tokens=decided.cached_tokens,
+            output_tokens_max=decided.output_tokens_max,
+            alive_s=_ALIVE_S if expires_s is None else max(_ALIVE_MIN_S, expires_s * _ALIVE_SHARE),
+            raced=bool(decided.alternatives),
+            wait_for=decided.wait_for,
+            predicted_ttft_s=decided.predicted_ttft_s,
+            shards=self._shards(decided),
+        )
+
+    def _shards(self, decided: DecisionReply) -> tuple[Shard, ...]:
+        """Which instance holds how many tokens of a context that is spread. Raises NoShards."""
+        unable = [one for one in decided.shards if not self._known.shares_contexts(one.instance)]
+        if unable:
+            raise NoShards(
+                f"the conductor spreads a context over {unable[0].instance!r}, whose label "
+                f'{SHARDS_LABEL!r} is not "true": register it with that, or unset spread.enabled'
+            )
+        return tuple(
+            Shard(one.instance, self._known.url(one.instance), one.tokens) for one in decided.shards
+        )
+
+    def _by_turns(
+        self,
+        ask: ClientRequest,
+        avoid: Collection[str],
+        why: str,
+        error: ConductorError | None = None,
+    ) -> Placement:
+        route = self._known.turn(ask.model, avoid) if self._config.fallback else None
+        if route is None:
+            if error is not None:
+                raise error
+            raise NoInstance(
+                f"no instance of {ask.model!r} that answers is known"
+                if self._config.fallback
+                else f"the conductor did not place {ask.model!r}, and fallback is off"
+            )
+        self._metrics.fallbacks.labels(why).inc()
+        in_doubt = isinstance(error, ConductorUnavailable)
+        return Placement(routes=(route,), fallback=why, in_doubt=in_doubt)

@@ -1,0 +1,156 @@
+"""The input and output of a prefill policy, and the registry of all policies by name. Pure.
+
+A policy compares all candidates at once: costs and their terms are arrays with one number per
+candidate, so that a thousand instances take some dozens of numpy operations, and every term of
+every candidate is available to explain the choice, without an object built for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from ..errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from ..cost.transfer_model import TransferModel
+    from ..records import Fetch, Request
+    from ..state.inflight_prefills import Computing
+    from ..state.instance_table import Cluster
+    from ..state.prefix_index import PrefixMatch
+    from .policies.policy_settings import PolicySettings
+
+    Floats = NDArray[np.float64]
+    Blocks = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class PolicyQuestion:
+    """The input of a policy: a request to prefill, and the candidate instances.
+
+    `rows` [candidates] are rows of `cluster`. The other arrays have one number per candidate:
+    leading blocks of the prompt that the instance has in HBM, that it and its node have in HBM or
+    DRAM, and in HBM, DRAM or NVMe. `best_blocks` is the longest leading part that any one holder
+    has, `pool_blocks` the longest that all holders have together. `queue_s` is each candidate's
+    queueing time.
+    """
+
+    request: Request
+    now: float
+    cluster: Cluster
+    rows: Blocks
+    hbm_blocks: Blocks
+    dram_blocks: Blocks
+    local_blocks: Blocks
+    best_blocks: int
+    pool_blocks: int
+    queue_s: Floats
+    match: PrefixMatch
+    transfers: TransferModel
+    computing: Computing
+    settings: PolicySettings
+    dice: random.Random
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one block; the same for all candidates, which serve one model."""
+        spec = self.cluster.specs[int(self.rows[0])]
+        assert spec is not None
+        return spec.block_tokens
+
+    def prefill_s(self, cached_tokens: NDArray[np.int64] | int) -> Floats:
+        """Seconds to compute the prompt on each candidate with `cached_tokens` leading tokens
+        cached: c0 + c1 (n - p) + c2 (n² - p²). The last token is always computed: only its forward
+        pass gives the first output token."""
+        c, rows, n = self.cluster, self.rows, self.request.prompt_tokens
+        p = np.minimum(cached_tokens, n - 1).astype(np.float64)
+        seconds: Floats = c.c0[rows] + c.c1[rows] * (n - p) + c.c2[rows] * (n * float(n) - p * p)
+        return seconds
+
+
+@dataclass(slots=True)
+class Choice:
+    """The answer of a policy. `at` is the index of the chosen candidate in `PolicyQuestion.rows`.
+    `cost` [candidates], lowest best; `terms`: its parts, each [candidates]. `ttft_s` [candidates]
+    is the predicted TTFT. The chosen candidate uses `cached_blocks`, after `fetches`."""
+
+    at: int
+    cost: Floats
+    ttft_s: Floats
+    cached_blocks: int
+    terms: dict[str, Floats] = field(default_factory=dict)
+    fetches: tuple[Fetch, ...] = ()
+    wait_for: str = ""
+
+
+class Policy(Protocol):
+    """Chooses an instance for prefill. `question.rows` is never empty. A policy with state of its
+    own documents it."""
+
+    name: str
+
+    def choose(self, question: PolicyQuestion) -> Choice:
+        """The best candidate, by this policy."""
+
+
+_POLICIES: dict[str, Callable[[], Policy]] = {}
+
+
+def register(name: str) -> Callable[[Callable[[], Policy]], Callable[[], Policy]]:
+    """A class decorator that registers a policy under `name`."""
+
+    def add(make: Callable[[], Policy]) -> Callable[[], Policy]:
+        _POLICIES[name] = make
+        return make
+
+    return add
+
+
+def policy(name: str) -> Policy:
+    """A new policy object. Raises InvalidRequest for an unknown name."""
+    make = _POLICIES.get(name)
+    if make is None:
+        raise InvalidRequest(f"no policy {name!r}; there are {', '.join(names())}")
+    return make()
+
+
+def names() -> list[str]:
+    """The names of all registered policies, sorted."""
+    return sorted(_POLICIES)
+
+
+def lowest(cost: Floats, dice: random.Random) -> int:
+    """The index of the lowest cost. Ties are broken at random, or the first instance would get all
+    requests of an idle cluster."""
+    least = int(cost.argmin())  # the first of equal ones
+    best = np.flatnonzero(cost == cost[least])
+    return least if len(best) < 2 else best.item(dice.randrange(len(best)))
+
+
+def quickest(question: PolicyQuestion, ttft_s: Floats, work_s: Floats) -> int:
+    """The index of the lowest TTFT [candidates]. Candidates within `near_share` of it are ties, as
+    the latency model can not tell them apart. Of these the least work wins (`work_s` [candidates]:
+    seconds to load blocks and to compute), then the fewest decodes, which each prefill there
+    delays; then a random choice. Without these tie-breakers, an instance that is quicker by a
+    millionth would get all requests until it is full, and would recompute blocks that another
+    instance could use with the same TTFT."""
+    factor, everybody = 1.0 + question.settings.near_share, len(ttft_s)
+    least = int(ttft_s.argmin())
+    near = (ttft_s <= ttft_s[least] * factor).nonzero()[0]
+    if len(near) < 2:
+        return least
+    # With a hot prompt all candidates are near: skipping `take` then saves some microseconds.
+    work_s = work_s if len(near) == everybody else work_s.take(near)
+    little = work_s <= work_s[work_s.argmin()] * factor
+    near = near if little.all() else near[little]
+    rows = question.rows if len(near) == everybody else question.rows.take(near)
+    batch = question.cluster.batch.take(rows)
+    idlest = (batch == batch[batch.argmin()]).nonzero()[0]
+    return int(near[idlest[question.dice.randrange(len(idlest))]])

@@ -1,0 +1,1 @@
+"""Several conductors that share their state over one Redis."""

@@ -1,0 +1,175 @@
+"""The feeds of a running conductor: starts them, applies their updates in the event loop, stops
+them.
+
+Feeds run in threads of their own and put updates into an inbox; the event loop takes the updates
+out in slices of a millisecond or two, so that decisions run in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from tiffin.kvstore.directory import open_directory
+from tiffin.kvstore.errors import TiffinError
+
+from ..errors import ConductorError, InvalidRequest
+from ..events.block_regrouper import EngineChain
+from ..events.node_feed import NodesFeed
+from ..events.update_inbox import UpdateInbox
+from ..state.allowed_hosts import EVENTS_LABEL, REPLAY_LABEL, host_of
+from .order_sender import OrderCarrier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tiffin.kvstore import KVSchema
+    from tiffin.kvstore.credentials import Credentials
+    from tiffin.kvstore.directory import Directory, NodeRecord
+
+    from ..events.index_updates import Update
+    from ..events.vllm_feed import VllmFeed
+    from ..pool.orders import Ended, Order
+    from ..records import InstanceSpec
+
+log = logging.getLogger("tiffin.conductor")
+
+# The label of an instance for the topic of its KV events. It goes with the labels for the endpoints
+# on which the instance publishes them, as vLLM does; these are tcp:// as seen from the conductor.
+TOPIC_LABEL = "kv_events_topic"
+
+# Keys that one turn of the event loop applies: about a millisecond of the index.
+_KEYS_PER_TURN = 8192
+
+
+class Feeding:
+    """The feeds of a conductor. They call `apply` with each update, in the event loop's thread.
+    Create and close it in that thread."""
+
+    def __init__(self, apply: Callable[[Update], None], loop: asyncio.AbstractEventLoop) -> None:
+        self._apply = apply
+        self._loop = loop
+        self._inbox = UpdateInbox(self._wake)
+        self._directory: Directory | None = None
+        self._nodes: NodesFeed | None = None
+        self._carrier: OrderCarrier | None = None
+        self._engines: VllmFeed | None = None
+        self._followed: dict[str, tuple[str, ...]] = {}
+        self._closed = False
+
+    def follow_pool(self, directory: str, pool: str, credentials: Credentials) -> None:
+        """Follow the kvstore nodes of a pool. Raises InvalidInput for a URL that can't work."""
+        token = credentials.token
+        self._directory = open_directory(directory, pool=pool, token=token)
+        self._nodes = NodesFeed(self._directory, credentials, self._inbox)
+        # The carrier gets a directory of its own, because it closes it.
+        self._carrier = OrderCarrier(open_directory(directory, pool=pool, token=token), credentials)
+
+    def follow_instance(self, spec: InstanceSpec, schema: KVSchema | None) -> None:
+        """Follow the KV events of an instance, if its labels give an endpoint. Idempotent. Raises
+        InvalidRequest for an endpoint that can't work, and without a schema, from which the keys
+        follow."""
+        endpoint = spec.labels.get(EVENTS_LABEL, "")
+        replay, topic = spec.labels.get(REPLAY_LABEL, ""), spec.labels.get(TOPIC_LABEL, "")
+        if not endpoint:
+            self.forget_instance(spec.id)
+            return
+        # Labels come over the network, so they must not name files of this machine (ipc://).
+        host_of(endpoint, f"label {EVENTS_LABEL}", tcp=True)
+        if replay:
+            host_of(replay, f"label {REPLAY_LABEL}", tcp=True)
+        if schema is None:
+            raise InvalidRequest(
+                f"the label {EVENTS_LABEL} takes a schema, of this or another instance of the "
+                "model: events tell token ids, and keys follow from them by the schema"
+            )
+        wanted = (endpoint, replay, topic, schema.fingerprint.hex())
+        if self._followed.get(spec.id) == wanted:
+            return
+        # Imported here: only a pool with such engines needs the library.
+        from ..events.vllm_feed import EventPublisher, VllmFeed
+
+        if self._engines is None:
+            self._engines = VllmFeed(self._inbox)
+        chain = EngineChain.of(schema)
+        self._engines.follow(EventPublisher(spec.id, endpoint, chain, replay=replay, topic=topic))
+        self._followed[spec.id] = wanted
+
+    def forget_instance(self, instance: str) -> None:
+        """Stop following an instance. Idempotent."""
+        if self._followed.pop(instance, None) is not None and self._engines is not None:
+            self._engines.unfollow(instance)
+
+    @property
+    def followed(self) -> list[str]:
+        """Instances whose events are followed."""
+        return list(self._followed)
+
+    def missing(self) -> str:
+        """A health check: why the feeds are incomplete, not yet or no longer; "" if all is well."""
+        if self._engines is not None and not self._engines.alive:
+            return "the feed of engines has ended: restart the conductor, and look at its log"
+        if self._nodes is None:
+            return ""
+        if not self._nodes.alive:
+            return "the feed of nodes has ended: restart the conductor, and look at its log"
+        error, behind = self._nodes.behind()
+        if error:
+            return f"the directory does not answer: {error}"
+        if behind:
+            return (
+                f"the blocks of {len(behind)} nodes are not known yet, {min(behind)!r} among them"
+            )
+        return ""
+
+    async def records(self) -> list[NodeRecord] | None:
+        """The records of the pool's nodes, from the directory; None while the directory does not
+        answer."""
+        if self._directory is None:
+            return []
+        try:
+            return list((await asyncio.to_thread(self._directory.nodes)).values())
+        except TiffinError as error:
+            log.debug("the directory does not answer: %s", error)  # `missing` reports it
+            return None
+
+    def carry_out(self, orders: Sequence[Order]) -> None:
+        """Send orders to nodes; `finished` returns the outcomes. Does not wait."""
+        if self._carrier is not None:
+            self._carrier.submit(orders)
+
+    def finished(self) -> list[Ended]:
+        """The outcomes of orders that have ended since the last call."""
+        return self._carrier.finished() if self._carrier is not None else []
+
+    async def close(self) -> None:
+        """Stop all feeds; idempotent. Their threads end within seconds: at most the time that a
+        node takes to answer."""
+        self._closed = True
+        self._inbox.close()
+        threads = (self._carrier, self._nodes, self._engines)
+        feeds = [feed for feed in threads if feed is not None]
+        for feed in feeds:
+            await asyncio.to_thread(feed.close)
+        if self._directory is not None:
+            await asyncio.to_thread(self._directory.close)
+
+    def _wake(self) -> None:
+        """Schedule `_take` in the event loop. Callback of the inbox, in a feed's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._take)
+        except RuntimeError:  # the loop has ended
+            log.debug("nobody takes updates any more")
+
+    def _take(self) -> None:
+        for update in self._inbox.take(_KEYS_PER_TURN):
+            try:
+                self._apply(update)
+            except ConductorError as error:  # too many holders: this holder's blocks are not used
+                log.warning("not taken in: %s", error)
+        if len(self._inbox) and not self._closed:
+            self._loop.call_soon(self._take)
+
+
+__all__ = ["EVENTS_LABEL", "REPLAY_LABEL", "TOPIC_LABEL", "Feeding"]

@@ -1,0 +1,188 @@
+"""The conductor as a process: the core, its feeds, and the REST service on a port.
+
+    await serve(Conductor(), ConductorOptions(listen=("127.0.0.1", 7800)))
+
+One event loop does everything but the feeds' waiting. SIGTERM and SIGINT start a graceful shutdown:
+streams end, in-flight HTTP requests are answered, then the feeds' threads end. The process persists
+nothing: after a restart instances register again with their next heartbeat, and nodes and engines
+report which blocks they have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import tomllib
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tiffin.kvstore.credentials import Credentials
+from tiffin.kvstore.errors import InvalidInput
+
+from ..api.app import create_app
+from ..api.request_bodies import Limits
+from ..replicas.replica import SharedConductor
+from ..web.auth import Tokens, check_listen
+from ..web.connection_limits import ConnectionLimits
+from .action_runner import Acting
+from .feeds import Feeding
+from .web_server import announce, check_tls, listening, tls_context, web_server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+    from pathlib import Path
+
+    from ..api.conductor_service import Service
+    from ..core.conductor import Conductor
+
+log = logging.getLogger("tiffin.conductor")
+
+PORT = 7800
+# Interval of ticks, which expire requests and silent instances. By default none of these timeouts
+# is shorter than a second.
+TICK_S = 0.1
+# Timeout of a graceful shutdown. Answers take milliseconds; a client that takes longer to read one
+# is gone.
+STOP_S = 3.0
+_CONFIG_BYTES_MAX = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ConductorOptions:
+    """The options of a conductor process. `directory` is a URL for `open_directory`, `share` the
+    Redis of a `SharedConductor` and its peers, `credentials` are for the pool's nodes. Raises
+    InvalidInput for an invalid combination."""
+
+    listen: tuple[str, int] = ("127.0.0.1", PORT)
+    tokens: Tokens = field(default_factory=Tokens)
+    directory: str = ""
+    share: str = ""
+    pool: str = "default"
+    credentials: Credentials = field(default_factory=Credentials)
+    limits: Limits = field(default_factory=Limits)
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_listen(self.listen[0], self.tokens)
+        check_tls(self.tls_cert, self.tls_key)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read settings from a JSON file (suffix `.json`) or else a TOML file. Raises InvalidInput."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_CONFIG_BYTES_MAX + 1)
+        if len(raw) > _CONFIG_BYTES_MAX:
+            raise InvalidInput(f"{path} is larger than {_CONFIG_BYTES_MAX} bytes")
+        text = raw.decode()
+        content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:  # both formats' errors are ValueErrors
+        raise InvalidInput(f"can't read settings from {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidInput(f"{path} holds no settings: an object of groups, as GET /v1/policy has")
+    return content
+
+
+async def serve(
+    core: Conductor,
+    options: ConductorOptions,
+    started: Callable[[tuple[str, int]], None] | None = None,
+) -> None:
+    """Run the conductor until SIGINT or SIGTERM. `started` is a callback that gets the address once
+    the server listens. Raises InvalidInput for a directory, an address or a certificate that can't
+    work."""
+    loop = asyncio.get_running_loop()
+    tls = tls_context(options.tls_cert, options.tls_key)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    with listening(options.listen) as door:
+        feeding = Feeding(lambda update: core.apply(update, loop.time()), loop)
+        app = create_app(
+            core,
+            auth=options.tokens,
+            limits=options.limits,
+            reasons=(feeding.missing,),
+            clock=loop.time,
+            feeding=feeding,
+        )
+        service: Service = app.state.service
+        server = web_server(
+            app,
+            _connections(options.limits),
+            stop_s=int(STOP_S),
+            tls=tls,
+        )
+        try:
+            if options.directory:
+                feeding.follow_pool(options.directory, options.pool, options.credentials)
+            with _sharing(core, options, service) as shared:
+                async with Acting(service, feeding) as acting, asyncio.TaskGroup() as tasks:
+                    serving = tasks.create_task(server.serve([door]))
+                    others = [tasks.create_task(_tick(service)), tasks.create_task(acting.run())]
+                    if shared is not None:
+                        others.append(tasks.create_task(shared()))
+                    announce(
+                        log,
+                        door,
+                        "the conductor answers at %s, described at /docs",
+                        "tokens",
+                        tokens=options.tokens,
+                        tls=tls is not None,
+                        started=started,
+                    )
+                    await _either(stop, serving)
+                    log.info("stopping")
+                    service.stop()
+                    server.should_exit = True
+                    await serving
+                    for task in others:
+                        task.cancel()
+        finally:
+            await feeding.close()
+
+
+def _connections(limits: Limits) -> ConnectionLimits:
+    return ConnectionLimits(
+        limits.connections, per_peer=limits.peer_connections, head_s=limits.head_s
+    )
+
+
+@contextlib.contextmanager
+def _sharing(
+    core: Conductor, options: ConductorOptions, service: Service
+) -> Iterator[Callable[[], Coroutine[Any, Any, None]] | None]:
+    """The coroutine function that exchanges state with the other conductors, to be run in a task;
+    None if this conductor shares nothing. Raises InvalidInput for an invalid Redis URL."""
+    if not options.share or not isinstance(core, SharedConductor):
+        yield None
+        return
+    from ..replicas.redis_stream import RedisLink, share  # needs redis, and only here
+
+    link = RedisLink(options.share, pool=options.pool, token=options.credentials.token)
+    try:
+        yield partial(share, core, link, service.clock, service.learn)
+    finally:
+        link.close()
+
+
+async def _tick(service: Service) -> None:
+    """Tick the service every `TICK_S`. A tick that raises ends the process: without ticks it would
+    go on with reservations that never expire."""
+    while True:
+        service.tick()
+        await asyncio.sleep(TICK_S)
+
+
+async def _either(stop: asyncio.Event, serving: asyncio.Task[None]) -> None:
+    """Wait until `stop` is set or `serving` has ended."""
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()

@@ -1,0 +1,1 @@
+"""The scheduler's state: instances, the prefix index, the prefills in flight. Pure."""

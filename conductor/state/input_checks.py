@@ -1,0 +1,45 @@
+"""Validation of requests, instances and heartbeats, before any state is changed. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import InvalidRequest
+from ..records import KEY_BYTES, KEYS_MAX, TOKENS_MAX
+
+if TYPE_CHECKING:
+    from ..records import InstanceSpec, Load, Request
+
+
+def check_request(request: Request) -> None:
+    """Raises InvalidRequest for a request with values out of range."""
+    if not 1 <= request.prompt_tokens <= TOKENS_MAX:
+        raise InvalidRequest(f"prompt_tokens is {request.prompt_tokens}: give 1 to {TOKENS_MAX}")
+    if len(request.keys) > KEYS_MAX or not set(map(len, request.keys)) <= {KEY_BYTES}:
+        raise InvalidRequest(f"give at most {KEYS_MAX} keys of {KEY_BYTES} bytes each")
+    if len(request.keys) > request.prompt_tokens:
+        raise InvalidRequest(
+            f"{len(request.keys)} full blocks in a prompt of {request.prompt_tokens} tokens"
+        )
+    for name in ("output_tokens", "output_tokens_max"):
+        value = getattr(request, name)
+        if value is not None and not 1 <= value <= TOKENS_MAX:
+            raise InvalidRequest(f"{name} is {value}: give 1 to {TOKENS_MAX}, or nothing")
+
+
+def check_instance(spec: InstanceSpec) -> None:
+    """Raises InvalidRequest for an instance with values out of range."""
+    for name in ("block_tokens", "kv_capacity_tokens", "batch_max"):
+        value = getattr(spec, name)
+        if not 1 <= value <= 1 << 40:
+            raise InvalidRequest(f"instance {spec.id!r}: {name} is {value}: give 1 or more")
+    if not 0 <= spec.block_bytes <= 1 << 40:
+        raise InvalidRequest(f"instance {spec.id!r}: block_bytes is {spec.block_bytes}")
+
+
+def check_load(load: Load) -> None:
+    """Raises InvalidRequest for a load with negative or absurdly large values."""
+    for name in ("queued_prefill_tokens", "queued", "running", "context_tokens", "kv_used_tokens"):
+        value = getattr(load, name)
+        if value is not None and not 0 <= value <= 1 << 40:
+            raise InvalidRequest(f"load: {name} is {value}: give 0 or more")

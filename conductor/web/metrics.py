@@ -1,0 +1,175 @@
+"""The conductor's Prometheus metrics: counters of events, and its state at each scrape.
+
+Base units throughout: seconds, bytes, tokens; counters end in `_total`. Label values come from the
+configuration; where a client could send another value, `_LABELS_MAX` bounds their number, so that
+no client can flood a monitoring system with them. docs/conductor/service.md explains each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from ..core.prediction_errors import Timings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from prometheus_client.metrics_core import Metric
+
+    from ..records import Decision, Rejection, Request, RequestEvent
+
+    # A metric's name, help text, label names, and rows of label values and number.
+    Family = tuple[str, str, tuple[str, ...], list[tuple[tuple[str, ...], float]]]
+
+PREFIX = "tiffin_conductor_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# A label has at most so many values; further ones count as "other".
+_LABELS_MAX = 64
+
+_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
+_TBT_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+_DECISION_S = (5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05, 0.25)
+_HTTP_S = (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05, 0.25, 1.0, 5.0)
+# Observed divided by predicted: 1 is a perfect prediction, 2 was twice as slow.
+_RATIO = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+
+
+class ConductorMetrics:
+    """The conductor's metrics, in a registry of their own. For the event loop's thread.
+
+    `state` is a callback for each scrape; it returns gauges, and counters where the name ends in
+    `_total`.
+    """
+
+    def __init__(self, state: Callable[[], Iterable[Family]] = tuple) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.timings = Timings()
+        self._seen: dict[str, set[str]] = {}
+        self._state = state
+        self._policies: dict[str, Counter] = {}
+        self._decisions = self._counter("decisions", "Requests that were placed.", "policy")
+        self._rejections = self._counter(
+            "rejections", "Requests that were not taken.", "reason", "priority"
+        )
+        self._prompt = self._counter("prompt_tokens", "Tokens of the prompts that were placed.")
+        self._available = self._counter(
+            "cached_tokens_available", "Of them, what some holder had when it was decided."
+        )
+        self._used = self._counter("cached_tokens_used", "Of those, what the decision uses.")
+        self._events = self._counter("request_events", "What became of requests.", "kind")
+        self._decision_s = self._histogram(
+            "decision_duration_seconds", "Time to decide about one request.", _DECISION_S
+        )
+        self._predicted = {
+            "ttft": self._histogram("predicted_ttft_seconds", "Time to first token.", _TTFT_S),
+            "tbt": self._histogram("predicted_tbt_seconds", "Time between tokens.", _TBT_S),
+        }
+        self._observed = {
+            "ttft": self._histogram("observed_ttft_seconds", "The same, as reported.", _TTFT_S),
+            "tbt": self._histogram(
+                "observed_tbt_seconds", "The same: means of what was reported at a time.", _TBT_S
+            ),
+        }
+        self._ratio = {
+            "ttft": self._histogram(
+                "ttft_observed_ratio", "Observed TTFT by predicted TTFT.", _RATIO
+            ),
+            "tbt": self._histogram("tbt_observed_ratio", "Observed TBT by predicted TBT.", _RATIO),
+        }
+        self._http = self._counter("http_requests", "Answers.", "route", "status")
+        self._http_s = self._histogram(
+            "http_request_duration_seconds", "From the head of a request to its answer.", _HTTP_S,
+            "route",
+        )  # fmt: skip
+        self._answers: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
+        self.registry.register(_State(self))
+
+    def scheduled(self, request: Request, decision: Decision, took_s: float, now: float) -> None:
+        """Count a request that was placed."""
+        counter = self._policies.get(decision.policy)
+        if counter is None:
+            label = self._label("policy", decision.policy)
+            counter = self._policies.setdefault(label, self._decisions.labels(label))
+        counter.inc()
+        self._decision_s.observe(took_s)
+        self._prompt.inc(request.prompt_tokens)
+        self._available.inc(decision.available_tokens)
+        self._used.inc(decision.cached_tokens)
+        _observe(self._predicted["ttft"], decision.predicted_ttft_s)
+        _observe(self._predicted["tbt"], decision.predicted_tbt_s)
+        self.timings.begin(decision, now)
+
+    def rejected(self, request: Request, rejection: Rejection, took_s: float) -> None:
+        """Count a request that was rejected."""
+        reason = self._label("reason", rejection.reason)
+        self._rejections.labels(reason, self._label("priority", request.priority)).inc()
+        self._decision_s.observe(took_s)
+
+    def observed(self, event: RequestEvent, now: float) -> None:
+        """Count an event of an in-flight request, and observe its TTFT or TBT."""
+        self._events.labels(event.kind).inc()
+        observed = self.timings.observe(event, now)
+        if observed is None:
+            return
+        _observe(self._observed[observed.kind], observed.observed_s)
+        if observed.predicted_s > 0:
+            _observe(self._ratio[observed.kind], observed.observed_s / observed.predicted_s)
+
+    def answered(self, route: str, status: int, took_s: float) -> None:
+        """Count an HTTP answer. `route` is the route's pattern, not the path of the request."""
+        kept = self._answers.get((route, status))
+        if kept is None:  # a lookup of labels takes longer than counting, so cache them
+            counter, duration = self._http.labels(route, str(status)), self._http_s.labels(route)
+            kept = self._answers[route, status] = counter, duration
+        kept[0].inc()
+        kept[1].observe(took_s)
+
+    def text(self) -> bytes:
+        """All metrics as text of type `CONTENT_TYPE`."""
+        return generate_latest(self.registry)
+
+    def state(self) -> Iterator[Metric]:
+        """The current state as metrics."""
+        for name, what, labels, rows in self._state():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(PREFIX + name, what, labels=labels)
+            for values, number in rows:
+                family.add_metric(values, number)
+            yield family
+
+    def _label(self, name: str, value: str) -> str:
+        seen = self._seen.setdefault(name, set())
+        if value in seen:
+            return value
+        if len(seen) >= _LABELS_MAX:
+            return "other"
+        seen.add(value)
+        return value
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, what, labels, registry=self.registry)
+
+    def _histogram(
+        self, name: str, what: str, buckets: tuple[float, ...], *labels: str
+    ) -> Histogram:
+        return Histogram(PREFIX + name, what, labels, registry=self.registry, buckets=buckets)
+
+
+class _State:
+    """The collector that the registry calls at each scrape."""
+
+    def __init__(self, metrics: ConductorMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics.state()
+
+
+def _observe(histogram: Histogram, value: float) -> None:
+    if math.isfinite(value) and value >= 0:
+        histogram.observe(value)

@@ -1,0 +1,150 @@
+"""Builds HTTP answers: the service's own JSON, errors in OpenAI's format with their statuses, and
+rejections."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.responses import Response
+
+from ..state.request_ids import parted
+from .error_codes import REJECTED, code_of
+from .models import ErrorDetail, ErrorReply, HealthReply, RejectionDetail
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ..errors import ConductorError
+    from ..records import Rejection
+
+JSON = "application/json"
+REASON_HEADER = "x-tiffin-reject-reason"
+
+# No client plans further ahead; and a prediction may be infinite.
+RETRY_AFTER_MAX_S = 3600
+
+_encoder = msgspec.json.Encoder()
+_PARAM = re.compile(r" - at `\$\.?(.*)`$")
+
+
+class Refusal(Exception):
+    """A request that the service refuses because of its form or of a limit, before it reaches the
+    core.
+
+    `status` and `code` as in the answer; `close`: the server closes the connection after it.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        close: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.retry_after_s, self.close = retry_after_s, close
+
+
+def answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """`value` as JSON; infinities and NaN become null."""
+    return Response(_encoder.encode(value), status, headers, JSON)
+
+
+def answer_all(field: str, texts: Sequence[bytes]) -> Response:
+    """An object with one field: a list of `texts`, which are encoded JSON already."""
+    return Response(b'{"%b":[%b]}' % (field.encode(), b",".join(texts)), media_type=JSON)
+
+
+def ready(missing: list[str], *, details: bool) -> Response:
+    """The answer of a readiness check: 200, or 503, with the reasons if `details`."""
+    if not missing:
+        return answer(HealthReply(status="ok"))
+    reasons = missing if details else ["who sends a token is told"]
+    return answer(HealthReply(status="not ready", reasons=reasons), 503)
+
+
+def error(
+    status: int,
+    code: str,
+    message: str,
+    *,
+    param: str | None = None,
+    tiffin: RejectionDetail | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """An error answer."""
+    detail = ErrorDetail(message=message, type=_type(status), code=code, param=param, tiffin=tiffin)
+    return answer(ErrorReply(error=detail), status, headers)
+
+
+def refused(refusal: Refusal) -> Response:
+    """The answer to a refused request."""
+    headers = {"connection": "close"} if refusal.close else {}
+    if refusal.retry_after_s is not None:
+        headers["retry-after"] = str(retry_after(refusal.retry_after_s))
+    return error(refusal.status, refusal.code, str(refusal), param=refusal.param, headers=headers)
+
+
+def failed(failure: ConductorError) -> Response:
+    """The answer for an error of the conductor."""
+    status, code = code_of(failure)
+    headers = {"www-authenticate": 'Bearer realm="tiffin"'} if status == 401 else None
+    return error(status, code, str(failure), headers=headers)
+
+
+def rejected(rejection: Rejection) -> Response:
+    """The answer for a rejection: 429 for load, 503 if no instance could serve the request; both
+    with Retry-After."""
+    tiffin = RejectionDetail(
+        request_id=parted(rejection.request_id)[1],
+        reason=rejection.reason,
+        predicted_ttft_s=rejection.predicted_ttft_s,
+        predicted_tbt_s=rejection.predicted_tbt_s,
+        retry_after_s=rejection.retry_after_s,
+        terms=dict(rejection.terms),
+    )
+    seconds = rejection.retry_after_s
+    headers = {
+        "retry-after": str(retry_after(1.0 if seconds is None else seconds)),
+        REASON_HEADER: rejection.reason,
+    }
+    status = 429 if rejection.overloaded else 503
+    code = f"{REJECTED}{rejection.reason}"
+    return error(status, code, rejection.message, tiffin=tiffin, headers=headers)
+
+
+def retry_after(seconds: float) -> int:
+    """The value of the header Retry-After: whole seconds, at least one."""
+    if math.isnan(seconds):
+        return 1
+    return math.ceil(min(max(seconds, 1.0), RETRY_AFTER_MAX_S))
+
+
+def invalid_json(failure: msgspec.DecodeError | RecursionError, field: str = "") -> Refusal:
+    """The refusal of a body that could not be decoded, or of its field `field`. msgspec's messages
+    name types and limits, never values."""
+    if isinstance(failure, RecursionError):
+        return Refusal(400, "invalid_json", "the body is nested too deeply")
+    if not isinstance(failure, msgspec.ValidationError):
+        return Refusal(400, "invalid_json", f"the body is not JSON: {failure}")
+    text = str(failure)
+    if field:
+        text = f"{text.partition(' - at `')[0]} - at `$.{field}`"
+    found = _PARAM.search(text)
+    param = found.group(1) if found else None
+    return Refusal(422, "invalid_body", text, param=param or None)
+
+
+def _type(status: int) -> str:
+    if status in (401, 403):
+        return "authentication_error" if status == 401 else "permission_error"
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"

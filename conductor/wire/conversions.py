@@ -1,0 +1,311 @@
+"""Conversions between the core's records and the bodies of requests and replies. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ..errors import InvalidRequest
+from ..records import Decision, InstanceSpec, Load, Objectives, Request, RequestEvent, Role
+from ..state.request_ids import name_of, parted
+from .block_keys import parse_keys
+from .models import (
+    ID_MAX,
+    CandidateReply,
+    DecisionReply,
+    DrainReply,
+    EntryReply,
+    FetchReply,
+    FlipReply,
+    HotPrefixReply,
+    InstanceBody,
+    InstanceReply,
+    PlanReply,
+    ReasonReply,
+    RouteReply,
+    ShardReply,
+    WishReply,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ..core.conductor import InstanceView
+    from ..pool.draining import Progress
+    from ..pool.planner import FleetPlan
+    from ..pool.popularity import HotPrefix
+    from ..pool.role_flip import Flip
+    from ..records import Candidate, Rejection
+    from .block_keys import KeyedModels
+    from .models import EventBody, LoadBody, ScheduleBody
+
+
+def check_id(text: str, what: str) -> str:
+    """Returns `text` if it is a valid id of a request or an instance, or a valid name of a node.
+    Raises InvalidRequest."""
+    if not 0 < len(text) <= ID_MAX or not text.isprintable() or "/" in text:
+        raise InvalidRequest(
+            f"{what} is 1 to {ID_MAX} printable characters without a slash; this has {len(text)}"
+        )
+    return text
+
+
+def to_request(
+    body: ScheduleBody, tokens: NDArray[np.uint32] | None, models: KeyedModels
+) -> Request:
+    """The core's request for a body; `tokens` are its token ids, if it has any. Raises
+    InvalidRequest if the body gives a prompt in contradictory forms."""
+    prompt_tokens = body.prompt_tokens
+    keys: tuple[bytes, ...] = ()
+    if tokens is not None:
+        if body.block_keys is not None or prompt_tokens is not None:
+            raise InvalidRequest("token_ids say all: send no block_keys and no prompt_tokens")
+        prompt_tokens = len(tokens)
+        keys = models.keys(body.model, tokens, body.namespace)
+    elif body.namespace:
+        raise InvalidRequest("namespace goes with token_ids: block_keys have it in them")
+    elif prompt_tokens is None:
+        raise InvalidRequest(
+            "send token_ids, or prompt_tokens, alone or with block_keys: how long is the prompt?"
+        )
+    elif body.block_keys is not None:
+        keys = parse_keys(body.block_keys)
+    wishes = body.objectives
+    return Request(
+        id=name_of(body.tenant, check_id(body.request_id, "request_id")),
+        model=body.model,
+        prompt_tokens=prompt_tokens,
+        keys=keys,
+        objectives=Objectives(wishes.ttft_s, wishes.tbt_s),
+        priority=body.priority,
+        tenant=body.tenant,
+        output_tokens=body.output_tokens,
+        output_tokens_max=body.output_tokens_max,
+        output_class=body.output_class,
+        urgent=body.urgent,
+        exclude=tuple(check_id(name, "exclude") for name in body.exclude),
+    )
+
+
+def to_event(name: str, kind: str, body: EventBody) -> RequestEvent:
+    """The event of the request `name`. Raises InvalidRequest for fields that events of this kind do
+    not have."""
+    if body.tokens and kind != "tokens":
+        raise InvalidRequest(f'tokens goes with the event "tokens", not with {kind!r}')
+    if body.route is None:
+        return RequestEvent(name, kind, body.tokens)
+    if kind not in ("prefill_done", "first_token"):
+        raise InvalidRequest(f"route goes with prefill_done and first_token, not with {kind!r}")
+    names = (check_id(name, "an instance's id") for name in (body.route.prefill, body.route.decode))
+    return RequestEvent(name, kind, route=(next(names), next(names)))
+
+
+def to_spec(instance: str, body: InstanceBody) -> InstanceSpec:
+    """The spec that an instance registers. Raises InvalidRequest if a required field is missing."""
+    if body.model is None or body.role is None or body.profile is None:
+        raise InvalidRequest(
+            f"{instance!r} is registered with model, role and profile; a heartbeat alone has load "
+            "and nothing else"
+        )
+    return InstanceSpec(
+        id=instance,
+        model=body.model,
+        role=Role(body.role),
+        profile=body.profile,
+        url=body.url,
+        node=body.node,
+        block_tokens=body.block_tokens,
+        block_bytes=body.block_bytes,
+        kv_capacity_tokens=body.kv_capacity_tokens,
+        batch_max=body.batch_max,
+        fetches=body.fetches,
+        labels=dict(body.labels),
+    )
+
+
+def is_heartbeat(body: InstanceBody) -> bool:
+    """Whether the body contains `load` and nothing else."""
+    return body.load is not None and body == InstanceBody(load=body.load)
+
+
+def to_load(body: LoadBody) -> Load:
+    """The load that an instance reports."""
+    return Load(
+        queued_prefill_tokens=body.queued_prefill_tokens,
+        queued=body.queued,
+        running=body.running,
+        context_tokens=body.context_tokens,
+        kv_used_tokens=body.kv_used_tokens,
+    )
+
+
+def decision_reply(decision: Decision, url: Callable[[str], str], now: float) -> DecisionReply:
+    """A decision without its candidates: with a thousand instances they are a hundred times as
+    long."""
+    return DecisionReply(
+        request_id=parted(decision.request_id)[1],
+        prefill=decision.prefill,
+        decode=decision.decode,
+        prefill_url=url(decision.prefill),
+        decode_url=url(decision.decode),
+        policy=decision.policy,
+        predicted_ttft_s=decision.predicted_ttft_s,
+        predicted_tbt_s=decision.predicted_tbt_s,
+        cached_tokens=decision.cached_tokens,
+        available_tokens=decision.available_tokens,
+        fetches=[
+            FetchReply(
+                start=one.start,
+                stop=one.stop,
+                source=one.source,
+                nbytes=one.nbytes,
+                seconds=one.seconds,
+            )
+            for one in decision.fetches
+        ],
+        layerwise=decision.layerwise,
+        wait_for=decision.wait_for,
+        output_tokens_max=decision.output_tokens_max,
+        degraded=list(decision.degraded),
+        shards=[ShardReply(instance=name, tokens=count) for name, count in decision.shards],
+        alternatives=[RouteReply(prefill=a, decode=b) for a, b in decision.alternatives],
+        expires_in_s=max(0.0, decision.expires_at - now),
+    )
+
+
+def entry_reply(entry: Decision | Rejection, unix_s: Callable[[float], float]) -> EntryReply:
+    """An entry of the decision log, without its candidates: `decision_text.py` adds them."""
+    tenant, request_id = parted(entry.request_id)
+    if isinstance(entry, Decision):
+        return EntryReply(
+            outcome="decision",
+            request_id=request_id,
+            tenant=tenant,
+            decided_at=unix_s(entry.decided_at),
+            predicted_ttft_s=entry.predicted_ttft_s,
+            predicted_tbt_s=entry.predicted_tbt_s,
+            policy=entry.policy,
+            prefill=entry.prefill,
+            decode=entry.decode,
+            cached_tokens=entry.cached_tokens,
+            available_tokens=entry.available_tokens,
+            wait_for=entry.wait_for,
+            degraded=list(entry.degraded),
+            candidates_count=len(entry.candidates),
+        )
+    return EntryReply(
+        outcome="rejection",
+        request_id=request_id,
+        tenant=tenant,
+        decided_at=unix_s(entry.decided_at),
+        predicted_ttft_s=entry.predicted_ttft_s,
+        predicted_tbt_s=entry.predicted_tbt_s,
+        reason=entry.reason,
+        message=entry.message,
+        retry_after_s=entry.retry_after_s,
+        terms=dict(entry.terms),
+        candidates_count=len(entry.candidates),
+    )
+
+
+def by_cost(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates by cost, the cheapest first; those whose cost is unknown (NaN) come last."""
+    return sorted(candidates, key=lambda c: math.inf if math.isnan(c.cost) else c.cost)
+
+
+def candidate_reply(candidate: Candidate) -> CandidateReply:
+    """A candidate of a decision: an instance with its cost and every term."""
+    return CandidateReply(
+        instance=candidate.instance, cost=candidate.cost, terms=dict(candidate.terms)
+    )
+
+
+def instance_reply(view: InstanceView) -> InstanceReply:
+    """An instance's spec, status and load."""
+    spec = view.spec
+    return InstanceReply(
+        id=spec.id,
+        model=spec.model,
+        role=view.role.value,
+        status=view.status.value,
+        profile=spec.profile,
+        url=spec.url,
+        node=spec.node,
+        block_tokens=spec.block_tokens,
+        block_bytes=spec.block_bytes,
+        kv_capacity_tokens=spec.kv_capacity_tokens,
+        batch_max=spec.batch_max,
+        fetches=spec.fetches,
+        labels=spec.labels,
+        heard_s=view.heard_s,
+        load=dict(view.load),
+    )
+
+
+def hot_reply(prefix: HotPrefix) -> HotPrefixReply:
+    """A hot prefix, identified by the key of its last block."""
+    return HotPrefixReply(
+        model=prefix.model,
+        blocks=len(prefix.keys),
+        last_key=prefix.keys[-1].hex() if prefix.keys else "",
+        popularity=prefix.popularity,
+        share=prefix.share,
+        rate_s=prefix.rate_s,
+        block_bytes=prefix.block_bytes,
+    )
+
+
+def plan_reply(model: str, plan: FleetPlan, unix_s: Callable[[float], float]) -> PlanReply:
+    """The fleet plan of a model."""
+    return PlanReply(
+        model=model,
+        planned_at=unix_s(plan.at),
+        mode=plan.mode,
+        prefill=plan.prefill,
+        decode=plan.decode,
+        mixed=plan.mixed,
+        load=plan.load,
+        serves_rate=plan.serves_rate,
+        best_prefill=plan.best_prefill,
+        instances_wanted=plan.instances_wanted,
+        flip=WishReply(instance=plan.flip[0], role=plan.flip[1].value) if plan.flip else None,
+        flip_now=plan.flip_now,
+        held_back=plan.held_back,
+        reasons=[
+            ReasonReply(name=one.name, value=one.value, unit=one.unit, why=one.why)
+            for one in plan.reasons
+        ],
+    )
+
+
+def flip_reply(flip: Flip, unix_s: Callable[[float], float]) -> FlipReply:
+    """The state of a role flip."""
+    return FlipReply(
+        instance=flip.instance,
+        old=flip.old.value,
+        new=flip.new.value,
+        step=flip.step.value,
+        began_at=unix_s(flip.began_at),
+        ends_at=unix_s(flip.until),
+        why=flip.why,
+    )
+
+
+def drain_reply(progress: Progress) -> DrainReply:
+    """The progress of a drain."""
+    return DrainReply(
+        kind=progress.kind,
+        name=progress.name,
+        phase=progress.phase.value,
+        left_s=progress.left_s,
+        unique_blocks=progress.unique_blocks,
+        moved_blocks=progress.moved_blocks,
+        moved_bytes=progress.moved_bytes,
+        handed_over=progress.handed_over,
+        left_blocks=progress.left_blocks,
+        failures=progress.failures,
+        requests=progress.requests,
+    )

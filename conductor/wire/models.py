@@ -1,0 +1,515 @@
+"""What travels over HTTP: bodies that clients send and answers that they get, as typed structs.
+
+The same structs check what arrives and describe it in OpenAPI, so the two cannot differ. Unknown
+fields are refused: a misspelt objective would be no objective. Times are seconds, sizes bytes or
+tokens, as named; `..._at` are Unix times, because nobody else has our monotonic clock.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from ..records import EXCLUDE_MAX, KEYS_MAX, TOKENS_MAX
+
+ID_MAX = 256
+NAME_MAX = 1024  # as long as a model's name may be in a schema
+# Fit for logs, and never a second segment of a path.
+ID_PATTERN = r"^[^\x00-\x1f\x7f-\x9f/]+$"
+KEY_HEX = 32
+LABELS_MAX = 64
+COUNT_MAX = 1 << 40
+SECONDS_MAX = 86_400.0
+MATCH_HOLDERS_MAX = 16_384
+DECISIONS_MAX = 1000
+CANDIDATES_MAX = 64
+HOT_MAX = 1000
+
+Id = Annotated[
+    str,
+    Meta(
+        description="1 to 256 printable characters, without a slash.",
+        examples=["chatcmpl-7f3a"],
+        # Checked by `words.check_id`, whose message says what this says.
+        extra_json_schema={"minLength": 1, "maxLength": ID_MAX, "pattern": ID_PATTERN},
+    ),
+]
+Name = Annotated[str, Meta(max_length=NAME_MAX)]
+ModelName = Annotated[str, Meta(min_length=1, max_length=NAME_MAX, examples=["llama-3-8b"])]
+Count = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
+Tokens = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
+PromptTokens = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+Seconds = Annotated[float, Meta(gt=0, le=SECONDS_MAX)]
+RoleName = Literal["prefill", "decode", "mixed"]
+
+TokenIds = Annotated[
+    list[Annotated[int, Meta(ge=0, lt=2**32)]],
+    Meta(
+        min_length=1,
+        max_length=TOKENS_MAX,
+        description="The prompt's token ids. Takes a model that was registered with a schema.",
+        examples=[[128000, 9906, 1917]],
+    ),
+]
+# The pattern is checked in bulk by `keying.parse_keys`: 256 regular expressions take 80 µs.
+BlockKeys = Annotated[
+    list[Annotated[str, Meta(extra_json_schema={"pattern": "^[0-9a-fA-F]{32}$"})]],
+    Meta(
+        max_length=KEYS_MAX,
+        description="Keys of the prompt's full blocks, from the first one on: 32 hex digits each.",
+        examples=[["6f1ed002ab5595859014ebf0951522d9"]],
+    ),
+]
+
+
+class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a client sends."""
+
+
+class Reply(Struct, frozen=True, kw_only=True):
+    """What a client gets."""
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+class ObjectivesBody(Body, frozen=True, kw_only=True):
+    """What the request wants to be answered within; left out: it does not care."""
+
+    ttft_s: Annotated[Seconds | None, Meta(description="Time to the first token.")] = None
+    tbt_s: Annotated[Seconds | None, Meta(description="Time between tokens.")] = None
+
+
+class ScheduleBody(Body, frozen=True, kw_only=True):
+    """A prompt to be scheduled: as `token_ids`, as `block_keys` with `prompt_tokens`, or, for load
+    only, as `prompt_tokens`."""
+
+    request_id: Id
+    model: ModelName
+    token_ids: TokenIds | None = None
+    block_keys: BlockKeys | None = None
+    prompt_tokens: Annotated[
+        PromptTokens | None, Meta(description="Its length; not with token_ids.", examples=[4096])
+    ] = None
+    namespace: Annotated[
+        Name, Meta(description="With token_ids: what may share blocks, as in the store.")
+    ] = ""
+    objectives: Annotated[
+        ObjectivesBody, Meta(description="Without them nothing is rejected for time.")
+    ] = ObjectivesBody()
+    priority: Annotated[Name, Meta(description="A class of the settings.")] = "normal"
+    tenant: Annotated[
+        Name,
+        Meta(description="Whose request it is: who shares fairly with others, and owns its ids."),
+    ] = ""
+    output_tokens: Annotated[
+        PromptTokens | None, Meta(description="How long the caller thinks the answer will be.")
+    ] = None
+    output_tokens_max: Annotated[PromptTokens | None, Meta(description="Where it is cut.")] = None
+    output_class: Annotated[Name, Meta(description="A class of the settings.")] = ""
+    urgent: Annotated[bool, Meta(description="May be raced over two routes.")] = False
+    exclude: Annotated[
+        list[Id],
+        Meta(
+            max_length=EXCLUDE_MAX,
+            description="Instances that must not be chosen: one that has refused it, say.",
+        ),
+    ] = []
+
+
+class RouteBody(Body, frozen=True, kw_only=True):
+    """One of the ways over which a request is raced."""
+
+    prefill: Id
+    decode: Id
+
+
+class EventBody(Body, frozen=True, kw_only=True):
+    """More about an event."""
+
+    tokens: Annotated[
+        Tokens, Meta(description='Of "tokens": how many more have been answered.', examples=[16])
+    ] = 0
+    route: Annotated[
+        RouteBody | None,
+        Meta(
+            description='Of "prefill_done" and "first_token" of a request that is raced: the route '
+            "that has come so far. Else the decision's first."
+        ),
+    ] = None
+
+
+class FetchReply(Reply, frozen=True, kw_only=True):
+    """Blocks [start, stop) of the prompt are brought from `source` before prefill reaches them."""
+
+    start: int
+    stop: int
+    source: str
+    nbytes: int
+    seconds: float | None
+
+
+class ShardReply(Reply, frozen=True, kw_only=True):
+    """How much context one instance of a spread request holds."""
+
+    instance: str
+    tokens: int
+
+
+class RouteReply(Reply, frozen=True, kw_only=True):
+    """A second way, to be raced."""
+
+    prefill: str
+    decode: str
+
+
+class DecisionReply(Reply, frozen=True, kw_only=True):
+    """Where the request runs. Ask `/v1/decisions/{request_id}/why` for the candidates."""
+
+    request_id: str
+    prefill: Annotated[str, Meta(description="Id of the instance that computes the prompt.")]
+    decode: Annotated[str, Meta(description="Id of the one that answers, perhaps the same.")]
+    prefill_url: Annotated[str, Meta(description="As the instance registered it.")]
+    decode_url: Annotated[str, Meta(description="As the instance registered it.")]
+    policy: Annotated[str, Meta(description="Who chose.")]
+    predicted_ttft_s: float | None
+    predicted_tbt_s: float | None
+    cached_tokens: Annotated[int, Meta(description="Used, of those that are available.")]
+    available_tokens: Annotated[int, Meta(description="That some holder has.")]
+    fetches: Annotated[list[FetchReply], Meta(description="To do before prefill.")]
+    layerwise: Annotated[
+        bool, Meta(description="Send the cache to decode layer by layer, while prefill computes.")
+    ]
+    wait_for: Annotated[
+        str,
+        Meta(description="A request in flight whose blocks this waits for: TENANT/ID, or its id."),
+    ]
+    output_tokens_max: Annotated[int | None, Meta(description="Cut the answer here.")]
+    degraded: Annotated[list[str], Meta(description="What was given up to take the request.")]
+    shards: Annotated[list[ShardReply], Meta(description="Of a context spread over instances.")]
+    alternatives: Annotated[list[RouteReply], Meta(description="To be raced against this one.")]
+    expires_in_s: Annotated[
+        float | None, Meta(description="Unless an event of the request is heard before.")
+    ]
+
+
+# -- instances -------------------------------------------------------------------------------------
+
+
+class LoadBody(Body, frozen=True, kw_only=True):
+    """What an instance counts; leave out what it does not know."""
+
+    queued_prefill_tokens: Count | None = None
+    queued: Count | None = None
+    running: Count | None = None
+    context_tokens: Count | None = None
+    kv_used_tokens: Count | None = None
+
+
+# Of a model with one layer.
+_SCHEMA = (
+    '["tiffin-schema-1","llama-3-8b","xxh3_128",512,'
+    '[["gqa",[["k",8,128,"bfloat16"],["v",8,128,"bfloat16"]],0,1,[],""]]]'
+)
+
+
+class SchemaBody(Body, frozen=True, kw_only=True):
+    """How the store keys this model's blocks: `KVSchema.canonical_bytes()`, as text."""
+
+    canonical: Annotated[
+        str,
+        Meta(
+            max_length=1 << 20,
+            description="Compact ASCII JSON, docs/schema.md.",
+            examples=[_SCHEMA],
+        ),
+    ]
+
+
+class InstanceBody(Body, frozen=True, kw_only=True):
+    """An instance says what it is, with every heartbeat or once; later `load` alone will do.
+
+    `model`, `role` and `profile` are needed for an instance that is not registered.
+    """
+
+    model: ModelName | None = None
+    role: RoleName | None = None
+    profile: Annotated[Name | None, Meta(description="Name of its latency profile.")] = None
+    url: Annotated[Name, Meta(description="Where requests are sent to.")] = ""
+    node: Annotated[Name, Meta(description="The kvstore node on its host.")] = ""
+    block_tokens: Annotated[int, Meta(ge=1, le=1 << 16)] = 512
+    block_bytes: Count = 0
+    kv_capacity_tokens: Annotated[Count, Meta(description="How much context its HBM holds.")] = (
+        1_000_000
+    )
+    batch_max: Annotated[int, Meta(ge=1, le=1 << 20)] = 256
+    fetches: Annotated[
+        bool, Meta(description="Whether its engine can bring blocks from elsewhere.")
+    ] = True
+    labels: Annotated[dict[Name, Name], Meta(max_length=LABELS_MAX)] = {}
+    schema: SchemaBody | None = None
+    load: LoadBody | None = None
+
+
+class RoleBody(Body, frozen=True, kw_only=True):
+    """What the instance shall do from now on."""
+
+    role: RoleName
+
+
+class InstanceReply(Reply, frozen=True, kw_only=True):
+    """An instance as it registered, and what is known of it."""
+
+    id: str
+    model: str
+    role: RoleName
+    status: Literal["ready", "draining", "lost"]
+    profile: str
+    url: str
+    node: str
+    block_tokens: int
+    block_bytes: int
+    kv_capacity_tokens: int
+    batch_max: int
+    fetches: bool = True  # a conductor that does not say so yet counts on it
+    labels: dict[str, str]
+    heard_s: Annotated[float | None, Meta(description="Since its last heartbeat.")]
+    load: dict[str, float | None]
+
+
+class InstancesReply(Reply, frozen=True, kw_only=True):
+    """All instances, oldest first."""
+
+    instances: list[InstanceReply]
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+class MatchBody(Body, frozen=True, kw_only=True):
+    """A prefix: `block_keys`, or `token_ids` of a `model` that was registered with a schema."""
+
+    block_keys: BlockKeys | None = None
+    token_ids: TokenIds | None = None
+    model: ModelName | None = None
+    namespace: Name = ""
+
+
+class HolderReply(Reply, frozen=True, kw_only=True):
+    """`holder` has so many leading blocks of the prefix."""
+
+    holder: Annotated[str, Meta(examples=["node-a/dram"])]
+    blocks: int
+    age_s: Annotated[float | None, Meta(description="Since it was last heard of.")] = None
+
+
+class MatchReply(Reply, frozen=True, kw_only=True):
+    """Who holds the prefix, the longest part first."""
+
+    asked_blocks: int
+    blocks: Annotated[int, Meta(description="Leading blocks that all holders have together.")]
+    holders: list[HolderReply]
+
+
+class HotPrefixReply(Reply, frozen=True, kw_only=True):
+    """A prefix that many prompts begin with. Keys are chained: the last one names all of it."""
+
+    model: str
+    blocks: int
+    last_key: str
+    popularity: Annotated[float, Meta(description="Prompts that begin so; older ones count less.")]
+    share: Annotated[float, Meta(description="Of the model's prompts, 0 to 1.")]
+    rate_s: Annotated[float, Meta(description="Prompts per second.")]
+    block_bytes: int
+
+
+class HotReply(Reply, frozen=True, kw_only=True):
+    """The most popular prefixes, hottest first."""
+
+    prefixes: list[HotPrefixReply]
+
+
+# -- decisions -------------------------------------------------------------------------------------
+
+
+class CandidateReply(Reply, frozen=True, kw_only=True):
+    """One instance and every term of its cost."""
+
+    instance: str
+    cost: Annotated[float | None, Meta(description="Lowest wins; null: impossible.")]
+    terms: dict[str, float | None]
+
+
+class EntryReply(Reply, frozen=True, kw_only=True):
+    """A decision or a rejection, in the log."""
+
+    outcome: Literal["decision", "rejection"]
+    request_id: str
+    tenant: str = ""
+    decided_at: float
+    predicted_ttft_s: float | None
+    predicted_tbt_s: float | None
+    policy: str = ""
+    prefill: str = ""
+    decode: str = ""
+    cached_tokens: int = 0
+    available_tokens: int = 0
+    wait_for: str = ""
+    degraded: list[str] = []
+    reason: Annotated[str, Meta(description="Of a rejection.")] = ""
+    message: str = ""
+    retry_after_s: float | None = None
+    terms: dict[str, float | None] = {}
+    candidates_count: int = 0
+    candidates: Annotated[
+        list[CandidateReply], Meta(description="For prefill, the cheapest first.")
+    ] = []
+    decode_candidates: list[CandidateReply] = []
+
+
+class DecisionsReply(Reply, frozen=True, kw_only=True):
+    """The log, latest first."""
+
+    decisions: list[EntryReply]
+
+
+# -- the pool as a whole ---------------------------------------------------------------------------
+
+
+class ReasonReply(Reply, frozen=True, kw_only=True):
+    """A number that a plan rests on."""
+
+    name: str
+    value: float | None
+    unit: str
+    why: str
+
+
+class WishReply(Reply, frozen=True, kw_only=True):
+    """The flip after which the instances serve most."""
+
+    instance: str
+    role: RoleName
+
+
+class PlanReply(Reply, frozen=True, kw_only=True):
+    """What should be done about one model's instances, and why."""
+
+    model: str
+    planned_at: float
+    mode: Annotated[
+        Literal["off", "advise", "act"], Meta(description="When it was planned: `act` flips.")
+    ]
+    prefill: Annotated[int, Meta(description="Ready instances that prefill.")]
+    decode: Annotated[int, Meta(description="Ready instances that decode.")]
+    mixed: Annotated[int, Meta(description="Ready instances that do both.")]
+    load: Annotated[float | None, Meta(description="Expected requests over `serves_rate`.")]
+    serves_rate: Annotated[float | None, Meta(description="Requests/s within the objectives.")]
+    best_prefill: Annotated[int, Meta(description="Of those that are not mixed.")]
+    instances_wanted: Annotated[int, Meta(description="In all. Advice: nobody starts them.")]
+    flip: Annotated[WishReply | None, Meta(description="If there is one that helps.")]
+    flip_now: Annotated[bool, Meta(description="Whether this conductor began it.")]
+    held_back: Annotated[str, Meta(description="Why it did not.")]
+    reasons: list[ReasonReply]
+
+
+class FlipReply(Reply, frozen=True, kw_only=True):
+    """An instance's way from role to role."""
+
+    instance: str
+    old: RoleName
+    new: RoleName
+    step: Literal["draining", "committing", "verifying", "ready", "returned", "failed", "lost"]
+    began_at: float
+    ends_at: Annotated[
+        float, Meta(description="When this step is given up; of one that has ended, when it did.")
+    ]
+    why: str
+
+
+class PlansReply(Reply, frozen=True, kw_only=True):
+    """What this conductor plans."""
+
+    leads: Annotated[
+        bool, Meta(description="Of several conductors only one orders what it plans: this one?")
+    ]
+    leader: Annotated[
+        str, Meta(description="Its name; empty if nobody is known to lead, or there are no others.")
+    ]
+    plans: Annotated[list[PlanReply], Meta(description="The last one of each model.")]
+    flips: Annotated[
+        list[FlipReply],
+        Meta(description="Of this conductor: the latest that have ended, then those under way."),
+    ]
+
+
+class DrainBody(Body, frozen=True, kw_only=True):
+    """How a node is emptied."""
+
+    deadline_s: Annotated[
+        Seconds | None, Meta(description="When to give up; else the setting `draining.deadline_s`.")
+    ] = None
+
+
+class DrainReply(Reply, frozen=True, kw_only=True):
+    """How far a node, or an instance, is emptied."""
+
+    kind: Literal["node", "instance"]
+    name: str
+    phase: Literal[
+        "closing", "hot", "rest", "waiting", "done", "late", "failed", "lost", "cancelled"
+    ]
+    left_s: Annotated[float, Meta(description="Until its deadline; 0 if it has ended.")]
+    unique_blocks: Annotated[int, Meta(description="Hot ones that nobody else has yet.")]
+    moved_blocks: Annotated[int, Meta(description="Hot ones that were copied away.")]
+    moved_bytes: int
+    handed_over: Annotated[
+        int, Meta(description="Blocks that are elsewhere, as the node itself counts at the end.")
+    ]
+    left_blocks: Annotated[int, Meta(description="Blocks that are not: nobody had room, or time.")]
+    failures: Annotated[int, Meta(description="Orders that failed.")]
+    requests: Annotated[int, Meta(description="Of an instance, in flight.")]
+
+
+class DrainsReply(Reply, frozen=True, kw_only=True):
+    """Drains that this conductor was asked for: nodes, then instances, each oldest first."""
+
+    drains: list[DrainReply]
+
+
+# -- health, errors --------------------------------------------------------------------------------
+
+
+class HealthReply(Reply, frozen=True, kw_only=True):
+    """`reasons` say what is missing."""
+
+    status: Literal["ok", "not ready"]
+    reasons: list[str] = []
+
+
+class RejectionDetail(Reply, frozen=True, kw_only=True):
+    """Why a request is not taken, and every term of the prediction."""
+
+    request_id: str
+    reason: str
+    predicted_ttft_s: float | None = None
+    predicted_tbt_s: float | None = None
+    retry_after_s: float | None = None
+    terms: dict[str, float | None] = {}
+
+
+class ErrorDetail(Reply, frozen=True, kw_only=True):
+    """OpenAI's shape, so that clients of inference services understand it."""
+
+    message: str
+    type: str
+    code: str
+    param: Annotated[str | None, Meta(description="The field that it is about.")] = None
+    tiffin: Annotated[RejectionDetail | None, Meta(description="Of a rejection.")] = None
+
+
+class ErrorReply(Reply, frozen=True, kw_only=True):
+    """Every answer that is not a success."""
+
+    error: ErrorDetail

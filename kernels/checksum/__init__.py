@@ -1,0 +1,1 @@
+"""Checksums of segments where they lie, in HBM or in DRAM."""

@@ -1,0 +1,1 @@
+"""Gather an engine's pages into blocks, scatter blocks into pages, and reshard heads."""

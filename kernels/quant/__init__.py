@@ -1,0 +1,1 @@
+"""Gather into quantised blocks, and scatter them back into pages as numbers."""

@@ -1,0 +1,1 @@
+"""Copies of many small byte ranges by one kernel."""

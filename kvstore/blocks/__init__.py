@@ -1,0 +1,1 @@
+"""Blocks under a lease or reservation: typed views, selections, verified copies."""

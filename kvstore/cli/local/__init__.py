@@ -1,0 +1,1 @@
+"""A pool of child processes on one machine."""

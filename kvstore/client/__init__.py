@@ -1,0 +1,1 @@
+"""The clients of one node: synchronous, and for asyncio."""

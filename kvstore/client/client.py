@@ -1,0 +1,407 @@
+"""The synchronous client for engines and scripts: reads and writes a pool's blocks by prefix.
+
+Every verb takes a `Prefix` (from `KVSchema.prefix`) and `timeout_s`. A miss is a result, not an
+error; `errors.py` lists the exceptions. A client is thread-safe; its calls take turns.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+
+from tiffin.messenger.signal_safe import uninterrupted
+
+from ..after_fork import OfOneProcess
+from ..blocks.block_views import Block, Blocks, Slot
+from ..connection.node_link import LocalLink, NodeLink, SocketLink
+from ..errors import ClientClosed, StaleLease, TiffinError
+from ..node.core import messages
+from ..node.core.records import Kept, PinLevel
+from ..node.node import Node
+from ..streaming.layer_reader import LayerStream, NearFollowing, publish
+from ..url import Daemon, Embedded, Pool, parse_url
+from ..verbs import block_verbs
+from ..verbs.arguments import Verify, check_verify, opening, verb
+from ..verbs.block_verbs import (
+    DEFAULT_TIMEOUT_S,
+    Access,
+    Hit,
+    PutResult,
+    ReservedSlots,
+)
+from ..verbs.drivers import drive
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ..format.keys import Prefix
+    from ..format.schema import HeadRange, LayerRange, Shard
+
+T = TypeVar("T")
+
+
+def open_link(target: Embedded | Daemon, name: str) -> NodeLink:
+    """Open a link to the node of a parsed URL; starts the node if it is an embedded one."""
+    if isinstance(target, Daemon):
+        return SocketLink(target.path, name)
+    node = Node(target.options, name=name or "embedded")
+    try:
+        return LocalLink(node, name, owns_node=True)
+    except TiffinError:
+        node.close()
+        raise
+
+
+class LeasedBlocks(OfOneProcess, Blocks):
+    """`Blocks` in the pool's memory, under a lease until `release()` or the `with` block's end."""
+
+    def __init__(self, blocks: Blocks, lease: int, link: NodeLink | None) -> None:
+        super().__init__(blocks.prefix, len(blocks), blocks.reason, blocks._make)
+        self._lease = lease
+        self._link = link
+        self._released = False
+
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Block]: ...
+    def __getitem__(self, index: int | slice) -> Block | list[Block]:
+        if self._released:
+            raise ClientClosed("these blocks were released; use them inside the `with` block")
+        if self._link is not None:
+            self._check_process()
+        return super().__getitem__(index)
+
+    @property
+    def released(self) -> bool:
+        """Whether `release` was called."""
+        return self._released
+
+    def release(self) -> None:
+        """Release the lease and invalidate its views. Raises StaleLease the second time."""
+        if self._released:
+            raise StaleLease("these blocks were released before")
+        self._released = True
+        for block in self._made.values():
+            block.let_go()
+        if self._lease and self._link is not None and not self._inherited:
+            self._link.post(messages.Release(0, self._lease))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._released:
+            self.release()
+
+
+class Slots(OfOneProcess, Sequence[Slot]):
+    """A reservation: slots to write in place. As a context manager it commits them at the end, and
+    aborts them all after an exception.
+
+    There is a slot only for each block that was not resident. `slots[i].index` is a position in the
+    prefix, and so are the entries of `resident` (in the pool already), `busy` (another writer has
+    reserved the block) and, after the commit, `stored` and `pending` (this rank's slice is written,
+    other ranks' slices are not yet). `reason` is "no_room" if blocks at the end of the prefix got
+    no slots.
+    """
+
+    def __init__(self, prefix: Prefix, reserved: ReservedSlots, link: NodeLink) -> None:
+        self.prefix = prefix
+        self.resident = reserved.resident
+        self.busy = reserved.busy
+        self.reason = reserved.reason
+        self.stored: tuple[int, ...] = ()
+        self.pending: tuple[int, ...] = ()
+        # In a pool: the number of the node with the reservation; remote readers stream from it.
+        self.node: int | None = None
+        self._slots = reserved.slots
+        self._lease = reserved.lease
+        self._link = link
+        self._ended = False
+
+    @overload
+    def __getitem__(self, index: int) -> Slot: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Slot]: ...
+    def __getitem__(self, index: int | slice) -> Slot | Sequence[Slot]:
+        self._check_process()
+        return self._slots[index]
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def _end(self) -> None:
+        self._check_open()
+        self._ended = True
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._ended:
+            raise StaleLease("this reservation was committed or aborted before")
+
+    def _begin_commit(self) -> None:
+        self._end()
+        # Raises ClientClosed after `close`: the node may have given the extents to another writer.
+        _ = self._link.mapping
+
+    def _settle(self, kept: bytes) -> None:
+        settled = list(zip([slot.index for slot in self._slots], kept, strict=True))
+        self.stored = tuple(index for index, flag in settled if flag == Kept.STORED)
+        self.pending = tuple(index for index, flag in settled if flag == Kept.PENDING)
+        for slot in self._slots:
+            slot.let_go()
+
+    @verb
+    def publish(self, layer: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Publish `layer` of all slots except skipped ones: `stream` may read it before the commit,
+        so the writer must not change it any more. Raises StaleLease, SchemaError and, for a layer
+        that was published before, InvalidInput."""
+        drive(publish(self._slots, self._lease, layer, timeout_s), self._link)
+
+    def commit(self) -> None:
+        """Checksum the written blocks and make them visible to readers. Raises StaleLease if the
+        reservation expired."""
+        self._begin_commit()
+        try:
+            self._settle(
+                drive(block_verbs.commit(self.prefix, self._slots, self._lease), self._link)
+            )
+        finally:
+            for slot in self._slots:
+                slot.let_go()
+
+    def abort(self) -> None:
+        """End the reservation without storing its blocks; a no-op in a forked child."""
+        if self._inherited:
+            return
+        self._end()
+        for slot in self._slots:
+            slot.let_go()
+        if self._slots:
+            self._link.post(messages.Abort(0, self._lease))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._ended:
+            return
+        if kind is None:
+            self.commit()
+        else:
+            self.abort()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Slots {len(self)} of {len(self.prefix)} blocks{self.reason and ', '}{self.reason}>"
+        )
+
+
+def _opened(cls: type[Client], url: str, verify: Verify, name: str, *, populate: bool) -> Client:
+    target = parse_url(url)
+    if isinstance(target, Pool):
+        from ..pool.open_pool import open_pool  # imports this module
+
+        return open_pool(target, verify, name)
+    link = open_link(target, name)
+    if populate:
+        link.mapping.populate()
+    return cls(link, verify)
+
+
+class ClientBase(OfOneProcess):
+    """State that both clients share: whether they are open, and the verification policy."""
+
+    def __init__(self, verify: Verify) -> None:
+        self._access: Access | None = Access(check_verify(verify), random.Random())
+
+    def _check_open(self) -> None:
+        """Raise ClientClosed unless this client may be used."""
+        self._check_process()
+        if self._access is None:
+            raise ClientClosed("this client is closed; open another")
+
+    def _reading(self, verify: Verify | None) -> Access:
+        """The `Access` of one read: the client's, or one with the policy `verify` of this call."""
+        assert self._access is not None
+        if verify is None or verify == self._access.verify:
+            return self._access
+        return Access(verify, self._access.dice)
+
+
+class Client(ClientBase):
+    """Synchronous client. Open it with `Client.open(url)`; it is a context manager."""
+
+    def __init__(self, link: NodeLink, verify: Verify) -> None:
+        super().__init__(verify)
+        self._link = link
+
+    @classmethod
+    @opening
+    def open(
+        cls, url: str, *, verify: Verify = "always", name: str = "", populate: bool = False
+    ) -> Client:
+        """Open the node that `url` names (docs/client.md lists the forms).
+
+        `verify`: "always" (the default), "sampled" or "off"; each get may choose another.
+        `populate`: fill the page tables for reading now, 0.05 s per GiB of the node's DRAM; for
+        long-lived processes such as engines, whose first touches would otherwise be slow.
+        Raises InvalidInput, NodeUnavailable, VersionMismatch, TierUnavailable and, for a pool,
+        DirectoryUnavailable and NotAuthenticated.
+        """
+        opened = partial(_opened, cls, url, verify, name, populate=populate)
+        return uninterrupted(opened, undo=lambda client: client.close())
+
+    @classmethod
+    @opening
+    def attach(cls, node: Node, *, verify: Verify = "always", name: str = "") -> Client:
+        """Connect to a `Node` of this process; closing the client leaves the node open."""
+        return cls(LocalLink(node, name, owns_node=False), verify)
+
+    @verb
+    def match(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hit:
+        """Count the leading blocks that are resident, up to the first missing one."""
+        return drive(block_verbs.match(prefix, timeout_s), self._link)
+
+    @verb
+    def exists(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
+        """Tell for each block whether it is resident, regardless of the blocks before it."""
+        return drive(block_verbs.exists(prefix, timeout_s), self._link)
+
+    @verb
+    def get(
+        self,
+        prefix: Prefix,
+        *,
+        into: Any = None,
+        layers: LayerRange | None = None,
+        heads: HeadRange | None = None,
+        verify: Verify | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> LeasedBlocks:
+        """Read the leading blocks of `prefix`: as leased views into the pool, or as copies.
+
+        `into`: one writable buffer per block, or one for all. `layers`, `heads`: read only these
+        (half-open); buffers then have just that range, packed. Waits for the node for `timeout_s`
+        at most; the blocks that the node could not serve by then are in `missing`, with the reason.
+        """
+        access = self._reading(verify)
+        if into is None:
+            found = block_verbs.get(prefix, access, layers, heads, timeout_s)
+            return LeasedBlocks(*drive(found, self._link), self._link)
+        copied = block_verbs.get_into(prefix, access, into, layers, heads, timeout_s)
+        return LeasedBlocks(drive(copied, self._link), 0, None)
+
+    @verb
+    def put(
+        self,
+        prefix: Prefix,
+        payloads: Sequence[Any],
+        *,
+        shard: Shard | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> PutResult:
+        """Copy one payload per block into the pool; resident blocks are skipped.
+
+        `shard`: (rank, ranks), to write one tensor-parallel rank's slice of each block. Payloads
+        are these slices, packed (`select_shard`), or whole blocks from which the client takes the
+        slice. Readers see a block once every rank has put its slice; until then it is `pending`.
+
+        Returns the outcome of each block: no room within `timeout_s` is a result, not an error.
+        """
+        verb = block_verbs.put(prefix, payloads, self._link.mapping.memory.nbytes, timeout_s, shard)
+        return drive(verb, self._link)
+
+    @verb
+    def reserve(
+        self,
+        prefix: Prefix,
+        *,
+        shard: Shard | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> Slots:
+        """Reserve slots for the blocks that are not resident, to be written in place.
+
+        `shard`: (rank, ranks), to write only this rank's heads of each layer; see `put`. All ranks
+        get the same slots, each in its own process. Raises NoRoom when the node had room for no
+        block within `timeout_s`.
+        """
+        verb = block_verbs.reserve(prefix, timeout_s, shard)
+        return Slots(prefix, drive(verb, self._link), self._link)
+
+    @verb
+    def stream(
+        self,
+        prefix: Prefix,
+        *,
+        heads: HeadRange | None = None,
+        verify: Verify | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        ahead: int = 1,
+    ) -> LayerStream:
+        """Stream the leading blocks of `prefix` layer by layer, committed or still being written:
+        iterate over the result, or enter it with `with`. Each layer has a timeout of `timeout_s`.
+
+        `heads`: only these of each layer (half-open). `ahead`: how many layers to prefetch from a
+        remote node; has no effect on the node's own host, where no bytes travel. The yielded layers
+        are provisional until the iteration ends without an error (docs/client.md).
+        """
+        following = NearFollowing(prefix, self._reading(verify), timeout_s, heads)
+        return LayerStream(following, lambda verb: drive(verb, self._link), timeout_s)
+
+    @verb
+    def pin(
+        self,
+        prefix: Prefix,
+        *,
+        ttl_s: float | None = None,
+        hard: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> int:
+        """Pin the resident blocks for `ttl_s`: the node evicts them last, or with `hard` never.
+
+        Returns how many were resident.
+        """
+        level = PinLevel.HARD if hard else PinLevel.SOFT
+        return drive(block_verbs.pin(prefix, level, ttl_s, timeout_s), self._link)
+
+    @verb
+    def unpin(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Remove the pins; returns how many blocks were resident."""
+        return drive(block_verbs.pin(prefix, PinLevel.NONE, None, timeout_s), self._link)
+
+    @verb
+    def remove(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Remove the resident blocks, pinned or not; returns how many there were. Readers with a
+        lease keep their bytes. The node wipes the copies on disk: once this returns, no restart
+        finds the blocks, not even after a power cut.
+
+        Raises TierUnavailable if the disk refused to wipe, DeadlineExceeded if it did not confirm
+        in time; even then the running node no longer serves the blocks until it restarts.
+        """
+        return drive(block_verbs.remove(prefix, timeout_s), self._link)
+
+    @verb
+    def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
+        """The node's tiers, counters and sessions."""
+        return drive(block_verbs.statistics(timeout_s), self._link)
+
+    def close(self) -> None:
+        """Release all leases and reservations of this client; its views are invalid afterwards."""
+        self._access = None
+        if not self._inherited:
+            self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""One client's connection to one node: frames, leases, the mapped region."""

@@ -1,0 +1,1 @@
+"""The byte format of a block: header, keys, schema, layers. Pure: no I/O."""

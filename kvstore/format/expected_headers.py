@@ -1,0 +1,71 @@
+"""The expected headers of a prefix's blocks. Only this module compares them. Pure: no I/O."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import CorruptBlock
+from .header import verify_identity
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import NoReturn
+
+    from .header import Buffer
+    from .keys import Prefix
+
+
+class ExpectedHeaders:
+    """Keys, parents, fingerprints and tokens of a prefix's blocks; a block's offset and generation
+    come with its lease."""
+
+    __slots__ = ("_fingerprints", "_keys", "_prefix", "_shape", "_tokens")
+
+    def __init__(self, prefix: Prefix) -> None:
+        self._prefix = prefix
+        self._shape = prefix.schema.header
+        self._keys = prefix.keys
+        self._tokens = prefix.token_chunks()
+        self._fingerprints = prefix.schema_fingerprint + prefix.namespace_fingerprint
+
+    def leading(
+        self, memory: memoryview, offsets: Sequence[int], generations: Sequence[int]
+    ) -> int:
+        """How many leading blocks have matching headers at these offsets of `memory`."""
+        return self._shape.leading(
+            memory,
+            offsets,
+            generations,
+            self._keys,
+            self._prefix.parent,
+            self._fingerprints,
+            self._tokens,
+        )
+
+    def matches(self, index: int, raw: bytes, generation: int, offset: int) -> bool:
+        """Whether `raw`, the used bytes or more of a header, is the header of block `index`."""
+        names = self._keys[index] + self._parent(index) + self._fingerprints
+        return self._shape.matches(raw, names, generation, offset, self._tokens[index])
+
+    def check(self, index: int, raw: bytes, generation: int, offset: int) -> None:
+        """Raise CorruptBlock or VersionMismatch, which name what differs, unless `raw`, a whole
+        header, is the header of block `index`."""
+        if not self.matches(index, raw, generation, offset):
+            self.complain(index, raw, generation, offset)
+
+    def complain(self, index: int, whole: Buffer, generation: int, offset: int) -> NoReturn:
+        """Raise CorruptBlock or VersionMismatch for a whole header that does not match."""
+        verify_identity(
+            whole,
+            self._keys[index],
+            self._parent(index),
+            self._prefix.schema_fingerprint,
+            self._prefix.namespace_fingerprint,
+            generation,
+            self._tokens[index],
+            offset_expected=offset,
+        )
+        raise CorruptBlock("another block's header: its sizes or its algorithm differ")
+
+    def _parent(self, index: int) -> bytes:
+        return self._keys[index - 1] if index else self._prefix.parent

@@ -1,0 +1,1 @@
+"""The decisions of a GPU's HBM tier. No I/O, threads or clock."""

@@ -1,0 +1,1 @@
+"""A node's decisions: leases, reservations, placement, eviction, and what it publishes. Pure."""

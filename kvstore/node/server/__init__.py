@@ -1,0 +1,1 @@
+"""The servers of a node: its unix socket and its network port."""

@@ -1,0 +1,1 @@
+"""Reads and writes of blocks at one remote node."""

@@ -1,0 +1,423 @@
+"""Carries out the pool's verbs over real connections: peers, their health, threads."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import math
+import random
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tiffin.messenger.budget import SHARED, STREAM_BYTES, Priority
+from tiffin.messenger.errors import TransferTimeout
+
+from .. import deadlines
+from ..connection.connection import raise_refusal
+from ..credentials import Credentials, parse_address
+from ..errors import (
+    ClientClosed,
+    DirectoryUnavailable,
+    InvalidInput,
+    NodeUnavailable,
+    ProtocolError,
+    TiffinError,
+)
+from ..verbs.drivers import driven
+from . import pool_verbs
+from .link_health import Links
+from .members import Placements
+from .pool_verbs import AskNode, Context, Read, Together
+from .remote.block_read import ArrivedSegments, ReadOutcome, fetch
+from .remote.peer import Peer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ..blocks.block_views import Selection
+    from ..directory.base import NodeRecord
+    from ..format.keys import Prefix
+    from ..verbs.block_verbs import Access, PutResult
+    from .members import Members
+    from .pool_verbs import Verb
+    from .remote.block_write import WriteOutcome
+    from .replica_choice import ReplicaRun
+
+    Bytes = NDArray[np.uint8]
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Worker threads of one client that wait for nodes. They sleep in system calls; the runs of one
+# prompt and the requests to several nodes use some at a time.
+WORKERS = 8
+# Threads that ask the directory for calls whose deadline is before the directory's own timeout.
+ASKERS = 2
+# Connections to nodes that have left are closed when there are so many more peers than nodes.
+PEERS_SPARE = 8
+# Links that a node tells the directory about; a record has 16 KiB at most.
+SUMMARY_MAX = 64
+# Smaller reads end too soon to delay others: they do not wait for room in the in-flight budget.
+_BUDGETED_BYTES_MIN = 1 << 20
+_CLOSED = "this client is closed; open another"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """The options of a client of many nodes.
+
+    `hedge_s`: how long a node may send nothing before the client hedges: it asks another replica
+    instead. A healthy node answers in well under a millisecond, and no get should wait 250 ms for a
+    sick one. `hedge_share`: at most this share of reads may be hedged, so that a pool that is slow
+    as a whole is not made slower. `streams`: TCP streams over which one large read is spread.
+    `nixl`: read by NIXL from nodes that offer it.
+    """
+
+    hedge_s: float = 0.1
+    hedge_share: float = 0.1
+    streams: int = 1
+    streams_max: int = 8
+    nixl: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.hedge_s > 0:
+            raise InvalidInput(f"hedge_s must be positive, not {self.hedge_s}")
+        if not 0 <= self.hedge_share <= 1:
+            raise InvalidInput(f"hedge_share is a share from 0 to 1, not {self.hedge_share}")
+        if not 1 <= self.streams <= self.streams_max:
+            raise InvalidInput(f"streams must be 1 to {self.streams_max}, not {self.streams}")
+
+
+@dataclass(slots=True)
+class Reader:
+    """Where and how the blocks of one read arrive. `memory(i)` is the target of block i. Large
+    reads wait for room in the process's in-flight budget, in the order of their `priority`."""
+
+    prefix: Prefix
+    selection: Selection
+    access: Access
+    memory: Callable[[int], Bytes]
+    piece: Callable[[int, int], None] | None = None
+    priority: Priority = Priority.PREFILL
+
+
+class VerbDriver:
+    """The peers of a client by node number, and the threads that wait for them. Thread-safe."""
+
+    def __init__(
+        self,
+        members: Members,
+        credentials: Credentials,
+        name: str = "",
+        options: PoolOptions | None = None,
+    ) -> None:
+        self.members = members
+        self.options = options or PoolOptions()
+        self.dice = random.Random()
+        self.links = Links(self.options.hedge_share)
+        self.placements = Placements()
+        self.context = Context(time.monotonic, self.links, self.links.may_hedge)
+        self._credentials = credentials
+        self._name = name
+        self._peers: dict[str, Peer] = {}
+        self._lock = threading.Lock()
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tiffin-pool")
+        self._askers = ThreadPoolExecutor(ASKERS, thread_name_prefix="tiffin-asker")
+        self._records: dict[int, NodeRecord] = {}  # the directory's latest answer
+        self._directory_lost = False  # the loss is logged once, not by each read
+        self._closed = False
+
+    def close(self) -> None:
+        """Cut the requests in flight, wait until no thread touches a caller's memory, and close the
+        connections."""
+        with self._lock:
+            self._closed = True
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            peer.cut()  # all of them, before `close` waits for the first
+        for peer in peers:
+            peer.close()
+        self._workers.shutdown(wait=True, cancel_futures=True)
+        self.members.close()
+        self._askers.shutdown(wait=False, cancel_futures=True)  # the directory has its own timeout
+
+    # -- who and where ---------------------------------------------------------------------------
+
+    def nodes(self) -> dict[int, NodeRecord]:
+        """The nodes of the pool; while the directory does not answer, those of its latest answer.
+
+        Raises NodeUnavailable if it has never answered: then no node is known.
+        """
+        try:
+            self._records = self._asked(self.members.nodes)
+        except DirectoryUnavailable as error:
+            if not self._records:
+                raise NodeUnavailable(f"no node of the pool is known yet: {error}") from error
+        return self._records
+
+    def locate(self, keys: Sequence[bytes]) -> list[tuple[int, ...]]:
+        """Per key, the nodes to ask for it. Raises DirectoryUnavailable."""
+        try:
+            located = self._asked(partial(self.members.locate, keys))
+        except DirectoryUnavailable as error:
+            if not self._directory_lost:
+                self._directory_lost = True
+                log.warning("%s; blocks of other nodes are not found until it answers", error)
+            raise
+        if self._directory_lost:
+            self._directory_lost = False
+            log.warning("the directory answers again")
+        return self.placements.added_to(located, keys, time.monotonic())
+
+    def _asked(self, question: Callable[[], T]) -> T:
+        """The directory's answer. Raises DirectoryUnavailable, also when the deadline of the call
+        comes before the directory's own timeout: a thread goes on waiting for the directory then.
+        """
+        wait_s = deadlines.left_s(math.inf)
+        if wait_s >= self.members.patience_s:
+            return question()
+        try:
+            asking = self._askers.submit(question)
+        except RuntimeError as error:  # it was shut down
+            raise ClientClosed(_CLOSED) from error
+        try:
+            return asking.result(wait_s)
+        except TimeoutError as error:
+            asking.cancel()
+            raise DirectoryUnavailable("it did not answer while there was time") from error
+
+    def noted(self, number: int, prefix: Prefix, stored: WriteOutcome) -> PutResult:
+        """The result of a put to one node; from now on `locate` finds the blocks there."""
+        there = [prefix.keys[i] for i in (*stored.stored, *stored.resident)]
+        self.placements.note(number, there, time.monotonic())
+        return stored.result()
+
+    # -- peers -----------------------------------------------------------------------------------
+
+    def record(self, number: int) -> NodeRecord:
+        """The directory's record of a node. Raises NodeUnavailable if it has none."""
+        record = self.nodes().get(number)
+        if record is None:
+            raise NodeUnavailable(f"node {number} is not in the pool any more")
+        return record
+
+    def peer(self, number: int) -> Peer:
+        """The connections to a node. Raises NodeUnavailable for one that can't be reached, and
+        ClientClosed."""
+        record = self.record(number)
+        retired: list[Peer] = []
+        with self._lock:
+            if self._closed:
+                raise ClientClosed(_CLOSED)
+            peer = self._peers.get(record.address)
+            if peer is None:
+                retired = self._retire()
+                peer = self._peers[record.address] = self._connect(record)
+        for old in retired:
+            old.close()
+        return peer
+
+    def _connect(self, record: NodeRecord) -> Peer:
+        if not record.address:
+            raise NodeUnavailable(f"node {record.name} does not listen on the network")
+        try:
+            address = parse_address(record.address)
+        except InvalidInput as error:  # the directory is only a hint
+            raise NodeUnavailable(f"node {record.name}: {error}") from error
+        return Peer(
+            address,
+            self._credentials,
+            self._name,
+            streams_max=self.options.streams_max,
+            nixl=self.options.nixl,
+        )
+
+    def _retire(self) -> list[Peer]:
+        """Remove the peers at addresses that no node has any more, if there are many; the caller
+        holds the lock, and closes the peers when it has released it."""
+        if len(self._peers) < len(self._records) + PEERS_SPARE:
+            return []
+        addresses = {record.address for record in self._records.values()}
+        gone = [address for address in self._peers if address not in addresses]
+        self.links.keep(set(self._records))
+        return [self._peers.pop(address) for address in gone]
+
+    def link_summary(self) -> dict[str, list[float]]:
+        """[bandwidth in bytes/s, latency in s] of the links that were used, by the nodes' names."""
+        records = self._records
+        return {
+            records[number].name: [link["bandwidth_bytes_s"], link["latency_s"]]
+            for number, link in list(self.links.statistics().items())[-SUMMARY_MAX:]
+            if number in records
+        }
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def read(
+        self,
+        reader: Reader,
+        deadline: float,
+        context: Context,
+        start: int,
+        without: Collection[int] = (),
+    ) -> pool_verbs.Outcome:
+        """Carry out `pool_verbs.read` of the reader's prefix.
+
+        Nearly always one node has all blocks. The driver asks that node at once, and makes a plan,
+        which takes as long as the bytes of a small block, only for the blocks that it lacks.
+        """
+        prefix = reader.prefix
+        keys = prefix.keys[start:]
+        tried = None
+        try:
+            located = self.locate(keys) if keys else []
+        except DirectoryUnavailable:
+            return pool_verbs.Outcome(start, "directory")
+        run = pool_verbs.sole_run(located, start, context, without)
+        if run is not None:
+            fetched = self._read(run, deadline, None, reader)
+            if fetched.blocks == len(keys):
+                return pool_verbs.whole(run, fetched)
+            tried = run, fetched
+        verb = pool_verbs.read(prefix, start, deadline, context, located, without, tried)
+        return self.run(verb, reader)
+
+    def run(self, verb: Verb[T], reader: Reader | None = None) -> T:
+        """Carry out a verb's steps. `reader` is where its `Read` steps go."""
+        return driven(verb, lambda step: self._do(step, reader))
+
+    def _do(self, step: Any, reader: Reader | None) -> Any:
+        if isinstance(step, Read):
+            assert reader is not None
+            stall_s = None if step.patience is None else step.patience * self.options.hedge_s
+            return self._read(step.run, step.deadline, stall_s, reader)
+        if isinstance(step, Together):
+            return self._together(step.steps, reader)
+        assert isinstance(step, AskNode)
+        return self.ask(step.node, step.request, step.timeout_s)
+
+    def _together(self, steps: list[Any], reader: Reader | None) -> list[Any]:
+        """Run the steps in parallel; their outcomes, once no step is running any more."""
+        began = time.monotonic()
+
+        def attempt(step: Any) -> Any:
+            if isinstance(step, AskNode):  # it may have waited for a worker thread
+                left_s = max(0.0, step.timeout_s - (time.monotonic() - began))
+                step = replace(step, timeout_s=left_s)
+            try:
+                return self._do(step, reader)
+            except TiffinError as error:
+                return error
+
+        others: list[Future[Any]] = []
+        outcomes: list[Any] = []
+        try:
+            others += [self._submit(attempt, step) for step in steps[1:]]
+            outcomes += map(attempt, steps[:1])
+            for step, future in zip(steps[1:], others, strict=True):
+                # This thread runs the steps that no worker has begun because all are busy.
+                outcomes.append(attempt(step) if future.cancel() else future.result())
+        finally:
+            _wait_for(others)
+        return outcomes
+
+    def _submit(self, attempt: Callable[[Any], Any], step: Any) -> Future[Any]:
+        try:
+            # In the same context: a caller that gives up the call gives up all its threads.
+            return self._workers.submit(contextvars.copy_context().run, attempt, step)
+        except RuntimeError as error:  # it was shut down
+            raise ClientClosed(_CLOSED) from error
+
+    def ask(self, number: int, request: Any, timeout_s: float) -> Any:
+        """Send one request to one node. A reply, a lost connection and a protocol error count for
+        the node's health; a timeout does not."""
+        try:
+            reply = self.peer(number).exchange(request, timeout_s)
+        except (NodeUnavailable, ProtocolError):
+            self.links.failed(number, time.monotonic())
+            raise
+        self.links.answered(number)
+        return raise_refusal(reply)
+
+    def _read(
+        self, run: ReplicaRun, deadline: float, stall_s: float | None, reader: Reader
+    ) -> ReadOutcome:
+        try:
+            peer = self.peer(run.node)
+        except NodeUnavailable as error:
+            log.debug("not read from: %s", error)
+            return ReadOutcome(0, "lost")
+        part = reader.prefix  # its joined keys are cached; a slice would have to join them again
+        if run.start or run.stop != len(part):
+            part = part[run.start : run.stop]
+        arrivals = ArrivedSegments(
+            part,
+            reader.selection,
+            reader.access,
+            [reader.memory(index) for index in range(run.start, run.stop)],
+            piece=_shifted(reader.piece, run.start),
+        )
+        try:
+            how = peer, part, arrivals, deadline, stall_s, self.options.streams
+            if arrivals.nbytes < _BUDGETED_BYTES_MIN:
+                fetched = fetch(*how)
+            else:
+                # The wait for other reads of this process does not count as the node's time.
+                with _turn(peer, arrivals.nbytes, reader.priority, deadline):
+                    fetched = fetch(*how)
+        except TransferTimeout:
+            return ReadOutcome(0, "deadline")
+        self._note(run.node, fetched)
+        return fetched
+
+    def _note(self, node: int, fetched: ReadOutcome) -> None:
+        # A node that sent no reply by the deadline is taken for dead, if it had `hedge_s` at least.
+        silent = not fetched.answered and fetched.seconds >= self.options.hedge_s
+        if fetched.reason == "stalled":
+            self.links.failed(node, time.monotonic(), late=True)
+            self.links.hedged()
+        elif fetched.reason == "lost" or (fetched.reason == "deadline" and silent):
+            self.links.failed(node, time.monotonic())
+        elif fetched.blocks:
+            self.links.moved(node, fetched.nbytes, fetched.seconds)
+        else:
+            self.links.answered(node)
+
+
+@contextmanager
+def _turn(peer: Peer, nbytes: int, priority: Priority, deadline: float) -> Iterator[None]:
+    """Hold room for so many bytes in flight, in the peer's budget and in the process's shared one.
+    Raises TransferTimeout if there is none by the deadline."""
+    claim = min(nbytes, STREAM_BYTES)
+    with peer.budget.hold(claim, priority, deadline), SHARED.hold(claim, priority, deadline):
+        yield
+
+
+def _wait_for(futures: list[Future[Any]]) -> None:
+    """Cancel the futures and wait until none is running, Ctrl-C or not: they write into the
+    caller's memory."""
+    interruption: BaseException | None = None
+    pending = {future for future in futures if not future.cancel()}
+    while pending:
+        try:
+            pending = wait(pending).not_done
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            interruption = error
+    if interruption is not None:
+        raise interruption
+
+
+def _shifted(
+    piece: Callable[[int, int], None] | None, start: int
+) -> Callable[[int, int], None] | None:
+    if piece is None:
+        return None
+    return lambda block, number: piece(start + block, number)

@@ -1,0 +1,505 @@
+"""The client's verbs, written once for both clients.
+
+A verb is a generator. It yields steps (`Call` a node and wait, `Post` a message, do some `Work` on
+bytes), receives each step's outcome, and returns its result. `Client` runs the steps one after the
+other; `AsyncClient` awaits them. Verbs do not depend on their driver, so both clients share them.
+A verb that is closed in the middle (GeneratorExit: an exception of a signal handler ended its
+driver) yields no further step: the leases and reservations that it had are released automatically
+(`lease_lifetime.py`).
+
+Verification. Under every policy, a verb checks each block's header before it returns the block's
+bytes: header checksum, key, parent, schema, namespace, generation, and the token ids, which are in
+the prefix. That costs a few microseconds a block. `verify` decides about the payload: "always"
+compares every touched segment's checksum, "sampled" those of one block in SAMPLE_BLOCKS, "off"
+none.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+from tiffin.messenger.shm import host_copy
+
+from ..blocks.block_views import Block, Blocks, Selection, Slot, select, select_shard
+from ..blocks.leased_blocks import LeasedExtents, check
+from ..blocks.payload_buffers import target_views
+from ..blocks.selection_copy import all_checksums, scatter_hashed, source_views
+from ..deadlines import GRACE_S
+from ..errors import DeadlineExceeded, NoRoom
+from ..format.header_writer import check_shard_blocks, seal, shard_blocks_max, shard_header
+from ..node.core import messages
+from ..node.core.node_core import ReserveStatus
+from ..node.core.records import IN_DRAM, Kept, Reason
+from ..tiers.base import TierName
+from .arguments import Verify, check_blocks, check_ttl
+
+if TYPE_CHECKING:
+    import random
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ..format.keys import Prefix
+    from ..format.schema import HeadRange, LayerRange, Shard
+
+    Bytes = NDArray[np.uint8]
+
+SAMPLE_BLOCKS = 16
+DEFAULT_TIMEOUT_S = 5.0
+
+# Small blocks are checked and copied in batches, to share the cost of a step (and, in
+# `AsyncClient`, of a switch to a thread): a batch is what a core copies in some 0.1 ms.
+WORK_BYTES = 1 << 20
+WORK_BLOCKS_MAX = 64
+
+# A put reserves at most 1/PUT_SHARE of the node's DRAM at a time, so that one long prompt does not
+# crowd out other writers' blocks while it is being written.
+PUT_SHARE = 4
+
+
+@dataclass(slots=True)
+class Call:
+    """A step: send `request`, wait up to `timeout_s` for its reply."""
+
+    request: messages.Request
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class Post:
+    """A step: send `request` without waiting for a reply."""
+
+    request: messages.Request
+
+
+@dataclass(slots=True)
+class Work:
+    """A step: run `action`, which copies or hashes payload bytes and may take milliseconds."""
+
+    action: Callable[[], Any]
+
+
+Step = Call | Post | Work
+T = TypeVar("T")
+Verb = Generator[Step, Any, T]
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """How much of a prefix is resident: leading `blocks`, and the `tokens` they cover.
+
+    `where` has one byte per block, a bit mask of its tiers (bit 0: DRAM, bit 1: NVMe).
+    """
+
+    blocks: int
+    tokens: int
+    where: bytes = b""
+
+    @property
+    def tiers(self) -> tuple[TierName, ...]:
+        """The fastest tier of each block."""
+        return tuple(TierName.DRAM if w & IN_DRAM else TierName.NVME for w in self.where)
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """The outcome of a put for each block, as positions in the prefix.
+
+    `stored`: written now. `resident`: in the pool already. `busy`: another writer has reserved it.
+    `refused`: the node did not accept it, or another rank of a shared write aborted. `pending`:
+    this rank's slice is written, other ranks' slices are not yet. `reason` is why the remaining
+    blocks are not stored: "no_room", or "deadline": the deadline passed, or the node did not
+    confirm the commit, in which case it may have stored them all the same.
+    """
+
+    stored: tuple[int, ...]
+    resident: tuple[int, ...]
+    busy: tuple[int, ...]
+    refused: tuple[int, ...]
+    reason: str | None
+    pending: tuple[int, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block of the prefix is in the pool now."""
+        return self.reason is None and not (self.busy or self.refused or self.pending)
+
+
+class Access(NamedTuple):
+    """The verification policy of a read, and the random generator that it samples with."""
+
+    verify: Verify
+    dice: random.Random
+
+    def checks_payload(self) -> bool:
+        """Whether to verify the payload of the next block."""
+        if self.verify == "sampled":
+            return self.dice.randrange(SAMPLE_BLOCKS) == 0
+        return self.verify == "always"
+
+
+# -- looking ---------------------------------------------------------------------------------------
+
+
+def match(prefix: Prefix, timeout_s: float) -> Verb[Hit]:
+    """Count the leading blocks that are resident."""
+    if not len(prefix):
+        return Hit(0, 0)
+    reply, _ = yield Call(messages.Match(0, _keys(prefix)), timeout_s)
+    where = reply.flags
+    return Hit(len(where), len(where) * prefix.schema.block_tokens, where)
+
+
+def exists(prefix: Prefix, timeout_s: float) -> Verb[list[bool]]:
+    """Tell for each block whether it is resident, regardless of the blocks before it."""
+    if not len(prefix):
+        return []
+    reply, _ = yield Call(messages.Exists(0, _keys(prefix)), timeout_s)
+    return [bool(flag) for flag in reply.flags]
+
+
+def pin(prefix: Prefix, level: int, ttl_s: float | None, timeout_s: float) -> Verb[int]:
+    """Pin or unpin the resident blocks."""
+    until_s = check_ttl(ttl_s)
+    if not len(prefix):
+        return 0
+    request = messages.Pin(0, _keys(prefix), level, until_s)
+    reply, _ = yield Call(request, timeout_s)
+    return int(reply.count)
+
+
+def remove(prefix: Prefix, timeout_s: float) -> Verb[int]:
+    """Remove the resident blocks."""
+    if not len(prefix):
+        return 0
+    reply, _ = yield Call(messages.Remove(0, _keys(prefix), timeout_s), timeout_s)
+    return int(reply.count)
+
+
+def statistics(timeout_s: float) -> Verb[dict[str, Any]]:
+    """The node's tiers, counters and sessions."""
+    reply, _ = yield Call(messages.Statistics(0), timeout_s)
+    return cast("dict[str, Any]", reply.numbers)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def get(
+    prefix: Prefix,
+    access: Access,
+    layers: LayerRange | None,
+    heads: HeadRange | None,
+    timeout_s: float,
+) -> Verb[tuple[Blocks, int]]:
+    """Lease the leading blocks and view them in place. Returns them and the lease's id."""
+    selection = select(prefix.schema, layers, heads)
+    if not len(prefix):
+        return Blocks(prefix, 0, None, _no_block), 0
+    reply, memory = yield Call(messages.Lease(0, _keys(prefix), timeout_s), timeout_s)
+    leased = LeasedExtents(prefix, memory, reply)
+    try:
+        good = yield from _checked(leased, access, selection, [])
+    except GeneratorExit:
+        raise
+    except BaseException:
+        yield Post(messages.Release(0, reply.lease))
+        raise
+    reason = _why(reply.reason) if good == len(reply.offsets) else "corrupt"
+    return Blocks(prefix, good, reason, partial(leased.block, selection)), reply.lease
+
+
+def _no_block(index: int) -> Block:
+    raise IndexError(index)
+
+
+def get_into(
+    prefix: Prefix,
+    access: Access,
+    into: Any,
+    layers: LayerRange | None,
+    heads: HeadRange | None,
+    timeout_s: float,
+) -> Verb[Blocks]:
+    """Copy the leading blocks into caller memory; leases as many at a time as fit in the DRAM."""
+    selection = select(prefix.schema, layers, heads)
+    targets = target_views(into, len(prefix), selection.nbytes)
+    deadline = time.monotonic() + timeout_s
+    generations: list[int] = []
+    reason: str | None = None
+    while len(generations) < len(prefix):
+        done = len(generations)
+        if done and time.monotonic() >= deadline:
+            reason = "deadline"
+            break
+        rest = prefix[done:]
+        left_s = max(0.0, deadline - time.monotonic())
+        reply, memory = yield Call(messages.Lease(0, _keys(rest), left_s), left_s)
+        leased = LeasedExtents(rest, memory, reply)
+        try:
+            good = yield from _checked(leased, access, selection, targets[done:])
+        except GeneratorExit:
+            raise
+        except BaseException:
+            yield Post(messages.Release(0, reply.lease))
+            raise
+        if reply.lease:
+            yield Post(messages.Release(0, reply.lease))
+        generations += reply.generations[:good]
+        reason = _why(reply.reason) if good == len(reply.offsets) else "corrupt"
+        if not good or reason not in (None, "no_room"):
+            break
+    count = len(generations)
+
+    def make(index: int) -> Block:
+        target, key = targets[index], prefix.keys[index]
+        return Block(target, selection, key, generations[index], packed=True)
+
+    return Blocks(prefix, count, None if count == len(prefix) else reason, make)
+
+
+def _checked(
+    leased: LeasedExtents, access: Access, selection: Selection, targets: Sequence[Bytes]
+) -> Verb[int]:
+    """Check the leased blocks, and copy them if there are `targets`. Returns how many leading
+    blocks were good, and reports the first corrupt one to the node."""
+    count = len(leased.offsets)
+    good = leased.leading() if access.verify == "off" and not targets else 0
+    at_once = max(1, min(WORK_BLOCKS_MAX, WORK_BYTES // selection.nbytes))
+    while good < count:
+        sample = [access.checks_payload() for _ in range(min(at_once, count - good))]
+        action = partial(check, leased, selection, targets, good, sample)
+        stop = good + len(sample)
+        good = (yield Work(action)) if targets or any(sample) else action()
+        if good < stop:
+            key, generation = leased.prefix.keys[good], leased.generations[good]
+            yield Post(messages.Report(0, key, generation))
+            break
+    return good
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def put(
+    prefix: Prefix,
+    payloads: Sequence[Any],
+    region_bytes: int,
+    timeout_s: float,
+    shard: Shard | None = None,
+    *,
+    until: float = math.inf,
+    alone: bool = True,
+) -> Verb[PutResult]:
+    """Copy payloads into the pool and checksum them on the way; resident blocks are skipped. Waits
+    up to `timeout_s` for room; the put's own deadline may be later, `until`.
+
+    If the node stops answering after it has granted a reservation, the result has the reason
+    "deadline" and does not count the unconfirmed blocks, which the node may have stored all the
+    same. Unless `alone` is false: then DeadlineExceeded is raised, as another node may take the
+    blocks.
+    """
+    schema = prefix.schema
+    selection = select_shard(schema, shard)
+    views = source_views(selection, payloads, len(prefix))
+    deadline = time.monotonic() + timeout_s
+    until = deadline if until == math.inf else until
+    at_once = max(1, region_bytes // PUT_SHARE // schema.extent_bytes)
+    if selection.shard is not None:
+        at_once = min(at_once, shard_blocks_max(schema))
+    outcome = empty_outcome()
+    position, reason = 0, None
+    granted = False
+    while position < len(prefix):
+        if position and time.monotonic() >= until:
+            reason = "deadline"  # start no further part
+            break
+        part = prefix[position : position + at_once]
+        try:
+            reply, slots = yield from _reserve(part, selection, deadline)
+            granted = True
+            sources = [views[position + slot.index] for slot in slots]
+            flags = yield from _filled(part, reply.lease, slots, sources, until)
+        except DeadlineExceeded:
+            if not (alone and granted):
+                raise
+            reason = "deadline"
+            break
+        note_outcome(outcome, position, reply.statuses, flags)
+        position += len(reply.statuses)
+        if not reply.statuses:
+            reason = _why(reply.reason)
+            break
+    return PutResult(**{k: tuple(v) for k, v in outcome.items()}, reason=reason)
+
+
+def _filled(
+    part: Prefix, lease: int, slots: list[Slot], sources: list[Bytes], deadline: float
+) -> Verb[bytes]:
+    """Fill and commit reserved slots; after any error, abort the reservation."""
+    if not slots:
+        return b""
+    headers: list[bytes] = []
+    try:
+        for slot, source in zip(slots, sources, strict=True):
+            headers.append((yield Work(partial(_fill, part, slot, source))))
+        # A node may be busy with other clients' commits at the deadline: twice the usual grace.
+        left_s = max(0.0, deadline + GRACE_S - time.monotonic())
+        reply, _ = yield Call(_commit(lease, slots, headers), left_s)
+    except GeneratorExit:
+        raise
+    except BaseException:
+        yield Post(messages.Abort(0, lease))  # as `commit` does
+        raise
+    return cast("bytes", reply.flags)
+
+
+def _fill(prefix: Prefix, slot: Slot, source: Bytes) -> bytes:
+    return _seal(prefix, slot, scatter_hashed(slot.view, source, slot.selection))
+
+
+def empty_outcome() -> dict[str, list[int]]:
+    """Empty lists for the fields of a `PutResult`, which `note_outcome` fills."""
+    return {"stored": [], "resident": [], "busy": [], "refused": [], "pending": []}
+
+
+def note_outcome(
+    outcome: dict[str, list[int]], position: int, statuses: bytes, kept: bytes
+) -> None:
+    """Sort the blocks from `position` on into `outcome`, by the statuses of a reservation and the
+    flags of its commit."""
+    flags = iter(kept)
+    for index, status in enumerate(statuses, start=position):
+        if status == ReserveStatus.GRANTED:
+            # A missing or unknown flag counts as not stored.
+            outcome[_KEPT.get(next(flags, Kept.REFUSED), "refused")].append(index)
+        else:
+            outcome["resident" if status == ReserveStatus.RESIDENT else "busy"].append(index)
+
+
+_KEPT: dict[int, str] = {Kept.STORED: "stored", Kept.PENDING: "pending"}
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedSlots:
+    """Slots for the blocks that were not resident, and positions of those that got none.
+
+    `resident`: in the pool already. `busy`: another writer has reserved it. For the remaining
+    blocks, at the end of the prefix, there was no room: `reason` is "no_room" then, else None.
+    """
+
+    slots: list[Slot]
+    lease: int
+    resident: tuple[int, ...] = ()
+    busy: tuple[int, ...] = ()
+    reason: str | None = None
+
+
+def reserve(prefix: Prefix, timeout_s: float, shard: Shard | None = None) -> Verb[ReservedSlots]:
+    """Reserve slots for the blocks that are not resident. Raises NoRoom."""
+    selection = select_shard(prefix.schema, shard)
+    if not len(prefix):
+        return ReservedSlots([], 0)
+    if selection.shard is not None:
+        check_shard_blocks(prefix)
+    reply, slots = yield from _reserve(prefix, selection, time.monotonic() + timeout_s)
+    if not reply.statuses:
+        raise NoRoom(
+            f"no room for a block of {prefix.schema.extent_bytes} bytes within {timeout_s} s: "
+            "everything else is leased, pinned, being written, or an ancestor of this block"
+        )
+    resident, busy = (
+        tuple(i for i, status in enumerate(reply.statuses) if status == wanted)
+        for wanted in (ReserveStatus.RESIDENT, ReserveStatus.BUSY)
+    )
+    return ReservedSlots(slots, reply.lease, resident, busy, _why(reply.reason))
+
+
+def commit(
+    prefix: Prefix, slots: Sequence[Slot], lease: int, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Verb[bytes]:
+    """Checksum the blocks written in place and make them visible. Returns a `Kept` per slot."""
+    if not slots:
+        return b""
+    headers: list[bytes] = []
+    try:
+        for slot in slots:
+            if slot.skipped:
+                headers.append(b"")
+            else:
+                headers.append((yield Work(partial(_seal_in_place, prefix, slot))))
+        reply, _ = yield Call(_commit(lease, slots, headers), timeout_s)
+    except GeneratorExit:
+        raise
+    except BaseException:
+        # Also if the commit was never sent. If it was, the abort has no effect.
+        yield Post(messages.Abort(0, lease))
+        raise
+    return cast("bytes", reply.flags)
+
+
+def _commit(lease: int, slots: Sequence[Slot], headers: list[bytes]) -> messages.Commit:
+    """The commit request; only ranks of a shared write send headers in it."""
+    skip = [i for i, slot in enumerate(slots) if slot.skipped]
+    shared = slots[0].selection.shard is not None
+    return messages.Commit(0, lease, skip, headers if shared else [])
+
+
+def reserve_request(prefix: Prefix, selection: Selection, timeout_s: float) -> messages.Reserve:
+    """The request to reserve extents for the missing blocks of `prefix`, or for one rank's slice of
+    each if `selection` is a shard."""
+    request = messages.Reserve(
+        0, _keys(prefix), prefix.parent, prefix.start, prefix.schema.extent_bytes, timeout_s
+    )
+    if selection.shard is not None:
+        request.rank, request.ranks = selection.shard
+        request.owned = selection.bitmap()
+    return request
+
+
+def _reserve(
+    prefix: Prefix, selection: Selection, deadline: float
+) -> Verb[tuple[messages.Reserved, list[Slot]]]:
+    """Reserve extents; returns the node's reply and the slots that it granted."""
+    left_s = max(0.0, deadline - time.monotonic())
+    request = reserve_request(prefix, selection, left_s)
+    reply, memory = yield Call(request, left_s)
+    granted = [i for i, status in enumerate(reply.statuses) if status == ReserveStatus.GRANTED]
+    size = prefix.schema.extent_bytes
+    slots = [
+        Slot(memory[offset : offset + size], selection, index, offset, generation)
+        for index, offset, generation in zip(granted, reply.offsets, reply.generations, strict=True)
+    ]
+    return reply, slots
+
+
+def _seal_in_place(prefix: Prefix, slot: Slot) -> bytes:
+    algorithm = prefix.schema.checksum
+    return _seal(prefix, slot, host_copy.hash_segments(slot.view, slot.selection.spans, algorithm))
+
+
+def _seal(prefix: Prefix, slot: Slot, found: NDArray[np.uint64]) -> bytes:
+    """Write the block's header into the slot and return b""; one rank of a shared write returns
+    its header for the commit request instead."""
+    place = {"generation": slot.generation, "offset": slot.offset}
+    checksums = all_checksums(slot.selection, found)
+    if slot.selection.shard is not None:
+        return shard_header(prefix, slot.index, checksums=checksums, **place)
+    seal(slot.extent, prefix, slot.index, checksums=checksums, **place)
+    return b""
+
+
+# -- small -----------------------------------------------------------------------------------------
+
+
+def _keys(prefix: Prefix) -> bytes:
+    return check_blocks(prefix).key_bytes
+
+
+def _why(reason: int) -> str | None:
+    return None if reason == Reason.NONE else Reason(reason).name.lower()

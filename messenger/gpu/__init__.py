@@ -1,0 +1,1 @@
+"""Copies between a GPU and the host, and the memory that both can reach."""

@@ -1,0 +1,1 @@
+"""Frames, ranges and tags as bytes, and where ranges lie in arrays. No I/O."""

@@ -1,0 +1,1 @@
+"""Long campaigns against the whole of Tiffin: `python -m tests.campaign PART [OPTIONS]`."""

@@ -1,0 +1,33 @@
+"""`python -m tests.campaign all`, or a part of it: `faults --gets 500000 --seed 1`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+# Helpers of the store's tests: see tests/conftest.py.
+sys.path.insert(0, str(Path(__file__).parents[1] / "kvstore"))
+
+from . import everything, faults, interrupts, processes, relay
+
+PARTS = {
+    "all": everything.main,
+    "faults": faults.main,
+    "interrupts": interrupts.main,
+    "relay": relay.main,
+    "visit": processes.main,
+}
+
+
+def main() -> int:
+    """Run one part; its report goes to stdout as a line of JSON. 1 if it found anything."""
+    if len(sys.argv) < 2 or sys.argv[1] not in PARTS:
+        print(f"usage: python -m tests.campaign {{{','.join(PARTS)}}} [OPTIONS]", file=sys.stderr)
+        return 2
+    logging.getLogger("tiffin").setLevel(logging.ERROR)  # what it warns of is what is done to it
+    return PARTS[sys.argv[1]](sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,366 @@
+"""Both clients against a service on a port: the same verbs, the same errors, safe repetitions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from apisupport import KEY, MODEL, Recorder
+from directory.ports import free_port
+from serversupport import served, wait_for_follower
+
+from tiffin.conductor.client import AsyncConductorClient, ConductorClient, calls
+from tiffin.conductor.errors import (
+    ConductorUnavailable,
+    Conflict,
+    InvalidRequest,
+    NotAuthorized,
+    UnknownInstance,
+    UnknownModel,
+    UnknownNode,
+    UnknownRequest,
+)
+from tiffin.conductor.pool.orders import NodeSpace
+from tiffin.conductor.records import (
+    InstanceSpec,
+    Load,
+    Objectives,
+    Rejection,
+    Request,
+    RequestEvent,
+    Role,
+)
+from tiffin.conductor.web.auth import load_tokens
+from tiffin.conductor.wire.models import DecisionReply
+from tiffin.kvstore import KVSchema
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SCHEMA = KVSchema.gqa(
+    model=MODEL, layers=2, kv_heads=2, head_dim=8, dtype="float16", block_tokens=16
+)
+SPEC = InstanceSpec("i 1?", MODEL, Role.MIXED, "test", url="http://localhost:1", block_tokens=16)
+REQUEST = Request("r/1".replace("/", "-"), MODEL, 40, (KEY, KEY[::-1]), Objectives(60.0, 1.0))
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[tuple[Recorder, str]]:
+    core = Recorder()
+    with served(core) as url:
+        yield core, url
+
+
+class Both:
+    """Calls a verb of either client; coroutines are run."""
+
+    def __init__(self, kind: str, url: str, **options: Any) -> None:
+        self.kind, self.url, self.options = kind, url, options
+
+    def __getattr__(self, verb: str) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if self.kind == "blocking":
+                with ConductorClient(self.url, **self.options) as client:
+                    return getattr(client, verb)(*arguments, **named)
+
+            async def run() -> Any:
+                async with AsyncConductorClient(self.url, **self.options) as client:
+                    return await getattr(client, verb)(*arguments, **named)
+
+            return asyncio.run(run())
+
+        return call
+
+
+@pytest.fixture(params=["blocking", "asyncio"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def client(kind: str, service: tuple[Recorder, str]) -> Both:
+    core, url = service
+    core.reject = None
+    for name in list(core.cluster.names):
+        core.remove(name, 0.0)
+    for flight in list(core.ledger):
+        core.observe(RequestEvent(flight.request.id, "cancelled"), flight.decided_at)
+    return Both(kind, url)
+
+
+def test_a_request_from_schedule_to_its_end(client: Both, service: tuple[Recorder, str]) -> None:
+    core, _ = service
+    client.register(SPEC, Load(running=2))
+    decision = client.schedule(REQUEST)
+    assert isinstance(decision, DecisionReply)
+    assert (decision.prefill, decision.prefill_url) == (SPEC.id, SPEC.url)
+    assert core.requests[REQUEST.id] == REQUEST
+    elsewhere = replace(REQUEST, id="r-2", exclude=("gone",))
+    client.schedule(elsewhere)
+    assert core.requests["r-2"] == elsewhere
+    assert client.schedule(REQUEST).prefill == decision.prefill
+    raced = RequestEvent(REQUEST.id, "first_token", route=("i 1?", "another"))
+    assert client.observe(raced) is None
+    client.observe(RequestEvent(REQUEST.id, "tokens", 4))
+    client.observe(RequestEvent(REQUEST.id, "finished"))
+    assert core.events[-2] == RequestEvent(REQUEST.id, "tokens", 4)
+    assert core.events[-3] == raced
+    with pytest.raises(UnknownRequest):
+        client.observe(RequestEvent(REQUEST.id, "finished"))
+
+
+def test_a_prompt_by_its_tokens(client: Both, service: tuple[Recorder, str]) -> None:
+    client.register(SPEC, schema=SCHEMA)
+    tokens = list(range(40))
+    client.schedule(Request("t", MODEL, 40), token_ids=tokens, namespace="acme")
+    assert service[0].requests["t"].keys == SCHEMA.prefix(tokens, "acme").keys
+
+
+def test_a_rejection_is_an_answer(client: Both, service: tuple[Recorder, str]) -> None:
+    client.register(SPEC)
+    wanted = Rejection(REQUEST.id, "tbt", "too slow", 1.0, 0.5, 2.5, {"batch": 7.0})
+    service[0].reject = wanted
+    assert client.schedule(REQUEST) == wanted
+    service[0].reject = Rejection("", "no_decode", "nobody decodes")
+    assert client.schedule(REQUEST).reason == "no_decode"
+
+
+def test_instances(client: Both) -> None:
+    with pytest.raises(UnknownInstance):
+        client.heartbeat(SPEC.id, Load())
+    client.register(SPEC)
+    client.heartbeat(SPEC.id, Load(running=3))
+    client.drain(SPEC.id)
+    one = client.instance(SPEC.id)
+    assert (one.role, one.status, one.load["batch"]) == ("mixed", "draining", 3.0)
+    with pytest.raises(Conflict):
+        client.flip(SPEC.id, Role.DECODE)
+    assert [found.id for found in client.instances()] == [SPEC.id]
+    client.remove(SPEC.id)
+    assert client.instances() == []
+
+
+def test_looking(client: Both, service: tuple[Recorder, str]) -> None:
+    core, _ = service
+    assert client.ready().status == "not ready"
+    client.register(SPEC)
+    assert client.ready().reasons == []
+    core.hold("node-a", "dram", [KEY], 0.0)
+    client.schedule(REQUEST)
+    matched = client.match([KEY])
+    assert (matched.blocks, matched.holders[0].blocks) == (1, 1)
+    assert client.hot(0) == []
+    assert client.why(REQUEST.id).prefill == SPEC.id
+    assert client.decisions(1, instance=SPEC.id)[0].request_id == REQUEST.id
+    with pytest.raises(UnknownRequest):
+        client.why("another")
+
+
+def test_looking_at_the_pool(client: Both, service: tuple[Recorder, str]) -> None:
+    core, _ = service
+    client.register(SPEC)
+    client.schedule(REQUEST)
+    client.drain(SPEC.id)
+    drains = {one.name: one for one in client.drains()}
+    assert (drains[SPEC.id].kind, drains[SPEC.id].phase) == ("instance", "waiting")
+    found = client.plans()
+    assert (found.leads, found.leader) == (True, "")
+    assert {one.model for one in found.plans} == set(core.steering.plans())
+
+
+def test_a_node_is_drained_and_opened_again(
+    client: Both, service: tuple[Recorder, str], kind: str
+) -> None:
+    core, _ = service
+    core.steering.tick({f"n-{kind} 1?": NodeSpace(f"n-{kind} 1?", 1 << 30, 1 << 29)}, 0.0)
+    for asked in (client.drain_node, client.undrain_node):
+        with pytest.raises(UnknownNode):
+            asked("another")
+    drain = client.drain_node(f"n-{kind} 1?", deadline_s=60.0)
+    assert (drain.kind, drain.phase) == ("node", "closing")
+    assert 50 < drain.left_s <= 60
+    assert client.drain_node(f"n-{kind} 1?").left_s <= 60
+    assert client.undrain_node(f"n-{kind} 1?").phase == "cancelled"
+    with pytest.raises(Conflict):
+        client.drain_node(f"n-{kind} 1?")
+
+
+def test_settings(client: Both) -> None:
+    changed = client.patch({"core": {"log_max": 77}})
+    assert changed == client.settings()
+    assert changed["core"]["log_max"] == 77
+    with pytest.raises(InvalidRequest, match="log_max"):
+        client.patch({"core": {"log_max": -1}})
+
+
+def test_errors_come_back_as_what_they_were(client: Both) -> None:
+    with pytest.raises(UnknownModel):
+        client.schedule(Request("r", "another", 1))
+    client.register(SPEC)
+    client.schedule(REQUEST)
+    with pytest.raises(Conflict):
+        client.schedule(Request(REQUEST.id, MODEL, 39))
+    for name in ("", ".", "..", "a/b", "\ud800"):
+        with pytest.raises(InvalidRequest):
+            client.instance(name)
+
+
+def test_tokens_are_sent(kind: str, tmp_path: Path) -> None:
+    paths = {}
+    for name, text in {"known": "a" * 32, "other": "b" * 32, "line": f"read {'a' * 32}"}.items():
+        paths[name] = tmp_path / name
+        paths[name].write_text(text)
+        paths[name].chmod(0o600)
+    with served(Recorder(), load_tokens(paths["known"])) as url:
+        assert Both(kind, url, token_file=paths["known"]).instances() == []
+        for options in ({}, {"token_file": paths["other"]}):
+            with pytest.raises(NotAuthorized):
+                Both(kind, url, **options).instances()
+        with pytest.raises(InvalidRequest, match="more than a token"):
+            Both(kind, url, token_file=paths["line"]).instances()
+
+
+@pytest.mark.parametrize("url", ["", "localhost:1", "ftp://h", "http://", "http://u:p@h", "a\0"])
+def test_what_is_no_url_is_said(kind: str, url: str) -> None:
+    with pytest.raises(InvalidRequest):
+        Both(kind, url).instances()
+
+
+def test_nobody_there(kind: str) -> None:
+    with pytest.raises(ConductorUnavailable, match="no answer"):
+        Both(kind, f"http://127.0.0.1:{free_port()}", retries=1).instances()
+
+
+class Flaky:
+    """Hangs up on the first connections after reading their requests, then answers `answer`."""
+
+    def __init__(self, hang_up: int, answer: bytes) -> None:
+        self._left, self._answer = hang_up, answer
+        self.requests: list[bytes] = []
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._door.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while True:
+            connection, _ = self._door.accept()
+            with connection:
+                request = connection.recv(65536)
+                if not request:
+                    return
+                self.requests.append(request)
+                if self._left:
+                    self._left -= 1
+                    continue
+                connection.sendall(self._answer)
+
+    def __enter__(self) -> Flaky:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        socket.create_connection(self._door.getsockname()).close()
+        self._thread.join()
+        self._door.close()
+
+
+def answer(status: str, body: bytes = b"") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+class TestRepetition:
+    def test_a_lost_answer_is_asked_for_again(self, kind: str) -> None:
+        with Flaky(2, answer("200 OK", b'{"instances": []}')) as flaky:
+            assert Both(kind, flaky.url).instances() == []
+            assert len(flaky.requests) == 3
+
+    def test_but_not_for_ever(self, kind: str) -> None:
+        with Flaky(9, b"") as flaky:
+            with pytest.raises(ConductorUnavailable):
+                Both(kind, flaky.url, retries=1).instances()
+            assert len(flaky.requests) == 2
+
+    def test_tokens_that_may_have_been_counted_are_not_sent_again(self, kind: str) -> None:
+        with Flaky(1, answer("204 No Content")) as flaky:
+            with pytest.raises(ConductorUnavailable):
+                Both(kind, flaky.url).observe(RequestEvent("r", "tokens", 5))
+            assert len(flaky.requests) == 1
+
+    def test_an_end_that_was_heard_the_first_time_is_an_end(self, kind: str) -> None:
+        gone = b'{"error":{"message":"no","type":"t","code":"unknown_request"}}'
+        with Flaky(1, answer("404 Not Found", gone)) as flaky:
+            Both(kind, flaky.url).observe(RequestEvent("r", "finished"))
+        with Flaky(0, answer("404 Not Found", gone)) as flaky, pytest.raises(UnknownRequest):
+            Both(kind, flaky.url).observe(RequestEvent("r", "finished"))
+
+    def test_who_never_answers_is_given_up(self, kind: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            url = f"http://127.0.0.1:{door.getsockname()[1]}"
+            with pytest.raises(ConductorUnavailable):
+                Both(kind, url, timeout_s=0.2).instances()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error"),
+    [
+        (502, b"<html>", ConductorUnavailable),
+        (404, b"nginx", InvalidRequest),
+        (200, b"<html>", ConductorUnavailable),
+        (200, b"{}", ConductorUnavailable),
+        (503, b'{"error":{"message":"m","type":"t","code":"busy"}}', ConductorUnavailable),
+        (413, b'{"error":{"message":"m","type":"t","code":"too_large"}}', InvalidRequest),
+    ],
+)
+def test_answers_of_somebody_else(status: int, body: bytes, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        calls.instances().answered(status, body, again=False)
+    with pytest.raises(error):
+        calls.schedule(REQUEST, None, "").answered(status, body, again=False)
+
+
+class TestFollowing:
+    def test_decisions_as_they_are_made(self, client: Both, service: tuple[Recorder, str]) -> None:
+        _, url = service
+        client.register(SPEC)
+        names = ["a", "b", "c"]
+
+        def place() -> None:
+            with ConductorClient(url) as other:
+                for name in names:
+                    other.schedule(Request(name, MODEL, 10))
+
+        async def follow() -> list[str]:
+            found: list[str] = []
+            async with AsyncConductorClient(url) as it:
+                entries = it.follow(candidates=1)
+                first = asyncio.ensure_future(anext(entries))
+                await asyncio.to_thread(wait_for_follower, url)
+                await asyncio.to_thread(place)
+                found.append((await first).request_id)
+                while len(found) < len(names):
+                    found.append((await anext(entries)).request_id)
+                await entries.aclose()
+            return found
+
+        assert asyncio.run(follow()) == names
+
+    def test_they_end_when_the_conductor_stops(self) -> None:
+        got: list[Any] = []
+        with contextlib.ExitStack() as stack:
+            service = served(Recorder())
+            url = service.__enter__()
+            client = stack.enter_context(ConductorClient(url))
+            thread = threading.Thread(target=lambda: got.extend(client.follow()))
+            thread.start()
+            wait_for_follower(url)
+            service.__exit__(None, None, None)
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+        assert got == []

@@ -1,0 +1,149 @@
+"""Who says how long an answer will be, and that quantiles are exact."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiffin.conductor.decode.output_length import Lengths, LengthSettings
+from tiffin.conductor.records import TOKENS_MAX, Request
+
+
+def request(
+    output_class: str = "chat",
+    *,
+    model: str = "m",
+    says: int | None = None,
+    limit: int | None = None,
+) -> Request:
+    return Request(
+        id="r",
+        model=model,
+        prompt_tokens=10,
+        output_class=output_class,
+        output_tokens=says,
+        output_tokens_max=limit,
+    )
+
+
+def taught(lengths: Lengths, tokens: list[int], of: Request) -> Lengths:
+    for count in tokens:
+        lengths.observe(of, count)
+    return lengths
+
+
+def test_who_is_believed() -> None:
+    """The caller, else the class, else all answers of the model, else the default."""
+    settings = LengthSettings(observations_min=4, quantile=0.5, default_tokens=77)
+    lengths = Lengths(settings)
+    assert lengths.predict(request()) == (77, "default")
+    taught(lengths, [10, 10, 10], request("chat"))
+    assert lengths.predict(request()) == (77, "default"), "three answers are not enough"
+    taught(lengths, [900, 900], request("report"))
+    assert lengths.predict(request("chat")) == (10, "model")
+    taught(lengths, [12], request("chat"))
+    assert lengths.predict(request("chat")) == (10, "class")
+    assert lengths.predict(request("")) == (10, "model")
+    assert lengths.predict(request("chat", model="another")) == (77, "default")
+    assert lengths.predict(request("chat", says=500)) == (500, "caller")
+
+
+def test_nothing_is_predicted_beyond_the_limit_of_the_request() -> None:
+    lengths = Lengths(LengthSettings(default_tokens=300))
+    assert lengths.predict(request(limit=100)).tokens == 100
+    assert lengths.predict(request(says=500, limit=100)).tokens == 100
+    assert lengths.predict(request(says=0)).tokens == 1
+    assert lengths.predict(request(says=2 * TOKENS_MAX)).tokens == TOKENS_MAX
+
+
+def test_heavy_is_more_than_the_threshold() -> None:
+    lengths = Lengths()
+    assert not lengths.heavy(128)
+    assert lengths.heavy(129)
+
+
+def test_cancelled_requests_teach_nothing() -> None:
+    lengths = taught(Lengths(), [0] * 100, request())
+    assert len(lengths) == 0
+    assert lengths.predict(request()).source == "default"
+
+
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=60),
+    st.sampled_from([0.0, 0.1, 0.5, 0.7, 0.95, 1.0]),
+    st.integers(1, 40),
+)
+def test_a_class_is_the_quantile_of_its_latest_answers(
+    tokens: list[int], quantile: float, window: int
+) -> None:
+    settings = LengthSettings(quantile=quantile, window=window, observations_min=1)
+    lengths = taught(Lengths(settings), tokens, request())
+    latest = deque(tokens, maxlen=window)
+    expected = int(np.quantile(latest, quantile, method="inverted_cdf"))
+    assert lengths.predict(request()) == (expected, "class")
+
+
+def test_what_remains_while_the_prediction_holds() -> None:
+    lengths = taught(Lengths(LengthSettings(quantile=0.5)), list(range(1, 101)), request())
+    assert lengths.predict(request()).tokens == 50
+    assert lengths.remaining(request(), 0) == 50
+    assert lengths.remaining(request(), 30) == 20
+
+
+def test_what_remains_of_an_answer_that_is_longer_than_predicted() -> None:
+    """It is compared with those that were as long: of 51 to 100, half are at most 75."""
+    lengths = taught(Lengths(LengthSettings(quantile=0.5)), list(range(1, 101)), request())
+    assert lengths.remaining(request(), 50) == 75 - 50
+    assert lengths.remaining(request(says=20), 50) == 75 - 50
+    assert lengths.remaining(request(), 99) == 1
+
+
+def test_an_answer_longer_than_all_is_expected_to_double() -> None:
+    lengths = taught(Lengths(), list(range(1, 101)), request())
+    assert lengths.remaining(request(), 100) == 100
+    assert lengths.remaining(request(), 4000) == 4000
+    assert lengths.remaining(request(limit=4100), 4000) == 100
+    assert lengths.remaining(request(limit=4000), 4000) == 0
+
+
+@given(st.lists(st.integers(1, 500), max_size=80), st.integers(0, 600), st.integers(1, 600))
+def test_what_remains_is_never_negative_and_never_over_the_limit(
+    tokens: list[int], answered: int, limit: int
+) -> None:
+    lengths = taught(Lengths(), tokens, request())
+    remaining = lengths.remaining(request(limit=limit), answered)
+    assert 0 <= remaining <= max(0, limit - answered)
+
+
+def test_callers_can_not_fill_the_memory_with_names() -> None:
+    lengths = Lengths(LengthSettings(classes_max=10, observations_min=1))
+    for number in range(1000):
+        lengths.observe(request(f"class-{number}"), 5)
+    assert len(lengths) == 10
+    assert lengths.predict(request("class-999")).source == "class"
+    assert lengths.predict(request("class-0")).source == "model"
+
+
+def test_settings_can_change_at_any_time() -> None:
+    lengths = Lengths(LengthSettings(window=100, observations_min=1, quantile=1.0))
+    dice = random.Random(1)
+    taught(lengths, [dice.randrange(500, 1000) for _ in range(100)], request())
+    taught(lengths, [3, 4, 5], request())
+    assert lengths.predict(request()).tokens >= 500
+    lengths.configure(LengthSettings(window=3, observations_min=1, quantile=1.0))
+    assert lengths.predict(request()) == (5, "class")
+    lengths.configure(LengthSettings(classes_max=1))
+    assert len(lengths) == 1
+
+
+def test_bounds_are_checked_where_settings_come_in() -> None:
+    with pytest.raises(msgspec.ValidationError, match="quantile"):
+        msgspec.json.decode(b'{"quantile": 1.5}', type=LengthSettings)
+    with pytest.raises(msgspec.ValidationError, match="unknown field"):
+        msgspec.json.decode(b'{"quantil": 0.5}', type=LengthSettings)

@@ -1,0 +1,297 @@
+"""Two real vLLMs behind a real gateway and a real conductor, all in processes of their own.
+
+TIFFIN_VLLM=/path/to/venv/bin/python pytest -m slow tests/conductor/events/test_real_vllm.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from directory.ports import free_port
+from serversupport import GatewayProcess, Process
+from vllmsupport import MODEL, PATIENCE_S, SCHEMA, VARIABLE, Beside, Vllm, make_model, until, words
+
+from tiffin.conductor.client import ConductorClient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        not os.environ.get(VARIABLE), reason=f"{VARIABLE} names no Python that has vLLM"
+    ),
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the engines extra is missing"),
+]
+
+BLOCK = SCHEMA.block_tokens
+KINDS = ("ids", "text", "chat")
+
+
+@dataclass
+class Answer:
+    """What a client got. `tokens` are ids; `error` is a stream's last event, if it is one."""
+
+    status: int
+    headers: httpx.Headers
+    tokens: list[int]
+    error: dict[str, Any] | None = None
+    done: bool = False
+
+    @property
+    def instance(self) -> str:
+        return str(self.headers["x-tiffin-decode"])
+
+    @property
+    def cached_tokens(self) -> int:
+        return int(self.headers["x-tiffin-cached-tokens"])
+
+
+@dataclass
+class World:
+    """All that runs."""
+
+    engines: dict[str, Vllm]
+    conductor: ConductorClient
+    http: httpx.Client
+
+    def ask(
+        self,
+        kind: str,
+        ids: Sequence[int],
+        *,
+        stream: bool = False,
+        seen: Callable[[str], None] | None = None,
+        **more: Any,
+    ) -> Answer:
+        """Through the gateway. `seen` is called once, with the instance, when a stream has
+        begun."""
+        body = body_of(kind, ids, **more)
+        if not stream:
+            response = self.http.post(path_of(kind), json=body)
+            found = response.json()["choices"][0]["token_ids"] if response.is_success else []
+            return Answer(response.status_code, response.headers, list(found))
+        with self.http.stream("POST", path_of(kind), json={**body, "stream": True}) as response:
+            answer = Answer(response.status_code, response.headers, [])
+            for line in response.iter_lines():
+                self._read(line, answer)
+                if seen is not None and len(answer.tokens) > 4:
+                    seen(answer.instance)
+                    seen = None
+        return answer
+
+    @staticmethod
+    def _read(line: str, answer: Answer) -> None:
+        data = line.removeprefix("data: ")
+        if data == "[DONE]":
+            answer.done = True
+        elif data:
+            event = json.loads(data)
+            answer.error = event.get("error")
+            for choice in event.get("choices", ()):
+                answer.tokens += choice.get("token_ids") or []
+
+    def held(self, ids: Sequence[int]) -> dict[str, int]:
+        """Blocks of a prompt, per instance that has any."""
+        holders = self.conductor.match(SCHEMA.prefix(ids).keys).holders
+        return {one.holder.removesuffix("/hbm"): one.blocks for one in holders}
+
+    def await_held(self, ids: Sequence[int], name: str, blocks: int) -> None:
+        until(lambda: self.held(ids).get(name, 0) == blocks, f"{name} holds {blocks} of a prompt")
+
+    def await_ready(self) -> None:
+        def ready() -> bool:
+            return [one.status for one in self.conductor.instances()] == ["ready"] * 2
+
+        until(ready, "both are ready")
+
+    def revive(self, name: str) -> None:
+        self.engines[name].start()
+        self.engines[name].wait()
+        self.await_ready()
+
+    def other(self, name: str) -> str:
+        (found,) = self.engines.keys() - {name}
+        return found
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("vllm")
+    make_model(folder / "model")
+    config = folder / "gateway.toml"
+    config.write_text(f'[models."{MODEL}"]\nkeys = "conductor"\n')
+    with contextlib.ExitStack() as stack:
+        engines = {name: Vllm(name, folder / "model") for name in ("vllm-0", "vllm-1")}
+        for engine in engines.values():
+            stack.callback(engine.close)
+            engine.start()
+        urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+        listens = [url.removeprefix("http://") for url in urls]
+        # There is no pool: nobody fetches what another one has.
+        conductor = stack.enter_context(Process("--listen", listens[0]))
+        conductor.wait_until_it_answers(urls[0])
+        options = ("--listen", listens[1], "--conductor", urls[0], "--config", str(config))
+        gateway = stack.enter_context(GatewayProcess(*options))
+        gateway.wait_until_it_answers(urls[1])
+        for engine in engines.values():
+            engine.wait()
+            stack.enter_context(Beside(engine, urls[0], folder))
+        client = stack.enter_context(ConductorClient(urls[0]))
+        http = httpx.Client(base_url=urls[1], trust_env=False, timeout=PATIENCE_S)
+        it = World(engines, client, stack.enter_context(http))
+        it.await_ready()
+        until(lambda: http.get("/readyz").status_code == 200, "the gateway knows them")
+        yield it
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(4, 1024) for _ in range(tokens)]
+
+
+def path_of(kind: str) -> str:
+    return "/v1/chat/completions" if kind == "chat" else "/v1/completions"
+
+
+def body_of(kind: str, ids: Sequence[int], **more: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True, **more}
+    if kind == "chat":
+        return {**body, "messages": [{"role": "user", "content": words(ids)}]}
+    return {**body, "prompt": words(ids) if kind == "text" else list(ids)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_with_one_beginning_go_to_one_instance(
+    world: World, kind: str, stream: bool
+) -> None:
+    """And the answers are those of vLLM asked directly, and so are the blocks."""
+    seed = 10 * KINDS.index(kind) + stream
+    start = prompt(seed, 2 * BLOCK + 6)
+    first = world.ask(kind, [*start, *prompt(seed + 100, 60)], stream=stream)
+    assert (first.status, first.cached_tokens) == (200, 0)
+    world.await_held(start, first.instance, 2)
+    assert world.held(start) == {first.instance: 2}
+    engine = world.engines[first.instance]
+    before = engine.hit_tokens()
+    again = [*start, *prompt(seed + 200, 60)]
+    second = world.ask(kind, again, stream=stream)
+    assert (second.instance, second.cached_tokens) == (first.instance, 2 * BLOCK)
+    assert engine.hit_tokens() - before == 2 * BLOCK, "it had what it was believed to have"
+    elsewhere = world.engines[world.other(first.instance)]
+    assert second.tokens == elsewhere.answer(path_of(kind), body_of(kind, again))
+    assert len(second.tokens) == 12
+    entry = world.conductor.why(second.headers["x-request-id"])
+    assert (entry.prefill, entry.cached_tokens) == (first.instance, 2 * BLOCK)
+
+
+def test_what_depends_on_a_salt_is_nobodys(world: World) -> None:
+    salted = prompt(40, 600)
+    assert world.ask("ids", salted, cache_salt="pepper").status == 200
+    later = prompt(41, 600)
+    world.await_held(later, world.ask("ids", later).instance, 1)
+    assert world.held(salted) == {}
+
+
+def test_what_the_engine_refuses_is_its_own_answer(world: World) -> None:
+    response = world.http.post(path_of("ids"), json=body_of("ids", [99_999]))
+    assert response.status_code == 400
+    assert "out of vocabulary" in response.json()["error"]["message"]
+
+
+def test_after_evictions_and_clients_that_left_the_index_is_what_vllm_has(world: World) -> None:
+    starts = [prompt(50 + i, 3 * BLOCK) for i in range(8)]
+
+    def one(seed: int) -> int:
+        dice = random.Random(seed)
+        ids = starts[int(dice.paretovariate(0.7)) % 8][: dice.choice([600, 1024, 1536])]
+        body = body_of("ids", [*ids, *prompt(seed, dice.randrange(1, 900))])
+        body |= {"max_tokens": dice.randrange(5, 40), "stream": True}
+        with world.http.stream("POST", path_of("ids"), json=body) as response:
+            for number, _ in enumerate(response.iter_lines()):
+                if seed % 4 == 0 and number > 6:
+                    break
+        return response.status_code
+
+    with ThreadPoolExecutor(6) as pool:
+        assert set(pool.map(one, range(100, 130))) == {200}
+    for start in starts:
+        for name, engine in world.engines.items():
+            # A batch of events comes after the answer; what is asked here drives others out.
+            until(lambda: _quiet(world), "nothing runs")
+            believed, before = world.held(start).get(name, 0), engine.hit_tokens()
+            engine.answer(path_of("ids"), body_of("ids", [*start, 7], max_tokens=1))
+            assert (engine.hit_tokens() - before) // BLOCK == believed, name
+            world.await_held(start, name, 3)
+
+
+def _quiet(world: World) -> bool:
+    return all(not one.load["batch"] for one in world.conductor.instances())
+
+
+def test_an_engine_that_dies_before_the_first_token(world: World) -> None:
+    """The client sees nothing of it; and when it is back, it is believed to have nothing."""
+    ids = prompt(60, 1100)
+    for engine in world.engines.values():
+        engine.pause()
+    found: list[Answer] = []
+    asked = threading.Thread(target=lambda: found.append(world.ask("ids", ids, stream=True)))
+    asked.start()
+    until(lambda: bool(_placed(world)), "it is placed")
+    dying = _placed(world)
+    alive = world.other(dying)
+    world.engines[alive].go_on()
+    for seed in range(50, 58):  # of the test before; what it holds of them has to go
+        if dying in world.held(prompt(seed, BLOCK)):
+            break
+    else:
+        pytest.fail("it holds nothing that it could be believed to have")
+    world.engines[dying].kill_engine()
+    asked.join()
+    (answer,) = found
+    assert (answer.status, answer.error, answer.done) == (200, None, True)
+    assert answer.instance == alive
+    assert len(answer.tokens) == 12
+    world.engines[dying].end()
+    assert world.ask("ids", prompt(61, 600)).instance == alive
+    world.revive(dying)
+    world.await_held(prompt(seed, BLOCK), dying, 0)
+
+
+def _placed(world: World) -> str:
+    """Where what runs was placed; "" if nothing runs."""
+    return next((one.id for one in world.conductor.instances() if one.load["queued"]), "")
+
+
+@pytest.mark.parametrize("what", ["engine", "server"])
+def test_one_that_dies_in_the_middle_of_a_stream(world: World, what: str) -> None:
+    ids = prompt(70, 1100)
+
+    def kill(name: str) -> None:
+        engine = world.engines[name]
+        engine.kill_engine() if what == "engine" else engine.kill_server()
+
+    answer = world.ask("ids", ids, stream=True, max_tokens=2000, seen=kill)
+    assert answer.error is not None
+    # vLLM says itself that its engine has died, if it can.
+    assert answer.error["code"] == (500 if what == "engine" else "engine_failed")
+    assert answer.done == (what == "engine")
+    again = world.ask("ids", ids)
+    assert (again.status, again.instance) == (200, world.other(answer.instance))
+    count = min(12, len(answer.tokens))
+    assert again.tokens[:count] == answer.tokens[:count]
+    world.engines[answer.instance].end()
+    world.revive(answer.instance)

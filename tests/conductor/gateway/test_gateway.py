@@ -1,0 +1,568 @@
+"""The gateway between clients, a real conductor and stub engines: what everybody gets to see."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+from gatewaysupport import CONFIG, MODEL, Engine, Heard, cluster, run, skip, until
+
+from tiffin.conductor.gateway.config import GatewayConfig, GatewayLimits, ModelConfig
+from tiffin.conductor.records import Role
+from tiffin.conductor.web.auth import load_tokens
+from tiffin.kvstore import KVSchema
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SPLIT = {"disaggregation": {"form": "remote"}}
+SCHEMA = KVSchema.gqa(
+    model=MODEL, layers=2, kv_heads=2, head_dim=8, dtype="float16", block_tokens=16
+)
+PROMPT = "Where does the lunch of Mumbai come from, and who carries it?"
+
+
+def pair(**decode: Any) -> tuple[Engine, Engine]:
+    return Engine("p0", Role.PREFILL), Engine("d0", Role.DECODE, **decode)
+
+
+def changed(**changes: Any) -> GatewayConfig:
+    return msgspec.structs.replace(CONFIG, **changes)
+
+
+class TestPassingThrough:
+    def test_a_stream_byte_by_byte(self) -> None:
+        async def scenario() -> None:
+            engine = Engine("m0")
+            async with cluster(engine) as it:
+                async with it.stream({"prompt": PROMPT}) as response:
+                    body = await response.aread()
+                assert response.status_code == 200
+                assert response.headers["content-type"].startswith("text/event-stream")
+                assert body == engine.sent
+                assert response.headers["x-tiffin-prefill"] == "m0"
+                assert response.headers["x-tiffin-decode"] == "m0"
+                assert response.headers["x-tiffin-cached-tokens"] == "0"
+                assert "x-tiffin-fallback" not in response.headers
+                await it.idle()
+                assert it.core.kinds[0] == "first_token"
+                assert it.core.kinds[-1] == "finished"
+                assert it.core.tokens == len(engine.answer)
+                assert it.core.statistics()["in_flight"] == 0
+
+        run(scenario)
+
+    def test_a_chat_is_sent_as_it_came(self) -> None:
+        """Fields that the gateway does not know are the engine's business."""
+
+        async def scenario() -> None:
+            engine = Engine("m0")
+            async with cluster(engine) as it:
+                asked = {"messages": [{"role": "user", "content": PROMPT}], "top_k": 5}
+                async with it.stream(asked, "chat/completions") as response:
+                    assert await response.aread() == engine.sent
+                (sent,) = engine.completions
+                assert sent == {"model": MODEL, "stream": True, **asked}
+
+        run(scenario)
+
+    def test_an_answer_in_one_piece(self) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0")) as it:
+                response = await it.post({"prompt": PROMPT})
+                assert response.status_code == 200
+                assert response.json()["choices"][0]["text"] == "Dabbawallas deliver."
+                await it.idle()
+                assert [(e.kind, e.tokens) for e in it.core.events] == [
+                    ("tokens", 5),
+                    ("finished", 0),
+                ], "nobody saw the first token, so nothing is said of when it came"
+
+        run(scenario)
+
+    def test_an_engines_refusal_is_passed_on(self) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0", status=400)) as it:
+                for stream in (False, True):
+                    response = await it.post({"prompt": PROMPT, "stream": stream})
+                    assert response.status_code == 400
+                    assert response.json()["error"]["type"] == "BadRequestError"
+                await it.idle()
+                assert it.core.kinds == ["cancelled", "cancelled"]
+
+        run(scenario)
+
+    @pytest.mark.parametrize(
+        ("path", "kind"), [("completions", "cmpl-"), ("chat/completions", "chatcmpl-")]
+    )
+    def test_the_answer_of_vllm_has_the_id_of_the_request(self, path: str, kind: str) -> None:
+        """vLLM puts the kind before the id that it is given."""
+
+        async def scenario() -> None:
+            engine = Engine("m0")
+            async with cluster(engine) as it:
+                asked = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+                response = await it.post(asked, path)
+                given = [headers.get("x-request-id") for where, _, headers in engine.calls]
+                assert response.headers["x-request-id"] == f"{kind}{given[-1]}"
+                own = {"x-request-id": kind}
+                await it.post(asked, path, headers=own)
+                assert engine.calls[-1][2]["x-request-id"] == kind, "an id is not empty"
+
+        run(scenario)
+
+    def test_tokens_are_reported_in_batches(self) -> None:
+        async def scenario() -> None:
+            engine = Engine("m0", answer=["x"] * 100)
+            async with cluster(engine, config=changed(report_s=60.0)) as it:
+                async with it.stream({"prompt": PROMPT}) as response:
+                    await response.aread()
+                await it.idle()
+                told = [e.tokens for e in it.core.events if e.kind == "tokens"]
+                assert sum(told) == 99
+                assert len(told) <= 7, "sixteen at a time, or more"
+
+        run(scenario)
+
+    def test_the_clients_key_stays_here(self, tmp_path: Path) -> None:
+        """Engines see the gateway's key for them, not the client's for the gateway."""
+        keys, engine_key = tmp_path / "keys", tmp_path / "engine"
+        for path, text in ((keys, "client-key-0123456789"), (engine_key, "engine-key-0123456789")):
+            path.write_text(text)
+            path.chmod(0o600)
+
+        async def scenario() -> None:
+            engine = Engine("m0")
+            config = changed(engine_token_file=str(engine_key))
+            async with cluster(engine, config=config, auth=load_tokens(keys)) as it:
+                it.http.headers["authorization"] = "Bearer client-key-0123456789"
+                trace = {"traceparent": "00-ab-cd-01"}
+                assert (await it.post({"prompt": PROMPT}, headers=trace)).status_code == 200
+                for _, _, headers in engine.calls:
+                    assert headers["authorization"] == "Bearer engine-key-0123456789"
+                assert engine.calls[-1][2]["traceparent"] == "00-ab-cd-01"
+
+        run(scenario)
+
+
+class TestDisaggregated:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_prefill_hands_over_to_decode(self, stream: bool) -> None:
+        async def scenario() -> None:
+            prefill, decode = pair()
+            async with cluster(prefill, decode, settings=SPLIT) as it:
+                asked = {
+                    "prompt": PROMPT,
+                    "stream": stream,
+                    "max_tokens": 64,
+                    "min_tokens": 2,
+                    "stream_options": {"include_usage": True},
+                }
+                response = await it.post(asked, headers={"x-request-id": "lunch-1"})
+                assert response.status_code == 200
+                assert response.headers["x-tiffin-prefill"] == "p0"
+                assert response.headers["x-tiffin-decode"] == "d0"
+                (first,) = prefill.completions
+                assert (first["max_tokens"], first["stream"]) == (1, False)
+                assert "min_tokens" not in first
+                assert "stream_options" not in first
+                assert first["kv_transfer_params"]["do_remote_decode"] is True
+                (second,) = decode.completions
+                assert second["max_tokens"] == 64
+                told = second.pop("kv_transfer_params")
+                assert told["remote_block_ids"] == [7, 8]
+                assert second == {"model": MODEL, **asked}
+                for path, _, headers in prefill.calls + decode.calls:
+                    assert path == "/tokenize" or headers["x-request-id"] == "lunch-1"
+                await it.idle()
+                assert it.core.kinds[0] == "prefill_done"
+                assert it.core.kinds[-1] == "finished"
+                assert it.core.events[0].request_id == "lunch-1"
+
+        run(scenario)
+
+    def test_over_the_pool_nothing_travels_with_the_request(self) -> None:
+        async def scenario() -> None:
+            prefill, decode = pair()
+            config = changed(models={MODEL: ModelConfig(handoff="pool")})
+            async with cluster(prefill, decode, settings=SPLIT, config=config) as it:
+                assert (await it.post({"prompt": PROMPT})).status_code == 200
+                assert "kv_transfer_params" not in prefill.completions[0]
+                assert "kv_transfer_params" not in decode.completions[0]
+
+        run(scenario)
+
+    def test_what_must_be_computed_in_one_place_is(self) -> None:
+        """vLLM has one set of transfer parameters per request, and one prompt."""
+
+        async def scenario() -> None:
+            prefill, decode = pair()
+            async with cluster(prefill, decode, settings=SPLIT) as it:
+                for asked in ({"prompt": ["a", "b"]}, {"prompt": "a", "n": 2}):
+                    response = await it.post(asked)
+                    assert response.status_code == 200
+                    assert response.headers["x-tiffin-prefill"] == "d0"
+                assert prefill.completions == []
+                assert len(decode.completions) == 2
+
+        run(scenario)
+
+    def test_a_refusal_of_the_prefill_is_the_answer(self) -> None:
+        async def scenario() -> None:
+            prefill, decode = pair()
+            prefill.status = 400
+            async with cluster(prefill, decode, settings=SPLIT) as it:
+                response = await it.post({"prompt": PROMPT, "stream": True})
+                assert response.status_code == 400
+                assert decode.completions == []
+
+        run(scenario)
+
+    def test_the_conductor_may_refuse_after_the_prefill(self) -> None:
+        """Admission in the mode "baseline" looks at decode only then."""
+
+        async def scenario() -> None:
+            prefill, decode = pair()
+            settings = {**SPLIT, "admission": {"mode": "baseline"}}
+            async with cluster(prefill, decode, settings=settings) as it:
+                headers = {"x-tiffin-tbt-ms": "0.001"}
+                response = await it.post({"prompt": PROMPT}, headers=headers)
+                assert response.status_code == 429
+                assert int(response.headers["retry-after"]) >= 1
+                assert response.json()["error"]["code"] == "rejected_tbt"
+                assert len(prefill.completions) == 1
+                assert decode.completions == []
+                await it.idle()
+                assert it.core.kinds == ["prefill_done"]
+
+        run(scenario)
+
+
+class TestWhatTheConductorIsAsked:
+    def test_headers_become_wishes(self) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0")) as it:
+                headers = {
+                    "x-request-id": "r-1",
+                    "x-tiffin-priority": "high",
+                    "x-tiffin-tenant": "acme",
+                    "x-tiffin-ttft-ms": "2500",
+                    "x-tiffin-tbt-ms": "50",
+                    "x-tiffin-urgent": "true",
+                }
+                asked = {"prompt": PROMPT, "max_completion_tokens": 9, "stream": True}
+                response = await it.post(asked, headers=headers)
+                assert response.headers["x-request-id"] == "r-1"
+                (request,) = it.core.asked
+                assert (request.priority, request.tenant) == ("high", "acme")
+                assert (request.objectives.ttft_s, request.objectives.tbt_s) == (2.5, 0.05)
+                assert (request.output_tokens_max, request.urgent) == (9, True)
+
+        run(scenario)
+
+    def test_headers_that_do_not_count(self, tmp_path: Path) -> None:
+        keys = tmp_path / "keys"
+        keys.write_text("client-key-0123456789")
+        keys.chmod(0o600)
+
+        async def scenario() -> None:
+            config = changed(honour=())
+            async with cluster(Engine("m0"), config=config, auth=load_tokens(keys)) as it:
+                it.http.headers["authorization"] = "Bearer client-key-0123456789"
+                headers = {"x-tiffin-priority": "high", "x-tiffin-tenant": "acme"}
+                assert (await it.post({"prompt": PROMPT}, headers=headers)).status_code == 200
+                (request,) = it.core.asked
+                assert request.priority == "normal"
+                assert request.tenant.startswith("key-"), "the key's digest, never the key"
+                assert "client" not in request.tenant
+
+        run(scenario)
+
+    @pytest.mark.parametrize(
+        ("headers", "param"),
+        [
+            ({"x-request-id": "a/b"}, "x-request-id"),
+            ({"x-request-id": "r" * 257}, "x-request-id"),
+            ({"x-tiffin-ttft-ms": "soon"}, "x-tiffin-ttft-ms"),
+            ({"x-tiffin-tbt-ms": "-1"}, "x-tiffin-tbt-ms"),
+            ({"x-tiffin-ttft-ms": "nan"}, "x-tiffin-ttft-ms"),
+            ({"x-tiffin-urgent": "yes"}, "x-tiffin-urgent"),
+        ],
+    )
+    def test_headers_that_make_no_sense(self, headers: dict[str, str], param: str) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0")) as it:
+                response = await it.post({"prompt": PROMPT}, headers=headers)
+                assert response.status_code == 400
+                assert response.json()["error"]["param"] == param
+                assert it.core.asked == []
+
+        run(scenario)
+
+    def test_keys_by_the_engines_tokens_and_our_schema(self, tmp_path: Path) -> None:
+        schema = tmp_path / "schema.json"
+        schema.write_bytes(SCHEMA.canonical_bytes())
+
+        async def scenario() -> None:
+            model = ModelConfig(schema_file=str(schema), namespace="acme")
+            async with cluster(Engine("m0"), config=changed(models={MODEL: model})) as it:
+                response = await it.post({"prompt": PROMPT})
+                assert response.headers["x-tiffin-tokens"] == "engine"
+                (request,) = it.core.asked
+                tokens = [ord(c) for c in PROMPT]
+                assert request.prompt_tokens == len(tokens)
+                assert request.keys == SCHEMA.prefix(tokens, "acme").keys
+                assert len(request.keys) == 3
+
+        run(scenario)
+
+    def test_the_second_time_the_prompt_is_cached(self, tmp_path: Path) -> None:
+        schema = tmp_path / "schema.json"
+        schema.write_bytes(SCHEMA.canonical_bytes())
+
+        async def scenario() -> None:
+            model = ModelConfig(schema_file=str(schema))
+            engine = Engine("m0")
+            async with cluster(engine, config=changed(models={MODEL: model})) as it:
+                spec = dataclasses.replace(it.core.cluster.spec("m0"), block_tokens=16)
+                it.core.register(spec, asyncio.get_running_loop().time())
+                prompt = np.arange(70).tolist()
+                for cached in ("0", "64"):
+                    response = await it.post({"prompt": prompt, "stream": True})
+                    assert response.headers["x-tiffin-tokens"] == "client"
+                    await it.idle()
+                    assert response.headers["x-tiffin-cached-tokens"] == cached
+
+        run(scenario)
+
+    def test_without_a_tokenizer_lengths_are_estimated(self) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0", tokenizes=False)) as it:
+                response = await it.post({"prompt": PROMPT})
+                assert response.headers["x-tiffin-tokens"] == "estimated"
+                (request,) = it.core.asked
+                assert request.prompt_tokens == round(len(PROMPT) / 4)
+                assert request.keys == ()
+
+        run(scenario)
+
+    def test_a_rejection_is_passed_on(self) -> None:
+        async def scenario() -> None:
+            engine = Engine("m0")
+            async with cluster(engine) as it:
+                headers = {"x-tiffin-ttft-ms": "0.001"}
+                response = await it.post({"prompt": PROMPT}, headers=headers)
+                assert response.status_code == 429
+                assert int(response.headers["retry-after"]) >= 1
+                error = response.json()["error"]
+                assert (error["type"], error["code"]) == ("rate_limit_error", "rejected_ttft")
+                assert error["tiffin"]["predicted_ttft_s"] > 0
+                assert response.headers["x-request-id"].startswith("cmpl-")
+                assert engine.completions == []
+                await it.idle()
+                assert it.core.events == [], "what was never placed is not cancelled"
+
+        run(scenario)
+
+    def test_an_unknown_model(self) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0")) as it:
+                response = await it.http.post("/v1/completions", json={"model": "x", "prompt": "a"})
+                assert response.status_code == 404
+                assert response.json()["error"]["code"] == "unknown_model"
+
+        run(scenario)
+
+    def test_an_answer_that_the_conductor_cuts(self) -> None:
+        """Admission may shorten answers before it rejects; the engine has to know."""
+
+        class Cutting(Heard):
+            def schedule(self, request: Any, now: float) -> Any:
+                decided = super().schedule(request, now)
+                return dataclasses.replace(decided, output_tokens_max=3)
+
+        async def scenario(monkeypatch: pytest.MonkeyPatch) -> None:
+            monkeypatch.setattr("gatewaysupport.Heard", Cutting)
+            engine = Engine("m0")
+            async with cluster(engine) as it:
+                await it.post({"prompt": PROMPT, "max_tokens": 100, "seed": 7})
+                await it.post({"prompt": PROMPT, "max_tokens": 2})
+                sent = engine.completions
+                assert (sent[0]["max_tokens"], sent[0]["seed"]) == (3, 7)
+                assert sent[1]["max_tokens"] == 2
+
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            asyncio.run(scenario(monkeypatch))
+
+
+class TestTheDoor:
+    def test_bodies_that_are_refused(self) -> None:
+        async def scenario() -> None:
+            limits = GatewayLimits(body_bytes=1024)
+            async with cluster(Engine("m0"), config=changed(limits=limits)) as it:
+                post = it.http.post
+                for content, status in (
+                    (b"{", 400),
+                    (b"[]", 400),
+                    (b'{"prompt": "a"}', 400),
+                    (b'{"model": 7}', 400),
+                    (b'{"model": "\xff"}', 400),
+                    (b"x" * 2000, 413),
+                    (b"[" * 1000, 400),
+                ):
+                    headers = {"content-type": "application/json"}
+                    response = await post("/v1/completions", content=content, headers=headers)
+                    assert response.status_code == status, content[:20]
+                    assert response.json()["error"]["message"]
+                assert (await post("/v1/completions", content=b"a=1")).status_code == 415
+                assert it.core.asked == []
+
+        run(scenario)
+
+    @pytest.mark.parametrize(
+        "smuggled",
+        [
+            {"kv_transfer_params": {"remote_host": "10.0.0.66", "do_remote_prefill": True}},
+            {"vllm_xargs": {"kv_transfer_params": {"remote_host": "10.0.0.66"}}},
+        ],
+    )
+    def test_clients_do_not_say_where_blocks_come_from(self, smuggled: dict[str, Any]) -> None:
+        """An engine would connect to whatever address a client names."""
+
+        async def scenario() -> None:
+            engine = Engine("m0")
+            async with cluster(engine) as it:
+                response = await it.post({"prompt": PROMPT, **smuggled})
+                assert response.status_code == 400
+                assert response.json()["error"]["param"] == "kv_transfer_params"
+                assert engine.calls == []
+
+        run(scenario)
+
+    def test_keys_and_rights(self, tmp_path: Path) -> None:
+        keys = tmp_path / "keys"
+        keys.write_text("schedule writer-0123456789abc\nread reader-0123456789abc\n")
+        keys.chmod(0o600)
+
+        async def scenario() -> None:
+            async with cluster(Engine("m0"), auth=load_tokens(keys)) as it:
+                reader = {"authorization": "Bearer reader-0123456789abc"}
+                writer = {"authorization": "Bearer writer-0123456789abc"}
+                assert (await it.post({"prompt": "a"})).status_code == 401
+                assert (await it.post({"prompt": "a"}, headers=reader)).status_code == 403
+                assert (await it.post({"prompt": "a"}, headers=writer)).status_code == 200
+                get = it.http.get
+                assert (await get("/v1/models", headers=reader)).status_code == 200
+                assert (await get("/metrics")).status_code == 401
+                assert (await get("/livez")).status_code == 200
+
+        run(scenario)
+
+    def test_without_keys_only_this_machine(self) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0")) as it:
+                headers = {"host": "evil.example:7900"}
+                assert (await it.post({"prompt": "a"}, headers=headers)).status_code == 421
+
+        run(scenario)
+
+    def test_too_many_at_a_time(self) -> None:
+        async def scenario() -> None:
+            engine = Engine("m0", hold_at=1)
+            limits = GatewayLimits(requests=1)
+            async with cluster(engine, config=changed(limits=limits)) as it:
+                async with it.stream({"prompt": PROMPT}) as response:
+                    busy = await it.post({"prompt": PROMPT})
+                    assert busy.status_code == 503
+                    assert busy.headers["retry-after"] == "1"
+                    assert busy.json()["error"]["code"] == "gateway_busy"
+                    engine.go.set()
+                    await response.aread()
+                await it.idle()
+                assert (await it.post({"prompt": PROMPT})).status_code == 200
+
+        run(scenario)
+
+    def test_too_much_at_a_time(self) -> None:
+        async def scenario() -> None:
+            engine = Engine("m0", hold_at=1)
+            limits = GatewayLimits(held_bytes=1024)
+            async with (
+                cluster(engine, config=changed(limits=limits)) as it,
+                it.stream({"prompt": "a" * 700}) as response,
+            ):
+                assert (await it.post({"prompt": "a" * 700})).status_code == 503
+                engine.go.set()
+                await response.aread()
+
+        run(scenario)
+
+    def test_models_health_and_metrics(self) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0"), Engine("m1")) as it:
+                models = (await it.http.get("/v1/models")).json()
+                assert models["object"] == "list"
+                assert [one["id"] for one in models["data"]] == [MODEL]
+                assert (await it.http.get("/livez")).json()["status"] == "ok"
+                assert (await it.http.get("/readyz")).status_code == 200
+                await it.post({"prompt": PROMPT, "stream": True})
+                text = (await it.http.get("/metrics")).text
+                assert 'requests_total{route="/v1/completions",status="200"} 1.0' in text
+                assert "tiffin_gateway_ttft_seconds_count 1.0" in text
+                assert "tiffin_gateway_conductor_up 1.0" in text
+                assert (await it.http.get("/v1/nothing")).json()["error"]["code"] == "no_such_route"
+                assert (await it.http.get("/v1/completions")).status_code == 405
+
+        run(scenario)
+
+    def test_not_ready_without_instances(self) -> None:
+        async def scenario() -> None:
+            async with cluster() as it:
+                response = await it.http.get("/readyz")
+                assert response.status_code == 503
+                assert response.json()["reasons"] == ["no instance is known"]
+
+        run(scenario)
+
+
+def test_a_long_answer_in_one_piece_keeps_its_place() -> None:
+    """The conductor forgets what it does not hear of; an answer that is not streamed is silent."""
+
+    async def scenario() -> None:
+        engine = Engine("m0", hold_at=0)
+        settings = {"core": {"decision_ttl_s": 4.5}}
+        async with cluster(engine, settings=settings) as it:
+            asked = asyncio.create_task(it.post({"prompt": PROMPT}))
+            await until(lambda: bool(engine.completions))
+            for told in range(1, 5):  # every 1.5 s
+                skip(1.5)
+                await until(lambda told=told: it.core.kinds.count("tokens") >= told)
+            it.core.tick(asyncio.get_running_loop().time())
+            assert it.core.statistics()["in_flight"] == 1
+            engine.go.set()
+            assert (await asked).status_code == 200
+
+    run(scenario)
+
+
+def test_twenty_clients_at_once() -> None:
+    async def scenario() -> None:
+        engines = [Engine(f"m{i}") for i in range(3)]
+        async with cluster(*engines) as it:
+
+            async def one(number: int) -> None:
+                async with it.stream({"prompt": f"{number} {PROMPT}"}) as response:
+                    body = await response.aread()
+                assert body == b"".join(engines[0].events(chat=False))
+
+            await asyncio.gather(*(one(number) for number in range(20)))
+            await it.idle()
+            assert it.core.kinds.count("finished") == 20
+            assert it.core.statistics()["in_flight"] == 0
+            assert all(engine.completions for engine in engines), "the conductor spreads them"
+
+    run(scenario)

@@ -1,0 +1,132 @@
+"""Instances are told their roles, and asked whether they have taken them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import TYPE_CHECKING
+
+import pytest
+from apisupport import MODEL, Recorder
+
+from tiffin.conductor.api.app import create_app
+from tiffin.conductor.records import InstanceSpec, Load, Role, Status
+from tiffin.conductor.service.action_runner import ROLE_LABEL, Acting
+from tiffin.conductor.service.feeds import Feeding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Instance(HTTPServer):
+    """Takes roles, unless it `refuses`, and says what it does."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.role, self.refuses, self.lies = "mixed", False, b""
+        self.asked: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/role"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Instance
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.asked.append("POST")
+        if not self.server.refuses:
+            self.server.role = body["role"]
+        self.answer(500 if self.server.refuses else 204, b"")
+
+    def do_GET(self) -> None:
+        self.server.asked.append("GET")
+        self.answer(200, self.server.lies or json.dumps({"role": self.server.role}).encode())
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        if status != 204:
+            self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Not on stderr."""
+
+
+@pytest.fixture
+def instance() -> Iterator[Instance]:
+    with Instance() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def flipped(instance: Instance, url: str | None = None) -> tuple[Recorder, list[str]]:
+    """Flip `i1` to decode, and let the conductor steer until it has said how it went."""
+    core, ends = Recorder(), list[str]()
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        feeding = Feeding(lambda update: None, loop)
+        service = create_app(core, feeding=feeding, clock=loop.time).state.service
+        labels = {ROLE_LABEL: instance.url if url is None else url}
+        for name in ("i1", "i2"):
+            spec = InstanceSpec(name, MODEL, Role.MIXED, "test", labels=labels)
+            core.register(spec, loop.time())
+            core.heartbeat(name, Load(), loop.time())
+        async with Acting(service, feeding) as acting, asyncio.timeout(20):
+            service.flip("i1", Role.DECODE)
+            flips = core.steering._planned[MODEL].planner.flips
+            while flips.under_way:
+                await acting.step()
+                await asyncio.sleep(0.01)
+            ends.extend(str(flip.step) for flip in flips.ended)
+        await feeding.close()
+
+    asyncio.run(scenario())
+    return core, ends
+
+
+def test_it_is_told_asked_and_given_work_again(instance: Instance) -> None:
+    core, ends = flipped(instance)
+    assert ends == ["ready"]
+    assert instance.asked == ["POST", "GET"]
+    row = core.cluster.row("i1")
+    assert (core.cluster.role(row), core.cluster.status[row]) == (Role.DECODE, Status.READY)
+
+
+@pytest.mark.parametrize("lies", [b'{"role": "prefill"}', b"{}", b"[]", b"\xff", b""])
+def test_what_does_not_take_its_role_is_given_no_work(instance: Instance, lies: bytes) -> None:
+    instance.refuses, instance.lies = not lies, lies
+    core, ends = flipped(instance)
+    assert ends == ["failed"]
+    assert core.cluster.status[core.cluster.row("i1")] is not Status.READY
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:1/",
+        "http://127.0.0.1:99999/",
+        "http://127.0.0.1:0/",
+        "nowhere",
+        "ftp://x",
+        "http://[",
+        "http://",
+        "http://" + "a" * 300,
+    ],
+)
+def test_neither_is_what_cannot_be_reached(
+    instance: Instance, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="tiffin.conductor"):
+        assert flipped(instance, url)[1] == ["failed"]
+    assert "i1: role decode: no answer: " in caplog.text, "at once, not when its time is over"

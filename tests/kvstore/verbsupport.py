@@ -1,0 +1,37 @@
+"""Every verb of any client, with arguments that are good."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from kvsupport import fresh_prefix, payloads_of
+
+PREFIX = fresh_prefix(1)
+
+
+GOOD: dict[str, Any] = {
+    "match": {"prefix": PREFIX},
+    "exists": {"prefix": PREFIX},
+    "get": {"prefix": PREFIX},
+    "put": {"prefix": PREFIX, "payloads": payloads_of(PREFIX)},
+    "reserve": {"prefix": PREFIX},
+    "stream": {"prefix": PREFIX},
+    "pin": {"prefix": PREFIX},
+    "unpin": {"prefix": PREFIX},
+    "remove": {"prefix": PREFIX},
+    "statistics": {},
+    "nodes": {},
+    "replicate": {"prefix": PREFIX, "to": [999]},
+    "evacuate": {"node": 999},  # nobody
+}
+
+
+# Not verbs: they begin and end clients.
+ENDS = {"open", "attach", "open_pool", "close"}
+
+
+def verbs_of(client: Any) -> list[str]:
+    """The public methods of a client, whatever they are called."""
+    found = inspect.getmembers(type(client), callable)
+    return [name for name, _ in found if not name.startswith("_") and name not in ENDS]

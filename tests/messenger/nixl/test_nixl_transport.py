@@ -1,0 +1,466 @@
+"""NIXL between two processes: the contract, and what happens when the other one misbehaves."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from netsupport import StoppedClock
+from nixlsupport import Neighbour, ends, neighbour, require_nixl
+
+from tiffin.messenger.errors import (
+    FrameError,
+    GrantError,
+    PeerLost,
+    RangeError,
+    Stalled,
+    TransferError,
+    TransferTimeout,
+)
+from tiffin.messenger.nixl.agent import METADATA_BYTES_MAX, Description, NixlAgent
+from tiffin.messenger.nixl.nixl_transport import NixlTransport, StillMoving
+from tiffin.messenger.testing import ServingPeer, TransportContract, eventually, random_bytes, soon
+from tiffin.messenger.transport import Range
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+require_nixl(__file__)
+
+MIB = 1 << 20
+Ends = tuple[NixlAgent, Neighbour]
+
+
+@pytest.fixture(scope="module")
+def over_tcp() -> Iterator[Ends]:
+    with ends("tcp") as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def over_memory() -> Iterator[Ends]:
+    with ends("all") as both:
+        yield both
+
+
+def transport_of(both: Ends, **options: object) -> NixlTransport:
+    agent, other = both
+    other.fresh()
+    return NixlTransport(agent, other.description, other.resolve, other.confirm, **options)
+
+
+class TestOverTcp(TransportContract):
+    @pytest.fixture
+    def peer(self, over_tcp: Ends) -> Iterator[ServingPeer]:
+        with closing(transport_of(over_tcp)) as transport:
+            yield ServingPeer(transport, over_tcp[1].book, over_tcp[1].allocate)
+
+
+class TestOverMemory(TransportContract):
+    @pytest.fixture
+    def peer(self, over_memory: Ends) -> Iterator[ServingPeer]:
+        with closing(transport_of(over_memory)) as transport:
+            yield ServingPeer(transport, over_memory[1].book, over_memory[1].allocate)
+
+
+class Reader(threading.Thread):
+    """Reads in a thread; `failure` is what it raised."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        super().__init__()
+        self._action = action
+        self.failure: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._action()
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            # Frames hold arrays of the region, and this thread's frame holds itself.
+            self.failure = error.with_traceback(None)
+
+
+def grant_of(other: Neighbour, nbytes: int, *, writes: bool = False) -> int:
+    """A grant of so many random bytes, that begin the region."""
+    other.fresh()
+    array = other.allocate(nbytes)
+    array[:] = random_bytes(nbytes, 3)
+    return other.book.add([array], writes=writes)
+
+
+# -- the grant ends --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_bytes_of_a_grant_that_ended_meanwhile_are_refused(over_memory: Ends, told: bool) -> None:
+    """One-sided reads see whatever lies there, also what was put there after a lease expired."""
+    _, other = over_memory
+    with closing(transport_of(over_memory)) as transport:
+        grant = grant_of(other, 9 * MIB)
+        other.held = False
+        target = np.zeros(9 * MIB, np.uint8)
+        arrivals: list[int] = []
+        with pytest.raises(GrantError, match="ended before all its bytes had come"):
+            transport.read(
+                grant,
+                [Range(0, 9 * MIB)],
+                [target],
+                deadline=soon(),
+                arrived=arrivals.append if told else None,
+            )
+        assert arrivals == []
+
+
+def test_what_arrived_was_confirmed_after_it_came(over_memory: Ends) -> None:
+    """Layer by layer: a caller may use each as it arrives, so each is confirmed before."""
+    _, other = over_memory
+    with closing(transport_of(over_memory)) as transport:
+        grant = grant_of(other, 12 * MIB)
+        ranges = [Range(at * MIB, MIB) for at in range(12)]
+        targets = [np.zeros(MIB, np.uint8) for _ in ranges]
+        confirmed_when: list[int] = []
+
+        def arrived(index: int) -> None:
+            confirmed_when.append(other.confirmed)
+            if index == 3:
+                other.held = False  # what comes after the first piece of 4 MiB is not confirmed
+
+        with pytest.raises(GrantError):
+            transport.read(grant, ranges, targets, deadline=soon(), arrived=arrived)
+        assert confirmed_when == [1, 1, 1, 1]
+
+
+def test_an_error_of_the_confirming_channel_is_the_callers(over_memory: Ends) -> None:
+    agent, other = over_memory
+
+    def confirm(grant: int, *, deadline: float) -> bool:
+        raise PeerLost("the channel broke")
+
+    with closing(NixlTransport(agent, other.description, other.resolve, confirm)) as transport:
+        grant = grant_of(other, 100)
+        with pytest.raises(PeerLost, match="the channel broke"):
+            transport.read(grant, [Range(0, 8)], [np.zeros(8, np.uint8)], deadline=soon())
+
+
+@pytest.mark.parametrize("place", [Range(40 * MIB - 1, 2), Range(-1, 1), Range(2**64, 1)])
+def test_a_grant_outside_the_region_is_refused(over_memory: Ends, place: Range) -> None:
+    agent, other = over_memory
+
+    def resolve(grant: int, *, writes: bool) -> list[Range]:
+        return [place]
+
+    transport = NixlTransport(agent, other.description, resolve, other.confirm)
+    with closing(transport), pytest.raises(GrantError, match="not in the region"):
+        transport.read(1, [Range(0, 1)], [np.zeros(1, np.uint8)], deadline=soon())
+
+
+# -- a peer that hangs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stall_s", "allowed_s", "error"),
+    [(0.2, 60.0, Stalled), (60.0, 0.2, TransferTimeout)],
+    ids=["stall", "deadline"],
+)
+def test_a_target_is_the_callers_although_the_transfer_goes_on(
+    over_tcp: Ends,
+    stall_s: float,
+    allowed_s: float,
+    error: type[TransferTimeout],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NIXL can't cancel: the bytes come once the peer goes on, into a piece nobody else has."""
+    agent, other = over_tcp
+    with closing(transport_of(over_tcp, stall_s=stall_s)) as transport:
+        grant = grant_of(other, 16 * MIB)
+        target = np.zeros(16 * MIB, np.uint8)
+        staging, _ = agent.staging()
+        other.stop()
+        clock = StoppedClock()
+        try:
+            with monkeypatch.context() as patched:
+                # Not a moment passes before the transfers are under way.
+                patched.setattr("tiffin.messenger.nixl.nixl_transport.time", clock)
+                patched.setattr("tiffin.messenger.nixl.chunked_call.time", clock)
+                deadline = clock.now + allowed_s
+                with pytest.raises(error) as raised:
+                    transport.read(grant, [Range(0, 16 * MIB)], [target], deadline=deadline)
+            assert type(raised.value) is error
+            target[:] = 0
+            assert staging.quarantined == 2
+        finally:
+            other.resume()
+        assert eventually(lambda: idle(agent))
+        assert not target.any()
+    with closing(NixlTransport(agent, other.description, other.resolve, other.confirm)) as patient:
+        patient.read(grant, [Range(0, 16 * MIB)], [target], deadline=soon())
+    assert np.array_equal(target, other.region.array[: 16 * MIB])
+
+
+def idle(agent: NixlAgent) -> bool:
+    """Whether no staging piece is in use or in quarantine."""
+    staging, _ = agent.staging()
+    staging.check(None, time.monotonic())
+    return not staging.quarantined and staging.free == 16
+
+
+def test_an_error_tells_what_had_arrived(over_tcp: Ends) -> None:
+    _, other = over_tcp
+    with closing(transport_of(over_tcp, stall_s=1.5)) as transport:
+        grant = grant_of(other, 32 * MIB)
+        ranges = [Range(at * MIB, MIB) for at in range(32)]
+        targets = [np.zeros(MIB, np.uint8) for _ in ranges]
+        told: list[int] = []
+
+        def arrived(index: int) -> None:
+            told.append(index)
+            if index == 0:
+                other.stop()
+
+        try:
+            with pytest.raises(Stalled) as raised:
+                transport.read(grant, ranges, targets, deadline=soon(), arrived=arrived)
+        finally:
+            other.resume()
+        assert 4 <= raised.value.served.ranges == len(told) < 32
+        for index in told:
+            assert np.array_equal(targets[index], other.region.array[index * MIB :][:MIB])
+
+
+def test_a_peer_that_hangs_does_not_take_all_pieces() -> None:
+    """A quarter of the staging may be in quarantine for one peer; another one is read meanwhile."""
+    small = NixlAgent(lanes="tcp", staging_bytes=4 * MIB, piece_bytes=MIB)
+    with (
+        closing(small) as agent,
+        neighbour("tcp") as hanging,
+        neighbour("tcp") as well,
+        closing(transport_of((agent, hanging))) as patient,
+        closing(transport_of((agent, hanging), stall_s=0.1)) as impatient,
+        closing(transport_of((agent, well))) as beside,
+    ):
+        grant = grant_of(hanging, MIB)
+        target = np.zeros(MIB, np.uint8)
+        patient.read(grant, [Range(0, MIB)], [target], deadline=soon())
+        hanging.stop()
+        with pytest.raises(Stalled):
+            impatient.read(grant, [Range(0, MIB)], [target], deadline=soon())
+        with pytest.raises(PeerLost, match="were given up and have not ended"):
+            impatient.read(grant, [Range(0, MIB)], [target], deadline=soon())
+        grant = grant_of(well, 8 * MIB)
+        large = np.zeros(8 * MIB, np.uint8)
+        beside.read(grant, [Range(0, 8 * MIB)], [large], deadline=soon())
+        assert np.array_equal(large, well.region.array[: 8 * MIB])
+
+
+def test_a_write_that_hangs_says_that_it_may_come_later(over_tcp: Ends) -> None:
+    _, other = over_tcp
+    with closing(transport_of(over_tcp, stall_s=0.2)) as transport:
+        grant = grant_of(other, 16 * MIB, writes=True)
+        source = random_bytes(16 * MIB, 8)
+        other.stop()
+        try:
+            with pytest.raises(StillMoving, match="nothing moved") as raised:
+                transport.write(grant, [Range(0, 16 * MIB)], [source], deadline=soon())
+            assert not isinstance(raised.value, TransferError)  # no other path goes on with it
+            assert not raised.value.quarantined.wait(0.0)
+        finally:
+            other.resume()
+        assert raised.value.quarantined.wait(30.0)
+        assert np.array_equal(other.region.array[:MIB], source[:MIB])
+
+
+# -- in place --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fixture", ["over_tcp", "over_memory"])
+def test_registered_memory_is_read_into_and_written_from_in_place(
+    fixture: str, request: pytest.FixtureRequest
+) -> None:
+    both: Ends = request.getfixturevalue(fixture)
+    agent, other = both
+    memory = np.zeros(24 * MIB, np.uint8)
+    registered = agent.register(memory)
+    with closing(registered), closing(transport_of(both, in_place=True)) as transport:
+        grant = grant_of(other, 20 * MIB, writes=True)
+        ranges = [Range(5, 9 * MIB), Range(0, 5), Range(12 * MIB, 0), Range(10 * MIB, 10 * MIB)]
+        places = [(MIB, 9 * MIB), (10 * MIB, 5), (0, 0), (11 * MIB, 10 * MIB)]
+        targets = [memory[at : at + length] for at, length in places]
+        told: list[int] = []
+        transport.read(grant, ranges, targets, deadline=soon(), arrived=told.append)
+        assert told == [0, 1, 2, 3]
+        for (offset, length), target in zip(ranges, targets, strict=True):
+            assert np.array_equal(target, other.region.array[offset : offset + length])
+        memory[:] = random_bytes(len(memory), 6)
+        transport.write(grant, ranges[3:], targets[3:], deadline=soon())
+        assert np.array_equal(other.region.array[10 * MIB : 20 * MIB], targets[3])
+
+
+def test_memory_read_in_place_is_in_quarantine_after_a_stall(over_tcp: Ends) -> None:
+    agent, other = over_tcp
+    memory = np.zeros(4 * MIB, np.uint8)
+    registered = agent.register(memory)
+    with closing(transport_of(over_tcp, stall_s=0.2, in_place=True)) as transport:
+        grant = grant_of(other, 4 * MIB)
+        other.stop()
+        try:
+            with pytest.raises(StillMoving) as raised:
+                transport.read(grant, [Range(0, 4 * MIB)], [memory], deadline=soon())
+            registered.close()  # takes effect when nothing touches the memory any more
+            assert not raised.value.quarantined.wait(0.0)
+        finally:
+            other.resume()
+        assert raised.value.quarantined.wait(30.0)
+        assert np.array_equal(memory, other.region.array[: 4 * MIB])  # so late, and in place
+
+
+def test_memory_that_nobody_waits_for_is_let_go_in_the_end(over_tcp: Ends) -> None:
+    agent, other = over_tcp
+    memory = np.zeros(4 * MIB, np.uint8)
+    alive = weakref.ref(memory)
+    registered = agent.register(memory)
+    with closing(transport_of(over_tcp, stall_s=0.2, in_place=True)) as transport:
+        grant = grant_of(other, 4 * MIB)
+        other.stop()
+        try:
+            with pytest.raises(StillMoving):
+                transport.read(grant, [Range(0, 4 * MIB)], [memory], deadline=soon())
+            registered.close()
+            del memory
+            gc.collect()
+            assert alive() is not None
+        finally:
+            other.resume()
+
+        def gone() -> bool:
+            agent.reap()
+            gc.collect()
+            return alive() is None
+
+        assert eventually(gone)
+
+
+def test_ranges_are_read_to_offsets_of_registered_memory(over_memory: Ends) -> None:
+    """The way to a GPU's memory, of which there are no NumPy arrays."""
+    torch = pytest.importorskip("torch")
+    agent, other = over_memory
+    tensor = torch.zeros(1000, dtype=torch.int32)
+    registered = agent.register_tensor(tensor)
+    with closing(registered), closing(transport_of(over_memory)) as transport:
+        grant = grant_of(other, 4000)
+        ranges = [Range(0, 400), Range(2000, 2000)]
+        served = transport.read_into(grant, ranges, registered, [3600, 4], deadline=soon())
+        assert served == (2, 2400)
+        found = tensor.numpy().view(np.uint8)
+        assert np.array_equal(found[3600:], other.region.array[:400])
+        assert np.array_equal(found[4:2004], other.region.array[2000:4000])
+        assert not found[2004:3600].any()
+        for wrong in ([0], [3601, 0], [-1, 0]):
+            with pytest.raises(RangeError):
+                transport.read_into(grant, ranges, registered, wrong, deadline=soon())
+        with pytest.raises(RangeError):
+            agent.register_tensor(torch.zeros(4, 4)[:, ::2])
+
+
+# -- lost peers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_peer_killed_in_the_middle_is_lost_and_its_successor_is_another(in_place: bool) -> None:
+    with closing(NixlAgent(lanes="tcp")) as agent:
+        target = np.zeros(16 * MIB, np.uint8)
+        registered = agent.register(target)
+        with neighbour("tcp") as other:
+            transport = transport_of((agent, other), in_place=in_place)
+            grant = grant_of(other, 16 * MIB)
+            ranges = [Range(0, 16 * MIB)]
+            transport.read(grant, ranges, [target], deadline=soon())
+            other.stop()
+            reader = Reader(lambda: transport.read(grant, ranges, [target], deadline=soon()))
+            time.sleep(0.1)
+            other.kill()
+            reader.join()
+            assert isinstance(reader.failure, PeerLost)
+            with pytest.raises(PeerLost):
+                transport.read(grant, ranges, [target], deadline=soon())
+            restarted = Neighbour("tcp", other.region)
+            assert restarted.description.metadata != other.description.metadata
+            again = transport_of((agent, restarted), in_place=in_place)
+            grant = grant_of(restarted, 16 * MIB)
+            target[:] = 0
+            again.read(grant, ranges, [target], deadline=soon())
+            assert np.array_equal(target, restarted.region.array[: 16 * MIB])
+            with pytest.raises(PeerLost):
+                transport.read(grant, ranges, [target], deadline=soon())
+            transport.close()
+            again.close()
+            restarted.close()
+        registered.close()
+
+
+@pytest.mark.parametrize("what", ["transport", "agent"])
+def test_closing_ends_calls_under_way(what: str) -> None:
+    with closing(NixlAgent(lanes="tcp")) as agent, neighbour("tcp") as other:
+        transport = transport_of((agent, other))
+        grant = grant_of(other, 16 * MIB)
+        target = np.zeros(16 * MIB, np.uint8)
+        ranges = [Range(0, 16 * MIB)]
+        transport.read(grant, ranges, [target], deadline=soon())
+        other.stop()
+        reader = Reader(lambda: transport.read(grant, ranges, [target], deadline=soon()))
+        time.sleep(0.1)
+        (transport if what == "transport" else agent).close()
+        reader.join()
+        assert isinstance(reader.failure, PeerLost)
+        assert "closed" in str(reader.failure)
+        with pytest.raises(PeerLost, match="closed"):
+            transport.read(grant, ranges, [target], deadline=soon())
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    "metadata", [b"", b"garbage" * 20, bytes(METADATA_BYTES_MAX + 1)], ids=["none", "other", "long"]
+)
+def test_what_is_not_metadata_is_refused(over_memory: Ends, metadata: bytes) -> None:
+    agent, other = over_memory
+    grant = grant_of(other, 100)
+    wrong = other.description._replace(metadata=metadata)
+
+    def connect_and_read() -> None:
+        transport = NixlTransport(agent, wrong, other.resolve, other.confirm)
+        transport.read(grant, [Range(0, 8)], [np.zeros(8, np.uint8)], deadline=soon())
+
+    with pytest.raises(FrameError):
+        connect_and_read()
+
+
+@pytest.mark.parametrize("base", [-1, 2**63 - 1, 2**70])
+def test_addresses_that_no_machine_has_are_refused(over_memory: Ends, base: int) -> None:
+    agent, other = over_memory
+    wrong = Description(other.description.metadata, base, other.description.nbytes)
+    with pytest.raises(FrameError, match="no machine has"):
+        NixlTransport(agent, wrong, other.resolve, other.confirm)
+
+
+def test_memory_that_the_peer_has_not_registered_is_not_read(over_memory: Ends) -> None:
+    agent, other = over_memory
+    grant = grant_of(other, 4096)
+    beyond = other.description._replace(base_address=other.description.base_address + 40 * MIB)
+    transport = NixlTransport(agent, beyond, other.resolve, other.confirm)
+    with closing(transport), pytest.raises(PeerLost, match="refused"):
+        transport.read(grant, [Range(0, 8)], [np.zeros(8, np.uint8)], deadline=soon())
+
+
+def test_a_write_is_announced_if_asked(over_tcp: Ends) -> None:
+    _, other = over_tcp
+    with closing(transport_of(over_tcp, notify=True)) as transport:
+        grant = grant_of(other, 6 * MIB, writes=True)
+        source = random_bytes(6 * MIB, 2)
+        transport.write(grant, [Range(0, 6 * MIB)], [source], deadline=soon())
+        expected = f'["{grant.to_bytes(8, "little").hex()}"]\n'
+        assert eventually(lambda: other.ask("notifications") == expected)

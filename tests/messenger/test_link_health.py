@@ -1,0 +1,87 @@
+"""What a link's numbers say after some transfers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tiffin.messenger.link_health import LinkHealth, LinkStatistics
+
+MIB = 1 << 20
+
+
+def test_unknown_links_are_taken_for_fast() -> None:
+    names = ("local", "shm", "nixl", "tcp", "something else")
+    numbers = [LinkStatistics(name) for name in names]
+    assert all(0 < one.latency_s <= 50e-6 for one in numbers)
+    assert all(one.bandwidth_bytes_s >= 3e9 for one in numbers)
+    assert LinkStatistics("nixl").predicted_s(MIB) < LinkStatistics("tcp").predicted_s(MIB)
+
+
+@pytest.mark.parametrize("name", ["tcp", "nixl", "local"])
+@pytest.mark.parametrize(("latency_s", "bandwidth"), [(5e-3, 1e8), (30e-6, 2e9), (1e-6, 20e9)])
+def test_transfers_teach_latency_and_bandwidth(
+    name: str, latency_s: float, bandwidth: float
+) -> None:
+    chance, numbers = random.Random(3), LinkStatistics(name)
+    total = 0
+    for _ in range(200):
+        nbytes = chance.choice((0, 4096, 16 * MIB, 64 * MIB))
+        seconds = (latency_s + nbytes / bandwidth) * chance.uniform(0.8, 1.2)
+        numbers.observe(nbytes, seconds)
+        total += nbytes
+    assert numbers.bandwidth_bytes_s == pytest.approx(bandwidth, rel=0.3)
+    assert numbers.latency_s == pytest.approx(latency_s, rel=0.3, abs=4096 / bandwidth)
+    predicted_s = numbers.predicted_s(256 * MIB)
+    assert predicted_s == pytest.approx(latency_s + 256 * MIB / bandwidth, rel=0.3)
+    assert numbers.as_dict() == {
+        "latency_s": numbers.latency_s,
+        "bandwidth_bytes_s": numbers.bandwidth_bytes_s,
+        "transfers": 200,
+        "bytes": total,
+        "errors": 0,
+    }
+
+
+def test_the_first_transfer_counts_most() -> None:
+    numbers = LinkStatistics("nixl")
+    numbers.observe(64 * MIB, 1.0)
+    assert numbers.bandwidth_bytes_s < 0.6 * LinkStatistics("nixl").bandwidth_bytes_s
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+@pytest.mark.parametrize("nbytes", [0, 100 * MIB])
+def test_impossible_measurements_give_possible_numbers(nbytes: int, seconds: float) -> None:
+    numbers = LinkStatistics("tcp")
+    for _ in range(100):
+        numbers.observe(nbytes, seconds)
+    assert numbers.latency_s > 0
+    assert 0 < numbers.bandwidth_bytes_s <= 1e12
+
+
+def test_sizes_between_teach_nothing_but_count() -> None:
+    numbers = LinkStatistics("tcp")
+    before = numbers.latency_s, numbers.bandwidth_bytes_s
+    numbers.observe(512 << 10, 9.0)
+    assert (numbers.latency_s, numbers.bandwidth_bytes_s) == before
+    assert numbers.bytes == 512 << 10
+
+
+def test_a_link_that_fails_rests_longer_each_time_and_recovers() -> None:
+    link = LinkHealth("tcp")
+    assert not link.resting(0.0)
+    rests = []
+    for now in range(0, 100_000, 1000):
+        link.failed(now)
+        assert link.resting(now)
+        rests.append(link.rests_until - now)
+    assert rests[:4] == pytest.approx([0.1, 0.2, 0.4, 0.8])
+    assert rests[-1] == 10.0
+    assert link.as_dict(99_000.5)["healthy"] is False
+    link.succeeded(100, 1e-3)
+    assert not link.resting(99_000.5)
+    assert link.as_dict(99_000.5)["healthy"] is True
+    assert link.statistics.errors == 100
+    link.failed(200_000)
+    assert link.rests_until == pytest.approx(200_000.1)
