@@ -179,7 +179,7 @@ _CORE: dict[str, tuple[str, Callable[[str], object]]] = {
 
 _CREDENTIALS = ("token_file", "tls_ca", "tls_cert", "tls_key", "authenticate")
 _WORDS = ("pool", "home", "admission")
-# Which blocks read from remote nodes are copied to the home node (`pool/read_through.py`).
+# Which blocks read from remote nodes are copied to the home node (`pool/home/read_through.py`).
 ADMISSIONS = ("always", "second", "never")
 _NUMBERS = {"hedge_s": _number, "hedge_share": _number, "streams": _count, "nixl": _flag}
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from tiffin.messenger.signal_safe import later
 
 from .. import deadlines
+from ..blocks.block_views import select
+from ..blocks.payload_buffers import target_views
 from ..connection.async_node_link import AsyncLink, AsyncLocalLink, AsyncSocketLink
 from ..connection.loop_threads import in_thread
 from ..node.core.records import PinLevel
@@ -211,11 +213,13 @@ class AsyncClient(ClientBase):
 
         async def run() -> AsyncBlocks:
             access = self._reading(verify)
+            selection = select(prefix.schema, layers, heads)
             if into is None:
-                found = block_verbs.get(prefix, access, layers, heads, timeout_s)
+                found = block_verbs.get(prefix, access, selection, timeout_s)
                 blocks, lease = await drive(found, self._link)
                 return AsyncBlocks(blocks, lease, self._link)  # type: ignore[arg-type]
-            copied = block_verbs.get_into(prefix, access, into, layers, heads, timeout_s)
+            targets = target_views(into, len(prefix), selection.nbytes)
+            copied = block_verbs.get_into(prefix, access, selection, targets, timeout_s)
             return AsyncBlocks(await drive(copied, self._link), 0, None)
 
         return OpeningClient(_in_time(run, timeout_s))

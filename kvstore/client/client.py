@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 from tiffin.messenger.signal_safe import uninterrupted
 
 from ..after_fork import OfOneProcess
-from ..blocks.block_views import Block, Blocks, Slot
+from ..blocks.block_views import Block, Blocks, Slot, select
+from ..blocks.payload_buffers import target_views
 from ..connection.node_link import LocalLink, NodeLink, SocketLink
 from ..errors import ClientClosed, StaleLease, TiffinError
 from ..node.core import messages
@@ -294,10 +295,12 @@ class Client(ClientBase):
         at most; the blocks that the node could not serve by then are in `missing`, with the reason.
         """
         access = self._reading(verify)
+        selection = select(prefix.schema, layers, heads)
         if into is None:
-            found = block_verbs.get(prefix, access, layers, heads, timeout_s)
+            found = block_verbs.get(prefix, access, selection, timeout_s)
             return LeasedBlocks(*drive(found, self._link), self._link)
-        copied = block_verbs.get_into(prefix, access, into, layers, heads, timeout_s)
+        targets = target_views(into, len(prefix), selection.nbytes)
+        copied = block_verbs.get_into(prefix, access, selection, targets, timeout_s)
         return LeasedBlocks(drive(copied, self._link), 0, None)
 
     @verb

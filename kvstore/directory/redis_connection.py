@@ -2,7 +2,7 @@
 
 This uses the library's connections without its connection pool and clients, which retry for longer
 than a prompt may wait. Here a call sends its commands once, to all servers at the same time, and
-calls back off from a server that did not answer (`Breaker`).
+calls back off from a server that did not answer (`Health`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import redis
 
-from .circuit_breaker import Breaker
+from ..health import Health
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,12 +26,16 @@ if TYPE_CHECKING:
 # A connection's exceptions for a server that is unreachable, or that is no Redis server.
 LOST = (redis.ConnectionError, redis.TimeoutError, OSError, redis.InvalidResponse)
 
+# How long a server is left alone after a failure. The first rest is short: it may have been one
+# broken connection. The longest bounds how late a recovered server is used again: a prompt must not
+# wait for a server that has been down for an hour.
+FIRST_S, MAX_S = 0.1, 2.0
 # The most idle connections kept open; more threads than these at once open further connections.
 _IDLE_MAX = 16
 
 
 class Down(Exception):
-    """The call was not sent: the circuit breaker is open, or there was no time left."""
+    """The call was not sent: the server is left alone for a moment, or there was no time left."""
 
 
 class RedisConnection(Protocol):
@@ -78,7 +82,7 @@ def ask(connection: RedisConnection, *words: Word) -> Reply:
 
 
 class RedisServer:
-    """One server: its idle connections and circuit breaker. `dial` returns an opened connection, or
+    """One server: its idle connections and health. `dial` returns an opened connection, or
     raises one of `LOST`. Thread-safe."""
 
     def __init__(self, address: str, dial: Callable[[], RedisConnection]) -> None:
@@ -86,19 +90,19 @@ class RedisServer:
         self._dial = dial
         self._lock = threading.Lock()  # protects all below
         self._idle: list[RedisConnection] = []
-        self._breaker = Breaker()
+        self._health = Health(FIRST_S, MAX_S)
         self._closed = False
         self.last_error = ""
 
     @property
     def answers(self) -> bool:
         """Whether the server answered the last call."""
-        return self._breaker.closed
+        return self._health.well
 
     def admits(self) -> bool:
-        """Whether to call the server now: see `Breaker.admits`."""
+        """Whether to call the server now: see `Health.admits`."""
         with self._lock:
-            return self._breaker.admits(time.monotonic())
+            return self._health.admits(time.monotonic())
 
     def take(self) -> RedisConnection:
         """An idle connection that is not known to be broken, or a new one. Raises one of `LOST`."""
@@ -117,7 +121,7 @@ class RedisServer:
     def give(self, connection: RedisConnection) -> None:
         """Return a connection after a complete exchange."""
         with self._lock:
-            self._breaker.succeeded()
+            self._health.answered()
             if not self._closed and len(self._idle) < _IDLE_MAX:
                 self._idle.append(connection)
                 return
@@ -127,7 +131,7 @@ class RedisServer:
         """Record that an exchange failed."""
         with self._lock:
             self.last_error = str(error) or type(error).__name__
-            self._breaker.failed(time.monotonic())
+            self._health.failed(time.monotonic())
 
     def hang_up(self) -> None:
         """Close idle connections: the next call dials."""

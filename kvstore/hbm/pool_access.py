@@ -37,7 +37,7 @@ from ..errors import (
 from ..node.core import messages
 from ..node.core.records import Reason
 from ..pool.client import PoolClient
-from ..pool.home import Home
+from ..pool.home.home import Home
 from ..verbs.block_verbs import Access, Call, Post
 from ..verbs.drivers import drive
 from .device.device_memory import host_checksums, left_s

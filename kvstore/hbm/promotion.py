@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..directory.circuit_breaker import Breaker
 from ..errors import ClientClosed, NoRoom, StaleLease, TierUnavailable
+from ..health import Health
 from ..node.core.node_core import ReserveStatus
 from ..node.core.records import Kept
 from .core.hbm_core import Admission, HbmEntry, positions
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     Sums = NDArray[np.uint64]
 
 
+# How long the pool is left alone after a call that it did not answer.
+FIRST_S, MAX_S = 0.1, 2.0
 # The reason of a promotion that ended early: look up HBM again, and retry for the rest.
 AGAIN = "again"
 
@@ -43,22 +45,22 @@ class PoolDoor:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._breaker = Breaker()
+        self._health = Health(FIRST_S, MAX_S)
 
     def admits(self) -> bool:
         """Whether to call the pool now. If it is down, True makes the caller the probe."""
         with self._lock:
-            return self._breaker.admits(time.monotonic())
+            return self._health.admits(time.monotonic())
 
     def failed(self) -> None:
         """Record that the pool did not answer a call."""
         with self._lock:
-            self._breaker.failed(time.monotonic())
+            self._health.failed(time.monotonic())
 
     def answered(self) -> None:
         """Record that the pool answered a call."""
         with self._lock:
-            self._breaker.succeeded()
+            self._health.answered()
 
 
 class Bringer:

@@ -13,12 +13,10 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from tiffin.messenger.signal_safe import Forsaken, uninterrupted
 
 from .. import deadlines
-from ..blocks.block_views import Block, Blocks, select, select_shard
+from ..blocks.block_views import select, select_shard
 from ..blocks.payload_buffers import payload_views, target_views
 from ..blocks.selection_copy import source_views
 from ..client.client import Client, LeasedBlocks, Slots
@@ -40,22 +38,21 @@ from ..verbs.arguments import check_ttl, check_verify, verb
 from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, Hit, PutResult
 from ..verbs.drivers import drive
 from . import pool_verbs
-from .home import Home
+from .home.home import Home
 from .members import FixedMembers, names_of
 from .put_placement import PutPlacement
-from .read_results import MixedBlocks, WantedBlocks, joined, reason_of
-from .read_through import HomeCopies
+from .read_results import MixedBlocks, OwnMemory, Reader, copied_blocks, release_all
 from .remote.block_write import BlockSeals, store
 from .remote.layer_stream import Searching
 from .remote.writer_shards import shard_node
 from .replication.replication_requests import Orders, replicate_from, replicate_to
 from .signal_safe_verbs import given_up_together, in_one_piece
 from .staged_write import StagedSlots
-from .verb_driver import Reader, VerbDriver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from ..connection.node_link import NodeLink
@@ -63,6 +60,7 @@ if TYPE_CHECKING:
     from ..format.schema import HeadRange, LayerRange, Shard
     from ..verbs.arguments import Verify
     from ..verbs.block_verbs import Verb
+    from .verb_driver import VerbDriver
 
     Bytes = NDArray[np.uint8]
 
@@ -86,8 +84,7 @@ class PoolClient(Client):
         """`home_number()` is the home node's number in the directory; a restart changes it."""
         self._access = local_verbs.Access(check_verify(verify), random.Random())
         self._engine = engine
-        self._home = Home(home, home_number, engine) if home is not None else None
-        self._copies = HomeCopies(admission) if home is not None else None
+        self._home = Home(home, home_number, engine, admission) if home is not None else None
         self._dice = random.Random()
         self._orders = Orders()
         self._closing = threading.Lock()
@@ -154,122 +151,22 @@ class PoolClient(Client):
         """The leading blocks of `prefix`, from the home node and from other nodes. As `Client.get`:
         views of the blocks that are at home or that this call copies there, copies of the rest;
         with `into`, copies of all."""
-        wanted = WantedBlocks(
-            prefix,
-            self._reading(verify),
-            select(prefix.schema, layers, heads),
-            (layers, heads),
-            time.monotonic() + timeout_s,
-            home_away=self._home is not None and self._home.away,
-        )
+        deadline, access = time.monotonic() + timeout_s, self._reading(verify)
+        selection = select(prefix.schema, layers, heads)
         if into is not None:
-            return self._copy(wanted, target_views(into, len(prefix), wanted.selection.nbytes))
-        return self._view(wanted)
-
-    def _copy(self, wanted: WantedBlocks, targets: list[Bytes]) -> LeasedBlocks:
-        prefix = wanted.prefix
-        generations: list[int] = []
-        why: str | None = None
-        answered = False  # whether the home node has answered
-
-        def from_home(home: Home) -> None:
-            nonlocal answered, why
-            done = len(generations)
-            how = wanted.access, targets[done:], *wanted.part, wanted.left_s
-            blocks = home.ask(local_verbs.get_into(prefix[done:], *how), None)
-            if blocks is not None:
-                generations.extend(block.generation for block in blocks)
-                answered, why = True, blocks.reason
-
-        if self._home is not None and len(prefix):
-            from_home(self._home)
-            if self._bring_home(wanted, len(generations)):
-                from_home(self._home)
-        count = len(generations)
-        outcome = self._read(wanted, count, targets.__getitem__, answered)
-        generations += [outcome.generations[i] for i in range(count, outcome.blocks)]
-
-        def make(index: int) -> Block:
-            target, key = targets[index], prefix.keys[index]
-            return Block(target, wanted.selection, key, generations[index], packed=True)
-
-        reason = reason_of(outcome, len(prefix), count, why)
-        return LeasedBlocks(Blocks(prefix, outcome.blocks, reason, make), 0, None)
-
-    def _view(self, wanted: WantedBlocks) -> LeasedBlocks:
-        prefix, selection = wanted.prefix, wanted.selection
-        near = self._view_home(wanted)
+            targets = target_views(into, len(prefix), selection.nbytes)
+            reader = Reader(prefix, access, selection, targets.__getitem__, self._home)
+            return copied_blocks(reader, self._engine.get(reader, deadline))
+        own, leases = OwnMemory(selection.nbytes), list[LeasedBlocks]()
+        reader = Reader(prefix, access, selection, own.__getitem__, self._home, leases)
         try:
-            count = len(near) if near is not None else 0
-            if self._bring_home(wanted, count):
-                if near is not None:
-                    near.release()
-                near = self._view_home(wanted)
-                count = len(near) if near is not None else 0
-            if near is not None and near.complete:
-                return near
-            far: dict[int, Bytes] = {}
-
-            def memory(index: int) -> Bytes:
-                if index not in far:
-                    far[index] = np.empty(selection.nbytes, np.uint8)
-                return far[index]
-
-            outcome = self._read(wanted, count, memory, near is not None)
+            outcome = self._engine.get(reader, deadline)
         except BaseException:
-            if near is not None and not near.released:
-                near.release()
+            release_all(leases)
             raise
-        why = near.reason if near is not None else None
-        outcome.reason = reason_of(outcome, len(prefix), count, why)
-        return MixedBlocks(prefix, near, far, outcome, selection)
-
-    def _view_home(self, wanted: WantedBlocks) -> LeasedBlocks | None:
-        """A lease of the leading blocks at home; None if the home node does not answer."""
-        if self._home is None:
-            return None
-        verb = local_verbs.get(wanted.prefix, wanted.access, *wanted.part, wanted.left_s)
-        held = self._home.ask(verb, None)
-        if held is None:
-            return None
-        blocks, lease = held
-        return LeasedBlocks(blocks, lease, self._home)
-
-    def _read(
-        self, wanted: WantedBlocks, start: int, memory: Callable[[int], Bytes], home_answered: bool
-    ) -> pool_verbs.Outcome:
-        """Read the blocks from `start` on over the network. A home node that has answered is not
-        asked again over TCP: it could wait for room that its own answer takes. Nor is a silent home
-        node; but the call that found it silent then waits for it over TCP after all, for blocks
-        that no other node has."""
-        prefix, home, context = wanted.prefix, self._home, self._engine.context
-        reader = Reader(prefix, wanted.selection, wanted.access, memory)
-
-        read = partial(self._engine.read, reader, wanted.deadline)
-        if home is None or home_answered or not home.away:
-            number = self._home_number if home_answered else None
-            outcome = read(context, start, () if number is None else (number,))
-        else:
-            outcome = read(home.shunned(context), start)
-            if outcome.reason == "lost" and not wanted.home_away and wanted.left_s:
-                outcome = joined(outcome, read(context, outcome.blocks))
-        if self._copies is not None:
-            self._copies.saw(prefix, start, outcome.blocks)
-        return outcome
-
-    def _bring_home(self, wanted: WantedBlocks, start: int) -> bool:
-        """Copy blocks from `start` on into slots of the home node and commit them, if the admission
-        policy wants them; whether more leading blocks are at home afterwards."""
-        prefix, home = wanted.prefix, self._home
-        if home is None or self._copies is None or home.lost:
-            return False
-        if not self._copies.wants(prefix, start):
-            return False
-        located = self._locate(prefix.keys[start:], without_home=True)
-        part = prefix[start : start + _leading(located)]
-        if not len(part):
-            return False
-        return self._copies.bring(part, home, self._engine, wanted.deadline) > 0
+        if len(leases) == 1 and leases[0].complete:
+            return leases[0]
+        return MixedBlocks(reader, own, outcome)
 
     @verb
     def stream(

@@ -1,7 +1,7 @@
 """A client's statistics of its links to nodes: speed, latency, health, and the budget for hedging.
 
 The messenger computes the averages (`LinkStatistics`); the pool adds which node they belong to, the
-back-off after which a failed node is asked again, and how many reads may be hedged.
+node's `Health`, and how many reads may be hedged.
 """
 
 from __future__ import annotations
@@ -13,13 +13,8 @@ from typing import Any
 
 from tiffin.messenger.link_health import LinkStatistics
 
+from ..health import Health
 from .replica_choice import LATE_S
-
-# The back-off: a node that failed is not asked for this long, doubled at each failure in a row:
-# long enough to not pay for it with every get, short enough to use the node soon after its restart.
-DOWN_MIN_S = 0.5
-DOWN_MAX_S = 10.0
-_DOUBLINGS_MAX = 16
 
 # Hedged reads that may happen in a row although the share would not allow them: the client meets
 # the first sick node before it has saved up any share.
@@ -29,13 +24,11 @@ HEDGES_SAVED_MAX = 10.0
 class _Way:
     """The link to one node."""
 
-    __slots__ = ("down_until", "failures_in_a_row", "late", "statistics")
+    __slots__ = ("health", "statistics")
 
     def __init__(self) -> None:
         self.statistics = LinkStatistics("tcp")
-        self.failures_in_a_row = 0
-        self.down_until = -math.inf
-        self.late = False  # the client gave it up early, and it may be healthy
+        self.health = Health()
 
 
 # The statistics of a node that the client has not asked for anything yet.
@@ -56,26 +49,27 @@ class Links:
         way = self._ways.get(node)
         if way is None:
             return _UNKNOWN.predicted_s(nbytes)
-        if way.failures_in_a_row and (time.monotonic() if now is None else now) < way.down_until:
-            return LATE_S + way.statistics.predicted_s(nbytes) if way.late else math.inf
-        return way.statistics.predicted_s(nbytes)
+        seconds, health = way.statistics.predicted_s(nbytes), way.health
+        if health.well or not health.rests(time.monotonic() if now is None else now):
+            return seconds
+        return LATE_S + seconds if health.late else math.inf
 
     def down(self, now: float) -> set[int]:
-        """The nodes whose back-off is not over: they failed, or the client gave them up."""
+        """The nodes that failed, or were late, and are left alone."""
         with self._lock:
-            return {node for node, way in self._ways.items() if now < way.down_until}
+            return {node for node, way in self._ways.items() if way.health.rests(now)}
 
     def moved(self, node: int, nbytes: int, seconds: float) -> None:
         """Note a read that succeeded."""
         with self._lock:
-            self._well(node).statistics.observe(nbytes, seconds)
+            self._answered(node).statistics.observe(nbytes, seconds)
             self._hedges_left = min(HEDGES_SAVED_MAX, self._hedges_left + self._hedge_share)
 
     def answered(self, node: int) -> None:
         """Note that the node answered a message. How long that took says little: the request may
         have waited for room."""
         with self._lock:
-            self._well(node)
+            self._answered(node)
 
     def failed(self, node: int, now: float, *, late: bool = False) -> None:
         """Note a failure of the node or the link to it. `late`: the node did not answer within the
@@ -83,10 +77,7 @@ class Links:
         with self._lock:
             way = self._way(node)
             way.statistics.errors += 1
-            down_s = min(DOWN_MAX_S, DOWN_MIN_S * 2**way.failures_in_a_row)
-            way.failures_in_a_row = min(way.failures_in_a_row + 1, _DOUBLINGS_MAX)
-            way.down_until = now + down_s
-            way.late = late
+            way.health.failed(now, late=late)
 
     def may_hedge(self) -> bool:
         """Whether the budget allows a hedge: to ask a second replica before the first one's
@@ -108,7 +99,7 @@ class Links:
         now = time.monotonic()
         with self._lock:
             return {
-                node: {**way.statistics.as_dict(), "up": now >= way.down_until}
+                node: {**way.statistics.as_dict(), "up": not way.health.rests(now)}
                 for node, way in self._ways.items()
             }
 
@@ -118,8 +109,7 @@ class Links:
             way = self._ways[node] = _Way()
         return way
 
-    def _well(self, node: int) -> _Way:
+    def _answered(self, node: int) -> _Way:
         way = self._way(node)
-        way.failures_in_a_row = 0
-        way.down_until = -math.inf
+        way.health.answered()
         return way

@@ -1,28 +1,33 @@
 """The pool's verbs: which requests go to which nodes, and what follows from the replies.
 
 As in `kvstore/verbs/block_verbs.py`, a verb is a generator: it yields steps, gets their outcomes,
-and returns its result; it does no I/O and has no clock but `context.now`. The engine carries steps
-out over real connections, the cluster simulation over a simulated network with a virtual clock.
+and returns its result; it does no I/O and has no clock but `context.now`. `VerbDriver` carries the
+steps out.
 
-The directory is a hint. A stale entry, for a node that does not have the block any more, costs one
-request; a missing entry costs a miss; in either case the reader verifies each block that arrives.
+A read is one plan. The home node (the node on this host, over shared memory) is its first replica
+and is asked for the whole prefix, since that costs less than to ask the directory what it has. For
+what home lacks, the directory is asked once. It is a hint: a stale entry, for a node that does not
+have the block any more, costs one request; a missing entry costs a miss; in either case the reader
+verifies each block that arrives.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from ..errors import TiffinError
-from .replica_choice import Costs, ReplicaRun, plan_reads
+from .replica_choice import LATE_S, Costs, ReplicaRun, plan_reads
 
 if TYPE_CHECKING:
     from ..format.keys import Prefix
     from ..node.core import messages
-    from .remote.block_read import ReadOutcome
+    from .read_results import ReadOutcome
 
+# The home node's number in a plan: the directory numbers nodes from 1, and may not list home yet.
+HOME = 0
 # The most runs of one prompt that are read in parallel, from up to as many nodes.
 TOGETHER_MAX = 4
 # Reasons for which the node is not asked again in this call or, if it stalled and was given up
@@ -32,13 +37,31 @@ _NODE_FAILED = ("lost", "stalled", "deadline")
 
 @dataclass(slots=True)
 class Read:
-    """Read the run's blocks into their targets. Its outcome is a `ReadOutcome`; it raises only for
-    the caller's mistakes. `patience`: the read gives up when nothing arrives for so many `hedge_s`;
-    None: only at the deadline."""
+    """Read the run's blocks into their targets, or lease them in place at home. Its outcome is a
+    `ReadOutcome`; it raises only for the caller's mistakes. `patience`: the read gives up when
+    nothing arrives for so many `hedge_s`; None: only at the deadline."""
 
     run: ReplicaRun
     deadline: float
     patience: int | None
+
+
+@dataclass(slots=True)
+class Locate:
+    """Ask the directory for the nodes to ask for each block from `start` on; its outcome is a list
+    of them, or None if the directory does not answer."""
+
+    start: int
+
+
+@dataclass(slots=True)
+class CopyHome:
+    """Copy the blocks from `start` on, whose holders are `located`, into the home node. Its outcome
+    is whether more leading blocks are there now."""
+
+    start: int
+    located: Sequence[tuple[int, ...]]
+    deadline: float
 
 
 @dataclass(slots=True)
@@ -58,7 +81,7 @@ class Together:
     steps: list[Any]
 
 
-Step = Read | AskNode | Together
+Step = Read | Locate | CopyHome | AskNode | Together
 T = TypeVar("T")
 Verb = Generator[Step, Any, T]
 
@@ -73,18 +96,120 @@ class Context:
     may_hedge: Callable[[], bool] = lambda: True
 
 
+class HomeState(Protocol):
+    """What a plan asks of the home node's link and of the policy that copies blocks there."""
+
+    @property
+    def number(self) -> int | None:
+        """Its number in the directory; None while the directory does not list it."""
+
+    @property
+    def away(self) -> bool:
+        """Whether it is silent, and asked only where no other node can serve the request."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether it did not answer the last request."""
+
+    def wants(self, prefix: Prefix, start: int) -> bool:
+        """Whether to copy blocks from `start` on there, if other nodes have them."""
+
+    def saw(self, prefix: Prefix, start: int, stop: int) -> None:
+        """Note that blocks [start, stop) were read from other nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _HomeCosts:
+    """The costs of reads for one call, with the TCP port of a silent home node: the same process
+    serves it. The call that found home silent asks it last, since no other node may have the
+    blocks; a call that began while home was silent takes it for dead."""
+
+    costs: Costs
+    home: HomeState
+    was_away: bool
+
+    def seconds(self, node: int, nbytes: int) -> float:
+        """See `Costs.seconds`."""
+        seconds = self.costs.seconds(node, nbytes)
+        if node != self.home.number or not self.home.away:
+            return seconds
+        return math.inf if self.was_away else LATE_S + seconds
+
+
 @dataclass(slots=True)
 class Outcome:
-    """The number of leading blocks that were read, and why there are not more. `sources` has a node
-    per block."""
+    """The number of leading blocks that were read, and why there are not more. `at_home`: how many
+    of them were read at the home node."""
 
     blocks: int = 0
     reason: str | None = None
+    at_home: int = 0
     generations: dict[int, int] = field(default_factory=dict)
-    sources: dict[int, int] = field(default_factory=dict)
-    # Stale entries of the directory, for blocks that the node did not have: (node, key).
-    stale: list[tuple[int, bytes]] = field(default_factory=list)
-    retries: int = 0
+
+
+def get(prefix: Prefix, deadline: float, context: Context, home: HomeState | None) -> Verb[Outcome]:
+    """Read the leading blocks of `prefix`: at home, then from the nodes that have the rest."""
+    if home is None or not len(prefix):
+        return (yield from _elsewhere(prefix, 0, deadline, context))
+    context = replace(context, costs=_HomeCosts(context.costs, home, home.away))
+    outcome = Outcome()
+    here = yield from _at_home(outcome, prefix, deadline)
+    if outcome.at_home == len(prefix):
+        return outcome
+    begin = outcome.at_home
+    located = yield Locate(begin)
+    if located and not home.lost and home.wants(prefix, begin):
+        part = _leading(located, home.number)
+        if part and (yield CopyHome(begin, part, deadline)):
+            here = (yield from _at_home(outcome, prefix, deadline)) or here
+    start = outcome.at_home
+    # Home is not asked again over TCP: it could wait for room that its own answer takes.
+    without = () if here is None or home.number is None else (home.number,)
+    if located is None:
+        rest = Outcome(start, "directory" if start < len(prefix) else None)
+    else:
+        rest = yield from read(prefix, start, deadline, context, located[start - begin :], without)
+    home.saw(prefix, start, rest.blocks)
+    outcome.generations |= rest.generations
+    outcome.blocks, outcome.reason = rest.blocks, _reason(rest, start, here)
+    return outcome
+
+
+def _at_home(outcome: Outcome, prefix: Prefix, deadline: float) -> Verb[ReadOutcome | None]:
+    """Read the blocks that `outcome` lacks at home, and note them there. Returns None if the home
+    node does not answer."""
+    start = outcome.at_home
+    here = yield Read(ReplicaRun(HOME, start, len(prefix), others=True), deadline, 1)
+    if not here.answered:
+        return None
+    outcome.generations.update(enumerate(here.generations, start=start))
+    outcome.blocks = outcome.at_home = start + here.blocks
+    return cast("ReadOutcome", here)
+
+
+def _leading(located: Sequence[tuple[int, ...]], without: int | None) -> Sequence[tuple[int, ...]]:
+    """The holders of the leading blocks that another node than `without` has."""
+    held = [tuple(n for n in nodes if n != without) for nodes in located]
+    return held[: next((i for i, nodes in enumerate(held) if not nodes), len(held))]
+
+
+def _reason(rest: Outcome, at_home: int, here: ReadOutcome | None) -> str | None:
+    """Why there are not more blocks. The home node's own reason tells more than a miss at the other
+    nodes, or a directory that does not answer."""
+    why = here.reason if here is not None else None
+    if rest.blocks > at_home or why is None or rest.reason not in ("miss", "directory"):
+        return rest.reason
+    return rest.reason if why == "miss" else why
+
+
+def _elsewhere(prefix: Prefix, start: int, deadline: float, context: Context) -> Verb[Outcome]:
+    """Read the blocks from `start` on from any node."""
+    if start >= len(prefix):
+        return Outcome(start)
+    located = yield Locate(start)
+    if located is None:
+        return Outcome(start, "directory")
+    return (yield from read(prefix, start, deadline, context, located))
 
 
 def read(
@@ -94,17 +219,25 @@ def read(
     context: Context,
     located: Sequence[Sequence[int]],
     without: Collection[int] = (),
-    tried: tuple[ReplicaRun, ReadOutcome] | None = None,
 ) -> Verb[Outcome]:
     """Read the leading blocks of `prefix` from block `start` on, from any node but those in
     `without`, which the caller asked before. `located`: the nodes to ask for each of these blocks.
-    `tried`: a run that was read already, and its outcome."""
+
+    Nearly always one node has all blocks. It is asked at once; a plan, which takes as long as the
+    bytes of a small block, is made only for the blocks that it lacks.
+    """
+    run = sole_run(located, start, context, without)
+    tried: Any = None
+    if run is not None:
+        tried = yield Read(run, deadline, None)
+        if tried.blocks == run.stop - run.start:
+            return whole(run, tried)
     reading = _Reading(prefix, start, deadline, context)
     if start >= len(prefix):
         return reading.outcome
     reading.holders = [set(nodes).difference(without) for nodes in located]
-    if tried is not None:
-        reading.take(*tried)
+    if run is not None:
+        reading.take(run, tried)
     while runs := reading.next_runs():
         steps: list[Step] = [Read(run, deadline, reading.patience(run)) for run in runs]
         # Nearly always there is only one run, which needs no other thread.
@@ -134,8 +267,7 @@ def sole_run(
 def whole(run: ReplicaRun, fetched: ReadOutcome) -> Outcome:
     """The outcome of a read that consists of this run, all of whose blocks arrived."""
     positions = range(run.start, run.stop)
-    generations = dict(zip(positions, fetched.generations, strict=True))
-    return Outcome(run.stop, None, generations, dict.fromkeys(positions, run.node))
+    return Outcome(run.stop, None, 0, dict(zip(positions, fetched.generations, strict=True)))
 
 
 class _Reading:
@@ -224,11 +356,9 @@ class _Reading:
         outcome = self.outcome
         for index, generation in enumerate(fetched.generations[: fetched.blocks]):
             outcome.generations[run.start + index] = generation
-            outcome.sources[run.start + index] = run.node
         at = run.start + fetched.blocks
         if at >= run.stop:
             return
-        outcome.retries += 1
         if fetched.blocks and fetched.reason in (None, "no_room"):
             return  # as many blocks as fit one lease: the next run asks for the rest
         reason = fetched.reason or "miss"
@@ -243,8 +373,6 @@ class _Reading:
                 self._failed.add(run.node)
             return
         self.holders[at - self._start].discard(run.node)
-        if reason == "miss":
-            outcome.stale.append((run.node, self._prefix.keys[at]))
 
     def finish(self) -> Outcome:
         """The outcome: the leading blocks, and the reason why the next one was not read."""

@@ -1,91 +1,110 @@
-"""The request and the result of a pool's get: blocks at home and in memory of this process, and why
-there are not more."""
+"""One read of a pool: what it wants and where its blocks go, what one node gave, and the blocks
+that the caller gets."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiffin.messenger.budget import Priority
 
 from ..blocks.block_views import Block, Blocks
 from ..client.client import LeasedBlocks
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from ..blocks.block_views import Selection
     from ..format.keys import Prefix
-    from ..format.schema import HeadRange, LayerRange
     from ..verbs.block_verbs import Access
-    from . import pool_verbs
+    from .home.home import Home
+    from .pool_verbs import Outcome
 
     Bytes = NDArray[np.uint8]
 
 
 @dataclass(slots=True)
-class WantedBlocks:
-    """The request of one get. `home_away`: the home node was known to be silent when it began."""
+class ReadOutcome:
+    """The leading blocks of a run that arrived whole and verified. `reason` is why there are not
+    more: a `Reason` in lower case, or "lost" (the node or the link to it), "stalled" (it sends
+    nothing). `generations` has one per block; none for blocks that were leased in place."""
+
+    blocks: int
+    reason: str | None
+    generations: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    seconds: float = 0.0
+    answered: bool = False  # whether the node sent any reply
+
+
+@dataclass(slots=True)
+class Reader:
+    """What one read wants, and where its blocks go: `memory(i)` is the target of block i, packed.
+    Blocks at `home` are leased in place, and the leases appended to `leases`, unless that is None.
+    Large reads wait for room in the process's in-flight budget, in the order of their `priority`.
+    """
 
     prefix: Prefix
     access: Access
     selection: Selection
-    part: tuple[LayerRange | None, HeadRange | None]
-    deadline: float
-    home_away: bool
+    memory: Callable[[int], Bytes]
+    home: Home | None = None
+    leases: list[LeasedBlocks] | None = None
+    priority: Priority = Priority.PREFILL
 
-    @property
-    def left_s(self) -> float:
-        """The time that is left until the deadline."""
-        return max(0.0, self.deadline - time.monotonic())
+
+class OwnMemory(dict[int, "Bytes"]):
+    """Memory of this process for the blocks of one read, made when it is first asked for."""
+
+    def __init__(self, block_bytes: int) -> None:
+        super().__init__()
+        self._block_bytes = block_bytes
+
+    def __missing__(self, index: int) -> Bytes:
+        memory = self[index] = np.empty(self._block_bytes, np.uint8)
+        return memory
 
 
 class MixedBlocks(LeasedBlocks):
-    """Leading blocks at home, leased; the rest in memory of this process."""
+    """Leading blocks at home, under one lease or two, and the rest in memory of this process."""
 
-    def __init__(
-        self,
-        prefix: Prefix,
-        near: LeasedBlocks | None,
-        far: dict[int, Bytes],
-        outcome: pool_verbs.Outcome,
-        selection: Selection,
-    ) -> None:
-        count = len(near) if near is not None else 0
+    def __init__(self, reader: Reader, copied: OwnMemory, outcome: Outcome) -> None:
+        self._leases = reader.leases or []
+        prefix, selection = reader.prefix, reader.selection
 
         def make(index: int) -> Block:
-            if near is not None and index < count:
-                return near[index]
+            at = index
+            for leased in self._leases:
+                if at < len(leased):
+                    return leased[at]
+                at -= len(leased)
             generation = outcome.generations[index]
-            return Block(far[index], selection, prefix.keys[index], generation, packed=True)
+            return Block(copied[index], selection, prefix.keys[index], generation, packed=True)
 
-        reason = None if outcome.blocks == len(prefix) else outcome.reason
-        super().__init__(Blocks(prefix, outcome.blocks, reason, make), 0, None)
-        self._near = near
+        super().__init__(Blocks(prefix, outcome.blocks, outcome.reason, make), 0, None)
 
     def release(self) -> None:
         """See `LeasedBlocks.release`."""
         super().release()
-        if self._near is not None:
-            self._near.release()
+        release_all(self._leases)
 
 
-def reason_of(
-    outcome: pool_verbs.Outcome, blocks: int, at_home: int, why: str | None
-) -> str | None:
-    """Why there are not more blocks. The home node's own reason `why` tells more than a miss at the
-    other nodes, or a directory that does not answer, and replaces it."""
-    if outcome.blocks == blocks:
-        return None
-    if outcome.blocks == at_home and why is not None and outcome.reason in ("miss", "directory"):
-        return outcome.reason if why == "miss" else why
-    return outcome.reason
+def release_all(leases: list[LeasedBlocks]) -> None:
+    """Release these leases, but those that were released before."""
+    for leased in leases:
+        if not leased.released:
+            leased.release()
 
 
-def joined(first: pool_verbs.Outcome, rest: pool_verbs.Outcome) -> pool_verbs.Outcome:
-    """The combined outcome of two reads, of which the second began where the first had ended."""
-    rest.generations = {**first.generations, **rest.generations}
-    rest.sources = {**first.sources, **rest.sources}
-    rest.stale = first.stale + rest.stale
-    rest.retries += first.retries
-    return rest
+def copied_blocks(reader: Reader, outcome: Outcome) -> LeasedBlocks:
+    """The blocks of a read that were all copied into the caller's memory."""
+
+    def make(index: int) -> Block:
+        target, key = reader.memory(index), reader.prefix.keys[index]
+        return Block(target, reader.selection, key, outcome.generations[index], packed=True)
+
+    return LeasedBlocks(Blocks(reader.prefix, outcome.blocks, outcome.reason, make), 0, None)

@@ -32,24 +32,24 @@ from ..verbs.drivers import driven
 from . import pool_verbs
 from .link_health import Links
 from .members import Placements
-from .pool_verbs import AskNode, Context, Read, Together
-from .remote.block_read import ArrivedSegments, ReadOutcome, fetch
+from .pool_verbs import HOME, AskNode, Context, CopyHome, Locate, Read, Together
+from .read_results import ReadOutcome
+from .remote.block_read import ArrivedSegments, fetch
 from .remote.peer import Peer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from ..blocks.block_views import Selection
     from ..directory.base import NodeRecord
     from ..format.keys import Prefix
-    from ..verbs.block_verbs import Access, PutResult
+    from ..verbs.block_verbs import PutResult
     from .members import Members
     from .pool_verbs import Verb
+    from .read_results import Reader
     from .remote.block_write import WriteOutcome
-    from .replica_choice import ReplicaRun
 
     Bytes = NDArray[np.uint8]
 
@@ -94,19 +94,6 @@ class PoolOptions:
             raise InvalidInput(f"hedge_share is a share from 0 to 1, not {self.hedge_share}")
         if not 1 <= self.streams <= self.streams_max:
             raise InvalidInput(f"streams must be 1 to {self.streams_max}, not {self.streams}")
-
-
-@dataclass(slots=True)
-class Reader:
-    """Where and how the blocks of one read arrive. `memory(i)` is the target of block i. Large
-    reads wait for room in the process's in-flight budget, in the order of their `priority`."""
-
-    prefix: Prefix
-    selection: Selection
-    access: Access
-    memory: Callable[[int], Bytes]
-    piece: Callable[[int, int], None] | None = None
-    priority: Priority = Priority.PREFILL
 
 
 class VerbDriver:
@@ -261,34 +248,15 @@ class VerbDriver:
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def read(
-        self,
-        reader: Reader,
-        deadline: float,
-        context: Context,
-        start: int,
-        without: Collection[int] = (),
-    ) -> pool_verbs.Outcome:
-        """Carry out `pool_verbs.read` of the reader's prefix.
+    def get(self, reader: Reader, deadline: float) -> pool_verbs.Outcome:
+        """Carry out `pool_verbs.get` of the reader's prefix."""
+        return self.run(pool_verbs.get(reader.prefix, deadline, self.context, reader.home), reader)
 
-        Nearly always one node has all blocks. The driver asks that node at once, and makes a plan,
-        which takes as long as the bytes of a small block, only for the blocks that it lacks.
-        """
-        prefix = reader.prefix
-        keys = prefix.keys[start:]
-        tried = None
-        try:
-            located = self.locate(keys) if keys else []
-        except DirectoryUnavailable:
-            return pool_verbs.Outcome(start, "directory")
-        run = pool_verbs.sole_run(located, start, context, without)
-        if run is not None:
-            fetched = self._read(run, deadline, None, reader)
-            if fetched.blocks == len(keys):
-                return pool_verbs.whole(run, fetched)
-            tried = run, fetched
-        verb = pool_verbs.read(prefix, start, deadline, context, located, without, tried)
-        return self.run(verb, reader)
+    def read(
+        self, reader: Reader, deadline: float, located: Sequence[tuple[int, ...]]
+    ) -> pool_verbs.Outcome:
+        """Carry out `pool_verbs.read` of the reader's prefix, whose holders are `located`."""
+        return self.run(pool_verbs.read(reader.prefix, 0, deadline, self.context, located), reader)
 
     def run(self, verb: Verb[T], reader: Reader | None = None) -> T:
         """Carry out a verb's steps. `reader` is where its `Read` steps go."""
@@ -297,12 +265,25 @@ class VerbDriver:
     def _do(self, step: Any, reader: Reader | None) -> Any:
         if isinstance(step, Read):
             assert reader is not None
-            stall_s = None if step.patience is None else step.patience * self.options.hedge_s
-            return self._read(step.run, step.deadline, stall_s, reader)
+            return self._read(step, reader)
+        if isinstance(step, Locate):
+            assert reader is not None
+            return self._located(reader.prefix.keys[step.start :])
+        if isinstance(step, CopyHome):
+            assert reader is not None
+            assert reader.home is not None
+            part = reader.prefix[step.start : step.start + len(step.located)]
+            return reader.home.copy_here(part, step.located, self, step.deadline) > 0
         if isinstance(step, Together):
             return self._together(step.steps, reader)
         assert isinstance(step, AskNode)
         return self.ask(step.node, step.request, step.timeout_s)
+
+    def _located(self, keys: Sequence[bytes]) -> list[tuple[int, ...]] | None:
+        try:
+            return self.locate(keys)
+        except DirectoryUnavailable:
+            return None
 
     def _together(self, steps: list[Any], reader: Reader | None) -> list[Any]:
         """Run the steps in parallel; their outcomes, once no step is running any more."""
@@ -347,9 +328,12 @@ class VerbDriver:
         self.links.answered(number)
         return raise_refusal(reply)
 
-    def _read(
-        self, run: ReplicaRun, deadline: float, stall_s: float | None, reader: Reader
-    ) -> ReadOutcome:
+    def _read(self, step: Read, reader: Reader) -> ReadOutcome:
+        run, deadline = step.run, step.deadline
+        if run.node == HOME:
+            assert reader.home is not None
+            return reader.home.read(run, reader, deadline)
+        stall_s = None if step.patience is None else step.patience * self.options.hedge_s
         try:
             peer = self.peer(run.node)
         except NodeUnavailable as error:
@@ -363,7 +347,6 @@ class VerbDriver:
             reader.selection,
             reader.access,
             [reader.memory(index) for index in range(run.start, run.stop)],
-            piece=_shifted(reader.piece, run.start),
         )
         try:
             how = peer, part, arrivals, deadline, stall_s, self.options.streams
@@ -413,11 +396,3 @@ def _wait_for(futures: list[Future[Any]]) -> None:
             interruption = error
     if interruption is not None:
         raise interruption
-
-
-def _shifted(
-    piece: Callable[[int, int], None] | None, start: int
-) -> Callable[[int, int], None] | None:
-    if piece is None:
-        return None
-    return lambda block, number: piece(start + block, number)

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from tiffin.messenger.shm import host_copy
 
-from ..blocks.block_views import Block, Blocks, Selection, Slot, select, select_shard
+from ..blocks.block_views import Block, Blocks, Selection, Slot, select_shard
 from ..blocks.leased_blocks import LeasedExtents, check
-from ..blocks.payload_buffers import target_views
 from ..blocks.selection_copy import all_checksums, scatter_hashed, source_views
 from ..deadlines import GRACE_S
 from ..errors import DeadlineExceeded, NoRoom
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..format.keys import Prefix
-    from ..format.schema import HeadRange, LayerRange, Shard
+    from ..format.schema import Shard
 
     Bytes = NDArray[np.uint8]
 
@@ -191,14 +190,9 @@ def statistics(timeout_s: float) -> Verb[dict[str, Any]]:
 
 
 def get(
-    prefix: Prefix,
-    access: Access,
-    layers: LayerRange | None,
-    heads: HeadRange | None,
-    timeout_s: float,
+    prefix: Prefix, access: Access, selection: Selection, timeout_s: float
 ) -> Verb[tuple[Blocks, int]]:
     """Lease the leading blocks and view them in place. Returns them and the lease's id."""
-    selection = select(prefix.schema, layers, heads)
     if not len(prefix):
         return Blocks(prefix, 0, None, _no_block), 0
     reply, memory = yield Call(messages.Lease(0, _keys(prefix), timeout_s), timeout_s)
@@ -221,14 +215,11 @@ def _no_block(index: int) -> Block:
 def get_into(
     prefix: Prefix,
     access: Access,
-    into: Any,
-    layers: LayerRange | None,
-    heads: HeadRange | None,
+    selection: Selection,
+    targets: Sequence[Bytes],
     timeout_s: float,
 ) -> Verb[Blocks]:
-    """Copy the leading blocks into caller memory; leases as many at a time as fit in the DRAM."""
-    selection = select(prefix.schema, layers, heads)
-    targets = target_views(into, len(prefix), selection.nbytes)
+    """Copy the leading blocks into their targets; leases as many at a time as fit in the DRAM."""
     deadline = time.monotonic() + timeout_s
     generations: list[int] = []
     reason: str | None = None

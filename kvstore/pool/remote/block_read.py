@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,10 +28,11 @@ from ...errors import (
 from ...format.expected_headers import ExpectedHeaders
 from ...node.core import messages
 from ...node.core.records import Reason
+from ..read_results import ReadOutcome
 from .peer import CONNECT_TIMEOUT_S, as_ours
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -61,27 +61,11 @@ ONE_SIDED_BYTES_MIN = 1 << 20
 _AT_END_BYTES_MAX = 1 << 20
 
 
-@dataclass(slots=True)
-class ReadOutcome:
-    """The leading blocks that arrived whole and verified. `reason` is why there are not more: a
-    `Reason` in lower case, or "lost" (the node or the link to it), "stalled" (it sends nothing)."""
-
-    blocks: int
-    reason: str | None
-    generations: list[int] = field(default_factory=list)
-    nbytes: int = 0
-    seconds: float = 0.0
-    first_byte_s: float | None = None
-    answered: bool = False  # whether the node sent any reply
-
-
 class ArrivedSegments:
     """The ranges of one read, their targets, and which blocks have arrived and are verified.
 
     `ranges[i]` of the lease goes to `targets[i]`. Ranges may arrive in any order and from several
-    threads. The callback `piece(block, k)` is called for each piece of a block as it arrives,
-    before the block is verified: the k-th of the selection's pieces (its layers, unless it is a
-    head range), or, of an unaligned head range that is not verified, the k-th of its ranges.
+    threads.
     """
 
     def __init__(
@@ -90,28 +74,23 @@ class ArrivedSegments:
         selection: Selection,
         access: Access,
         targets: Sequence[Bytes],
-        *,
-        piece: Callable[[int, int], None] | None = None,
     ) -> None:
         self._prefix = prefix
         self._schema = prefix.schema
         self._selection = selection
         self._memory = targets
-        self._piece = piece
         self._verified = [access.checks_payload() for _ in targets]
         # A checksum covers a whole segment: to verify a part of it, the read moves all of it.
         self._cut = not selection.aligned
-        self._at_end = piece is None and not self._cut and selection.nbytes <= _AT_END_BYTES_MAX
+        self._at_end = not self._cut and selection.nbytes <= _AT_END_BYTES_MAX
         self.reply: messages.Leased | None = None
-        self.first_at: float | None = None
         self.corrupt: int | None = None  # the block that failed its verification
         self.targets: list[Bytes] = []
         self._scratch: dict[int, Bytes] = {}
         self._good: set[int] = set()
         self._lock = threading.Lock()
-        # Consecutive layers are one range, unless the caller has a callback for each.
-        waits = piece is not None and not self._cut
-        by_piece = tuple((checked or waits) and not self._at_end for checked in self._verified)
+        # A piece is hashed as it arrives; the layers of a block that is not are one range.
+        by_piece = tuple(checked and not self._at_end for checked in self._verified)
         lay_out = _layout_of_few if len(targets) <= _FEW else _layout
         self.ranges, self._where, missing, self.nbytes = lay_out(selection, by_piece)
         self._missing = list(missing)  # ranges of each block that have not arrived
@@ -147,14 +126,9 @@ class ArrivedSegments:
     def arrived(self, index: int) -> None:
         """Note that all bytes of range `index` are in their target; verify its block if that is
         complete. Raises CorruptBlock."""
-        if self.first_at is None:
-            self.first_at = time.monotonic()
         block, piece = self._where[index]
-        if piece >= 0:
-            if self._verified[block] and not self._at_end:
-                self._hash(block, piece, self.targets[index])
-            if self._piece is not None:
-                self._piece(block, piece)
+        if piece >= 0 and self._verified[block] and not self._at_end:
+            self._hash(block, piece, self.targets[index])
         with self._lock:
             self._missing[block] -= 1
             complete = not self._missing[block]
@@ -281,12 +255,9 @@ def fetch(
     generations = reply.generations[:good] if reply is not None else []
     seconds = time.monotonic() - started
     arrived_bytes = nbytes * good // max(1, len(prefix))
-    fetched = ReadOutcome(
+    return ReadOutcome(
         good, reason, generations, arrived_bytes, seconds, answered=reply is not None
     )
-    if arrivals.first_at is not None:
-        fetched.first_byte_s = arrivals.first_at - started
-    return fetched
 
 
 def _at_once(

@@ -47,6 +47,7 @@ from ...errors import (
     ProtocolError,
     TiffinError,
 )
+from ...health import Health
 from ...node.core import messages
 from ...token_proofs import Greeting, same
 from .nixl_reads import OneSided
@@ -62,9 +63,9 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 # A post must not hold up its caller. One that times out is sent with the next request or, if there
-# is none, retried by a thread, with these delays. After the last, every lease has expired.
+# is none, so often by a thread that rests as `Health` tells: then every lease has expired (30 s).
 POST_TIMEOUT_S = GRACE_S
-PAY_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+PAY_TRIES = 7
 # The most posts that wait for one node: a node with more of them will not recover.
 OWED_MAX = 1024
 
@@ -304,8 +305,11 @@ class Peer:
             return
         paid = False
         try:
-            for delay_s in PAY_AFTER_S:
-                if self._closed.wait(delay_s):
+            health = Health()
+            for _ in range(PAY_TRIES):
+                now = time.monotonic()
+                health.failed(now)
+                if self._closed.wait(health.retry_at - now):
                     return
                 paid = not self._owed
                 if paid:

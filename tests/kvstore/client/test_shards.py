@@ -584,18 +584,15 @@ def total(links: dict[str, Any]) -> int:
     return sum(int(link["bytes"]) for link in links.values())
 
 
-@pytest.mark.parametrize("piecewise", [False, True])
-def test_what_is_planned_for_a_slice_is_the_slice(piecewise: bool) -> None:
+def test_what_is_planned_for_a_slice_is_the_slice() -> None:
     prefix = fresh_prefix(3, SHARDED)
     chosen = select(SHARDED, heads=(0, 2))
     targets = [np.zeros(chosen.nbytes, np.uint8) for _ in prefix.keys]
-    pieces: list[tuple[int, int]] = []
     arrivals = ArrivedSegments(
         prefix,
         chosen,
         Access("always", None),  # type: ignore[arg-type]
         targets,
-        piece=(lambda block, k: pieces.append((block, k))) if piecewise else None,
     )
     payload = sum(r.length for r in arrivals.ranges) - 3 * SHARDED.header_bytes
     assert payload == 3 * SHARDED.block_bytes // 4

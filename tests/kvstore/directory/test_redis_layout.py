@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiffin.kvstore.directory.base import DirectoryEvent
-from tiffin.kvstore.directory.circuit_breaker import FIRST_S, MAX_S, Breaker
 from tiffin.kvstore.directory.redis_layout import (
     CLUSTER_BUCKETS,
     MEMBERS,
@@ -114,33 +113,3 @@ def test_an_event_that_is_too_large() -> None:
     assert decode_event(nested) is None
     assert decode_event(nested[:60_000]) is None
     assert decode_event(b"\x94\x01\x01\xdd" + b"\xff" * 100_000) is None
-
-
-# -- the breaker -----------------------------------------------------------------------------------
-
-
-def test_a_breaker_lets_one_probe_through_at_a_time() -> None:
-    breaker = Breaker()
-    assert breaker.admits(0.0)
-    assert breaker.closed
-    breaker.failed(0.0)
-    assert not breaker.closed
-    assert not breaker.admits(FIRST_S / 2)
-    assert breaker.admits(FIRST_S)
-    assert not breaker.admits(FIRST_S), "the others do not wait with the probe"
-    breaker.succeeded()
-    assert breaker.closed
-    assert breaker.admits(FIRST_S)
-
-
-def test_a_breaker_asks_less_and_less_often() -> None:
-    breaker, now, waits = Breaker(), 0.0, []
-    for _ in range(10):
-        breaker.failed(now)
-        asked = now
-        while not breaker.admits(now):
-            now += 0.01
-        waits.append(round(now - asked, 1))
-    assert waits[0] == FIRST_S
-    assert waits == sorted(waits)
-    assert waits[-1] == MAX_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
 from pathlib import Path
@@ -29,6 +30,7 @@ def options_for(path: Path) -> NodeOptions:
 
 def held() -> dict[str, int]:
     """What this process holds: threads, descriptors, mapped regions."""
+    gc.collect()  # what earlier tests left in cycles must not go while this one counts
     maps = Path("/proc/self/maps").read_text()
     return {
         "threads": sum(thread.name.startswith("tiffin") for thread in threading.enumerate()),

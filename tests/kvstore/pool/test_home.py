@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from tiffin.kvstore import Prefix
     from tiffin.kvstore.connection.connection import NodeAnswer
-    from tiffin.kvstore.pool.home import Home
+    from tiffin.kvstore.pool.home.home import Home
 
 # Of two ranks' blocks.
 SHARDED = KVSchema.gqa(

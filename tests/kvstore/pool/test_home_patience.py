@@ -24,8 +24,10 @@ from tiffin.kvstore.directory.base import NodeRecord
 from tiffin.kvstore.errors import DeadlineExceeded, NodeUnavailable, StaleLease
 from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.node.core.records import Reason
-from tiffin.kvstore.pool import home as home_module
-from tiffin.kvstore.pool.home import SLICE_MAX_S, FairTurns, Home
+from tiffin.kvstore.pool.home import home_link
+from tiffin.kvstore.pool.home.fair_turns import FairTurns
+from tiffin.kvstore.pool.home.home import Home
+from tiffin.kvstore.pool.home.home_link import SLICE_MAX_S
 from tiffin.kvstore.pool.link_health import Links
 from tiffin.kvstore.pool.verb_driver import PoolOptions
 
@@ -128,7 +130,7 @@ def home_of(link: Scripted, pool: Pool | None = None) -> Iterator[Home]:
 @pytest.fixture
 def never_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """However late a home that answers is, it is not taken for silent."""
-    monkeypatch.setattr(home_module, "GRACE_S", 20.0)
+    monkeypatch.setattr(home_link, "GRACE_S", 20.0)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -347,7 +349,16 @@ class TestPatience:
             home.call(self.LEASE, 20.0)
         wait_until(lambda: home._listener is None, "it has answered")
         home.close()
-        assert rests == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0, SLICE_MAX_S]
+        assert [round(rest, 3) for rest in rests] == [
+            0.5,
+            1.0,
+            2.0,
+            4.0,
+            8.0,
+            10.0,
+            10.0,
+            SLICE_MAX_S,
+        ]
 
     def test_a_forked_child_holds_nothing_of_its_parent(self) -> None:
         home = Home(Scripted(silent), lambda: 1, Pool(1, 2))  # type: ignore[arg-type]

@@ -12,8 +12,9 @@ from kvsupport import SLACK_S, Background, assert_right, fresh_prefix, wait_unti
 from poolsupport import LARGE, Cluster, Member
 
 from tiffin.kvstore.errors import ClientClosed, InvalidInput, NodeUnavailable
+from tiffin.kvstore.health import MAX_S, Health
 from tiffin.kvstore.node.core.node_core import CoreOptions
-from tiffin.kvstore.pool import link_health, verb_driver
+from tiffin.kvstore.pool import verb_driver
 from tiffin.kvstore.pool.remote import block_read
 from tiffin.kvstore.pool.verb_driver import PoolOptions
 
@@ -157,7 +158,7 @@ class TestLostAndStalled:
     def test_only_missing_blocks_are_read_again_when_a_node_stalls(
         self, cluster: Cluster, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(link_health, "DOWN_MIN_S", link_health.DOWN_MAX_S)
+        monkeypatch.setattr(Health, "_rest_s", lambda _: MAX_S)
         sick, well = cluster.members["sick"], cluster.members["well"]
         assert sick.network is not None
         fetched: list[block_read.ReadOutcome] = []
@@ -271,7 +272,7 @@ class TestLostAndStalled:
     def test_a_silent_only_replica_costs_one_deadline_and_not_each_time(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(link_health, "DOWN_MIN_S", link_health.DOWN_MAX_S)
+        monkeypatch.setattr(Health, "_rest_s", lambda _: MAX_S)
         only = cluster.start("only", relayed=True)
         prefix = only.put(prompt(2))
         cluster.settle()
@@ -284,7 +285,9 @@ class TestLostAndStalled:
         assert read(client, prefix, timeout_s=30) == "0 lost"
         assert time.monotonic() - began < 15, "a node that was silent is left alone"
         only.network.resume()
-        client._engine.links._ways[only.number].down_until = time.monotonic()  # its rest is over
+        client._engine.links._ways[
+            only.number
+        ].health.retry_at = time.monotonic()  # its rest is over
         wait_until(lambda: read(client, prefix) == "2 None", "the node is asked again")
 
     def test_what_cannot_be_had_is_said_to_be_lost(self, cluster: Cluster) -> None:

@@ -20,12 +20,13 @@ from tiffin.kvstore.errors import (
     NodeUnavailable,
     NoRoom,
 )
+from tiffin.kvstore.health import FIRST_S, MAX_S
 from tiffin.kvstore.node.core import messages
-from tiffin.kvstore.pool.link_health import DOWN_MAX_S, DOWN_MIN_S, Links
+from tiffin.kvstore.pool.home.read_through import HomeCopies
+from tiffin.kvstore.pool.link_health import Links
 from tiffin.kvstore.pool.members import PLACED_MAX, PLACED_S, FixedMembers, HomeNumber, Placements
 from tiffin.kvstore.pool.pool_verbs import AskNode, Together
 from tiffin.kvstore.pool.put_placement import _joined
-from tiffin.kvstore.pool.read_through import HomeCopies
 from tiffin.kvstore.pool.replica_choice import LATE_S, ReplicaRun, cheapest, plan_reads
 from tiffin.kvstore.pool.replication.replication_requests import ORDERS_MAX, Orders
 from tiffin.kvstore.pool.verb_driver import WORKERS, VerbDriver
@@ -81,7 +82,7 @@ class TestLinks:
         links = Links()
         for failures in range(8):
             links.failed(1, now=100.0)
-            rest_s = min(DOWN_MAX_S, DOWN_MIN_S * 2**failures)
+            rest_s = min(MAX_S, FIRST_S * 2**failures)
             assert links.seconds(1, 1, now=100.0 + rest_s - 0.01) == math.inf
             assert links.seconds(1, 1, now=100.0 + rest_s) < 1
             assert links.down(now=100.0) == {1}
@@ -92,7 +93,7 @@ class TestLinks:
         links.answered(1)
         links.failed(1, now=100.0)
         assert links.seconds(1, 1, now=100.0) == math.inf
-        assert links.down(now=100.0 + DOWN_MIN_S) == set()
+        assert links.down(now=100.0 + FIRST_S) == set()
 
     def test_speed_is_what_was_measured(self) -> None:
         links = Links()

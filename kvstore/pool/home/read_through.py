@@ -9,20 +9,22 @@ import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from ..blocks.block_views import select
-from ..errors import ClientClosed, InvalidInput, TiffinError
-from ..node.core import messages
-from ..url import ADMISSIONS
-from ..verbs import block_verbs as local_verbs
-from ..verbs.block_verbs import Access
-from ..verbs.drivers import drive
-from .verb_driver import Reader
+from ...blocks.block_views import select
+from ...errors import ClientClosed, InvalidInput, TiffinError
+from ...node.core import messages
+from ...url import ADMISSIONS
+from ...verbs import block_verbs as local_verbs
+from ...verbs.block_verbs import Access
+from ...verbs.drivers import drive
+from ..read_results import Reader
 
 if TYPE_CHECKING:
-    from ..blocks.block_views import Slot
-    from ..connection.node_link import NodeLink
-    from ..format.keys import Prefix
-    from .verb_driver import VerbDriver
+    from collections.abc import Sequence
+
+    from ...blocks.block_views import Slot
+    from ...connection.node_link import NodeLink
+    from ...format.keys import Prefix
+    from ..verb_driver import VerbDriver
 
 # The most keys whose first read is remembered: 2 MiB or so, blocks of 33 million tokens.
 _SEEN_MAX = 65_536
@@ -61,8 +63,16 @@ class HomeCopies:
             while len(self._seen) > _SEEN_MAX:
                 self._seen.popitem(last=False)
 
-    def bring(self, part: Prefix, home: NodeLink, engine: VerbDriver, deadline: float) -> int:
-        """Read the blocks of `part` into slots at home; how many leading blocks are there then.
+    def bring(
+        self,
+        part: Prefix,
+        located: Sequence[tuple[int, ...]],
+        home: NodeLink,
+        engine: VerbDriver,
+        deadline: float,
+    ) -> int:
+        """Read the blocks of `part` from their holders into slots at home; how many leading blocks
+        are there then.
 
         Each block is verified whole as it arrives, whatever the client's policy is, because other
         clients will read it. The slots of blocks that can't be read are given back. Raises
@@ -83,11 +93,11 @@ class HomeCopies:
                     continue
                 reader = Reader(
                     part[first:stop],
-                    select(part.schema),
                     Access("always", engine.dice),
+                    select(part.schema),
                     lambda index, first=first: slots[first + index].view,  # type: ignore[misc]
                 )
-                outcome = engine.read(reader, deadline, engine.context, 0)
+                outcome = engine.read(reader, deadline, located[first:stop])
                 _skip(slots, first + outcome.blocks, stop)
                 missing = first + outcome.blocks < stop
             left_s = max(0.0, deadline - time.monotonic())

@@ -16,46 +16,37 @@ import logging
 import math
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tiffin.messenger.tcp.pending_connect import calling
 
-from .. import deadlines
-from ..connection.lease_lifetime import undo
-from ..connection.node_link import CallGate, open_links
-from ..deadlines import GRACE_S
-from ..errors import (
+from ... import deadlines
+from ...connection.lease_lifetime import undo
+from ...connection.node_link import CallGate, open_links
+from ...deadlines import GRACE_S
+from ...errors import (
     ClientClosed,
     DeadlineExceeded,
     NodeUnavailable,
     TiffinError,
 )
-from ..node.core import messages
-from ..node.core.node_core import ReserveStatus
-from ..node.core.records import Reason
-from ..verbs import block_verbs as local_verbs
-from ..verbs.drivers import drive
-from .link_health import DOWN_MAX_S, DOWN_MIN_S
+from ...health import Health
+from ...node.core import messages
+from ...node.core.node_core import ReserveStatus
+from ...node.core.records import Reason
+from .fair_turns import FairTurns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from ..connection.connection import NodeAnswer
-    from ..connection.node_link import NodeLink
-    from ..connection.region_mapping import Mapping
-    from ..format.keys import Prefix
-    from ..format.schema import Shard
-    from ..verbs.block_verbs import PutResult, Verb
-    from .pool_verbs import Context
-    from .replica_choice import Costs
-    from .verb_driver import VerbDriver
+    from ...connection.connection import NodeAnswer
+    from ...connection.node_link import NodeLink
+    from ...connection.region_mapping import Mapping
+    from ..verb_driver import VerbDriver
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 # The longest slice of a wait at home; a node that hangs within a slice delays the call by as much.
 SLICE_MAX_S = 0.5
@@ -75,42 +66,7 @@ _TAKES_ROOM = (messages.Reserve, messages.Commit)
 _ONCE = (messages.Commit, messages.Remove)
 
 
-class FairTurns:
-    """A fair lock: one caller at a time, in the order in which they entered the queue. A caller
-    that enters again goes to the end, so that calls which wait at home in slices do not starve the
-    others. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._queue: deque[threading.Lock] = deque()  # the first has the turn: its lock is free
-
-    def __len__(self) -> int:
-        """How many callers have the turn or wait for it."""
-        return len(self._queue)
-
-    def enter(self) -> threading.Lock:
-        """Join the queue: a ticket, for `wait` and `leave`."""
-        ticket = threading.Lock()
-        with self._lock:
-            if self._queue:
-                ticket.acquire()
-            self._queue.append(ticket)
-        return ticket
-
-    def wait(self, ticket: threading.Lock, timeout_s: float) -> bool:
-        """Whether the ticket's turn comes within `timeout_s`; it keeps its place in the queue."""
-        return ticket.acquire(timeout=timeout_s)
-
-    def leave(self, ticket: threading.Lock) -> None:
-        """End the turn, or stop waiting for it."""
-        with self._lock:
-            first = self._queue[0] is ticket
-            self._queue.remove(ticket)
-            if first and self._queue:
-                self._queue[0].release()
-
-
-class Home:
+class HomeLink:
     """A `NodeLink` to the home node that gives up on it when it is silent and other nodes could
     answer.
 
@@ -123,6 +79,7 @@ class Home:
         self, link: NodeLink, number: Callable[[], int | None], engine: VerbDriver
     ) -> None:
         self.lost = False  # the last call got no answer
+        self._health = Health()  # as `_listen` finds it, which a silence of one call starts
         # Whether it is silent: then only `_listen` and calls that no other node could serve ask it.
         self.away = False
         self._link = link
@@ -298,6 +255,7 @@ class Home:
     def _got_answer(self) -> None:
         self.lost = False
         with self._state:
+            self._health.answered()
             back, self.away = self.away, False
         if back:
             log.warning("home answers again")
@@ -318,15 +276,15 @@ class Home:
                     self._listener, self.away = None, False
 
     def _listen(self) -> None:
-        """Poll a silent home node at once, in case it was only late, then with a back-off of 0.5 s,
-        doubled up to 10 s, until it answers. Its late replies arrive with that answer, and the link
-        gives back what they granted."""
+        """Poll a silent home node at once, in case it was only late, then with the rests of its
+        `Health` until it answers. Its late replies arrive with that answer, and the link gives back
+        what they granted."""
         while True:
-            rest_s = DOWN_MIN_S
             while self.away and not self._answers():
-                if self._closing.wait(rest_s):
+                now = time.monotonic()
+                self._health.failed(now)
+                if self._closing.wait(self._health.retry_at - now):
                     return
-                rest_s = min(2 * rest_s, DOWN_MAX_S)
             # An earlier request may still wait at the node for a slice: receive its reply as well.
             if self._closing.wait(SLICE_MAX_S):
                 return
@@ -346,94 +304,6 @@ class Home:
         except TiffinError as error:
             log.debug("home is still silent: %s", error)
         return not self.away
-
-    # -- what is done there ----------------------------------------------------------------------
-
-    def ask(self, verb: Verb[T], otherwise: T) -> T:
-        """The verb's result at home; `otherwise` if the home node does not answer, so that the
-        caller can ask other nodes."""
-        try:
-            return drive(verb, self)
-        except (ConnectionError, DeadlineExceeded):
-            return otherwise
-
-    def reserve(self, verb: Verb[T], *, patient: bool) -> T | None:
-        """`local_verbs.reserve` at home; None if the home node does not answer and another node
-        could take the blocks. `patient`: the reservation can't go to another node. Raises the
-        home node's error if no other node could take them."""
-        try:
-            return drive(verb, self.patient if patient else self)
-        except (ConnectionError, DeadlineExceeded):
-            if patient or not self._others(takes_room=True):
-                raise
-            return None
-
-    def put(
-        self,
-        prefix: Prefix,
-        payloads: Sequence[Any],
-        timeout_s: float,
-        shard: Shard | None = None,
-        *,
-        until: float = math.inf,
-        patient: bool = False,
-    ) -> PutResult:
-        """`local_verbs.put` at home; `patient`: the blocks can't go to another node."""
-        how = self.mapping.memory.nbytes, timeout_s, shard
-        verb = local_verbs.put(prefix, payloads, *how, until=until, alone=patient)
-        return drive(verb, self.patient if patient else self)
-
-    @property
-    def patient(self) -> NodeLink:
-        """The same link for requests that only the home node can serve, such as those for slots in
-        its memory."""
-        return cast("NodeLink", _Patient(self))  # its gate is read-only
-
-    def shunned(self, context: Context) -> Context:
-        """`context` with the home node's TCP port taken for dead as well: the same process serves
-        it and the unix socket."""
-        return replace(context, costs=_Elsewhere(context.costs, self.number))
-
-
-@dataclass(frozen=True, slots=True)
-class _Patient:
-    """A `NodeLink` whose calls wait for a silent home node."""
-
-    home: Home
-
-    @property
-    def gate(self) -> CallGate:
-        """See `NodeLink.gate`."""
-        return self.home.gate
-
-    @property
-    def mapping(self) -> Mapping:
-        """See `NodeLink.mapping`."""
-        return self.home.mapping
-
-    def call(self, request: messages.Request, timeout_s: float) -> NodeAnswer:
-        """See `NodeLink.call`."""
-        return self.home.call(request, timeout_s, patient=True)
-
-    def post(self, request: messages.Request) -> None:
-        """See `NodeLink.post`."""
-        self.home.post(request)
-
-    def close(self) -> None:
-        """See `NodeLink.close`."""
-        self.home.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Elsewhere:
-    """`Costs` in which one node is taken for dead."""
-
-    costs: Costs
-    without: int | None
-
-    def seconds(self, node: int, nbytes: int) -> float:
-        """See `Costs.seconds`."""
-        return math.inf if node == self.without else self.costs.seconds(node, nbytes)
 
 
 def _is_busy(reply: messages.AnyReply) -> bool:

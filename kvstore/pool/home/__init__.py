@@ -1,0 +1,1 @@
+"""The node on this host, over shared memory."""

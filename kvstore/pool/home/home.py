@@ -1,0 +1,153 @@
+"""The node on this host as a replica of the pool: its blocks are leased in place or copied out of
+shared memory, and puts write into it.
+
+Each verb runs over the patient or the impatient link (`home_link.py`): what only the home node can
+serve waits for it, everything else goes to another node while it is silent.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from ...client.client import LeasedBlocks
+from ...errors import DeadlineExceeded
+from ...verbs import block_verbs
+from ...verbs.drivers import drive
+from ..read_results import ReadOutcome
+from .home_link import HomeLink
+from .read_through import HomeCopies
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ...connection.connection import NodeAnswer
+    from ...connection.node_link import CallGate, NodeLink
+    from ...connection.region_mapping import Mapping
+    from ...format.keys import Prefix
+    from ...format.schema import Shard
+    from ...node.core import messages
+    from ...verbs.block_verbs import PutResult, Verb
+    from ..read_results import Reader
+    from ..replica_choice import ReplicaRun
+    from ..verb_driver import VerbDriver
+
+T = TypeVar("T")
+
+
+class Home(HomeLink):
+    """The node on this host; `HomeState` is what plans ask of it. Thread-safe."""
+
+    def __init__(
+        self,
+        link: NodeLink,
+        number: Callable[[], int | None],
+        engine: VerbDriver,
+        admission: str = "second",
+    ) -> None:
+        """`number()` is its number in the directory; a restart changes it. `admission`: which
+        blocks of other nodes are copied here (`HomeCopies`)."""
+        super().__init__(link, number, engine)
+        self._copies = HomeCopies(admission)
+        self.wants, self.saw = self._copies.wants, self._copies.saw
+
+    def ask(self, verb: Verb[T], otherwise: T) -> T:
+        """The verb's result; `otherwise` if the node does not answer, so that the caller can ask
+        other nodes."""
+        try:
+            return drive(verb, self)
+        except (ConnectionError, DeadlineExceeded):
+            return otherwise
+
+    def read(self, run: ReplicaRun, reader: Reader, deadline: float) -> ReadOutcome:
+        """Lease the run's leading blocks in place if the reader takes leases, else copy them into
+        its memory. Raises no failure of the node."""
+        prefix = reader.prefix[run.start : run.stop] if run.start else reader.prefix
+        left_s = max(0.0, deadline - time.monotonic())
+        how = prefix, reader.access, reader.selection
+        if reader.leases is not None:
+            leased = self.ask(block_verbs.get(*how, left_s), None)
+            if leased is None:
+                return ReadOutcome(0, "lost")
+            blocks, lease = leased
+            reader.leases.append(LeasedBlocks(blocks, lease, self))
+            return ReadOutcome(len(blocks), blocks.reason, answered=True)
+        targets = [reader.memory(index) for index in range(run.start, run.stop)]
+        copied = self.ask(block_verbs.get_into(*how, targets, left_s), None)
+        if copied is None:
+            return ReadOutcome(0, "lost")
+        generations = [block.generation for block in copied]
+        return ReadOutcome(len(copied), copied.reason, generations, answered=True)
+
+    def copy_here(
+        self,
+        part: Prefix,
+        located: Sequence[tuple[int, ...]],
+        engine: VerbDriver,
+        deadline: float,
+    ) -> int:
+        """Copy blocks from their holders into slots here: see `HomeCopies.bring`."""
+        return self._copies.bring(part, located, self, engine, deadline)
+
+    def reserve(self, verb: Verb[T], *, patient: bool) -> T | None:
+        """`block_verbs.reserve` here; None if the node does not answer and another node could take
+        the blocks. `patient`: the reservation can't go to another node. Raises the node's error if
+        no other node could take them."""
+        try:
+            return drive(verb, self.patient if patient else self)
+        except (ConnectionError, DeadlineExceeded):
+            if patient or not self._others(takes_room=True):
+                raise
+            return None
+
+    def put(
+        self,
+        prefix: Prefix,
+        payloads: Sequence[Any],
+        timeout_s: float,
+        shard: Shard | None = None,
+        *,
+        until: float = math.inf,
+        patient: bool = False,
+    ) -> PutResult:
+        """`block_verbs.put` here; `patient`: the blocks can't go to another node."""
+        how = self.mapping.memory.nbytes, timeout_s, shard
+        verb = block_verbs.put(prefix, payloads, *how, until=until, alone=patient)
+        return drive(verb, self.patient if patient else self)
+
+    @property
+    def patient(self) -> NodeLink:
+        """The same link for requests that only the home node can serve, such as those for slots in
+        its memory."""
+        return cast("NodeLink", _Patient(self))  # its gate is read-only
+
+
+@dataclass(frozen=True, slots=True)
+class _Patient:
+    """A `NodeLink` whose calls wait for a silent home node."""
+
+    home: Home
+
+    @property
+    def gate(self) -> CallGate:
+        """See `NodeLink.gate`."""
+        return self.home.gate
+
+    @property
+    def mapping(self) -> Mapping:
+        """See `NodeLink.mapping`."""
+        return self.home.mapping
+
+    def call(self, request: messages.Request, timeout_s: float) -> NodeAnswer:
+        """See `NodeLink.call`."""
+        return self.home.call(request, timeout_s, patient=True)
+
+    def post(self, request: messages.Request) -> None:
+        """See `NodeLink.post`."""
+        self.home.post(request)
+
+    def close(self) -> None:
+        """See `NodeLink.close`."""
+        self.home.close()
