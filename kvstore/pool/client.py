@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from tiffin.messenger.signal_safe import Forsaken, uninterrupted
 
-from .. import deadlines
 from ..blocks.block_views import select, select_shard
 from ..blocks.payload_buffers import payload_views, target_views
 from ..blocks.selection_copy import source_views
 from ..client.client import Client, LeasedBlocks, Slots
-from ..deadlines import GRACE_S
 from ..errors import (
     ClientClosed,
     DirectoryUnavailable,
@@ -40,9 +38,10 @@ from ..verbs.drivers import drive
 from . import pool_verbs
 from .home.home import Home
 from .members import FixedMembers, names_of
+from .pool_verbs import HOME
 from .put_placement import PutPlacement
 from .read_results import MixedBlocks, OwnMemory, Reader, copied_blocks, release_all
-from .remote.block_write import BlockSeals, store
+from .remote.block_write import BlockSeals
 from .remote.layer_stream import Searching
 from .remote.writer_shards import shard_node
 from .replication.replication_requests import Orders, replicate_from, replicate_to
@@ -252,10 +251,7 @@ class PoolClient(Client):
         return first
 
     def _placing(self, prefix: Prefix, views: list[Bytes], deadline: float) -> PutPlacement:
-        home = self._home
-        put_home = partial(home.put, prefix, views, until=deadline) if home is not None else None
-        seals = BlockSeals(prefix, views)
-        return PutPlacement(self._engine, seals, deadline, put_home, self._home_number)
+        return PutPlacement(self._engine, BlockSeals(prefix, views), deadline, self._home)
 
     def _put_another(self, placing: PutPlacement, done: int, replicas: int) -> None:
         """Write one more replica to another node. Raises NoRoom."""
@@ -280,17 +276,13 @@ class PoolClient(Client):
     ) -> PutResult:
         """Store at this node and at no other: the other ranks would not find the blocks elsewhere.
         None is the home node."""
-        if node is None:
-            if self._home is None:
-                raise ClientClosed("this client has no home node")
-            left_s = max(0.0, deadline - time.monotonic())
-            return self._home.put(prefix, payloads, left_s, shard, patient=True)
+        if node is None and self._home is None:
+            raise ClientClosed("this client has no home node")
         selection = select_shard(prefix.schema, shard)
-        views = source_views(selection, payloads, len(prefix))
-        seals, peer = BlockSeals(prefix, views, selection), self._engine.peer(node)
-        late = min(deadline + GRACE_S, deadlines.end())
-        stored = store(peer, seals, 0, deadline=late, room_until=deadline)
-        return self._engine.noted(node, prefix, stored)
+        seals = BlockSeals(prefix, source_views(selection, payloads, len(prefix)), selection)
+        room_s = max(0.0, deadline - time.monotonic())
+        replica = self._engine.node(HOME if node is None else node, self._home)
+        return replica.put(seals, room_s, deadline, patient=True)
 
     def _node_for(self, prefix: Prefix, node: int | None) -> int | None:
         """The number of the node to write to; None for the home node. Raises NoRoom."""

@@ -13,8 +13,6 @@ import logging
 import time
 from typing import TYPE_CHECKING, TypeAlias
 
-from .. import deadlines
-from ..deadlines import GRACE_S
 from ..errors import (
     ClientClosed,
     DeadlineExceeded,
@@ -24,12 +22,11 @@ from ..errors import (
     TiffinError,
 )
 from ..verbs.block_verbs import PutResult
-from .remote.block_write import store
+from .pool_verbs import HOME
 from .replica_choice import place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from .home.home import Home
     from .remote.block_write import BlockSeals
     from .verb_driver import VerbDriver
 
@@ -45,7 +42,6 @@ TRIES_MAX = 6
 _OWN_TRIES_MAX = 3
 _OWN_WAIT_S = 0.05
 
-HOME = 0  # in place of a number: home has none while the directory does not list it
 NO_ROOM = "no_room"
 LATE = "deadline"  # the node has not confirmed all blocks
 
@@ -55,22 +51,20 @@ _Full: TypeAlias = list[tuple[int, PutResult]]
 
 
 class PutPlacement:
-    """One put of `seals.prefix`, and the nodes that it has tried. `put_home(room_s, patient=)` puts
-    at home, as `Home.put`; it is None for a client without a home node."""
+    """One put of `seals.prefix`, and the nodes that it has tried."""
 
     def __init__(
         self,
         engine: VerbDriver,
         seals: BlockSeals,
         deadline: float,
-        put_home: Callable[..., PutResult] | None,
-        home_number: int | None,
+        home: Home | None,
     ) -> None:
         self._engine = engine
         self._seals = seals
         self._deadline = deadline
-        self._put_home = put_home
-        self._home_number = home_number
+        self._home = home
+        self._home_number = None if home is None else home.number
         self._failure: TiffinError | None = None
         self._tried: set[int] = set()
         # The tried candidates that were silent for a moment; the put has not waited for them.
@@ -157,8 +151,8 @@ class PutPlacement:
 
     def _candidates(self) -> list[int]:
         """The candidates, in the order in which to ask them."""
-        home = [HOME] if self._put_home is not None and HOME not in self._tried else []
-        if self._home_number is not None and self._put_home is not None:
+        home = [HOME] if self._home is not None and HOME not in self._tried else []
+        if self._home_number is not None:
             self._tried.add(self._home_number)  # reached by its unix socket, not by its TCP port
         try:
             nodes = self._engine.nodes()
@@ -176,29 +170,17 @@ class PutPlacement:
         this is a retry."""
         self._tried.add(candidate)
         try:
-            if candidate == HOME:
-                assert self._put_home is not None
-                return self._put_home(room_s, patient=patient)
-            return self._store(candidate, room_s)
+            node = self._engine.node(candidate, self._home)
+            return node.put(self._seals, room_s, self._deadline, patient=patient)
         except ClientClosed:
             raise
         except TiffinError as error:
             self._failure = error
             log.info("not put to node %d: %s", candidate, error)
             left_alone = candidate == HOME and isinstance(error, NodeUnavailable)
-            late = not patient and (left_alone or isinstance(error, DeadlineExceeded))
-            if late:
+            if not patient and (left_alone or isinstance(error, DeadlineExceeded)):
                 self._late.append(candidate)
-            if isinstance(error, NodeUnavailable | DeadlineExceeded) and candidate != HOME:
-                self._engine.links.failed(candidate, time.monotonic(), late=late)
             return None
-
-    def _store(self, number: int, room_s: float) -> PutResult:
-        peer, prefix = self._engine.peer(number), self._seals.prefix
-        now = time.monotonic()
-        late = min(max(self._deadline, now) + GRACE_S, deadlines.end())
-        stored = store(peer, self._seals, 0, deadline=late, room_until=now + room_s)
-        return self._engine.noted(number, prefix, stored)
 
     def _why_nobody(self) -> TiffinError:
         failure = self._failure

@@ -4,7 +4,7 @@ that the caller gets."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
     from ..blocks.block_views import Selection
     from ..format.keys import Prefix
-    from ..verbs.block_verbs import Access
+    from ..verbs.block_verbs import Access, PutResult
     from .home.home import Home
     from .pool_verbs import Outcome
+    from .remote.block_write import BlockSeals
+    from .replica_choice import ReplicaRun
 
     Bytes = NDArray[np.uint8]
 
@@ -39,6 +41,23 @@ class ReadOutcome:
     nbytes: int = 0
     seconds: float = 0.0
     answered: bool = False  # whether the node sent any reply
+
+
+class ReplicaNode(Protocol):
+    """One node of a plan, over shared memory (`Home`) or the network (`RemoteNode`)."""
+
+    def read(
+        self, run: ReplicaRun, reader: Reader, deadline: float, stall_s: float | None
+    ) -> ReadOutcome:
+        """Read the run's leading blocks into the reader's memory; at home, lease them in place if
+        the reader takes leases. Gives up when nothing arrives for `stall_s`, or at the deadline.
+        Raises no failure of the node."""
+
+    def put(
+        self, seals: BlockSeals, room_s: float, deadline: float, *, patient: bool = False
+    ) -> PutResult:
+        """Write the blocks that the node lacks; waits up to `room_s` for room. `patient`: no other
+        node can take them. Raises NodeUnavailable, DeadlineExceeded, Draining, InvalidInput."""
 
 
 @dataclass(slots=True)

@@ -9,23 +9,17 @@ import random
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tiffin.messenger.budget import SHARED, STREAM_BYTES, Priority
-from tiffin.messenger.errors import TransferTimeout
-
 from .. import deadlines
-from ..connection.connection import raise_refusal
 from ..credentials import Credentials, parse_address
 from ..errors import (
     ClientClosed,
     DirectoryUnavailable,
     InvalidInput,
     NodeUnavailable,
-    ProtocolError,
     TiffinError,
 )
 from ..verbs.drivers import driven
@@ -33,23 +27,20 @@ from . import pool_verbs
 from .link_health import Links
 from .members import Placements
 from .pool_verbs import HOME, AskNode, Context, CopyHome, Locate, Read, Together
-from .read_results import ReadOutcome
-from .remote.block_read import ArrivedSegments, fetch
 from .remote.peer import Peer
+from .remote.remote_node import RemoteNode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
     from ..directory.base import NodeRecord
-    from ..format.keys import Prefix
-    from ..verbs.block_verbs import PutResult
+    from .home.home import Home
     from .members import Members
     from .pool_verbs import Verb
-    from .read_results import Reader
-    from .remote.block_write import WriteOutcome
+    from .read_results import Reader, ReadOutcome, ReplicaNode
 
     Bytes = NDArray[np.uint8]
 
@@ -65,8 +56,6 @@ ASKERS = 2
 PEERS_SPARE = 8
 # Links that a node tells the directory about; a record has 16 KiB at most.
 SUMMARY_MAX = 64
-# Smaller reads end too soon to delay others: they do not wait for room in the in-flight budget.
-_BUDGETED_BYTES_MIN = 1 << 20
 _CLOSED = "this client is closed; open another"
 
 
@@ -181,12 +170,6 @@ class VerbDriver:
             asking.cancel()
             raise DirectoryUnavailable("it did not answer while there was time") from error
 
-    def noted(self, number: int, prefix: Prefix, stored: WriteOutcome) -> PutResult:
-        """The result of a put to one node; from now on `locate` finds the blocks there."""
-        there = [prefix.keys[i] for i in (*stored.stored, *stored.resident)]
-        self.placements.note(number, there, time.monotonic())
-        return stored.result()
-
     # -- peers -----------------------------------------------------------------------------------
 
     def record(self, number: int) -> NodeRecord:
@@ -195,6 +178,13 @@ class VerbDriver:
         if record is None:
             raise NodeUnavailable(f"node {number} is not in the pool any more")
         return record
+
+    def node(self, number: int, home: Home | None) -> ReplicaNode:
+        """The node of a plan: `home` for HOME, else the one with this number in the directory."""
+        if number == HOME:
+            assert home is not None
+            return home
+        return RemoteNode(number, self)
 
     def peer(self, number: int) -> Peer:
         """The connections to a node. Raises NodeUnavailable for one that can't be reached, and
@@ -318,70 +308,13 @@ class VerbDriver:
             raise ClientClosed(_CLOSED) from error
 
     def ask(self, number: int, request: Any, timeout_s: float) -> Any:
-        """Send one request to one node. A reply, a lost connection and a protocol error count for
-        the node's health; a timeout does not."""
-        try:
-            reply = self.peer(number).exchange(request, timeout_s)
-        except (NodeUnavailable, ProtocolError):
-            self.links.failed(number, time.monotonic())
-            raise
-        self.links.answered(number)
-        return raise_refusal(reply)
+        """See `RemoteNode.ask`."""
+        return RemoteNode(number, self).ask(request, timeout_s)
 
     def _read(self, step: Read, reader: Reader) -> ReadOutcome:
-        run, deadline = step.run, step.deadline
-        if run.node == HOME:
-            assert reader.home is not None
-            return reader.home.read(run, reader, deadline)
         stall_s = None if step.patience is None else step.patience * self.options.hedge_s
-        try:
-            peer = self.peer(run.node)
-        except NodeUnavailable as error:
-            log.debug("not read from: %s", error)
-            return ReadOutcome(0, "lost")
-        part = reader.prefix  # its joined keys are cached; a slice would have to join them again
-        if run.start or run.stop != len(part):
-            part = part[run.start : run.stop]
-        arrivals = ArrivedSegments(
-            part,
-            reader.selection,
-            reader.access,
-            [reader.memory(index) for index in range(run.start, run.stop)],
-        )
-        try:
-            how = peer, part, arrivals, deadline, stall_s, self.options.streams
-            if arrivals.nbytes < _BUDGETED_BYTES_MIN:
-                fetched = fetch(*how)
-            else:
-                # The wait for other reads of this process does not count as the node's time.
-                with _turn(peer, arrivals.nbytes, reader.priority, deadline):
-                    fetched = fetch(*how)
-        except TransferTimeout:
-            return ReadOutcome(0, "deadline")
-        self._note(run.node, fetched)
-        return fetched
-
-    def _note(self, node: int, fetched: ReadOutcome) -> None:
-        # A node that sent no reply by the deadline is taken for dead, if it had `hedge_s` at least.
-        silent = not fetched.answered and fetched.seconds >= self.options.hedge_s
-        if fetched.reason == "stalled":
-            self.links.failed(node, time.monotonic(), late=True)
-            self.links.hedged()
-        elif fetched.reason == "lost" or (fetched.reason == "deadline" and silent):
-            self.links.failed(node, time.monotonic())
-        elif fetched.blocks:
-            self.links.moved(node, fetched.nbytes, fetched.seconds)
-        else:
-            self.links.answered(node)
-
-
-@contextmanager
-def _turn(peer: Peer, nbytes: int, priority: Priority, deadline: float) -> Iterator[None]:
-    """Hold room for so many bytes in flight, in the peer's budget and in the process's shared one.
-    Raises TransferTimeout if there is none by the deadline."""
-    claim = min(nbytes, STREAM_BYTES)
-    with peer.budget.hold(claim, priority, deadline), SHARED.hold(claim, priority, deadline):
-        yield
+        node = self.node(step.run.node, reader.home)
+        return node.read(step.run, reader, step.deadline, stall_s)
 
 
 def _wait_for(futures: list[Future[Any]]) -> None:

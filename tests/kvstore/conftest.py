@@ -116,7 +116,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         "connection.async_node_link",
         "verbs.block_verbs",
         "pool.remote.peer",
-        "pool.put_placement",
+        "pool.remote.remote_node",
         "pool.remote.layer_stream",
     ):
         monkeypatch.setattr(f"tiffin.kvstore.{module}.GRACE_S", SLACK_S)

@@ -7,10 +7,9 @@ serve waits for it, everything else goes to another node while it is silent.
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from ...client.client import LeasedBlocks
 from ...errors import DeadlineExceeded
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
     from ...connection.node_link import CallGate, NodeLink
     from ...connection.region_mapping import Mapping
     from ...format.keys import Prefix
-    from ...format.schema import Shard
     from ...node.core import messages
     from ...verbs.block_verbs import PutResult, Verb
     from ..read_results import Reader
+    from ..remote.block_write import BlockSeals
     from ..replica_choice import ReplicaRun
     from ..verb_driver import VerbDriver
 
@@ -61,9 +60,10 @@ class Home(HomeLink):
         except (ConnectionError, DeadlineExceeded):
             return otherwise
 
-    def read(self, run: ReplicaRun, reader: Reader, deadline: float) -> ReadOutcome:
-        """Lease the run's leading blocks in place if the reader takes leases, else copy them into
-        its memory. Raises no failure of the node."""
+    def read(
+        self, run: ReplicaRun, reader: Reader, deadline: float, stall_s: float | None
+    ) -> ReadOutcome:
+        """See `ReplicaNode.read`. The link has its own patience, whatever `stall_s` is."""
         prefix = reader.prefix[run.start : run.stop] if run.start else reader.prefix
         left_s = max(0.0, deadline - time.monotonic())
         how = prefix, reader.access, reader.selection
@@ -103,18 +103,11 @@ class Home(HomeLink):
             return None
 
     def put(
-        self,
-        prefix: Prefix,
-        payloads: Sequence[Any],
-        timeout_s: float,
-        shard: Shard | None = None,
-        *,
-        until: float = math.inf,
-        patient: bool = False,
+        self, seals: BlockSeals, room_s: float, deadline: float, *, patient: bool = False
     ) -> PutResult:
-        """`block_verbs.put` here; `patient`: the blocks can't go to another node."""
-        how = self.mapping.memory.nbytes, timeout_s, shard
-        verb = block_verbs.put(prefix, payloads, *how, until=until, alone=patient)
+        """See `ReplicaNode.put`."""
+        how = self.mapping.memory.nbytes, room_s, seals.selection.shard
+        verb = block_verbs.put(seals.prefix, seals.payloads, *how, until=deadline, alone=patient)
         return drive(verb, self.patient if patient else self)
 
     @property

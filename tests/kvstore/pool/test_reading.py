@@ -14,8 +14,7 @@ from poolsupport import LARGE, Cluster, Member
 from tiffin.kvstore.errors import ClientClosed, InvalidInput, NodeUnavailable
 from tiffin.kvstore.health import MAX_S, Health
 from tiffin.kvstore.node.core.node_core import CoreOptions
-from tiffin.kvstore.pool import verb_driver
-from tiffin.kvstore.pool.remote import block_read
+from tiffin.kvstore.pool.remote import block_read, remote_node
 from tiffin.kvstore.pool.verb_driver import PoolOptions
 
 if TYPE_CHECKING:
@@ -167,7 +166,7 @@ class TestLostAndStalled:
             fetched.append(block_read.fetch(*how))
             return fetched[-1]
 
-        monkeypatch.setattr(verb_driver, "fetch", noting)
+        monkeypatch.setattr(remote_node, "fetch", noting)
         for _ in range(20):
             client = self.client(cluster)
             assert client.match(prefix).blocks == 6

@@ -319,7 +319,7 @@ class TestAsking:
 def test_a_large_read_waits_for_its_turn_and_does_not_blame_the_node(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, nixl: bool
 ) -> None:
-    monkeypatch.setattr("tiffin.kvstore.pool.verb_driver._BUDGETED_BYTES_MIN", 1)
+    monkeypatch.setattr("tiffin.kvstore.pool.remote.remote_node._BUDGETED_BYTES_MIN", 1)
     cluster.start("one")
     client, prefix = cluster.open(nixl=nixl), fresh_prefix(3)
     assert client.put(prefix, payloads_of(prefix)).complete
@@ -338,7 +338,7 @@ def test_a_node_that_hangs_holds_up_only_its_own_reads(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, nixl: bool
 ) -> None:
     """Also where NIXL was asked for and not offered."""
-    monkeypatch.setattr("tiffin.kvstore.pool.verb_driver._BUDGETED_BYTES_MIN", 1)
+    monkeypatch.setattr("tiffin.kvstore.pool.remote.remote_node._BUDGETED_BYTES_MIN", 1)
     one, two = cluster.start("one"), cluster.start("two")
     client = cluster.open(nixl=nixl)
     prefixes = {node.number: fresh_prefix(3) for node in (one, two)}
