@@ -106,6 +106,11 @@ def left_s(wait_s: float) -> float:
     return wait_s if call is None else max(0.0, min(wait_s, call.end - time.monotonic()))
 
 
+def until_s(deadline: float) -> float:
+    """The seconds from now to a deadline by `time.monotonic()`; 0 once it has passed."""
+    return max(0.0, deadline - time.monotonic())
+
+
 def worked(seconds: float) -> None:
     """Extend the deadline of the current call, and of its outer calls, by `seconds` of local work
     (copying, hashing). Such work is not cut short, and does not shorten later waits."""

@@ -17,6 +17,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from ..deadlines import until_s
 from ..errors import NoRoom, TiffinError
 from ..hbm.device.host_pinning import PinnedPool
 from .block_copier import BlockMover
@@ -84,7 +85,7 @@ class Carrier:
                 reason = near.reason
             # For any reason but these two of HBM, the pool has no more blocks either.
             if self.hbm is None or reason in ("no_room", "admission"):
-                left_s = max(0.0, deadline - time.monotonic())
+                left_s = until_s(deadline)
                 far = leases.enter_context(self.client.get(prefix[len(found) :], timeout_s=left_s))
                 found += [block.memory for block in far]
                 reason = far.reason
@@ -139,7 +140,7 @@ class Carrier:
         if in_hbm:
             assert self.hbm is not None
             return self.hbm.reserve(part)
-        return self.client.reserve(part, timeout_s=max(0.0, deadline - time.monotonic()))
+        return self.client.reserve(part, timeout_s=until_s(deadline))
 
     def close(self) -> None:
         """Copy the blocks that only HBM has down to the pool, then release the device's memory.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import redis
 
+from ..deadlines import until_s
 from ..health import Health
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class RedisCall:
             return
         try:
             # Servers that are down at the same time cost one timeout, not one each.
-            if not connection.can_read(max(0.0, deadline - time.monotonic())):
+            if not connection.can_read(until_s(deadline)):
                 raise redis.TimeoutError("no answer in time")
             for _ in self.commands:
                 try:

@@ -9,8 +9,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from ..deadlines import until_s
 from ..errors import DeadlineExceeded, TiffinError
-from .device.device_memory import left_s
 from .pool_access import POOL_ERRORS
 from .writeback import RUN_BYTES, CopyLate, DeviceRefused, OutOfTime, Saved, Saver
 
@@ -88,7 +88,7 @@ class Background:
 
     @contextlib.contextmanager
     def _turn(self, deadline: float) -> Iterator[None]:
-        if not self._saving.acquire(timeout=left_s(deadline)):
+        if not self._saving.acquire(timeout=until_s(deadline)):
             raise DeadlineExceeded("a copy from HBM to the pool is still under way")
         try:
             yield

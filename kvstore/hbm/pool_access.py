@@ -24,6 +24,7 @@ from tiffin.messenger.shm.host_copy import XXH3_64_PAGES
 
 from ..blocks.leased_blocks import LeasedExtents
 from ..client.local_node import near_link
+from ..deadlines import until_s
 from ..errors import (
     ClientClosed,
     CorruptBlock,
@@ -40,7 +41,7 @@ from ..pool.client import PoolClient
 from ..pool.home.home import Home
 from ..verbs.block_verbs import Access, Call, Post
 from ..verbs.drivers import drive
-from .device.device_memory import host_checksums, left_s
+from .device.device_memory import host_checksums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -146,7 +147,7 @@ def fetch(client: Client, prefix: Prefix, verify: Verify, timeout_s: float) -> F
     if count == len(prefix):
         return near
     try:
-        return _joined(near, _get(client, prefix[count:], verify, left_s(deadline)))
+        return _joined(near, _get(client, prefix[count:], verify, until_s(deadline)))
     except BaseException:
         near.release()
         raise

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..deadlines import until_s
 from ..errors import ClientClosed, NoRoom, StaleLease, TierUnavailable
 from ..health import Health
 from ..node.core.node_core import ReserveStatus
 from ..node.core.records import Kept
 from .core.hbm_core import Admission, HbmEntry, positions
-from .device.device_memory import Never, Unfinished, left_s
+from .device.device_memory import Never, Unfinished
 from .pool_access import POOL_ERRORS, fetch, kept_open, no_release, nothing, spans_of
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class Bringer:
         if not self._door.admits():
             return nothing(wanted, "pool")
         try:
-            fetched = fetch(self._client, wanted, verify, left_s(deadline))
+            fetched = fetch(self._client, wanted, verify, until_s(deadline))
         except POOL_ERRORS:
             self._door.failed()
             self._desk.count(pool_errors=1)

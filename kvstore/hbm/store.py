@@ -26,6 +26,7 @@ import numpy as np
 from tiffin.messenger.signal_safe import Forsaken, uninterrupted
 from tiffin.messenger.usage_gate import UsageGate
 
+from ..deadlines import until_s
 from ..errors import ClientClosed, InvalidInput, SchemaError
 from ..node.core.node_core import ReserveStatus
 from ..node.core.records import Kept, PinLevel, Reason
@@ -33,7 +34,7 @@ from ..verbs.arguments import check_prefix, check_timeout, check_ttl, check_veri
 from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, Access
 from .background import Background
 from .core.hbm_core import Admission, HbmCore, HbmEntry, HbmOptions, positions
-from .device.device_memory import HbmMemory, Point, left_s, on_current_stream
+from .device.device_memory import HbmMemory, Point, on_current_stream
 from .device.host_pinning import PinnedPool
 from .handles import HbmBlocks, HbmSlot, HbmSlots, blocks_of
 from .lease_claims import Claim
@@ -361,7 +362,7 @@ class HbmStore:
             if pool:
                 # A write-back in flight may still store the blocks in the pool: wait for its end.
                 self._background.settle(deadline)
-                self._client.remove(part, timeout_s=left_s(deadline))
+                self._client.remove(part, timeout_s=until_s(deadline))
                 # Another caller may have promoted them again in the meantime.
                 self._desk.remove(part.keys)
             return removed

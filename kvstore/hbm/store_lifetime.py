@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from .device.device_memory import left_s
+from ..deadlines import until_s
 
 if TYPE_CHECKING:
     from tiffin.messenger.usage_gate import UsageGate
@@ -56,7 +56,7 @@ class Closing:
         self._background.close()
         deadline = time.monotonic() + timeout_s
         ended = self._desk.endings.wait(timeout_s)
-        self._memory.close(left_s(deadline))
+        self._memory.close(until_s(deadline))
         if ended:
             self._unpin()
             return

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..deadlines import until_s
 from ..errors import DeadlineExceeded, NoRoom, StaleLease, TierUnavailable
 from ..verbs.arguments import BLOCKS_MAX
 from .core.hbm_core import runs_of
-from .device.device_memory import Never, Point, Unfinished, host_checksums, left_s
+from .device.device_memory import Never, Point, Unfinished, host_checksums
 from .pool_access import POOL_ERRORS, kept_open, room_wait_s, spans_of
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class Saver:
         inside = contextlib.ExitStack()
         try:
             inside.enter_context(kept_open(self._client))
-            wait_s = room_wait_s(self._client, left_s(deadline))
+            wait_s = room_wait_s(self._client, until_s(deadline))
             slots = self._client.reserve(part, timeout_s=wait_s)
             run.total.present += len(slots.resident)
             run.report(slots.resident, saved=True)

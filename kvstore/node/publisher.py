@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
 
+from ..deadlines import until_s
 from ..directory.base import check_keys
 from ..errors import TiffinError
 from .core.publisher_core import (
@@ -131,7 +132,7 @@ class Publisher:
             self._complained = self._complained and not self._core.healthy
             step = self._core.next(time.monotonic())
             if isinstance(step, Wait):
-                self._wake.wait(min(max(0.0, step.until - time.monotonic()), 1.0))
+                self._wake.wait(min(until_s(step.until), 1.0))
                 self._wake.clear()
                 continue
             try:

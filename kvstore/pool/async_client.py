@@ -10,8 +10,8 @@ more.
 from __future__ import annotations
 
 import time
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from tiffin.messenger.signal_safe import Forsaken
 from tiffin.messenger.tcp.pending_connect import Caller
@@ -22,22 +22,23 @@ from ..connection.loop_threads import ConcurrencyLimit, NotBegun, ThreadCall, in
 from ..errors import ClientClosed, DeadlineExceeded
 from ..streaming.layer_reader import AsyncLayerStream
 from ..verbs.arguments import verb
-from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, Hit, PutResult, Verb
+from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, Verb
 from ..verbs.drivers import drive
+from .client import PoolClient
 from .open_pool import open_pool
 from .remote.layer_stream import interruptible
 from .signal_safe_verbs import give_back
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine
 
     from ..client.client import LeasedBlocks, Slots
     from ..format.keys import Prefix
     from ..format.schema import HeadRange, LayerRange, Shard
     from ..url import Pool
     from ..verbs.arguments import Verify
-    from .client import PoolClient
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 # Calls of one client that run in parallel; further calls wait for their turn until their deadline.
@@ -47,8 +48,31 @@ CALLS = 16
 CLOSE_S = 5.0
 
 
+def _awaited(
+    method: Callable[Concatenate[PoolClient, P], T],
+) -> Callable[Concatenate[AsyncPoolClient, P], Coroutine[Any, Any, T]]:
+    """The verb of `PoolClient` as a coroutine: a thread carries it out."""
+
+    @wraps(method)
+    async def awaited(client: AsyncPoolClient, /, *args: P.args, **options: P.kwargs) -> T:
+        return await client._call(partial(method, client._client), *args, **options)
+
+    return verb(awaited)
+
+
 class AsyncPoolClient(AsyncClient):
     """What `AsyncClient.open("redis://...")` returns: the verbs of `PoolClient`, awaited."""
+
+    match = _awaited(PoolClient.match)
+    exists = _awaited(PoolClient.exists)
+    put = _awaited(PoolClient.put)
+    pin = _awaited(PoolClient.pin)
+    unpin = _awaited(PoolClient.unpin)
+    remove = _awaited(PoolClient.remove)
+    replicate = _awaited(PoolClient.replicate)
+    evacuate = _awaited(PoolClient.evacuate)
+    nodes = _awaited(PoolClient.nodes)
+    statistics = _awaited(PoolClient.statistics)
 
     def __init__(self, client: PoolClient) -> None:
         self._client = client
@@ -88,16 +112,6 @@ class AsyncPoolClient(AsyncClient):
             ) from None
 
     @verb
-    async def match(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hit:
-        """See `PoolClient.match`."""
-        return await self._call(self._client.match, prefix, timeout_s=timeout_s)
-
-    @verb
-    async def exists(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
-        """See `PoolClient.exists`."""
-        return await self._call(self._client.exists, prefix, timeout_s=timeout_s)
-
-    @verb
     def get(
         self,
         prefix: Prefix,
@@ -123,30 +137,6 @@ class AsyncPoolClient(AsyncClient):
             return _AsyncPoolBlocks(blocks)
 
         return OpeningClient(run())
-
-    @verb
-    async def put(
-        self,
-        prefix: Prefix,
-        payloads: Sequence[Any],
-        *,
-        shard: Shard | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        replicas: int = 1,
-        sync: bool = True,
-        node: int | None = None,
-    ) -> PutResult:
-        """See `PoolClient.put`."""
-        return await self._call(
-            self._client.put,
-            prefix,
-            payloads,
-            shard=shard,
-            timeout_s=timeout_s,
-            replicas=replicas,
-            sync=sync,
-            node=node,
-        )
 
     @verb
     def reserve(
@@ -188,52 +178,6 @@ class AsyncPoolClient(AsyncClient):
         stream = AsyncLayerStream(course, step, timeout_s)
         Forsaken.when(stream, course.forsake)
         return stream
-
-    @verb
-    async def pin(
-        self,
-        prefix: Prefix,
-        *,
-        ttl_s: float | None = None,
-        hard: bool = False,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> int:
-        """See `PoolClient.pin`."""
-        return await self._call(
-            self._client.pin, prefix, ttl_s=ttl_s, hard=hard, timeout_s=timeout_s
-        )
-
-    @verb
-    async def unpin(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
-        """See `PoolClient.unpin`."""
-        return await self._call(self._client.unpin, prefix, timeout_s=timeout_s)
-
-    @verb
-    async def remove(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
-        """See `PoolClient.remove`."""
-        return await self._call(self._client.remove, prefix, timeout_s=timeout_s)
-
-    @verb
-    async def replicate(
-        self, prefix: Prefix, to: Sequence[int], *, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> dict[int, int]:
-        """See `PoolClient.replicate`."""
-        return await self._call(self._client.replicate, prefix, to, timeout_s=timeout_s)
-
-    @verb
-    async def evacuate(self, node: int, *, timeout_s: float = 600.0) -> int:
-        """See `PoolClient.evacuate`."""
-        return await self._call(self._client.evacuate, node, timeout_s=timeout_s)
-
-    @verb
-    async def nodes(self) -> dict[int, Any]:
-        """See `PoolClient.nodes`."""
-        return await self._call(self._client.nodes)
-
-    @verb
-    async def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
-        """See `PoolClient.statistics`."""
-        return await self._call(self._client.statistics, timeout_s=timeout_s)
 
     async def close(self) -> None:
         """See `PoolClient.close`. Cuts the calls in flight and waits for their threads."""

@@ -19,6 +19,7 @@ from ..blocks.block_views import select, select_shard
 from ..blocks.payload_buffers import payload_views, target_views
 from ..blocks.selection_copy import source_views
 from ..client.client import Client, LeasedBlocks, Slots
+from ..deadlines import until_s
 from ..errors import (
     ClientClosed,
     DirectoryUnavailable,
@@ -280,7 +281,7 @@ class PoolClient(Client):
             raise ClientClosed("this client has no home node")
         selection = select_shard(prefix.schema, shard)
         seals = BlockSeals(prefix, source_views(selection, payloads, len(prefix)), selection)
-        room_s = max(0.0, deadline - time.monotonic())
+        room_s = until_s(deadline)
         replica = self._engine.node(HOME if node is None else node, self._home)
         return replica.put(seals, room_s, deadline, patient=True)
 
@@ -413,7 +414,7 @@ class PoolClient(Client):
         The node serves its blocks until it stops; after a timeout, call again to go on."""
         deadline = time.monotonic() + timeout_s
         self._engine.ask(node, messages.Drain(0, True), min(DEFAULT_TIMEOUT_S, timeout_s))
-        left_s = max(0.0, deadline - time.monotonic())
+        left_s = until_s(deadline)
         return int(self._engine.ask(node, messages.Evacuate(0, left_s), left_s).count)
 
     # -- the pool --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from .. import deadlines
 from ..connection.connection import HANDSHAKE_S
 from ..connection.node_link import SocketLink
 from ..credentials import load_credentials
+from ..deadlines import until_s
 from ..directory import host_id, open_directory
 from ..errors import ClientClosed, InvalidInput, NodeUnavailable, TiffinError
 from ..node.core import messages
@@ -78,7 +79,7 @@ def _greet(engine: VerbDriver) -> None:
     failure: TiffinError | None = None
     deadline, numbers = time.monotonic() + GREETING_S, list(engine.nodes())
     for position, number in enumerate(numbers):
-        left_s = max(0.0, deadline - time.monotonic())
+        left_s = until_s(deadline)
         try:
             engine.ask(number, messages.Match(0, b""), left_s / (len(numbers) - position))
         except ClientClosed:

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from ..node.core import messages
     from .read_results import ReadOutcome
 
-# The home node's number in a plan: the directory numbers nodes from 1, and may not list home yet.
-HOME = 0
+# The home node in a plan: its number in the directory changes, and may not be known yet. No node has
+# this one.
+HOME = -1
 # The most runs of one prompt that are read in parallel, from up to as many nodes.
 TOGETHER_MAX = 4
 # Reasons for which the node is not asked again in this call or, if it stalled and was given up

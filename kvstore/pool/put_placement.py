@@ -13,6 +13,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, TypeAlias
 
+from ..deadlines import until_s
 from ..errors import (
     ClientClosed,
     DeadlineExceeded,
@@ -73,7 +74,7 @@ class PutPlacement:
     @property
     def done_with(self) -> set[int]:
         """The nodes that have the blocks, or can't take them."""
-        silent = {self._home_number or HOME} if HOME in self._late else set()
+        silent = {self._home_number} if HOME in self._late else set()
         return self._tried.difference(self._late, silent)
 
     def one(self) -> _Taken:
@@ -100,7 +101,7 @@ class PutPlacement:
         """Try each candidate for a moment; the first that takes all blocks. Adds the candidates
         without room to `full`."""
         for candidate in candidates:
-            left_s = max(0.0, self._deadline - time.monotonic())
+            left_s = until_s(self._deadline)
             if not left_s and isinstance(self._failure, DeadlineExceeded):
                 break  # each further silent node would cost another GRACE_S
             room_s = left_s if len(candidates) == 1 else min(left_s, ROOM_WAIT_S)
@@ -147,7 +148,7 @@ class PutPlacement:
         return result
 
     def _number(self, candidate: int) -> int | None:
-        return candidate or self._home_number
+        return self._home_number if candidate == HOME else candidate
 
     def _candidates(self) -> list[int]:
         """The candidates, in the order in which to ask them."""

@@ -22,6 +22,7 @@ from tiffin.messenger.signal_safe import Forsaken
 from .. import deadlines
 from ..blocks.block_views import Slot, select_shard
 from ..client.client import Slots
+from ..deadlines import until_s
 from ..errors import (
     ClientClosed,
     DeadlineExceeded,
@@ -73,9 +74,9 @@ class StagedSlots(Slots):
         """
         selection, size = select_shard(prefix.schema, shard), prefix.schema.extent_bytes
         if node is None:
-            flags = client.exists(prefix, timeout_s=_left_s(deadline))
+            flags = client.exists(prefix, timeout_s=until_s(deadline))
         else:
-            flags = _resident_at(client, node, prefix, _left_s(deadline))
+            flags = _resident_at(client, node, prefix, until_s(deadline))
         slots = [
             Slot(np.zeros(size, np.uint8), selection, index, 0, 0)
             for index, resident in enumerate(flags)
@@ -139,7 +140,7 @@ class StagedSlots(Slots):
         nodes = self._candidates(slots[0].index)
         failure: TiffinError | None = None
         for number in nodes:
-            left_s = _left_s(deadline)
+            left_s = until_s(deadline)
             if not left_s and isinstance(failure, DeadlineExceeded):
                 break  # each further silent node would cost another GRACE_S
             room_s = left_s if len(nodes) == 1 else min(left_s, ROOM_WAIT_S)
@@ -233,7 +234,7 @@ class StagedSlots(Slots):
                 [slot.view for slot in part],
                 shard=self._selection.shard,
                 node=self._named,
-                timeout_s=_left_s(deadline),
+                timeout_s=until_s(deadline),
             )
             stored += [first + index for index in result.stored]
             pending += [first + index for index in result.pending]
@@ -313,10 +314,6 @@ def _resident_at(client: PoolClient, node: int, prefix: Prefix, timeout_s: float
         return []
     reply = client._engine.ask(node, messages.Exists(0, prefix.key_bytes), timeout_s)
     return [bool(flag) for flag in reply.flags]
-
-
-def _left_s(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())
 
 
 def consecutive(slots: Sequence[Slot]) -> list[tuple[int, list[Slot]]]:

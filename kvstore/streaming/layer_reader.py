@@ -35,6 +35,7 @@ from .. import deadlines
 from ..after_fork import OfOneProcess
 from ..blocks.block_views import Layer, Payload, select
 from ..blocks.selection_copy import checksums_of
+from ..deadlines import until_s
 from ..errors import (
     ClientClosed,
     CorruptBlock,
@@ -296,7 +297,7 @@ class Following(ABC):
         segments = [] if selection is None else selection.segments.tolist()
         began = time.monotonic()
         while True:
-            left_s = max(0.0, self._due(began) - time.monotonic())
+            left_s = until_s(self._due(began))
             request = messages.Await(0, self._held.lease, segments, min(left_s, POLL_S))
             reply, found = yield from self._ask(request, selection)
             if reply.ready:

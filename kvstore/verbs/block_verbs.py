@@ -28,7 +28,7 @@ from tiffin.messenger.shm import host_copy
 from ..blocks.block_views import Block, Blocks, Selection, Slot, select_shard
 from ..blocks.leased_blocks import LeasedExtents, check
 from ..blocks.selection_copy import all_checksums, scatter_hashed, source_views
-from ..deadlines import GRACE_S
+from ..deadlines import GRACE_S, until_s
 from ..errors import DeadlineExceeded, NoRoom
 from ..format.header_writer import check_shard_blocks, seal, shard_blocks_max, shard_header
 from ..node.core import messages
@@ -229,7 +229,7 @@ def get_into(
             reason = "deadline"
             break
         rest = prefix[done:]
-        left_s = max(0.0, deadline - time.monotonic())
+        left_s = until_s(deadline)
         reply, memory = yield Call(messages.Lease(0, _keys(rest), left_s), left_s)
         leased = LeasedExtents(rest, memory, reply)
         try:
@@ -340,7 +340,7 @@ def _filled(
         for slot, source in zip(slots, sources, strict=True):
             headers.append((yield Work(partial(_fill, part, slot, source))))
         # A node may be busy with other clients' commits at the deadline: twice the usual grace.
-        left_s = max(0.0, deadline + GRACE_S - time.monotonic())
+        left_s = until_s(deadline + GRACE_S)
         reply, _ = yield Call(_commit(lease, slots, headers), left_s)
     except GeneratorExit:
         raise
@@ -457,7 +457,7 @@ def _reserve(
     prefix: Prefix, selection: Selection, deadline: float
 ) -> Verb[tuple[messages.Reserved, list[Slot]]]:
     """Reserve extents; returns the node's reply and the slots that it granted."""
-    left_s = max(0.0, deadline - time.monotonic())
+    left_s = until_s(deadline)
     request = reserve_request(prefix, selection, left_s)
     reply, memory = yield Call(request, left_s)
     granted = [i for i, status in enumerate(reply.statuses) if status == ReserveStatus.GRANTED]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -27,6 +26,7 @@ from tiffin.messenger.gpu.copier import (
     StillCopying,
 )
 
+from ...deadlines import until_s
 from ...errors import TierUnavailable
 from ...tiers.hbm import HbmTier
 
@@ -206,10 +206,10 @@ class HbmMemory:
         try:
             for part in _cut(pairs):
                 queueing = True
-                begun.append(self.copier.submit([part], timeout_s=left_s(deadline)))
+                begun.append(self.copier.submit([part], timeout_s=until_s(deadline)))
                 queueing = False
             for transfer in begun:
-                transfer.wait(left_s(deadline))
+                transfer.wait(until_s(deadline))
         except StillCopying as error:
             # Raised by a submit or a wait; a transfer that is in the list twice does no harm.
             raise Unfinished(error, All([*begun, error.transfer]), late=True) from error
@@ -315,11 +315,6 @@ def _cut(pairs: Pairs) -> Iterator[list[tuple[Any, Any]]]:
 def host_checksums(data: Bytes, spans: Sequence[tuple[int, int]]) -> NDArray[np.uint64]:
     """The checksums of `HbmMemory.checksums` for host memory, uint8 [n]; uint64 [spans]."""
     return page_hash.checksums(data, spans)
-
-
-def left_s(deadline: float) -> float:
-    """The seconds until `deadline`, not negative."""
-    return max(0.0, deadline - time.monotonic())
 
 
 def spans_at(offsets: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -7,11 +7,11 @@ serve waits for it, everything else goes to another node while it is silent.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from ...client.client import LeasedBlocks
+from ...deadlines import until_s
 from ...errors import DeadlineExceeded
 from ...verbs import block_verbs
 from ...verbs.drivers import drive
@@ -65,7 +65,7 @@ class Home(HomeLink):
     ) -> ReadOutcome:
         """See `ReplicaNode.read`. The link has its own patience, whatever `stall_s` is."""
         prefix = reader.prefix[run.start : run.stop] if run.start else reader.prefix
-        left_s = max(0.0, deadline - time.monotonic())
+        left_s = until_s(deadline)
         how = prefix, reader.access, reader.selection
         if reader.leases is not None:
             leased = self.ask(block_verbs.get(*how, left_s), None)

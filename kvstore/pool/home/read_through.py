@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from ...blocks.block_views import select
+from ...deadlines import until_s
 from ...errors import ClientClosed, InvalidInput, TiffinError
 from ...node.core import messages
 from ...url import ADMISSIONS
@@ -78,7 +78,7 @@ class HomeCopies:
         clients will read it. The slots of blocks that can't be read are given back. Raises
         nothing for a failure of the home node or the pool: that costs the copy, not the read.
         """
-        left_s = max(0.0, deadline - time.monotonic())
+        left_s = until_s(deadline)
         try:
             reserved = drive(local_verbs.reserve(part, min(left_s, ROOM_WAIT_S)), home)
         except TiffinError as error:
@@ -100,7 +100,7 @@ class HomeCopies:
                 outcome = engine.read(reader, deadline, located[first:stop])
                 _skip(slots, first + outcome.blocks, stop)
                 missing = first + outcome.blocks < stop
-            left_s = max(0.0, deadline - time.monotonic())
+            left_s = until_s(deadline)
             flags = drive(local_verbs.commit(part, reserved.slots, reserved.lease, left_s), home)
         except BaseException as error:
             if reserved.lease:

@@ -17,7 +17,7 @@ from tiffin.messenger.wire.frames import RANGES_MAX
 
 from ...blocks.selection_copy import checksums_of, piece_checksums
 from ...connection.connection import raise_refusal
-from ...deadlines import GRACE_S
+from ...deadlines import GRACE_S, until_s
 from ...errors import (
     CorruptBlock,
     DeadlineExceeded,
@@ -268,7 +268,7 @@ def _at_once(
     late = deadline + GRACE_S
     connect_s = CONNECT_TIMEOUT_S if stall_s is None else stall_s
     with peer.stream(late, connect_s) as stream:
-        left_s = max(0.0, deadline - time.monotonic())
+        left_s = until_s(deadline)
         lease = messages.Lease(0, prefix.key_bytes, left_s)
         # A healthy node answers in time even if it has to read its disk; where `stall_s` is set,
         # there is another replica.
@@ -291,7 +291,7 @@ def _spread(
     peer: Peer, prefix: Prefix, arrivals: ArrivedSegments, deadline: float, stall_s: float | None
 ) -> None:
     """Lease, then read by NIXL or over several streams in parallel, then release."""
-    left_s = max(0.0, deadline - time.monotonic())
+    left_s = until_s(deadline)
     wait_s = left_s if stall_s is None else min(left_s, max(0.0, stall_s - GRACE_S))
     reply = peer.call(messages.Lease(0, prefix.key_bytes, left_s), wait_s)
     arrivals.reply = reply

@@ -8,7 +8,6 @@ other readers when it is committed, and then it is complete.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from tiffin.messenger.wire.frames import RANGES_MAX
 from ...blocks.block_views import select
 from ...blocks.selection_copy import all_checksums, checksums_of, runs_of
 from ...connection.connection import raise_refusal
+from ...deadlines import until_s
 from ...errors import StaleLease
 from ...format.header_writer import check_shard_blocks, seal, shard_blocks_max, shard_header
 from ...node.core import messages
@@ -120,7 +120,7 @@ def store(
     prefix = seals.prefix
     while outcome.decided < len(prefix):
         if not peer.region_bytes:
-            peer.call(messages.Match(0, b""), max(0.0, patience - time.monotonic()))
+            peer.call(messages.Match(0, b""), until_s(patience))
         share = peer.region_bytes // PUT_SHARE // prefix.schema.extent_bytes
         at_once = max(1, min(share, _at_once_max(seals.selection)))
         part = prefix[outcome.decided : outcome.decided + at_once]
@@ -143,7 +143,7 @@ def _at_once_max(selection: Selection) -> int:
 
 
 def _reserve(peer: Peer, part: Prefix, selection: Selection, deadline: float) -> messages.Reserved:
-    left_s = max(0.0, deadline - time.monotonic())
+    left_s = until_s(deadline)
     reply: messages.Reserved = peer.call(reserve_request(part, selection, left_s), left_s)
     return reply
 

@@ -14,7 +14,7 @@ from tiffin.messenger.errors import FrameError, GrantError, PeerLost, TransferTi
 from tiffin.messenger.messenger import Messenger
 from tiffin.messenger.transport import Range
 
-from ...deadlines import GRACE_S
+from ...deadlines import GRACE_S, until_s
 from ...errors import DeadlineExceeded, InvalidInput, TiffinError
 from ...node.core import messages
 
@@ -63,7 +63,7 @@ class OneSided:
     def messenger(self, deadline: float) -> Messenger | None:
         """The messenger to read with; None if the node offers no NIXL that this process can use, or
         has not answered by the deadline."""
-        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not self._lock.acquire(timeout=until_s(deadline)):
             return None  # another thread is asking the node
         try:
             now = time.monotonic()
@@ -125,7 +125,7 @@ class OneSided:
         return places
 
     def _confirm(self, grant: int, *, deadline: float) -> bool:
-        left_s = max(0.0, deadline - time.monotonic())
+        left_s = until_s(deadline)
         try:
             return bool(self._peer.call(messages.Confirm(0, grant), left_s).count == 1)
         except DeadlineExceeded as error:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tiffin.messenger.budget import SHARED, STREAM_BYTES, Priority
 from tiffin.messenger.transport import Range
 
+from ...deadlines import until_s
 from ...errors import CorruptBlock, VersionMismatch
 from ...format.header import relocate_header
 from ...memory.arena import Extent
@@ -134,7 +135,7 @@ class _Part(NamedTuple):
     deadline: float
 
     def left_s(self) -> float:
-        return max(0.0, self.deadline - time.monotonic())
+        return until_s(self.deadline)
 
 
 def _alike(lengths: list[int]) -> int:

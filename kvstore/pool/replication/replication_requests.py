@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
+from ...deadlines import until_s
 from ...errors import ClientClosed, NoRoom, TiffinError
 from ...node.core import messages
 from ...verbs.block_verbs import DEFAULT_TIMEOUT_S
@@ -39,7 +39,7 @@ def replicate_to(
     while count < len(prefix):
         before = count
         for source in [n for n in holders[count] if n != target] or holders[count]:
-            left_s = max(0.0, deadline - time.monotonic())
+            left_s = until_s(deadline)
             if failure is not None and not left_s:
                 break  # each further source may cost another GRACE_S
             try:

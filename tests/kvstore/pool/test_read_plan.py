@@ -124,7 +124,7 @@ def test_the_directory_is_asked_once_for_what_home_lacks() -> None:
     assert (outcome.blocks, outcome.at_home, outcome.reason) == (6, 2, None)
     assert [step.start for step in pool.asked(Locate)] == [2]
     assert pool.nodes_read() == [HOME, 2, 3]
-    assert [outcome.generations[i] for i in range(6)] == [0, 0, 2, 2, 3, 3]
+    assert [outcome.generations[i] for i in range(6)] == [HOME, HOME, 2, 2, 3, 3]
     assert pool.seen == [(2, 6)]
 
 
