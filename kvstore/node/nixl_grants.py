@@ -31,7 +31,7 @@ def offering(node: Node, lanes: str) -> Iterator[None]:
     Raises InvalidInput where NIXL, or a network for it, is not available.
     """
     from tiffin.messenger.nixl.agent import NixlAgent
-    from tiffin.messenger.nixl.nixl_transport import NixlUnavailable
+    from tiffin.messenger.nixl.bindings import NixlUnavailable
 
     try:
         agent = NixlAgent(f"tiffin-{node.name}", lanes=lanes)

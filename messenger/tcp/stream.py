@@ -128,12 +128,7 @@ class Stream:
         Raises RangeError for sources that do not fit, and MessengerError while the answer to an
         `ask_read` is due: both ends would send and neither receive, a deadlock.
         """
-        self.ask_write_views(grant, ranges, views_of(ranges, sources, writable=False))
-
-    def ask_write_views(
-        self, grant: int, ranges: Sequence[Range], views: Sequence[memoryview]
-    ) -> None:
-        """`ask_write` with the views that `views_of` made."""
+        views = views_of(ranges, sources, writable=False)
         if self._reads_due:
             raise MessengerError("receive the data that was asked for before writing")
         self.send_frame(frames.request(Kind.WRITE, grant, ranges), views)

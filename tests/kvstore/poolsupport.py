@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvsupport import DRAM_BLOCKS, assert_conserved, is_quiet, payloads_of, wait_until
+from tcpsupport import Relay
 
 from tiffin.kvstore import Client, KVSchema
 from tiffin.kvstore.cli.daemon import DaemonOptions, in_a_pool, listening
@@ -24,7 +25,6 @@ from tiffin.kvstore.node.publisher import PublisherOptions
 from tiffin.kvstore.pool.client import PoolClient
 from tiffin.kvstore.pool.members import HomeNumber
 from tiffin.kvstore.pool.verb_driver import PoolOptions, VerbDriver
-from tiffin.messenger.doubles import Relay
 
 if TYPE_CHECKING:
     import socket

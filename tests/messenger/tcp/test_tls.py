@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from netsupport import serving, soon
+from tcpsupport import Relay
 
-from tiffin.messenger.doubles import Relay
 from tiffin.messenger.errors import PeerLost, Stalled, TransferTimeout
 from tiffin.messenger.tcp.tcp_client import TcpTransport, connect
 from tiffin.messenger.tcp.tls_context import client_tls, server_tls
