@@ -205,7 +205,7 @@ class Holdings:
             self._settle(number, update.keys)
         elif isinstance(update, HolderInventory):
             self._take_inventory(number, update, now)
-        index.heard(number, now, update.seq)
+        index.heard(number, now)
 
     def _take_inventory(self, number: int, part: HolderInventory, now: float) -> None:
         if part.first:

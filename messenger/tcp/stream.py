@@ -100,8 +100,6 @@ class Stream:
         self._closing = threading.Lock()
         self._cut = False
         self.message_bytes_max = FRAME_BYTES_MAX
-        self.received_bytes = 0
-        self.sent_bytes = 0
 
     def protect(self, seals: FrameSeals) -> None:
         """Give each later frame a tag, in both directions; frames queued before have none."""
@@ -443,7 +441,6 @@ class Stream:
                 raise self._lost("")
             nbytes = self._receive_some(views, limit - now, whole=whole)
             if nbytes:
-                self.received_bytes += nbytes
                 return nbytes
             now = time.monotonic()
         raise late("received", stalled=limit < deadline)
@@ -473,7 +470,6 @@ class Stream:
         while now < limit:
             nbytes = self._send_some(views, limit - now)
             if nbytes:
-                self.sent_bytes += nbytes
                 return nbytes
             now = time.monotonic()
         raise late("sent", stalled=limit < deadline)
@@ -546,7 +542,6 @@ class PlainStream(Stream):
             raise self._lost(error) from error
         if not nbytes:
             raise self._lost("the peer closed it")
-        self.received_bytes += nbytes
         return nbytes
 
     def _portion(self, left_bytes: int) -> int:
@@ -556,9 +551,7 @@ class PlainStream(Stream):
             raise self._lost(error) from error
 
     def _take(self, views: list[memoryview]) -> int:
-        nbytes = self._receive_call(views, _DONTWAIT)
-        self.received_bytes += nbytes
-        return nbytes
+        return self._receive_call(views, _DONTWAIT)
 
     def _receive_some(self, views: list[memoryview], wait_s: float, *, whole: bool) -> int:
         left_s = self._readable.within(wait_s)
