@@ -31,14 +31,6 @@ def prefill_s(c0: Numbers, c1: Numbers, c2: Numbers, n: Numbers, p: Numbers) -> 
     return seconds
 
 
-def recompute_s(c1: Numbers, c2: Numbers, start: Numbers, stop: Numbers) -> Floats:
-    """Seconds that tokens [start, stop) add to a prefill that computes the tokens after them
-    anyway: c1 (b - a) + c2 (b² - a²). Fetching them pays only if it is faster."""
-    a, b = np.asarray(start, np.float64), np.asarray(stop, np.float64)
-    seconds: Floats = c1 * (b - a) + c2 * (b * b - a * a)
-    return seconds
-
-
 def decode_step_s(
     d0: Numbers, d1: Numbers, d2: Numbers, batch: Numbers, context: Numbers
 ) -> Floats:

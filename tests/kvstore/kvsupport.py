@@ -258,21 +258,22 @@ class Daemon:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None = None,
         *,
         dram: int = DRAM_BLOCKS * EXTENT,
         nvme: int = 0,
         options: Sequence[str] = (),
         before: Sequence[str] = (),
     ) -> None:
-        """`before`: words in front of the command, such as those of `ip netns exec`."""
+        """`folder`: that of `command_environment`, one of its own by default. `before`: words in
+        front of the command, such as those of `ip netns exec`."""
         self._before = before
         # Paths of unix sockets have 107 bytes at most, and pytest's folders are deep.
         self.folder = Path(tempfile.mkdtemp(prefix="tiffin-test-"))
         self.socket = self.folder / "n.sock"
         self.url = f"unix:{self.socket}"
         self.nvme = self.folder / "nvme"
-        self._environment = command_environment(folder)
+        self._environment = command_environment(folder or self.folder)
         self._arguments = ["node", "--socket", str(self.socket), "--dram", str(dram), *options]
         if nvme:
             self._arguments += ["--nvme", f"{self.nvme}:{nvme}"]
