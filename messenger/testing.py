@@ -125,9 +125,9 @@ def random_bytes(nbytes: int, seed: int) -> ByteArray:
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
-def soon() -> float:
-    """A deadline that a healthy transfer of a test does not reach."""
-    return time.monotonic() + PATIENCE_S
+def soon(seconds: float = PATIENCE_S) -> float:
+    """A deadline; by default one that a healthy transfer of a test does not reach."""
+    return time.monotonic() + seconds
 
 
 class TransportContract:

@@ -108,12 +108,8 @@ class _Guesses:
 class Holdings:
     """The prefix index, fed by updates and by routing decisions. Not thread-safe."""
 
-    def __init__(
-        self, index: PrefixIndex, *, routed_s: float = ROUTED_S, predicted_s: float = PREDICTED_S
-    ) -> None:
+    def __init__(self, index: PrefixIndex) -> None:
         self.index = index
-        self.routed_s = routed_s
-        self.predicted_s = predicted_s
         self._routed = _Guesses(index)
         self._doubted = _Guesses(index)
         self._speaking: set[tuple[str, str]] = set()
@@ -132,11 +128,11 @@ class Holdings:
         """Record that a prompt with these blocks was routed to this instance, or used there again.
         Raises InvalidRequest when there are too many holders."""
         number = self.index.holder(name, "hbm")
-        self._doubted.put(number, self._doubted.known(number, keys), now + self.routed_s)
+        self._doubted.put(number, self._doubted.known(number, keys), now + ROUTED_S)
         guesses = self.index.missing(number, keys)
         guesses += self._routed.known(number, keys)
         self.index.add(number, guesses, now, guess=True)
-        lasts_s = self.predicted_s if self.speaks(name) else self.routed_s
+        lasts_s = PREDICTED_S if self.speaks(name) else ROUTED_S
         self._routed.put(number, guesses, now + lasts_s)
 
     def expire(self, now: float) -> int:
@@ -195,7 +191,7 @@ class Holdings:
         if isinstance(update, Doubted):
             held = set(index.missing(number, update.keys))
             kept = [key for key in update.keys if key not in held]
-            self._doubted.put(number, kept, now + self.routed_s)
+            self._doubted.put(number, kept, now + ROUTED_S)
             return
         if isinstance(update, Added):
             index.add(number, update.keys, now)
@@ -229,7 +225,7 @@ class Holdings:
             self._speaking.add((name, tier))
             number = self.index.find(name, tier)
             if number is not None:
-                self._routed.hasten(number, now + self.predicted_s)
+                self._routed.hasten(number, now + PREDICTED_S)
 
     def _settle(self, number: int, keys: Sequence[bytes]) -> None:
         self._routed.settle(number, keys)

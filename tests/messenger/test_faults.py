@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import netpeer
 import numpy as np
 import pytest
-from netsupport import HELLO, serving, soon
+from netsupport import HELLO, serving
 from pathsupport import ScriptedPath
 from tcpsupport import Relay, write_ranges
 
@@ -25,7 +25,7 @@ from tiffin.messenger.errors import PeerLost, Stalled, TransferTimeout
 from tiffin.messenger.messenger import Messenger
 from tiffin.messenger.tcp import tcp_client
 from tiffin.messenger.tcp.tcp_client import TcpTransport
-from tiffin.messenger.testing import GrantBook, eventually, random_bytes
+from tiffin.messenger.testing import GrantBook, eventually, random_bytes, soon
 from tiffin.messenger.transport import Range, Served
 from tiffin.messenger.wire import frames
 from tiffin.messenger.wire.frames import Kind

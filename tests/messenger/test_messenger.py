@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from netsupport import StoppedClock, soon
+from netsupport import StoppedClock
 from pathsupport import ScriptedPath
 
 from tiffin.messenger.errors import FrameError, GrantError, PeerLost, TransferTimeout
 from tiffin.messenger.messenger import Messenger
-from tiffin.messenger.testing import GrantBook, random_bytes
+from tiffin.messenger.testing import GrantBook, random_bytes, soon
 from tiffin.messenger.transport import Range, Served
 
 CONTENT = random_bytes(1000, 1)

@@ -26,7 +26,6 @@ from tiffin.conductor.records import Role
 
 # Mooncake, FAST '25, figure 14: Llama 3 70B on eight A800.
 A800 = (0.0982, 1.0428e-4, 9.229e-10, 0.0262, 1.4e-4, 3.6e-8)
-GOALS = Goals(ttft_s=10.0, tbt_s=0.1)
 
 
 def instance(**numbers: object) -> FleetMember:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from netsupport import HELLO, serving, soon
+from netsupport import HELLO, serving
 from tcpsupport import Relay
 
 from tiffin.messenger.errors import (
@@ -29,7 +29,7 @@ from tiffin.messenger.errors import (
 )
 from tiffin.messenger.tcp import tcp_client
 from tiffin.messenger.tcp.tcp_client import LAST_GRANT, TcpTransport, connect
-from tiffin.messenger.testing import eventually, random_bytes
+from tiffin.messenger.testing import eventually, random_bytes, soon
 from tiffin.messenger.transport import Range, Served
 from tiffin.messenger.wire import frames
 
@@ -614,7 +614,8 @@ def test_a_forked_child_uses_none_of_the_parents_connections() -> None:
     code = """
 import os, sys, time
 sys.path[:0] = sys.argv[1:]
-from netsupport import serving, soon
+from netsupport import serving
+from tiffin.messenger.testing import soon
 from tiffin.messenger.tcp.tcp_client import TcpTransport
 import numpy as np
 from tiffin.messenger.transport import Range

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from netsupport import serving, soon
+from netsupport import serving
 from tcpsupport import write_ranges
 
 from tiffin.messenger.errors import GrantError, MessengerError, RangeError, TransferTimeout
 from tiffin.messenger.tcp.tcp_client import TcpTransport
 from tiffin.messenger.tcp.tls_context import client_tls, server_tls
-from tiffin.messenger.testing import GrantBook, eventually, random_bytes
+from tiffin.messenger.testing import GrantBook, eventually, random_bytes, soon
 from tiffin.messenger.transport import NOTHING, Range, Served
 from tiffin.messenger.wire.frames import RANGES_MAX
 

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from kvsupport import Background, fresh_prefix, is_quiet, payloads_of, skip_time, wait_until
-from poolsupport import LARGE, Network, soon
+from poolsupport import LARGE, Network
 from tcpsupport import write_ranges
 
 from tiffin.kvstore import Client
@@ -24,6 +24,7 @@ from tiffin.kvstore.node.server.tcp_server import SESSION_CONNECTIONS_MAX
 from tiffin.kvstore.pool.remote.block_write import BlockSeals
 from tiffin.kvstore.pool.remote.peer import Peer, as_ours
 from tiffin.messenger.errors import GrantError, PeerLost
+from tiffin.messenger.testing import soon
 from tiffin.messenger.transport import Range
 from tiffin.messenger.wire.frames import LAST_GRANT
 
