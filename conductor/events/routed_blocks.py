@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from ..state.prefix_index import TIERS
 from .index_updates import (
     NODE_TIERS,
     Added,
@@ -139,10 +138,6 @@ class Holdings:
         """Remove expired guesses; returns how many blocks. Call it often: it only checks the oldest
         guess of each holder."""
         return self._routed.expire(now) + self._doubted.expire(now)
-
-    def drop(self, name: str) -> None:
-        """An instance and the node of its name have left: forget them."""
-        self._drop(name, TIERS)
 
     def drop_instance(self, name: str) -> None:
         """An instance has left: forget it, and keep the blocks of a node with the same name. Blocks

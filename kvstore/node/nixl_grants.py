@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def offering(node: Node, lanes: str) -> Iterator[None]:
     """Answer `Describe` with the node's region. `lanes`: the transports that UCX may use, such as
-    "rc,cuda".
+    "rc,ud".
 
     Raises InvalidInput where NIXL, or a network for it, is not available.
     """

@@ -159,7 +159,7 @@ def test_an_instance_and_a_node_of_one_name_come_and_go_by_themselves(holdings: 
     holdings.apply(Added("n", "dram", prompt), 8.0)
     holdings.apply(Gone("n", ["hbm"]), 9.0)
     assert (lengths(), holdings.speaks("n")) == ([0, 3, 0], False)
-    holdings.drop("n")
+    holdings.apply(Gone("n", ["hbm", *NODE_TIERS]), 10.0)
     assert holdings.index.numbers() == []
 
 
