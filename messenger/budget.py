@@ -106,7 +106,7 @@ class Budget:
         return self._used_bytes + nbytes <= self.limit_bytes
 
 
-# The budget of all messengers of the process that have none of their own.
+# The budget of all transfers of the process.
 SHARED = Budget()
 
 

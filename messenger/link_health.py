@@ -7,7 +7,10 @@ numbers of its kind, so that each path is tried before it is judged.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # Weight of a new measurement: as TCP weighs a round-trip time (RFC 6298). The first few weigh more,
 # as in a plain mean, so that the defaults soon lose their influence.
@@ -19,15 +22,12 @@ _BANDWIDTH_BYTES_MIN = 1 << 20
 # Measurements beyond these limits are clamped: clocks have steps, and caches absorb small copies.
 _LATENCY_S_MIN, _BANDWIDTH_BYTES_S_MAX = 1e-7, 1e12
 
-# Latency and bandwidth, at their best (bench on one host and vendors' numbers): a copy within one
-# process; a copy from shared memory; one-sided reads over a 200 Gb/s fabric; loopback sockets.
+# Latency and bandwidth, at their best (vendors' numbers and bench on one host): one-sided reads
+# over a 200 Gb/s fabric; loopback sockets.
 _DEFAULTS = {
-    "local": (1e-6, 12e9),
-    "shm": (2e-6, 10e9),
     "nixl": (10e-6, 20e9),
     "tcp": (50e-6, 3e9),
 }
-_UNKNOWN = (50e-6, 3e9)
 
 # Exponential back-off of a path that failed, doubled with each failure in a row: the first is
 # shorter than a reconnect, the last as long as a node's restart.
@@ -37,8 +37,9 @@ _REST_S_MIN, _REST_S_MAX = 0.1, 10.0
 class LinkStatistics:
     """Moving averages of one link, and counters since the start. Not thread-safe."""
 
-    def __init__(self, name: str = "") -> None:
-        self.latency_s, self.bandwidth_bytes_s = _DEFAULTS.get(name, _UNKNOWN)
+    def __init__(self, name: str) -> None:
+        """`name`: the kind of the link, as `Transport.name`."""
+        self.latency_s, self.bandwidth_bytes_s = _DEFAULTS[name]
         self.transfers = 0
         self.bytes = 0
         self.errors = 0
@@ -99,9 +100,19 @@ class LinkHealth:
         """Whether the link is in back-off after a failure."""
         return now < self.rests_until
 
-    def as_dict(self, now: float) -> dict[str, Any]:
-        """See `LinkStatistics.as_dict`."""
-        return {**self.statistics.as_dict(), "healthy": not self.resting(now)}
+
+def order_paths(links: Sequence[LinkHealth], nbytes: int, now: float) -> list[int]:
+    """Indices of `links`, best first: healthy links by predicted seconds, then links in back-off
+    after a failure, the earliest end of the back-off first. No link is left out: an unhealthy one
+    may have recovered, and is the last resort."""
+
+    def rank(index: int) -> tuple[bool, float]:
+        link = links[index]
+        if link.resting(now):
+            return True, link.rests_until
+        return False, link.statistics.predicted_s(nbytes)
+
+    return sorted(range(len(links)), key=rank)
 
 
 def _weight(count: int) -> float:

@@ -1,10 +1,8 @@
-"""Splitting a transfer into parts or chunks, and choosing its path. No I/O happens here.
+"""Splitting a transfer into parts that move in parallel over several streams. No I/O happens here.
 
-A transfer is split for two purposes: into parts that move in parallel over several streams, and
-into chunks between which a more urgent transfer can go first. Both split the list of ranges, in
-order, at equal numbers of bytes, and so perhaps within a range; a range has arrived when its last
-slice has, and the ranges reported to the caller are always a leading part of the list, in whatever
-order the slices arrive.
+The list of ranges is split, in order, at equal numbers of bytes, and so perhaps within a range; a
+range has arrived when its last slice has, and the ranges reported to the caller are always a
+leading part of the list, in whatever order the slices arrive.
 """
 
 from __future__ import annotations
@@ -12,14 +10,12 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from .transport import Range, Served
+from .transport import Served
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .link_health import LinkHealth
-    from .shm.host_copy import ByteArray
-    from .transport import Arrived
+    from .transport import Arrived, Range
 
 # Below this a second stream costs more (a thread to wake, 50 to 100 us, and a round trip) than
 # splitting the 3 ms that 8 MiB take at 3 GB/s saves.
@@ -34,42 +30,28 @@ class Slice(NamedTuple):
     stop: int
 
 
-def cut(ranges: Sequence[Range], chunk_bytes: int) -> list[list[Slice]]:
-    """The ranges in order, in lists of exactly `chunk_bytes` (the last: up to that)."""
-    assert chunk_bytes > 0
-    chunks: list[list[Slice]] = [[]]
-    room = chunk_bytes
+def split(
+    ranges: Sequence[Range], parts_max: int, part_bytes_min: int = PART_BYTES_MIN
+) -> list[list[Slice]]:
+    """The ranges in order, in up to `parts_max` lists of equal bytes, none but the last below the
+    minimum."""
+    total_bytes = sum(length for _, length in ranges)
+    part_bytes = max(part_bytes_min, -(-total_bytes // parts_max))
+    parts: list[list[Slice]] = [[]]
+    room = part_bytes
     for index, (_, length) in enumerate(ranges):
         start = 0
         while True:
             stop = min(length, start + room)
             if stop > start or not length:
-                chunks[-1].append(Slice(index, start, stop))
+                parts[-1].append(Slice(index, start, stop))
             room -= stop - start
             start = stop
             if start == length:
                 break
-            chunks.append([])
-            room = chunk_bytes
-    return chunks
-
-
-def split(
-    ranges: Sequence[Range], parts_max: int, part_bytes_min: int = PART_BYTES_MIN
-) -> list[list[Slice]]:
-    """The ranges in up to `parts_max` lists of equal bytes, none but the last below the minimum."""
-    total_bytes = sum(length for _, length in ranges)
-    return cut(ranges, max(part_bytes_min, -(-total_bytes // parts_max)))
-
-
-def sliced(
-    ranges: Sequence[Range], arrays: Sequence[ByteArray], slices: Sequence[Slice]
-) -> tuple[list[Range], list[ByteArray]]:
-    """The slices as ranges of the grant, and as views of the arrays."""
-    return (
-        [Range(ranges[index].offset + start, stop - start) for index, start, stop in slices],
-        [arrays[index][start:stop] for index, start, stop in slices],
-    )
+            parts.append([])
+            room = part_bytes
+    return parts
 
 
 class InOrderArrivals:
@@ -116,17 +98,3 @@ class InOrderArrivals:
         self._served = Served(one.item + 1, self._served.nbytes + length)
         if self._arrived is not None:
             self._arrived(one.item)
-
-
-def order_paths(links: Sequence[LinkHealth], nbytes: int, now: float) -> list[int]:
-    """Indices of `links`, best first: healthy links by predicted seconds, then links in back-off
-    after a failure, the earliest end of the back-off first. No link is left out: an unhealthy one
-    may have recovered, and is the last resort."""
-
-    def rank(index: int) -> tuple[bool, float]:
-        link = links[index]
-        if link.resting(now):
-            return True, link.rests_until
-        return False, link.statistics.predicted_s(nbytes)
-
-    return sorted(range(len(links)), key=rank)

@@ -36,18 +36,18 @@ Arrived: TypeAlias = "Callable[[int], None]"
 
 
 class Transport(Protocol):
-    """A path to one peer. Thread-safe.
+    """A path to one peer, to read from. Thread-safe.
 
-    `read` and `write` move whole ranges in order and return how many: fewer than requested only
-    where the peer's grant ends early. A deadline is a `time.monotonic()`. After either returns
-    *or raises*, the transport no longer accesses targets or sources.
+    `read` moves whole ranges in order and returns how many: fewer than requested only where the
+    peer's grant ends early. A deadline is a `time.monotonic()`. After `read` returns *or raises*,
+    the transport no longer accesses the targets.
 
-    Both raise RangeError (before any byte moves) for targets that do not fit their ranges,
+    It raises RangeError (before any byte moves) for targets that do not fit their ranges,
     GrantError, PeerLost, TransferTimeout (Stalled) and FrameError. After an error, the content of
     the targets of ranges that did not arrive is undefined.
     """
 
-    name: str  # "local", "shm", "tcp", "nixl"
+    name: str  # "tcp", "nixl"
 
     def read(
         self,
@@ -59,16 +59,6 @@ class Transport(Protocol):
         arrived: Arrived | None = None,
     ) -> Served:
         """Copy each range of the peer's grant into its target (uint8, contiguous, as long)."""
-
-    def write(
-        self,
-        grant: int,
-        ranges: Sequence[Range],
-        sources: Sequence[ByteArray],
-        *,
-        deadline: float,
-    ) -> Served:
-        """Copy each source over its range of the peer's grant. Returns when all have arrived."""
 
     def close(self) -> None:
         """Release connections and mappings. In-flight calls raise PeerLost."""

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ..network.setting import LOOPBACK, await_answer, cpu_seconds, free_port, running
+from tiffin.kvstore.cli.local.local_redis import free_port
+
+from ..network.setting import LOOPBACK, await_answer, cpu_seconds, running
 from ..store.rows import MICROSECONDS, MILLISECONDS, Row, Spread, Target, times
 from .decision import MODEL, spec
 from .load import RequestLoad
@@ -116,7 +118,7 @@ def _p99(side: _Side) -> float:
 @contextlib.contextmanager
 def conductor(setting: Setting) -> Iterator[tuple[int, PeerProcess, int]]:
     """A conductor with all instances registered: its pid, its load generator, and its port."""
-    port = free_port()
+    port = free_port(LOOPBACK)
     command = [
         *(sys.executable, "-c", _COMMANDS, "conductor"),
         *("--listen", f"{LOOPBACK}:{port}", "--log-level", "error"),
@@ -141,7 +143,7 @@ def register(setting: Setting, port: int) -> None:
 
 @contextlib.contextmanager
 def _plain(sizes: Sizes) -> Iterator[_Side]:
-    port = free_port()
+    port = free_port(LOOPBACK)
     command = [sys.executable, "-m", "tiffin.bench.conductor.processes.plain_service", str(port)]
     with running(command) as process:
         await_answer(process, lambda: accepts(port), "the plain service")

@@ -10,7 +10,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ..network.setting import await_answer, free_port, running
+from tiffin.kvstore.cli.local.local_redis import free_port
+
+from ..network.setting import LOOPBACK, await_answer, running
 from ..store.rows import MILLISECONDS, Row, Target, times
 from .processes.disturber import FOLLOWERS, HALF_OPEN, TOKENS, Disturbance
 from .processes.peer import PeerProcess, peer
@@ -102,7 +104,7 @@ def _row(setting: Setting, name: str, what: str, load: PeerProcess, disturber: P
 @contextlib.contextmanager
 def _steered(setting: Setting) -> Iterator[tuple[int, PeerProcess, int]]:
     """Like `conductor`, but with a simulated pool of nodes (`steered_service`)."""
-    port = free_port()
+    port = free_port(LOOPBACK)
     module = "tiffin.bench.conductor.steered_service"
     command = [sys.executable, "-m", module, str(port), str(_NODES), str(_PREFIXES)]
     with running(command) as process:

@@ -41,7 +41,6 @@ class ServedRequest:
     rejected: str = ""
     predicted_ttft_s: float = math.nan
     ttft_s: float = math.nan
-    finished_s: float = math.nan
     cached_tokens: int = 0  # that the conductor expected to be used
     hit_tokens: int = 0  # that prefill loaded
     moved_tokens: int = 0  # that decode loaded
@@ -197,7 +196,6 @@ class Router:
     def _decoded(self, said: dict[str, Any]) -> ServedRequest:
         one = self._open.pop(said["id"])
         served = one.served
-        served.finished_s = said["finished_at"] - one.arrived_at
         served.moved_tokens, served.move_s = said["hit_tokens"], said["load_s"]
         self.failures[served.decode] = said["failures"]
         served.tokens = said["tokens"]

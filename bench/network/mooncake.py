@@ -25,11 +25,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tiffin.kvstore.cli.local.local_redis import free_port
 from tiffin.kvstore.errors import NodeUnavailable
 
 from ..store.rows import MICROSECONDS, Row, Side, Target, interleave, rates, timed, times
 from ..store.setting import MIB, size_text
-from .setting import LOOPBACK, Metered, Missing, apart, await_answer, free_port
+from .setting import LOOPBACK, Metered, Missing, apart, await_answer
 from .transfer import GIGA, get, pair
 
 if TYPE_CHECKING:
@@ -160,10 +161,10 @@ def _mooncake(setting: Setting, block_bytes: int, blocks: int) -> Iterator[_Moon
 
 def _master(program: Path, stack: contextlib.ExitStack) -> tuple[_Process, str]:
     """A running master, which `stack` ends, and its address."""
-    port = free_port()
+    port = free_port(LOOPBACK)
     command = [
         *(str(program), f"--rpc_address={LOOPBACK}", f"--rpc_port={port}"),
-        *(f"--metrics_host={LOOPBACK}", f"--metrics_port={free_port()}"),
+        *(f"--metrics_host={LOOPBACK}", f"--metrics_port={free_port(LOOPBACK)}"),
         *("--enable_metric_reporting=false", "--minloglevel=2"),
     ]
     master = _Process("master", command)

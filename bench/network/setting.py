@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiffin.kvstore.cli.local.local_redis import need_redis
+from tiffin.kvstore.cli.local.local_redis import free_port, need_redis
 from tiffin.kvstore.client.client import Client
 from tiffin.kvstore.errors import InvalidInput, NodeUnavailable
 
@@ -104,7 +104,7 @@ def remote_node(
 ) -> Iterator[RemoteNode]:
     """A `tiffin node` process with so much DRAM, all of it touched, that listens on loopback."""
     with tempfile.TemporaryDirectory(prefix="tiffin-bench-") as folder:
-        address = (LOOPBACK, free_port())
+        address = (LOOPBACK, free_port(LOOPBACK))
         command = [
             *(sys.executable, "-c", _COMMANDS, "node", "--dram", str(dram_bytes)),
             *("--socket", str(Path(folder) / "node.sock"), "--log-level", "error"),
@@ -132,7 +132,7 @@ def redis_server() -> Iterator[str]:
     except InvalidInput as error:
         raise Missing(str(error)) from error
     with tempfile.TemporaryDirectory(prefix="tiffin-bench-") as folder:
-        port = free_port()
+        port = free_port(LOOPBACK)
         command = [
             *(program, "--port", str(port), "--bind", LOOPBACK, "--dir", folder),
             *("--save", "", "--appendonly", "no", "--loglevel", "warning"),
@@ -171,13 +171,6 @@ def await_answer(process: subprocess.Popen[bytes], answers: Callable[[], bool], 
             return
         time.sleep(0.02)
     raise NodeUnavailable(f"{what} for this benchmark did not start (exit {process.poll()})")
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
 
 
 # -- cores -----------------------------------------------------------------------------------------

@@ -89,13 +89,6 @@ class ShadowCounts:
     rejected_unknown: int = 0
     ghosts: int = 0
 
-    @property
-    def rightly_rejected_share(self) -> float | None:
-        """The share of judged rejections that were right: the request would have missed. None
-        before any was judged."""
-        judged = self.rejected_would_have_met + self.rejected_would_have_missed
-        return self.rejected_would_have_missed / judged if judged else None
-
 
 @dataclass(slots=True)
 class _Served:

@@ -18,7 +18,6 @@ or at another.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -220,10 +219,6 @@ class Races:
         """Drop the races past their expiry. Returns the routes to cancel, by request."""
         late = [key for key, race in self._races.items() if race.expires_at <= now]
         return {request_id: self.end(request_id) for request_id in late}
-
-    def next_expiry(self) -> float:
-        """The time of the next expiry; infinite without a race under way."""
-        return min((race.expires_at for race in self._races.values()), default=math.inf)
 
     def statistics(self) -> RacingStatistics:
         """Counts since the start, and the remaining budget."""

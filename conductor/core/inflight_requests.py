@@ -59,7 +59,6 @@ class InflightRequest:
     hbm_blocks: int = 0  # leading blocks that its prefill instance had in HBM
     transfers: tuple[tuple[int, int], ...] = ()  # (source node, bytes) of its fetches in flight
     phase: RequestPhase = RequestPhase.PREFILL
-    prefill_done_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
     answered_tokens: int = 0
@@ -119,7 +118,7 @@ class Ledger:
         self._leave_queue(flight, now)
         if flight.prefill_row not in flight.shares:
             self._leave(flight.prefill_row)
-        flight.phase, flight.prefill_done_at = RequestPhase.DECODE, now
+        flight.phase = RequestPhase.DECODE
         for row in flight.shares:
             self._count(flight, row, self._part(flight, row, flight.request.prompt_tokens))
         if flight.decode_row >= 0:

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     Numbers: TypeAlias = NDArray[Any] | float
     Floats: TypeAlias = NDArray[np.float64]
 
-# Cap of a sender's utilisation in the estimate: beyond it, the wait depends on how long the
-# overload lasts, no longer on its size. The factor is then 10.
-UTILISATION_MAX = 0.95
-
 
 def prefill_s(c0: Numbers, c1: Numbers, c2: Numbers, n: Numbers, p: Numbers) -> Floats:
     """Seconds to compute a prompt of `n` tokens of which the first `p` are cached:
@@ -35,14 +31,6 @@ def prefill_s(c0: Numbers, c1: Numbers, c2: Numbers, n: Numbers, p: Numbers) -> 
     return seconds
 
 
-def recompute_s(c1: Numbers, c2: Numbers, start: Numbers, stop: Numbers) -> Floats:
-    """Seconds that tokens [start, stop) add to a prefill that computes the tokens after them
-    anyway: c1 (b - a) + c2 (b² - a²). Fetching them pays only if it is faster."""
-    a, b = np.asarray(start, np.float64), np.asarray(stop, np.float64)
-    seconds: Floats = c1 * (b - a) + c2 * (b * b - a * a)
-    return seconds
-
-
 def decode_step_s(
     d0: Numbers, d1: Numbers, d2: Numbers, batch: Numbers, context: Numbers
 ) -> Floats:
@@ -54,29 +42,3 @@ def decode_step_s(
     """
     seconds: Floats = np.asarray(d0 + d1 * np.asarray(batch, np.float64) + d2 * np.asarray(context))
     return seconds
-
-
-def breakeven_bytes_s(
-    c1: Numbers, c2: Numbers, start: Numbers, stop: Numbers, token_bytes: Numbers
-) -> Floats:
-    """The bandwidth above which fetching the cache of tokens [start, stop) is faster than computing
-    them. The formula of FAST '25, section 3, with measured coefficients in place of FLOPS."""
-    seconds = recompute_s(c1, c2, start, stop)
-    size = token_bytes * (np.asarray(stop, np.float64) - np.asarray(start, np.float64))
-    bandwidth: Floats = size / seconds
-    return bandwidth
-
-
-def congestion(utilisation: Numbers) -> Floats:
-    """How many times longer a transfer takes than on an idle link, given the share of time in which
-    the sender's link is busy: 1 + u² / (2 (1 - u)).
-
-    For callers that do not know the transfers in flight, as `TransferModel` does. The form was
-    chosen for figure 13 of Mooncake, FAST '25: with u = 0.78 at 24 Gb/s, and in inverse proportion
-    to the bandwidth elsewhere, it is within 4% of all seven measured ratios. It lies below the 1 +
-    u / (2 (1 - u)) of one M/D/1 queue, as there several nodes have replicas of a block, and the
-    less busy node sends it.
-    """
-    busy = np.clip(np.asarray(utilisation, np.float64), 0.0, UTILISATION_MAX)
-    factor: Floats = 1 + busy * busy / (2 * (1 - busy))
-    return factor

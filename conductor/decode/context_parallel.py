@@ -91,14 +91,12 @@ class SpreadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class ContextSpread:
     """A context sharded over several instances. `members` are indices into `DecodeQuestion.rows`,
     `tokens` the size of each one's shard when the answer is complete, never 0. `binding` is the
-    member that runs everything but attention. `level_tokens` is the most context that a member then
-    has, of all requests."""
+    member that runs everything but attention."""
 
     members: tuple[int, ...]
     tokens: tuple[int, ...]
     binding: int
     tbt_s: float
-    level_tokens: int
 
 
 def members_wanted(context_tokens: int, capacity_tokens: float, settings: SpreadSettings) -> int:
@@ -220,7 +218,6 @@ def _bound(
         tokens=tuple(split.tolist()),
         binding=int(members[binding]),
         tbt_s=float(step_s.max()) + exchange_s,
-        level_tokens=int((question.context_now.take(members) + split).max()),
     )
 
 

@@ -343,21 +343,6 @@ def expected_load_of(
     return max(batch, 0), max(context, 0)
 
 
-def tbt_at(
-    horizon: Horizon,
-    cluster: Cluster,
-    rows: Counts,
-    time_s: float,
-    now: float,
-    context_tokens: int,
-) -> Floats:
-    """Predicted seconds between tokens on each of `rows` [n] at `time_s`, if a request of
-    `context_tokens` joins (`latency_model.decode_step_s`)."""
-    batch, context = expected_load(horizon, cluster, rows, time_s, now)
-    d0, d1, d2 = cluster.d0.take(rows), cluster.d1.take(rows), cluster.d2.take(rows)
-    return decode_step_s(d0, d1, d2, batch + 1, context + context_tokens)
-
-
 def relief_s(
     horizon: Horizon,
     cluster: Cluster,

@@ -15,7 +15,7 @@ are all cut is predicted to reach its limit, and no further.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -98,34 +98,18 @@ class Lengths:
         """
         if request.output_tokens is not None:
             return Length(_within(request, request.output_tokens), "caller")
-        known = self._known(request, 0)
+        known = self._known(request)
         if known is not None:
             return Length(_within(request, known.tokens), known.source)
         return Length(_within(request, self._settings.default_tokens), "default")
-
-    def remaining(self, request: Request, answered_tokens: int) -> int:
-        """The predicted number of tokens after the first `answered_tokens`.
-
-        Until the answer exceeds the prediction, the rest of it. Beyond it, the quantile over the
-        recorded answers that were longer than this one already is; if there is none, as many tokens
-        again: for a scale-free distribution of lengths, that is the median of the rest.
-        """
-        expected = self.predict(request).tokens
-        if expected <= answered_tokens:
-            known = self._known(request, answered_tokens)
-            expected = known.tokens if known is not None else 2 * answered_tokens
-        return max(0, _within(request, expected) - answered_tokens)
 
     def heavy(self, tokens: int) -> bool:
         """Whether an answer of `tokens` is a heavy decode."""
         return tokens > self._settings.heavy_tokens
 
-    def _known(self, request: Request, above: int) -> Length | None:
-        """The quantile over the recorded answers with more than `above` tokens, if there are
-        enough."""
+    def _known(self, request: Request) -> Length | None:
+        """The quantile over the recorded answers, if there are enough."""
         settings = self._settings
-        # Long answers are rare: with `above` set, a single observation is better than none.
-        enough = settings.observations_min if above == 0 else 1
         sources: tuple[tuple[str, Literal["class", "model"]], ...] = (
             (request.output_class, "class"),
             ("", "model"),
@@ -134,8 +118,8 @@ class Lengths:
             window = self._windows.get((request.model, name))
             if (source == "class" and not name) or window is None:
                 continue
-            if window.above(above) >= enough:
-                return Length(window.quantile(settings.quantile, above), source)
+            if len(window.ordered) >= settings.observations_min:
+                return Length(window.quantile(settings.quantile), source)
         return None
 
     def _forget(self) -> None:
@@ -160,16 +144,12 @@ class _Window:
         while len(self.latest) > size:
             del self.ordered[bisect_left(self.ordered, self.latest.popleft())]
 
-    def above(self, tokens: int) -> int:
-        """The number of lengths above `tokens`."""
-        return len(self.ordered) - bisect_right(self.ordered, tokens)
-
-    def quantile(self, share: float, above: int) -> int:
-        """The `share` quantile over the lengths longer than `above`: the smallest length that at
-        least this share of them does not exceed."""
-        count = self.above(above)
+    def quantile(self, share: float) -> int:
+        """The `share` quantile: the smallest length that at least this share of them does not
+        exceed."""
+        count = len(self.ordered)
         rank = min(max(math.ceil(share * count), 1), count)
-        return self.ordered[len(self.ordered) - count + rank - 1]
+        return self.ordered[rank - 1]
 
 
 def _within(request: Request, tokens: int) -> int:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from ..state.prefix_index import TIERS
 from .index_updates import (
     NODE_TIERS,
     Added,
@@ -108,12 +107,8 @@ class _Guesses:
 class Holdings:
     """The prefix index, fed by updates and by routing decisions. Not thread-safe."""
 
-    def __init__(
-        self, index: PrefixIndex, *, routed_s: float = ROUTED_S, predicted_s: float = PREDICTED_S
-    ) -> None:
+    def __init__(self, index: PrefixIndex) -> None:
         self.index = index
-        self.routed_s = routed_s
-        self.predicted_s = predicted_s
         self._routed = _Guesses(index)
         self._doubted = _Guesses(index)
         self._speaking: set[tuple[str, str]] = set()
@@ -132,21 +127,17 @@ class Holdings:
         """Record that a prompt with these blocks was routed to this instance, or used there again.
         Raises InvalidRequest when there are too many holders."""
         number = self.index.holder(name, "hbm")
-        self._doubted.put(number, self._doubted.known(number, keys), now + self.routed_s)
+        self._doubted.put(number, self._doubted.known(number, keys), now + ROUTED_S)
         guesses = self.index.missing(number, keys)
         guesses += self._routed.known(number, keys)
         self.index.add(number, guesses, now, guess=True)
-        lasts_s = self.predicted_s if self.speaks(name) else self.routed_s
+        lasts_s = PREDICTED_S if self.speaks(name) else ROUTED_S
         self._routed.put(number, guesses, now + lasts_s)
 
     def expire(self, now: float) -> int:
         """Remove expired guesses; returns how many blocks. Call it often: it only checks the oldest
         guess of each holder."""
         return self._routed.expire(now) + self._doubted.expire(now)
-
-    def drop(self, name: str) -> None:
-        """An instance and the node of its name have left: forget them."""
-        self._drop(name, TIERS)
 
     def drop_instance(self, name: str) -> None:
         """An instance has left: forget it, and keep the blocks of a node with the same name. Blocks
@@ -195,7 +186,7 @@ class Holdings:
         if isinstance(update, Doubted):
             held = set(index.missing(number, update.keys))
             kept = [key for key in update.keys if key not in held]
-            self._doubted.put(number, kept, now + self.routed_s)
+            self._doubted.put(number, kept, now + ROUTED_S)
             return
         if isinstance(update, Added):
             index.add(number, update.keys, now)
@@ -205,7 +196,7 @@ class Holdings:
             self._settle(number, update.keys)
         elif isinstance(update, HolderInventory):
             self._take_inventory(number, update, now)
-        index.heard(number, now, update.seq)
+        index.heard(number, now)
 
     def _take_inventory(self, number: int, part: HolderInventory, now: float) -> None:
         if part.first:
@@ -229,7 +220,7 @@ class Holdings:
             self._speaking.add((name, tier))
             number = self.index.find(name, tier)
             if number is not None:
-                self._routed.hasten(number, now + self.predicted_s)
+                self._routed.hasten(number, now + PREDICTED_S)
 
     def _settle(self, number: int, keys: Sequence[bytes]) -> None:
         self._routed.settle(number, keys)

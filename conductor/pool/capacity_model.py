@@ -88,14 +88,6 @@ def prefill_rate(service_s: float, variation: float, goals: Goals) -> float:
     return min(2 * wait_s / (queueing + 2 * wait_s * service_s), goals.utilisation_max / service_s)
 
 
-def mean_ttft_s(rate: float, service_s: float, variation: float) -> float:
-    """The mean TTFT at `rate` prompts per second; infinite from full use on."""
-    load = rate * service_s
-    if load >= 1:
-        return math.inf
-    return service_s + load * service_s * (1 + variation * variation) / (2 * (1 - load))
-
-
 def decode_batch(member: FleetMember, work: Workload, goals: Goals) -> int:
     """The largest decode batch of an instance within the objective for time between tokens and
     within its KV capacity; 0 if a batch of one request misses the objective."""

@@ -227,10 +227,6 @@ class Popularity:
         weight, at = self._grain
         return float(max(1.0, weight * 2.0 ** (-max(0.0, now - at) / self.settings.half_life_s)))
 
-    def of(self, keys: Sequence[bytes], now: float) -> Floats:
-        """Popularity of each block of one chain, from block 0 on; never rising."""
-        return np.minimum.accumulate(self.of_each(keys, now))
-
     def of_each(self, keys: Sequence[bytes], now: float) -> Floats:
         """Popularity of blocks that need not follow each other."""
         if not keys:
@@ -249,16 +245,13 @@ class Popularity:
         places = self._wanted.places(_words(keys), salts_of(nodes))
         return self._wanted.estimate(places, now)
 
-    def hot(self, n: int, now: float) -> list[HotPrefix]:
-        """The most popular prefixes, the most popular first; at most `n`.
+    def finding_hot(self, n: int, now: float) -> Work[list[HotPrefix]]:
+        """The most popular prefixes, the most popular first; at most `n`. Works in pieces, on a
+        snapshot of the table at the first piece.
 
         A prefix extends as far as its popularity stays within one power of two: where half of the
         prompts continue differently, the common part ends, and is a prefix of its own.
         """
-        return finished(self.finding_hot(n, now))
-
-    def finding_hot(self, n: int, now: float) -> Work[list[HotPrefix]]:
-        """`hot` in pieces, from a snapshot of the table at the first piece."""
         if n <= 0 or not self._row:
             return []
         keys = list(self._row)

@@ -65,15 +65,6 @@ class PolicyQuestion:
         assert spec is not None
         return spec.block_tokens
 
-    def prefill_s(self, cached_tokens: NDArray[np.int64] | int) -> Floats:
-        """Seconds to compute the prompt on each candidate with `cached_tokens` leading tokens
-        cached: c0 + c1 (n - p) + c2 (n² - p²). The last token is always computed: only its forward
-        pass gives the first output token."""
-        c, rows, n = self.cluster, self.rows, self.request.prompt_tokens
-        p = np.minimum(cached_tokens, n - 1).astype(np.float64)
-        seconds: Floats = c.c0[rows] + c.c1[rows] * (n - p) + c.c2[rows] * (n * float(n) - p * p)
-        return seconds
-
 
 @dataclass(slots=True)
 class Choice:

@@ -196,7 +196,6 @@ class _Holder:
     tier: str
     blocks: int = 0
     heard_at: float = float("-inf")
-    seq: int = -1
     staged: int = -1
 
 
@@ -270,21 +269,15 @@ class PrefixIndex:
         """How many blocks a holder has. Raises InvalidRequest for a number without a holder."""
         return self._holder(number).blocks
 
-    def heard(self, number: int, now: float, seq: int | None = None) -> None:
-        """Record that the entries of this holder were up to date at `now`. `seq` is the sequence
-        number of its last applied event. Raises InvalidRequest for a number without a holder."""
+    def heard(self, number: int, now: float) -> None:
+        """Record that the entries of this holder were up to date at `now`. Raises InvalidRequest
+        for a number without a holder."""
         holder = self._holder(number)
         holder.heard_at = max(holder.heard_at, now)
-        if seq is not None:
-            holder.seq = seq
 
     def age_s(self, number: int, now: float) -> float:
         """Seconds since the holder's last report; infinite if it never reported."""
         return max(0.0, now - self._holder(number).heard_at)
-
-    def seq_of(self, number: int) -> int:
-        """The sequence number of its last applied event; -1 if its events have none."""
-        return self._holder(number).seq
 
     def drop(self, name: str, tiers: Iterable[str] = TIERS) -> None:
         """Remove these tiers of an instance or node as holders; their numbers are reused."""

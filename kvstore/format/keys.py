@@ -50,16 +50,6 @@ TokenIds: TypeAlias = Sequence[int] | NDArray[Any] | Tensor
 Digest: TypeAlias = Callable[[bytes], bytes]
 
 
-def validate_tokens(token_ids: TokenIds) -> NDArray[np.uint32]:
-    """Token ids as a new uint32 array [tokens] that shares no memory with the input.
-
-    Accepts lists, tuples and ranges of ints; integer arrays and torch tensors, [n] or [1, n].
-    Raises TokenError, with the first offending index, for anything that is not an integer in
-    [0, 2**32): floats, bools, strings, None, negatives, batches of several prompts.
-    """
-    return _as_uint32(token_ids).copy()
-
-
 def root_key(schema: "KVSchema", namespace: str = "", secret: bytes = b"") -> bytes:
     """The 16-byte key before the first block. Raises InvalidInput for a bad namespace or secret."""
     _check_secret(secret)
@@ -321,7 +311,12 @@ def _check_secret(secret: bytes) -> None:
 
 
 def _as_uint32(token_ids: TokenIds) -> NDArray[np.uint32]:
-    """Checked tokens, little-endian uint32 [tokens]; may share memory with the input."""
+    """Token ids as little-endian uint32 [tokens]; may share memory with the input.
+
+    Accepts lists, tuples and ranges of ints; integer arrays and torch tensors, [n] or [1, n].
+    Raises TokenError, with the first offending index, for anything that is not an integer in
+    [0, 2**32): floats, bools, strings, None, negatives, batches of several prompts.
+    """
     if isinstance(token_ids, np.ndarray):
         return _from_array(token_ids)
     if isinstance(token_ids, list | tuple):

@@ -99,11 +99,6 @@ class Arena:
         return self._capacity_bytes
 
     @property
-    def granule_bytes(self) -> int:
-        """The unit of allocation: offsets and lengths are multiples of it. Constant."""
-        return self._granule_bytes
-
-    @property
     def free_bytes(self) -> int:
         """Bytes in no extent; a smaller allocation may still fail (fragmentation), see `fits`."""
         return self._free_bytes

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def offering(node: Node, lanes: str) -> Iterator[None]:
     """Answer `Describe` with the node's region. `lanes`: the transports that UCX may use, such as
-    "rc,cuda".
+    "rc,ud".
 
     Raises InvalidInput where NIXL, or a network for it, is not available.
     """
     from tiffin.messenger.nixl.agent import NixlAgent
-    from tiffin.messenger.nixl.nixl_transport import NixlUnavailable
+    from tiffin.messenger.nixl.bindings import NixlUnavailable
 
     try:
         agent = NixlAgent(f"tiffin-{node.name}", lanes=lanes)

@@ -99,11 +99,6 @@ class Publisher:
         """Events that are not yet published."""
         return self._core.lag
 
-    @property
-    def round_left(self) -> int:
-        """Blocks of the running round that are still to be published."""
-        return self._core.round_left
-
     def start(self) -> None:
         """Register and start to publish, in the background."""
         self._thread.start()

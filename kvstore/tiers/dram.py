@@ -13,8 +13,6 @@ from ..errors import TierUnavailable
 from .base import Tier, TierName, whole_granules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tiffin.messenger.shm.host_copy import ByteArray
 
     from ..memory.arena import Extent
@@ -24,31 +22,24 @@ class DramTier(Tier):
     """`nbytes` of host memory, rounded down to whole pages.
 
     Clients attach to `region`; an extent's offset is its offset in the region. With `prefault` the
-    constructor takes about 0.5 s per GiB (the callback `progress(done_bytes, nbytes)` reports it);
-    without it that cost is paid by the first write to every page instead.
+    constructor takes about 0.5 s per GiB; without it that cost is paid by the first write to every
+    page instead.
 
     Raises TierUnavailable when this machine does not have enough memory.
     """
 
-    def __init__(
-        self,
-        nbytes: int,
-        *,
-        hugepages: bool = False,
-        prefault: bool = True,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> None:
+    def __init__(self, nbytes: int, *, hugepages: bool = False, prefault: bool = True) -> None:
         super().__init__(TierName.DRAM, nbytes)
         try:
             self.region = Region.create(whole_granules(nbytes), hugepages=hugepages)
             if prefault:
-                self._prefault(progress)
+                self._prefault()
         except RegionError as error:
             raise TierUnavailable(f"no DRAM tier: {error}") from error
 
-    def _prefault(self, progress: Callable[[int, int], None] | None) -> None:
+    def _prefault(self) -> None:
         try:
-            self.region.prefault(progress)
+            self.region.prefault()
         except BaseException:
             self.region.close()
             raise

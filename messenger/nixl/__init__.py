@@ -1,1 +1,1 @@
-"""A transport over NIXL: one-sided reads and writes by RDMA, GPUDirect, NVLink."""
+"""A transport over NIXL: one-sided reads by RDMA."""

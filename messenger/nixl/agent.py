@@ -1,7 +1,7 @@
 """A NIXL agent: its registered memory, its connected peers, and its in-flight transfers.
 
-NIXL (UCX underneath) moves bytes by one-sided reads and writes: an initiator names memory of both
-sides, and with RDMA the peer's processor takes no part. This module and `nixl_transport.py` add
+NIXL (UCX underneath) moves bytes by one-sided reads: the reader names memory of both sides, and
+with RDMA the peer's processor takes no part. This module and `nixl_transport.py` add
 what NIXL lacks. Measured with nixl-cu12 1.5.1:
 
 - It has no timeout. A transfer to a process that is stopped stays "in progress" for ever.
@@ -32,14 +32,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..errors import FrameError, MessengerError, PeerLost, RangeError
+from ..errors import FrameError, PeerLost, RangeError
 from ..shm.dontfork import keep_from_children
 from ..usage_gate import UsageGate
 from .bindings import NixlUnavailable, errors, load
 from .staging import Staging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -54,10 +54,9 @@ _PROGRESS_PAUSE_US = 10_000
 METADATA_BYTES_MAX = 64 << 10
 # Parts of a failed transfer may still move on other lanes: its memory stays in quarantine so long.
 REST_S = 1.0
-# Limit of the notifications that one fetch returns; older ones beyond it are dropped.
-NOTIFICATIONS_MAX = 4096
 ADDRESS_MAX = 1 << 63
-_MEMORIES = ("DRAM", "VRAM")
+# NIXL's number of the device that host memory belongs to.
+_DEVICE = 0
 # UCX's syntax for every transport but tcp, which only emulates one-sided transfers. The emulation
 # checks no bounds, and it aborts a process that is being read from when the reader dies: 6 times of
 # 8 when that process was slow to answer. See docs/nixl.md.
@@ -73,14 +72,12 @@ NAP_S_MIN, NAP_S_MAX = 20e-6, 1e-3
 class Description(NamedTuple):
     """Registered memory as its owner describes it to a peer, over a channel that both trust.
 
-    `metadata` opens the connection and is opaque; `memory` is "DRAM" or "VRAM", on `device`.
+    `metadata` opens the connection and is opaque.
     """
 
     metadata: bytes
     base_address: int
     nbytes: int
-    memory: str = "DRAM"
-    device: int = 0
 
     def check(self) -> None:
         """Raise FrameError for a description that no agent makes."""
@@ -88,51 +85,24 @@ class Description(NamedTuple):
             raise FrameError(f"{len(self.metadata)} bytes of NIXL metadata are too many")
         if not 0 <= self.base_address <= ADDRESS_MAX - self.nbytes <= ADDRESS_MAX:
             raise FrameError("a peer described memory that no machine has")
-        if self.memory not in _MEMORIES:
-            raise FrameError(f"a peer described memory of kind {self.memory!r}")
 
 
 class Registered:
-    """Registered memory, which the agent can move bytes from and to. It is kept alive until
-    `close`, and then until no transfer uses it."""
+    """Registered memory: bytes that a peer reads, or that a read here goes to. The agent keeps it
+    alive until it is closed."""
 
-    def __init__(
-        self, agent: NixlAgent, owner: object, address: int, nbytes: int, memory: str, device: int
-    ) -> None:
+    def __init__(self, agent: NixlAgent, array: ByteArray) -> None:
         """Private: use `NixlAgent.register`."""
         self._agent = agent
-        self._owner: object = owner
-        self._closed = False
-        self.flights = 0  # guarded by the agent's lock
-        self.address = address
-        self.nbytes = nbytes
-        self.memory = memory
-        self.device = device
+        self._array = array
+        self.address = array.ctypes.data
+        self.nbytes = array.nbytes
 
     def description(self) -> Description:
-        """The description with which a peer can read and write this memory, and no other memory of
-        this process (but see docs/nixl.md for lanes that check nothing). Raises PeerLost after the
+        """The description with which a peer can reach this memory, and no other memory of this
+        process (but see docs/nixl.md for lanes that check nothing). Raises PeerLost after the
         agent's `close`."""
-        metadata = self._agent.metadata_of(self)
-        return Description(metadata, self.address, self.nbytes, self.memory, self.device)
-
-    def holds(self, address: int, nbytes: int) -> bool:
-        """Whether all these bytes lie in this memory."""
-        return self.address <= address and address + nbytes <= self.address + self.nbytes
-
-    def close(self) -> None:
-        """Deregister the memory, at once or when the last transfer that uses it has ended."""
-        self._closed = True
-        self._agent.sweep()
-
-    @property
-    def leaving(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    def let_go(self) -> None:
-        """Drop the reference that keeps the memory alive."""
-        self._owner = None
+        return Description(self._agent.metadata_of(self), self.address, self.nbytes)
 
 
 class Remote:
@@ -150,11 +120,10 @@ class Remote:
 class NixlTransfer:
     """One transfer; in flight from `post` until `poll` has returned True or raised."""
 
-    def __init__(self, agent: NixlAgent, handle: int, remote: Remote, memory: Registered) -> None:
+    def __init__(self, agent: NixlAgent, handle: int, remote: Remote) -> None:
         self._agent = agent
         self._handle = handle
         self._remote = remote
-        self._memory = memory
         self._lock = threading.Lock()
         self._ended_at: float | None = None
         self._failure: str | None = None
@@ -168,13 +137,6 @@ class NixlTransfer:
                 raise PeerLost(f"the transfer failed: {self._failure}")
             return self._ended_at is not None
 
-    def ended(self) -> bool:
-        """Whether the transfer has ended, with success or a failure."""
-        with self._lock:
-            if self._ended_at is None:
-                self._look()
-            return self._ended_at is not None
-
     def quiet(self, now: float) -> bool:
         """Whether the transfer no longer accesses the memory: it has succeeded, or failed REST_S
         ago."""
@@ -185,10 +147,10 @@ class NixlTransfer:
                 return False
             return self._failure is None or now >= self._ended_at + REST_S
 
-    def post(self, notification: bytes) -> None:
+    def post(self) -> None:
         """Start the transfer; call it once. A failure is kept for `poll`."""
         with self._lock:
-            self._step(lambda raw: raw.postXferReq(self._handle, notification))
+            self._step(lambda raw: raw.postXferReq(self._handle, b""))
 
     def _look(self) -> None:
         self._step(lambda raw: raw.getXferStatus(self._handle))
@@ -210,54 +172,7 @@ class NixlTransfer:
 
     def _end(self, failure: str | None) -> None:
         self._ended_at, self._failure = time.monotonic(), failure
-        self._agent.ended(self._handle, self._remote, self._memory, failed=failure is not None)
-
-
-class Quarantined:
-    """Memory that abandoned transfers may still access. This object keeps it alive."""
-
-    def __init__(
-        self, agent: NixlAgent, memory: Registered, flights: Sequence[NixlTransfer]
-    ) -> None:
-        self._agent = agent
-        self._flights = list(flights)
-        self.memory = memory
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until no transfer accesses the memory; returns whether that was so within the
-        timeout. After the agent's `close` it always is."""
-        return self._all(lambda flight: flight.quiet(time.monotonic()), timeout_s)
-
-    def ended(self, timeout_s: float) -> bool:
-        """Wait until all transfers have ended; returns whether they have. A failed one may access
-        the memory for REST_S after that."""
-        return self._all(NixlTransfer.ended, timeout_s)
-
-    def _all(self, true: Callable[[NixlTransfer], bool], timeout_s: float) -> bool:
-        give_up = time.monotonic() + timeout_s
-        nap_s = NAP_S_MIN
-        while True:
-            try:
-                with self._agent.use():
-                    # A list, to poll all of them: REST_S counts from the poll that saw the failure.
-                    if all([true(flight) for flight in self._flights]):  # noqa: C419
-                        return True
-            except PeerLost:  # the agent is closed: nothing moves any more
-                return True
-            if time.monotonic() >= give_up:
-                return False
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, NAP_S_MAX)
-
-
-class StillMoving(MessengerError):
-    """An abandoned transfer that has not ended: the bytes of a write, or of a read in place, may
-    arrive at any time until `quarantined.wait` returns True. Not a TransferError, because a retry
-    on another path must not use the same memory."""
-
-    def __init__(self, message: str, quarantined: Quarantined) -> None:
-        super().__init__(message)
-        self.quarantined = quarantined
+        self._agent.ended(self._handle, self._remote, failed=failure is not None)
 
 
 class NixlAgent:
@@ -267,7 +182,7 @@ class NixlAgent:
     confuses a restarted process with its predecessor. `lanes` limits the transports of UCX, as
     UCX_TLS does (for example "rc,ud"); empty means the value of that variable, or else everything
     but tcp. `staging_bytes` of memory, in pieces of `piece_bytes`, are registered at the first
-    transfer with unregistered memory; 64 MiB are sixteen transfers of a piece at a time.
+    read; 64 MiB are sixteen transfers of a piece at a time.
 
     Raises NixlUnavailable. Not usable in a forked child: make a new agent there.
     """
@@ -290,8 +205,7 @@ class NixlAgent:
         self._gate = UsageGate(lambda: PeerLost("the NIXL agent is closed"))
         self._registered: list[Registered] = []
         self._remotes: dict[bytes, Remote] = {}
-        self._given_up: list[NixlTransfer] = []
-        self._staging: tuple[Staging, Registered] | None = None
+        self._staging: Staging | None = None
         self._staging_bytes, self._piece_bytes = staging_bytes, piece_bytes
         config = bindings.nixlAgentConfig()
         config.useProgThread = True
@@ -318,26 +232,14 @@ class NixlAgent:
         PeerLost."""
         if not array.flags.c_contiguous or not array.nbytes:
             raise RangeError("only contiguous memory of at least one byte can be registered")
-        return self._register(array, array.ctypes.data, array.nbytes, "DRAM", 0)
-
-    def register_tensor(self, tensor: Any) -> Registered:
-        """As `register`, for a torch tensor in host or GPU memory (GPUDirect)."""
-        if not tensor.is_contiguous() or not tensor.nbytes:
-            raise RangeError("only a contiguous tensor of at least one byte can be registered")
-        memory, device = ("VRAM", tensor.get_device()) if tensor.is_cuda else ("DRAM", 0)
-        return self._register(tensor, tensor.data_ptr(), tensor.nbytes, memory, device)
-
-    def _register(
-        self, owner: object, address: int, nbytes: int, memory: str, device: int
-    ) -> Registered:
-        made = Registered(self, owner, address, nbytes, memory, device)
+        made = Registered(self, array)
         with self.use(), self._lock:
             try:
                 self.raw.registerMem(_regions(made), [])
             except errors() as error:
                 raise RangeError(
-                    f"{nbytes} bytes of {memory} could not be registered ({error}); with RDMA, "
-                    "the limit of locked memory must allow it (ulimit -l)"
+                    f"{array.nbytes} bytes could not be registered ({error}); with RDMA, the limit "
+                    "of locked memory must allow it (ulimit -l)"
                 ) from error
             self._registered.append(made)
         return made
@@ -345,41 +247,26 @@ class NixlAgent:
     def metadata_of(self, one: Registered) -> bytes:
         """The metadata with which a peer can connect and use this memory. Raises RangeError,
         PeerLost."""
-        if one.leaving:
-            raise RangeError("this memory is not registered any more")
         with self.use():
             try:
                 return bytes(self.raw.getLocalPartialMD(_regions(one), True, []))
             except errors() as error:
                 raise RangeError(f"this memory can't be described: {error}") from error
 
-    def find(self, address: int, nbytes: int) -> Registered | None:
-        """The registration that contains these bytes, or None."""
-        with self._lock:
-            for one in self._registered:
-                if not one.leaving and one.holds(address, nbytes):
-                    return one
-        return None
-
-    def staging(self) -> tuple[Staging, Registered]:
-        """The staging pieces, for transfers with unregistered memory; made at the first call."""
+    def staging(self) -> Staging:
+        """The staging pieces; made at the first call."""
         with self._lock:
             if self._staging is None:
                 memory = _pages(self._staging_bytes)
-                self._staging = Staging(memory, self._piece_bytes), self.register(memory)
+                self.register(memory)
+                self._staging = Staging(memory, self._piece_bytes)
             return self._staging
 
     # -- peers -----------------------------------------------------------------------------------
 
     def connect(self, description: Description) -> Remote:
         """Connect to a peer; pair each call with a `leave`. Raises PeerLost, and FrameError for
-        invalid metadata or addresses."""
-        if len(description.metadata) > METADATA_BYTES_MAX:
-            raise FrameError(
-                f"{len(description.metadata)} bytes of NIXL metadata; that is too much"
-            )
-        if not 0 <= description.base_address <= ADDRESS_MAX - description.nbytes <= ADDRESS_MAX:
-            raise FrameError("a peer described memory that no machine has")
+        invalid metadata. The description has passed its `check`."""
         with self.use(), self._lock:
             self.sweep()
             name = self._load(description.metadata)
@@ -407,8 +294,8 @@ class NixlAgent:
             self.sweep()
 
     def sweep(self) -> None:
-        """Remove lost peers, idle peers beyond IDLE_MAX, and closed memory, unless they have
-        transfers in flight."""
+        """Remove lost peers, and idle peers beyond IDLE_MAX, unless they have transfers in
+        flight."""
         with self._lock:
             idle = [one for one in self._remotes.values() if not one.users]
             spare = idle[: max(0, len(idle) - IDLE_MAX)]
@@ -416,10 +303,6 @@ class NixlAgent:
                 if not remote.flights and self._remotes.pop(remote.name, None) is not None:
                     remote.lost = True  # a transport that still has this object must reconnect
                     self._quietly("invalidateRemoteMD", remote.name)
-            for one in [one for one in self._registered if one.leaving and not one.flights]:
-                self._registered.remove(one)
-                self._quietly("deregisterMem", _regions(one), [])
-                one.let_go()
 
     def _quietly(self, method: str, *arguments: object) -> None:
         if self.raw is None:
@@ -431,68 +314,31 @@ class NixlAgent:
 
     # -- transfers -------------------------------------------------------------------------------
 
-    def prepare(
-        self,
-        remote: Remote,
-        description: Description,
-        memory: Registered,
-        rows: NDArray[np.int64],
-        *,
-        write: bool,
-    ) -> NixlTransfer:
-        """A transfer that reads (or writes) `rows` [n, 3]: local address, remote address, bytes.
+    def prepare(self, remote: Remote, rows: NDArray[np.int64]) -> NixlTransfer:
+        """A transfer that reads `rows` [n, 3]: local address, remote address, bytes.
 
-        The addresses have to lie inside `memory` and `description`. Raises PeerLost.
+        The local addresses have to lie in registered memory, the remote ones inside what the peer
+        described. Raises PeerLost.
         """
-        bindings = load()
-        operation = bindings.NIXL_WRITE if write else bindings.NIXL_READ
-        near = _places(memory.memory, memory.device, rows[:, 0], rows[:, 2])
-        far = _places(description.memory, description.device, rows[:, 1], rows[:, 2])
+        near = _places(rows[:, 0], rows[:, 2])
+        far = _places(rows[:, 1], rows[:, 2])
         with self._lock:
             if remote.lost or self.raw is None:
                 raise PeerLost("the connection to the peer's NIXL agent was lost")
             try:
-                handle = self.raw.createXferReq(operation, near, far, remote.name, b"", [])
+                handle = self.raw.createXferReq(load().NIXL_READ, near, far, remote.name, b"", [])
             except errors() as error:
                 raise PeerLost(f"NIXL refused a transfer: {error}") from error
             remote.flights += 1
-            memory.flights += 1
-        return NixlTransfer(self, handle, remote, memory)
+        return NixlTransfer(self, handle, remote)
 
-    def keep(self, flights: Sequence[NixlTransfer]) -> None:
-        """Keep transfers that their callers gave up, so that `reap` can release their resources."""
-        with self._lock:
-            self._given_up += flights
-
-    def reap(self) -> None:
-        """Poll the abandoned transfers, and drop those that have ended."""
-        with self._lock:
-            flights = list(self._given_up)
-        ended = {flight for flight in flights if flight.ended()}
-        if ended:
-            with self._lock:
-                self._given_up = [flight for flight in self._given_up if flight not in ended]
-
-    def ended(self, handle: int, remote: Remote, memory: Registered, *, failed: bool) -> None:
-        """Release an ended transfer's handle and its use of peer and memory. Called by the
-        transfer."""
+    def ended(self, handle: int, remote: Remote, *, failed: bool) -> None:
+        """Release an ended transfer's handle and its use of the peer. Called by the transfer."""
         with self._lock:
             remote.flights -= 1
-            memory.flights -= 1
             if failed:
                 remote.lost = True
             self._quietly("releaseXferReq", handle)
-            if memory.leaving:
-                self.sweep()
-
-    def notifications(self) -> list[tuple[str, bytes]]:
-        """The notifications of ended writes since the last call, as (peer's agent name, content);
-        the last NOTIFICATIONS_MAX of them. An agent that expects notifications must call this
-        regularly, because NIXL keeps all that arrive."""
-        with self.use(), self._lock:
-            found = self.raw.getNotifs({}, [])
-        pairs = [(name, note) for name, notes in found.items() for note in notes]
-        return pairs[-NOTIFICATIONS_MAX:]
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -516,10 +362,8 @@ class NixlAgent:
         with self._lock:
             self.raw = None
             self._staging = None
-            registered, self._registered = self._registered, []
+            self._registered.clear()
             self._remotes.clear()
-        for one in registered:
-            one.let_go()
 
     def __del__(self) -> None:
         # Destroy the agent before the memory that transfers may still write to: the garbage
@@ -527,21 +371,15 @@ class NixlAgent:
         self.raw = None
 
 
-def _segment(memory: str) -> Any:
-    return load().VRAM_SEG if memory == "VRAM" else load().DRAM_SEG
-
-
 def _regions(one: Registered) -> Any:
-    place = (one.address, one.nbytes, one.device, "")
-    return load().nixlRegDList(_segment(one.memory), [place])
+    place = (one.address, one.nbytes, _DEVICE, "")
+    return load().nixlRegDList(load().DRAM_SEG, [place])
 
 
-def _places(
-    memory: str, device: int, addresses: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> Any:
-    devices = np.full(len(addresses), device)
+def _places(addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> Any:
+    devices = np.full(len(addresses), _DEVICE)
     rows = np.column_stack((addresses, lengths, devices)).astype(np.uint64)
-    return load().nixlXferDList(_segment(memory), rows)
+    return load().nixlXferDList(load().DRAM_SEG, rows)
 
 
 def _pages(nbytes: int) -> ByteArray:

@@ -1,7 +1,7 @@
-"""Descriptors of one-sided transfers: the local and the remote address of each piece. No I/O.
+"""Descriptors of one-sided reads: the local and the remote address of each piece. No I/O.
 
-A transfer is a stream of bytes that lies in runs of memory, different ones at each side. It is
-split wherever a run of either side ends, and into chunks of a bounded size; each piece is a row.
+A read is a stream of bytes that lies in runs of the peer's memory. It is split wherever a run ends,
+and into chunks of a bounded size; each piece is a row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ ROWS_MAX = 1024
 
 
 class Chunk(NamedTuple):
-    """Bytes [start, stop) of the stream; `rows` [n, 3]: local address, remote address, length."""
+    """Bytes [start, stop) of the stream; `rows` [n, 3]: position in the stream, remote address,
+    length."""
 
     start: int
     stop: int
@@ -43,22 +44,14 @@ def runs_of(places: Sequence[tuple[int, int]]) -> Runs:
     return np.column_stack((all_runs[firsts, 0], lengths))
 
 
-def stream_of(nbytes: int) -> Runs:
-    """The stream itself as the near side: addresses are offsets from its beginning."""
-    return runs_of([(0, nbytes)])
-
-
-def chunks(near: Runs, far: Runs, chunk_bytes: int, rows_max: int = ROWS_MAX) -> Iterator[Chunk]:
-    """The whole stream in chunks, in order. Both sides must have equally many bytes."""
-    near_ends, far_ends = near[:, 1].cumsum(), far[:, 1].cumsum()
+def chunks(far: Runs, chunk_bytes: int, rows_max: int = ROWS_MAX) -> Iterator[Chunk]:
+    """The whole stream in chunks, in order."""
+    far_ends = far[:, 1].cumsum()
     total = int(far_ends[-1]) if len(far_ends) else 0
-    assert total == (near_ends[-1] if len(near_ends) else 0)
     bounds = np.arange(chunk_bytes, total, chunk_bytes)
-    ends = np.union1d(np.union1d(near_ends, far_ends), bounds)
+    ends = np.union1d(far_ends, bounds)
     starts = np.concatenate(([0], ends[:-1]))[: len(ends)]
-    rows = np.column_stack(
-        (_addresses(near, near_ends, starts), _addresses(far, far_ends, starts), ends - starts)
-    )
+    rows = np.column_stack((starts, _addresses(far, far_ends, starts), ends - starts))
     # A new chunk begins every `chunk_bytes`, and within those every `rows_max` rows.
     firsts = [0, *np.searchsorted(starts, bounds).tolist(), len(rows)]
     for first, last in pairwise(firsts):

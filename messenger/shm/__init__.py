@@ -1,1 +1,1 @@
-"""Shared memory between processes of one host: regions, transports, and copies with checksums."""
+"""Shared memory between processes of one host: regions, and copies with checksums."""

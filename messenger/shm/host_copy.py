@@ -103,27 +103,6 @@ def copy(target: ByteArray, source: ByteArray) -> None:
     np.copyto(target, source)
 
 
-def hash_bytes(source: ByteArray, algorithm: Algorithm = XXH3_64) -> int:
-    """The checksum of all bytes."""
-    return HASHES[algorithm](source.data)
-
-
-def copy_hashed(
-    target: ByteArray,
-    source: ByteArray,
-    algorithm: Algorithm = XXH3_64,
-    *,
-    piece_bytes: int = PIECE_BYTES,
-) -> int:
-    """`copy`, and return the checksum of the target; about 0.8 of a plain copy's bandwidth, with
-    `xxh3_64_pages` 0.55.
-
-    Raises RangeError when the lengths differ.
-    """
-    _check_lengths(target, source)
-    return _COPIES[algorithm](target, source, piece_bytes)
-
-
 def copy_segments_hashed(
     target: ByteArray,
     source: ByteArray,

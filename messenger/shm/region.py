@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    Progress = Callable[[int, int], None]
-
 _log = logging.getLogger(__name__)
 
 # Since Linux 5.14; the mmap module has no names for them.
@@ -177,12 +175,11 @@ class Region:
             raise RangeError(f"[{offset}, {stop}) is not inside a region of {self.nbytes} bytes")
         return self._open_array()[offset:stop]
 
-    def prefault(self, progress: Progress | None = None) -> None:
+    def prefault(self) -> None:
         """Allocate memory for every page; keeps the content. Call once, before sharing the region.
 
         Takes about 0.5 s per GiB where memory was used before and up to 3 s per GiB in a fresh
-        virtual machine. Calls the callback `progress(done_bytes, nbytes)` after every step of
-        16 MiB, in this thread.
+        virtual machine.
 
         Raises RegionError when the machine has too little available memory: without this check the
         kernel's OOM killer ends the process instead.
@@ -194,23 +191,18 @@ class Region:
                     f"a region of {self.nbytes} bytes does not fit: "
                     f"this machine has {missing_bytes} bytes too little available memory"
                 )
-        self._populate(_MADV_POPULATE_WRITE, _touch_writing, progress)
+        self._populate(_MADV_POPULATE_WRITE, _touch_writing)
 
-    def populate(self, progress: Progress | None = None) -> None:
+    def populate(self) -> None:
         """Fill this process's page tables for memory that the owner has prefaulted.
 
         Saves an attached reader its page faults: about 0.05 s per GiB, once, and a writer 0.2 s.
         """
         advice = _MADV_POPULATE_WRITE if self.writable else _MADV_POPULATE_READ
         # Other processes may be writing, so where the kernel lacks the call, this only reads.
-        self._populate(advice, _touch_reading, progress)
+        self._populate(advice, _touch_reading)
 
-    def _populate(
-        self,
-        advice: int,
-        touch: Callable[[NDArray[np.uint8]], None],
-        progress: Progress | None,
-    ) -> None:
+    def _populate(self, advice: int, touch: Callable[[NDArray[np.uint8]], None]) -> None:
         array = self._open_array()
         assert self._mapping is not None
         for start in range(0, self.nbytes, _POPULATE_STEP_BYTES):
@@ -222,8 +214,6 @@ class Region:
                     raise RegionError(f"cannot populate {self.nbytes} bytes: {error}") from error
                 touch(array[start : start + length : mmap.PAGESIZE])
             self._populated_bytes = max(self._populated_bytes, start + length)
-            if progress is not None:
-                progress(start + length, self.nbytes)
 
     def close(self) -> None:
         """Close the descriptor and unmap the memory. Idempotent.

@@ -100,8 +100,6 @@ class Stream:
         self._closing = threading.Lock()
         self._cut = False
         self.message_bytes_max = FRAME_BYTES_MAX
-        self.received_bytes = 0
-        self.sent_bytes = 0
 
     def protect(self, seals: FrameSeals) -> None:
         """Give each later frame a tag, in both directions; frames queued before have none."""
@@ -128,12 +126,7 @@ class Stream:
         Raises RangeError for sources that do not fit, and MessengerError while the answer to an
         `ask_read` is due: both ends would send and neither receive, a deadlock.
         """
-        self.ask_write_views(grant, ranges, views_of(ranges, sources, writable=False))
-
-    def ask_write_views(
-        self, grant: int, ranges: Sequence[Range], views: Sequence[memoryview]
-    ) -> None:
-        """`ask_write` with the views that `views_of` made."""
+        views = views_of(ranges, sources, writable=False)
         if self._reads_due:
             raise MessengerError("receive the data that was asked for before writing")
         self.send_frame(frames.request(Kind.WRITE, grant, ranges), views)
@@ -448,7 +441,6 @@ class Stream:
                 raise self._lost("")
             nbytes = self._receive_some(views, limit - now, whole=whole)
             if nbytes:
-                self.received_bytes += nbytes
                 return nbytes
             now = time.monotonic()
         raise late("received", stalled=limit < deadline)
@@ -478,7 +470,6 @@ class Stream:
         while now < limit:
             nbytes = self._send_some(views, limit - now)
             if nbytes:
-                self.sent_bytes += nbytes
                 return nbytes
             now = time.monotonic()
         raise late("sent", stalled=limit < deadline)
@@ -551,7 +542,6 @@ class PlainStream(Stream):
             raise self._lost(error) from error
         if not nbytes:
             raise self._lost("the peer closed it")
-        self.received_bytes += nbytes
         return nbytes
 
     def _portion(self, left_bytes: int) -> int:
@@ -561,9 +551,7 @@ class PlainStream(Stream):
             raise self._lost(error) from error
 
     def _take(self, views: list[memoryview]) -> int:
-        nbytes = self._receive_call(views, _DONTWAIT)
-        self.received_bytes += nbytes
-        return nbytes
+        return self._receive_call(views, _DONTWAIT)
 
     def _receive_some(self, views: list[memoryview], wait_s: float, *, whole: bool) -> int:
         left_s = self._readable.within(wait_s)

@@ -1,7 +1,8 @@
-"""The client's side of TCP: connect, and move ranges over a pool of streams to one peer.
+"""The client's side of TCP: connect, and read ranges over a pool of streams to one peer.
 
-A large transfer is split into consecutive parts, one stream each, which move in parallel. The
-`arrived` callback reports only ranges that have arrived without a gap before them.
+A large read is split into consecutive parts, one stream each, which move in parallel. The `arrived`
+callback reports only ranges that have arrived without a gap before them. Writes share their round
+trip with messages, so their caller makes them on a stream (`Stream.ask_write`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import GrantError, PeerLost, TransferError, TransferTimeout
 from ..transfer_plan import PART_BYTES_MIN, InOrderArrivals, Slice, split
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LAST_GRANT", "Answer", "Conversation", "Listener", "TcpTransport", "connect"]
 
-# Streams of one transfer. One stream moves 3 GB/s with a core at each end; four fill a 100 Gb/s
+# Streams of one read. One stream moves 3 GB/s with a core at each end; four fill a 100 Gb/s
 # network.
 _PARALLEL_MAX = 4
 # The longest timeout of poll(2), 24 days.
@@ -143,7 +144,7 @@ class TcpTransport:
     """Ranges of one peer's grants over TCP. See `Transport`.
 
     `opener(deadline)` connects *and* sends the hello. At most `streams_max` streams are open; a
-    call that needs one more waits for it. A transfer of 16 MiB or more is spread over up to
+    call that needs one more waits for it. A read of 16 MiB or more is spread over up to
     `parallel_max` of them; by default up to four, if the machine has two cores for each: on two
     cores, four streams took 1.3 times as long as one. No byte for `stall_s` raises Stalled.
     """
@@ -184,19 +185,15 @@ class TcpTransport:
     ) -> Served:
         """See `Transport.read`. `stall_s` overrides the transport's stall timeout for this read."""
         views = views_of(ranges, targets, writable=True)
-        return self._move(_read, grant, ranges, views, deadline, arrived, stall_s)
-
-    def write(
-        self,
-        grant: int,
-        ranges: Sequence[Range],
-        sources: Sequence[ByteArray],
-        *,
-        deadline: float,
-    ) -> Served:
-        """See `Transport.write`."""
-        views = views_of(ranges, sources, writable=False)
-        return self._move(_write, grant, ranges, views, deadline, None)
+        stall_s = self._stall_s if stall_s is None else stall_s
+        if grant == LAST_GRANT:
+            # The stream's last grant belongs to the call that used the stream before this one.
+            raise GrantError(f"{LAST_GRANT} is the last grant of one stream, not of a transport")
+        if self._parallel_max > 1 and sum(map(len, views)) >= 2 * PART_BYTES_MIN:
+            parts = split(ranges, self._parallel_max)
+            return _Parts(self._pool, grant, stall_s).move(parts, ranges, views, deadline, arrived)
+        with _stream(self._pool, deadline) as stream:
+            return _read(_Transfer(stream, grant, deadline, stall_s), ranges, views, arrived)
 
     def cut(self) -> None:
         """Treat the peer as dead: in-flight calls raise PeerLost at once, later calls reconnect."""
@@ -206,41 +203,14 @@ class TcpTransport:
         """Cut all streams, and wait until none is in use."""
         self._pool.close()
 
-    def _move(
-        self,
-        one: _One,
-        grant: int,
-        ranges: Sequence[Range],
-        views: list[memoryview],
-        deadline: float,
-        arrived: Arrived | None,
-        stall_s: float | None = None,
-    ) -> Served:
-        stall_s = self._stall_s if stall_s is None else stall_s
-        if grant == LAST_GRANT:
-            # The stream's last grant belongs to the call that used the stream before this one.
-            raise GrantError(f"{LAST_GRANT} is the last grant of one stream, not of a transport")
-        if self._parallel_max > 1 and sum(map(len, views)) >= 2 * PART_BYTES_MIN:
-            parts = split(ranges, self._parallel_max)
-            return _Parts(self._pool, one, grant, stall_s).move(
-                parts, ranges, views, deadline, arrived
-            )
-        with _stream(self._pool, deadline) as stream:
-            transfer = _Transfer(stream, grant, deadline, stall_s)
-            return one(transfer, ranges, views, arrived)
-
 
 class _Transfer(NamedTuple):
-    """One stream's share of a transfer."""
+    """One stream's share of a read."""
 
     stream: Stream
     grant: int
     deadline: float
     stall_s: float
-
-
-# `_read` or `_write`.
-_One: TypeAlias = "Callable[[_Transfer, Sequence[Range], list[memoryview], Arrived | None], Served]"
 
 
 def _read(
@@ -270,39 +240,11 @@ def _read(
     return done
 
 
-def _write(
-    transfer: _Transfer,
-    ranges: Sequence[Range],
-    views: list[memoryview],
-    arrived: Arrived | None,
-) -> Served:
-    """Write frame by frame, as `_read`; ranges have arrived once the peer has confirmed them."""
-    stream, grant, deadline, stall_s = transfer
-    done = NOTHING
-    for start in range(0, max(1, len(ranges)), RANGES_MAX):
-        part = ranges[start : start + RANGES_MAX]
-        try:
-            stream.ask_write_views(grant, part, views[start : start + RANGES_MAX])
-            stream.flush(deadline, stall_s)
-            served = stream.receive_written(deadline, stall_s)
-        except TransferError as error:
-            error.served = done
-            raise
-        done = _sum(done, served)
-        if arrived is not None:
-            for index in range(start, start + served.ranges):
-                arrived(index)
-        if served.ranges < len(part):
-            break
-    return done
-
-
 class _Parts:
-    """A transfer over several streams, each in a thread of its own but the first."""
+    """A read over several streams, each in a thread of its own but the first."""
 
-    def __init__(self, pool: StreamPool, one: _One, grant: int, stall_s: float) -> None:
+    def __init__(self, pool: StreamPool, grant: int, stall_s: float) -> None:
         self._pool = pool
-        self._one = one
         self._grant = grant
         self._stall_s = stall_s
         self._lock = threading.Lock()
@@ -370,7 +312,7 @@ class _Parts:
                 self._streams.add(stream)
             try:
                 transfer = _Transfer(stream, self._grant, deadline, self._stall_s)
-                self._one(transfer, mine, theirs, lambda _: order.mark(part))
+                _read(transfer, mine, theirs, lambda _: order.mark(part))
             finally:
                 with self._lock:
                     self._streams.discard(stream)

@@ -174,9 +174,7 @@ class Workers:
         else:
             assert order["first_token"] == 7
             answer = [7] * order["new_tokens"]
-            self.waiting.append(
-                (name, {"decoded": {**common, "tokens": answer, "finished_at": at}})
-            )
+            self.waiting.append((name, {"decoded": {**common, "tokens": answer}}))
         self.most = max(self.most, len(self.waiting))
 
     def next(self, timeout_s: float) -> tuple[str, dict[str, Any]]:
@@ -302,7 +300,7 @@ def outcome() -> DemoOutcome:
         ServedRequest(f"chat-{n}", n, 0.1 * n, 1024, "prefill-1", "decode-1") for n in range(3)
     ]
     for one in served:
-        one.ttft_s, one.predicted_ttft_s, one.finished_s = 0.1, 0.2, 0.3
+        one.ttft_s, one.predicted_ttft_s = 0.1, 0.2
         one.hit_tokens, one.moved_tokens, one.tokens = 512, 1024, [one.request]
     refused = ServedRequest("off-0", 0, 0.0, 1024, rejected="ttft")
     return DemoOutcome(

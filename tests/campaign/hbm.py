@@ -12,13 +12,15 @@ import gc
 import time
 from typing import TYPE_CHECKING, Any
 
+from kvsupport import wait_until
+
 from tiffin.kvstore import Client
 from tiffin.kvstore.hbm import HbmOptions, HbmStore
 from tiffin.kvstore.memory.arena import GRANULE_BYTES
 from tiffin.kvstore.node.node import Node, NodeOptions
 
 from .interrupts import EXPECTED, LOOK_EVERY, TIMEOUT_S, Campaign, payloads_of
-from .world import DRAM_BLOCKS, SCHEMA, Broken, Late, check_at_rest, check_bytes, eventually
+from .world import DRAM_BLOCKS, SCHEMA, SETTLE_S, Broken, Late, check_at_rest, check_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -92,8 +94,8 @@ class HbmCampaign(Campaign):
             return not any(found[0][kind] for kind in kinds)
 
         try:
-            eventually(quiet, "no use of the tier's memory is held")
-        except Broken as error:
+            wait_until(quiet, "no use of the tier's memory is held", SETTLE_S)
+        except AssertionError as error:
             raise Broken(f"{error}: {found}") from None
         if found[0]["free_bytes"] + found[0]["committed_bytes"] != found[0]["capacity_bytes"]:
             raise Broken(f"the tier is not conserved: {found}")

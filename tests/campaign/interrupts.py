@@ -25,6 +25,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from kvsupport import wait_until
 
 from tiffin.kvstore import Client
 from tiffin.kvstore.errors import CorruptBlock, DeadlineExceeded, NoRoom, StaleLease
@@ -34,13 +35,13 @@ from .world import (
     DRAM_BLOCKS,
     PROMPT_BLOCKS,
     SCHEMA,
+    SETTLE_S,
     Broken,
     Late,
     NodeProcess,
     WrongBytes,
     check_at_rest,
     check_bytes,
-    eventually,
     payload_of,
     prompts,
 )
@@ -227,8 +228,8 @@ class Campaign:
 
     def given_back(self, before: Counter[str]) -> None:
         """No more threads and files are left than were there before. Raises Broken."""
-        with contextlib.suppress(Broken):
-            eventually(lambda: not _resources() - before, "")
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not _resources() - before, "all is given back", SETTLE_S)
         if left := _resources() - before:
             raise Broken(f"not given back: {dict(left)}")
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvsupport
 import numpy as np
 from directory.ports import free_port
+from kvsupport import Daemon, assert_conserved, wait_until
 
-from tiffin.kvstore import Client, KVSchema, Prefix
-from tiffin.kvstore.errors import TiffinError
+from tiffin.kvstore import KVSchema, Prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,7 +27,6 @@ PROMPTS, PROMPT_BLOCKS = 10, 4
 # A machine with two cores has slow moments; longer is a hang.
 SETTLE_S = 10.0
 
-_TIFFIN = (sys.executable, "-c", "from tiffin.kvstore.cli import main; main()")
 _numbers = itertools.count(1)
 
 
@@ -68,60 +60,13 @@ def check_bytes(found: Any, key: bytes) -> None:
         raise WrongBytes(f"wrong bytes for {key.hex()}")
 
 
-class NodeProcess:
+class NodeProcess(Daemon):
     """`tiffin node` with a socket and a port."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="tiffin-campaign-"))
-        self.socket = self.folder / "n.sock"
         self.port = free_port()
-        dram = DRAM_BLOCKS * SCHEMA.extent_bytes
-        self._log = (self.folder / "log").open("wb")
-        self._process = subprocess.Popen(
-            [
-                *_TIFFIN, "node", "--socket", str(self.socket), "--dram", str(dram),
-                "--listen", f"127.0.0.1:{self.port}", "--no-prefault",
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-        )  # fmt: skip
-        eventually(self._answers, "a node answers", 30.0)
-
-    def _answers(self) -> bool:
-        if self._process.poll() is not None:
-            raise Broken(f"a node ended: {(self.folder / 'log').read_text()}")
-        with contextlib.suppress(TiffinError), Client.open(f"unix:{self.socket}") as client:
-            return bool(client.statistics())
-        return False
-
-    def close(self) -> None:
-        """Stop it."""
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def eventually(condition: Callable[[], Any], what: str, timeout_s: float = SETTLE_S) -> None:
-    """Wait until it holds; raises Broken."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise Broken(f"not within {timeout_s:.0f} s: {what}")
-        time.sleep(0.002)
-
-
-def check_conserved(numbers: dict[str, Any]) -> None:
-    """free + reserved + committed + quarantined == capacity, in bytes, per tier."""
-    for name, tier in numbers["tiers"].items():
-        kinds = ("free", "reserved", "committed", "quarantined")
-        if sum(tier[f"{kind}_bytes"] for kind in kinds) != tier["capacity_bytes"]:
-            raise Broken(f"{name} is not conserved: {tier}")
+        options = ["--listen", f"127.0.0.1:{self.port}", "--no-prefault"]
+        super().__init__(dram=DRAM_BLOCKS * SCHEMA.extent_bytes, options=options)
 
 
 def held(numbers: dict[str, Any]) -> int:
@@ -140,10 +85,10 @@ def check_at_rest(ask: Callable[[], Iterable[dict[str, Any]]]) -> None:
         return not sum(map(held, numbers))
 
     try:
-        eventually(quiet, "no lease is held")
-    except Broken as error:
-        raise Broken(f"{error}: {[one['sessions'] for one in numbers]}") from None
-    for one in numbers:
-        check_conserved(one)
-        if one["tiers"]["dram"]["reserved_bytes"] or one["tiers"]["dram"]["quarantined_bytes"]:
-            raise Broken(f"bytes are reserved for nobody: {one['tiers']['dram']}")
+        wait_until(quiet, "no lease is held", SETTLE_S)
+        for one in numbers:
+            assert_conserved(one)
+            dram = one["tiers"]["dram"]
+            assert not dram["reserved_bytes"] + dram["quarantined_bytes"], "kept for nobody"
+    except AssertionError as error:
+        raise Broken(f"{error}: {[(one['sessions'], one['tiers']) for one in numbers]}") from None

@@ -9,11 +9,13 @@ from tiffin.conductor.pool.orders import Admit, Copy, Drop, Ended, Evacuate, Nod
 from tiffin.conductor.pool.popularity import Popularity, PopularitySettings
 from tiffin.conductor.pool.replication import Replication
 from tiffin.conductor.state.prefix_index import PrefixIndex
+from tiffin.conductor.state.sliced_work import finished
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tiffin.conductor.pool.orders import Order
+    from tiffin.conductor.pool.popularity import HotPrefix
     from tiffin.conductor.pool.replication import ReplicationSettings
 
 MIB = 1 << 20
@@ -23,6 +25,11 @@ HALF_LIFE_S = 100.0
 def prompt(name: str, blocks: int) -> tuple[bytes, ...]:
     """Keys that can be read: "sys" of 2 blocks is sys:0, sys:1."""
     return tuple(f"{name}:{i}".encode().ljust(16, b".") for i in range(blocks))
+
+
+def hot_prefixes(popularity: Popularity, n: int, now: float) -> list[HotPrefix]:
+    """What `finding_hot` finds, without a pause."""
+    return finished(popularity.finding_hot(n, now))
 
 
 class World:

@@ -133,7 +133,7 @@ def test_what_cannot_work_is_said_in_words(options: tuple[str, ...], why: str) -
     assert why in str(result.exception)
 
 
-def test_settings_that_cannot_be_are_said(capfd: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_cannot_be_are_said() -> None:
     assert run("--policy", "best").exit_code == 2
     assert run("--log-level", "loud").exit_code == 2
 

@@ -29,6 +29,7 @@ from tiffin.kvstore.format.header import pack_header
 from tiffin.kvstore.node.core.node_core import CoreOptions
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.testing import random_bytes
+from tiffin.kvstore.tiers.slab import SLAB_NAME, inspect_slab
 from tiffin.kvstore.url import parse_nvme
 from tiffin.messenger.shm.host_copy import hash_segments
 
@@ -76,6 +77,18 @@ def damage(view: Bytes, at: int) -> None:
                     os.pwrite(file.fileno(), bytes([byte ^ 1]), position)
                     return
     raise AssertionError("no region of this process has that address")
+
+
+def damage_on_disk(folder: Path, prefix: Prefix, at: int) -> None:
+    """Flip a bit of a prefix's first block in the slab file, `at` bytes from its extent's begin."""
+    report = inspect_slab(folder)
+    block = next(block for block in report.blocks if block.key == prefix.keys[0].hex())
+    with open(folder / SLAB_NAME, "r+b") as slab:
+        data_offset = slab.seek(0, os.SEEK_END) - report.capacity_bytes
+        slab.seek(data_offset + block.offset + at)
+        byte = slab.read(1)[0]
+        slab.seek(-1, os.SEEK_CUR)
+        slab.write(bytes([byte ^ 1]))
 
 
 # -- contents --------------------------------------------------------------------------------------
@@ -258,21 +271,22 @@ class Daemon:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None = None,
         *,
         dram: int = DRAM_BLOCKS * EXTENT,
         nvme: int = 0,
         options: Sequence[str] = (),
         before: Sequence[str] = (),
     ) -> None:
-        """`before`: words in front of the command, such as those of `ip netns exec`."""
+        """`folder`: that of `command_environment`, one of its own by default. `before`: words in
+        front of the command, such as those of `ip netns exec`."""
         self._before = before
         # Paths of unix sockets have 107 bytes at most, and pytest's folders are deep.
         self.folder = Path(tempfile.mkdtemp(prefix="tiffin-test-"))
         self.socket = self.folder / "n.sock"
         self.url = f"unix:{self.socket}"
         self.nvme = self.folder / "nvme"
-        self._environment = command_environment(folder)
+        self._environment = command_environment(folder or self.folder)
         self._arguments = ["node", "--socket", str(self.socket), "--dram", str(dram), *options]
         if nvme:
             self._arguments += ["--nvme", f"{self.nvme}:{nvme}"]
@@ -336,6 +350,45 @@ class Daemon:
             except subprocess.TimeoutExpired:
                 self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Worker:
+    """A script of this folder as a process: it says a line at a time, and is told words. It is
+    killed at the end of a `with` block."""
+
+    def __init__(self, script: str, folder: Path, *arguments: object) -> None:
+        """`folder`: that of `command_environment`."""
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)],
+            env=command_environment(folder),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def says(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def ask(self, word: str) -> str:
+        """Tell it a word; what it says to that."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{word}\n")
+        self._process.stdin.flush()
+        return self.says()
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
 
 # -- nodes and loops -------------------------------------------------------------------------------

@@ -6,11 +6,19 @@ import contextlib
 import itertools
 import os
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvsupport import DRAM_BLOCKS, assert_conserved, is_quiet, payloads_of, wait_until
+from kvsupport import (
+    DRAM_BLOCKS,
+    assert_conserved,
+    assert_right,
+    fresh_prefix,
+    is_quiet,
+    payloads_of,
+    wait_until,
+)
+from tcpsupport import Relay
 
 from tiffin.kvstore import Client, KVSchema
 from tiffin.kvstore.cli.daemon import DaemonOptions, in_a_pool, listening
@@ -24,11 +32,10 @@ from tiffin.kvstore.node.publisher import PublisherOptions
 from tiffin.kvstore.pool.client import PoolClient
 from tiffin.kvstore.pool.members import HomeNumber
 from tiffin.kvstore.pool.verb_driver import PoolOptions, VerbDriver
-from tiffin.messenger.doubles import Relay
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from tiffin.kvstore import Prefix
 
@@ -41,11 +48,6 @@ PUBLISHING = PublisherOptions(poll_s=0.002, heartbeat_s=0.2)
 REGISTRATION_TTL_S = 60.0
 
 _numbers = itertools.count(1)
-
-
-def soon(seconds: float = 20.0) -> float:
-    """A deadline that only a hang misses."""
-    return time.monotonic() + seconds
 
 
 class Network(Relay):
@@ -289,7 +291,16 @@ class Held:
         return self._action(*arguments, **keywords)
 
 
-def sessions_of(node: Node) -> Sequence[dict[str, Any]]:
-    """What `tiffin status` shows of a node's clients."""
-    sessions: list[dict[str, Any]] = node.statistics()["sessions"]
-    return sessions
+def check(client: PoolClient, prefix: Prefix) -> None:
+    """All of it is there, and right."""
+    with client.get(prefix) as blocks:
+        assert blocks.complete, blocks
+        assert_right(blocks, prefix)
+
+
+def fill(member: Member, blocks: int) -> list[Prefix]:
+    """Leave no room: pinned prompts of one block."""
+    prefixes = [member.put(fresh_prefix(1, LARGE)) for _ in range(blocks)]
+    with Client.attach(member.node) as client:
+        assert all(client.pin(prefix, hard=True) for prefix in prefixes)
+    return prefixes

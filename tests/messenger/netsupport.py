@@ -131,7 +131,3 @@ class StoppedClock:
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def soon(seconds: float = 30.0) -> float:
-    return time.monotonic() + seconds

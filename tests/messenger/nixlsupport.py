@@ -84,10 +84,10 @@ class Neighbour:
         start, self._at = self._at, self._at + nbytes
         return self.region.array[start : self._at]
 
-    def resolve(self, grant: int, *, writes: bool) -> list[Range]:
+    def resolve(self, grant: int) -> list[Range]:
         """Where a grant lies in the region."""
         begin = self.region.array.ctypes.data
-        with self.book.open(grant, writes=writes) as arrays:
+        with self.book.open(grant, writes=False) as arrays:
             return [Range(array.ctypes.data - begin, len(array)) for array in arrays]
 
     def confirm(self, grant: int, *, deadline: float) -> bool:
@@ -156,14 +156,11 @@ def serve(fd: int, nbytes: int, lanes: str) -> None:
     """The process: see above."""
     with Region.attach(fd, nbytes, writable=True) as region:
         agent = NixlAgent("neighbour", lanes=lanes)
-        metadata, base, length, *_ = agent.register(region.array).description()
+        metadata, base, length = agent.register(region.array).description()
         said = {"metadata": metadata.hex(), "base": base, "bytes": length}
         print(json.dumps(said), flush=True)
         for line in sys.stdin:
-            if line == "notifications\n":
-                notes = [note.hex() for _, note in agent.notifications()]
-                print(json.dumps(notes), flush=True)
-            elif line == "processor seconds\n":
+            if line == "processor seconds\n":
                 print(time.process_time(), flush=True)
         agent.close()
 

@@ -10,11 +10,11 @@ import threading
 from contextlib import ExitStack
 
 import pytest
-from netsupport import StoppedClock, soon
+from netsupport import StoppedClock
 
 from tiffin.messenger.budget import SHARED, Budget, Priority
 from tiffin.messenger.errors import TransferTimeout
-from tiffin.messenger.testing import eventually
+from tiffin.messenger.testing import eventually, soon
 
 
 class Waiters:

@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING
 import netpeer
 import numpy as np
 import pytest
-from netsupport import HELLO, serving, soon
+from netsupport import HELLO, serving
+from pathsupport import ScriptedPath
+from tcpsupport import Relay, write_ranges
 
-from tiffin.messenger.doubles import Relay
 from tiffin.messenger.errors import PeerLost, Stalled, TransferTimeout
 from tiffin.messenger.messenger import Messenger
-from tiffin.messenger.shm.transports import LocalTransport
 from tiffin.messenger.tcp import tcp_client
 from tiffin.messenger.tcp.tcp_client import TcpTransport
-from tiffin.messenger.testing import GrantBook, eventually, random_bytes
+from tiffin.messenger.testing import GrantBook, eventually, random_bytes, soon
 from tiffin.messenger.transport import Range, Served
 from tiffin.messenger.wire import frames
 from tiffin.messenger.wire.frames import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from netsupport import Server
 
@@ -148,7 +148,7 @@ def test_a_peer_that_hangs_is_noticed(process: Process, parallel_max: int) -> No
             transport.read(1, RANGES, arrays, deadline=soon(600), arrived=arrived, stall_s=STALL_S)
         assert 4 <= stalled.value.served.ranges < len(RANGES)
         with pytest.raises(TransferTimeout):
-            transport.write(1, RANGES, SAME, deadline=soon(0.3))
+            write_ranges(transport, 1, RANGES, SAME, deadline=soon(0.3))
         process.go_on()
         served = transport.read(1, RANGES, arrays, deadline=soon())
         assert served == Served(len(RANGES), netpeer.NBYTES)
@@ -158,12 +158,12 @@ def test_a_peer_that_hangs_is_noticed(process: Process, parallel_max: int) -> No
 def test_a_write_to_a_peer_that_hangs(process: Process) -> None:
     """The socket takes some MiB, and then no more."""
     _, arrays = targets()
-    with closing(TcpTransport(process.opener, stall_s=0.3)) as transport:
+    with closing(TcpTransport(process.opener)) as transport:
         with transport.stream(soon()):
             pass  # connected, and trusted
         process.stop()
         with pytest.raises(Stalled, match="sent"):
-            transport.write(1, RANGES, arrays, deadline=soon(600))
+            write_ranges(transport, 1, RANGES, arrays, deadline=soon(600), stall_s=0.3)
 
 
 def test_the_next_path_takes_over_from_a_killed_peer(process: Process) -> None:
@@ -178,17 +178,16 @@ def test_the_next_path_takes_over_from_a_killed_peer(process: Process) -> None:
         if index == 10:
             process.kill()
 
-    paths = [TcpTransport(process.opener), LocalTransport(book)]
-    with closing(Messenger(paths)) as messenger:
-        for _ in range(20):
-            messenger._links[1].failed(time.monotonic() + 1000)  # tcp first
+    second = ScriptedPath(book, "nixl")
+    with closing(TcpTransport(process.opener)) as first:
+        messenger = Messenger([first, second])
+        messenger.links[1].failed(time.monotonic() + 1000)  # tcp first
         served = messenger.read(1, RANGES, arrays, deadline=soon(), arrived=arrived)
-        assert served == Served(len(RANGES), netpeer.NBYTES)
-        assert told == list(range(len(RANGES)))
-        assert np.array_equal(whole, CONTENT)
-        numbers = messenger.statistics()
-        assert numbers["tcp"]["errors"] == 1
-        assert MIB * 10 < numbers["local"]["bytes"] < MIB * len(RANGES)
+    assert served == Served(len(RANGES), netpeer.NBYTES)
+    assert told == list(range(len(RANGES)))
+    assert np.array_equal(whole, CONTENT)
+    assert messenger.links[0].statistics.errors == 1
+    assert 10 < len(second.asked) < len(RANGES)
 
 
 def test_bytes_that_stop_between_the_ends(server: Server) -> None:
@@ -308,17 +307,18 @@ def test_close_during_transfers(server: Server) -> None:
     grant = server.book.add([np.zeros(64 * MIB, np.uint8)], writes=True)
     errors: list[Exception] = []
 
-    def use(write: bool) -> None:
+    def use(verb: Callable[..., Served]) -> None:
         array = np.zeros(64 * MIB, np.uint8)
         with closing(TcpTransport(server.opener())) as transport:
-            verb = transport.write if write else transport.read
             try:
                 while True:
-                    verb(grant, [Range(0, 64 * MIB)], [array], deadline=soon())
+                    verb(transport, grant, [Range(0, 64 * MIB)], [array], deadline=soon())
             except PeerLost as error:
                 errors.append(error)
 
-    threads = [threading.Thread(target=use, args=(write,)) for write in (True, False)]
+    threads = [
+        threading.Thread(target=use, args=(verb,)) for verb in (write_ranges, TcpTransport.read)
+    ]
     for thread in threads:
         thread.start()
     assert eventually(lambda: server.book.opened == 2)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from netsupport import HELLO, serving, soon
+from netsupport import HELLO, serving
 
 from tiffin.messenger.errors import MessengerError
 from tiffin.messenger.tcp.stream import PlainStream
-from tiffin.messenger.testing import random_bytes
+from tiffin.messenger.testing import random_bytes, soon
 from tiffin.messenger.transport import Range, Served
 from tiffin.messenger.wire import frames
 from tiffin.messenger.wire.frames import Kind

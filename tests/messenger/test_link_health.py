@@ -6,20 +6,19 @@ import random
 
 import pytest
 
-from tiffin.messenger.link_health import LinkHealth, LinkStatistics
+from tiffin.messenger.link_health import LinkHealth, LinkStatistics, order_paths
 
 MIB = 1 << 20
 
 
 def test_unknown_links_are_taken_for_fast() -> None:
-    names = ("local", "shm", "nixl", "tcp", "something else")
-    numbers = [LinkStatistics(name) for name in names]
+    numbers = [LinkStatistics(name) for name in ("nixl", "tcp")]
     assert all(0 < one.latency_s <= 50e-6 for one in numbers)
     assert all(one.bandwidth_bytes_s >= 3e9 for one in numbers)
     assert LinkStatistics("nixl").predicted_s(MIB) < LinkStatistics("tcp").predicted_s(MIB)
 
 
-@pytest.mark.parametrize("name", ["tcp", "nixl", "local"])
+@pytest.mark.parametrize("name", ["tcp", "nixl"])
 @pytest.mark.parametrize(("latency_s", "bandwidth"), [(5e-3, 1e8), (30e-6, 2e9), (1e-6, 20e9)])
 def test_transfers_teach_latency_and_bandwidth(
     name: str, latency_s: float, bandwidth: float
@@ -78,10 +77,21 @@ def test_a_link_that_fails_rests_longer_each_time_and_recovers() -> None:
         rests.append(link.rests_until - now)
     assert rests[:4] == pytest.approx([0.1, 0.2, 0.4, 0.8])
     assert rests[-1] == 10.0
-    assert link.as_dict(99_000.5)["healthy"] is False
     link.succeeded(100, 1e-3)
     assert not link.resting(99_000.5)
-    assert link.as_dict(99_000.5)["healthy"] is True
     assert link.statistics.errors == 100
     link.failed(200_000)
     assert link.rests_until == pytest.approx(200_000.1)
+
+
+def test_paths_by_predicted_time_and_health() -> None:
+    links = tcp, nixl = LinkHealth("tcp"), LinkHealth("nixl")
+    tcp.statistics.latency_s = 1e-6
+    assert order_paths(links, 100, 0.0) == [0, 1]  # latency decides
+    assert order_paths(links, 1 << 30, 0.0) == [1, 0]  # bandwidth decides
+    nixl.failed(10.0)
+    assert order_paths(links, 1 << 30, 10.05) == [0, 1]
+    tcp.failed(10.0)
+    tcp.failed(10.0)
+    assert order_paths(links, 1 << 30, 10.05) == [1, 0]  # both rest: the one that rests less long
+    assert order_paths(links, 1 << 30, 99.0) == [1, 0]

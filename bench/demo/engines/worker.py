@@ -269,7 +269,6 @@ class Worker:
                 "decoded": {
                     "id": one.order.id,
                     "tokens": one.tokens,
-                    "finished_at": time.monotonic(),
                     "hit_tokens": one.hit_tokens,
                     "load_s": one.load_s,
                     "failures": self._cached.failures,

@@ -407,13 +407,11 @@ class EventPage(Reply, tag="event_page"):
 
 class Described(Reply, tag="described"):
     """What NIXL needs to read this node's DRAM; `metadata` is empty if the node does not offer it.
-    The region of `nbytes` begins at `base_address`, in `memory` ("DRAM") of `device`."""
+    The region of `nbytes` begins at `base_address`."""
 
     metadata: Annotated[bytes, Meta(max_length=65_536)] = b""
     base_address: Annotated[int, Meta(ge=0)] = 0
     nbytes: Natural = 0
-    memory: Name = "DRAM"
-    device: Natural = 0
 
 
 class Refused(Reply, tag="refused"):

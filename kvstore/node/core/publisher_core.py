@@ -408,8 +408,3 @@ class PublisherCore:
         said = self._batch
         sending = len(said.added) + len(said.removed) if said is not None else 0
         return len(self._pending) + sending + self._newest_seq - self._seq
-
-    @property
-    def round_left(self) -> int:
-        """The number of blocks of the running round that are still to be published."""
-        return (len(self._round) - self._round_offset) // KEY_BYTES

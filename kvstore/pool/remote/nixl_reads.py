@@ -37,7 +37,7 @@ _ASK_AGAIN_S = 30.0
 def process_agent() -> NixlAgent:
     """This process's one NIXL agent, made at the first call. Raises InvalidInput without NIXL."""
     from tiffin.messenger.nixl.agent import NixlAgent
-    from tiffin.messenger.nixl.nixl_transport import NixlUnavailable
+    from tiffin.messenger.nixl.bindings import NixlUnavailable
 
     try:
         return NixlAgent("tiffin-client")
@@ -86,17 +86,13 @@ class OneSided:
         if not found.metadata:
             log.info("%s offers no NIXL; reading over TCP", self._peer.label)
             return
-        described = Description(
-            found.metadata, found.base_address, found.nbytes, found.memory, found.device
-        )
+        described = Description(found.metadata, found.base_address, found.nbytes)
         try:
             self._nixl = NixlTransport(process_agent(), described, self._resolve, self._confirm)
         except FrameError as error:
             log.warning("%s: %s; reading over TCP", self._peer.label, error)
             return
-        # The reader already has room in the in-flight budget, for either transport
-        # (`verb_driver._turn`).
-        self._messenger = Messenger([self._nixl, self._peer.transport], budget=None)
+        self._messenger = Messenger([self._nixl, self._peer.transport])
 
     def hold(self, reply: messages.Leased) -> None:
         """Register a lease for reads: where its extents lie in the node's region."""
@@ -117,10 +113,10 @@ class OneSided:
         if nixl is not None:
             nixl.close()
 
-    def _resolve(self, grant: int, *, writes: bool) -> Sequence[Range]:
+    def _resolve(self, grant: int) -> Sequence[Range]:
         with self._lock:
             places = self._leases.get(grant)
-        if places is None or writes:
+        if places is None:
             raise GrantError(f"lease {grant} is not one to read from")
         return places
 

@@ -132,7 +132,6 @@ class Peer:
     ) -> None:
         self.address = address
         self.label = format_address(address)
-        self.node_name = ""
         self.region_bytes = 0
         self._credentials = credentials
         self._tls = credentials.client_context()
@@ -243,7 +242,7 @@ class Peer:
         if not isinstance(welcome, messages.Welcome):
             raise ProtocolError(f"{self.label} did not answer a hello with a welcome")
         self._believe(stream, welcome, greeting)
-        self.node_name, self.region_bytes = welcome.node, welcome.region_bytes
+        self.region_bytes = welcome.region_bytes
 
     def _believe(
         self, stream: Stream, welcome: messages.Welcome, greeting: Greeting | None

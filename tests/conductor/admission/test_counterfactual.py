@@ -137,7 +137,6 @@ def test_without_any_observation_nothing_is_claimed() -> None:
     assert shadow.counts == ShadowCounts(ghosts=1)
     shadow.tick(120.0)
     assert shadow.counts == ShadowCounts(rejected_unknown=1)
-    assert shadow.counts.rightly_rejected_share is None
 
 
 def test_an_observation_that_comes_later_still_counts() -> None:
@@ -186,7 +185,6 @@ def test_one_miss_is_enough() -> None:
     shadow = calibrated()
     shadow.rejected(ghost(objectives=BOTH, own_s=3.0))
     assert shadow.counts.rejected_would_have_missed == 1
-    assert shadow.counts.rightly_rejected_share == 1.0
 
 
 def test_who_ended_before_it_or_began_after_it_says_nothing() -> None:
@@ -336,8 +334,8 @@ def test_whatever_happens_each_request_is_counted_once(
     assert len(shadow) == 0
 
 
-def test_the_number_of_rightly_rejected_is_a_share() -> None:
+def test_each_rejection_is_judged_by_its_own_prefill() -> None:
     shadow = calibrated()
     for own_s in (1.0, 3.0, 4.0, 5.0):
         shadow.rejected(ghost(own_s=own_s))
-    assert shadow.counts.rightly_rejected_share == 0.75
+    assert shadow.counts == ShadowCounts(rejected_would_have_met=1, rejected_would_have_missed=3)

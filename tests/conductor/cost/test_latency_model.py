@@ -10,12 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiffin.conductor.cost.latency_model import (
-    UTILISATION_MAX,
-    breakeven_bytes_s,
-    congestion,
     decode_step_s,
     prefill_s,
-    recompute_s,
 )
 from tiffin.conductor.cost.latency_profiles import DEFAULT, load, names
 
@@ -24,17 +20,6 @@ if TYPE_CHECKING:
 
 PROFILES = st.sampled_from(names()).map(load)
 TOKENS = st.integers(1, 1_000_000)
-
-# Mooncake, FAST '25, figure 13: Gb/s, and how long transfers took, really and in theory.
-FIGURE_13 = (
-    (24, 3.65, 1.54),
-    (40, 1.13, 0.94),
-    (80, 0.51, 0.48),
-    (100, 0.40, 0.38),
-    (160, 0.25, 0.24),
-    (320, 0.125, 0.12),
-    (400, 0.10, 0.10),
-)
 
 
 @given(PROFILES, TOKENS, st.integers(0, 1_000_000), st.integers(0, 1_000_000))
@@ -64,16 +49,6 @@ def test_the_last_token_is_always_computed() -> None:
     assert everything_cached == pytest.approx(c0 + c1 + c2 * (100**2 - 99**2))
 
 
-@given(PROFILES, TOKENS, st.data())
-def test_computing_in_parts_adds_up(profile: Profile, n: int, data: st.DataObject) -> None:
-    """What tokens [a, b) cost is what a prefill gets cheaper by when they are cached as well."""
-    stop = data.draw(st.integers(0, n - 1))
-    start = data.draw(st.integers(0, stop))
-    c0, c1, c2 = profile.prefill
-    saved_s = prefill_s(c0, c1, c2, n, start) - prefill_s(c0, c1, c2, n, stop)
-    assert recompute_s(c1, c2, start, stop) == pytest.approx(saved_s, rel=1e-6, abs=1e-6)
-
-
 def test_arrays_give_what_numbers_give() -> None:
     profile = load(DEFAULT)
     n, p = np.array([1, 512, 8192, 131072]), np.array([0, 512, 4096, 9])
@@ -92,27 +67,3 @@ def test_squares_of_long_prompts_do_not_overflow() -> None:
     assert prefill_s(0.0, 1e-5, 1e-10, n, 0)[0] == pytest.approx(
         (16 << 20) * 1e-5 + 2.0**48 * 1e-10
     )
-
-
-def test_fetching_pays_above_the_break_even_bandwidth() -> None:
-    """FAST '25, section 3: 8,192 cached tokens of a 70B model with 320 KiB each are worth fetching
-    on eight A800 from 6 GB/s on, by peak FLOPS. Measured prefill is slower than that, so less
-    bandwidth is enough."""
-    _, c1, c2 = load(DEFAULT).prefill
-    bandwidth = float(breakeven_bytes_s(c1, c2, 0, 8192, 327_680))
-    assert 2e9 < bandwidth < 6e9
-    size = 8192 * 327_680
-    computed_s = recompute_s(c1, c2, 0, 8192)
-    assert size / (1.01 * bandwidth) < computed_s < size / (0.99 * bandwidth)
-
-
-@pytest.mark.parametrize(("gbit_s", "real_s", "ideal_s"), FIGURE_13)
-def test_congestion_is_that_of_figure_13(gbit_s: float, real_s: float, ideal_s: float) -> None:
-    utilisation = 0.78 * 24 / gbit_s
-    assert congestion(utilisation) == pytest.approx(real_s / ideal_s, rel=0.045)
-
-
-@given(st.floats(-1, 3), st.floats(0, 3))
-def test_congestion_grows_and_is_bounded(utilisation: float, more: float) -> None:
-    low, high = congestion(utilisation), congestion(utilisation + more)
-    assert 1.0 <= low <= high <= congestion(UTILISATION_MAX) < 11

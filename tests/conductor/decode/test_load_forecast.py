@@ -15,7 +15,6 @@ from tiffin.conductor.decode.load_forecast import (
     expected_load,
     expected_load_of,
     relief_s,
-    tbt_at,
 )
 from tiffin.conductor.errors import InvalidRequest
 from tiffin.conductor.records import InstanceSpec, Role
@@ -262,9 +261,6 @@ def test_load_is_what_is_reported_and_what_will_change() -> None:
     assert context.tolist() == [3000, 500, 1000]
     each = [expected_load_of(it, one, row, 3.0, 0.0) for row in ROWS.tolist()]
     assert each == [(3, 3000), (1, 500), (1, 1000)]
-    found = tbt_at(it, one, ROWS, 3.0, 0.0, context_tokens=100)
-    want = D0 + D1 * np.array([4, 2, 2]) + D2 * np.array([3100, 600, 1100])
-    assert found == pytest.approx(want)
 
 
 def test_a_horizon_that_knows_more_than_is_reported_gives_no_negative_load() -> None:
@@ -280,7 +276,8 @@ def test_relief_comes_when_enough_have_left() -> None:
     for number, decode_s in enumerate((2.0, 4.0, 6.0)):
         it.promise(f"r{number}", 0, 1000, starts_at=0.0, decode_s=decode_s, now=0.0)
         it.start(f"r{number}", 0.0)
-    limits = [tbt_at(it, one, ROWS[:1], t, 0.0, 0)[0] for t in (0.0, 2.0, 4.0, 6.0)]
+    left = [expected_load_of(it, one, 0, t, 0.0) for t in (0.0, 2.0, 4.0, 6.0)]
+    limits = [D0 + D1 * (batch + 1) + D2 * context for batch, context in left]
     waits = [relief_s(it, one, 0, limit, 0.0, 0) for limit in limits]
     assert waits == [0.0, 2.0, 4.0, 6.0]
     assert relief_s(it, one, 0, D0, 0.0, 0) is None

@@ -89,38 +89,6 @@ def test_a_class_is_the_quantile_of_its_latest_answers(
     assert lengths.predict(request()) == (expected, "class")
 
 
-def test_what_remains_while_the_prediction_holds() -> None:
-    lengths = taught(Lengths(LengthSettings(quantile=0.5)), list(range(1, 101)), request())
-    assert lengths.predict(request()).tokens == 50
-    assert lengths.remaining(request(), 0) == 50
-    assert lengths.remaining(request(), 30) == 20
-
-
-def test_what_remains_of_an_answer_that_is_longer_than_predicted() -> None:
-    """It is compared with those that were as long: of 51 to 100, half are at most 75."""
-    lengths = taught(Lengths(LengthSettings(quantile=0.5)), list(range(1, 101)), request())
-    assert lengths.remaining(request(), 50) == 75 - 50
-    assert lengths.remaining(request(says=20), 50) == 75 - 50
-    assert lengths.remaining(request(), 99) == 1
-
-
-def test_an_answer_longer_than_all_is_expected_to_double() -> None:
-    lengths = taught(Lengths(), list(range(1, 101)), request())
-    assert lengths.remaining(request(), 100) == 100
-    assert lengths.remaining(request(), 4000) == 4000
-    assert lengths.remaining(request(limit=4100), 4000) == 100
-    assert lengths.remaining(request(limit=4000), 4000) == 0
-
-
-@given(st.lists(st.integers(1, 500), max_size=80), st.integers(0, 600), st.integers(1, 600))
-def test_what_remains_is_never_negative_and_never_over_the_limit(
-    tokens: list[int], answered: int, limit: int
-) -> None:
-    lengths = taught(Lengths(), tokens, request())
-    remaining = lengths.remaining(request(limit=limit), answered)
-    assert 0 <= remaining <= max(0, limit - answered)
-
-
 def test_callers_can_not_fill_the_memory_with_names() -> None:
     lengths = Lengths(LengthSettings(classes_max=10, observations_min=1))
     for number in range(1000):

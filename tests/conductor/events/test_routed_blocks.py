@@ -73,7 +73,6 @@ def test_an_engine_that_speaks_is_guessed_about_for_seconds_only(holdings: Holdi
     holdings.routed("e", [*prompt[:1], *other[:2]], 8.0)
     holdings.expire(1e6)
     assert (held(holdings, prompt), held(holdings, other)) == (1, 2)
-    assert holdings.index.seq_of(holdings.index.holder("e", "hbm")) == 7
 
 
 def test_what_is_removed_was_no_guess_any_more(holdings: Holdings) -> None:
@@ -112,7 +111,7 @@ def test_an_inventory_in_parts_replaces_guesses_and_the_rest(holdings: Holdings)
     assert held(holdings, prompt, "n", "dram") == 1
     assert len(holdings.index) == 3
     number = holdings.index.holder("n", "dram")
-    assert (holdings.index.seq_of(number), holdings.index.age_s(number, 3.0)) == (9, 1.0)
+    assert holdings.index.age_s(number, 3.0) == 1.0
 
 
 def test_clearing_and_leaving_take_guesses_along(holdings: Holdings) -> None:
@@ -160,7 +159,7 @@ def test_an_instance_and_a_node_of_one_name_come_and_go_by_themselves(holdings: 
     holdings.apply(Added("n", "dram", prompt), 8.0)
     holdings.apply(Gone("n", ["hbm"]), 9.0)
     assert (lengths(), holdings.speaks("n")) == ([0, 3, 0], False)
-    holdings.drop("n")
+    holdings.apply(Gone("n", ["hbm", *NODE_TIERS]), 10.0)
     assert holdings.index.numbers() == []
 
 

@@ -22,7 +22,7 @@ from tiffin.conductor.errors import InvalidRequest
 from tiffin.conductor.events import sequence_numbers
 from tiffin.conductor.events.block_regrouper import EngineChain, EngineRemoved, EngineStored, Folder
 from tiffin.conductor.events.index_updates import NODE_TIERS, Added
-from tiffin.conductor.events.routed_blocks import Holdings
+from tiffin.conductor.events.routed_blocks import ROUTED_S, Holdings
 from tiffin.conductor.events.update_inbox import UpdateInbox
 from tiffin.conductor.events.vllm_events import BadEvents, CacheCleared, EventReader
 from tiffin.conductor.events.vllm_feed import EventPublisher, VllmFeed
@@ -352,7 +352,7 @@ def test_without_a_replay_what_is_known_is_doubted_and_ends(
     engine.publish(stored(other))
     world.await_held(other, 1)
     assert world.held(prompt) == 1
-    world.holdings.expire(world.holdings.routed_s + 100.0)
+    world.holdings.expire(ROUTED_S + 100.0)
     assert (world.held(prompt), world.held(other)) == (0, 1)
     assert world.feed.statistics()["engine"]["gaps"] == 1
 

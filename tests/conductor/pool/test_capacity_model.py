@@ -18,7 +18,6 @@ from tiffin.conductor.pool.capacity_model import (
     capacity,
     decode_batch,
     fleet_rate,
-    mean_ttft_s,
     prefill_rate,
     service_s,
 )
@@ -27,11 +26,18 @@ from tiffin.conductor.records import Role
 
 # Mooncake, FAST '25, figure 14: Llama 3 70B on eight A800.
 A800 = (0.0982, 1.0428e-4, 9.229e-10, 0.0262, 1.4e-4, 3.6e-8)
-GOALS = Goals(ttft_s=10.0, tbt_s=0.1)
 
 
 def instance(**numbers: object) -> FleetMember:
     return FleetMember("i", Role.PREFILL, True, latency=A800, **numbers)  # type: ignore[arg-type]
+
+
+def mean_ttft_s(rate: float, service_s: float, variation: float) -> float:
+    """The mean TTFT at `rate` prompts per second; infinite from full use on."""
+    load = rate * service_s
+    if load >= 1:
+        return math.inf
+    return service_s + load * service_s * (1 + variation * variation) / (2 * (1 - load))
 
 
 class TestPrefill:

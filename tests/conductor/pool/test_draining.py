@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicationsupport import MIB, World, lines, prompt, say
+from replicationsupport import MIB, World, hot_prefixes, lines, prompt, say
 
 from tiffin.conductor.pool.draining import (
     ENDED,
@@ -312,7 +312,7 @@ class TestNodes:
             pool.come(chains[-1], dice.randint(2, 9))
         looks, found = _OnlyHere("a", pool.pool), set[bytes]()
         expected = set[bytes]()
-        for prefix in pool.popularity.hot(100, 0.0):
+        for prefix in hot_prefixes(pool.popularity, 100, 0.0):
             here = pool.pool.leading(prefix.keys).get("a", 0)
             for at, key in enumerate(prefix.keys):
                 if at < here and not pool.holders(key) & {"b", "c"}:
@@ -382,7 +382,7 @@ class TestInstances:
         pool = world()
         pool.come(HOT, 5), pool.come(WARM, 5)
         pool.has("p1", HOT, "hbm"), pool.has("p1", WARM, "hbm"), pool.has("b", HOT[:2])
-        hot = pool.popularity.hot(10, 0.0)
+        hot = hot_prefixes(pool.popularity, 10, 0.0)
         assert finished(unique_in_hbm(hot, pool.pool)) == {"p1": 1 + 2}
         pool.has("p2", WARM, "hbm")
         assert finished(unique_in_hbm(hot, pool.pool)) == {"p1": 1}  # the rest of it is at p2 too
@@ -394,7 +394,7 @@ class TestInstances:
         for tail in tails:
             pool.come(head + tail, 3)
         pool.has("p1", head, "hbm")
-        hot = pool.popularity.hot(100, 0.0)
+        hot = hot_prefixes(pool.popularity, 100, 0.0)
         assert sum(len(prefix.keys) for prefix in hot) >= 10 * 21
         looks: list[bytes] = []
         match = pool.pool.index.match

@@ -23,7 +23,7 @@ from tiffin.conductor.admission.admission import (
     decide_decode,
     expected_decode_s,
 )
-from tiffin.conductor.decode.load_forecast import Horizon, tbt_at
+from tiffin.conductor.decode.load_forecast import Horizon, expected_load
 from tiffin.conductor.records import InstanceSpec, Objectives, Request, Role
 from tiffin.conductor.state.instance_table import Cluster
 
@@ -107,7 +107,8 @@ class Simulated:
         queue_s = max(self.free_at[instance] - self.now, 0.0)
         ends_at = self.now + queue_s + PREFILL_S
         now_s = D0 + D1 * (self.cluster.batch[:INSTANCES] + 1)
-        then_s = tbt_at(self.horizon, self.cluster, DECODES, ends_at, self.now, 0)
+        batch, _ = expected_load(self.horizon, self.cluster, DECODES, ends_at, self.now)
+        then_s = D0 + D1 * (batch + 1)
         row = int((then_s if self.settings.mode == "predictive" else now_s).argmin())
         forecast = AdmissionForecast(
             ends_at - self.now, float(now_s[row]), float(then_s[row]), queue_s

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicationsupport import MIB, World, lines, prompt
+from replicationsupport import MIB, World, hot_prefixes, lines, prompt
 
 from tiffin.conductor.pool.arrival_buffer import COUNTED_MAX, ArrivalBuffer
 from tiffin.conductor.pool.orders import NO_PARENT, ORDER_BLOCKS_MAX, Copy, Drop, Ended, NodeSpace
@@ -155,7 +155,7 @@ class TestSampling:
             pool.has("a", keys)
         for begin in range(0, 2 * len(turns), 4 * COUNTED_MAX):
             self.come(pool, (turns + turns)[begin : begin + 4 * COUNTED_MAX])
-        assert max(one.popularity for one in pool.popularity.hot(9, pool.now)) > 7
+        assert max(one.popularity for one in hot_prefixes(pool.popularity, 9, pool.now)) > 7
         assert pool.transcript == []
 
     def test_what_many_of_them_begin_with_is(self) -> None:

@@ -30,6 +30,7 @@ from kvsupport import (
     PoolOptions,
     assert_conserved,
     assert_right,
+    damage_on_disk,
     fresh_prefix,
     held_bytes,
     is_quiet,
@@ -56,7 +57,6 @@ from tiffin.kvstore.errors import (
 )
 from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.node.node import Node
-from tiffin.kvstore.tiers.slab import SLAB_NAME, inspect_slab
 from tiffin.kvstore.verbs import block_verbs
 from tiffin.kvstore.verbs.drivers import drive
 
@@ -96,14 +96,7 @@ def flip_on_disk(pool: Pool, prefix: Prefix, at: int) -> None:
         assert pool.node is not None
         assert pool.node.nvme is not None
         folder = pool.node.nvme.directory
-    report = inspect_slab(folder)
-    block = next(block for block in report.blocks if block.key == prefix.keys[0].hex())
-    with open(folder / SLAB_NAME, "r+b") as slab:
-        data_offset = slab.seek(0, os.SEEK_END) - report.capacity_bytes
-        slab.seek(data_offset + block.offset + at)
-        byte = slab.read(1)[0]
-        slab.seek(-1, os.SEEK_CUR)
-        slab.write(bytes([byte ^ 1]))
+    damage_on_disk(folder, prefix, at)
 
 
 class TestPutAndGet:

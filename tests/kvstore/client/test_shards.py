@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import kvsupport
 import numpy as np
 import pytest
 import shardworker
 from kvsupport import (
+    Worker,
     assert_conserved,
     assert_right,
     fresh_prefix,
@@ -48,6 +45,7 @@ from tiffin.messenger.wire.framing import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tiffin.kvstore.format.keys import Prefix
 
@@ -674,57 +672,28 @@ def test_a_slice_is_put_once_and_where_it_is_told(far: Client) -> None:
 # -- processes -------------------------------------------------------------------------------------
 
 
-class Rank:
-    """`shardworker.py` as a process."""
-
-    def __init__(self, folder: Path, *arguments: object) -> None:
-        worker = Path(kvsupport.__file__).with_name("shardworker.py")
-        self._process = subprocess.Popen(
-            [sys.executable, str(worker), *map(str, arguments)],
-            env=kvsupport.command_environment(folder),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def says(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def goes_on(self) -> str:
-        assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-        return self.says()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
 @pytest.fixture
 def party(
     own_daemon: Callable[..., Any], commands_folder: Path
-) -> Iterator[tuple[Any, list[Rank]]]:
+) -> Iterator[tuple[Any, list[Worker]]]:
     """A daemon, and four ranks that have written half of three blocks each."""
     daemon = own_daemon(dram=BLOCKS * SHARDED.extent_bytes)
     with contextlib.ExitStack() as stack:
         ranks = []
         for rank in range(4):
-            process = Rank(commands_folder, daemon.url, "party", 3, rank, 4)
-            stack.callback(process.kill)
-            ranks.append(process)
+            worker = Worker("shardworker.py", commands_folder, daemon.url, "party", 3, rank, 4)
+            ranks.append(stack.enter_context(worker))
         assert [rank.says() for rank in ranks] == ["ready"] * 4
         yield daemon, ranks
 
 
-def test_four_processes_write_one_block_each_its_own_part(party: tuple[Any, list[Rank]]) -> None:
+def test_four_processes_write_one_block_each_its_own_part(party: tuple[Any, list[Worker]]) -> None:
     daemon, ranks = party
     prefix = shardworker.prefix_of("party", 3)
     with Client.open(daemon.url) as client:
         used = client.statistics()["tiers"]["dram"]
         assert used["reserved_bytes"] == 3 * SHARDED.extent_bytes, "not one extent for all ranks"
-        assert [rank.goes_on() for rank in ranks] == ["pending"] * 3 + ["stored"]
+        assert [rank.ask("go") for rank in ranks] == ["pending"] * 3 + ["stored"]
         with client.get(prefix, verify="always") as blocks:
             assert blocks.complete
             assert_right(blocks, prefix)
@@ -732,12 +701,12 @@ def test_four_processes_write_one_block_each_its_own_part(party: tuple[Any, list
 
 @pytest.mark.parametrize("committed", [0, 2])
 def test_a_rank_that_is_killed_takes_the_blocks_with_it_and_leaves_nothing(
-    party: tuple[Any, list[Rank]], committed: int
+    party: tuple[Any, list[Worker]], committed: int
 ) -> None:
     daemon, ranks = party
     prefix = shardworker.prefix_of("party", 3)
     with Client.open(daemon.url) as client:
-        assert [ranks[i].goes_on() for i in range(committed)] == ["pending"] * committed
+        assert [ranks[i].ask("go") for i in range(committed)] == ["pending"] * committed
         ranks[3].kill()
 
         def cancelled() -> bool:
@@ -747,7 +716,7 @@ def test_a_rank_that_is_killed_takes_the_blocks_with_it_and_leaves_nothing(
         held = client.statistics()["tiers"]["dram"]["quarantined_bytes"]
         assert held == 3 * SHARDED.extent_bytes, "memory that a live rank may write to was freed"
         assert client.match(prefix).blocks == 0
-        assert [rank.goes_on() for rank in ranks[committed:3]] == ["refused"] * (3 - committed)
+        assert [rank.ask("go") for rank in ranks[committed:3]] == ["refused"] * (3 - committed)
         wait_until(lambda: is_quiet(client.statistics()), "all is free")
         free = client.statistics()["tiers"]["dram"]
         assert free["free_bytes"] == free["capacity_bytes"]

@@ -3,7 +3,6 @@
 import errno
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +11,7 @@ from kvsupport import Background, wait_until
 from tiffin.kvstore.connection import frame_queues
 from tiffin.kvstore.connection.frame_queues import Inbox, Outbox
 from tiffin.kvstore.errors import DeadlineExceeded
+from tiffin.messenger.testing import soon
 from tiffin.messenger.wire.framing import encode_frame
 
 Pair = tuple[socket.socket, socket.socket]
@@ -24,10 +24,6 @@ def pair() -> Iterator[Pair]:
     with ours, theirs:
         ours.setblocking(False)
         yield ours, theirs
-
-
-def soon(timeout_s: float) -> float:
-    return time.monotonic() + timeout_s
 
 
 def test_a_frame_larger_than_the_sockets_buffers_arrives_whole(pair: Pair) -> None:

@@ -37,17 +37,6 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def client() -> Iterator[Client]:
-    with Client.open(POOL) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_model()
-
-
-@pytest.fixture
 def fronted(client: Client, model: Any) -> Iterator[Callable[..., PrefixCache]]:
     """Makes caches with an HBM tier of so many blocks; at the end each tier is whole."""
     made: list[PrefixCache] = []

@@ -30,20 +30,9 @@ from tiffin.kvstore.connectors.transformers import prefix_cache as connector  # 
 from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from kvsupport import Daemon
-
-
-@pytest.fixture
-def client() -> Iterator[Client]:
-    with Client.open(POOL) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_model()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ damage must lead to is the same as with plain checksums: a miss and a counter, n
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from kvsupport import (
     PoolOptions,
     assert_right,
     command_environment,
+    damage_on_disk,
     fresh_prefix,
     payloads_of,
     wait_until,
@@ -32,7 +32,7 @@ from tiffin.kvstore.blocks.selection_copy import slice_schema
 from tiffin.kvstore.errors import CorruptBlock, SchemaError
 from tiffin.kvstore.format.header import pack_header, read_header
 from tiffin.kvstore.node.node import Node, NodeOptions
-from tiffin.kvstore.tiers.slab import SLAB_NAME, inspect_slab
+from tiffin.kvstore.tiers.slab import inspect_slab
 from tiffin.messenger.shm.host_copy import XXH3_64_PAGES, Algorithm, hash_segments
 
 if TYPE_CHECKING:
@@ -193,18 +193,6 @@ class TestDamage:
         with deep.client.get(victim, verify="off") as blocks:
             assert (len(blocks), blocks.reason) == (0, "corrupt")
         assert deep.client.match(victim).blocks == 0
-
-
-def damage_on_disk(folder: Path, prefix: Prefix, at: int) -> None:
-    """Flip a bit of a block in the slab, `at` bytes from the begin of its extent."""
-    report = inspect_slab(folder)
-    block = next(block for block in report.blocks if block.key == prefix.keys[0].hex())
-    with open(folder / SLAB_NAME, "r+b") as slab:
-        data_offset = slab.seek(0, os.SEEK_END) - report.capacity_bytes
-        slab.seek(data_offset + block.offset + at)
-        byte = slab.read(1)[0]
-        slab.seek(-1, os.SEEK_CUR)
-        slab.write(bytes([byte ^ 1]))
 
 
 @pytest.fixture

@@ -14,20 +14,17 @@ import os
 import random
 import select
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import kvsupport
 import kvworker
 import numpy as np
 import pytest
 from kvsupport import (
     EXTENT,
     Daemon,
+    Worker,
     assert_conserved,
     assert_right,
     fresh_prefix,
@@ -44,53 +41,21 @@ from tiffin.kvstore.node.core.records import IN_NVME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tiffin.kvstore import Prefix
 
-WORKER = Path(kvsupport.__file__).with_name("kvworker.py")
 # A kill, with a restart of the daemon now and then, takes some 0.3 s.
 KILL_S = 5.0
 
 
-class Process:
-    """A worker process and the words it says."""
-
-    def __init__(self, folder: Path, *arguments: object) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(WORKER), *map(str, arguments)],
-            env=kvsupport.command_environment(folder),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def says(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def ask(self, word: str) -> str:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{word}\n")
-        self._process.stdin.flush()
-        return self.says()
-
-    def signal(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
 @pytest.fixture
-def spawn(commands_folder: Path) -> Iterator[Callable[..., Process]]:
+def spawn(commands_folder: Path) -> Iterator[Callable[..., Worker]]:
     """Starts workers; whatever a test left of them is killed."""
     with contextlib.ExitStack() as stack:
 
-        def start(*arguments: object) -> Process:
-            process = Process(commands_folder, *arguments)
-            stack.callback(process.kill)
-            return process
+        def start(*arguments: object) -> Worker:
+            return stack.enter_context(Worker("kvworker.py", commands_folder, *arguments))
 
         yield start
 
@@ -110,7 +75,7 @@ def stored_in_time(client: Client, prefix: Prefix, timeout_s: float = 5.0) -> tu
 
 
 def test_a_writer_killed_between_reserve_and_commit_holds_nothing(
-    own_daemon: Callable[..., Daemon], spawn: Callable[..., Process]
+    own_daemon: Callable[..., Daemon], spawn: Callable[..., Worker]
 ) -> None:
     """Its write lease has a minute to go; the kernel's word ends it at once."""
     daemon = own_daemon(options=["--write-lease-s", "60"])
@@ -129,7 +94,7 @@ def test_a_writer_killed_between_reserve_and_commit_holds_nothing(
 
 
 def test_a_reader_killed_with_leases_holds_nothing(
-    own_daemon: Callable[..., Daemon], spawn: Callable[..., Process]
+    own_daemon: Callable[..., Daemon], spawn: Callable[..., Worker]
 ) -> None:
     daemon = own_daemon()
     prefix = kvworker.prefix_of("read", 4)
@@ -145,7 +110,7 @@ def test_a_reader_killed_with_leases_holds_nothing(
 
 
 def test_a_writer_that_slept_through_its_lease_harms_nobody(
-    own_daemon: Callable[..., Daemon], spawn: Callable[..., Process]
+    own_daemon: Callable[..., Daemon], spawn: Callable[..., Worker]
 ) -> None:
     daemon = own_daemon(options=["--write-lease-s", "0.3"])
     prefix = kvworker.prefix_of("asleep", 2)
@@ -175,7 +140,7 @@ def test_a_writer_that_slept_through_its_lease_harms_nobody(
 
 
 def test_a_killed_sleeper_is_forgotten(
-    own_daemon: Callable[..., Daemon], spawn: Callable[..., Process]
+    own_daemon: Callable[..., Daemon], spawn: Callable[..., Worker]
 ) -> None:
     daemon = own_daemon(options=["--write-lease-s", "0.1"])
     with Client.open(daemon.url) as client:
@@ -279,7 +244,9 @@ class Nursery:
         self.kills = {"by itself": 0, "by us": 0, "the daemon": 0}
         self._counters = folder / "counters"
         self._counters.write_bytes(bytes(COUNTERS.size * places))
-        self._process = Process(folder, "nursery", daemon.socket, self._counters, seed)
+        self._process = Worker(
+            "kvworker.py", folder, "nursery", daemon.socket, self._counters, seed
+        )
         assert self._process.says() == "ready"
         self._pids: list[int] = []
         for place in range(places):

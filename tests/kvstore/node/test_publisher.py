@@ -313,7 +313,6 @@ def test_rounds_keep_to_their_rate() -> None:
     driver.node.add(*map(key, range(1000)))
     driver.run_for(5.0)
     assert 490 <= len(driver.told) <= 520
-    assert driver.core.round_left == 1000 - len(driver.told)
     # Events do not wait for the round.
     driver.node.add(key(5000))
     driver.run_for(0.1)

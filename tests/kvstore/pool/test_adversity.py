@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from kvsupport import assert_right, payloads_of, wait_until
 from kvsupport import fresh_prefix as fresh
-from poolsupport import LARGE, Cluster, Member, soon
+from poolsupport import LARGE, Cluster, Member
 
 from tiffin.kvstore import Client
 from tiffin.kvstore.credentials import Credentials
@@ -39,6 +39,7 @@ from tiffin.kvstore.pool.replication import node_copy
 from tiffin.kvstore.pool.replication.replication_requests import Orders
 from tiffin.kvstore.pool.verb_driver import VerbDriver
 from tiffin.kvstore.url import parse_url
+from tiffin.messenger.testing import soon
 
 if TYPE_CHECKING:
     from tiffin.kvstore import Prefix

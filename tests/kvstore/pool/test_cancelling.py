@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from kvsupport import Background, is_quiet, payloads_of, wait_until
-from poolsupport import Cluster, soon
 from streamsupport import ahead_threads, prompt
 from streamworker import is_right
 
@@ -27,9 +26,12 @@ from tiffin.kvstore.pool.members import FixedMembers
 from tiffin.kvstore.pool.remote import peer
 from tiffin.kvstore.pool.verb_driver import PoolOptions, VerbDriver
 from tiffin.kvstore.streaming import layer_reader
+from tiffin.messenger.testing import soon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from poolsupport import Cluster
 
 AN_HOUR_S = 3600.0
 

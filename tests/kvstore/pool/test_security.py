@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from certsupport import Authority, make_authority
 from kvsupport import Background, fresh_prefix, payloads_of
-from poolsupport import LARGE, soon
+from poolsupport import LARGE
 
 from tiffin.kvstore import Client
 from tiffin.kvstore.cli.daemon import DaemonOptions
@@ -31,6 +31,7 @@ from tiffin.kvstore.node.server.tcp_server import RemoteService
 from tiffin.kvstore.token_proofs import Greeting
 from tiffin.messenger.errors import PeerLost
 from tiffin.messenger.tcp import tcp_client
+from tiffin.messenger.testing import soon
 from tiffin.messenger.transport import Range
 from tiffin.messenger.wire.frames import Kind
 

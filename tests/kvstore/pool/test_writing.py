@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from kvsupport import Background, assert_right, fresh_prefix, payloads_of, wait_until, within
-from poolsupport import LARGE, Cluster, Member, holders
+from poolsupport import LARGE, Cluster, Member, check, fill, holders
 
 from tiffin.kvstore import Client, KVSchema
 from tiffin.kvstore.directory.base import NodeRecord
@@ -24,7 +24,6 @@ from tiffin.kvstore.pool.replica_choice import place
 
 if TYPE_CHECKING:
     from tiffin.kvstore import Prefix
-    from tiffin.kvstore.pool.client import PoolClient
 
 
 SPLIT = KVSchema.gqa(
@@ -34,21 +33,6 @@ SPLIT = KVSchema.gqa(
 
 def prompt(blocks: int = 3) -> Prefix:
     return fresh_prefix(blocks, LARGE)
-
-
-def check(client: PoolClient, prefix: Prefix) -> None:
-    """All of it is there, and right."""
-    with client.get(prefix) as blocks:
-        assert blocks.complete, blocks
-        assert_right(blocks, prefix)
-
-
-def fill(member: Member, blocks: int) -> list[Prefix]:
-    """Leave no room: pinned prompts of one block."""
-    prefixes = [member.put(prompt(1)) for _ in range(blocks)]
-    with Client.attach(member.node) as client:
-        assert all(client.pin(prefix, hard=True) for prefix in prefixes)
-    return prefixes
 
 
 class TestPlacement:

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import kvsupport
 import numpy as np
 import pytest
 from kvsupport import (
     Background,
+    Worker,
     assert_conserved,
     fresh_prefix,
     held_bytes,
@@ -55,6 +52,7 @@ from tiffin.messenger.transport import Range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 BLOCKS = 16
 SHARDED = KVSchema.gqa(
@@ -701,54 +699,18 @@ def test_a_pool_streams_from_the_writers_node(cluster: Cluster) -> None:
 # -- processes -------------------------------------------------------------------------------------
 
 
-class Worker:
-    """`streamworker.py` as a process."""
-
-    def __init__(self, folder: Path, *arguments: object) -> None:
-        worker = Path(kvsupport.__file__).with_name("streamworker.py")
-        self._process = subprocess.Popen(
-            [sys.executable, str(worker), *map(str, arguments)],
-            env=kvsupport.command_environment(folder),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def says(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def told(self, line: str) -> str:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n")
-        self._process.stdin.flush()
-        return self.says()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        with self._process:
-            pass
-
-
 def test_two_processes_hand_layers_over(
     own_daemon: Callable[..., Any], commands_folder: Path
 ) -> None:
     daemon = own_daemon(dram=BLOCKS * STREAMED.extent_bytes)
-    with Worker(commands_folder, "write", daemon.url, "pair", 3) as writer:
+    with Worker("streamworker.py", commands_folder, "write", daemon.url, "pair", 3) as writer:
         assert writer.says() == "ready"
-        with Worker(commands_folder, "read", daemon.url, "pair", 3) as reader:
+        with Worker("streamworker.py", commands_folder, "read", daemon.url, "pair", 3) as reader:
             assert reader.says() == "blocks 3"
             for layer in range(LAYERS):
-                assert writer.told(f"layer {layer}") == "done"
+                assert writer.ask(f"layer {layer}") == "done"
                 assert reader.says() == f"layer {layer} right"
-            assert writer.told("commit") == "done"
+            assert writer.ask("commit") == "done"
             assert reader.says() == "end"
 
 
@@ -757,7 +719,7 @@ def test_a_process_reads_over_the_network_what_another_writes(
 ) -> None:
     prefix = prefix_of("afar", 3)
     slots = writer.reserve(prefix)
-    with Worker(commands_folder, "read", url, "afar", 3) as reader:
+    with Worker("streamworker.py", commands_folder, "read", url, "afar", 3) as reader:
         assert reader.says() == "blocks 3"
         for layer in range(LAYERS):
             fill(slots, layer)
@@ -774,10 +736,10 @@ def test_the_death_of_the_writer_ends_the_stream(
     prefix = prefix_of("killed", 2)
     with (
         Client.open(daemon.url) as reader,
-        Worker(commands_folder, "write", daemon.url, "killed", 2) as writer,
+        Worker("streamworker.py", commands_folder, "write", daemon.url, "killed", 2) as writer,
     ):
         assert writer.says() == "ready"
-        assert writer.told("layer 0") == "done"
+        assert writer.ask("layer 0") == "done"
         with reader.stream(prefix, timeout_s=60) as stream:
             course = iter(stream)
             first = next(course)

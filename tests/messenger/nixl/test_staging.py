@@ -10,6 +10,7 @@ import pytest
 
 from tiffin.messenger.errors import PeerLost, RangeError, TransferTimeout
 from tiffin.messenger.nixl.staging import Staging
+from tiffin.messenger.testing import soon
 
 
 class Flight:
@@ -28,10 +29,6 @@ def staging_of(count: int) -> Staging:
 
 def fine() -> None:
     """Nothing stands against waiting."""
-
-
-def soon() -> float:
-    return time.monotonic() + 10.0
 
 
 def test_pieces_are_distinct() -> None:

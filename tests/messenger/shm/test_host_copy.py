@@ -18,30 +18,40 @@ from tiffin.messenger.errors import RangeError
 from tiffin.messenger.shm import host_copy
 from tiffin.messenger.shm.host_copy import (
     PIECE_BYTES,
+    XXH3_64,
     XXH3_64_PAGES,
     byte_view,
     copy,
-    copy_hashed,
     copy_segments_hashed,
-    hash_bytes,
     hash_segments,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tiffin.messenger.shm.host_copy import Algorithm
+
 
 def _random(nbytes: int, seed: int = 1) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
+@pytest.mark.parametrize("algorithm", [XXH3_64, XXH3_64_PAGES])
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES - 7])
 @pytest.mark.parametrize("piece_bytes", [1000, PIECE_BYTES])
-def test_copy_hashed_is_copy_and_hash(nbytes: int, piece_bytes: int) -> None:
-    source, target = _random(nbytes), np.zeros(nbytes, np.uint8)
-    checksum = copy_hashed(target, source, piece_bytes=piece_bytes)
+def test_a_segment_is_copied_and_hashed_however_it_is_cut(
+    algorithm: Algorithm, nbytes: int, piece_bytes: int
+) -> None:
+    source, target, whole = _random(nbytes), np.zeros(nbytes, np.uint8), [(0, nbytes)]
+    checksums = {
+        XXH3_64: xxhash.xxh3_64_intdigest(source.tobytes()),
+        XXH3_64_PAGES: page_hash.checksum(source),
+    }
+    found = copy_segments_hashed(target, source, whole, algorithm, piece_bytes=piece_bytes)
     assert np.array_equal(target, source)
-    assert checksum == hash_bytes(source) == xxhash.xxh3_64_intdigest(source.tobytes())
+    assert found.tolist() == hash_segments(source, whole, algorithm).tolist()
+    assert found.tolist() == [checksums[algorithm]]
+    assert checksums[XXH3_64] != checksums[XXH3_64_PAGES]
 
 
 def test_segments() -> None:
@@ -54,16 +64,6 @@ def test_segments() -> None:
     gap = slice(2 * PIECE_BYTES + 10, 2 * PIECE_BYTES + 20)
     assert not target[gap].any()
     assert copy_segments_hashed(target, source, []).tolist() == []
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 4096, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES - 7])
-@pytest.mark.parametrize("piece_bytes", [1000, PIECE_BYTES])
-def test_pages_are_copied_and_hashed_however_they_are_cut(nbytes: int, piece_bytes: int) -> None:
-    source, target = _random(nbytes), np.zeros(nbytes, np.uint8)
-    found = copy_hashed(target, source, XXH3_64_PAGES, piece_bytes=piece_bytes)
-    assert np.array_equal(target, source)
-    assert found == hash_bytes(source, XXH3_64_PAGES) == page_hash.checksum(source)
-    assert found != hash_bytes(source)
 
 
 @pytest.mark.parametrize("nbytes", [3 * PIECE_BYTES, 10 * PIECE_BYTES])
@@ -94,9 +94,8 @@ def test_segments_outside_copy_nothing(segment: tuple[int, int]) -> None:
 def test_lengths_must_agree(nbytes: int) -> None:
     """One byte would broadcast over the target if NumPy were asked."""
     target, source = np.zeros(100, np.uint8), _random(nbytes)
-    for verb in (copy, copy_hashed):
-        with pytest.raises(RangeError):
-            verb(target, source)
+    with pytest.raises(RangeError):
+        copy(target, source)
     with pytest.raises(RangeError):
         copy_segments_hashed(target, source, [])
     assert not target.any()
@@ -150,7 +149,8 @@ def test_other_threads_run_meanwhile() -> None:
     # Were it held, every call would stop the counter for as long as it takes. A busy machine stops
     # it often, and not always.
     found = []
-    for action in (lambda: hash_bytes(source), lambda: copy(target, source)):
+    whole = [(0, len(source))]
+    for action in (lambda: hash_segments(source, whole), lambda: copy(target, source)):
         good = (turn for turn in range(60) if counted(action))
         found.append(len(list(islice(good, 3))))
     stopping = True
@@ -170,7 +170,7 @@ def _large() -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
 def test_large_copies_are_shared_with_a_helper_and_hash_the_same() -> None:
     target, source, segments = _large()
     found = host_copy.copy_segments_hashed(target, source, segments)
-    assert found.tolist() == [host_copy.hash_bytes(source[o : o + n]) for o, n in segments]
+    assert found.tolist() == [xxhash.xxh3_64_intdigest(source[o : o + n]) for o, n in segments]
     assert host_copy.hash_segments(target, segments).tolist() == found.tolist()
     for offset, length in segments:
         assert np.array_equal(target[offset : offset + length], source[offset : offset + length])
@@ -184,7 +184,7 @@ def test_a_busy_helper_is_not_waited_for() -> None:
     found = host_copy.copy_segments_hashed(target, source, segments)
     end.set()
     assert blocker.result(30)
-    assert found.tolist() == [host_copy.hash_bytes(source[o : o + n]) for o, n in segments]
+    assert found.tolist() == [xxhash.xxh3_64_intdigest(source[o : o + n]) for o, n in segments]
 
 
 def test_a_forked_child_has_a_helper_of_its_own() -> None:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from netsupport import HELLO, descriptors, serving, soon
+from netsupport import HELLO, descriptors, serving
 
 from tiffin.messenger.errors import PeerLost
 from tiffin.messenger.tcp import listener
 from tiffin.messenger.tcp.tcp_client import Listener, connect
-from tiffin.messenger.testing import eventually
+from tiffin.messenger.testing import eventually, soon
 from tiffin.messenger.transport import Range
 from tiffin.messenger.wire import frames
 from tiffin.messenger.wire.frames import Kind
@@ -281,7 +281,8 @@ def test_a_forked_child_does_not_keep_the_port() -> None:
     code = """
 import os, sys, time
 sys.path[:0] = sys.argv[1:]
-from netsupport import serving, soon
+from netsupport import serving
+from tiffin.messenger.testing import soon
 from tiffin.messenger.tcp.tcp_client import connect, Listener
 with serving() as server:
     stream = server.opener()(soon())

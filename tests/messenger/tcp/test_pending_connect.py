@@ -15,14 +15,13 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 import pytest
-from netsupport import soon
 
 from tiffin.messenger.errors import Abandoned, PeerLost, TransferError
 from tiffin.messenger.tcp.pending_connect import Caller, PendingConnect
 from tiffin.messenger.tcp.stream_pool import StreamPool
 from tiffin.messenger.tcp.tcp_client import connect
 from tiffin.messenger.tcp.tls_context import client_tls
-from tiffin.messenger.testing import eventually
+from tiffin.messenger.testing import eventually, soon
 
 if TYPE_CHECKING:
     import ssl

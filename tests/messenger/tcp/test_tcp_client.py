@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from netsupport import HELLO, serving, soon
+from netsupport import HELLO, serving
+from tcpsupport import Relay
 
-from tiffin.messenger.doubles import Relay
 from tiffin.messenger.errors import (
     FrameError,
     GrantError,
@@ -29,7 +29,7 @@ from tiffin.messenger.errors import (
 )
 from tiffin.messenger.tcp import tcp_client
 from tiffin.messenger.tcp.tcp_client import LAST_GRANT, TcpTransport, connect
-from tiffin.messenger.testing import eventually, random_bytes
+from tiffin.messenger.testing import eventually, random_bytes, soon
 from tiffin.messenger.transport import Range, Served
 from tiffin.messenger.wire import frames
 
@@ -225,19 +225,6 @@ def test_arrivals_are_told_while_bytes_still_come(server: Server, stream: Stream
     assert last == 0
 
 
-def test_bytes_are_counted(server: Server, stream: Stream) -> None:
-    grant = server.book.add([np.zeros(1000, np.uint8)], writes=True)
-    received, sent = stream.received_bytes, stream.sent_bytes
-    stream.ask_write(grant, [Range(0, 1000)], [np.ones(1000, np.uint8)])
-    stream.flush(soon())
-    stream.receive_written(soon())
-    stream.ask_read(grant, [Range(0, 1000)])
-    stream.flush(soon())
-    stream.receive_data([Range(0, 1000)], [np.zeros(1000, np.uint8)], soon())
-    assert stream.sent_bytes - sent == 48 + 1000 + 48
-    assert stream.received_bytes - received == 32 + 32 + 1000
-
-
 def test_bad_targets_are_noticed_before_anything_is_received(
     server: Server, stream: Stream
 ) -> None:
@@ -396,21 +383,18 @@ def test_a_refused_grant_costs_no_connection(server: Server, transport: TcpTrans
     for _ in range(3):
         with pytest.raises(GrantError):
             transport.read(77, TEN, ten(), deadline=soon())
-        with pytest.raises(GrantError):
-            transport.write(77, TEN, ten(), deadline=soon())
     assert len(server.talks) == 1
 
 
 def test_the_last_grant_is_not_of_a_transport(server: Server, transport: TcpTransport) -> None:
     """The stream it would take may have been granted something for somebody else."""
-    grant = server.book.add([np.ones(10, np.uint8)], writes=True)
+    grant = server.book.add([np.ones(10, np.uint8)])
     with transport.stream(soon()) as stream:
         stream.message(b"grant %d" % grant)
         stream.flush(soon())
         stream.receive_message(soon())
-    for verb in (transport.read, transport.write):
-        with pytest.raises(GrantError, match="of one stream"):
-            verb(LAST_GRANT, TEN, ten(), deadline=soon())
+    with pytest.raises(GrantError, match="of one stream"):
+        transport.read(LAST_GRANT, TEN, ten(), deadline=soon())
 
 
 def test_a_restarted_peer_is_found_again(transport: TcpTransport, server: Server) -> None:
@@ -630,7 +614,8 @@ def test_a_forked_child_uses_none_of_the_parents_connections() -> None:
     code = """
 import os, sys, time
 sys.path[:0] = sys.argv[1:]
-from netsupport import serving, soon
+from netsupport import serving
+from tiffin.messenger.testing import soon
 from tiffin.messenger.tcp.tcp_client import TcpTransport
 import numpy as np
 from tiffin.messenger.transport import Range

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from netsupport import serving, soon
+from netsupport import serving
+from tcpsupport import Relay
 
-from tiffin.messenger.doubles import Relay
 from tiffin.messenger.errors import PeerLost, Stalled, TransferTimeout
 from tiffin.messenger.tcp.tcp_client import TcpTransport, connect
 from tiffin.messenger.tcp.tls_context import client_tls, server_tls
-from tiffin.messenger.testing import eventually, random_bytes
+from tiffin.messenger.testing import eventually, random_bytes, soon
 from tiffin.messenger.transport import Range
 
 if TYPE_CHECKING:

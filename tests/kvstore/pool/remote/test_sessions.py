@@ -9,7 +9,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from kvsupport import Background, fresh_prefix, is_quiet, payloads_of, skip_time, wait_until
-from poolsupport import LARGE, Network, soon
+from poolsupport import LARGE, Network
+from tcpsupport import write_ranges
 
 from tiffin.kvstore import Client
 from tiffin.kvstore.errors import (
@@ -23,6 +24,7 @@ from tiffin.kvstore.node.server.tcp_server import SESSION_CONNECTIONS_MAX
 from tiffin.kvstore.pool.remote.block_write import BlockSeals
 from tiffin.kvstore.pool.remote.peer import Peer, as_ours
 from tiffin.messenger.errors import GrantError, PeerLost
+from tiffin.messenger.testing import soon
 from tiffin.messenger.transport import Range
 from tiffin.messenger.wire.frames import LAST_GRANT
 
@@ -57,7 +59,7 @@ def whole(reply: messages.Reserved, prefix: Prefix) -> list[np.ndarray]:
 def write(peer: Peer, reply: messages.Reserved, prefix: Prefix) -> None:
     extents = whole(reply, prefix)
     ranges = [Range(i * BLOCK, len(extent)) for i, extent in enumerate(extents)]
-    peer.transport.write(reply.lease, ranges, extents, deadline=soon())
+    write_ranges(peer.transport, reply.lease, ranges, extents, deadline=soon())
 
 
 def held(node: Node) -> int:
@@ -86,7 +88,7 @@ class TestSessions:
             with pytest.raises(GrantError):
                 other.transport.read(grant, [Range(0, BLOCK)], [target], deadline=soon())
             with pytest.raises(GrantError):
-                other.transport.write(grant, [Range(0, BLOCK)], [target], deadline=soon())
+                write_ranges(other.transport, grant, [Range(0, BLOCK)], [target], deadline=soon())
             for request in (messages.Release, messages.Commit, messages.Abort):
                 with pytest.raises(StaleLease):
                     other.call(request(0, grant), 5.0)
@@ -106,7 +108,7 @@ class TestSessions:
         read, written = lease(peer, prefix), reserve(peer, more)
         target = np.zeros(BLOCK, np.uint8)
         with pytest.raises(GrantError):
-            peer.transport.write(read.lease, [Range(0, BLOCK)], [target], deadline=soon())
+            write_ranges(peer.transport, read.lease, [Range(0, BLOCK)], [target], deadline=soon())
         with pytest.raises(GrantError):
             peer.transport.read(written.lease, [Range(0, BLOCK)], [target], deadline=soon())
         with Client.attach(node) as local, local.get(prefix) as blocks:
@@ -323,7 +325,9 @@ class TestExpiry:
             local.put(prefix, payloads_of(prefix))
             junk = np.full(BLOCK, 9, np.uint8)
             with pytest.raises(GrantError):
-                peer.transport.write(reservation.lease, [Range(0, BLOCK)], [junk], deadline=soon())
+                write_ranges(
+                    peer.transport, reservation.lease, [Range(0, BLOCK)], [junk], deadline=soon()
+                )
             for request in (messages.Commit, messages.Abort):
                 with pytest.raises(StaleLease):
                     peer.call(request(0, reservation.lease), 5.0)
@@ -368,9 +372,8 @@ class TestWriting:
         reservation = reserve(peer, prefix)
         extents = whole(reservation, prefix)
         header = extents[0][: LARGE.header_bytes]
-        peer.transport.write(
-            reservation.lease, [Range(0, len(header))], [header.copy()], deadline=soon()
-        )
+        header_only = [Range(0, len(header))], [header.copy()]
+        write_ranges(peer.transport, reservation.lease, *header_only, deadline=soon())
         # A header alone is its writer's word for bytes that a reader does not find.
         assert peer.call(messages.Commit(0, reservation.lease), 5.0).flags == b"\1\0"
         with Client.attach(node) as local, local.get(prefix) as blocks:

@@ -6,10 +6,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kvsupport import Background, assert_right, fresh_prefix, wait_until, within
-from poolsupport import LARGE, Cluster, Held, Member, holders
+from kvsupport import Background, fresh_prefix, wait_until, within
+from poolsupport import LARGE, Cluster, Held, Member, check, fill, holders
 
-from tiffin.kvstore import Client
 from tiffin.kvstore.connection.node_link import LocalLink
 from tiffin.kvstore.errors import (
     Draining,
@@ -23,26 +22,10 @@ from tiffin.kvstore.pool.replication.replication_service import PinWatch
 
 if TYPE_CHECKING:
     from tiffin.kvstore import Prefix
-    from tiffin.kvstore.pool.client import PoolClient
 
 
 def prompt(blocks: int = 3) -> Prefix:
     return fresh_prefix(blocks, LARGE)
-
-
-def check(client: PoolClient, prefix: Prefix) -> None:
-    """All of it is there, and right."""
-    with client.get(prefix) as blocks:
-        assert blocks.complete, blocks
-        assert_right(blocks, prefix)
-
-
-def fill(member: Member, blocks: int) -> list[Prefix]:
-    """Leave no room: pinned prompts of one block."""
-    prefixes = [member.put(prompt(1)) for _ in range(blocks)]
-    with Client.attach(member.node) as client:
-        assert all(client.pin(prefix, hard=True) for prefix in prefixes)
-    return prefixes
 
 
 def queued(member: Member) -> int:
