@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,10 +12,6 @@ import numpy as np
 
 from tiffin.kvstore.blocks.block_views import select
 from tiffin.kvstore.client.client import Client
-from tiffin.kvstore.credentials import Credentials
-from tiffin.kvstore.pool.remote.block_read import ArrivedSegments, fetch
-from tiffin.kvstore.pool.remote.peer import Peer
-from tiffin.kvstore.verbs.block_verbs import Access
 
 from ..limits import touched
 from ..store.rows import MILLISECONDS, Row, Side, Spread, Target, interleave, times
@@ -29,8 +24,7 @@ if TYPE_CHECKING:
     from tiffin.kvstore.format.keys import Prefix
     from tiffin.kvstore.verbs.arguments import Verify
 
-    from ..limits import Bytes
-    from .setting import RemoteNode, Setting
+    from .setting import Setting
 
 # What the first of 32 layers may take: twice its share of the whole, and 2 ms for the request.
 _SHARE = 1 / 16
@@ -42,37 +36,23 @@ _TIMEOUT_S = 60.0
 
 
 class _Progress:
-    """Reads one block and keeps the time, in seconds: to its first layer, and to its last byte."""
+    """Streams one block and keeps the time, in seconds: to its first layer, and to its end."""
 
-    def __init__(self, node: RemoteNode, prefix: Prefix, target: Bytes, verify: Verify) -> None:
-        self._peer = Peer(node.address, Credentials(), "bench")
-        self._access = Access(verify, random.Random(0))
+    def __init__(self, client: Client, prefix: Prefix, verify: Verify) -> None:
+        self._client = client
         self._prefix = prefix
-        self._target = target
-        self._first_at = 0.0
+        self._verify = verify
         self.first: list[float] = []
         self.whole: list[float] = []
 
     def __call__(self) -> None:
         """One block."""
-        prefix, chosen = self._prefix, select(self._prefix.schema)
         start_s = time.perf_counter()
-        arrivals = ArrivedSegments(
-            prefix, chosen, self._access, [self._target], piece=self._arrived
-        )
-        fetched = fetch(self._peer, prefix, arrivals, deadline=time.monotonic() + _TIMEOUT_S)
-        end_s = time.perf_counter()
-        assert fetched.blocks == 1, fetched
-        self.first.append(self._first_at - start_s)
-        self.whole.append(end_s - start_s)
-
-    def _arrived(self, block: int, layer: int) -> None:
-        if not layer:
-            self._first_at = time.perf_counter()
-
-    def close(self) -> None:
-        """Hang up."""
-        self._peer.close()
+        layers = self._client.stream(self._prefix, verify=self._verify, timeout_s=_TIMEOUT_S)
+        for layer in layers:
+            if not layer.index:
+                self.first.append(time.perf_counter() - start_s)
+        self.whole.append(time.perf_counter() - start_s)
 
 
 def first_layer(setting: Setting) -> list[Row]:
@@ -81,12 +61,8 @@ def first_layer(setting: Setting) -> list[Row]:
     setting.tell(f"a block of {size_text(block_bytes)}")
     policies: tuple[Verify, ...] = ("off", "always")
     rounds = 3 * setting.sizes.rounds
-    with pair(block_bytes, 1) as both, contextlib.ExitStack() as stack:
-        readers = []
-        for verify in policies:
-            reader = _Progress(both.node, both.prefix, both.targets[0], verify)
-            stack.callback(reader.close)
-            readers.append(reader)
+    with pair(block_bytes, 1) as both:
+        readers = [_Progress(both.client, both.prefix, verify) for verify in policies]
         interleave([Side(reader) for reader in readers], rounds=rounds)
     return [
         _layer_row(block_bytes, verify, reader.first[-rounds:], reader.whole[-rounds:])

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ..node.core import messages
     from .read_results import ReadOutcome
 
-# The home node in a plan: its number in the directory changes, and may not be known yet. No node has
-# this one.
+# The home node in a plan. No node has this number; home's own in the directory changes, and may not
+# be known yet.
 HOME = -1
 # The most runs of one prompt that are read in parallel, from up to as many nodes.
 TOGETHER_MAX = 4
