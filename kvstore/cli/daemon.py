@@ -115,7 +115,7 @@ def in_a_pool(
     directory = open_directory(
         options.directory, pool=options.pool, token=options.credentials.token
     )
-    engine = VerbDriver(directory, options.credentials, f"node {options.name}")
+    driver = VerbDriver(directory, options.credentials, f"node {options.name}")
     arena = node.core.residency.dram.arena
 
     def record() -> NodeRecord:
@@ -127,7 +127,7 @@ def in_a_pool(
             capacity_bytes=arena.capacity_bytes,
             free_bytes=arena.free_bytes,
             draining=node.draining,
-            links=engine.link_summary(),
+            links=driver.link_summary(),
         )
 
     publisher = Publisher(node, directory, record, publishing)
@@ -138,13 +138,13 @@ def in_a_pool(
         "lag_events": publisher.lag,
     }
     publisher.start()
-    caretaker = Caretaker(node, directory, engine, lambda: publisher.number)
+    caretaker = Caretaker(node, directory, driver, lambda: publisher.number)
     try:
         yield
     finally:
         publisher.close()
         node.on_remote_miss = None
-        caretaker.close()  # with the engine and, through it, the directory
+        caretaker.close()  # with the driver and, through it, the directory
 
 
 def _announce(node: Node, options: DaemonOptions, address: str | None) -> None:

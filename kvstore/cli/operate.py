@@ -15,7 +15,7 @@ from ..url import Pool, parse_url
 from ..verbs.block_verbs import DEFAULT_TIMEOUT_S
 from .console import JsonFlag, errors_console, say
 from .local.token_file import make_secret_file
-from .pool_status import open_engine
+from .pool_status import open_driver
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,16 +64,16 @@ def drain(
     target = parse_url(url)
     if not isinstance(target, Pool):
         raise InvalidInput(f"{url}: draining hands blocks to other nodes; give the URL of a pool")
-    with closing(open_engine(target, "tiffin drain")) as engine:
-        number = find_node(engine.members.nodes(), node)
-        engine.ask(number, messages.Drain(0, not undo), DEFAULT_TIMEOUT_S)
+    with closing(open_driver(target, "tiffin drain")) as driver:
+        number = find_node(driver.members.nodes(), node)
+        driver.ask(number, messages.Drain(0, not undo), DEFAULT_TIMEOUT_S)
         if undo:
             say(f"{node} takes new blocks again")
             return
-        numbers = engine.ask(number, messages.Statistics(0), DEFAULT_TIMEOUT_S).numbers
+        numbers = driver.ask(number, messages.Statistics(0), DEFAULT_TIMEOUT_S).numbers
         with errors_console.status(f"{node} hands over its blocks", spinner="line"):
             request = messages.Evacuate(0, timeout_s)
-            elsewhere = int(engine.ask(number, request, timeout_s).count)
+            elsewhere = int(driver.ask(number, request, timeout_s).count)
     left = max(0, numbers["blocks"] - elsewhere)
     if as_json:
         outcome = {"node": node, "number": number, "elsewhere": elsewhere, "left": left}

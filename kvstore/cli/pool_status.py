@@ -73,7 +73,7 @@ def count_replicas(
     return {"blocks": {name: round(n) for name, n in counts.items()}, "of": taken, "exact": exact}
 
 
-def open_engine(target: Pool, name: str) -> VerbDriver:
+def open_driver(target: Pool, name: str) -> VerbDriver:
     """What asks the nodes of a pool, and knows its members. Raises InvalidInput."""
     credentials = load_credentials(**target.credentials)
     members: Directory | FixedMembers
@@ -92,19 +92,19 @@ class Overview:
 
     def __init__(self, target: Pool, name: str = "tiffin status") -> None:
         self._pool = target.pool
-        self._engine = open_engine(target, name)
-        members: Any = self._engine.members
+        self._driver = open_driver(target, name)
+        members: Any = self._driver.members
         self._directory: Directory | None = None if isinstance(members, FixedMembers) else members
         self._counted: dict[str, Any] = {}
         self._counted_at = float("-inf")
 
     def close(self) -> None:
         """Hang up."""
-        self._engine.close()
+        self._driver.close()
 
     def look(self, *, replicas: bool = True) -> dict[str, Any]:
         """The pool now, as plain nested values; docs/operations.md explains each."""
-        records = dict(self._engine.members.nodes())
+        records = dict(self._driver.members.nodes())
         replies = self._ask(list(records), messages.Statistics)
         nodes = [_node(records[n], replies.get(n)) for n in sorted(records)]
         nodes.sort(key=lambda node: (node["name"], node["number"]))
@@ -121,7 +121,7 @@ class Overview:
         return found
 
     def _ask(self, numbers: Sequence[int], make: type[messages.Request]) -> dict[int, Any]:
-        return self._engine.run(ask_all(numbers, lambda: make(0), ASK_S)) if numbers else {}
+        return self._driver.run(ask_all(numbers, lambda: make(0), ASK_S)) if numbers else {}
 
     def _directory_numbers(self) -> dict[str, Any] | None:
         if self._directory is None:
@@ -163,7 +163,7 @@ class Overview:
         holders: dict[bytes, set[int]] = {key: set() for key in keys}
         joined = b"".join(keys)
         assert len(joined) == len(keys) * KEY_BYTES
-        replies = self._engine.run(ask_all(nodes, lambda: messages.Exists(0, joined), ASK_S))
+        replies = self._driver.run(ask_all(nodes, lambda: messages.Exists(0, joined), ASK_S))
         for node, reply in replies.items():
             if isinstance(reply, messages.Flags):
                 for key, flag in zip(keys, reply.flags, strict=True):

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from .core.hbm_core import HbmEntry
     from .device.device_memory import HbmMemory
     from .device.host_pinning import PinnedPool
-    from .locked_core import Desk
-    from .promotion import PoolDoor
+    from .locked_core import LockedCore
+    from .promotion import PoolHealth
 
 log = logging.getLogger(__name__)
 
 # The usual interval: expiry and pins are counted in seconds; a commit wakes the thread at once.
 TICK_S = 0.25
 # The interval while deferred releases wait for a stream.
-ENDINGS_S = 0.005
+RELEASES_S = 0.005
 # The timeout of a write-back in the background: 256 MiB at 50 MB/s.
 SAVE_TIMEOUT_S = 5.0
 
@@ -42,18 +42,18 @@ class Background:
         self,
         client: Client,
         memory: HbmMemory,
-        desk: Desk,
-        door: PoolDoor,
+        locked_core: LockedCore,
+        pool_health: PoolHealth,
         pinned: PinnedPool | None,
         block_bytes: int,
         wake: threading.Event,
     ) -> None:
         """`wake`: set after a commit in HBM, so that the thread looks at once."""
-        self._desk = desk
+        self._locked_core = locked_core
         self._pinned = pinned
-        self._door = door
+        self._pool_health = pool_health
         self._blocks_max = max(1, RUN_BYTES // block_bytes)
-        self._saver = Saver(client, memory, desk.endings, self._ended, desk.condemn)
+        self._saver = Saver(client, memory, locked_core.releases, self._ended, locked_core.condemn)
         self._saving = threading.Lock()  # held by the thread that writes back
         self._wake = wake
         self._closed = False
@@ -76,8 +76,8 @@ class Background:
         Raises DeadlineExceeded, and the errors of the pool and the device (see `Saver.save`).
         """
         with self._turn(deadline):
-            with self._desk.lock:
-                replicas = self._desk.core.saves_of(keys)
+            with self._locked_core.lock:
+                replicas = self._locked_core.core.saves_of(keys)
                 entries = self._entries(replicas)
             return self._save(replicas, entries, deadline)
 
@@ -96,7 +96,7 @@ class Background:
             self._saving.release()
 
     def _entries(self, replicas: Sequence[Replica]) -> list[HbmEntry]:
-        return [self._desk.core.entries[replica.key] for replica in replicas]
+        return [self._locked_core.core.entries[replica.key] for replica in replicas]
 
     def _save(
         self, replicas: Sequence[Replica], entries: Sequence[HbmEntry], deadline: float
@@ -105,36 +105,36 @@ class Background:
         try:
             self._saver.save(replicas, entries, deadline, total)
             if replicas:
-                self._door.answered()
+                self._pool_health.answered()
         except CopyLate:
-            self._desk.count(timeouts=1)
+            self._locked_core.count(timeouts=1)
             raise
         except (DeviceRefused, OutOfTime):
             raise
         except POOL_ERRORS:
-            self._door.failed()
-            self._desk.count(pool_errors=1)
+            self._pool_health.failed()
+            self._locked_core.count(pool_errors=1)
             raise
         finally:
-            self._desk.count(
+            self._locked_core.count(
                 demotions=total.saved, demoted_bytes=total.nbytes, not_saved=total.refused
             )
         return total
 
     def _ended(self, replica: Replica, saved: bool) -> None:
-        with self._desk.lock:
-            self._desk.core.saved(replica, saved=saved)
+        with self._locked_core.lock:
+            self._locked_core.core.saved(replica, saved=saved)
 
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closed:
-            self._wake.wait(ENDINGS_S if len(self._desk.endings) else TICK_S)
+            self._wake.wait(RELEASES_S if len(self._locked_core.releases) else TICK_S)
             self._wake.clear()
             try:
-                self._desk.endings.look()
-                with self._desk.lock:
-                    self._desk.core.tick(time.monotonic())
+                self._locked_core.releases.look()
+                with self._locked_core.lock:
+                    self._locked_core.core.tick(time.monotonic())
                 if self._pinned is not None:
                     self._pinned.follow()
                 while not self._closed and self._save_due():
@@ -146,16 +146,16 @@ class Background:
 
     def _save_due(self) -> bool:
         """Write back one batch of due blocks. Returns whether the caller should try another one."""
-        if not self._desk.core.hbm.write_back:
+        if not self._locked_core.core.hbm.write_back:
             return False
         if not self._saving.acquire(blocking=False):
             return False  # a `save` is in flight; this thread does not wait for it
         try:
-            with self._desk.lock:
-                replicas = self._desk.core.saves_due(self._blocks_max)
+            with self._locked_core.lock:
+                replicas = self._locked_core.core.saves_due(self._blocks_max)
                 entries = self._entries(replicas)
             # Only with blocks to save: after a yes, the breaker takes this call as its probe.
-            if not replicas or not self._door.admits():
+            if not replicas or not self._pool_health.admits():
                 for replica in replicas:
                     self._ended(replica, saved=False)
                 return False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import NoRoom
 from .core.inflight_promotions import InflightPromotion, InflightPromotions
-from .device.deferred_release import POLL_S, Endings, has_passed
+from .device.deferred_release import POLL_S, DeferredReleases, has_passed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ class Held:
     reason: Reason
 
 
-class Desk:
+class LockedCore:
     """Serialises all decisions of an HBM tier. Thread-safe; only `reserve` and `await_arrival`
     wait.
 
@@ -67,7 +67,7 @@ class Desk:
         that waiting calls do not delay the close."""
         self.core = core
         self.lock = threading.Lock()
-        self.endings = Endings()
+        self.releases = DeferredReleases()
         self.counters = HbmCounters()
         self.arrivals = InflightPromotions()
         self.check_open = check_open
@@ -76,7 +76,7 @@ class Desk:
     def forget(self) -> None:
         """In a forked child: make a new lock, as the thread that held the old one is not there."""
         self.lock = threading.Lock()
-        self.endings.forget()
+        self.releases.forget()
 
     def count(self, **changes: int) -> None:
         """Add to counters."""
@@ -91,7 +91,7 @@ class Desk:
         with self.lock:
             ended = self.core.close_use(use, fenced=passed is None or has_passed(passed))
         if not ended and passed is not None:
-            self.endings.add(passed, partial(self.fence, use))
+            self.releases.add(passed, partial(self.fence, use))
 
     def fence(self, use: Session) -> None:
         """Free the memory of an ended use: no work that it started can touch it any more."""
@@ -107,7 +107,7 @@ class Desk:
         until `deadline`."""
         while True:
             self.check_open()
-            self.endings.look()
+            self.releases.look()
             now = time.monotonic()
             with self.lock:
                 use = self.core.open_use()
@@ -177,7 +177,7 @@ class Desk:
     def hold(self, prefix: Prefix) -> Held:
         """Lease the leading blocks that are in HBM. A block whose tokens differ from the prefix's
         (a collision of keys) counts as missing."""
-        self.endings.look()
+        self.releases.look()
         keys = prefix.keys
         with self.lock:
             use = self.core.open_use()

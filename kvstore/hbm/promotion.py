@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..verbs.arguments import Verify
     from .core.inflight_promotions import InflightPromotion
     from .device.device_memory import HbmMemory
-    from .locked_core import Desk
+    from .locked_core import LockedCore
     from .pool_access import FetchedBlocks
 
     Sums = NDArray[np.uint64]
@@ -40,7 +40,7 @@ FIRST_S, MAX_S = 0.1, 2.0
 AGAIN = "again"
 
 
-class PoolDoor:
+class PoolHealth:
     """A thread-safe circuit breaker for calls to the pool: while the pool does not answer, only a
     probe from time to time calls it, not every prompt."""
 
@@ -64,21 +64,21 @@ class PoolDoor:
             self._health.answered()
 
 
-class Bringer:
+class Promoter:
     """Promotes blocks from the pool to HBM, in the calling thread."""
 
     def __init__(
         self,
         client: Client,
         memory: HbmMemory,
-        desk: Desk,
-        door: PoolDoor,
+        locked_core: LockedCore,
+        pool_health: PoolHealth,
         admission: Admission,
     ) -> None:
         self._client = client
         self._memory = memory
-        self._desk = desk
-        self._door = door
+        self._locked_core = locked_core
+        self._pool_health = pool_health
         self._admission = admission
 
     def bring(
@@ -91,19 +91,19 @@ class Bringer:
         does not fetch blocks that another caller is promoting, but waits for that caller. Never
         raises for a condition of the pool; raises TierUnavailable when the device refuses.
         """
-        with self._desk.lock:
+        with self._locked_core.lock:
             wanted = prefix[: self._admission.admits(prefix.keys)]
         if not len(wanted):
             return frozenset(), "admission"
-        arrival = self._desk.begin_arrival(wanted.keys, join=join)
+        arrival = self._locked_core.begin_arrival(wanted.keys, join=join)
         if arrival is None:
-            ended = self._desk.await_arrival(wanted.keys[0], deadline)
+            ended = self._locked_core.await_arrival(wanted.keys[0], deadline)
             return frozenset(), AGAIN if ended else "busy"
         try:
             mine = wanted[: len(arrival.keys)]
             good, why = self._bring(mine, verify, deadline, arrival)
         finally:
-            self._desk.end_arrival(arrival)
+            self._locked_core.end_arrival(arrival)
         return good, AGAIN if why is None and len(mine) < len(wanted) else why
 
     def _bring(
@@ -120,9 +120,9 @@ class Bringer:
                 return self._arrive(fetched, deadline, arrival)
             except Unfinished as error:
                 # A copy that began still reads the host's memory, and writes HBM.
-                self._desk.count(timeouts=error.late)
+                self._locked_core.count(timeouts=error.late)
                 if error.passed is not None:
-                    self._desk.endings.add(error.passed, fetched.release)
+                    self._locked_core.releases.add(error.passed, fetched.release)
                     fetched.release = no_release
                 if error.late:
                     return frozenset(), "deadline"
@@ -139,7 +139,7 @@ class Bringer:
             return frozenset(), fetched.reason
         found = fetched.prefix[: len(fetched.views)]
         try:
-            use, made = self._desk.reserve(found, 0.0, stop_at_busy=True)
+            use, made = self._locked_core.reserve(found, 0.0, stop_at_busy=True)
         except NoRoom:
             return frozenset(), "no_room"
         good: frozenset[int] = frozenset()
@@ -154,15 +154,15 @@ class Bringer:
         return good, "busy" if len(made.statuses) < len(found) else fetched.reason
 
     def _fetch(self, wanted: Prefix, verify: Verify, deadline: float) -> FetchedBlocks:
-        if not self._door.admits():
+        if not self._pool_health.admits():
             return nothing(wanted, "pool")
         try:
             fetched = fetch(self._client, wanted, verify, until_s(deadline))
         except POOL_ERRORS:
-            self._door.failed()
-            self._desk.count(pool_errors=1)
+            self._pool_health.failed()
+            self._locked_core.count(pool_errors=1)
             return nothing(wanted, "pool")
-        self._door.answered()
+        self._pool_health.answered()
         return fetched
 
     def _copy(
@@ -179,10 +179,10 @@ class Bringer:
         try:
             self._memory.copy(pairs, deadline)
         except Unfinished as error:
-            self._desk.end(use, error.passed)
+            self._locked_core.end(use, error.passed)
             raise
         except BaseException:
-            self._desk.end(use, Never())
+            self._locked_core.end(use, Never())
             raise
 
     def _entries(
@@ -195,7 +195,7 @@ class Bringer:
             offsets = [replica.offset for replica in made.lease.replicas]
             found = self._memory.checksums(offsets, spans_of(fetched.prefix.schema))
         except BaseException:
-            self._desk.end(use)
+            self._locked_core.end(use)
             raise
         pairs = zip(positions(made, ReserveStatus.GRANTED), found, strict=True)
         return [self._entry(fetched, index, sums) for index, sums in pairs]
@@ -204,7 +204,7 @@ class Bringer:
         expected = fetched.sums[index]
         if expected is not None and not np.array_equal(sums, expected):
             fetched.report(index)
-            self._desk.count(damaged_arrivals=1)
+            self._locked_core.count(damaged_arrivals=1)
             return None
         return HbmEntry(fetched.prefix, index, sums, dirty=False)
 
@@ -218,10 +218,10 @@ class Bringer:
         """Publish the blocks with an entry; returns the generations of the stored ones."""
         assert made.lease is not None
         try:
-            kept = self._desk.publish(use, made.lease.id, entries, arrival)
+            kept = self._locked_core.publish(use, made.lease.id, entries, arrival)
         except StaleLease:
             return frozenset()
         replicas = made.lease.replicas
         good = [r for r, flag in zip(replicas, kept, strict=True) if flag == Kept.STORED]
-        self._desk.count(brought=len(good), brought_bytes=sum(r.length for r in good))
+        self._locked_core.count(brought=len(good), brought_bytes=sum(r.length for r in good))
         return frozenset(replica.generation for replica in good)

@@ -38,10 +38,10 @@ from .device.device_memory import HbmMemory, Point, on_current_stream
 from .device.host_pinning import PinnedPool
 from .handles import HbmBlocks, HbmSlot, HbmSlots, blocks_of
 from .lease_claims import Claim
-from .locked_core import Desk, Held
+from .locked_core import Held, LockedCore
 from .main_thread_verbs import in_one_piece
 from .pool_access import spans_of
-from .promotion import AGAIN, Bringer, PoolDoor
+from .promotion import AGAIN, PoolHealth, Promoter
 from .store_lifetime import CLOSE_TIMEOUT_S, Closing
 
 if TYPE_CHECKING:
@@ -105,22 +105,28 @@ class HbmStore:
         core = HbmCore(self._memory.tier.arena, options, first_generation=time.time_ns())
         self._gate = UsageGate(lambda: ClientClosed("this HBM store is closed; open another"))
         wake = threading.Event()
-        self._desk = Desk(core, wake.set, self._gate.check)
+        self._locked_core = LockedCore(core, wake.set, self._gate.check)
         self._pinned: PinnedPool | None = None
         if pin:
             self._pinned = PinnedPool(client, str(self._memory.device), self._memory.while_idle)
             self._pinned.follow()
-        door = PoolDoor()
+        pool_health = PoolHealth()
         self._background = Background(
-            client, self._memory, self._desk, door, self._pinned, schema.block_bytes, wake
+            client,
+            self._memory,
+            self._locked_core,
+            pool_health,
+            self._pinned,
+            schema.block_bytes,
+            wake,
         )
         admission = Admission(second_use=options.admit_on_second_use)
-        self._bringer = Bringer(client, self._memory, self._desk, door, admission)
+        self._promoter = Promoter(client, self._memory, self._locked_core, pool_health, admission)
         self._client = client
         self._forked = False
-        self._forsaken = partial(_end_forsaken, self._desk, self._memory)
+        self._forsaken = partial(_end_forsaken, self._locked_core, self._memory)
         self._closing = Closing(
-            self._gate, self._background, self._desk, self._memory, self._pinned
+            self._gate, self._background, self._locked_core, self._memory, self._pinned
         )
         _open_stores.add(self)
         # The objects above have no reference to the store, so that a dropped store is collected.
@@ -145,7 +151,7 @@ class HbmStore:
         with self._gate:
             part = self._part(prefix)
             deadline = time.monotonic() + check_timeout(timeout_s)
-            use, made = self._desk.reserve(part, deadline)
+            use, made = self._locked_core.reserve(part, deadline)
             return self._slots(part, use, made)
 
     def _slots(self, part: Prefix, use: Session, made: Reservation) -> HbmSlots:
@@ -174,14 +180,14 @@ class HbmStore:
     def _publish(self, slots: HbmSlots, use: Session, point: Point) -> tuple[int, ...]:
         written = [slot for slot in slots.kept() if not slot.skipped]
         if not written:
-            self._desk.end(use, point)
+            self._locked_core.end(use, point)
             return ()
         try:
             with self._gate:
                 offsets = [slot.offset for slot in written]
                 sums = self._memory.checksums(offsets, self._spans, after=point)
         except BaseException:
-            self._desk.end(use, point)
+            self._locked_core.end(use, point)
             raise
         entries: dict[int, HbmEntry] = {
             slot.index: HbmEntry(slots.prefix, slot.index, found, dirty=True)
@@ -189,11 +195,11 @@ class HbmStore:
         }
         # The caller's work on skipped slots has ended too: the checksums began after the point.
         order = [entries.get(slot.index) for slot in slots.kept()]
-        kept = self._desk.publish(use, slots.lease, order)
+        kept = self._locked_core.publish(use, slots.lease, order)
         stored = tuple(
             slot.index for slot, flag in zip(slots.kept(), kept, strict=True) if flag == Kept.STORED
         )
-        self._desk.count(published=len(stored))
+        self._locked_core.count(published=len(stored))
         return stored
 
     # -- reading ---------------------------------------------------------------------------------
@@ -201,8 +207,8 @@ class HbmStore:
     @in_one_piece
     def match(self, prefix: Prefix) -> int:
         """Count the leading blocks that are in HBM. Takes no lease and does not count as a use."""
-        with self._gate, self._desk.lock:
-            return self._desk.core.resident(self._part(prefix).keys)
+        with self._gate, self._locked_core.lock:
+            return self._locked_core.core.resident(self._part(prefix).keys)
 
     @in_one_piece
     def lease(self, prefix: Prefix, *, verify: Verify | None = None) -> HbmBlocks:
@@ -238,14 +244,14 @@ class HbmStore:
             while why == AGAIN and len(held.replicas) < len(part):
                 count, before = len(held.replicas), held.use
                 try:
-                    fresh, why = self._bringer.bring(
+                    fresh, why = self._promoter.bring(
                         part[count:], access.verify, deadline, join=join
                     )
                     trusted = fresh.union(replica.generation for replica in held.replicas)
                     held, damaged = self._hold(part, access, trusted)
                 finally:
                     if before is not None:
-                        self._desk.end(before)
+                        self._locked_core.end(before)
                 # After a wait for another caller that brought nothing, do not wait again.
                 join = len(held.replicas) > count
             return self._blocks(part, held, "corrupt" if damaged else why, hits)
@@ -254,7 +260,7 @@ class HbmStore:
         count = len(held.replicas)
         hits = min(hits, count)
         misses = len(part) - count
-        self._desk.count(hbm_hits=hits, pool_hits=count - hits, misses=misses)
+        self._locked_core.count(hbm_hits=hits, pool_hits=count - hits, misses=misses)
         reason = why or ("busy" if held.reason is Reason.BUSY else "miss")
         claim, view = self._lend(held.use)
         blocks = blocks_of(held.replicas, held.entries, view)
@@ -266,16 +272,16 @@ class HbmStore:
         whether they end before a block that was damaged."""
         damaged = False
         while True:
-            held = self._desk.hold(part)
+            held = self._locked_core.hold(part)
             bad = self._first_bad(held, access, trusted)
             if bad is None:
                 return held, damaged
             damaged = True
-            self._desk.condemn(held.replicas[bad])
+            self._locked_core.condemn(held.replicas[bad])
             # Take a new lease on the shorter prefix, as a lease cannot be shortened.
             trusted |= {replica.generation for replica in held.replicas[:bad]}
             assert held.use is not None
-            self._desk.end(held.use)
+            self._locked_core.end(held.use)
             part = part[:bad]
 
     def _first_bad(self, held: Held, access: Access, trusted: frozenset[int]) -> int | None:
@@ -291,7 +297,7 @@ class HbmStore:
             sums = self._memory.checksums(offsets, self._spans)
         except BaseException:
             assert held.use is not None
-            self._desk.end(held.use)
+            self._locked_core.end(held.use)
             raise
         for i, found in zip(chosen, sums, strict=True):
             if not np.array_equal(found, held.entries[i].checksums):
@@ -305,7 +311,7 @@ class HbmStore:
         if point is None or not claim.take():
             return False
         if claim.use is not None:
-            self._desk.end(claim.use, point)
+            self._locked_core.end(claim.use, point)
         return True
 
     def _point(self, claim: Claim, stream: Any) -> Point | None:
@@ -335,15 +341,15 @@ class HbmStore:
         """Pin the blocks in HBM for `ttl_s`: evicted last, or with `hard` never. Returns how many
         are there. Does not pin them in the pool."""
         until = time.monotonic() + check_ttl(ttl_s)
-        with self._gate, self._desk.lock:
+        with self._gate, self._locked_core.lock:
             level = PinLevel.HARD if hard else PinLevel.SOFT
-            return self._desk.core.pin(self._part(prefix).keys, level, until)
+            return self._locked_core.core.pin(self._part(prefix).keys, level, until)
 
     @in_one_piece
     def unpin(self, prefix: Prefix) -> int:
         """Remove the pins; returns how many blocks are in HBM."""
-        with self._gate, self._desk.lock:
-            return self._desk.core.pin(self._part(prefix).keys, PinLevel.NONE, 0.0)
+        with self._gate, self._locked_core.lock:
+            return self._locked_core.core.pin(self._part(prefix).keys, PinLevel.NONE, 0.0)
 
     @in_one_piece
     def remove(
@@ -358,13 +364,13 @@ class HbmStore:
         with self._gate:
             part = self._part(prefix)
             deadline = time.monotonic() + check_timeout(timeout_s)
-            removed = self._desk.remove(part.keys)
+            removed = self._locked_core.remove(part.keys)
             if pool:
                 # A write-back in flight may still store the blocks in the pool: wait for its end.
                 self._background.settle(deadline)
                 self._client.remove(part, timeout_s=until_s(deadline))
                 # Another caller may have promoted them again in the meantime.
-                self._desk.remove(part.keys)
+                self._locked_core.remove(part.keys)
             return removed
 
     # -- the rest --------------------------------------------------------------------------------
@@ -373,13 +379,13 @@ class HbmStore:
     def statistics(self) -> dict[str, Any]:
         """Bytes by state (free + reserved + committed + quarantined == capacity), blocks, hits,
         promotions and write-backs; `docs/hbm.md` explains each number."""
-        self._desk.endings.look()
-        return self._desk.statistics()
+        self._locked_core.releases.look()
+        return self._locked_core.statistics()
 
     def check(self) -> None:
         """Assert every invariant of the core; O(blocks). For tests."""
-        with self._desk.lock:
-            self._desk.core.check()
+        with self._locked_core.lock:
+            self._locked_core.core.check()
 
     @in_one_piece
     def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -394,7 +400,7 @@ class HbmStore:
         self._gate = UsageGate(lambda: ClientClosed("a forked child opens an HBM store of its own"))
         self._gate.closed = True
         self._closing.forget()
-        self._desk.forget()
+        self._locked_core.forget()
 
     def __enter__(self) -> Self:
         return self
@@ -421,16 +427,16 @@ class HbmStore:
             memory, kept = self._memory.lent()
         except BaseException:
             if use is not None:
-                self._desk.end(use)
+                self._locked_core.end(use)
             raise
         nbytes = self.schema.block_bytes
         claim = Claim(use, kept, self._forsaken)
         return claim, lambda replica: memory[replica.offset : replica.offset + nbytes]
 
 
-def _end_forsaken(desk: Desk, memory: HbmMemory, use: Session) -> None:
+def _end_forsaken(locked_core: LockedCore, memory: HbmMemory, use: Session) -> None:
     """End a use whose handle and views are garbage. Synchronises the device: no stream is known."""
-    desk.end(use, memory.all_passed())
+    locked_core.end(use, memory.all_passed())
 
 
 _open_stores: weakref.WeakSet[HbmStore] = weakref.WeakSet()

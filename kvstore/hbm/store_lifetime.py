@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .background import Background
     from .device.device_memory import HbmMemory
     from .device.host_pinning import PinnedPool
-    from .locked_core import Desk
+    from .locked_core import LockedCore
 
 # The default timeout of `close` for copies in flight, and for callers' streams.
 CLOSE_TIMEOUT_S = 10.0
@@ -28,13 +28,13 @@ class Closing:
         self,
         gate: UsageGate,
         background: Background,
-        desk: Desk,
+        locked_core: LockedCore,
         memory: HbmMemory,
         pinned: PinnedPool | None,
     ) -> None:
         self._gate = gate
         self._background = background
-        self._desk = desk
+        self._locked_core = locked_core
         self._memory = memory
         self._pinned = pinned
         self._turn = threading.Lock()
@@ -55,7 +55,7 @@ class Closing:
         self._gate.close()
         self._background.close()
         deadline = time.monotonic() + timeout_s
-        ended = self._desk.endings.wait(timeout_s)
+        ended = self._locked_core.releases.wait(timeout_s)
         self._memory.close(until_s(deadline))
         if ended:
             self._unpin()
@@ -66,7 +66,7 @@ class Closing:
     def _finish(self) -> None:
         """Wait for the copies in flight, whose leases and slots in the pool delay the client's
         `close`, and unpin the memory after them."""
-        self._desk.endings.wait()
+        self._locked_core.releases.wait()
         self._unpin()
 
     def _unpin(self) -> None:

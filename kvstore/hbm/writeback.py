@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..format.keys import Prefix
     from ..node.core.records import Replica
     from .core.hbm_core import HbmEntry
-    from .device.deferred_release import Endings
+    from .device.deferred_release import DeferredReleases
     from .device.device_memory import HbmMemory, Passed
 
     Sums = NDArray[np.uint64]
@@ -80,13 +80,13 @@ class Saver:
         self,
         client: Client,
         memory: HbmMemory,
-        endings: Endings,
+        releases: DeferredReleases,
         ended: Callable[[Replica, bool], None],
         damaged: Callable[[Replica], None],
     ) -> None:
         self._client = client
         self._memory = memory
-        self._endings = endings
+        self._releases = releases
         self._ended = ended
         self._damaged = damaged
 
@@ -155,7 +155,7 @@ class Saver:
         """Release slots and extents once the copy has ended; the client's `close` waits for that.
         If the copy failed, its end is unknown: then only `close` is let through, and the slots and
         extents are not released."""
-        self._endings.add(passed, partial(_give_up, slots, run, inside), inside.close)
+        self._releases.add(passed, partial(_give_up, slots, run, inside), inside.close)
 
     def _fill(self, slots: Slots, run: _Run, deadline: float) -> None:
         """Copy into the slots, and skip those whose bytes fail the checksums."""

@@ -74,7 +74,7 @@ class PoolClient(Client):
 
     def __init__(
         self,
-        engine: VerbDriver,
+        driver: VerbDriver,
         verify: Verify,
         *,
         home: NodeLink | None = None,
@@ -83,8 +83,8 @@ class PoolClient(Client):
     ) -> None:
         """`home_number()` is the home node's number in the directory; a restart changes it."""
         self._access = local_verbs.Access(check_verify(verify), random.Random())
-        self._engine = engine
-        self._home = Home(home, home_number, engine, admission) if home is not None else None
+        self._driver = driver
+        self._home = Home(home, home_number, driver, admission) if home is not None else None
         self._dice = random.Random()
         self._orders = Orders()
         self._closing = threading.Lock()
@@ -156,11 +156,11 @@ class PoolClient(Client):
         if into is not None:
             targets = target_views(into, len(prefix), selection.nbytes)
             reader = Reader(prefix, access, selection, targets.__getitem__, self._home)
-            return copied_blocks(reader, self._engine.get(reader, deadline))
+            return copied_blocks(reader, self._driver.get(reader, deadline))
         own, leases = OwnMemory(selection.nbytes), list[LeasedBlocks]()
         reader = Reader(prefix, access, selection, own.__getitem__, self._home, leases)
         try:
-            outcome = self._engine.get(reader, deadline)
+            outcome = self._driver.get(reader, deadline)
         except BaseException:
             release_all(leases)
             raise
@@ -202,7 +202,7 @@ class PoolClient(Client):
         ahead: int,
         node: int | None,
     ) -> Searching:
-        how = prefix, self._reading(verify), timeout_s, self._engine.peer
+        how = prefix, self._reading(verify), timeout_s, self._driver.peer
         number = (lambda: self._home_number) if self._home is not None else None
         first = partial(self._locate, without_home=True)
         return Searching(*how, number, node, lambda part: first(part.keys[:1])[0], heads, ahead)
@@ -248,11 +248,11 @@ class PoolClient(Client):
                 self._put_another(placing, done, replicas)
         elif replicas > 1 and number is not None:
             more, without = replicas - 1, placing.done_with
-            self._orders.add(partial(replicate_from, self._engine, prefix, number, more, without))
+            self._orders.add(partial(replicate_from, self._driver, prefix, number, more, without))
         return first
 
     def _placing(self, prefix: Prefix, views: list[Bytes], deadline: float) -> PutPlacement:
-        return PutPlacement(self._engine, BlockSeals(prefix, views), deadline, self._home)
+        return PutPlacement(self._driver, BlockSeals(prefix, views), deadline, self._home)
 
     def _put_another(self, placing: PutPlacement, done: int, replicas: int) -> None:
         """Write one more replica to another node. Raises NoRoom."""
@@ -282,7 +282,7 @@ class PoolClient(Client):
         selection = select_shard(prefix.schema, shard)
         seals = BlockSeals(prefix, source_views(selection, payloads, len(prefix)), selection)
         room_s = until_s(deadline)
-        replica = self._engine.node(HOME if node is None else node, self._home)
+        replica = self._driver.node(HOME if node is None else node, self._home)
         return replica.put(seals, room_s, deadline, patient=True)
 
     def _node_for(self, prefix: Prefix, node: int | None) -> int | None:
@@ -291,7 +291,7 @@ class PoolClient(Client):
             return None if node == self._home_number else node
         if self._home is not None:
             return None
-        return shard_node(self._engine.nodes(), prefix)
+        return shard_node(self._driver.nodes(), prefix)
 
     @verb
     @in_one_piece
@@ -378,7 +378,7 @@ class PoolClient(Client):
                 at_home = self._home.ask(local_verbs.remove(prefix, timeout_s), None)
             except TierUnavailable as error:  # the other nodes still have to remove theirs
                 at_home, refused = 0, error
-        self._engine.placements.forget(prefix.keys)
+        self._driver.placements.forget(prefix.keys)
         left_s = deadline - time.monotonic()
         count = self._count(
             prefix,
@@ -403,7 +403,7 @@ class PoolClient(Client):
         holders = self._locate(prefix.keys)
         deadline = time.monotonic() + timeout_s
         return {
-            target: replicate_to(self._engine, prefix, target, holders, deadline) for target in to
+            target: replicate_to(self._driver, prefix, target, holders, deadline) for target in to
         }
 
     @verb
@@ -413,9 +413,9 @@ class PoolClient(Client):
         blocks that no other node has. Returns how many of its blocks other nodes have afterwards.
         The node serves its blocks until it stops; after a timeout, call again to go on."""
         deadline = time.monotonic() + timeout_s
-        self._engine.ask(node, messages.Drain(0, True), min(DEFAULT_TIMEOUT_S, timeout_s))
+        self._driver.ask(node, messages.Drain(0, True), min(DEFAULT_TIMEOUT_S, timeout_s))
         left_s = until_s(deadline)
-        return int(self._engine.ask(node, messages.Evacuate(0, left_s), left_s).count)
+        return int(self._driver.ask(node, messages.Evacuate(0, left_s), left_s).count)
 
     # -- the pool --------------------------------------------------------------------------------
 
@@ -423,19 +423,19 @@ class PoolClient(Client):
     @in_one_piece
     def nodes(self) -> dict[int, Any]:
         """The nodes of the pool by number, as `NodeRecord`s."""
-        return dict(self._engine.nodes())
+        return dict(self._driver.nodes())
 
     @verb
     @in_one_piece
     def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """The statistics of each node that answers, by its name, this client's statistics of its
         links to the nodes, and the name of the home node."""
-        names = names_of(self._engine.nodes())
+        names = names_of(self._driver.nodes())
         replies = self._ask_all(lambda: messages.Statistics(0), timeout_s)
         nodes = {names[n]: reply.numbers for n, reply in replies.items() if n in names}
         links = {
             names[number]: numbers
-            for number, numbers in self._engine.links.statistics().items()
+            for number, numbers in self._driver.links.statistics().items()
             if number in names
         }
         home = self._home_number
@@ -457,7 +457,7 @@ class PoolClient(Client):
 
     def _close_once(self) -> None:
         self._orders.finish(DEFAULT_TIMEOUT_S)
-        self._engine.close()
+        self._driver.close()
         self._orders.close()
         if self._home is not None:
             self._home.close()
@@ -470,7 +470,7 @@ class PoolClient(Client):
 
     @property
     def _fixed(self) -> bool:
-        return isinstance(self._engine.members, FixedMembers)
+        return isinstance(self._driver.members, FixedMembers)
 
     def _locate(
         self, keys: Sequence[bytes], *, without_home: bool = False
@@ -479,7 +479,7 @@ class PoolClient(Client):
         leaves out the home node: the caller has asked it before, and its answer is more up to date
         than the directory."""
         try:
-            located = self._engine.locate(keys)
+            located = self._driver.locate(keys)
         except DirectoryUnavailable:
             return [()] * len(keys)
         home = self._home_number if without_home else None
@@ -490,7 +490,7 @@ class PoolClient(Client):
 
     def _known_nodes(self) -> set[int]:
         try:
-            return set(self._engine.nodes())
+            return set(self._driver.nodes())
         except NodeUnavailable:
             if self._home is None:
                 raise
@@ -499,7 +499,7 @@ class PoolClient(Client):
     def _ask_all(self, make: Callable[[], messages.Request], timeout_s: float) -> dict[int, Any]:
         """Send a request to all nodes: replies by node, of those that answer. Raises the first
         node's error if none answers and this client has no home node."""
-        replies = self._engine.run(pool_verbs.ask_all(sorted(self._known_nodes()), make, timeout_s))
+        replies = self._driver.run(pool_verbs.ask_all(sorted(self._known_nodes()), make, timeout_s))
         failures = [reply for reply in replies.values() if isinstance(reply, TiffinError)]
         if failures and len(failures) == len(replies) and self._home is None:
             raise failures[0]
@@ -524,7 +524,7 @@ class PoolClient(Client):
         if silent and nodes == {home}:
             home = None
         asked = sorted(nodes - {home}) if len(prefix) else []
-        replies = self._engine.run(pool_verbs.ask_all(asked, make, timeout_s))
+        replies = self._driver.run(pool_verbs.ask_all(asked, make, timeout_s))
         failures = [reply for reply in replies.values() if isinstance(reply, TiffinError)]
         if failures and (strict or (len(failures) == len(asked) and at_home is None)):
             raise failures[0]

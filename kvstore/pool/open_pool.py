@@ -52,36 +52,36 @@ def open_pool(target: Pool, verify: Verify, name: str) -> PoolClient:
         members = open_directory(target.directory, pool=target.pool, token=credentials.token)
     else:
         members = FixedMembers(target.addresses)
-    engine = VerbDriver(members, credentials, name, options)
+    driver = VerbDriver(members, credentials, name, options)
     home: SocketLink | None = None
     try:
         call = deadlines.Within(OPENING_S)
-        home, number = call.run(lambda: _reach(engine, target, name))
-        return PoolClient(engine, verify, home=home, home_number=number, admission=target.admission)
+        home, number = call.run(lambda: _reach(driver, target, name))
+        return PoolClient(driver, verify, home=home, home_number=number, admission=target.admission)
     except BaseException:
-        engine.close()
+        driver.close()
         if home is not None:
             home.close()
         raise
 
 
 def _reach(
-    engine: VerbDriver, target: Pool, name: str
+    driver: VerbDriver, target: Pool, name: str
 ) -> tuple[SocketLink | None, Callable[[], int | None]]:
     if not target.directory:
-        _greet(engine)
-    return _find_home(engine, target, name)
+        _greet(driver)
+    return _find_home(driver, target, name)
 
 
-def _greet(engine: VerbDriver) -> None:
+def _greet(driver: VerbDriver) -> None:
     """Connect to a node of a fixed list, the first that answers, so that a wrong address or token
     raises at once."""
     failure: TiffinError | None = None
-    deadline, numbers = time.monotonic() + GREETING_S, list(engine.nodes())
+    deadline, numbers = time.monotonic() + GREETING_S, list(driver.nodes())
     for position, number in enumerate(numbers):
         left_s = until_s(deadline)
         try:
-            engine.ask(number, messages.Match(0, b""), left_s / (len(numbers) - position))
+            driver.ask(number, messages.Match(0, b""), left_s / (len(numbers) - position))
         except ClientClosed:
             raise
         except TiffinError as error:
@@ -93,7 +93,7 @@ def _greet(engine: VerbDriver) -> None:
 
 
 def _find_home(
-    engine: VerbDriver, target: Pool, name: str
+    driver: VerbDriver, target: Pool, name: str
 ) -> tuple[SocketLink | None, Callable[[], int | None]]:
     """A link to the home node, if there is a node on this host that accepts this process, and the
     function that returns its number."""
@@ -101,9 +101,9 @@ def _find_home(
     if target.home not in ("auto", "none"):
         path = target.home.removeprefix("unix:")
         link = SocketLink(Path(path), name)
-        return link, HomeNumber(engine.nodes, here, os.path.realpath(path))
+        return link, HomeNumber(driver.nodes, here, os.path.realpath(path))
     if target.home == "auto" and target.directory:
-        for _, record in sorted(_nodes(engine).items()):
+        for _, record in sorted(_nodes(driver).items()):
             if record.host != here or not record.socket:
                 continue
             if not os.access(record.socket, os.R_OK | os.W_OK):
@@ -113,13 +113,13 @@ def _find_home(
             except TiffinError as error:
                 log.info("not a home: %s", error)
             else:
-                return link, HomeNumber(engine.nodes, here, record.socket)
+                return link, HomeNumber(driver.nodes, here, record.socket)
     return None, lambda: None
 
 
-def _nodes(engine: VerbDriver) -> dict[int, NodeRecord]:
+def _nodes(driver: VerbDriver) -> dict[int, NodeRecord]:
     try:
-        return engine.nodes()
+        return driver.nodes()
     except NodeUnavailable as error:
         log.warning("%s", error)
         return {}

@@ -56,12 +56,12 @@ class PutPlacement:
 
     def __init__(
         self,
-        engine: VerbDriver,
+        driver: VerbDriver,
         seals: BlockSeals,
         deadline: float,
         home: Home | None,
     ) -> None:
-        self._engine = engine
+        self._driver = driver
         self._seals = seals
         self._deadline = deadline
         self._home = home
@@ -156,13 +156,13 @@ class PutPlacement:
         if self._home_number is not None:
             self._tried.add(self._home_number)  # reached by its unix socket, not by its TCP port
         try:
-            nodes = self._engine.nodes()
+            nodes = self._driver.nodes()
         except NodeUnavailable as error:
             self._failure = error
             return home
         prefix = self._seals.prefix
-        size, dice = len(prefix) * prefix.schema.extent_bytes, self._engine.dice
-        down = self._engine.links.down(time.monotonic())
+        size, dice = len(prefix) * prefix.schema.extent_bytes, self._driver.dice
+        down = self._driver.links.down(time.monotonic())
         others = place(nodes, TRIES_MAX, size, dice, without=self._tried | down)
         return home + (others or place(nodes, TRIES_MAX, size, dice, without=self._tried))
 
@@ -171,7 +171,7 @@ class PutPlacement:
         this is a retry."""
         self._tried.add(candidate)
         try:
-            node = self._engine.node(candidate, self._home)
+            node = self._driver.node(candidate, self._home)
             return node.put(self._seals, room_s, self._deadline, patient=patient)
         except ClientClosed:
             raise

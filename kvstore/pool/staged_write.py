@@ -154,7 +154,7 @@ class StagedSlots(Slots):
                 log.info("not reserved at node %d: %s", number, error)
                 failure = error
                 if isinstance(error, NodeUnavailable | DeadlineExceeded):
-                    self._client._engine.links.failed(number, time.monotonic())
+                    self._client._driver.links.failed(number, time.monotonic())
         if failure is not None:
             raise failure
         raise NoRoom(
@@ -167,19 +167,19 @@ class StagedSlots(Slots):
         """
         if self._named is not None:
             return [self._named]
-        engine, schema = self._client._engine, self.prefix.schema
-        nodes = engine.nodes()
-        down = engine.links.down(time.monotonic())
+        driver, schema = self._client._driver, self.prefix.schema
+        nodes = driver.nodes()
+        down = driver.links.down(time.monotonic())
         before = self._client._locate(self.prefix.keys[first - 1 : first])[0] if first else ()
         able = [n for n in before if n in nodes and n not in down and not nodes[n].draining]
         size = len(self._slots) * schema.extent_bytes
-        others = place(nodes, TRIES_MAX, size, engine.dice, without={*able, *down})
-        return [*able[:1], *others] or place(nodes, TRIES_MAX, size, engine.dice)
+        others = place(nodes, TRIES_MAX, size, driver.dice, without={*able, *down})
+        return [*able[:1], *others] or place(nodes, TRIES_MAX, size, driver.dice)
 
     def _reserve_at(self, number: int, slots: list[Slot], deadline: float) -> bool:
         """Make one reservation per run of consecutive slots. False if the node granted nothing and
         knows none of the blocks (no room): then another node may take them."""
-        peer = self._client._engine.peer(number)
+        peer = self._client._driver.peer(number)
         made: list[Early] = []
         resident, busy = [], []
         try:
@@ -258,7 +258,7 @@ class StagedSlots(Slots):
                 self._give_up(error)
                 self._note_lost(error)
                 if self.node is not None:
-                    self._client._engine.links.failed(self.node, time.monotonic())
+                    self._client._driver.links.failed(self.node, time.monotonic())
                 continue
             except BaseException as error:
                 self._give_up(error)
@@ -273,7 +273,7 @@ class StagedSlots(Slots):
             raise StaleLease(f"the reservation of this rank was lost: {self._lost}")
         if stored and self.node is not None:
             keys = [self.prefix.keys[index] for index in stored]
-            self._client._engine.placements.note(self.node, keys, time.monotonic())
+            self._client._driver.placements.note(self.node, keys, time.monotonic())
         return stored, pending, done
 
     def _note_lost(self, error: TiffinError) -> None:
@@ -299,7 +299,7 @@ class StagedSlots(Slots):
             rest = reservations[index + 1 :]
             if rest and time.monotonic() - began >= POST_TIMEOUT_S:
                 with contextlib.suppress(ClientClosed):
-                    self._client._engine._submit(_abort_each, rest)
+                    self._client._driver._submit(_abort_each, rest)
                 return
 
 
@@ -312,7 +312,7 @@ def _resident_at(client: PoolClient, node: int, prefix: Prefix, timeout_s: float
     check_blocks(prefix)
     if not len(prefix):
         return []
-    reply = client._engine.ask(node, messages.Exists(0, prefix.key_bytes), timeout_s)
+    reply = client._driver.ask(node, messages.Exists(0, prefix.key_bytes), timeout_s)
     return [bool(flag) for flag in reply.flags]
 
 

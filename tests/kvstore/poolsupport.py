@@ -215,13 +215,13 @@ class Cluster:
     ) -> PoolClient:
         """A client; closed with the cluster, if the test does not."""
         members = members or EmbeddedDirectory.named(f"default:{self.name}")
-        engine = VerbDriver(members, credentials or self.credentials, name, PoolOptions(**numbers))
+        driver = VerbDriver(members, credentials or self.credentials, name, PoolOptions(**numbers))
         link, number = None, None
         if home is not None:
             link = LocalLink(home.node, name, owns_node=False)
-            number = HomeNumber(engine.nodes, host_id(), home.socket)
+            number = HomeNumber(driver.nodes, host_id(), home.socket)
         client = PoolClient(
-            engine,
+            driver,
             verify,
             home=link,
             home_number=number or (lambda: None),

@@ -97,10 +97,10 @@ class TwoNodes:
     def open(self, name: str, verify: Any = "always", admission: str = "never") -> ManyClient:
         """A client that has `home` at home."""
         members = EmbeddedDirectory.named(f"default:{self._name}")
-        engine = VerbDriver(members, Credentials(), f"{name} from afar")
-        number = HomeNumber(engine.nodes, host_id(), f"/nowhere/{self._name}/home")
+        driver = VerbDriver(members, Credentials(), f"{name} from afar")
+        number = HomeNumber(driver.nodes, host_id(), f"/nowhere/{self._name}/home")
         link = LocalLink(self.home, name, owns_node=False)
-        return ManyClient(engine, verify, home=link, home_number=number, admission=admission)
+        return ManyClient(driver, verify, home=link, home_number=number, admission=admission)
 
     def put_far(self, prefix: Prefix) -> None:
         """Store it in `far`."""

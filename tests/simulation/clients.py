@@ -109,10 +109,10 @@ class User:
         assert self.process is not None
         directory = SimulatedDirectory(self.machinery.directory, self.name)
         options = PoolOptions(hedge_s=self._dice.choice((0.1, 5.0)))
-        engine = VerbDriver(directory, Credentials(), self.name, options)
+        driver = VerbDriver(directory, Credentials(), self.name, options)
         home = self.home
         return PoolClient(
-            engine,
+            driver,
             self.verify,  # type: ignore[arg-type]
             home=self._link,  # type: ignore[arg-type]
             home_number=lambda: home.published_number() or None if home is not None else None,

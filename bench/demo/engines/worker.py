@@ -119,7 +119,7 @@ class Worker:
         from .engine import TransformersEngine
 
         self._job, self._events, self._stack = job, events, stack
-        self._engine = TransformersEngine(job.size, job.seed)
+        self._driver = TransformersEngine(job.size, job.seed)
         self._orders: queue.Queue[dict[str, Any] | None] = queue.Queue(WAITING_MAX)
         self._queued: dict[str, int] = {}  # tokens to compute of what has to be prefilled
         self._running: dict[str, Decoding] = {}
@@ -167,14 +167,14 @@ class Worker:
         requests = load_slice()
         for index in indices:
             tokens = tokens_of(requests[index], seed=self._job.seed, vocab=VOCAB).tolist()
-            ttft_s, answer = self._engine.answer(tokens)
+            ttft_s, answer = self._driver.answer(tokens)
             row = {"request": index, "worker": self._job.name, "prompt_tokens": len(tokens)}
             self.send({"alone": {**row, "ttft_s": ttft_s, "tokens": answer}})
         self.send({"done": True})
 
     def _measure(self, role: str) -> None:
         prefill = role == "prefill"
-        measure = self._engine.measure_prefill if prefill else self._engine.measure_decode
+        measure = self._driver.measure_prefill if prefill else self._driver.measure_decode
         self.send({"done": measure()})
 
     # -- in the pool, under a conductor ------------------------------------------------------------
@@ -188,7 +188,7 @@ class Worker:
 
         to, job = Membership(**fields), self._job
         self._client = self._stack.enter_context(Client.open(to.pool, name=job.name))
-        self._cached = PrefixCache(self._client, self._engine.model, block_tokens=BLOCK_TOKENS)
+        self._cached = PrefixCache(self._client, self._driver.model, block_tokens=BLOCK_TOKENS)
         schema = self._cached.schema
         spec = InstanceSpec(
             job.name,
@@ -210,7 +210,7 @@ class Worker:
 
         ids = as_ids(order.tokens)
         cache, _ = self._cached.load(ids)
-        token = self._engine.extend(cache, ids)
+        token = self._driver.extend(cache, ids)
         first_token_at = time.monotonic()
         self._cached.save(cache, ids)
         del self._queued[order.id]
@@ -254,7 +254,7 @@ class Worker:
 
         for one in list(self._running.values()):
             if len(one.tokens) < one.order.new_tokens:
-                token = self._engine.extend(one.cache, one.ids)
+                token = self._driver.extend(one.cache, one.ids)
                 one.tokens.append(token)
                 one.ids = torch.cat((one.ids, torch.tensor([[token]])), dim=1)
             if len(one.tokens) == one.order.new_tokens:

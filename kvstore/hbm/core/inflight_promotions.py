@@ -1,5 +1,5 @@
-"""In-flight promotions: which blocks callers are fetching from the pool. Pure; part of the `Desk`,
-used under its lock.
+"""In-flight promotions: which blocks callers are fetching from the pool. Pure; part of
+`LockedCore`, used under its lock.
 
 A prefix that all requests of a burst share is fetched once: the others wait for the first. And a
 block that a client removes during its promotion must not be published at the end.

@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 
 # The interval between polls of events: a fiftieth of a decode step, and no load on a core.
 POLL_S = 0.0005
-# The longest interval between polls in `Endings.wait`, as in the close of a store.
+# The longest interval between polls in `DeferredReleases.wait`, as in the close of a store.
 NAP_S_MAX = 0.05
 
 
-class Endings:
+class DeferredReleases:
     """Callbacks, each of which runs once, after some device work has ended. Thread-safe; a callback
     runs without a lock of this class, in the first thread that calls `look` (or `add`, `wait`)
     after that."""

@@ -43,12 +43,12 @@ class Home(HomeLink):
         self,
         link: NodeLink,
         number: Callable[[], int | None],
-        engine: VerbDriver,
+        driver: VerbDriver,
         admission: str = "second",
     ) -> None:
         """`number()` is its number in the directory; a restart changes it. `admission`: which
         blocks of other nodes are copied here (`HomeCopies`)."""
-        super().__init__(link, number, engine)
+        super().__init__(link, number, driver)
         self._copies = HomeCopies(admission)
         self.wants, self.saw = self._copies.wants, self._copies.saw
 
@@ -85,11 +85,11 @@ class Home(HomeLink):
         self,
         part: Prefix,
         located: Sequence[tuple[int, ...]],
-        engine: VerbDriver,
+        driver: VerbDriver,
         deadline: float,
     ) -> int:
         """Copy blocks from their holders into slots here: see `HomeCopies.bring`."""
-        return self._copies.bring(part, located, self, engine, deadline)
+        return self._copies.bring(part, located, self, driver, deadline)
 
     def reserve(self, verb: Verb[T], *, patient: bool) -> T | None:
         """`block_verbs.reserve` here; None if the node does not answer and another node could take

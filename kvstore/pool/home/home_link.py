@@ -76,7 +76,7 @@ class HomeLink:
     """
 
     def __init__(
-        self, link: NodeLink, number: Callable[[], int | None], engine: VerbDriver
+        self, link: NodeLink, number: Callable[[], int | None], driver: VerbDriver
     ) -> None:
         self.lost = False  # the last call got no answer
         self._health = Health()  # as `_listen` finds it, which a silence of one call starts
@@ -84,9 +84,9 @@ class HomeLink:
         self.away = False
         self._link = link
         self._find_number = number
-        self._engine = engine
-        self._share_s = max(0.0, engine.options.hedge_s - GRACE_S)  # links wait GRACE_S longer
-        self._first_slice_s = min(SLICE_MAX_S, engine.options.hedge_s / 2)
+        self._driver = driver
+        self._share_s = max(0.0, driver.options.hedge_s - GRACE_S)  # links wait GRACE_S longer
+        self._first_slice_s = min(SLICE_MAX_S, driver.options.hedge_s / 2)
         self._due = math.inf  # by when the node should have answered the call in flight
         self.forget()
         self.gate = link.gate
@@ -238,11 +238,11 @@ class HomeLink:
         """Whether the pool has other healthy nodes that could serve a request, as far as this
         client knows. With `takes_room`, draining nodes do not count."""
         try:
-            nodes = self._engine.nodes()
+            nodes = self._driver.nodes()
         except NodeUnavailable:
             return False
         number = self.number
-        down = self._engine.links.down(time.monotonic())
+        down = self._driver.links.down(time.monotonic())
         home = nodes.get(number) if number is not None else None
         return any(
             not (takes_room and record.draining)

@@ -68,7 +68,7 @@ class HomeCopies:
         part: Prefix,
         located: Sequence[tuple[int, ...]],
         home: NodeLink,
-        engine: VerbDriver,
+        driver: VerbDriver,
         deadline: float,
     ) -> int:
         """Read the blocks of `part` from their holders into slots at home; how many leading blocks
@@ -93,11 +93,11 @@ class HomeCopies:
                     continue
                 reader = Reader(
                     part[first:stop],
-                    Access("always", engine.dice),
+                    Access("always", driver.dice),
                     select(part.schema),
                     lambda index, first=first: slots[first + index].view,  # type: ignore[misc]
                 )
-                outcome = engine.read(reader, deadline, located[first:stop])
+                outcome = driver.read(reader, deadline, located[first:stop])
                 _skip(slots, first + outcome.blocks, stop)
                 missing = first + outcome.blocks < stop
             left_s = until_s(deadline)

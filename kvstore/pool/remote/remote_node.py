@@ -39,18 +39,18 @@ _BUDGETED_BYTES_MIN = 1 << 20
 class RemoteNode:
     """The node with this number in the directory; connects when it is first used. Thread-safe."""
 
-    __slots__ = ("_engine", "_number")
+    __slots__ = ("_driver", "_number")
 
-    def __init__(self, number: int, engine: VerbDriver) -> None:
+    def __init__(self, number: int, driver: VerbDriver) -> None:
         self._number = number
-        self._engine = engine
+        self._driver = driver
 
     def ask(self, request: messages.Request, timeout_s: float) -> Any:
         """Send one request. A reply, a lost connection and a protocol error count for the node's
         health; a timeout does not. Raises the node's refusal, NodeUnavailable, DeadlineExceeded."""
-        links = self._engine.links
+        links = self._driver.links
         try:
-            reply = self._engine.peer(self._number).exchange(request, timeout_s)
+            reply = self._driver.peer(self._number).exchange(request, timeout_s)
         except (NodeUnavailable, ProtocolError):
             links.failed(self._number, time.monotonic())
             raise
@@ -62,7 +62,7 @@ class RemoteNode:
     ) -> ReadOutcome:
         """See `ReplicaNode.read`."""
         try:
-            peer = self._engine.peer(self._number)
+            peer = self._driver.peer(self._number)
         except NodeUnavailable as error:
             log.debug("not read from: %s", error)
             return ReadOutcome(0, "lost")
@@ -71,7 +71,7 @@ class RemoteNode:
             part = part[run.start : run.stop]
         targets = [reader.memory(index) for index in range(run.start, run.stop)]
         arrivals = ArrivedSegments(part, reader.selection, reader.access, targets)
-        how = peer, part, arrivals, deadline, stall_s, self._engine.options.streams
+        how = peer, part, arrivals, deadline, stall_s, self._driver.options.streams
         try:
             if arrivals.nbytes < _BUDGETED_BYTES_MIN:
                 fetched = fetch(*how)
@@ -88,22 +88,22 @@ class RemoteNode:
         self, seals: BlockSeals, room_s: float, deadline: float, *, patient: bool = False
     ) -> PutResult:
         """See `ReplicaNode.put`."""
-        engine, number, now = self._engine, self._number, time.monotonic()
+        driver, number, now = self._driver, self._number, time.monotonic()
         late = min(max(deadline, now) + GRACE_S, deadlines.end())
         try:
-            outcome = store(engine.peer(number), seals, 0, deadline=late, room_until=now + room_s)
+            outcome = store(driver.peer(number), seals, 0, deadline=late, room_until=now + room_s)
         except (NodeUnavailable, DeadlineExceeded) as error:
             hasty = not patient and isinstance(error, DeadlineExceeded)
-            engine.links.failed(number, time.monotonic(), late=hasty)
+            driver.links.failed(number, time.monotonic(), late=hasty)
             raise
         there = [seals.prefix.keys[i] for i in (*outcome.stored, *outcome.resident)]
-        engine.placements.note(number, there, time.monotonic())
+        driver.placements.note(number, there, time.monotonic())
         return outcome.result()
 
     def _note(self, fetched: ReadOutcome) -> None:
-        links, node = self._engine.links, self._number
+        links, node = self._driver.links, self._number
         # A node that sent no reply by the deadline is taken for dead, if it had `hedge_s` at least.
-        silent = not fetched.answered and fetched.seconds >= self._engine.options.hedge_s
+        silent = not fetched.answered and fetched.seconds >= self._driver.options.hedge_s
         if fetched.reason == "stalled":
             links.failed(node, time.monotonic(), late=True)
             links.hedged()

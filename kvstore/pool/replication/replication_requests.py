@@ -26,7 +26,7 @@ ORDERS_MAX = 64
 
 
 def replicate_to(
-    engine: VerbDriver,
+    driver: VerbDriver,
     prefix: Prefix,
     target: int,
     holders: Sequence[Sequence[int]],
@@ -43,7 +43,7 @@ def replicate_to(
             if failure is not None and not left_s:
                 break  # each further source may cost another GRACE_S
             try:
-                count += pull(engine, prefix[count:], source, target, left_s)
+                count += pull(driver, prefix[count:], source, target, left_s)
             except TiffinError as error:
                 failure = error
             if count > before:
@@ -56,15 +56,15 @@ def replicate_to(
 
 
 def replicate_from(
-    engine: VerbDriver, prefix: Prefix, source: int, count: int, without: set[int]
+    driver: VerbDriver, prefix: Prefix, source: int, count: int, without: set[int]
 ) -> None:
     """Have `count` nodes copy `prefix` from `source`; best effort: failures are only logged."""
     size = len(prefix) * prefix.schema.extent_bytes
     # One candidate more than needed, in case a node does not take the blocks.
-    able = place(engine.nodes(), count + 1, size, engine.dice, without=without | {source})
+    able = place(driver.nodes(), count + 1, size, driver.dice, without=without | {source})
     for target in able:
         try:
-            copied = pull(engine, prefix, source, target, DEFAULT_TIMEOUT_S)
+            copied = pull(driver, prefix, source, target, DEFAULT_TIMEOUT_S)
         except TiffinError as error:
             log.warning("not replicated to node %d: %s", target, error)
             continue
@@ -74,10 +74,10 @@ def replicate_from(
     log.warning("%d replicas too few of a prompt of %d blocks", count, len(prefix))
 
 
-def pull(engine: VerbDriver, prefix: Prefix, source: int, target: int, timeout_s: float) -> int:
+def pull(driver: VerbDriver, prefix: Prefix, source: int, target: int, timeout_s: float) -> int:
     """Have `target` copy `prefix` from `source`; how many leading blocks it has afterwards."""
     request = messages.Pull(0, prefix.key_bytes, prefix.parent, prefix.start, source, timeout_s)
-    return int(engine.ask(target, request, timeout_s).count)
+    return int(driver.ask(target, request, timeout_s).count)
 
 
 class Orders:

@@ -80,11 +80,11 @@ class Caretaker:
     """Answers `Pull` and `Evacuate`, and watches pins, for one node of a pool."""
 
     def __init__(
-        self, node: Node, directory: Directory, engine: VerbDriver, number: Callable[[], int]
+        self, node: Node, directory: Directory, driver: VerbDriver, number: Callable[[], int]
     ) -> None:
         self._node = node
         self._directory = directory
-        self._engine = engine
+        self._driver = driver
         self._number = number
         self._home = LocalLink(node, "caretaker", owns_node=False)
         self._dice = random.Random()
@@ -104,7 +104,7 @@ class Caretaker:
     def close(self) -> None:
         """Stop the threads; cuts the copies in flight."""
         self._closing.set()
-        self._engine.close()
+        self._driver.close()
         self._workers.shutdown(wait=True, cancel_futures=True)
         self._evacuator.shutdown(wait=True, cancel_futures=True)
         self._thread.join()
@@ -117,7 +117,7 @@ class Caretaker:
         deadline = time.monotonic() + request.timeout_s
 
         def work() -> int:
-            copier = Copier(self._engine.peer(request.source), self._node, self._home)
+            copier = Copier(self._driver.peer(request.source), self._node, self._home)
             return copier.copy(request.keys, request.parent, request.depth, deadline)
 
         split_keys(request.keys)  # raises InvalidInput
@@ -201,7 +201,7 @@ class Caretaker:
     def _order(self, chain: EvacuationChain, without: set[int], deadline: float) -> int:
         """Ask candidate nodes, the best first, to copy a chain from here: the next candidate gets
         the blocks that one has no room for. Returns how many were copied."""
-        nodes, done = self._engine.nodes(), 0
+        nodes, done = self._driver.nodes(), 0
         for target in place(nodes, 3, chain.nbytes, self._dice, without=without):
             left_s = min(ORDER_TIMEOUT_S, deadline - time.monotonic())
             if left_s <= 0:
@@ -209,7 +209,7 @@ class Caretaker:
             rest = chain.after(done)
             pull = messages.Pull(0, rest.keys, rest.parent, rest.depth, self._number(), left_s)
             try:
-                done += int(self._engine.ask(target, pull, left_s).count)
+                done += int(self._driver.ask(target, pull, left_s).count)
             except TiffinError as error:
                 log.info("node %d did not copy: %s", target, error)
             if done == len(chain):

@@ -211,19 +211,19 @@ def test_who_has_nothing_to_save_does_not_ask_for_the_others(client: Client, dev
     with hbm_store(client, device, options=options) as store:
         with store.promote(clean) as blocks:
             assert blocks.complete
-        door = store._background._door
-        door.failed()
+        pool_health = store._background._pool_health
+        pool_health.failed()
         time.sleep(0.11)  # a probe is due now
         assert not store._background._save_due()
-        assert door.admits()
+        assert pool_health.admits()
 
 
 def test_a_demotion_of_nothing_says_nothing_about_the_pool(store: HbmStore) -> None:
-    door = store._background._door
+    pool_health = store._background._pool_health
     for _ in range(6):
-        door.failed()
+        pool_health.failed()
     store.demote()
-    assert not door.admits()
+    assert not pool_health.admits()
 
 
 # -- time ----------------------------------------------------------------------------------------

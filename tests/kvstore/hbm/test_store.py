@@ -340,7 +340,7 @@ def test_blocks_of_other_tokens_under_the_same_key_are_no_hit(
 ) -> None:
     prefix = fresh_prefix(3, schema)
     publish(store, prefix)
-    entry = store._desk.core.entries[prefix.keys[1]]
+    entry = store._locked_core.core.entries[prefix.keys[1]]
     entry.prefix = schema.prefix(np.arange(3 * schema.block_tokens) + 7)  # as if the keys collided
     with store.lease(prefix) as blocks:
         assert (len(blocks), blocks.reason) == (1, "miss")

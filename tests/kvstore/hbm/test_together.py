@@ -30,7 +30,7 @@ from kvsupport import Background, fresh_prefix, payloads_of, wait_until, within
 
 from tiffin.kvstore.errors import ClientClosed, InvalidInput, TierUnavailable
 from tiffin.kvstore.hbm import HbmOptions, HbmStore
-from tiffin.kvstore.hbm.device.deferred_release import Endings
+from tiffin.kvstore.hbm.device.deferred_release import DeferredReleases
 from tiffin.kvstore.hbm.device.device_memory import Point
 from tiffin.messenger.errors import TransferTimeout
 from tiffin.messenger.gpu.copier import DeviceCopier, DeviceTransfer
@@ -221,13 +221,13 @@ def test_a_stream_that_is_none_leaves_what_is_held_to_be_released(
 
 
 def test_one_ending_that_fails_does_not_take_others_along() -> None:
-    endings, later, done = Endings(), Later(), []
-    endings.add(later, Mock(side_effect=RuntimeError("of somebody else")))
-    endings.add(later, lambda: done.append(1))
+    releases, later, done = DeferredReleases(), Later(), []
+    releases.add(later, Mock(side_effect=RuntimeError("of somebody else")))
+    releases.add(later, lambda: done.append(1))
     later.over = True
-    endings.look()
+    releases.look()
     assert done == [1]
-    assert len(endings) == 0
+    assert len(releases) == 0
 
 
 # -- forks, ends ---------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_in_a_forked_child_the_store_is_closed(store: HbmStore) -> None:
     prefix = fresh_prefix(2, SCHEMA)
     publish(store, prefix)
     blocks = store.lease(prefix)
-    with store._desk.lock:  # whatever another thread held
+    with store._locked_core.lock:  # whatever another thread held
         child = os.fork()
         if child == 0:
             try:

@@ -134,7 +134,7 @@ class TestHome:
             given.append(timeout_s)
             raise DeadlineExceeded("as well")
 
-        monkeypatch.setattr(client._engine, "ask", ask)
+        monkeypatch.setattr(client._driver, "ask", ask)
         with contextlib.suppress(DeadlineExceeded):
             getattr(client, verb)(far[1], timeout_s=0.05)
         assert given
@@ -145,13 +145,13 @@ class TestTime:
     def test_when_time_is_up_no_further_silent_node_is_tried(self, nothing_left: None) -> None:
         with contextlib.ExitStack() as stack:
             silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
-            engine = VerbDriver(FixedMembers([s.getsockname()[:2] for s in silent]), Credentials())
-            client = PoolClient(engine, "always")
+            driver = VerbDriver(FixedMembers([s.getsockname()[:2] for s in silent]), Credentials())
+            client = PoolClient(driver, "always")
             stack.callback(client.close)
             prefix = prompt(1)
             with pytest.raises(NodeUnavailable):
                 client.put(prefix, payloads_of(prefix), timeout_s=0.0)
-            assert len(engine._peers) == 1
+            assert len(driver._peers) == 1
 
     def test_a_silent_target_is_not_offered_every_source(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +167,7 @@ class TestTime:
             asked.append(number)
             raise DeadlineExceeded("silent")
 
-        monkeypatch.setattr(client._engine, "ask", ask)
+        monkeypatch.setattr(client._driver, "ask", ask)
         with pytest.raises(DeadlineExceeded):
             client.replicate(prefix, [members[2].number], timeout_s=0.0)
         assert asked == [members[2].number]

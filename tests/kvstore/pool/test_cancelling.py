@@ -56,15 +56,15 @@ def deaf(nothing_left: None, patient: None) -> Iterator[PoolClient]:
                 assert one.connect_ex(sock.getsockname()) in (0, errno.EINPROGRESS)
             addresses.append(sock.getsockname()[:2])
         options = PoolOptions(hedge_share=0.0)  # nor does it give up because there is another
-        engine = VerbDriver(FixedMembers(addresses), Credentials(), options=options)
-        client = PoolClient(engine, "always")
+        driver = VerbDriver(FixedMembers(addresses), Credentials(), options=options)
+        client = PoolClient(driver, "always")
         stack.callback(client.close)
         yield client
 
 
 def opened(client: PoolClient) -> int:
     """Connections that are on their way."""
-    return sum(p.transport._pool.counts()[1] for p in list(client._engine._peers.values()))
+    return sum(p.transport._pool.counts()[1] for p in list(client._driver._peers.values()))
 
 
 @pytest.mark.parametrize("verb", ["get", "match", "put", "stream"])
@@ -94,7 +94,7 @@ def test_a_call_that_is_cancelled_does_not_wait_for_a_connection(
         await client.close()
 
     asyncio.run(run())
-    assert not deaf._engine.links.statistics(), "whoever gave up, it was not the node"
+    assert not deaf._driver.links.statistics(), "whoever gave up, it was not the node"
 
 
 def test_a_call_that_is_cancelled_does_not_wait_for_connections_of_others(
@@ -107,7 +107,7 @@ def test_a_call_that_is_cancelled_does_not_wait_for_connections_of_others(
 
     async def run() -> None:
         client = AsyncPoolClient(pool)
-        with pool._engine.peer(one.number).stream(soon()):
+        with pool._driver.peer(one.number).stream(soon()):
             task = asyncio.ensure_future(_await(client.get(prefix, timeout_s=AN_HOUR_S)))
             await asyncio.to_thread(wait_until, lambda: _waiting(pool), "it waits for the only one")
             task.cancel()
@@ -130,7 +130,7 @@ def test_who_closes_a_stream_does_not_wait_for_connections_of_others(
     assert is_right(stream.step(), prefix)
     following: Any = stream._course._found  # type: ignore[attr-defined]
     wait_until(lambda: following._ahead._results, "the next is here")
-    with reader._engine.peer(one.number).stream(soon()):
+    with reader._driver.peer(one.number).stream(soon()):
         assert is_right(stream.step(), prefix)
         wait_until(lambda: _waiting(reader), "the one behind it waits for the only connection")
         Background(stream.close).result()
@@ -171,7 +171,7 @@ def test_a_stream_that_was_given_up_before_it_began_waits_for_nothing(
     reader, prefix = cluster.open(streams_max=1), one.put(prompt(1))
     stream = reader.stream(prefix, node=one.number, timeout_s=AN_HOUR_S)
     course: Any = stream._course
-    with reader._engine.peer(one.number).stream(soon()):
+    with reader._driver.peer(one.number).stream(soon()):
         waiting = Background(stream.step)
         wait_until(lambda: _waiting(reader), "it waits for the only connection")
         course.interrupt()
@@ -214,5 +214,5 @@ async def _await(opening: Any) -> Any:
 
 def _waiting(client: PoolClient) -> bool:
     """Whether a thread waits for somebody else's connection."""
-    (one,) = client._engine._peers.values()
+    (one,) = client._driver._peers.values()
     return bool(one.transport._pool._changed._waiters)  # type: ignore[attr-defined]

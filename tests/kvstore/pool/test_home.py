@@ -71,8 +71,8 @@ def far(cluster: Cluster) -> Member:
 def client(cluster: Cluster, daemon: Daemon) -> Iterator[PoolClient]:
     """Of a pool of the daemon, its home, and whatever nodes the cluster has."""
     members = EmbeddedDirectory.named(f"default:{cluster.name}")
-    engine = VerbDriver(members, Credentials(), "client", PoolOptions())
-    with PoolClient(engine, "always", home=SocketLink(daemon.socket, "client")) as client:
+    driver = VerbDriver(members, Credentials(), "client", PoolOptions())
+    with PoolClient(driver, "always", home=SocketLink(daemon.socket, "client")) as client:
         yield client
     wait_until(lambda: is_quiet(numbers(daemon)), "home comes to rest")
 

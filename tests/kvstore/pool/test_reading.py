@@ -140,7 +140,7 @@ class TestLostAndStalled:
         """A client that asks `sick` first: it has been told that `well` is far away."""
         client = cluster.open(**{"hedge_s": HEDGE_S, **numbers})
         for _ in range(20):
-            client._engine.links.moved(cluster.members["well"].number, 1, 0.01)
+            client._driver.links.moved(cluster.members["well"].number, 1, 0.01)
         return client
 
     def test_only_missing_blocks_are_read_again_when_a_node_is_lost(
@@ -182,7 +182,7 @@ class TestLostAndStalled:
             sick.network.resume()
         # A chunk of the relay holds less than a block: two or three have come through whole.
         assert fetched[0].blocks in (1, 2)
-        assert client._engine.links.down(time.monotonic()) == {sick.number}
+        assert client._driver.links.down(time.monotonic()) == {sick.number}
         before = reads_of(well)
         assert read(client, prefix) == "6 None"  # and is left alone for a while
         assert reads_of(well) == before + 6
@@ -222,7 +222,7 @@ class TestLostAndStalled:
         cluster.settle()
         client = cluster.open(hedge_s=HEDGE_S)
         client.statistics()  # it is connected to both
-        links = client._engine.links
+        links = client._driver.links
         for _ in range(20):
             links.moved(dead.number, 1, 1.0)  # the other one is asked first
         assert still.network is not None
@@ -245,7 +245,7 @@ class TestLostAndStalled:
         sick.network.resume()
 
     def test_the_budget_is_spent_and_saved_up_again(self, cluster: Cluster) -> None:
-        links = cluster.open(hedge_share=0.5)._engine.links
+        links = cluster.open(hedge_share=0.5)._driver.links
         for _ in range(10):
             assert links.may_hedge()
             links.hedged()
@@ -284,7 +284,7 @@ class TestLostAndStalled:
         assert read(client, prefix, timeout_s=30) == "0 lost"
         assert time.monotonic() - began < 15, "a node that was silent is left alone"
         only.network.resume()
-        client._engine.links._ways[
+        client._driver.links._ways[
             only.number
         ].health.retry_at = time.monotonic()  # its rest is over
         wait_until(lambda: read(client, prefix) == "2 None", "the node is asked again")
@@ -321,7 +321,7 @@ class TestHints:
         client = cluster.open()
 
         def is_taken_back() -> bool:
-            client._engine.links.moved(two.number, 1, 1.0)  # the other one is asked first
+            client._driver.links.moved(two.number, 1, 1.0)  # the other one is asked first
             assert read(client, prefix) == "4 None"
             return cluster.directory.locate(prefix.keys[:1]) == [(two.number,)]
 
@@ -364,7 +364,7 @@ class TestHints:
         number = cluster.directory.register(forged)
         cluster.forge(number, prefix)
         client = cluster.open()
-        client._engine.links.moved(one.number, 1, 1.0)  # so that the forged one is tried first
+        client._driver.links.moved(one.number, 1, 1.0)  # so that the forged one is tried first
         assert read(client, prefix) == "2 None"
         with pytest.raises(NodeUnavailable):
             client.replicate(prefix, [number])
@@ -394,7 +394,7 @@ class TestHints:
 
             greeter = Background(greet)
             client = cluster.open()
-            client._engine.links.moved(one.number, 1, 1.0)
+            client._driver.links.moved(one.number, 1, 1.0)
             assert read(client, prefix) == "2 None"
             greeter.result()
         cluster.directory.withdraw(number)
@@ -427,7 +427,7 @@ class TestDamage:
         bad.flip(prefix[2:])
         client = cluster.open(hedge_s=60.0)
         for _ in range(20):
-            client._engine.links.moved(good.number, 1, 0.01)
+            client._driver.links.moved(good.number, 1, 0.01)
         assert read(client, prefix) == "4 None"
         assert (reads_of(bad), reads_of(good)) == (4, 2)  # the bad one and what is behind it
         wait_until(lambda: bad.has(prefix) == [True, True, False, True], "the node drops it")
@@ -550,11 +550,11 @@ class TestClosing:
         with pytest.raises(ClientClosed):
             client.get(prompt(1))
         with pytest.raises(ClientClosed):
-            client._engine.peer(1)
+            client._driver.peer(1)
 
     def test_peers_that_left_are_forgotten(self, cluster: Cluster) -> None:
         client = cluster.open()
-        engine = client._engine
+        engine = client._driver
         for index in range(12):
             member = cluster.start(f"n{index}")
             prefix = member.put(prompt(1))

@@ -177,43 +177,43 @@ class TestHints:
 
 class TestTogether:
     @pytest.fixture
-    def engine(self, nothing_left: None) -> Iterator[VerbDriver]:
-        engine = VerbDriver(FixedMembers([("127.0.0.1", 1)]), Credentials())
-        yield engine
-        engine.close()
+    def driver(self, nothing_left: None) -> Iterator[VerbDriver]:
+        driver = VerbDriver(FixedMembers([("127.0.0.1", 1)]), Credentials())
+        yield driver
+        driver.close()
 
-    def run(self, engine: VerbDriver, count: int) -> list[Any]:
+    def run(self, driver: VerbDriver, count: int) -> list[Any]:
         def verb() -> Any:
             outcomes = yield Together(
                 [AskNode(n, messages.Match(0, b""), 5.0) for n in range(count)]
             )
             return outcomes
 
-        outcomes: list[Any] = engine.run(verb())
+        outcomes: list[Any] = driver.run(verb())
         return outcomes
 
     def test_failures_are_outcomes_in_their_place(
-        self, engine: VerbDriver, monkeypatch: pytest.MonkeyPatch
+        self, driver: VerbDriver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def do(step: AskNode, _: Any) -> int:
             if step.node % 3 == 1:
                 raise NoRoom(str(step.node))
             return step.node
 
-        real = engine._do
+        real = driver._do
         monkeypatch.setattr(
-            engine, "_do", lambda s, r: do(s, r) if isinstance(s, AskNode) else real(s, r)
+            driver, "_do", lambda s, r: do(s, r) if isinstance(s, AskNode) else real(s, r)
         )
-        outcomes = self.run(engine, 20)
+        outcomes = self.run(driver, 20)
         assert [type(o) if o.__class__ is not int else o for o in outcomes] == [
             NoRoom if n % 3 == 1 else n for n in range(20)
         ]
-        assert self.run(engine, 0) == []
+        assert self.run(driver, 0) == []
 
     def test_a_bug_is_raised_when_nothing_runs_any_more(
-        self, engine: VerbDriver, monkeypatch: pytest.MonkeyPatch
+        self, driver: VerbDriver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        running, real = [], engine._do
+        running, real = [], driver._do
 
         def do(step: AskNode, _: Any) -> int:
             if step.node == 0:
@@ -224,16 +224,16 @@ class TestTogether:
             return step.node
 
         monkeypatch.setattr(
-            engine, "_do", lambda s, r: do(s, r) if isinstance(s, AskNode) else real(s, r)
+            driver, "_do", lambda s, r: do(s, r) if isinstance(s, AskNode) else real(s, r)
         )
         with pytest.raises(ZeroDivisionError):
-            self.run(engine, 4)
+            self.run(driver, 4)
         assert running == []
 
     def test_a_call_does_not_wait_for_anothers_stuck_nodes(
-        self, engine: VerbDriver, monkeypatch: pytest.MonkeyPatch
+        self, driver: VerbDriver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        stuck, go, real = threading.Semaphore(0), threading.Event(), engine._do
+        stuck, go, real = threading.Semaphore(0), threading.Event(), driver._do
 
         def do(step: AskNode, _: Any) -> int:
             if step.timeout_s > 1000:
@@ -242,58 +242,58 @@ class TestTogether:
             return step.node
 
         monkeypatch.setattr(
-            engine, "_do", lambda s, r: do(s, r) if isinstance(s, AskNode) else real(s, r)
+            driver, "_do", lambda s, r: do(s, r) if isinstance(s, AskNode) else real(s, r)
         )
 
         def long() -> Any:
             steps = [AskNode(n, messages.Match(0, b""), 2000.0) for n in range(WORKERS + 1)]
             return (yield Together(steps))
 
-        waiting = Background(lambda: engine.run(long()))
+        waiting = Background(lambda: driver.run(long()))
         for _ in range(WORKERS + 1):
             stuck.acquire()
         with within(0, "a call beside one that is stuck"):
-            assert self.run(engine, 6) == list(range(6))
+            assert self.run(driver, 6) == list(range(6))
         go.set()
         assert waiting.result() == list(range(WORKERS + 1))
 
     def test_time_spent_waiting_for_a_turn_is_spent(
-        self, engine: VerbDriver, monkeypatch: pytest.MonkeyPatch
+        self, driver: VerbDriver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        left, real = [], engine._do
+        left, real = [], driver._do
 
         def do(step: AskNode, _: Any) -> None:
             left.append(step.timeout_s)
             time.sleep(0.05)
 
         monkeypatch.setattr(
-            engine, "_do", lambda s, r: do(s, r) if isinstance(s, AskNode) else real(s, r)
+            driver, "_do", lambda s, r: do(s, r) if isinstance(s, AskNode) else real(s, r)
         )
-        self.run(engine, 3 * (WORKERS + 1))
+        self.run(driver, 3 * (WORKERS + 1))
         assert min(left) <= 5.0 - 0.05
         assert max(left) <= 5.0
 
-    def test_after_close_everything_is_closed(self, engine: VerbDriver) -> None:
-        engine.close()
+    def test_after_close_everything_is_closed(self, driver: VerbDriver) -> None:
+        driver.close()
         with pytest.raises(ClientClosed):
-            self.run(engine, 3)
+            self.run(driver, 3)
         with pytest.raises(ClientClosed):
-            engine.ask(1, messages.Match(0, b""), 1.0)
+            driver.ask(1, messages.Match(0, b""), 1.0)
 
 
 class TestAsking:
     def test_a_refusal_is_no_failure_of_the_node(self, cluster: Cluster) -> None:
         one = cluster.start("one")
-        engine = cluster.open()._engine
+        driver = cluster.open()._driver
         pull = messages.Pull(0, bytes(16), bytes(16), 0, 4711, 1.0)
         with pytest.raises(NodeUnavailable, match="not in the pool"):
-            engine.ask(one.number, pull, 5.0)  # of which `one` only tells
+            driver.ask(one.number, pull, 5.0)  # of which `one` only tells
         began = time.monotonic()
-        assert engine.links.down(began) == set()
+        assert driver.links.down(began) == set()
         one.hang_up()
         with pytest.raises(NodeUnavailable):
-            engine.ask(one.number, messages.Match(0, b""), 5.0)
-        assert engine.links.down(began) == {one.number}
+            driver.ask(one.number, messages.Match(0, b""), 5.0)
+        assert driver.links.down(began) == {one.number}
 
     def test_orders_are_bounded_and_end(self, caplog: pytest.LogCaptureFixture) -> None:
         orders, go, done = Orders(), threading.Event(), []
@@ -327,7 +327,7 @@ def test_a_large_read_waits_for_its_turn_and_does_not_blame_the_node(
         with client.get(prefix, timeout_s=0.05) as none:
             assert (len(none), none.reason) == (0, "deadline")
         assert SHARED.waiting == 0
-    assert client._engine.links.down(time.monotonic()) == set()
+    assert client._driver.links.down(time.monotonic()) == set()
     with client.get(prefix) as blocks:
         assert blocks.complete
     assert SHARED.used_bytes == 0
@@ -344,7 +344,7 @@ def test_a_node_that_hangs_holds_up_only_its_own_reads(
     prefixes = {node.number: fresh_prefix(3) for node in (one, two)}
     for number, prefix in prefixes.items():
         assert client.put(prefix, payloads_of(prefix), node=number).complete
-    peer = client._engine.peer(one.number)
+    peer = client._driver.peer(one.number)
     with peer.budget.hold(peer.budget.limit_bytes, Priority.DECODE, time.monotonic() + 5):
         with client.get(prefixes[one.number], timeout_s=0.05) as none:
             assert (len(none), none.reason) == (0, "deadline")
@@ -354,14 +354,14 @@ def test_a_node_that_hangs_holds_up_only_its_own_reads(
 
 
 def test_a_summary_of_links_fits_a_record(cluster: Cluster) -> None:
-    engine = cluster.open()._engine
+    driver = cluster.open()._driver
     dice = random.Random(1)
-    engine._records = {
+    driver._records = {
         n: NodeRecord(f"node-{n}", "h:1", "", "", 1, 1, number=n) for n in range(200)
     }
     for n in range(200):
-        engine.links.moved(n, 1 << 20, dice.random())
-    summary = engine.link_summary()
+        driver.links.moved(n, 1 << 20, dice.random())
+    summary = driver.link_summary()
     assert len(summary) == 64
     assert all(bandwidth > 0 and latency > 0 for bandwidth, latency in summary.values())
 

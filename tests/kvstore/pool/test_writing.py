@@ -152,13 +152,13 @@ class TestPlacement:
         assert sick.network is not None
         wait_until(lambda: len(client.nodes()) == 2, "both are known")
         monkeypatch.setattr(block_write, "STALL_S", 0.2)
-        failed = client._engine.links.failed
+        failed = client._driver.links.failed
 
         def noted(*arguments: Any, **late: bool) -> None:
             monkeypatch.setattr(block_write, "STALL_S", 20.0)  # the other one has time
             failed(*arguments, **late)
 
-        monkeypatch.setattr(client._engine.links, "failed", noted)
+        monkeypatch.setattr(client._driver.links, "failed", noted)
         sick.network.stall_after(2 * LARGE.extent_bytes, "to")
         assert client.put(prefix, payloads_of(prefix), timeout_s=30).complete
         assert holders(cluster, prefix) == [["well"]] * 4
@@ -171,7 +171,7 @@ class TestPlacement:
         client, prefix = cluster.open(), prompt(1)
         with pytest.raises(InvalidInput, match="does not fit"):
             client.put(prefix, payloads_of(prefix))
-        assert client._engine.links.down(time.monotonic()) == set()  # which is not its fault
+        assert client._driver.links.down(time.monotonic()) == set()  # which is not its fault
 
     def test_a_pool_without_nodes(self, cluster: Cluster) -> None:
         client, prefix = cluster.open(), prompt(1)
@@ -254,7 +254,7 @@ class TestReplicas:
         putting = Background(
             lambda: client.put(prefix, payloads_of(prefix), replicas=replicas, timeout_s=30)
         )
-        wait_until(lambda: still.number in client._engine.links.down(time.monotonic()), "given up")
+        wait_until(lambda: still.number in client._driver.links.down(time.monotonic()), "given up")
         still.network.resume()
         assert putting.result().complete
         assert "still" in holders(cluster, prefix)[0]
@@ -266,7 +266,7 @@ class TestReplicas:
         assert still.network is not None
         still.network.pause()
         putting = Background(lambda: client.put(prefix, payloads_of(prefix), timeout_s=60))
-        wait_until(lambda: still.number in client._engine.links.down(time.monotonic()), "given up")
+        wait_until(lambda: still.number in client._driver.links.down(time.monotonic()), "given up")
         still.network.resume()
         assert putting.result().complete
         assert still.has(prefix) == [True] * 4
@@ -587,7 +587,7 @@ def test_what_was_put_to_a_node_is_found_at_once(
     """The directory hears of it a little later."""
     one, two = cluster.start("one"), cluster.start("two")
     client = cluster.open()
-    members = client._engine.members
+    members = client._driver.members
     monkeypatch.setattr(members, "locate", lambda keys: [()] * len(keys))
     for node in (one, two):
         prefix = fresh_prefix(2)
