@@ -3,12 +3,16 @@
 It is *well* while it answers. It is *late* after it was silent for the short time that it has where
 another can be asked: it may only be slow, so it stays the last candidate. It is *dead* after any
 other failure, and is left alone until `retry_at`. Each failure in a row doubles that rest; one
-answer ends it.
+answer ends it. With `jitter`, clients that failed together do not all retry at the same moment.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # The rests of a node: long enough to not pay for a dead one with every get, short enough to use it
 # soon after its restart.
@@ -20,12 +24,19 @@ _DOUBLINGS_MAX = 16
 class Health:
     """The health of one node or server, by the clock of whoever passes `now`. Not thread-safe."""
 
-    __slots__ = ("_first_s", "_max_s", "failures", "late", "retry_at")
+    __slots__ = ("_first_s", "_jitter", "_max_s", "failures", "late", "retry_at")
 
-    def __init__(self, first_s: float = FIRST_S, max_s: float = MAX_S) -> None:
-        """`first_s`: the rest after the first failure; `max_s`: the longest one."""
+    def __init__(
+        self,
+        first_s: float = FIRST_S,
+        max_s: float = MAX_S,
+        jitter: Callable[[], float] | None = None,
+    ) -> None:
+        """`first_s`: the rest after the first failure; `max_s`: the longest one. `jitter()`, from 0
+        to 1, makes each rest between half and all as long."""
         self._first_s = first_s
         self._max_s = max_s
+        self._jitter = jitter
         self.failures = 0  # in a row
         self.retry_at = -math.inf
         self.late = False
@@ -45,7 +56,7 @@ class Health:
 
     def failed(self, now: float, *, late: bool = False) -> None:
         """Record a failure; `late`: it was silent for a short time only."""
-        self.failures = min(self.failures + 1, _DOUBLINGS_MAX)
+        self.failures += 1
         self.late = late
         self.retry_at = now + self._rest_s()
 
@@ -60,4 +71,5 @@ class Health:
         return True
 
     def _rest_s(self) -> float:
-        return min(self._max_s, self._first_s * 2.0 ** (self.failures - 1))
+        rest_s = min(self._max_s, self._first_s * 2.0 ** min(self.failures - 1, _DOUBLINGS_MAX))
+        return rest_s if self._jitter is None else rest_s * (1 + self._jitter()) / 2

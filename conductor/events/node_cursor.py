@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from tiffin.kvstore.errors import ProtocolError
 from tiffin.kvstore.format.header import KEY_BYTES
+from tiffin.kvstore.health import Health
 from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.node.core.records import IN_DRAM, IN_NVME
 
@@ -58,8 +59,8 @@ class NodeCursor:
         self.name = name
         self.due_at = now
         self.resyncs = 0
-        self.failures = 0  # in a row
         self._dice = dice
+        self._health = Health(*BACKOFF_S, dice.random)
         self._seq = 0
         self._pages: tuple[int, int] | None = (0, -1)  # keys so far, and of which state
         self._answered_at = now
@@ -67,6 +68,11 @@ class NodeCursor:
         self._has_disk = False  # whether the node ever reported a block on disk
         self._begun: set[str] = set()  # tiers of which the inventory under way has sent a part
         self._holds = False  # whether updates were sent that a Cleared has to undo
+
+    @property
+    def failures(self) -> int:
+        """How many requests in a row failed."""
+        return self._health.failures
 
     @property
     def synced(self) -> bool:
@@ -92,15 +98,14 @@ class NodeCursor:
             updates = self._events(reply, now)
         else:
             raise ProtocolError(f"{self.name} answered with {type(reply).__name__}")
-        self.failures, self._answered_at = 0, now
+        self._health.answered()
+        self._answered_at = now
         return updates
 
     def failed(self, now: float) -> list[Update]:
         """Handle a missing or invalid answer: back off, and begin again."""
-        first_s, last_s = BACKOFF_S
-        wait_s = min(last_s, first_s * 2 ** min(self.failures, 16))
-        self.failures += 1
-        self.due_at = now + wait_s * (0.5 + self._dice.random() / 2)
+        self._health.failed(now)
+        self.due_at = self._health.retry_at
         self._begin_again()
         if self._holds and now >= self._answered_at + LOST_S:
             self._holds = False

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import msgspec
 import uvicorn
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -45,6 +46,11 @@ TIMES = GatewayTimeouts(
 )
 CONFIG = GatewayConfig(timeouts=TIMES, report_s=0.01)
 PATIENCE_S = 30.0
+
+
+def changed(**changes: Any) -> GatewayConfig:
+    """CONFIG, but for these."""
+    return msgspec.structs.replace(CONFIG, **changes)
 
 
 class SkippingLoop(asyncio.SelectorEventLoop):

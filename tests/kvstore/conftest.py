@@ -6,12 +6,15 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from certsupport import make_authority
 from kvsupport import NVME_BLOCKS, SLACK_S, Daemon, LoopThread, PoolOptions
 from waysupport import WAYS, Host, NetworkNode, Pool, TwoNodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from certsupport import Authority
 
     from tiffin.kvstore.node.node import Node
 
@@ -49,6 +52,18 @@ def own_daemon(commands_folder: Path) -> Iterator[Callable[..., Daemon]]:
             return started
 
         yield daemon
+
+
+@pytest.fixture(scope="session")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """The authority that a pool's certificates are of."""
+    return make_authority(tmp_path_factory.mktemp("ours"))
+
+
+@pytest.fixture(scope="session")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Another authority."""
+    return make_authority(tmp_path_factory.mktemp("theirs"))
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tiffin.kvstore import Prefix
+    from tiffin.kvstore.pool.home.home import Home
 
 # Blocks of a quarter of a MiB, so that the transfer of a few has a middle.
 LARGE = KVSchema.gqa(
@@ -304,3 +305,9 @@ def fill(member: Member, blocks: int) -> list[Prefix]:
     with Client.attach(member.node) as client:
         assert all(client.pin(prefix, hard=True) for prefix in prefixes)
     return prefixes
+
+
+def state_of(client: PoolClient) -> Home:
+    """What a client knows of the node at home."""
+    assert client._home is not None
+    return client._home

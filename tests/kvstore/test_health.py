@@ -40,6 +40,13 @@ def test_failures_in_a_row_double_the_rest_up_to_a_bound() -> None:
     assert set(rests[5:]) == {MAX_S}
 
 
+def test_jitter_shortens_a_rest_by_half_at_most() -> None:
+    for jitter, rest_s in ((0.0, 1.0), (0.5, 1.5), (1.0, 2.0)):
+        health = Health(2.0, 8.0, lambda jitter=jitter: jitter)
+        health.failed(0.0)
+        assert health.retry_at == rest_s
+
+
 def test_one_probe_at_a_time() -> None:
     health = Health(0.1, 2.0)
     health.failed(0.0)

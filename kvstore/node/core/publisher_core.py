@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from ...directory.base import HEARTBEAT_S, PUBLISH_KEYS_MAX
 from ...errors import InvalidInput
 from ...format.header import KEY_BYTES
+from ...health import Health
 from .node_core import split_keys
 
 if TYPE_CHECKING:
@@ -161,7 +162,6 @@ class PublisherCore:
         self.options = options or PublisherOptions()
         self.number = 0
         self.healthy = False
-        self._jitter = jitter
         # The node's events: read up to `_seq`, of `_newest_seq`.
         self._seq = self._newest_seq = 0
         self._poll_at = 0.0
@@ -187,8 +187,7 @@ class PublisherCore:
         self._starting = True  # nothing has been published under this number yet
         self._withdraw = 0
         self._heartbeat_at = 0.0
-        self._failures = 0
-        self._retry_at = 0.0
+        self._health = Health(self.options.retry_first_s, self.options.retry_max_s, jitter)
         self._outage = False  # whether a step has failed since the last answered heartbeat
 
     # -- what next -------------------------------------------------------------------------------
@@ -199,13 +198,13 @@ class PublisherCore:
             step = self._poll()
             if step is not None:
                 return step
-        if now < self._retry_at:
-            return Wait(min(self._retry_at, self._next_poll()))
+        if self._health.rests(now):
+            return Wait(min(self._health.retry_at, self._next_poll()))
         return self._keep_registered(now) or self._say(now) or self._wait(now)
 
     def _poll(self) -> Poll | None:
         limit = self.options.batch_keys
-        if not self._failures:
+        if self._health.well:
             return Poll(self._seq, limit) if len(self._pending) < limit else None
         if len(self._pending) + limit > self.options.pending_max:
             self._start_over(withdraw=True)
@@ -382,17 +381,13 @@ class PublisherCore:
     def failed(self, now: float) -> None:
         """Report that the directory did not answer a step; starts or extends the back-off."""
         self.healthy = False
-        self._failures += 1
-        delay = self.options.retry_first_s * 2 ** min(self._failures - 1, 16)
-        # Jitter: between half and all of the delay, so that nodes that failed together do not all
-        # retry at the same moment.
-        self._retry_at = now + min(delay, self.options.retry_max_s) * (1 + self._jitter()) / 2
+        self._health.failed(now)
         self._outage = True
         self._heartbeat_at = now  # after the outage, first check that the number is still valid
 
     def _answered(self) -> None:
         self.healthy = True
-        self._failures = 0
+        self._health.answered()
 
     # -- from readers ----------------------------------------------------------------------------
 

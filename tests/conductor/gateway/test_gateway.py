@@ -6,12 +6,11 @@ import asyncio
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import pytest
-from gatewaysupport import CONFIG, MODEL, Engine, Heard, cluster, run, skip, until
+from gatewaysupport import MODEL, Engine, Heard, changed, cluster, run, skip, until
 
-from tiffin.conductor.gateway.config import GatewayConfig, GatewayLimits, ModelConfig
+from tiffin.conductor.gateway.config import GatewayLimits, ModelConfig
 from tiffin.conductor.records import Role
 from tiffin.conductor.web.auth import load_tokens
 from tiffin.kvstore import KVSchema
@@ -28,10 +27,6 @@ PROMPT = "Where does the lunch of Mumbai come from, and who carries it?"
 
 def pair(**decode: Any) -> tuple[Engine, Engine]:
     return Engine("p0", Role.PREFILL), Engine("d0", Role.DECODE, **decode)
-
-
-def changed(**changes: Any) -> GatewayConfig:
-    return msgspec.structs.replace(CONFIG, **changes)
 
 
 class TestPassingThrough:

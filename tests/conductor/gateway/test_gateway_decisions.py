@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import pytest
-from gatewaysupport import CONFIG, TIMES, Engine, Heard, cluster, run, skip, until
+from gatewaysupport import CONFIG, TIMES, Engine, Heard, changed, cluster, run, skip, until
 
 from tiffin.conductor.core.inflight_requests import RequestPhase
 from tiffin.conductor.gateway.engines.instance_cache import CallTarget, InstanceRoute
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 SPLIT = {"disaggregation": {"form": "remote"}}
 PROMPT = "Where does the lunch of Mumbai come from, and who carries it?"
 LONG_S = 60.0
-
-
-def changed(**changes: Any) -> Any:
-    return msgspec.structs.replace(CONFIG, **changes)
 
 
 def deciding(change: Callable[[Decision], dict[str, Any]]) -> type[Heard]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from gatewaysupport import CONFIG, TIMES, Engine, cluster, run, skip, until
+from gatewaysupport import TIMES, Engine, changed, cluster, run, skip, until
 
 from tiffin.conductor.errors import ConductorUnavailable, UnknownModel
 from tiffin.conductor.gateway.config import GatewayLimits
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gatewaysupport import Cluster
 
-    from tiffin.conductor.gateway.config import GatewayConfig, GatewayTimeouts
+    from tiffin.conductor.gateway.config import GatewayTimeouts
 
 SPLIT = {"disaggregation": {"form": "remote"}}
 PROMPT = "Where does the lunch of Mumbai come from, and who carries it?"
@@ -36,10 +36,6 @@ VLLM_DIED = (
 )
 # Nothing listens at the discard port.
 NOWHERE = "http://127.0.0.1:9"
-
-
-def changed(**changes: Any) -> GatewayConfig:
-    return msgspec.structs.replace(CONFIG, **changes)
 
 
 def times(**changes: float) -> GatewayTimeouts:

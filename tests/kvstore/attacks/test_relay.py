@@ -31,7 +31,6 @@ from attacks.relay import (
     message,
     pass_on,
 )
-from certsupport import Authority, make_authority
 from kvsupport import assert_right, fresh_prefix, payload_of, payloads_of, wait_until
 
 from tiffin.kvstore import Client
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from attacks.relay import Change
+    from certsupport import Authority
 
     from tiffin.kvstore import Prefix
 
@@ -365,16 +365,6 @@ def test_whatever_byte_is_changed_none_is_served_that_was_not_put(
 
 
 # -- TLS -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return make_authority(tmp_path_factory.mktemp("ours"))
-
-
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return make_authority(tmp_path_factory.mktemp("theirs"))
 
 
 def with_certificate(ours: Authority) -> dict[str, Any]:

@@ -12,9 +12,6 @@ from kvsupport import fresh_prefix, is_quiet, payloads_of, wait_until
 from tiffin.kvstore import Client
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from kvsupport import Daemon
 
     from tiffin.kvstore import Prefix
@@ -28,12 +25,6 @@ FIRST_S = 0.3
 SLACK_S = 1.0
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def pool(commands_folder: Path, tmp_path: Path) -> Iterator[FaultPool]:
-    with FaultPool(commands_folder, tmp_path) as pool:
-        yield pool
 
 
 def open_at(pool: FaultPool, home: Daemon) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 from faults.faultpool import FaultPool, Tally, read_for, read_once
@@ -13,21 +12,11 @@ from kvsupport import fresh_prefix, payloads_of, wait_until
 
 from tiffin.kvstore.errors import NodeUnavailable, NoRoom
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 # What a get may wait longer than usual for a node that has just died or stopped. On a machine whose
 # cores are busy, the processes that do answer are late themselves: hence the slack. It is far from
 # the 5 s of a get that waits for a dead node until its deadline.
 EXTRA_S = 0.25
 SLACK_S = 1.0
-
-
-@pytest.fixture
-def pool(commands_folder: Path, tmp_path: Path) -> Iterator[FaultPool]:
-    with FaultPool(commands_folder, tmp_path) as pool:
-        yield pool
 
 
 def check(tally: Tally, pool: FaultPool) -> None:

@@ -32,12 +32,6 @@ def node() -> Iterator[Node]:
     node.close()
 
 
-@pytest.fixture
-def client(node: Node) -> Iterator[Client]:
-    with Client.attach(node) as client:
-        yield client
-
-
 class Slow:
     """In place of `verify_block`: looks when it is let to, and sees damage if it is told to."""
 

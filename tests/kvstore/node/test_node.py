@@ -52,12 +52,6 @@ def node(tmp_path: Path) -> Iterator[Node]:
     node.close()
 
 
-@pytest.fixture
-def client(node: Node) -> Iterator[Client]:
-    with Client.attach(node) as client:
-        yield client
-
-
 def refuse(code: int) -> Callable[..., int]:
     def call(*_: object) -> int:
         raise OSError(code, os.strerror(code))

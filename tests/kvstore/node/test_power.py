@@ -131,12 +131,6 @@ def node(disk: Disk) -> Iterator[Node]:
     node.close()
 
 
-@pytest.fixture
-def client(node: Node) -> Iterator[Client]:
-    with Client.attach(node) as client:
-        yield client
-
-
 def put_on_disk(client: Client, disk: Disk, blocks: int) -> list[Prefix]:
     """Blocks that are on the disk for good: the node was stopped since."""
     prefixes = [fresh_prefix(1) for _ in range(blocks)]

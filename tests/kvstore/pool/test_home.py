@@ -26,6 +26,7 @@ from kvsupport import (
     wait_until,
     within,
 )
+from poolsupport import state_of
 
 from tiffin.kvstore import Client, KVSchema
 from tiffin.kvstore.connection.node_link import SocketLink
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
     from tiffin.kvstore import Prefix
     from tiffin.kvstore.connection.connection import NodeAnswer
-    from tiffin.kvstore.pool.home.home import Home
 
 # Of two ranks' blocks.
 SHARDED = KVSchema.gqa(
@@ -95,11 +95,6 @@ def on_both(cluster: Cluster, daemon: Daemon, far: Member, blocks: int = 3) -> P
         assert client.put(prefix, payloads_of(prefix)).complete
     cluster.settle()
     return prefix
-
-
-def state_of(client: PoolClient) -> Home:
-    assert client._home is not None
-    return client._home
 
 
 def is_back(client: PoolClient) -> None:

@@ -17,6 +17,7 @@ from kvsupport import (
     fresh_prefix,
     wait_until,
 )
+from poolsupport import state_of
 
 from tiffin.kvstore.connection.connection import NodeAnswer
 from tiffin.kvstore.deadlines import GRACE_S
@@ -41,11 +42,6 @@ if TYPE_CHECKING:
 
 # Nobody waits so long but who waits for home: it is a hang if a call does.
 LONG_S = 30.0
-
-
-def state_of(client: PoolClient) -> Home:
-    assert client._home is not None
-    return client._home
 
 
 class Scripted:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from certsupport import Authority, make_authority
 from kvsupport import Background, fresh_prefix, payloads_of
 from poolsupport import LARGE
 
@@ -37,6 +36,8 @@ from tiffin.messenger.wire.frames import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from certsupport import Authority
 
     from tiffin.kvstore.pool.remote.peer import Peer
     from tiffin.messenger.tcp.stream import Stream
@@ -344,16 +345,6 @@ class TestListening:
 
 
 # -- TLS -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return make_authority(tmp_path_factory.mktemp("ours"))
-
-
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return make_authority(tmp_path_factory.mktemp("theirs"))
 
 
 class TestTls:
