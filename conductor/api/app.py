@@ -19,16 +19,19 @@ from ..wire.answers import error
 from .authorisation import Door
 from .conductor_service import Service
 from .docs_page import add_docs_page
-from .openapi import TITLE, document, routes
+from .openapi import TITLE, document
 from .request_bodies import Intake
+from .rest_route import RestRoute
+from .routes import router
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from starlette.routing import BaseRoute
+
     from ..core.conductor import Conductor
     from ..service.feeds import Feeding
     from .request_bodies import Limits
-    from .rest_route import RestRoute
 
 _CODES = {404: "no_such_route", 405: "method_not_allowed"}
 
@@ -55,22 +58,21 @@ def create_app(
     app.openapi = document  # type: ignore[method-assign]
     # Not `include_router`: FastAPI then merges the options of both routers at every request, which
     # takes 18 us.
-    app.router.routes += _routes()
+    app.router.routes += _rest_routes()
     add_docs_page(app)
     app.add_exception_handler(HTTPException, _not_routed)
     app.add_exception_handler(Exception, _broken)
     return app
 
 
-def _routes() -> list[RestRoute]:
+def _rest_routes() -> list[BaseRoute]:
     """The REST routes. They answer HEAD as well as GET, as routes of Starlette do, and the document
     is made before: to FastAPI it would be an operation of its own."""
     document()
-    found = routes()
-    for route in found:
-        if route.methods is not None and "GET" in route.methods:
+    for route in router.routes:
+        if isinstance(route, RestRoute) and route.methods == {"GET"}:
             route.methods.add("HEAD")
-    return found
+    return router.routes
 
 
 async def _not_routed(request: Request, failure: Any) -> Response:

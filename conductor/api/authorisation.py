@@ -7,15 +7,15 @@ import functools
 import ipaddress
 from typing import TYPE_CHECKING
 
-from fastapi import Request, Security
+from fastapi import Request  # noqa: TC002 (FastAPI reads the annotation)
 from fastapi.security import HTTPBearer
 
-from ..web.auth import Right, bearer
+from ..web.auth import bearer
 from ..web.connection_limits import PROOF
 from ..wire.answers import Refusal
 
 if TYPE_CHECKING:
-    from ..web.auth import Tokens
+    from ..web.auth import Right, Tokens
 
 
 class Door:
@@ -55,25 +55,17 @@ def is_known(http: Request) -> bool:
     return door.knows(http)
 
 
-class _Token(HTTPBearer):
+class BearerToken(HTTPBearer):
     """A dependency of routes that need a token with `right`, or with `own` one of the instance in
     the path. To OpenAPI it is FastAPI's scheme for bearer tokens."""
 
-    def __init__(self, right: Right, *, own: bool = False) -> None:
+    def __init__(self, right: Right, *, own: bool) -> None:
         super().__init__(scheme_name="token")
         self._right, self._own = right, own
 
     async def __call__(self, http: Request) -> None:  # type: ignore[override]
         door: Door = http.app.state.door
         door.enter(http, self._right, http.path_params["instance"] if self._own else None)
-
-
-# The scopes are what OpenAPI shows as roles; `OWN_INSTANCE` belongs to them as an alternative.
-READ = Security(_Token(Right.READ), scopes=[Right.READ])
-SCHEDULE = Security(_Token(Right.SCHEDULE), scopes=[Right.SCHEDULE])
-OPERATE = Security(_Token(Right.OPERATE), scopes=[Right.OPERATE])
-OPERATE_OR_OWN = Security(_Token(Right.OPERATE, own=True), scopes=[Right.OPERATE])
-OWN_INSTANCE = {"security": [{"token": [Right.INSTANCE]}]}
 
 
 def _authorization(request: Request) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -19,8 +20,8 @@ from ..core.settings import Settings
 from ..wire import models
 from ..wire.answers import JSON
 from .examples import ANSWERS, BODIES
-from .rest_route import REF, RestRoute
-from .routes import ROUTERS
+from .rest_route import REF
+from .routes import router
 
 TITLE = "Tiffin conductor"
 VERSION = "1"
@@ -62,72 +63,55 @@ answers, and which KV cache blocks are brought there from where. Bytes of prompt
 | `internal_error` | 500 | a defect; the log has it |
 """
 
-# Statuses of every route, of every route that needs a token, and of every route with a body.
-_ALWAYS = {
-    400: "What was sent makes no sense; the message says what to send instead.",
-    421: "Without tokens only this machine is answered, under a name of it.",
-}
-_GUARDED = {401: "No token, or one that is not known.", 403: "The token lacks the right."}
-_WITH_BODY = {
-    408: "The body came too slowly.",
-    413: "The body is too large.",
-    415: "The body is not declared as JSON.",
-    422: "The body is JSON that does not fit.",
-    503: "Too much is being received at the moment.",
-}
-_ERROR = {JSON: {"schema": {"$ref": REF.format(name="ErrorReply")}}}
+# Statuses of every route, of those that need a token, and of those with a body.
+_ALWAYS, _GUARDED, _WITH_BODY = (400, 421), (401, 403), (408, 413, 415, 422, 503)
+_ERROR = {JSON: {"schema": {"$ref": REF.format("ErrorReply")}}}
 _RETRY_AFTER = {
     "Retry-After": {"description": "Whole seconds.", "schema": {"type": "integer", "minimum": 1}}
 }
 
 
-def routes() -> list[RestRoute]:
-    """All REST routes, which every application shares."""
-    return [route for router in ROUTERS for route in router.routes if isinstance(route, RestRoute)]
-
-
 @functools.cache
 def document() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
-    described = get_openapi(title=TITLE, version=VERSION, description=DESCRIPTION, routes=routes())
+    described = get_openapi(
+        title=TITLE, version=VERSION, description=DESCRIPTION, routes=router.routes
+    )
     for operations in described["paths"].values():
         for operation in operations.values():
             _complete(operation)
-    names = sorted(set(re.findall(REF.format(name=r"(\w+)"), json.dumps(described["paths"]))))
+    names = sorted(set(re.findall(REF.format(r"(\w+)"), json.dumps(described["paths"]))))
     kinds = [Settings if name == "Settings" else getattr(models, name) for name in names]
-    _, schemas = msgspec.json.schema_components(kinds, ref_template=REF)
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=REF.format("{name}"))
     described["components"]["schemas"] = dict(sorted(schemas.items()))
     return described
 
 
 def _complete(operation: dict[str, Any]) -> None:
     """Add to an operation what follows from the rest of it."""
-    text = operation["description"]
+    text, responses = operation["description"], operation["responses"]
     operation["summary"] = re.split(r"[.:;]\s", text, maxsplit=1)[0].rstrip(".").replace("\n", " ")
-    errors = dict(_ALWAYS)
+    statuses = list(_ALWAYS)
     if "security" in operation:
         words = [f"`{required['token'][0]}`" for required in operation["security"]]
         operation["description"] = f"{text}\n\nRight: {' or '.join(words)}."
-        errors |= _GUARDED
+        statuses += _GUARDED
+    if "HTTPValidationError" in json.dumps(responses.get("422")):
+        del responses["422"]  # FastAPI's answer for parameters, which is a 400 here
     if "requestBody" in operation:
-        errors |= _WITH_BODY
-    _describe_errors(operation["responses"], errors)
+        statuses += _WITH_BODY
+    for status in statuses:
+        responses.setdefault(str(status), {"description": HTTPStatus(status).phrase})
+    for status in sorted(responses):
+        described = responses[status] = responses.pop(status)
+        if int(status) >= 400:
+            described["content"] = _ERROR
+            if status in ("429", "503"):
+                described["headers"] = _RETRY_AFTER
     name = operation["operationId"]
     if name in BODIES:
         operation["requestBody"]["content"][JSON]["example"] = BODIES[name]
     if name in ANSWERS:
-        operation["responses"]["200"]["content"][JSON]["example"] = ANSWERS[name]
-
-
-def _describe_errors(responses: dict[str, Any], errors: dict[int, str]) -> None:
-    if "HTTPValidationError" in json.dumps(responses.get("422")):
-        del responses["422"]  # FastAPI's answer for parameters, which is a 400 here
-    for number, what in errors.items():
-        found = responses.setdefault(str(number), {"description": ""})
-        found["description"] = f"{found['description']} {what}".lstrip()
-    for status in sorted(responses):
-        described = responses[status] = responses.pop(status)
-        if int(status) >= 400 and "content" not in described:
-            described["content"] = _ERROR
-            if status in ("429", "503"):
-                described["headers"] = _RETRY_AFTER
+        responses["200"]["content"][JSON]["example"] = ANSWERS[name]
+    if name == "readyz":
+        responses["503"] = {**responses["200"], "description": responses["503"]["description"]}

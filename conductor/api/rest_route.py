@@ -1,21 +1,24 @@
-"""What all REST routes have in common: how they answer errors and count answers, what they need of
-the application, and how they are described."""
+"""What all REST routes have in common: how they answer errors and count answers, read bodies, and
+are described to FastAPI."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+from fastapi import Depends, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
 from ..errors import ConductorError
+from ..web.auth import Right
 from ..wire.answers import JSON, Refusal, error, failed, refused
+from .authorisation import BearerToken, enter_freely
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    import msgspec
     from starlette.requests import Request
     from starlette.responses import Response
 
@@ -26,7 +29,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-REF = "#/components/schemas/{name}"
+_decoders: dict[type, msgspec.json.Decoder[Any]] = {}
+
+REF = "#/components/schemas/{}"
+_PLAIN: dict[type, str] = {dict: "object", str: "string"}
 
 
 class RestRoute(APIRoute):
@@ -62,36 +68,52 @@ def service_of(http: Request) -> Service:
     return service
 
 
-async def body_of(http: Request, decoder: msgspec.json.Decoder[T]) -> T:
-    """Receive and decode a body. Raises Refusal."""
+async def body_of(http: Request, kind: type[T], *, optional: bool = False) -> T:
+    """Receive and decode a body; `optional`: without one, the defaults. Raises Refusal."""
     intake: Intake = http.app.state.intake
-    return await intake.body(http, decoder)
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+    return await (
+        intake.optional(http, decoder, kind()) if optional else intake.body(http, decoder)
+    )
 
 
-async def optional_body_of(http: Request, decoder: msgspec.json.Decoder[T], default: T) -> T:
-    """As `body_of`, but returns `default` for a request without a body. Raises Refusal."""
-    intake: Intake = http.app.state.intake
-    return await intake.optional(http, decoder, default)
+def rest(
+    tag: str,
+    right: Right | None,
+    reply: type | None = None,
+    errors: dict[int, str] | None = None,
+    *,
+    body: type | None = None,
+    optional: bool = False,
+    own: bool = False,
+    media: str = JSON,
+) -> dict[str, Any]:
+    """Options of a route, for FastAPI and its document.
 
-
-def takes(kind: type, *, required: bool = True) -> dict[str, Any]:
-    """Describes a body to OpenAPI: FastAPI does not see it, since msgspec decodes it."""
-    return {"requestBody": {"required": required, "content": {JSON: {"schema": _schema(kind)}}}}
-
-
-def answers(
-    kind: type | None = None, errors: dict[int, str] | None = None, *, media: str = JSON
-) -> dict[int | str, dict[str, Any]]:
-    """Describes answers to OpenAPI: the struct of a success, if it has a body, and the errors that
-    other routes do not have."""
-    described: dict[int | str, dict[str, Any]] = {
-        status: {"description": what} for status, what in (errors or {}).items()
+    `right`: what a token needs; with `own`, an instance may do it to itself with a token of its
+    own. `reply` and `body`: structs; FastAPI does not see them, since msgspec encodes and decodes.
+    `errors`: statuses that other routes do not have, or for another reason.
+    """
+    extra: dict[str, Any] = {}
+    if body is not None:
+        extra["requestBody"] = {"required": not optional, **_content(body, JSON)}
+    if own:
+        extra["security"] = [{"token": [Right.INSTANCE]}]  # instead of the other one
+    responses = {status: {"description": what} for status, what in (errors or {}).items()}
+    token = Depends(enter_freely)
+    if right is not None:
+        token = Security(BearerToken(right, own=own), scopes=[right])
+    return {
+        "tags": [tag],
+        "dependencies": [token],
+        "status_code": 204 if reply is None else 200,
+        "responses": responses if reply is None else {200: _content(reply, media), **responses},
+        "openapi_extra": extra,
     }
-    if kind is not None:
-        described[200] = {"content": {media: {"schema": _schema(kind)}}}
-    return described
 
 
-def _schema(kind: type) -> dict[str, Any]:
-    plain = {dict: "object", str: "string"}
-    return {"type": plain[kind]} if kind in plain else {"$ref": REF.format(name=kind.__name__)}
+def _content(kind: type, media: str) -> dict[str, Any]:
+    schema = {"type": _PLAIN[kind]} if kind in _PLAIN else {"$ref": REF.format(kind.__name__)}
+    return {"content": {media: {"schema": schema}}}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response, StreamingResponse
 
 from ..core.settings import Settings
@@ -16,70 +16,23 @@ from ..errors import InvalidRequest, UnknownRequest
 from ..records import EVENT_KINDS, Decision, Role
 from ..replicas.replica import SharedConductor
 from ..state.request_ids import name_of
+from ..web.auth import Right
 from ..web.metrics import CONTENT_TYPE
 from ..web.time_slices import TimeSlices
+from ..wire import conversions, models
 from ..wire.answers import JSON, Refusal, answer, answer_all, ready, rejected
 from ..wire.block_keys import parse_keys, parse_schema
-from ..wire.conversions import (
-    decision_reply,
-    drain_reply,
-    flip_reply,
-    hot_reply,
-    instance_reply,
-    is_heartbeat,
-    plan_reply,
-    to_event,
-    to_load,
-    to_request,
-    to_spec,
-)
 from ..wire.decision_text import Shown
-from ..wire.models import (
-    DECISIONS_MAX,
-    HOT_MAX,
-    MATCH_HOLDERS_MAX,
-    DecisionReply,
-    DecisionsReply,
-    DrainBody,
-    DrainReply,
-    DrainsReply,
-    EntryReply,
-    EventBody,
-    HealthReply,
-    HolderReply,
-    HotReply,
-    InstanceBody,
-    InstanceReply,
-    InstancesReply,
-    MatchBody,
-    MatchReply,
-    PlansReply,
-    RoleBody,
-    ScheduleBody,
-)
-from .authorisation import (
-    OPERATE,
-    OPERATE_OR_OWN,
-    OWN_INSTANCE,
-    READ,
-    SCHEDULE,
-    enter_freely,
-    is_known,
-)
+from .authorisation import is_known
 from .decision_stream import events
 from .parameters import Candidates, EventKind, InstanceId, NodeName, RequestId, Tenant  # noqa: TC001
-from .prompt_decoding import match_decoder, read_token_ids, schedule_decoder
-from .rest_route import RestRoute, answers, body_of, optional_body_of, service_of, takes
+from .prompt_decoding import MatchText, ScheduleText, read_token_ids
+from .rest_route import RestRoute, body_of, rest, service_of
 
 if TYPE_CHECKING:
     from ..records import Rejection
     from .conductor_service import Service
 
-_event = msgspec.json.Decoder(EventBody)
-_instance = msgspec.json.Decoder(InstanceBody)
-_role = msgspec.json.Decoder(RoleBody)
-_drain = msgspec.json.Decoder(DrainBody)
-_changes = msgspec.json.Decoder(dict[str, Any])
 _encoder = msgspec.json.Encoder()
 
 # Of a decision in the log; `why` has all, of sixteen thousand instances at most.
@@ -87,38 +40,30 @@ _ALL = 1 << 30
 
 _NO_INSTANCE = {404: "No such instance is registered."}
 _NO_NODE = {404: "No such node is in the pool, or the conductor follows none (`--directory`)."}
-_NO_REQUEST = {404: "No such request of this tenant is in flight."}
 
+router = APIRouter(
+    route_class=RestRoute,
+    default_response_class=Response,
+    generate_unique_id_function=lambda route: route.name,
+)
 
-def _router(tag: str) -> APIRouter:
-    return APIRouter(
-        tags=[tag],
-        route_class=RestRoute,
-        default_response_class=Response,
-        generate_unique_id_function=lambda route: route.name,
-    )
-
-
-_requests, _instances, _blocks = _router("requests"), _router("instances"), _router("blocks")
-_decisions, _pool, _settings = _router("decisions"), _router("pool"), _router("settings")
-_health = _router("health")
-ROUTERS = (_requests, _instances, _blocks, _decisions, _pool, _settings, _health)
 
 # -- requests --------------------------------------------------------------------------------------
 
 
-@_requests.post(
+@router.post(
     "/v1/schedule",
-    dependencies=[SCHEDULE],
-    openapi_extra=takes(ScheduleBody),
-    responses=answers(
-        DecisionReply,
+    **rest(
+        "requests",
+        Right.SCHEDULE,
+        models.DecisionReply,
         {
             404: "No instance has registered this model.",
             409: "Another prompt of this tenant is in flight under this id.",
             429: "Rejected for load: what was predicted, and when to come back (Retry-After).",
-            503: "Nothing that could serve it is ready.",
+            503: "Nothing that could serve it is ready, or too much is being received.",
         },
+        body=models.ScheduleBody,
     ),
 )
 async def schedule(http: Request) -> Response:
@@ -142,24 +87,25 @@ async def schedule(http: Request) -> Response:
     | `no_prefill`, `no_decode` | 503 | no instance with this role is ready |
     """
     service = service_of(http)
-    body = await body_of(http, schedule_decoder)
+    body = await body_of(http, ScheduleText)
     tokens = await read_token_ids(body)
-    outcome = service.schedule(to_request(body, tokens, service.models))
+    outcome = service.schedule(conversions.to_request(body, tokens, service.models))
     if isinstance(outcome, Decision):
-        return answer(decision_reply(outcome, service.url, service.clock()))
+        return answer(conversions.decision_reply(outcome, service.url, service.clock()))
     return rejected(outcome)
 
 
-@_requests.post(
+@router.post(
     "/v1/requests/{request_id}/{event}",
-    dependencies=[SCHEDULE],
-    status_code=204,
-    openapi_extra=takes(EventBody, required=False),
-    responses=answers(
+    **rest(
+        "requests",
+        Right.SCHEDULE,
         errors={
-            **_NO_REQUEST,
+            404: "No such request of this tenant is in flight.",
             429: "Rejected after its prefill, which admission in the mode baseline does.",
-        }
+        },
+        body=models.EventBody,
+        optional=True,
     ),
 )
 async def event(
@@ -175,9 +121,11 @@ async def event(
     """
     if event not in EVENT_KINDS:
         raise InvalidRequest(f"no event {event[:64]!r}; there are {', '.join(EVENT_KINDS)}")
-    body = await optional_body_of(http, _event, EventBody())
+    body = await body_of(http, models.EventBody, optional=True)
     try:
-        rejection = service_of(http).observe(to_event(name_of(tenant, request_id), event, body))
+        rejection = service_of(http).observe(
+            conversions.to_event(name_of(tenant, request_id), event, body)
+        )
     except UnknownRequest as error:
         if tenant:
             raise
@@ -188,11 +136,7 @@ async def event(
 # -- instances -------------------------------------------------------------------------------------
 
 
-@_instances.get(
-    "/v1/instances",
-    dependencies=[READ],
-    responses=answers(InstancesReply),
-)
+@router.get("/v1/instances", **rest("instances", Right.READ, models.InstancesReply))
 async def instances(http: Request) -> Response:
     """All instances: what they registered with, status, load."""
     service, turns = service_of(http), TimeSlices()
@@ -200,29 +144,28 @@ async def instances(http: Request) -> Response:
     for name in core.cluster.names:
         if name in core.cluster:  # still
             view = core.instance(name, service.clock())
-            texts.append(_encoder.encode(instance_reply(view)))
+            texts.append(_encoder.encode(conversions.instance_reply(view)))
         await turns.give()
     return answer_all("instances", texts)
 
 
-@_instances.get(
-    "/v1/instances/{instance}",
-    dependencies=[READ],
-    responses=answers(InstanceReply, _NO_INSTANCE),
+@router.get(
+    "/v1/instances/{instance}", **rest("instances", Right.READ, models.InstanceReply, _NO_INSTANCE)
 )
 async def instance(http: Request, instance: InstanceId) -> Response:
     """One instance."""
     service = service_of(http)
-    return answer(instance_reply(service.core.instance(instance, service.clock())))
+    return answer(conversions.instance_reply(service.core.instance(instance, service.clock())))
 
 
-@_instances.put(
+@router.put(
     "/v1/instances/{instance}",
-    dependencies=[OPERATE_OR_OWN],
-    status_code=204,
-    openapi_extra=takes(InstanceBody) | OWN_INSTANCE,
-    responses=answers(
-        errors={**_NO_INSTANCE, 409: "Another instance keys this model differently."}
+    **rest(
+        "instances",
+        Right.OPERATE,
+        errors={**_NO_INSTANCE, 409: "Another instance keys this model differently."},
+        body=models.InstanceBody,
+        own=True,
     ),
 )
 async def announce(http: Request, instance: InstanceId) -> Response:
@@ -235,21 +178,17 @@ async def announce(http: Request, instance: InstanceId) -> Response:
     are at hosts of the setting `instances.allowed_hosts`.
     """
     service = service_of(http)
-    body = await body_of(http, _instance)
-    spec = None if is_heartbeat(body) else to_spec(instance, body)
+    body = await body_of(http, models.InstanceBody)
+    spec = None if conversions.is_heartbeat(body) else conversions.to_spec(instance, body)
     if spec is not None and body.schema is not None:
         _learn(service, instance, spec.model, spec.block_tokens, body.schema.canonical)
-    load = to_load(body.load) if body.load is not None else None
+    load = conversions.to_load(body.load) if body.load is not None else None
     service.announce(spec, instance, load)
     return _done()
 
 
-@_instances.delete(
-    "/v1/instances/{instance}",
-    dependencies=[OPERATE_OR_OWN],
-    status_code=204,
-    openapi_extra=OWN_INSTANCE,
-    responses=answers(errors=_NO_INSTANCE),
+@router.delete(
+    "/v1/instances/{instance}", **rest("instances", Right.OPERATE, errors=_NO_INSTANCE, own=True)
 )
 async def leave(
     http: Request,
@@ -266,23 +205,23 @@ async def leave(
     return _done()
 
 
-@_instances.post(
+@router.post(
     "/v1/instances/{instance}/role",
-    dependencies=[OPERATE],
-    status_code=204,
-    openapi_extra=takes(RoleBody),
-    responses=answers(
+    **rest(
+        "instances",
+        Right.OPERATE,
         errors={
             **_NO_INSTANCE,
-            409: "It cannot be flipped now: too few would be left, or another is.",
-        }
+            409: "Too few would be left in its role, or another one is flipped.",
+        },
+        body=models.RoleBody,
     ),
 )
 async def flip(http: Request, instance: InstanceId) -> Response:
     """Begin to change what an instance does: it gets no new work, finishes what it has, is told
     its role (where its label `role_url` says) and asked to show it, and then gets work again.
     Refused if too few would be left in its role. `GET /v1/plans` shows where it is."""
-    body = await body_of(http, _role)
+    body = await body_of(http, models.RoleBody)
     service_of(http).flip(instance, Role(body.role))
     return _done()
 
@@ -290,19 +229,18 @@ async def flip(http: Request, instance: InstanceId) -> Response:
 # -- blocks ----------------------------------------------------------------------------------------
 
 
-@_blocks.post(
-    "/v1/blocks/match",
-    dependencies=[READ],
-    openapi_extra=takes(MatchBody),
-    responses=answers(MatchReply),
+@router.post(
+    "/v1/blocks/match", **rest("blocks", Right.READ, models.MatchReply, body=models.MatchBody)
 )
 async def match(
     http: Request,
-    limit: Annotated[int, Query(ge=0, le=MATCH_HOLDERS_MAX, description="Holders to show.")] = 100,
+    limit: Annotated[
+        int, Query(ge=0, le=models.MATCH_HOLDERS_MAX, description="Holders to show.")
+    ] = 100,
 ) -> Response:
     """Who holds how much of a prefix, the longest part first; `limit` of them."""
     service = service_of(http)
-    body = await body_of(http, match_decoder)
+    body = await body_of(http, MatchText)
     tokens = await read_token_ids(body)
     if (body.block_keys is None) == (tokens is None):
         raise InvalidRequest("send block_keys, or token_ids with a model")
@@ -315,21 +253,21 @@ async def match(
         raise InvalidRequest("token_ids need a model: whose keys?")
     view = service.core.match(keys, service.clock())
     found = [
-        HolderReply(holder=name, blocks=blocks, age_s=age_s)
+        models.HolderReply(holder=name, blocks=blocks, age_s=age_s)
         for name, blocks, age_s in view.holders[:limit]
     ]
-    return answer(MatchReply(asked_blocks=len(keys), blocks=view.blocks, holders=found))
+    return answer(models.MatchReply(asked_blocks=len(keys), blocks=view.blocks, holders=found))
 
 
-@_blocks.get("/v1/blocks/hot", dependencies=[READ], responses=answers(HotReply))
+@router.get("/v1/blocks/hot", **rest("blocks", Right.READ, models.HotReply))
 async def hot(
     http: Request,
-    limit: Annotated[int, Query(ge=0, le=HOT_MAX, description="Prefixes to show.")] = 100,
+    limit: Annotated[int, Query(ge=0, le=models.HOT_MAX, description="Prefixes to show.")] = 100,
 ) -> Response:
     """The most popular prefixes; `limit` of them."""
     service, turns, texts = service_of(http), TimeSlices(), list[bytes]()
     for prefix in await turns.finish(service.core.finding_hot(limit, service.clock())):
-        texts.append(_encoder.encode(hot_reply(prefix)))
+        texts.append(_encoder.encode(conversions.hot_reply(prefix)))
         await turns.give()
     return answer_all("prefixes", texts)
 
@@ -337,10 +275,12 @@ async def hot(
 # -- decisions -------------------------------------------------------------------------------------
 
 
-@_decisions.get("/v1/decisions", dependencies=[READ], responses=answers(DecisionsReply))
+@router.get("/v1/decisions", **rest("decisions", Right.READ, models.DecisionsReply))
 async def decisions(
     http: Request,
-    limit: Annotated[int, Query(ge=0, le=DECISIONS_MAX, description="Entries to show.")] = 100,
+    limit: Annotated[
+        int, Query(ge=0, le=models.DECISIONS_MAX, description="Entries to show.")
+    ] = 100,
     candidates: Candidates = 0,
     instance: Annotated[str | None, Query(description="Only what runs there.")] = None,
     outcome: Annotated[
@@ -351,7 +291,7 @@ async def decisions(
     candidates. `instance` and `outcome` choose among the latest."""
     service = service_of(http)
     everything = instance is None and outcome is None
-    entries = service.core.decisions(limit if everything else DECISIONS_MAX)
+    entries = service.core.decisions(limit if everything else models.DECISIONS_MAX)
     kept = [one for one in entries if _wanted(one, instance, outcome)][:limit]
     turns, texts = TimeSlices(), list[bytes]()
     for entry in kept:
@@ -360,10 +300,15 @@ async def decisions(
     return answer_all("decisions", texts)
 
 
-@_decisions.get(
+@router.get(
     "/v1/decisions/stream",
-    dependencies=[READ],
-    responses=answers(str, {503: "Too many follow the decisions."}, media="text/event-stream"),
+    **rest(
+        "decisions",
+        Right.READ,
+        str,
+        {503: "Too many follow the decisions."},
+        media="text/event-stream",
+    ),
 )
 async def stream(http: Request, candidates: Candidates = 0) -> Response:
     """Decisions as they are made, as server-sent events: `decision` with an entry of the log,
@@ -378,10 +323,11 @@ async def stream(http: Request, candidates: Candidates = 0) -> Response:
     )
 
 
-@_decisions.get(
+@router.get(
     "/v1/decisions/{request_id}/why",
-    dependencies=[READ],
-    responses=answers(EntryReply, {404: "Not in the log, which keeps the latest."}),
+    **rest(
+        "decisions", Right.READ, models.EntryReply, {404: "Not in the log, which keeps the latest."}
+    ),
 )
 async def why(http: Request, request_id: RequestId, tenant: Tenant = "") -> Response:
     """Why a request runs where it runs: all candidates with every term of their cost. Without
@@ -396,37 +342,42 @@ async def why(http: Request, request_id: RequestId, tenant: Tenant = "") -> Resp
 # -- the pool as a whole ---------------------------------------------------------------------------
 
 
-@_pool.get("/v1/plans", dependencies=[READ], responses=answers(PlansReply))
+@router.get("/v1/plans", **rest("pool", Right.READ, models.PlansReply))
 async def plans(http: Request) -> Response:
     """What this conductor would do about the instances of each model, with every number behind
     it, and the flips that it carries out. Each conductor plans; the one that leads orders."""
     service = service_of(http)
     steering, now, unix_s = service.core.steering, service.clock(), service.unix_s
     return answer(
-        PlansReply(
+        models.PlansReply(
             leads=steering.leads(now),
             leader=steering.lease.leader(now) if steering.lease is not None else "",
-            plans=[plan_reply(*one, unix_s) for one in steering.plans().items()],
-            flips=[flip_reply(flip, unix_s) for flip in steering.flips()],
+            plans=[conversions.plan_reply(*one, unix_s) for one in steering.plans().items()],
+            flips=[conversions.flip_reply(flip, unix_s) for flip in steering.flips()],
         )
     )
 
 
-@_pool.get("/v1/drains", dependencies=[READ], responses=answers(DrainsReply))
+@router.get("/v1/drains", **rest("pool", Right.READ, models.DrainsReply))
 async def drains(http: Request) -> Response:
     """Nodes and instances that are emptied, and those that were: how far, and what is lost if
     one stops now. Of several conductors each shows those that it was asked for."""
     service = service_of(http)
     found = service.core.steering.drains(service.clock())
-    return answer(DrainsReply(drains=[drain_reply(progress) for progress in found]))
+    return answer(
+        models.DrainsReply(drains=[conversions.drain_reply(progress) for progress in found])
+    )
 
 
-@_pool.put(
+@router.put(
     "/v1/nodes/{node}/drain",
-    dependencies=[OPERATE],
-    openapi_extra=takes(DrainBody, required=False),
-    responses=answers(
-        DrainReply, {**_NO_NODE, 409: "It is just being told to take new blocks again."}
+    **rest(
+        "pool",
+        Right.OPERATE,
+        models.DrainReply,
+        {**_NO_NODE, 409: "It is just being told to take new blocks again."},
+        body=models.DrainBody,
+        optional=True,
     ),
 )
 async def drain_node(http: Request, node: NodeName) -> Response:
@@ -434,18 +385,14 @@ async def drain_node(http: Request, node: NodeName) -> Response:
     node has are copied away first, and then it hands over the rest. It goes on serving what it
     has. The answer, and `GET /v1/drains` of this conductor, show how far it is; asked again
     meanwhile, it goes on as before. Instances on its host are drained by themselves."""
-    body = await optional_body_of(http, _drain, DrainBody())
+    body = await body_of(http, models.DrainBody, optional=True)
     service = service_of(http)
     steering, now = service.core.steering, service.clock()
     steering.drain_node(node, now, body.deadline_s)
-    return answer(drain_reply(steering.node_drain(node, now)))
+    return answer(conversions.drain_reply(steering.node_drain(node, now)))
 
 
-@_pool.delete(
-    "/v1/nodes/{node}/drain",
-    dependencies=[OPERATE],
-    responses=answers(DrainReply, _NO_NODE),
-)
+@router.delete("/v1/nodes/{node}/drain", **rest("pool", Right.OPERATE, models.DrainReply, _NO_NODE))
 async def undrain_node(http: Request, node: NodeName) -> Response:
     """Let a node take new blocks again: its drain is cancelled, or undone if it has ended.
     Copies stay where they are. Any conductor can be asked; one that empties the node just now
@@ -453,47 +400,35 @@ async def undrain_node(http: Request, node: NodeName) -> Response:
     service = service_of(http)
     steering, now = service.core.steering, service.clock()
     steering.undrain_node(node, now)
-    return answer(drain_reply(steering.node_drain(node, now)))
+    return answer(conversions.drain_reply(steering.node_drain(node, now)))
 
 
 # -- settings, health ------------------------------------------------------------------------------
 
 
-@_settings.get("/v1/policy", dependencies=[READ], responses=answers(Settings))
+@router.get("/v1/policy", **rest("settings", Right.READ, Settings))
 async def settings(http: Request) -> Response:
     """All settings as they are."""
     return answer(service_of(http).core.settings)
 
 
-@_settings.patch(
-    "/v1/policy",
-    dependencies=[OPERATE],
-    openapi_extra=takes(dict),
-    responses=answers(Settings),
-)
+@router.patch("/v1/policy", **rest("settings", Right.OPERATE, Settings, body=dict))
 async def patch(http: Request) -> Response:
     """Change settings while it runs: send only what changes, nested as in the answer. The whole
     is checked first; if anything is wrong, everything stays as it was."""
-    changes = await body_of(http, _changes)
+    changes = await body_of(http, dict[str, Any])
     return answer(service_of(http).patch(changes))
 
 
-@_health.get("/livez", dependencies=[Depends(enter_freely)], responses=answers(HealthReply))
+@router.get("/livez", **rest("health", None, models.HealthReply))
 async def livez(http: Request) -> Response:
     """Whether the process answers. No token needed."""
-    return answer(HealthReply(status="ok"))
+    return answer(models.HealthReply(status="ok"))
 
 
-@_health.get(
+@router.get(
     "/readyz",
-    dependencies=[Depends(enter_freely)],
-    responses=answers(HealthReply)
-    | {
-        503: {
-            **answers(HealthReply)[200],
-            "description": "Nothing could be scheduled now: `reasons`.",
-        }
-    },
+    **rest("health", None, models.HealthReply, {503: "Nothing could be scheduled now: `reasons`."}),
 )
 async def readyz(http: Request) -> Response:
     """Whether a request could be scheduled now, else 503. No token needed; who sends one is
@@ -501,7 +436,7 @@ async def readyz(http: Request) -> Response:
     return ready(service_of(http).missing(), details=is_known(http))
 
 
-@_health.get("/metrics", dependencies=[READ], responses=answers(str, media="text/plain"))
+@router.get("/metrics", **rest("health", Right.READ, str, media="text/plain"))
 async def metrics(http: Request) -> Response:
     """For Prometheus."""
     return Response(service_of(http).metrics.text(), headers={"content-type": CONTENT_TYPE})
