@@ -7,14 +7,13 @@ import functools
 import ipaddress
 from typing import TYPE_CHECKING
 
-from fastapi import Request  # noqa: TC002 (FastAPI reads the annotation)
-from fastapi.security import HTTPBearer
-
 from ..web.auth import bearer
 from ..web.connection_limits import PROOF
 from ..wire.answers import Refusal
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
+
     from ..web.auth import Right, Tokens
 
 
@@ -41,31 +40,6 @@ class Door:
     def knows(self, request: Request) -> bool:
         """Whether the client sends a known token, with any right, or the service has no tokens."""
         return not self._tokens or self._tokens.grant(bearer(_authorization(request))) is not None
-
-
-async def enter_freely(http: Request) -> None:
-    """A dependency of routes that need no token."""
-    door: Door = http.app.state.door
-    door.enter(http, None)
-
-
-def is_known(http: Request) -> bool:
-    """Whether a request comes with a token that is known, or none is needed."""
-    door: Door = http.app.state.door
-    return door.knows(http)
-
-
-class BearerToken(HTTPBearer):
-    """A dependency of routes that need a token with `right`, or with `own` one of the instance in
-    the path. To OpenAPI it is FastAPI's scheme for bearer tokens."""
-
-    def __init__(self, right: Right, *, own: bool) -> None:
-        super().__init__(scheme_name="token")
-        self._right, self._own = right, own
-
-    async def __call__(self, http: Request) -> None:  # type: ignore[override]
-        door: Door = http.app.state.door
-        door.enter(http, self._right, http.path_params["instance"] if self._own else None)
 
 
 def _authorization(request: Request) -> bytes:

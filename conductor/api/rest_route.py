@@ -1,5 +1,5 @@
-"""What all REST routes have in common: how they answer errors and count answers, read bodies, and
-are described to FastAPI."""
+"""What all REST routes have in common: how they ask for a token, read bodies, answer errors, count
+answers, and are described to FastAPI."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from fastapi import Depends, Security
+from fastapi import Depends, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 
 from ..errors import ConductorError
 from ..web.auth import Right
 from ..wire.answers import JSON, Refusal, error, failed, refused
-from .authorisation import BearerToken, enter_freely
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from starlette.requests import Request
     from starlette.responses import Response
 
+    from .authorisation import Door
     from .conductor_service import Service
     from .request_bodies import Intake
 
@@ -62,10 +62,34 @@ class RestRoute(APIRoute):
         return handle
 
 
+class _BearerToken(HTTPBearer):
+    """A dependency of routes that need a token with `right`, or with `own` one of the instance in
+    the path. To OpenAPI it is FastAPI's scheme for bearer tokens."""
+
+    def __init__(self, right: Right, *, own: bool) -> None:
+        super().__init__(scheme_name="token")
+        self._right, self._own = right, own
+
+    async def __call__(self, http: Request) -> None:  # type: ignore[override]
+        own = http.path_params["instance"] if self._own else None
+        door_of(http).enter(http, self._right, own)
+
+
+async def _enter_freely(http: Request) -> None:
+    """A dependency of routes that need no token."""
+    door_of(http).enter(http, None)
+
+
 def service_of(http: Request) -> Service:
     """The conductor that a request is for."""
     service: Service = http.app.state.service
     return service
+
+
+def door_of(http: Request) -> Door:
+    """What authorises a request."""
+    door: Door = http.app.state.door
+    return door
 
 
 async def body_of(http: Request, kind: type[T], *, optional: bool = False) -> T:
@@ -102,9 +126,9 @@ def rest(
     if own:
         extra["security"] = [{"token": [Right.INSTANCE]}]  # instead of the other one
     responses = {status: {"description": what} for status, what in (errors or {}).items()}
-    token = Depends(enter_freely)
+    token = Depends(_enter_freely)
     if right is not None:
-        token = Security(BearerToken(right, own=own), scopes=[right])
+        token = Security(_BearerToken(right, own=own), scopes=[right])
     return {
         "tags": [tag],
         "dependencies": [token],

@@ -23,11 +23,10 @@ from ..wire import conversions, models
 from ..wire.answers import JSON, Refusal, answer, answer_all, ready, rejected
 from ..wire.block_keys import parse_keys, parse_schema
 from ..wire.decision_text import Shown
-from .authorisation import is_known
 from .decision_stream import events
 from .parameters import Candidates, EventKind, InstanceId, NodeName, RequestId, Tenant  # noqa: TC001
 from .prompt_decoding import MatchText, ScheduleText, read_token_ids
-from .rest_route import RestRoute, body_of, rest, service_of
+from .rest_route import RestRoute, body_of, door_of, rest, service_of
 
 if TYPE_CHECKING:
     from ..records import Rejection
@@ -433,7 +432,7 @@ async def livez(http: Request) -> Response:
 async def readyz(http: Request) -> Response:
     """Whether a request could be scheduled now, else 503. No token needed; who sends one is
     told what is missing."""
-    return ready(service_of(http).missing(), details=is_known(http))
+    return ready(service_of(http).missing(), details=door_of(http).knows(http))
 
 
 @router.get("/metrics", **rest("health", Right.READ, str, media="text/plain"))

@@ -171,7 +171,7 @@ class ConductorClient(_Verbs[httpx.Client]):
             for attempt in Retrying(**self._retrying(call)):
                 with attempt:
                     left_s = max(ends_at - time.monotonic(), 0.001)
-                    response = self._http.request(**_options_of(call), timeout=left_s)
+                    response = self._http.request(**_request_of(call), timeout=left_s)
         except httpx.TransportError as error:
             raise _unavailable(self._http.base_url, error) from error
         return _answered(call, response, attempt)
@@ -218,7 +218,7 @@ class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
             async with asyncio.timeout(self._timeout_s):
                 async for attempt in AsyncRetrying(**self._retrying(call)):
                     with attempt:
-                        response = await self._http.request(**_options_of(call), timeout=None)
+                        response = await self._http.request(**_request_of(call), timeout=None)
         except httpx.TransportError as error:
             raise _unavailable(self._http.base_url, error) from error
         except TimeoutError as error:
@@ -227,7 +227,7 @@ class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
         return _answered(call, response, attempt)
 
 
-def _options_of(call: RestCall[Any]) -> dict[str, Any]:
+def _request_of(call: RestCall[Any]) -> dict[str, Any]:
     return {"method": call.method, "url": call.path, "content": call.body, "headers": _HEADERS}
 
 
