@@ -162,7 +162,7 @@ class _Sender:
         self._open.append(name)
         tokens = BLOCK_TOKENS * len(keys) + 100
         request = Request(name, self._load.model, tokens, keys)
-        return self._raw(calls.schedule(request, None, ""))
+        return self._raw(calls.schedule(request))
 
     def _raw(self, call: calls.RestCall[Any]) -> bytes:
         body = call.body or b""

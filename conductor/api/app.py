@@ -1,42 +1,37 @@
-"""The ASGI application: the routes of `route_table.py` in FastAPI, with token checks and a single
-error format.
+"""The ASGI application: FastAPI with the routes of `routes.py` and a single error format.
 
     app = create_app(conductor, auth=load_tokens(path))
     app.state.service.schedule(...)      # for code that serves requests in the same process
 
-FastAPI provides routing and `/openapi.json`; `/docs` comes from `docs_page.py`. msgspec decodes
-bodies and encodes answers: a prompt of 256 keys takes 20 µs, and 400 µs through pydantic models.
+What FastAPI does and what it does not, with numbers: docs/decisions/fastapi.md.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from ..errors import ConductorError
 from ..web.auth import Tokens
-from ..wire.answers import Refusal, error, failed, refused
+from ..wire.answers import error
 from .authorisation import Door
 from .conductor_service import Service
 from .docs_page import add_docs_page
-from .openapi import DESCRIPTION, TITLE, VERSION, document
-from .route_table import ROUTES, Route
-from .routes import Routes
+from .openapi import TITLE, document
+from .request_bodies import Intake
+from .rest_route import RestRoute
+from .routes import router
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
+
+    from starlette.routing import BaseRoute
 
     from ..core.conductor import Conductor
     from ..service.feeds import Feeding
     from .request_bodies import Limits
-
-    Endpoint = Callable[[Request], Awaitable[Response]]
-
-log = logging.getLogger("tiffin.conductor")
 
 _CODES = {404: "no_such_route", 405: "method_not_allowed"}
 
@@ -57,46 +52,27 @@ def create_app(
     the events of instances that publish them.
     """
     service = Service(conductor, limits, reasons=reasons, clock=clock, feeding=feeding)
-    app = FastAPI(
-        title=TITLE, description=DESCRIPTION, version=VERSION, redirect_slashes=False,
-        docs_url=None, redoc_url=None,
-    )  # fmt: skip
-    app.state.service = service
-    door = Door(auth or Tokens())
-    routes = Routes(service, door)
-    for route in ROUTES:
-        # Not `add_api_route`: FastAPI has no dependency to inject and no model to validate here,
-        # and `add_route` saves 15 µs per request.
-        endpoint = _endpoint(route, routes, door, service)
-        app.add_route(route.path, endpoint, methods=[route.method], name=route.name)
+    app = FastAPI(title=TITLE, redirect_slashes=False, docs_url=None, redoc_url=None)
+    app.state.service, app.state.door = service, Door(auth or Tokens())
+    app.state.intake = Intake(service.limits, "; of a prompt send block_keys, 35 for each block")
+    app.openapi = document  # type: ignore[method-assign]
+    # Not `include_router`: FastAPI then merges the options of both routers at every request, which
+    # takes 18 us.
+    app.router.routes += _rest_routes()
     add_docs_page(app)
     app.add_exception_handler(HTTPException, _not_routed)
     app.add_exception_handler(Exception, _broken)
-    described = document(type(conductor.settings))
-    app.openapi = lambda: described  # type: ignore[method-assign]
     return app
 
 
-def _endpoint(route: Route, routes: Routes, door: Door, service: Service) -> Endpoint:
-    """Wrap a handler for FastAPI: `door` authorises the request first, and errors become HTTP
-    answers."""
-    handler, right, pattern = route.handler, route.right, route.pattern
-    answered = service.metrics.answered
-
-    async def endpoint(request: Request) -> Response:
-        started = time.perf_counter()
-        try:
-            own = request.path_params["instance"] if route.own else None
-            door.enter(request, right, own)
-            response = await handler(routes, request)
-        except ConductorError as failure:
-            response = failed(failure)
-        except Refusal as refusal:
-            response = refused(refusal)
-        answered(pattern, response.status_code, time.perf_counter() - started)
-        return response
-
-    return endpoint
+def _rest_routes() -> list[BaseRoute]:
+    """The REST routes. They answer HEAD as well as GET, as routes of Starlette do, and the document
+    is made before: to FastAPI it would be an operation of its own."""
+    document()
+    for route in router.routes:
+        if isinstance(route, RestRoute) and route.methods == {"GET"}:
+            route.methods.add("HEAD")
+    return router.routes
 
 
 async def _not_routed(request: Request, failure: Any) -> Response:

@@ -1,174 +1,117 @@
-"""Builds the OpenAPI document from the route table and the structs that validate bodies."""
+"""The OpenAPI document: FastAPI's, completed with what it does not know.
+
+FastAPI describes paths, parameters, tokens and what each route says of itself. It knows no structs
+of msgspec, and drops nulls (from defaults and examples), so schemas and examples are added here, as
+is what all routes answer alike.
+"""
 
 from __future__ import annotations
 
-import inspect
+import functools
+import json
 import re
-from typing import TYPE_CHECKING, Any
+from http import HTTPStatus
+from typing import Any
 
 import msgspec
+from fastapi.openapi.utils import get_openapi
 
-from ..wire.models import ErrorReply, HealthReply
-from .route_table import IN_PATH, ROUTES, SETTINGS, Parameter, Route
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from ..core.settings import Settings
+from ..wire import models
+from ..wire.answers import JSON
+from .examples import ANSWERS, BODIES
+from .rest_route import REF
+from .routes import router
 
 TITLE = "Tiffin conductor"
+VERSION = "1"
 DESCRIPTION = """\
 Decides where requests to large language models run: which instance computes the prompt, which one
 answers, and which KV cache blocks are brought there from where. Bytes of prompts never pass.
+
+- Bodies are JSON, `Content-Type: application/json`; unknown fields are refused. `null` is a field
+  left out.
+- Times are seconds, sizes bytes or tokens; `..._at` are Unix times. Infinity is `null`.
+- With tokens, send `Authorization: Bearer TOKEN`; each route says which right it takes.
+- What is not a success has one shape, OpenAI's. Show `message` to people, decide by `code`:
+
+```json
+{"error": {"message": "no instance 'i1' is registered", "type": "invalid_request_error",
+           "code": "unknown_instance", "param": null, "tiffin": null}}
+```
+
+| code | status | |
+|---|---|---|
+| `invalid_request` | 400 | what was sent makes no sense; the message says what to send instead |
+| `invalid_json` | 400 | the body is not JSON |
+| `incomplete` | 400 | the body ended early |
+| `host_not_allowed` | 400 | an instance is where the setting `instances.allowed_hosts` lets none |
+| `not_authorized` | 401 | no token, or one that is not known |
+| `missing_right` | 403 | the token does not allow this |
+| `unknown_model`, `unknown_instance`, `unknown_request` | 404 | never there, gone, or expired |
+| `unknown_node` | 404 | not in the pool, or the conductor follows none |
+| `no_such_route` | 404 | |
+| `method_not_allowed` | 405 | |
+| `too_slow` | 408 | the body took longer than 30 s |
+| `conflict` | 409 | it contradicts what is known |
+| `too_large` | 413 | the body has more than 1.25 MiB |
+| `unsupported_media_type` | 415 | the body is not declared as JSON |
+| `wrong_host` | 421 | without tokens, the service is only called localhost or 127.0.0.1 |
+| `invalid_body` | 422 | JSON that does not fit; `param` is the field |
+| `rejected_...` | 429, 503 | a rejection, by its reason; schedule lists them |
+| `busy`, `too_many_streams` | 503 | come back after `Retry-After` |
+| `internal_error` | 500 | a defect; the log has it |
 """
-VERSION = "1"
 
-_REF = "#/components/schemas/{name}"
-# Statuses of every route that needs a token, and of every route with a body.
-_GUARDED = ((401, "No token, or one that is not known."), (403, "The token lacks the right."))
-_WITH_BODY = (
-    (408, "The body came too slowly."),
-    (413, "The body is too large."),
-    (415, "The body is not declared as JSON."),
-    (422, "The body is JSON that does not fit."),
-    (503, "Too much is being received at the moment."),
-)
-_ALWAYS = (
-    (400, "What was sent makes no sense; the message says what to send instead."),
-    (421, "Without tokens only this machine is answered, under a name of it."),
-)
-_CODE_SPAN = re.compile(r"\s+")
+# Statuses of every route, of those that need a token, and of those with a body.
+_ALWAYS, _GUARDED, _WITH_BODY = (400, 421), (401, 403), (408, 413, 415, 422, 503)
+_ERROR = {JSON: {"schema": {"$ref": REF.format("ErrorReply")}}}
+_RETRY_AFTER = {
+    "Retry-After": {"description": "Whole seconds.", "schema": {"type": "integer", "minimum": 1}}
+}
 
 
-def document(settings: type) -> dict[str, Any]:
-    """The OpenAPI 3.1 document. `settings` is the type of the core's settings."""
-    used: dict[str, type] = {"ErrorReply": ErrorReply, "HealthReply": HealthReply}
-    for route in ROUTES:
-        for kind in (route.body, route.reply):
-            if kind == SETTINGS:
-                used[settings.__name__] = settings
-            elif isinstance(kind, type) and kind is not dict:
-                used[kind.__name__] = kind
-    _, schemas = msgspec.json.schema_components(list(used.values()), ref_template=_REF)
-    paths: dict[str, Any] = {}
-    for route in ROUTES:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, settings)
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": TITLE, "description": DESCRIPTION, "version": VERSION},
-        "paths": paths,
-        "components": {
-            "schemas": {name: _tidy(schema) for name, schema in sorted(schemas.items())},
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-        },
-    }
-
-
-def summary(route: Route) -> tuple[str, str]:
-    """A route's summary, which is the first sentence of its docstring, and its whole
-    description."""
-    text = _CODE_SPAN.sub(" ", inspect.getdoc(route.handler) or "").strip()
-    first = re.split(r"(?<=[.:;])\s", text, maxsplit=1)[0]
-    return first.rstrip(".:;"), text
-
-
-def statuses(route: Route) -> dict[int, str]:
-    """Every HTTP status that a route answers, and what it means."""
-    given = dict(_ALWAYS)
-    if route.right is not None:
-        given.update(_GUARDED)
-    if route.body is not None:
-        given.update(_WITH_BODY)
-    for status, what in route.others:
-        given[status] = f"{what} {given[status]}" if status == 503 and status in given else what
-    return {_success(route): "Done." if _success(route) == 204 else "The answer."} | given
-
-
-def _operation(route: Route, settings: type) -> dict[str, Any]:
-    short, long = summary(route)
-    operation: dict[str, Any] = {
-        "operationId": route.name,
-        "tags": [route.tag],
-        "summary": short,
-        "description": long,
-        "parameters": list(_parameters(route)),
-        "responses": {
-            str(status): _response(route, status, what, settings)
-            for status, what in sorted(statuses(route).items())
-        },
-    }
-    if route.right is not None:
-        operation["security"] = [{"token": []}]
-        operation["description"] += f" Takes a token with the right {route.rights}."
-    if route.body is not None:
-        content = {"schema": _reference(route.body, settings)}
-        if route.body_example is not None:
-            content["example"] = route.body_example
-        operation["requestBody"] = {
-            "required": route.body_needed,
-            "content": {"application/json": content},
-        }
-    return operation
-
-
-def _parameters(route: Route) -> Iterable[dict[str, Any]]:
-    for name in re.findall(r"{(\w+)}", route.path):
-        yield _parameter(IN_PATH[name], "path")
-    for parameter in route.query:
-        yield _parameter(parameter, "query")
-
-
-def _parameter(parameter: Parameter, where: str) -> dict[str, Any]:
-    return {
-        "name": parameter.name,
-        "in": where,
-        "required": where == "path",
-        "description": parameter.what,
-        "schema": parameter.schema,
-    }
-
-
-def _response(route: Route, status: int, what: str, settings: type) -> dict[str, Any]:
-    described: dict[str, Any] = {"description": what}
-    if status in (429, 503) and route.reply is not HealthReply:
-        described["headers"] = {
-            "Retry-After": {
-                "description": "Whole seconds.",
-                "schema": {"type": "integer", "minimum": 1},
-            }
-        }
-    if status == 204:
-        return described
-    if status != _success(route) and not (status == 503 and route.reply is HealthReply):
-        described["content"] = {"application/json": {"schema": _reference(ErrorReply, settings)}}
-    elif route.text:
-        described["content"] = {route.text: {"schema": {"type": "string"}}}
-    else:
-        assert route.reply is not None
-        content = {"schema": _reference(route.reply, settings)}
-        if route.reply_example is not None:
-            content["example"] = route.reply_example
-        described["content"] = {"application/json": content}
+@functools.cache
+def document() -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    described = get_openapi(
+        title=TITLE, version=VERSION, description=DESCRIPTION, routes=router.routes
+    )
+    for operations in described["paths"].values():
+        for operation in operations.values():
+            _complete(operation)
+    names = sorted(set(re.findall(REF.format(r"(\w+)"), json.dumps(described["paths"]))))
+    kinds = [Settings if name == "Settings" else getattr(models, name) for name in names]
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=REF.format("{name}"))
+    described["components"]["schemas"] = dict(sorted(schemas.items()))
     return described
 
 
-def _reference(kind: type | str, settings: type) -> dict[str, Any]:
-    if kind is dict:
-        return {"type": "object"}
-    name = settings.__name__ if kind == SETTINGS else getattr(kind, "__name__", "")
-    return {"$ref": _REF.format(name=name)}
-
-
-def _success(route: Route) -> int:
-    return 204 if route.reply is None and not route.text else 200
-
-
-def _tidy(schema: Any) -> Any:
-    """A schema with its descriptions as one paragraph each: the line breaks in docstrings are
-    those of the source."""
-    if isinstance(schema, dict):
-        return {
-            key: _CODE_SPAN.sub(" ", value).strip()
-            if key == "description" and isinstance(value, str)
-            else _tidy(value)
-            for key, value in schema.items()
-        }
-    return [_tidy(one) for one in schema] if isinstance(schema, list) else schema
+def _complete(operation: dict[str, Any]) -> None:
+    """Add to an operation what follows from the rest of it."""
+    text, responses = operation["description"], operation["responses"]
+    operation["summary"] = re.split(r"[.:;]\s", text, maxsplit=1)[0].rstrip(".").replace("\n", " ")
+    statuses = list(_ALWAYS)
+    if "security" in operation:
+        words = [f"`{required['token'][0]}`" for required in operation["security"]]
+        operation["description"] = f"{text}\n\nRight: {' or '.join(words)}."
+        statuses += _GUARDED
+    if "HTTPValidationError" in json.dumps(responses.get("422")):
+        del responses["422"]  # FastAPI's answer for parameters, which is a 400 here
+    if "requestBody" in operation:
+        statuses += _WITH_BODY
+    for status in statuses:
+        responses.setdefault(str(status), {"description": HTTPStatus(status).phrase})
+    for status in sorted(responses):
+        described = responses[status] = responses.pop(status)
+        if int(status) >= 400:
+            described["content"] = _ERROR
+            if status in ("429", "503"):
+                described["headers"] = _RETRY_AFTER
+    name = operation["operationId"]
+    if name in BODIES:
+        operation["requestBody"]["content"][JSON]["example"] = BODIES[name]
+    if name in ANSWERS:
+        responses["200"]["content"][JSON]["example"] = ANSWERS[name]
+    if name == "readyz":
+        responses["503"] = {**responses["200"], "description": responses["503"]["description"]}

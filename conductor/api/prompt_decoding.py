@@ -24,23 +24,21 @@ _NONE = msgspec.Raw(b"null")
 _ids = msgspec.json.Decoder(TokenIds)
 
 
-class _Schedule(ScheduleBody, frozen=True, kw_only=True):
+class ScheduleText(ScheduleBody, frozen=True, kw_only=True):
+    """A body whose token ids are still JSON text, for `read_token_ids`."""
+
     token_ids: msgspec.Raw = _NONE  # type: ignore[assignment]
 
 
-class _Match(MatchBody, frozen=True, kw_only=True):
+class MatchText(MatchBody, frozen=True, kw_only=True):
+    """As `ScheduleText`."""
+
     token_ids: msgspec.Raw = _NONE  # type: ignore[assignment]
 
 
-# Decoders of bodies that leave `token_ids` as JSON text, for `read_token_ids`.
-schedule_decoder: msgspec.json.Decoder[ScheduleBody] = msgspec.json.Decoder(_Schedule)
-match_decoder: msgspec.json.Decoder[MatchBody] = msgspec.json.Decoder(_Match)
-
-
-async def read_token_ids(body: ScheduleBody | MatchBody) -> NDArray[np.uint32] | None:
-    """The token ids of a body from these decoders. Yields to the event loop between slices. Raises
+async def read_token_ids(body: ScheduleText | MatchText) -> NDArray[np.uint32] | None:
+    """The token ids of a body. Yields to the event loop between slices. Raises
     Refusal for invalid token ids, InvalidRequest for too many."""
-    assert isinstance(body, _Schedule | _Match)
     text = bytes(body.token_ids).strip()
     if text == b"null":
         return None

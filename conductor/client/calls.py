@@ -1,6 +1,7 @@
-"""The calls of the REST service, without the network: encodes requests and decodes answers.
+"""The verbs of the conductor's clients, without the network: each encodes a request, and decodes
+its answer.
 
-`client.py` sends them, blocking or in asyncio. Pure.
+`client.py` makes methods of them, blocking and in asyncio. Pure.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from ..wire.models import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from httpx_sse import ServerSentEvent
+
     from tiffin.kvstore import KVSchema
 
     from ..errors import ConductorError
@@ -45,6 +48,7 @@ R = TypeVar("R")
 
 _encoder = msgspec.json.Encoder()
 _error = msgspec.json.Decoder(ErrorReply)
+_entry = msgspec.json.Decoder(EntryReply)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +77,10 @@ class RestCall(Generic[T]):
 
 
 def schedule(
-    request: Request, token_ids: Sequence[int] | None, namespace: str
+    request: Request, *, token_ids: Sequence[int] | None = None, namespace: str = ""
 ) -> RestCall[DecisionReply | Rejection]:
-    """The call that places a request. With `token_ids` the service computes the keys; else
-    `request` has keys, or a length alone."""
+    """Place a request: a decision, or a rejection with its reason. With `token_ids` the client
+    does not send the keys and the length in `request`, and the conductor computes them."""
     body: dict[str, Any] = {
         "request_id": request.id,
         "model": request.model,
@@ -100,7 +104,8 @@ def schedule(
 
 
 def observe(event: RequestEvent) -> RestCall[Rejection | None]:
-    """The call that reports an event. All events but "tokens" are idempotent."""
+    """Report an event of an in-flight request. Returns a rejection if the conductor rejects the
+    request after its prefill, as admission in the mode "baseline" does. Raises UnknownRequest."""
     path = f"/v1/requests/{_segment(event.request_id)}/{_segment(event.kind)}{_of(event.tenant)}"
     body: dict[str, Any] = {"tokens": event.tokens} if event.kind == "tokens" else {}
     if event.route is not None:
@@ -109,8 +114,11 @@ def observe(event: RequestEvent) -> RestCall[Rejection | None]:
     return RestCall("POST", path, _heard, raw, event.kind != "tokens", ends=lambda: None)
 
 
-def register(spec: InstanceSpec, load: Load | None, schema: KVSchema | None) -> RestCall[bool]:
-    """The call that registers an instance, with its whole spec."""
+def register(
+    spec: InstanceSpec, load: Load | None = None, schema: KVSchema | None = None
+) -> RestCall[None]:
+    """Register an instance, or repeat its registration, best with every heartbeat. With `schema`,
+    clients can send prompts of its model as token ids."""
     body = asdict(spec)
     path = _instance(body.pop("id"))
     if load is not None:
@@ -120,40 +128,54 @@ def register(spec: InstanceSpec, load: Load | None, schema: KVSchema | None) -> 
     return RestCall("PUT", path, _nothing, _encode(body))
 
 
-def heartbeat(instance: str, load: Load) -> RestCall[bool]:
+def heartbeat(instance: str, load: Load) -> RestCall[None]:
+    """Report that an instance is alive, and its load. Raises UnknownInstance: then register."""
     return RestCall("PUT", _instance(instance), _nothing, _encode({"load": asdict(load)}))
 
 
-def leave(instance: str, *, now: bool) -> RestCall[bool]:
-    query = "?now=true" if now else ""
-    return RestCall("DELETE", _instance(instance) + query, _nothing)
+def drain(instance: str) -> RestCall[None]:
+    """Drain an instance: it gets no new work."""
+    return RestCall("DELETE", _instance(instance), _nothing)
 
 
-def flip(instance: str, role: Role) -> RestCall[bool]:
+def remove(instance: str) -> RestCall[None]:
+    """Remove an instance at once."""
+    return RestCall("DELETE", f"{_instance(instance)}?now=true", _nothing)
+
+
+def flip(instance: str, role: Role) -> RestCall[None]:
+    """Start to change an instance's role. Raises UnknownInstance, Conflict."""
     return RestCall("POST", f"{_instance(instance)}/role", _nothing, _encode({"role": role}))
 
 
 def instances() -> RestCall[list[InstanceReply]]:
+    """All registered instances."""
     read = _reader(InstancesReply)
     return RestCall("GET", "/v1/instances", lambda status, body: read(status, body).instances)
 
 
 def instance(name: str) -> RestCall[InstanceReply]:
+    """One registered instance. Raises UnknownInstance."""
     return RestCall("GET", _instance(name), _reader(InstanceReply))
 
 
-def match(keys: Sequence[bytes], limit: int) -> RestCall[MatchReply]:
+def match(keys: Sequence[bytes], *, limit: int = 100) -> RestCall[MatchReply]:
+    """The holders of a prefix, and how many of its blocks each has; at most `limit` holders."""
     body = _encode({"block_keys": [key.hex() for key in keys]})
     return RestCall("POST", f"/v1/blocks/match?limit={limit:d}", _reader(MatchReply), body)
 
 
-def hot(limit: int) -> RestCall[list[HotPrefixReply]]:
+def hot(limit: int = 100) -> RestCall[list[HotPrefixReply]]:
+    """The most popular prefixes."""
     read = _reader(HotReply)
     path = f"/v1/blocks/hot?limit={limit:d}"
     return RestCall("GET", path, lambda status, body: read(status, body).prefixes)
 
 
-def decisions(limit: int, candidates: int, instance: str | None) -> RestCall[list[EntryReply]]:
+def decisions(
+    limit: int = 100, *, candidates: int = 0, instance: str | None = None
+) -> RestCall[list[EntryReply]]:
+    """The latest entries of the decision log."""
     read = _reader(DecisionsReply)
     asked: dict[str, int | str] = {"limit": limit, "candidates": candidates}
     if instance is not None:
@@ -162,46 +184,56 @@ def decisions(limit: int, candidates: int, instance: str | None) -> RestCall[lis
     return RestCall("GET", path, lambda status, body: read(status, body).decisions)
 
 
-def why(request_id: str, tenant: str) -> RestCall[EntryReply]:
+def why(request_id: str, *, tenant: str = "") -> RestCall[EntryReply]:
+    """The decision about a request, with all candidates and every term of their costs; without a
+    tenant, about the latest request with this id. Raises UnknownRequest."""
     path = f"/v1/decisions/{_segment(request_id)}/why{_of(tenant)}"
     return RestCall("GET", path, _reader(EntryReply))
 
 
 def plans() -> RestCall[PlansReply]:
+    """The conductor's fleet plans with their reasons, and whether this conductor leads."""
     return RestCall("GET", "/v1/plans", _reader(PlansReply))
 
 
 def drains() -> RestCall[list[DrainReply]]:
+    """The drains of nodes and instances, in progress and ended."""
     read = _reader(DrainsReply)
     return RestCall("GET", "/v1/drains", lambda status, body: read(status, body).drains)
 
 
-def drain_node(node: str, deadline_s: float | None) -> RestCall[DrainReply]:
+def drain_node(node: str, deadline_s: float | None = None) -> RestCall[DrainReply]:
+    """Drain a kvstore node; `drains` shows the progress. Raises UnknownNode, and Conflict while an
+    order to take new blocks again is on its way to the node."""
     body = None if deadline_s is None else _encode({"deadline_s": deadline_s})
     return RestCall("PUT", _drain(node), _reader(DrainReply), body)
 
 
 def undrain_node(node: str) -> RestCall[DrainReply]:
+    """Let a node take new blocks again. Raises UnknownNode."""
     return RestCall("DELETE", _drain(node), _reader(DrainReply))
 
 
 def settings() -> RestCall[dict[str, Any]]:
+    """All settings."""
     return RestCall("GET", "/v1/policy", _reader(dict[str, Any]))
 
 
 def patch(changes: dict[str, Any]) -> RestCall[dict[str, Any]]:
+    """Change some settings, and return all. Raises InvalidRequest; then none has changed."""
     return RestCall("PATCH", "/v1/policy", _reader(dict[str, Any]), _encode(changes))
 
 
 def ready() -> RestCall[HealthReply]:
-    """The call that checks readiness. "Not ready" (503) is a valid answer, too."""
+    """Whether the conductor is ready to schedule requests, and if not, why."""
+    # "Not ready" (503) is a valid answer, too.
     read = msgspec.json.Decoder(HealthReply)
 
     def health(status: int, body: bytes) -> HealthReply:
         if status in (200, 503):
             with contextlib.suppress(msgspec.DecodeError):
                 return read.decode(body)
-        raise _failure(status, body)
+        raise failure(status, body)
 
     return RestCall("GET", "/readyz", health)
 
@@ -211,36 +243,24 @@ def following(candidates: int) -> str:
     return f"/v1/decisions/stream?candidates={candidates:d}"
 
 
-class EventLines:
-    """Parses a stream of server-sent events line by line: entries, and how many this subscriber has
-    `missed`."""
-
-    def __init__(self) -> None:
-        self._kind = ""
-        self._entry = msgspec.json.Decoder(EntryReply)
-        self.missed = 0
-
-    def read(self, line: str) -> EntryReply | None:
-        """The entry that this line completes, if any. Raises ConductorUnavailable for a malformed
-        event."""
-        if line.startswith("event: "):
-            self._kind = line.removeprefix("event: ")
-        if not line.startswith("data: "):
-            return None
-        data = line.removeprefix("data: ")
-        try:
-            if self._kind == "decision":
-                return self._entry.decode(data)
-            if self._kind == "missed":
-                self.missed += msgspec.json.decode(data, type=dict[str, int])["count"]
-        except (msgspec.DecodeError, KeyError) as error:
-            raise ConductorUnavailable(f"this is no stream of decisions: {error}") from error
+def entry_of(event: ServerSentEvent) -> EntryReply | None:
+    """The entry that an event of the stream has, if any. Raises ConductorUnavailable for a
+    malformed event."""
+    if event.event != "decision":
         return None
+    try:
+        return _entry.decode(event.data)
+    except msgspec.DecodeError as error:
+        raise ConductorUnavailable(f"this is no stream of decisions: {error}") from error
 
 
 def failure(status: int, body: bytes) -> ConductorError:
     """The error for an answer that is no success."""
-    return _failure(status, body)
+    try:
+        detail = _error.decode(body).error
+    except msgspec.DecodeError:  # perhaps the answer of a proxy
+        return error_of(status, "", f"the answer was {status}, and not a conductor's")
+    return error_of(status, detail.code, detail.message)
 
 
 def _reader(kind: type[R]) -> Callable[[int, bytes], R]:
@@ -248,7 +268,7 @@ def _reader(kind: type[R]) -> Callable[[int, bytes], R]:
 
     def read(status: int, body: bytes) -> R:
         if status != 200:
-            raise _failure(status, body)
+            raise failure(status, body)
         try:
             return decoder.decode(body)
         except msgspec.DecodeError as error:
@@ -295,18 +315,9 @@ def _rejection(body: bytes) -> Rejection | None:
     )
 
 
-def _nothing(status: int, body: bytes) -> bool:
+def _nothing(status: int, body: bytes) -> None:
     if status != 204:
-        raise _failure(status, body)
-    return True
-
-
-def _failure(status: int, body: bytes) -> ConductorError:
-    try:
-        detail = _error.decode(body).error
-    except msgspec.DecodeError:  # perhaps the answer of a proxy
-        return error_of(status, "", f"the answer was {status}, and not a conductor's")
-    return error_of(status, detail.code, detail.message)
+        raise failure(status, body)
 
 
 def _instance(instance: str) -> str:

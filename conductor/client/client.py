@@ -1,4 +1,4 @@
-"""Clients of the conductor's REST service: a method per call; they raise the errors of `errors.py`.
+"""Clients of the conductor's REST service; they raise the errors of `errors.py`.
 
     with ConductorClient("http://10.0.0.9:7800", token_file=Path("/etc/tiffin/conductor")) as it:
         placed = it.schedule(Request("chat-1", "llama-3-8b", 4096, keys))
@@ -14,12 +14,22 @@ id. Rejections are answers, and are not retried. Needs the library httpx, of the
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, Self, TypeVar, overload
 
 import httpx
+from httpx_sse import aconnect_sse, connect_sse
+from tenacity import (
+    AsyncRetrying,
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_before_delay,
+    wait_exponential,
+)
 
 from tiffin.kvstore.credentials import read_token
 
@@ -28,23 +38,15 @@ from . import calls
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
-    from tiffin.kvstore import KVSchema
+    from tenacity import AttemptManager
 
-    from ..records import InstanceSpec, Load, Rejection, Request, RequestEvent, Role
-    from ..wire.models import (
-        DecisionReply,
-        DrainReply,
-        EntryReply,
-        HealthReply,
-        HotPrefixReply,
-        InstanceReply,
-        MatchReply,
-        PlansReply,
-    )
+    from ..wire.models import EntryReply
     from .calls import RestCall
 
+H = TypeVar("H", httpx.Client, httpx.AsyncClient)
+P = ParamSpec("P")
 T = TypeVar("T")
 
 TOKEN_FILE_VARIABLE = "TIFFIN_CONDUCTOR_TOKEN_FILE"
@@ -55,15 +57,54 @@ _PAUSE_S = 0.05  # back-off before the second attempt; twice as long before each
 _SILENCE_S = 60.0
 
 
-class ConductorClient:
-    """A blocking client; for one thread at a time. Close it, or use it in a `with`.
+class _Verb(Generic[P, T]):
+    """A verb of both clients, with the signature of the function that makes its call: blocking in
+    `ConductorClient`, a coroutine in `AsyncConductorClient`."""
 
-    `token_file` (else the file that TIFFIN_CONDUCTOR_TOKEN_FILE names) contains one token, and only
-    its owner may have access to it. `tls_ca`: a CA other than those that this machine trusts.
-    `timeout_s` is the timeout of a call, retries included; httpx applies what is left of it to each
-    connect, read and write. Raises InvalidRequest for a URL that can't work, and from every method
-    ConductorUnavailable without an answer.
-    """
+    def __init__(self, make: Callable[P, RestCall[T]]) -> None:
+        self._make = make
+        self.__doc__ = make.__doc__
+
+    @overload
+    def __get__(self, client: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, client: ConductorClient, owner: type) -> Callable[P, T]: ...
+
+    @overload
+    def __get__(
+        self, client: AsyncConductorClient, owner: type
+    ) -> Callable[P, Coroutine[Any, Any, T]]: ...
+
+    def __get__(self, client: Any, owner: type) -> Any:
+        return self if client is None else functools.wraps(self._make)(client._verb(self._make))
+
+
+class _Verbs(Generic[H]):
+    """What both clients have: the verbs, and how they are opened. `_open` is httpx's client."""
+
+    _open: ClassVar[Callable[..., Any]]
+
+    schedule = _Verb(calls.schedule)
+    observe = _Verb(calls.observe)
+    register = _Verb(calls.register)
+    heartbeat = _Verb(calls.heartbeat)
+    drain = _Verb(calls.drain)
+    remove = _Verb(calls.remove)
+    flip = _Verb(calls.flip)
+    instances = _Verb(calls.instances)
+    instance = _Verb(calls.instance)
+    match = _Verb(calls.match)
+    hot = _Verb(calls.hot)
+    decisions = _Verb(calls.decisions)
+    why = _Verb(calls.why)
+    plans = _Verb(calls.plans)
+    drains = _Verb(calls.drains)
+    drain_node = _Verb(calls.drain_node)
+    undrain_node = _Verb(calls.undrain_node)
+    settings = _Verb(calls.settings)
+    patch = _Verb(calls.patch)
+    ready = _Verb(calls.ready)
 
     def __init__(
         self,
@@ -75,7 +116,30 @@ class ConductorClient:
         retries: int = RETRIES,
     ) -> None:
         self._timeout_s, self._retries = timeout_s, retries
-        self._http = httpx.Client(**_options(url, token_file, tls_ca))
+        self._http: H = self._open(**_options(url, token_file, tls_ca))
+        self._stream_timeout = httpx.Timeout(timeout_s, read=_SILENCE_S)
+
+    def _retrying(self, call: RestCall[Any]) -> dict[str, Any]:
+        """When to send a call again, for tenacity."""
+        return {
+            "stop": stop_after_attempt(self._retries + 1) | stop_before_delay(self._timeout_s),
+            "wait": wait_exponential(_PAUSE_S),
+            "retry": retry_if_exception(functools.partial(_may_repeat, call)),
+            "reraise": True,
+        }
+
+
+class ConductorClient(_Verbs[httpx.Client]):
+    """A blocking client; for one thread at a time. Close it, or use it in a `with`.
+
+    `token_file` (else the file that TIFFIN_CONDUCTOR_TOKEN_FILE names) contains one token, and only
+    its owner may have access to it. `tls_ca`: a CA other than those that this machine trusts.
+    `timeout_s` is the timeout of a call, retries included; httpx applies what is left of it to each
+    connect, read and write. Raises InvalidRequest for a URL that can't work, and from every method
+    ConductorUnavailable without an answer.
+    """
+
+    _open = httpx.Client
 
     def __enter__(self) -> Self:
         return self
@@ -87,147 +151,36 @@ class ConductorClient:
         """Close all connections."""
         self._http.close()
 
-    def schedule(
-        self, request: Request, *, token_ids: Sequence[int] | None = None, namespace: str = ""
-    ) -> DecisionReply | Rejection:
-        """Place a request: a decision, or a rejection with its reason. With `token_ids` the client
-        does not send the keys and the length in `request`, and the conductor computes them."""
-        return self._do(calls.schedule(request, token_ids, namespace))
-
-    def observe(self, event: RequestEvent) -> Rejection | None:
-        """Report an event of an in-flight request. Returns a rejection if the conductor rejects the
-        request after its prefill, as admission in the mode "baseline" does. Raises
-        UnknownRequest."""
-        return self._do(calls.observe(event))
-
-    def register(
-        self, spec: InstanceSpec, load: Load | None = None, schema: KVSchema | None = None
-    ) -> None:
-        """Register an instance, or repeat its registration, best with every heartbeat. With
-        `schema`, clients can send prompts of its model as token ids."""
-        self._do(calls.register(spec, load, schema))
-
-    def heartbeat(self, instance: str, load: Load) -> None:
-        """Report that an instance is alive, and its load. Raises UnknownInstance: then register."""
-        self._do(calls.heartbeat(instance, load))
-
-    def drain(self, instance: str) -> None:
-        """Drain an instance: it gets no new work."""
-        self._do(calls.leave(instance, now=False))
-
-    def remove(self, instance: str) -> None:
-        """Remove an instance at once."""
-        self._do(calls.leave(instance, now=True))
-
-    def flip(self, instance: str, role: Role) -> None:
-        """Start to change an instance's role. Raises UnknownInstance, Conflict."""
-        self._do(calls.flip(instance, role))
-
-    def instances(self) -> list[InstanceReply]:
-        """All registered instances."""
-        return self._do(calls.instances())
-
-    def instance(self, name: str) -> InstanceReply:
-        """One registered instance. Raises UnknownInstance."""
-        return self._do(calls.instance(name))
-
-    def match(self, keys: Sequence[bytes], *, limit: int = 100) -> MatchReply:
-        """The holders of a prefix, and how many of its blocks each has; at most `limit` holders."""
-        return self._do(calls.match(keys, limit))
-
-    def hot(self, limit: int = 100) -> list[HotPrefixReply]:
-        """The most popular prefixes."""
-        return self._do(calls.hot(limit))
-
-    def decisions(
-        self, limit: int = 100, *, candidates: int = 0, instance: str | None = None
-    ) -> list[EntryReply]:
-        """The latest entries of the decision log."""
-        return self._do(calls.decisions(limit, candidates, instance))
-
-    def why(self, request_id: str, *, tenant: str = "") -> EntryReply:
-        """The decision about a request, with all candidates and every term of their costs; without
-        a tenant, about the latest request with this id. Raises UnknownRequest."""
-        return self._do(calls.why(request_id, tenant))
-
-    def plans(self) -> PlansReply:
-        """The conductor's fleet plans with their reasons, and whether this conductor leads."""
-        return self._do(calls.plans())
-
-    def drains(self) -> list[DrainReply]:
-        """The drains of nodes and instances, in progress and ended."""
-        return self._do(calls.drains())
-
-    def drain_node(self, node: str, deadline_s: float | None = None) -> DrainReply:
-        """Drain a kvstore node; `drains` shows the progress. Raises UnknownNode, and Conflict
-        while an order to take new blocks again is on its way to the node."""
-        return self._do(calls.drain_node(node, deadline_s))
-
-    def undrain_node(self, node: str) -> DrainReply:
-        """Let a node take new blocks again. Raises UnknownNode."""
-        return self._do(calls.undrain_node(node))
-
-    def settings(self) -> dict[str, Any]:
-        """All settings."""
-        return self._do(calls.settings())
-
-    def patch(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Change some settings, and return all. Raises InvalidRequest; then none has changed."""
-        return self._do(calls.patch(changes))
-
-    def ready(self) -> HealthReply:
-        """Whether the conductor is ready to schedule requests, and if not, why."""
-        return self._do(calls.ready())
-
     def follow(self, candidates: int = 0) -> Iterator[EntryReply]:
         """Subscribe to the decisions, until the conductor stops or the iterator is closed."""
-        lines = calls.EventLines()
-        timeout = httpx.Timeout(self._timeout_s, read=_SILENCE_S)
+        path = calls.following(candidates)
         try:
-            path = calls.following(candidates)
-            with self._http.stream("GET", path, timeout=timeout) as response:
-                if response.status_code != 200:
-                    raise calls.failure(response.status_code, response.read())
-                for line in response.iter_lines():
-                    entry = lines.read(line)
-                    if entry is not None:
-                        yield entry
+            with connect_sse(self._http, "GET", path, timeout=self._stream_timeout) as source:
+                if source.response.status_code != 200:
+                    raise calls.failure(source.response.status_code, source.response.read())
+                yield from filter(None, map(calls.entry_of, source.iter_sse()))
         except httpx.TransportError as error:
             raise _unavailable(self._http.base_url, error) from error
 
+    def _verb(self, make: Callable[P, RestCall[T]]) -> Callable[P, T]:
+        return lambda *args, **named: self._do(make(*args, **named))
+
     def _do(self, call: RestCall[T]) -> T:
         ends_at = time.monotonic() + self._timeout_s
-        for attempt in range(self._retries + 1):
-            left_s = max(ends_at - time.monotonic(), 0.001)
-            try:
-                response = self._http.request(
-                    call.method, call.path, content=call.body, headers=_HEADERS, timeout=left_s
-                )
-            except httpx.TransportError as error:
-                pause_s = _PAUSE_S * 2**attempt
-                late = time.monotonic() + pause_s >= ends_at
-                if late or attempt == self._retries or not _may_repeat(call, error):
-                    raise _unavailable(self._http.base_url, error) from error
-                time.sleep(pause_s)
-            else:
-                return call.answered(response.status_code, response.content, again=attempt > 0)
-        raise AssertionError("the last attempt returns or raises")
+        try:
+            for attempt in Retrying(**self._retrying(call)):
+                with attempt:
+                    left_s = max(ends_at - time.monotonic(), 0.001)
+                    response = self._http.request(**_request_of(call), timeout=left_s)
+        except httpx.TransportError as error:
+            raise _unavailable(self._http.base_url, error) from error
+        return _answered(call, response, attempt)
 
 
-class AsyncConductorClient:
+class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
     """As `ConductorClient`, for asyncio; for one event loop, and any number of calls at a time."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        token_file: Path | None = None,
-        tls_ca: Path | None = None,
-        timeout_s: float = TIMEOUT_S,
-        retries: int = RETRIES,
-    ) -> None:
-        self._timeout_s, self._retries = timeout_s, retries
-        self._http = httpx.AsyncClient(**_options(url, token_file, tls_ca))
+    _open = httpx.AsyncClient
 
     async def __aenter__(self) -> Self:
         return self
@@ -239,136 +192,48 @@ class AsyncConductorClient:
         """Close all connections."""
         await self._http.aclose()
 
-    async def schedule(
-        self, request: Request, *, token_ids: Sequence[int] | None = None, namespace: str = ""
-    ) -> DecisionReply | Rejection:
-        """Place a request: a decision, or a rejection with its reason. With `token_ids` the client
-        does not send the keys and the length in `request`, and the conductor computes them."""
-        return await self._do(calls.schedule(request, token_ids, namespace))
-
-    async def observe(self, event: RequestEvent) -> Rejection | None:
-        """Report an event of an in-flight request. Returns a rejection if the conductor rejects the
-        request after its prefill, as admission in the mode "baseline" does. Raises
-        UnknownRequest."""
-        return await self._do(calls.observe(event))
-
-    async def register(
-        self, spec: InstanceSpec, load: Load | None = None, schema: KVSchema | None = None
-    ) -> None:
-        """Register an instance, or repeat its registration, best with every heartbeat. With
-        `schema`, clients can send prompts of its model as token ids."""
-        await self._do(calls.register(spec, load, schema))
-
-    async def heartbeat(self, instance: str, load: Load) -> None:
-        """Report that an instance is alive, and its load. Raises UnknownInstance: then register."""
-        await self._do(calls.heartbeat(instance, load))
-
-    async def drain(self, instance: str) -> None:
-        """Drain an instance: it gets no new work."""
-        await self._do(calls.leave(instance, now=False))
-
-    async def remove(self, instance: str) -> None:
-        """Remove an instance at once."""
-        await self._do(calls.leave(instance, now=True))
-
-    async def flip(self, instance: str, role: Role) -> None:
-        """Start to change an instance's role. Raises UnknownInstance, Conflict."""
-        await self._do(calls.flip(instance, role))
-
-    async def instances(self) -> list[InstanceReply]:
-        """All registered instances."""
-        return await self._do(calls.instances())
-
-    async def instance(self, name: str) -> InstanceReply:
-        """One registered instance. Raises UnknownInstance."""
-        return await self._do(calls.instance(name))
-
-    async def match(self, keys: Sequence[bytes], *, limit: int = 100) -> MatchReply:
-        """The holders of a prefix, and how many of its blocks each has; at most `limit` holders."""
-        return await self._do(calls.match(keys, limit))
-
-    async def hot(self, limit: int = 100) -> list[HotPrefixReply]:
-        """The most popular prefixes."""
-        return await self._do(calls.hot(limit))
-
-    async def decisions(
-        self, limit: int = 100, *, candidates: int = 0, instance: str | None = None
-    ) -> list[EntryReply]:
-        """The latest entries of the decision log."""
-        return await self._do(calls.decisions(limit, candidates, instance))
-
-    async def why(self, request_id: str, *, tenant: str = "") -> EntryReply:
-        """The decision about a request, with all candidates and every term of their costs; without
-        a tenant, about the latest request with this id. Raises UnknownRequest."""
-        return await self._do(calls.why(request_id, tenant))
-
-    async def plans(self) -> PlansReply:
-        """The conductor's fleet plans with their reasons, and whether this conductor leads."""
-        return await self._do(calls.plans())
-
-    async def drains(self) -> list[DrainReply]:
-        """The drains of nodes and instances, in progress and ended."""
-        return await self._do(calls.drains())
-
-    async def drain_node(self, node: str, deadline_s: float | None = None) -> DrainReply:
-        """Drain a kvstore node; `drains` shows the progress. Raises UnknownNode, and Conflict
-        while an order to take new blocks again is on its way to the node."""
-        return await self._do(calls.drain_node(node, deadline_s))
-
-    async def undrain_node(self, node: str) -> DrainReply:
-        """Let a node take new blocks again. Raises UnknownNode."""
-        return await self._do(calls.undrain_node(node))
-
-    async def settings(self) -> dict[str, Any]:
-        """All settings."""
-        return await self._do(calls.settings())
-
-    async def patch(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Change some settings, and return all. Raises InvalidRequest; then none has changed."""
-        return await self._do(calls.patch(changes))
-
-    async def ready(self) -> HealthReply:
-        """Whether the conductor is ready to schedule requests, and if not, why."""
-        return await self._do(calls.ready())
-
     async def follow(self, candidates: int = 0) -> AsyncIterator[EntryReply]:
         """Subscribe to the decisions, until the conductor stops or the iterator is closed."""
-        lines = calls.EventLines()
-        timeout = httpx.Timeout(self._timeout_s, read=_SILENCE_S)
+        path = calls.following(candidates)
         try:
-            path = calls.following(candidates)
-            async with self._http.stream("GET", path, timeout=timeout) as response:
-                if response.status_code != 200:
-                    raise calls.failure(response.status_code, await response.aread())
-                async for line in response.aiter_lines():
-                    entry = lines.read(line)
-                    if entry is not None:
+            async with aconnect_sse(
+                self._http, "GET", path, timeout=self._stream_timeout
+            ) as source:
+                if source.response.status_code != 200:
+                    raise calls.failure(source.response.status_code, await source.response.aread())
+                async for event in source.aiter_sse():
+                    if (entry := calls.entry_of(event)) is not None:
                         yield entry
         except httpx.TransportError as error:
             raise _unavailable(self._http.base_url, error) from error
 
+    def _verb(self, make: Callable[P, RestCall[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+        async def verb(*args: P.args, **named: P.kwargs) -> T:
+            return await self._do(make(*args, **named))
+
+        return verb
+
     async def _do(self, call: RestCall[T]) -> T:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._attempts(call)
+                async for attempt in AsyncRetrying(**self._retrying(call)):
+                    with attempt:
+                        response = await self._http.request(**_request_of(call), timeout=None)
+        except httpx.TransportError as error:
+            raise _unavailable(self._http.base_url, error) from error
         except TimeoutError as error:
-            raise ConductorUnavailable(
-                f"no answer of {self._http.base_url} in {self._timeout_s:g} s"
-            ) from error
+            said = f"no answer of {self._http.base_url} in {self._timeout_s:g} s"
+            raise ConductorUnavailable(said) from error
+        return _answered(call, response, attempt)
 
-    async def _attempts(self, call: RestCall[T]) -> T:
-        for attempt in range(self._retries + 1):
-            try:
-                response = await self._http.request(
-                    call.method, call.path, content=call.body, headers=_HEADERS, timeout=None
-                )
-            except httpx.TransportError as error:
-                if attempt == self._retries or not _may_repeat(call, error):
-                    raise _unavailable(self._http.base_url, error) from error
-                await asyncio.sleep(_PAUSE_S * 2**attempt)
-            else:
-                return call.answered(response.status_code, response.content, again=attempt > 0)
-        raise AssertionError("the last attempt returns or raises")
+
+def _request_of(call: RestCall[Any]) -> dict[str, Any]:
+    return {"method": call.method, "url": call.path, "content": call.body, "headers": _HEADERS}
+
+
+def _answered(call: RestCall[T], response: httpx.Response, attempt: AttemptManager) -> T:
+    again = attempt.retry_state.attempt_number > 1
+    return call.answered(response.status_code, response.content, again=again)
 
 
 _HEADERS = {"content-type": "application/json"}
@@ -408,10 +273,11 @@ def trusting(tls_ca: Path | None) -> ssl.SSLContext:
         raise InvalidRequest(f"can't load the CA {tls_ca}: {error}") from error
 
 
-def _may_repeat(call: RestCall[Any], error: httpx.TransportError) -> bool:
+def _may_repeat(call: RestCall[Any], error: BaseException) -> bool:
     """Whether to retry a call: if it may be sent twice, or was not sent at all because no
     connection was made."""
-    return call.repeatable or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+    unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+    return unsent or (call.repeatable and isinstance(error, httpx.TransportError))
 
 
 def _unavailable(url: object, error: httpx.TransportError) -> ConductorUnavailable:

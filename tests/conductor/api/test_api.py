@@ -18,8 +18,8 @@ from starlette.testclient import TestClient
 
 from tiffin.conductor.api import routes
 from tiffin.conductor.api.app import create_app
+from tiffin.conductor.api.openapi import document
 from tiffin.conductor.api.request_bodies import Limits
-from tiffin.conductor.api.route_table import ROUTES
 from tiffin.conductor.pool.draining import GONE_S
 from tiffin.conductor.pool.leader import LeaderLease
 from tiffin.conductor.pool.orders import Ended, NodeSpace
@@ -737,6 +737,20 @@ class TestLimits:
         assert error_of(response)["code"] == "method_not_allowed"
         assert response.headers["allow"] == "POST"
 
+    def test_head_is_answered_as_get(self, http: TestClient) -> None:
+        register(http)
+        for path in ("/livez", "/v1/instances/i1", "/v1/policy"):
+            assert http.head(path).status_code == http.get(path).status_code == 200
+        assert error_of(http.put("/livez"))["code"] == "method_not_allowed"
+        assert http.head("/v1/schedule").status_code == 405
+
+    @pytest.mark.parametrize("value", ["maybe", "2", ""])
+    def test_a_flag_is_true_or_false(self, http: TestClient, value: str) -> None:
+        register(http)
+        response = http.delete("/v1/instances/i1", params={"now": value})
+        assert (response.status_code, error_of(response)["code"]) == (400, "invalid_request")
+        assert http.get("/v1/instances/i1").json()["status"] == "ready"
+
     def test_a_defect_is_an_answer_too(self, core: Recorder) -> None:
         def broken(n: int, now: float) -> Any:
             raise ZeroDivisionError("a defect")
@@ -763,20 +777,26 @@ class TestDoors:
 
     def test_each_route_takes_its_right(self, guarded: TestClient) -> None:
         tokens = {"read": self.READ, "schedule": self.SCHEDULE, "operate": self.OPERATE}
-        for route in ROUTES:
-            if route.name == "stream":
+        described = [
+            (method, path, operation)
+            for path, methods in document()["paths"].items()
+            for method, operation in methods.items()
+            if operation["operationId"] != "stream"
+        ]
+        assert len(described) == 20
+        for method, template, operation in described:
+            path = template.format(request_id="r", event="finished", instance="i", node="n")
+            if "security" not in operation:
+                assert guarded.request(method, path).status_code in (200, 503)
                 continue
-            path = route.path.format(request_id="r", event="finished", instance="i", node="n")
-            if route.right is None:
-                assert guarded.request(route.method, path).status_code in (200, 503)
-                continue
-            response = guarded.request(route.method, path)
+            needed = operation["security"][0]["token"]
+            response = guarded.request(method, path)
             assert (response.status_code, error_of(response)["code"]) == (401, "not_authorized")
             assert response.headers["www-authenticate"].startswith("Bearer")
             for right, token in tokens.items():
                 headers = {"authorization": f"Bearer {token}"}
-                status = guarded.request(route.method, path, headers=headers).status_code
-                assert (status == 403) == (right != route.right), (route.path, right, status)
+                status = guarded.request(method, path, headers=headers).status_code
+                assert (status == 403) == ([right] != needed), (template, right, status)
                 assert status != 401
 
     def test_without_tokens_only_names_of_this_machine_are_answered(self, core: Recorder) -> None:

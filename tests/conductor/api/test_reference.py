@@ -12,20 +12,21 @@ import msgspec
 import pytest
 import schemathesis
 from apisupport import Recorder
+from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, settings
 from serversupport import served
 from starlette.testclient import TestClient
 
 from tiffin.conductor.api import reference, request_bodies
 from tiffin.conductor.api.app import create_app
-from tiffin.conductor.api.route_table import ROUTES
+from tiffin.conductor.api.examples import ANSWERS, BODIES
 from tiffin.conductor.cli import commands
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.pool.orders import NodeSpace
 from tiffin.conductor.prefill.policy_registry import policy
 from tiffin.conductor.records import InstanceSpec, Role
 from tiffin.conductor.web import auth
-from tiffin.conductor.wire import error_codes
+from tiffin.conductor.wire import error_codes, models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,10 +119,24 @@ def test_every_option_right_and_limit_is_documented() -> None:
         assert f"{shown:,}" in SERVICE
 
 
-def test_every_route_of_the_table_is_described() -> None:
+def test_every_route_that_is_served_is_described() -> None:
     described = app.openapi()["paths"]
-    assert {(route.path, route.method.lower()) for route in ROUTES} == {
-        (path, method) for path, methods in described.items() for method in methods
+    served = {
+        (route.path, method.lower())
+        for route in app.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods - {"HEAD"}
+    }
+    assert served == {(path, method) for path, methods in described.items() for method in methods}
+    assert len(served) == 21
+
+
+def operations() -> dict[str, dict[str, Any]]:
+    """By their ids, in the order of the page."""
+    return {
+        operation["operationId"]: operation
+        for methods in app.openapi()["paths"].values()
+        for operation in methods.values()
     }
 
 
@@ -207,13 +222,13 @@ def test_the_examples_of_fields_are_taken(as_started: TestClient) -> None:
 
 def test_the_examples_of_answers_are_ones() -> None:
     """All fields, and none besides, with values that they can have."""
-    for route in ROUTES:
-        if route.reply_example is not None:
-            assert isinstance(route.reply, type)
-            found = msgspec.convert(route.reply_example, route.reply)
-            assert msgspec.to_builtins(found) == route.reply_example, route.name
-    decision = next(route for route in ROUTES if route.name == "schedule").reply_example
-    assert policy(decision["policy"]).name == decision["policy"]
+    for name, example in ANSWERS.items():
+        content = operations()[name]["responses"]["200"]["content"][JSON]
+        assert content["example"] == example
+        kind = getattr(models, content["schema"]["$ref"].rpartition("/")[2])
+        assert msgspec.to_builtins(msgspec.convert(example, kind)) == example, name
+    chosen = ANSWERS["schedule"]["policy"]
+    assert policy(chosen).name == chosen
 
 
 def test_the_page_shows_no_other_json(as_started: TestClient) -> None:
@@ -221,5 +236,5 @@ def test_the_page_shows_no_other_json(as_started: TestClient) -> None:
     page = (DOCS / "rest.md").read_text(encoding="utf-8")
     first, *others = map(json.loads, re.findall(r"^```json\n(.*?)^```$", page, re.M | re.S))
     assert as_started.get("/v1/instances/i1").json() == first
-    known = [one for route in ROUTES for one in (route.body_example, route.reply_example)]
+    known = [one.get(name) for name in operations() for one in (BODIES, ANSWERS)]
     assert others == [one for one in known if one is not None]

@@ -322,7 +322,7 @@ def test_answers_of_somebody_else(status: int, body: bytes, error: type[Exceptio
     with pytest.raises(error):
         calls.instances().answered(status, body, again=False)
     with pytest.raises(error):
-        calls.schedule(REQUEST, None, "").answered(status, body, again=False)
+        calls.schedule(REQUEST).answered(status, body, again=False)
 
 
 class TestFollowing:
@@ -350,6 +350,23 @@ class TestFollowing:
             return found
 
         assert asyncio.run(follow()) == names
+
+    def test_line_separators_of_unicode_are_no_ends_of_lines(self, client: Both) -> None:
+        """JSON does not escape them."""
+        client.register(SPEC)
+        tenant = "a\u2028b\x85c"
+
+        async def follow() -> str:
+            async with AsyncConductorClient(client.url) as it:
+                entries = it.follow()
+                first = asyncio.ensure_future(anext(entries))
+                await asyncio.to_thread(wait_for_follower, client.url)
+                await it.schedule(replace(REQUEST, id="unusual", tenant=tenant))
+                found = (await first).tenant
+                await entries.aclose()
+            return found
+
+        assert asyncio.run(follow()) == tenant
 
     def test_they_end_when_the_conductor_stops(self) -> None:
         got: list[Any] = []
