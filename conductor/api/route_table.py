@@ -134,6 +134,7 @@ _DECISION = {
     "shards": [],
     "alternatives": [],
     "expires_in_s": 60.0,
+    "conductor": "",
 }
 
 _PLANS = {

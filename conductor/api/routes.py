@@ -85,19 +85,20 @@ class Routes:
 
         Asking again with the same `request_id` and `tenant` gives the same decision while the
         request is in flight, so a call whose answer was lost can be repeated; if an instance of it
-        has gone or is in `exclude`, it is decided anew. Ask with token ids, with block keys, or
-        with a length alone.
+        has gone or is in `exclude`, it is decided anew. Another conductor decides anew, too. Ask
+        with token ids, with block keys, or with a length alone.
         """
         service = self._service
         body = await self._intake.body(http, schedule_decoder)
         tokens = await read_token_ids(body)
         outcome = service.schedule(to_request(body, tokens, service.models))
         if isinstance(outcome, Decision):
-            return answer(decision_reply(outcome, service.url, service.clock()))
+            return answer(decision_reply(outcome, service.url, service.clock(), service.address))
         return rejected(outcome)
 
     async def event(self, http: HttpRequest) -> Response:
-        """Say what became of a request: it keeps its place, moves on, or gives it back.
+        """Say what became of a request: it keeps its place, moves on, or gives it back. Of several
+        conductors, say it to the one that decided: its address is `conductor` of the decision.
 
         Name the `tenant` that it was scheduled with: ids belong to a tenant.
         `tokens` takes a body with how many more have been answered, `prefill_done` and

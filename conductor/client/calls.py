@@ -52,7 +52,9 @@ class RestCall(Generic[T]):
     """One HTTP request and the function that decodes its answer.
 
     `repeatable`: the client may retry the call when its answer was lost. `ends` returns the result
-    if the conductor answers a retry with UnknownRequest, as it knows the request no longer.
+    if the conductor answers a retry with UnknownRequest, as it knows the request no longer. `at`:
+    the URL of the conductor that is called, if it is another one than the client's; one that is
+    gone, or has forgotten the request, is no error.
     """
 
     method: str
@@ -61,13 +63,14 @@ class RestCall(Generic[T]):
     body: bytes | None = None
     repeatable: bool = True
     ends: Callable[[], T] | None = None
+    at: str = ""
 
     def answered(self, status: int, body: bytes, *, again: bool) -> T:
         """Decode an answer; `again`: it is that of a retry. Raises ConductorError."""
         try:
             return self.read(status, body)
         except UnknownRequest:
-            if again and self.ends is not None:
+            if (again or self.at) and self.ends is not None:
                 return self.ends()
             raise
 
@@ -106,7 +109,9 @@ def observe(event: RequestEvent) -> RestCall[Rejection | None]:
     if event.route is not None:
         body["route"] = {"prefill": event.route[0], "decode": event.route[1]}
     raw = _encode(body) if body else None
-    return RestCall("POST", path, _heard, raw, event.kind != "tokens", ends=lambda: None)
+    return RestCall(
+        "POST", path, _heard, raw, event.kind != "tokens", ends=lambda: None, at=event.conductor
+    )
 
 
 def register(spec: InstanceSpec, load: Load | None, schema: KVSchema | None) -> RestCall[bool]:

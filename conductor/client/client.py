@@ -4,7 +4,10 @@
         placed = it.schedule(Request("chat-1", "llama-3-8b", 4096, keys))
         if isinstance(placed, Rejection):
             ...                                 # 429 or 503, with placed.retry_after_s
-        it.observe(RequestEvent("chat-1", "first_token"))
+        it.observe(RequestEvent("chat-1", "first_token", conductor=placed.conductor))
+
+Of several conductors, a request's events go to the one that has decided it, which the decision
+names; if that one is gone, they are of use to no other one, and `observe` returns all the same.
 
 The clients retry a call without an answer, with back-off, except the event "tokens", which is not
 idempotent and is retried only if no connection was made. Scheduling is idempotent by the request's
@@ -96,8 +99,8 @@ class ConductorClient:
 
     def observe(self, event: RequestEvent) -> Rejection | None:
         """Report an event of an in-flight request. Returns a rejection if the conductor rejects the
-        request after its prefill, as admission in the mode "baseline" does. Raises
-        UnknownRequest."""
+        request after its prefill, as admission in the mode "baseline" does. Raises UnknownRequest,
+        but not for an event that names its conductor."""
         return self._do(calls.observe(event))
 
     def register(
@@ -197,16 +200,18 @@ class ConductorClient:
 
     def _do(self, call: RestCall[T]) -> T:
         ends_at = time.monotonic() + self._timeout_s
-        for attempt in range(self._retries + 1):
+        last = self._retries + bool(call.at)
+        for attempt in range(last + 1):
             left_s = max(ends_at - time.monotonic(), 0.001)
+            url = _url(self._http.base_url, call, attempt)
             try:
                 response = self._http.request(
-                    call.method, call.path, content=call.body, headers=_HEADERS, timeout=left_s
+                    call.method, url, content=call.body, headers=_HEADERS, timeout=left_s
                 )
             except httpx.TransportError as error:
                 pause_s = _PAUSE_S * 2**attempt
                 late = time.monotonic() + pause_s >= ends_at
-                if late or attempt == self._retries or not _may_repeat(call, error):
+                if late or attempt == last or not _may_repeat(call, error):
                     raise _unavailable(self._http.base_url, error) from error
                 time.sleep(pause_s)
             else:
@@ -248,8 +253,8 @@ class AsyncConductorClient:
 
     async def observe(self, event: RequestEvent) -> Rejection | None:
         """Report an event of an in-flight request. Returns a rejection if the conductor rejects the
-        request after its prefill, as admission in the mode "baseline" does. Raises
-        UnknownRequest."""
+        request after its prefill, as admission in the mode "baseline" does. Raises UnknownRequest,
+        but not for an event that names its conductor."""
         return await self._do(calls.observe(event))
 
     async def register(
@@ -357,13 +362,15 @@ class AsyncConductorClient:
             ) from error
 
     async def _attempts(self, call: RestCall[T]) -> T:
-        for attempt in range(self._retries + 1):
+        last = self._retries + bool(call.at)
+        for attempt in range(last + 1):
+            url = _url(self._http.base_url, call, attempt)
             try:
                 response = await self._http.request(
-                    call.method, call.path, content=call.body, headers=_HEADERS, timeout=None
+                    call.method, url, content=call.body, headers=_HEADERS, timeout=None
                 )
             except httpx.TransportError as error:
-                if attempt == self._retries or not _may_repeat(call, error):
+                if attempt == last or not _may_repeat(call, error):
                     raise _unavailable(self._http.base_url, error) from error
                 await asyncio.sleep(_PAUSE_S * 2**attempt)
             else:
@@ -406,6 +413,14 @@ def trusting(tls_ca: Path | None) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=tls_ca)
     except OSError as error:
         raise InvalidRequest(f"can't load the CA {tls_ca}: {error}") from error
+
+
+def _url(own: httpx.URL, call: RestCall[Any], attempt: int) -> str:
+    """Where to send a call: at first to the conductor that it names, then to the client's own one.
+    Our token goes with it, so not to a URL without TLS if the client's has TLS."""
+    schemes = ("https://", "http://") if own.scheme == "http" else ("https://",)
+    there = attempt == 0 and call.at.startswith(schemes)
+    return call.at.rstrip("/") + call.path if there else call.path
 
 
 def _may_repeat(call: RestCall[Any], error: httpx.TransportError) -> bool:
