@@ -291,11 +291,17 @@ async def _meet(core: SharedConductor, link: RedisLink, clock: Callable[[], floa
     """One exchange; why there was none, or ""."""
     began, sharing = clock(), core.sharing
     write = partial(link.exchange, core.state(began), core.changes(began))
+    work = asyncio.ensure_future(
+        asyncio.to_thread(write, dead_s=sharing.dead_s, lead_s=sharing.lead_s)
+    )
     try:
-        met = await asyncio.to_thread(write, dead_s=sharing.dead_s, lead_s=sharing.lead_s)
+        met = await asyncio.shield(work)
     except DirectoryUnavailable as error:
         core.settle(None, clock())
         return str(error)
+    except asyncio.CancelledError:
+        await asyncio.wait((work,))  # else it may write after `leave`
+        raise
     core.lease.answered(met.leader, began)
     for state in met.states.values():
         core.hear(state, clock())

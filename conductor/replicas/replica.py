@@ -13,11 +13,13 @@ events go to the conductor that has decided it, at `address`, and to no other on
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 from msgspec.structs import replace
 
@@ -89,9 +91,9 @@ class SharedConductor(Conductor):
         self.name, self.address = name, address
         self.sharing = sharing or SharingSettings()
         self._unix_offset_s = unix_offset_s
-        self._state = State(name, 0, address)  # the last one
+        self._state = State(name)  # the last one
         self._peers: dict[str, State] = {}
-        self._met_at = -inf
+        self._met_at = self._ticked_at = -inf
         # No conductor leads until Redis grants the lease (`replicas/redis_link.py`).
         self.lease = self.steering.lease = LeaderLease(name, self.sharing.lead_s)
         self.steering.elsewhere = FlipsElsewhere(self._peers, self.sharing.dead_s)
@@ -119,6 +121,14 @@ class SharedConductor(Conductor):
         """See `Conductor.remove`; the peers remove it, too."""
         self._remove_here(instance, now)
         self._records.removed(instance)
+
+    def tick(self, now: float) -> list[str]:
+        """See `Conductor.tick`. For as long as this process was stopped, no instance was silent."""
+        stopped_s, self._ticked_at = now - self._ticked_at, now
+        if self.sharing.dead_s < stopped_s < inf:
+            heard_at = self.cluster.heard_at
+            np.minimum(heard_at + stopped_s, now, out=heard_at)
+        return super().tick(now)
 
     def requests_at(self, instance: str) -> int:
         """See `Conductor.requests_at`; includes other conductors' requests."""
@@ -148,6 +158,7 @@ class SharedConductor(Conductor):
         lowest = self.settings.queue.classes[-1].name
         state = replace(
             self._state,
+            address=self.address,
             loads=own_rows(self.cluster, self.ledger, self.queues, lowest, now),
             heard=[row for row, _ in self._heard.values()],
             demand=list(self._demand.values()),
@@ -185,7 +196,8 @@ class SharedConductor(Conductor):
             was = known.get(row.instance, HeardRow(row.instance))
             if row.instance in self.cluster and row.beat > was.beat:
                 load = row.load if row.load_beat > was.load_beat else Load()
-                self._hear_load(row.instance, load, now)
+                with suppress(ConductorError):  # of a load that can't be
+                    self._hear_load(row.instance, load, now)
         if before is not None:  # of a new one, what came before is not of this interval
             self._hear_demand(before.demand, state.demand, now)
 
@@ -193,6 +205,8 @@ class SharedConductor(Conductor):
         """After an exchange, and after all states of it: the names of the conductors that are
         `alive`; None if Redis did not answer."""
         if alive is not None:
+            if now > self._met_at + self.sharing.dead_s:
+                self._excuse(now)
             self._met_at = now
         elif now < self._met_at + self.sharing.dead_s:
             alive = self._peers
@@ -229,7 +243,8 @@ class SharedConductor(Conductor):
             self.register(spec, now)
             self._news.joined.append(spec)
         role = Role(record.role) if record.role in tuple(Role) else spec.role
-        self.cluster.set_role(self.cluster.row(name), role)
+        if self.cluster.role(self.cluster.row(name)) is not role:
+            self.cluster.set_role(self.cluster.row(name), role)
         self.cluster.assign(name, on=not record.draining)
         if by != self.name:
             flip = Role(flips_to) if by and flips_to in tuple(Role) else None
@@ -261,10 +276,17 @@ class SharedConductor(Conductor):
         self.steering.elsewhere.pop(instance)
 
     def _forget_silent(self, now: float) -> None:
-        """See `Conductor._forget_silent`. Not while the peers are not heard, as after a stop of
-        this process: instances may send their heartbeats to them."""
+        """See `Conductor._forget_silent`. Not while the peers are not heard: instances may send
+        their heartbeats to them."""
         if now < self._met_at + self.sharing.dead_s:
             super()._forget_silent(now)
+
+    def _excuse(self, now: float) -> None:
+        """The peers are heard again: instances that are lost here may have spoken to them, and are
+        not forgotten for that."""
+        lost_at = now - self.settings.core.heartbeat_timeout_s
+        heard_at = self.cluster.heard_at
+        np.maximum(heard_at, lost_at, out=heard_at, where=self.cluster.used)
 
     def _flips(self) -> dict[str, tuple[str, str]]:
         """Each instance in a role flip, its new role, and the conductor's name."""

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from msgspec.structs import replace as replace_fields
 from sharingsupport import (
     DEAD_S,
     INTERVAL_S,
@@ -35,7 +36,7 @@ from tiffin.conductor.records import (
 )
 from tiffin.conductor.replicas.replica import News
 from tiffin.conductor.replicas.shared_records import REMOVED_S
-from tiffin.conductor.replicas.states import InstanceRecord, pack
+from tiffin.conductor.replicas.states import HeardRow, InstanceRecord, pack
 
 if TYPE_CHECKING:
     from tiffin.conductor.records import InstanceSpec, Request
@@ -188,6 +189,15 @@ def test_a_request_belongs_to_the_conductor_that_decided_it() -> None:
     assert column(a, "kv_used_tokens") == column(b, "kv_used_tokens") != {}
 
 
+def test_a_load_that_can_not_be_ends_nothing() -> None:
+    both = town("a", "b")
+    odd = replace_fields(
+        both["a"].state(both.now), number=9, heard=[HeardRow("d0", 1, 1, Load(running=-1))]
+    )
+    both["b"].hear(odd, both.now)
+    assert idle(both["b"])
+
+
 def test_a_state_that_is_older_is_passed_over() -> None:
     both = town("a", "b")
     old = both["a"].state(both.now)
@@ -282,22 +292,35 @@ def test_an_instance_that_one_hears_from_is_silent_for_nobody() -> None:
     assert not b.cluster.ready.any()
 
 
-def test_one_that_was_stopped_does_not_take_all_for_gone() -> None:
-    """Instances have sent their heartbeats to the other one."""
-    both = town("a", "b", core={"forget_s": 5.0})
+@pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "cut off"])
+@pytest.mark.parametrize("for_s", [12, 1200], ids=["briefly", "for long"])
+def test_one_that_was_away_takes_no_instance_for_gone(stopped: bool, for_s: int) -> None:
+    """Instances have sent their heartbeats to the other one, but p0."""
+    both = town("a", "b")
+    a, b = both["a"], both["b"]
+    both.pass_s(0.1)
     both.deaf = {"a"}
-    for _ in range(10):
+    for _ in range(for_s):
         both.now += 1.0
         for one in POOL[1:]:
-            both["b"].heartbeat(one.id, Load(), both.now)
-        both.exchange()
-        both["b"].tick(both.now)
-    both["a"].tick(both.now)
+            b.heartbeat(one.id, Load(), both.now)
+        both.board.write(b, both.now)
+        both.board.read(b, both.now)
+        for core in (b,) if stopped else (a, b):
+            if core is a:
+                core.settle(None, both.now)
+            core.tick(both.now)
     both.deaf = set()
+    a.tick(both.now)
+    assert bool(a.cluster.ready.any()) is stopped
     both.pass_s(0.2)
+    for one in POOL[1:]:
+        b.heartbeat(one.id, Load(), both.now)
+    both.pass_s(0.1)
+    kept = POOL[1:] if for_s > b.settings.core.forget_s else POOL
     for core in both.conductors:
-        assert sorted(core.cluster.names) == sorted(one.id for one in POOL[1:])
-        assert core.cluster.ready[: len(POOL)].sum() == len(POOL) - 1
+        assert sorted(core.cluster.names) == sorted(one.id for one in kept)
+        assert all(core.cluster.ready[core.cluster.row(one.id)] for one in POOL[1:])
 
 
 def test_what_can_not_be_registered_here_is_told_and_harms_nothing() -> None:
