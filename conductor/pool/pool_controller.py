@@ -123,10 +123,12 @@ class Steering:
         """Record that a request was placed."""
         self._plans_of(model, now).meter.came(prompt_tokens, computed_tokens)
 
-    def came_elsewhere(self, model: str, sums: tuple[int, float, float, float], now: float) -> None:
+    def came_elsewhere(self, model: str, sums: Sequence[float], now: float) -> None:
         """Record requests that another conductor has placed: their number, and the sums of their
         prompt tokens, of their computed tokens, and of the squares of these."""
-        self._plans_of(model, now).meter.came_together(*sums)
+        requests, prompt_tokens, computed_tokens, squared = sums
+        meter = self._plans_of(model, now).meter
+        meter.came_together(int(requests), prompt_tokens, computed_tokens, squared)
 
     def answered(self, model: str, output_tokens: int, now: float) -> None:
         """Record that a request has ended, with so many output tokens."""

@@ -57,6 +57,8 @@ CONDUCTORS_MAX = 64
 _KEPT_MS = 60_000
 # Changes of one script call: some milliseconds of Redis' time for large records.
 _CHANGES_MAX = 250
+# Errors that redirect to another server; those of a script have the same names in their texts.
+_ELSEWHERE = redis.exceptions.ReadOnlyError | redis.exceptions.MovedError
 
 # KEYS: instances. ARGV: a random word, then for each change: field, value as it was read, new
 # value; "" stands for none. Changes nothing where the value is another one.
@@ -154,13 +156,13 @@ class RedisLink:
             ("EVAL", LEAD.text, 1, self._leader, state.name, int(lead_s * 1000)),
         ]
         *_, names, word, leader = self._ask(commands)
+        states = self._new_states(names)
         records = None
-        if word != self._word:
+        if word != self._word:  # at the end: what is read here is not read again
             (reply,) = self._ask([("HGETALL", self._instances)])
             records = self._new_records(reply)
-        met = Met(self._new_states(names), leader.decode(errors="replace"), records)
         self.last_error = ""
-        return met
+        return Met(states, leader.decode(errors="replace"), records)
 
     def leave(self, name: str) -> None:
         """Remove the conductor `name`: its promises count no more, and if it led, another one may
@@ -247,7 +249,7 @@ class RedisLink:
         errors = [call.error, *(one for one in call.replies if isinstance(one, Exception))]
         for error in filter(None, errors):
             why = str(error)
-            if isinstance(error, redis.ResponseError) and why.startswith(("MOVED ", "READONLY")):
+            if isinstance(error, _ELSEWHERE) or why.startswith(("MOVED ", "READONLY")):
                 self._fleet.moved(server)
             elif "WRONGTYPE" in why:  # not ours: the next exchange writes anew
                 forget = RedisCall(server, [("DEL", self._names, self._instances)])
@@ -300,7 +302,7 @@ async def _meet(core: SharedConductor, link: RedisLink, clock: Callable[[], floa
         core.settle(None, clock())
         return str(error)
     except asyncio.CancelledError:
-        await asyncio.wait((work,))  # else it may write after `leave`
+        await asyncio.gather(work, return_exceptions=True)  # else it may write after `leave`
         raise
     core.lease.answered(met.leader, began)
     for state in met.states.values():

@@ -13,6 +13,8 @@ events go to the conductor that has decided it, at `address`, and to no other on
 
 from __future__ import annotations
 
+import itertools
+import operator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
     from ..records import InstanceSpec, Rejection
     from .shared_records import Change
     from .shared_records import News as RecordNews
+
+
+# The sums of a model without requests.
+_NONE = (0.0,) * 4
 
 
 class SharingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,7 +107,7 @@ class SharedConductor(Conductor):
         self._records = SharedRecords(self.cluster, self._flips)
         self._heard: dict[str, tuple[HeardRow, float]] = {}  # and when
         self._beats = 0
-        self._demand: dict[str, DemandRow] = {}
+        self._demand: dict[str, tuple[float, ...]] = {}
         self._news = News()
         self._deaths = 0
 
@@ -150,18 +156,15 @@ class SharedConductor(Conductor):
         """This conductor's state, to be written now; the same again if nothing has changed."""
         recent = now - self.sharing.dead_s  # each peer that lives has read what came before
         self._heard = {name: one for name, one in self._heard.items() if one[1] >= recent}
-        self._demand = {
-            model: row
-            for model, row in self._demand.items()
-            if self.cluster.model_number(model) is not None
-        }
+        served = {model: self.cluster.model_number(model) is not None for model in self._demand}
+        self._demand = {model: sums for model, sums in self._demand.items() if served[model]}
         lowest = self.settings.queue.classes[-1].name
         state = replace(
             self._state,
             address=self.address,
             loads=own_rows(self.cluster, self.ledger, self.queues, lowest, now),
             heard=[row for row, _ in self._heard.values()],
-            demand=list(self._demand.values()),
+            demand=list(itertools.starmap(DemandRow, self._demand.items())),
         )
         if state != self._state:
             self._state = replace(state, number=state.number + 1)
@@ -259,15 +262,12 @@ class SharedConductor(Conductor):
         self._loads.report(self.cluster.row(instance), load)
 
     def _hear_demand(self, before: list[DemandRow], rows: list[DemandRow], now: float) -> None:
-        known = {row.model: row for row in before}
+        known = {row.model: row.sums for row in before}
         for row in rows:
-            was = known.get(row.model, DemandRow(row.model))
-            requests = row.requests - was.requests
-            if requests > 0 and self.cluster.model_number(row.model) is not None:
-                prompt = row.prompt_tokens - was.prompt_tokens
-                computed = row.computed_tokens - was.computed_tokens
-                sums = requests, prompt, computed, row.squared - was.squared
-                self.steering.came_elsewhere(row.model, sums, now)
+            was = known.get(row.model, _NONE)
+            if row.sums[0] > was[0] and self.cluster.model_number(row.model) is not None:
+                more = tuple(map(operator.sub, row.sums, was))
+                self.steering.came_elsewhere(row.model, more, now)
 
     def _remove_here(self, instance: str, now: float) -> None:
         self._loads.vacate(self.cluster.row(instance))
@@ -297,13 +297,8 @@ class SharedConductor(Conductor):
         outcome = super()._begin(accepted, now)
         if isinstance(outcome, Decision):
             request = accepted.flight.request
-            was = self._demand.get(request.model, DemandRow(request.model))
-            computed = request.prompt_tokens - outcome.cached_tokens
-            self._demand[request.model] = DemandRow(
-                request.model,
-                was.requests + 1,
-                was.prompt_tokens + request.prompt_tokens,
-                was.computed_tokens + computed,
-                was.squared + float(computed) ** 2,
-            )
+            computed = float(request.prompt_tokens - outcome.cached_tokens)
+            more = 1, request.prompt_tokens, computed, computed**2
+            was = self._demand.get(request.model, _NONE)
+            self._demand[request.model] = tuple(map(operator.add, was, more))
         return outcome

@@ -53,10 +53,7 @@ class DemandRow(Struct, array_like=True, frozen=True):
     of prompt tokens, of computed tokens, and of the squares of the latter."""
 
     model: Name
-    requests: Count = 0
-    prompt_tokens: Total = 0.0
-    computed_tokens: Total = 0.0
-    squared: Total = 0.0
+    sums: tuple[Total, Total, Total, Total] = (0.0, 0.0, 0.0, 0.0)
 
 
 class State(Struct, array_like=True, frozen=True):
