@@ -1,16 +1,17 @@
 """Carries what conductors say of themselves and of instances, by a few keys in Redis.
 
-    tiffin:{POOL:c}:2:conductor:NAME   string: a conductor's state, until it expires
-    tiffin:{POOL:c}:2:conductors       set: the names of the conductors
-    tiffin:{POOL:c}:2:instances        hash: a record per instance; its field "" is a random word,
-                                       a new one with each change
-    tiffin:{POOL:c}:leader             string: the name of the conductor that leads, until it
-                                       expires
+    tiffin:{POOL:c}:2:MARK:conductor:NAME   string: a conductor's state, until it expires
+    tiffin:{POOL:c}:2:MARK:conductors       set: the names of the conductors
+    tiffin:{POOL:c}:2:MARK:instances        hash: a record per instance; its field "" is a random
+                                            word, a new one with each change
+    tiffin:{POOL:c}:leader                  string: the name of the conductor that leads, until it
+                                            expires
 
-The 2 is the version: conductors of others work as if these were not there. States and records begin
-with a stamp by the pool's token. All is soft state: it expires when no conductor writes, and what
-is lost is written again. An exchange is not retried; the connections are the directory's, with a
-circuit breaker that leaves a server alone for a while after it did not answer.
+The 2 is the version, MARK 8 hex digits of a stamp by the pool's token: conductors of another
+version or token work as if these were not there. States and records begin with a stamp. All is soft
+state: it expires when no conductor writes, and what is lost is written again. An exchange is not
+retried; the connections are the directory's, with a circuit breaker that leaves a server alone for
+a while after it did not answer.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 log.addFilter(Ration())
 
 # The purposes of stamps.
-STATE, RECORD = "conductor state", "conductor record"
+STATE, RECORD, MARK = "conductor state", "conductor record", "conductor keys"
 # A state with two rows for each of 16,384 instances whose ids have 128 characters; the longest
 # registration that the service takes, with 64 labels, is shorter.
 VALUE_BYTES_MAX = 8 << 20
@@ -120,10 +121,9 @@ class RedisLink:
         options = parse_redis(url)
         self._pool, self._token = pool, token
         tag = f"{check_pool(pool)}:c"
-        self._states, self._names, self._instances, self._leader = (
-            f"tiffin:{{{tag}}}:{name}"
-            for name in ("2:conductor:", "2:conductors", "2:instances", "leader")
-        )
+        prefix = f"tiffin:{{{tag}}}:2:{self._stamped(MARK, b'')[:4].hex()}:"
+        self._states, self._names = f"{prefix}conductor:", f"{prefix}conductors"
+        self._instances, self._leader = f"{prefix}instances", f"tiffin:{{{tag}}}:leader"
         self._address, self._timeout_s = options.address, options.timeout_s
         self._fleet = open_fleet(options, {MEMBERS: tag.encode()})
         self._closed = False
@@ -231,8 +231,7 @@ class RedisLink:
             return body
         self._forged += 1
         log.warning(
-            "a %s at %s is ignored, for it has not the stamp of our token: it is of a conductor "
-            "with another token, or forged",
+            "a %s at %s is ignored, for it has not the stamp of our token: it is forged",
             purpose,
             self._address,
         )

@@ -19,6 +19,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import astuple
 
 from .states import SECONDS_MAX, LoadRow
 
@@ -71,14 +72,6 @@ def own_rows(
     return list(itertools.starmap(LoadRow, table))
 
 
-def counts_of(row: LoadRow) -> tuple[int, ...]:
-    """The numbers of a row in the order of columns here."""
-    return (
-        row.queued, row.queued_tokens, row.batch, row.context_tokens, row.kv_used_tokens,
-        row.coming, row.coming_tokens,
-    )  # fmt: skip
-
-
 class PeerLoads:
     """The load of other conductors (peers), merged into the columns of a cluster.
 
@@ -99,8 +92,8 @@ class PeerLoads:
 
     def tell(self, peer: str, rows: Sequence[LoadRow], now: float) -> None:
         """Set all of a peer's load."""
-        counts = np.array([counts_of(row) for row in rows], np.int64).reshape(-1, COUNTS)
-        until = now + np.array([row.queued_s for row in rows])
+        numbers = np.array([astuple(row)[1:] for row in rows], float).reshape(-1, COUNTS + 1)
+        counts, until = numbers[:, :COUNTS].astype(np.int64), now + numbers[:, COUNTS]
         self._peers[peer] = [row.instance for row in rows], counts, until
         self._stale = True
 

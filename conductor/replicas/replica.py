@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
     from ..core.pipeline import Accepted
     from ..records import InstanceSpec, Rejection
-    from .shared_records import Change
-    from .shared_records import News as RecordNews
+    from .shared_records import Change, RecordNews
 
 
 # The sums of a model without requests.

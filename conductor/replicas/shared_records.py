@@ -37,7 +37,7 @@ class Change(NamedTuple):
     new: bytes
 
 
-class News(NamedTuple):
+class RecordNews(NamedTuple):
     """A record that another conductor has changed: the one known before, if any, and the one of
     now."""
 
@@ -45,7 +45,7 @@ class News(NamedTuple):
     theirs: InstanceRecord
 
 
-def merged(news: News, mine: InstanceRecord) -> InstanceRecord:
+def merged(news: RecordNews, mine: InstanceRecord) -> InstanceRecord:
     """The record that has the changes of both sides since `news.before`; where both have changed a
     field, `news.theirs`, which the other conductors know already."""
     before, theirs = news
@@ -113,7 +113,7 @@ class SharedRecords:
         self._written = None if changes else (cluster.version, flips)
         return changes
 
-    def merge(self, found: dict[str, bytes]) -> list[News]:
+    def merge(self, found: dict[str, bytes]) -> list[RecordNews]:
         """Take all records as they are now; returns what others have changed, removals first."""
         known, cluster = self._known, self._cluster
         self._read, self._written = found, None
@@ -132,7 +132,7 @@ class SharedRecords:
                 continue  # it may have changed here since
             if theirs.spec is not None and theirs.schema:
                 self.schema(theirs.spec.model, theirs.schema)
-            news.append(News(unpack(known.get(name, b""), InstanceRecord), theirs))
+            news.append(RecordNews(unpack(known.get(name, b""), InstanceRecord), theirs))
         self._sent = {}
         self._removed = {n: None for n in self._removed if n in found and n not in self._gone_at}
         return sorted(news, key=lambda one: one.theirs.spec is not None)

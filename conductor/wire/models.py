@@ -196,7 +196,7 @@ class DecisionReply(Reply, frozen=True, kw_only=True):
         str,
         Meta(
             description="URL of the conductor that decided, for the request's events; empty if "
-            "there are no others."
+            "it shares with no others."
         ),
     ] = ""
 

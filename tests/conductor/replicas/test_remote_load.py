@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from msgspec.structs import astuple
 from sharingsupport import spec
 
 from tiffin.conductor.records import Load, Role
-from tiffin.conductor.replicas.remote_load import REPORTED, PeerLoads, counts_of
+from tiffin.conductor.replicas.remote_load import REPORTED, PeerLoads
 from tiffin.conductor.replicas.states import (
     DemandRow,
     HeardRow,
@@ -142,7 +143,7 @@ class Columns(RuleBasedStateMachine):
             self.cluster.register(spec(name), LATENCY, 0.0)
 
     def others(self, name: str) -> tuple[int, ...]:
-        told = [counts_of(rows[name]) for rows in self.told.values() if name in rows]
+        told = [astuple(rows[name])[1:8] for rows in self.told.values() if name in rows]
         return tuple(map(sum, zip(*told, strict=True))) if told else (0,) * 7
 
     @rule()

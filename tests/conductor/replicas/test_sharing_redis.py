@@ -89,7 +89,7 @@ def test_one_that_is_silent_is_gone_and_all_ends_by_itself(
     meet(a, "a", Change("i0", b"", b"one"), dead_s=0.05)
     wait_until(lambda: list(meet(b, "b").states) == ["b"], "the state of a has expired")
     client = server.client()
-    assert client.smembers(f"tiffin:{{{pool}:c}}:2:conductors") == {b"b"}
+    assert client.smembers(a._names) == {b"b"}
     for key in client.keys(f"tiffin:{{{pool}:c}}:*"):
         assert 0 < client.pttl(key) <= 60_000
 
@@ -115,19 +115,18 @@ def test_a_record_is_changed_by_one_that_has_read_it(
 
 
 def test_what_somebody_else_put_there_is_replaced(
-    server: RedisServer, link: Callable[..., RedisLink], pool: str
+    server: RedisServer, link: Callable[..., RedisLink]
 ) -> None:
-    client, prefix = server.client(), f"tiffin:{{{pool}:c}}:"
-    for name in ("2:conductors", "2:instances"):
-        client.set(prefix + name, "a string")
-    client.rpush(prefix + "leader", "a list")
-    mine = link(server.url)
+    client, mine = server.client(), link(server.url)
+    for key in (mine._names, mine._instances):
+        client.set(key, "a string")
+    client.rpush(mine._leader, "a list")
     with pytest.raises(DirectoryUnavailable, match="WRONGTYPE"):
         meet(mine, "a")
-    client.sadd(prefix + "2:conductors", "noise", "list", "missing")
-    client.set(prefix + "2:conductor:noise", b"x" * 40)
-    client.rpush(prefix + "2:conductor:list", "x")
-    client.hset(prefix + "2:instances", "i0", b"x" * 40)
+    client.sadd(mine._names, "noise", "list", "missing")
+    client.set(mine._states + "noise", b"x" * 40)
+    client.rpush(mine._states + "list", "x")
+    client.hset(mine._instances, "i0", b"x" * 40)
     met = meet(mine, "a")
     assert (list(met.states), met.leader, met.records) == (["a"], "a", None)
     met = meet(mine, "a", Change("i1", b"", b"one"))
@@ -139,24 +138,32 @@ def test_only_what_has_the_stamp_of_the_pools_token_is_heard(
     server: RedisServer, link: Callable[..., RedisLink], pool: str
 ) -> None:
     """Else who can write there registers an engine of his, and is sent prompts."""
-    mine = link(server.url, token=b"our token of thirty-two bytes...")
+    token = b"our token of thirty-two bytes..."
+    mine = link(server.url, token=token)
     meet(mine, "mine", Change("i1", b"", b"genuine"))
-    for token in (b"another", b""):
-        forger = link(server.url, token=token)
-        meet(forger, "forger", Change(f"i-{len(token)}", b"", b"forged"))
+    meet(link(server.url, token=b"the next one"), "next", Change("i2", b"", b"elsewhere"))
+    assert (list(meet(mine, "mine").states), mine.statistics()["forged"]) == (["mine"], 0)
+    for another in (b"another", b""):
+        forger, before = link(server.url, token=another), mine.statistics()["forged"]
+        forger._names, forger._states, forger._instances = copied(mine)
+        meet(forger, "forger", Change(f"i-{len(another)}", b"", b"forged"))
         met = meet(mine, "mine")
         assert list(met.states) == ["mine"]
         assert met.records == {"i1": b"genuine"}
-    assert mine.statistics()["forged"] > 2
+        assert mine.statistics()["forged"] > before
     # A genuine value is none under another name, nor in another pool.
-    client, prefix = server.client(), f"tiffin:{{{pool}:c}}:2:conductor"
-    client.sadd(prefix + "s", "copy")
-    client.set(prefix + ":copy", client.get(prefix + ":mine"))
-    assert list(meet(mine, "mine").states) == ["mine"]
-    elsewhere = link(server.url, pool=f"{pool}-2", token=b"our token of thirty-two bytes...")
-    client.sadd(f"tiffin:{{{pool}-2:c}}:2:conductors", "mine")
-    client.set(f"tiffin:{{{pool}-2:c}}:2:conductor:mine", client.get(prefix + ":mine"))
-    assert list(meet(elsewhere, "other").states) == ["other"]
+    client = server.client()
+    value = client.get(mine._states + "mine")
+    elsewhere = link(server.url, token=token, pool=f"{pool}-2")
+    for reader, name in ((mine, "copy"), (elsewhere, "mine")):
+        client.sadd(reader._names, name)
+        client.set(reader._states + name, value)
+        assert name not in meet(reader, "reader").states
+
+
+def copied(link: RedisLink) -> tuple[str, str, str]:
+    """The names of its keys, which whoever can read Redis knows."""
+    return link._names, link._states, link._instances
 
 
 def test_a_redis_that_is_away_is_said_to_be_and_found_again(
