@@ -53,8 +53,8 @@ class RestCall(Generic[T]):
 
     `repeatable`: the client may retry the call when its answer was lost. `ends` returns the result
     if the conductor answers a retry with UnknownRequest, as it knows the request no longer. `at`:
-    the URL of the conductor that is called, if it is another one than the client's; one that is
-    gone, or has forgotten the request, is no error.
+    the URL of the conductor that is called, if it is not the client's own; one that has forgotten
+    the request is no error. If it is gone the client's own is called, or with `only_there` none.
     """
 
     method: str
@@ -64,6 +64,7 @@ class RestCall(Generic[T]):
     repeatable: bool = True
     ends: Callable[[], T] | None = None
     at: str = ""
+    only_there: bool = False
 
     def answered(self, status: int, body: bytes, *, again: bool) -> T:
         """Decode an answer; `again`: it is that of a retry. Raises ConductorError."""
@@ -103,15 +104,15 @@ def schedule(
 
 
 def observe(event: RequestEvent) -> RestCall[Rejection | None]:
-    """The call that reports an event. All events but "tokens" are idempotent."""
+    """The call that reports an event. All events but "tokens" are idempotent. A cancellation is for
+    no other conductor: that may have decided anew about the same request."""
     path = f"/v1/requests/{_segment(event.request_id)}/{_segment(event.kind)}{_of(event.tenant)}"
     body: dict[str, Any] = {"tokens": event.tokens} if event.kind == "tokens" else {}
     if event.route is not None:
         body["route"] = {"prefill": event.route[0], "decode": event.route[1]}
     raw = _encode(body) if body else None
-    return RestCall(
-        "POST", path, _heard, raw, event.kind != "tokens", ends=lambda: None, at=event.conductor
-    )
+    again, only_there = event.kind != "tokens", event.kind == "cancelled"
+    return RestCall("POST", path, _heard, raw, again, lambda: None, event.conductor, only_there)
 
 
 def register(spec: InstanceSpec, load: Load | None, schema: KVSchema | None) -> RestCall[bool]:

@@ -209,6 +209,8 @@ class ConductorClient:
                     call.method, url, content=call.body, headers=_HEADERS, timeout=left_s
                 )
             except httpx.TransportError as error:
+                if call.ends is not None and _is_void(call, error):
+                    return call.ends()
                 pause_s = _PAUSE_S * 2**attempt
                 late = time.monotonic() + pause_s >= ends_at
                 if late or attempt == last or not _may_repeat(call, error):
@@ -370,6 +372,8 @@ class AsyncConductorClient:
                     call.method, url, content=call.body, headers=_HEADERS, timeout=None
                 )
             except httpx.TransportError as error:
+                if call.ends is not None and _is_void(call, error):
+                    return call.ends()
                 if attempt == last or not _may_repeat(call, error):
                     raise _unavailable(self._http.base_url, error) from error
                 await asyncio.sleep(_PAUSE_S * 2**attempt)
@@ -378,6 +382,7 @@ class AsyncConductorClient:
         raise AssertionError("the last attempt returns or raises")
 
 
+_NOT_CONNECTED = httpx.ConnectError | httpx.ConnectTimeout
 _HEADERS = {"content-type": "application/json"}
 
 
@@ -419,14 +424,20 @@ def _url(own: httpx.URL, call: RestCall[Any], attempt: int) -> str:
     """Where to send a call: at first to the conductor that it names, then to the client's own one.
     Our token goes with it, so not to a URL without TLS if the client's has TLS."""
     schemes = ("https://", "http://") if own.scheme == "http" else ("https://",)
-    there = attempt == 0 and call.at.startswith(schemes)
+    there = (attempt == 0 or call.only_there) and call.at.startswith(schemes)
     return call.at.rstrip("/") + call.path if there else call.path
 
 
 def _may_repeat(call: RestCall[Any], error: httpx.TransportError) -> bool:
     """Whether to retry a call: if it may be sent twice, or was not sent at all because no
     connection was made."""
-    return call.repeatable or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+    return call.repeatable or isinstance(error, _NOT_CONNECTED)
+
+
+def _is_void(call: RestCall[Any], error: httpx.TransportError) -> bool:
+    """Whether the only conductor that a call is for is gone, and with it what the call would
+    end."""
+    return bool(call.at) and call.only_there and isinstance(error, _NOT_CONNECTED)
 
 
 def _unavailable(url: object, error: httpx.TransportError) -> ConductorUnavailable:

@@ -55,11 +55,11 @@ class SharingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     dead_s: Annotated[float, Meta(ge=0.1, le=3600)] = 1.5
     """Whose state was not renewed for so long is dead: what it had promised counts no more. Some
-    garbage collections; with two exchanges it is to be less than 2 s."""
+    garbage collections; with an exchange it is to be less than 2 s."""
 
     lead_s: Annotated[float, Meta(ge=0.2, le=3600)] = 3.0
-    """For how long the conductor that leads has the lease, which it renews four times as often: so
-    long nobody leads after it has died."""
+    """For how long the conductor that leads has the lease, which each exchange renews: so long no
+    conductor leads after it has died."""
 
 
 @dataclass(slots=True)

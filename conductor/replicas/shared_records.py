@@ -1,9 +1,9 @@
 """Which records of instances to write, and which of other conductors' changes to take in. Pure.
 
-Whoever changes an instance writes its record, on condition that the record is still the one that it
-has read last; else it reads again, and merges: of each field, the change of either side stands. So
-no change is lost, and no clock decides. An instance that was removed keeps a record that says so;
-one without a record, as after Redis was emptied, is written again by whoever knows it.
+A conductor that changes an instance writes its record, on condition that the record is still the
+one that this conductor has read last; else it reads again, and merges: of each field, the change of
+either side stands. So no change is lost, and no clock decides. An instance that was removed keeps a
+record that says so; the record of one that has none, as after Redis was emptied, is written again.
 """
 
 from __future__ import annotations

@@ -228,6 +228,8 @@ class TestSeveralConductors:
             )
         client.register(SPEC)
         assert client.schedule(replace(REQUEST, id="anew")).conductor == ""
+        client.observe(RequestEvent("anew", "cancelled", conductor=gone))
+        assert service[0].ledger.get("anew") is not None, "it is not this decision that is void"
         client.observe(RequestEvent("anew", "finished", conductor=gone))
         assert service[0].ledger.get("anew") is None, "decided anew by the client's own"
 
