@@ -86,7 +86,15 @@ def conductor(
     ] = "",
     share: Annotated[
         str,
-        typer.Option(help="Share load and requests with other conductors here.", metavar="URL"),
+        typer.Option(help="Share load and instances with other conductors here.", metavar="URL"),
+    ] = "",
+    advertise: Annotated[
+        str,
+        typer.Option(
+            help="With --share: where clients reach this conductor, for its requests' events.",
+            metavar="URL",
+            show_default="where it listens",
+        ),
     ] = "",
     pool: Annotated[str, typer.Option(help="Name of the pool in the directory.")] = "default",
     pool_token_file: Annotated[
@@ -143,7 +151,7 @@ def conductor(
         settings = patched(patched(Settings(), read_settings(config) if config else {}), changes)
         core = Conductor(settings, profile=own_or_shipped(profiles))
         if share:
-            from .replicas.redis_stream import unique_name
+            from .replicas.redis_link import unique_name
             from .replicas.replica import SharedConductor
 
             core = SharedConductor(
@@ -155,6 +163,7 @@ def conductor(
         options = ConductorOptions(
             listen=parse_address(listen),
             share=share,
+            advertise=advertise,
             tokens=load_tokens(token_file) if token_file else Tokens(),
             directory=directory,
             pool=pool,

@@ -118,14 +118,15 @@ class RequestEvent:
     """An event of an in-flight request. "alive": it is still queued or running; the event only
     prolongs its reservations. `tokens` of a "tokens" event: how many more tokens were generated.
     `route` of a hedged request: the ids of the prefill and the decode instance that the event is
-    about; without it, those of its decision. `tenant`: the tenant of the request, for clients of
-    the service."""
+    about; without it, those of its decision. For clients of the service: `tenant` is the tenant of
+    the request, `conductor` the URL in its decision of the conductor that decided."""
 
     request_id: str
     kind: str
     tokens: int = 0
     route: tuple[str, str] | None = None
     tenant: str = ""
+    conductor: str = ""
 
 
 EVENT_KINDS = ("alive", "prefill_done", "first_token", "tokens", "finished", "cancelled")

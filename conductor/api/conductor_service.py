@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.state_metrics import state
 from ..errors import ConductorError, Conflict, InvalidRequest
 from ..records import Decision, Load, Rejection
+from ..replicas.replica import SharedConductor
 from ..state.allowed_hosts import EVENTS_LABEL, check_hosts
 from ..web.metrics import ConductorMetrics
 from ..wire.block_keys import KeyedModels, parse_schema
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from ..core.settings import Settings
     from ..pool.role_flip import Action
     from ..records import InstanceSpec, Request, RequestEvent, Role
-    from ..replicas.learnt_instances import News
+    from ..replicas.replica import News
     from ..service.feeds import Feeding
     from ..web.metrics import Family
 
@@ -143,8 +144,8 @@ class Service:
         self.core.heartbeat(instance, load or Load(), now)
 
     def learn(self, news: News) -> None:
-        """Apply news of other conductors about instances and about our requests. Never raises for
-        invalid news: they are skipped, logged once per cause, and counted."""
+        """Apply news of other conductors about instances. Never raises for invalid news: they are
+        skipped, logged once per cause, and counted."""
         joined = {spec.id for spec in news.joined}
         for model, canonical in news.schemas:
             self._learn_schema(model, canonical, joined)
@@ -158,9 +159,6 @@ class Service:
             spec = self.spec(instance)
             if spec is not None:
                 self._follow(spec)
-        for event in news.events:
-            self.metrics.observed(event, self.clock())
-        self._tell_who_was_put_out()
         self._catch_up()
 
     def _learn_schema(self, model: str, canonical: str, joined: set[str]) -> None:
@@ -281,6 +279,11 @@ class Service:
         """The spec with which an instance registered; None if it is not registered."""
         cluster = self.core.cluster
         return cluster.spec(instance) if instance in cluster else None
+
+    @property
+    def address(self) -> str:
+        """The URL of this conductor, for clients; "" if there are no others."""
+        return self.core.address if isinstance(self.core, SharedConductor) else ""
 
     def url(self, instance: str) -> str:
         """The URL for an instance's requests; "" if it registered without one or has left."""

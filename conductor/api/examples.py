@@ -54,7 +54,7 @@ ANSWERS: dict[str, Any] = {
         "policy": "kvcache_centric", "predicted_ttft_s": 0.41, "predicted_tbt_s": 0.021,
         "cached_tokens": 3584, "available_tokens": 3584, "fetches": [_FETCH], "layerwise": True,
         "wait_for": "", "output_tokens_max": None, "degraded": [], "shards": [],
-        "alternatives": [], "expires_in_s": 60.0,
+        "alternatives": [], "expires_in_s": 60.0, "conductor": "",
     },
     "match": {
         "asked_blocks": 1,

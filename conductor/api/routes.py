@@ -70,8 +70,8 @@ async def schedule(http: Request) -> Response:
 
     Asking again with the same `request_id` and `tenant` gives the same decision while the
     request is in flight, so a call whose answer was lost can be repeated; if an instance of it
-    has gone or is in `exclude`, it is decided anew. Ask with token ids, with block keys, or
-    with a length alone.
+    has gone or is in `exclude`, it is decided anew. Another conductor decides anew, too. Ask
+    with token ids, with block keys, or with a length alone.
 
     **Rejections.** 429 is for load: come back after `Retry-After` (whole seconds, from the
     prediction), or ask another conductor. 503 is for nothing that could serve it. Both carry
@@ -90,7 +90,10 @@ async def schedule(http: Request) -> Response:
     tokens = await read_token_ids(body)
     outcome = service.schedule(conversions.to_request(body, tokens, service.models))
     if isinstance(outcome, Decision):
-        return answer(conversions.decision_reply(outcome, service.url, service.clock()))
+        decision = conversions.decision_reply(
+            outcome, service.url, service.clock(), service.address
+        )
+        return answer(decision)
     return rejected(outcome)
 
 
@@ -110,7 +113,8 @@ async def schedule(http: Request) -> Response:
 async def event(
     http: Request, request_id: RequestId, event: EventKind, tenant: Tenant = ""
 ) -> Response:
-    """Say what became of a request: it keeps its place, moves on, or gives it back.
+    """Say what became of a request: it keeps its place, moves on, or gives it back. Of several
+    conductors, say it to the one that decided: its address is `conductor` of the decision.
 
     Name the `tenant` that it was scheduled with: ids belong to a tenant.
     `tokens` takes a body with how many more have been answered, `prefill_done` and

@@ -56,7 +56,9 @@ class RestCall(Generic[T]):
     """One HTTP request and the function that decodes its answer.
 
     `repeatable`: the client may retry the call when its answer was lost. `ends` returns the result
-    if the conductor answers a retry with UnknownRequest, as it knows the request no longer.
+    if the conductor answers a retry with UnknownRequest, as it knows the request no longer. `at`:
+    the URL of the conductor that is called, if it is not the client's own; one that has forgotten
+    the request is no error. If it is gone the client's own is called, or with `only_there` none.
     """
 
     method: str
@@ -65,13 +67,15 @@ class RestCall(Generic[T]):
     body: bytes | None = None
     repeatable: bool = True
     ends: Callable[[], T] | None = None
+    at: str = ""
+    only_there: bool = False
 
     def answered(self, status: int, body: bytes, *, again: bool) -> T:
         """Decode an answer; `again`: it is that of a retry. Raises ConductorError."""
         try:
             return self.read(status, body)
         except UnknownRequest:
-            if again and self.ends is not None:
+            if (again or self.at) and self.ends is not None:
                 return self.ends()
             raise
 
@@ -104,14 +108,18 @@ def schedule(
 
 
 def observe(event: RequestEvent) -> RestCall[Rejection | None]:
-    """Report an event of an in-flight request. Returns a rejection if the conductor rejects the
-    request after its prefill, as admission in the mode "baseline" does. Raises UnknownRequest."""
+    """Report an event of an in-flight request, to the conductor that decided it if the event names
+    one. Returns a rejection if the conductor rejects the request after its prefill, as admission in
+    the mode "baseline" does. Raises UnknownRequest, but not for an event that names its conductor.
+    """
     path = f"/v1/requests/{_segment(event.request_id)}/{_segment(event.kind)}{_of(event.tenant)}"
     body: dict[str, Any] = {"tokens": event.tokens} if event.kind == "tokens" else {}
     if event.route is not None:
         body["route"] = {"prefill": event.route[0], "decode": event.route[1]}
     raw = _encode(body) if body else None
-    return RestCall("POST", path, _heard, raw, event.kind != "tokens", ends=lambda: None)
+    # A cancellation is for no other conductor: that may have decided anew about the same request.
+    again, only_there = event.kind != "tokens", event.kind == "cancelled"
+    return RestCall("POST", path, _heard, raw, again, lambda: None, event.conductor, only_there)
 
 
 def register(

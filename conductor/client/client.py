@@ -4,7 +4,10 @@
         placed = it.schedule(Request("chat-1", "llama-3-8b", 4096, keys))
         if isinstance(placed, Rejection):
             ...                                 # 429 or 503, with placed.retry_after_s
-        it.observe(RequestEvent("chat-1", "first_token"))
+        it.observe(RequestEvent("chat-1", "first_token", conductor=placed.conductor))
+
+Of several conductors, a request's events go to the one that has decided it, which the decision
+names; if that one is gone, they are of use to no other one, and `observe` returns all the same.
 
 The clients retry a call without an answer, with back-off, except the event "tokens", which is not
 idempotent and is retried only if no connection was made. Scheduling is idempotent by the request's
@@ -122,11 +125,23 @@ class _Verbs(Generic[H]):
     def _retrying(self, call: RestCall[Any]) -> dict[str, Any]:
         """When to send a call again, for tenacity."""
         return {
-            "stop": stop_after_attempt(self._retries + 1) | stop_before_delay(self._timeout_s),
+            "stop": stop_after_attempt(self._retries + 1 + bool(call.at))
+            | stop_before_delay(self._timeout_s),
             "wait": wait_exponential(_PAUSE_S),
             "retry": retry_if_exception(functools.partial(_may_repeat, call)),
             "reraise": True,
         }
+
+    def _request_of(self, call: RestCall[Any], attempt: AttemptManager) -> dict[str, Any]:
+        url = _url(self._http.base_url, call, attempt.retry_state.attempt_number - 1)
+        return {"method": call.method, "url": url, "content": call.body, "headers": _HEADERS}
+
+    def _unanswered(self, call: RestCall[T], error: httpx.TransportError) -> T:
+        """The result of a call without an answer. Raises ConductorUnavailable, unless the only
+        conductor that it is for is gone, and with it what the call would end."""
+        if call.at and call.only_there and call.ends is not None and _is_unsent(error):
+            return call.ends()
+        raise _unavailable(self._http.base_url, error) from error
 
 
 class ConductorClient(_Verbs[httpx.Client]):
@@ -171,9 +186,10 @@ class ConductorClient(_Verbs[httpx.Client]):
             for attempt in Retrying(**self._retrying(call)):
                 with attempt:
                     left_s = max(ends_at - time.monotonic(), 0.001)
-                    response = self._http.request(**_request_of(call), timeout=left_s)
+                    request = self._request_of(call, attempt)
+                    response = self._http.request(**request, timeout=left_s)
         except httpx.TransportError as error:
-            raise _unavailable(self._http.base_url, error) from error
+            return self._unanswered(call, error)
         return _answered(call, response, attempt)
 
 
@@ -218,17 +234,14 @@ class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
             async with asyncio.timeout(self._timeout_s):
                 async for attempt in AsyncRetrying(**self._retrying(call)):
                     with attempt:
-                        response = await self._http.request(**_request_of(call), timeout=None)
+                        request = self._request_of(call, attempt)
+                        response = await self._http.request(**request, timeout=None)
         except httpx.TransportError as error:
-            raise _unavailable(self._http.base_url, error) from error
+            return self._unanswered(call, error)
         except TimeoutError as error:
             said = f"no answer of {self._http.base_url} in {self._timeout_s:g} s"
             raise ConductorUnavailable(said) from error
         return _answered(call, response, attempt)
-
-
-def _request_of(call: RestCall[Any]) -> dict[str, Any]:
-    return {"method": call.method, "url": call.path, "content": call.body, "headers": _HEADERS}
 
 
 def _answered(call: RestCall[T], response: httpx.Response, attempt: AttemptManager) -> T:
@@ -273,11 +286,24 @@ def trusting(tls_ca: Path | None) -> ssl.SSLContext:
         raise InvalidRequest(f"can't load the CA {tls_ca}: {error}") from error
 
 
+def _url(own: httpx.URL, call: RestCall[Any], attempt: int) -> str:
+    """Where to send a call: at first to the conductor that it names, then to the client's own one.
+    Our token goes with it, so not to a URL without TLS if the client's has TLS."""
+    schemes = ("https://", "http://") if own.scheme == "http" else "https://"
+    there = (attempt == 0 or call.only_there) and call.at.startswith(schemes)
+    return call.at.rstrip("/") + call.path if there else call.path
+
+
 def _may_repeat(call: RestCall[Any], error: BaseException) -> bool:
     """Whether to retry a call: if it may be sent twice, or was not sent at all because no
     connection was made."""
-    unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-    return unsent or (call.repeatable and isinstance(error, httpx.TransportError))
+    if _is_unsent(error):
+        return not (call.at and call.only_there)
+    return call.repeatable and isinstance(error, httpx.TransportError)
+
+
+def _is_unsent(error: BaseException) -> bool:
+    return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
 
 
 def _unavailable(url: object, error: httpx.TransportError) -> ConductorUnavailable:

@@ -239,9 +239,7 @@ class Conductor:
         silent = self.cluster.used & (self.cluster.heard_at < now - timeout_s)
         for row in silent.nonzero()[0].tolist():
             self.cluster.set_status(self.cluster.name(row), Status.LOST)
-        gone = self.cluster.used & (self.cluster.heard_at < now - self.settings.core.forget_s)
-        for row in gone.nonzero()[0].tolist():
-            self.remove(self.cluster.name(row), now)
+        self._forget_silent(now)
         self.names.tick(now)
         return [flight.request.id for flight in late]
 
@@ -384,6 +382,12 @@ class Conductor:
         }
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _forget_silent(self, now: float) -> None:
+        """Remove the instances that were silent for `forget_s`."""
+        gone = self.cluster.used & (self.cluster.heard_at < now - self.settings.core.forget_s)
+        for row in gone.nonzero()[0].tolist():
+            self.remove(self.cluster.name(row), now)
 
     def _begin(self, accepted: Accepted, now: float) -> Decision | Rejection:
         flight, request = accepted.flight, accepted.flight.request

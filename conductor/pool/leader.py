@@ -2,7 +2,7 @@
 
 Every conductor plans from its own view. If all of them also sent orders, each order would be
 carried out once per conductor, so only the leader sends them. The leader holds a lease that Redis
-grants (`replicas/redis_stream.py`: a key in Redis) and that it renews; when the leader dies, the
+grants (`replicas/redis_link.py`: a key in Redis) and that it renews; when the leader dies, the
 lease expires and another conductor gets it. A leader that can't renew stops leading when the lease
 expires by its own clock, which is before it expires for the other conductors.
 """
@@ -18,28 +18,14 @@ if TYPE_CHECKING:
 
     from ..records import Role
 
-# Renewals per lease duration: two answers in a row may be lost before the lease expires.
-_ASKS = 4
-
 
 class LeaderLease:
-    """The leader lease as the conductor `name` sees it. `error` is why the last request for the
-    lease got no answer."""
+    """The leader lease as the conductor `name` sees it; each of its exchanges asks for it."""
 
     def __init__(self, name: str, lead_s: float) -> None:
         self.name = name
         self.lead_s = lead_s
-        self.error = ""
-        self._asked_at = -inf
         self._leader, self._leads_until = "", -inf
-
-    def due(self, now: float) -> bool:
-        """Whether to acquire or renew the lease now, which is due four times per lease duration. If
-        True, the request counts as sent at `now`."""
-        if now < self._asked_at + self.lead_s / _ASKS:
-            return False
-        self._asked_at = now
-        return True
 
     def answered(self, leader: str, asked_at: float) -> None:
         """Record the lease holder from the answer to the request that was sent at `asked_at`. The

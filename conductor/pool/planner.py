@@ -156,10 +156,17 @@ class Meter:
 
     def came(self, prompt_tokens: int, computed_tokens: int) -> None:
         """Count a scheduled request; `computed_tokens` of its prompt are not cached."""
-        self._requests += 1
+        self.came_together(1, prompt_tokens, computed_tokens, float(computed_tokens) ** 2)
+
+    def came_together(
+        self, requests: int, prompt_tokens: float, computed_tokens: float, squared: float
+    ) -> None:
+        """Count several scheduled requests by their sums; `squared` are squares of the tokens that
+        each of them computes."""
+        self._requests += requests
         self._prompt += prompt_tokens
         self._computed += computed_tokens
-        self._squared += float(computed_tokens) ** 2
+        self._squared += squared
 
     def answered(self, output_tokens: int) -> None:
         """Count a request that has ended, with so many output tokens."""

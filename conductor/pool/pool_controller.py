@@ -123,6 +123,13 @@ class Steering:
         """Record that a request was placed."""
         self._plans_of(model, now).meter.came(prompt_tokens, computed_tokens)
 
+    def came_elsewhere(self, model: str, sums: Sequence[float], now: float) -> None:
+        """Record requests that another conductor has placed: their number, and the sums of their
+        prompt tokens, of their computed tokens, and of the squares of these."""
+        requests, prompt_tokens, computed_tokens, squared = sums
+        meter = self._plans_of(model, now).meter
+        meter.came_together(int(requests), prompt_tokens, computed_tokens, squared)
+
     def answered(self, model: str, output_tokens: int, now: float) -> None:
         """Record that a request has ended, with so many output tokens."""
         self._plans_of(model, now).meter.answered(output_tokens)
@@ -176,7 +183,7 @@ class Steering:
     def drain_instance(self, instance: str, now: float, deadline_s: float | None = None) -> None:
         """Follow the drain of an instance until its in-flight requests have ended."""
         self.keep_out(instance, now)
-        self.elsewhere.pop(instance)  # a conductor that flips it learns of the drain by bulletin
+        self.elsewhere.pop(instance)  # a conductor that flips it learns of the drain by its record
         drain = self._instance_drains.get(instance)
         if drain is None or drain.phase in ENDED:
             _make_room(self._instance_drains, instance, INSTANCES_MAX)

@@ -26,11 +26,12 @@ from tiffin.kvstore.errors import InvalidInput
 from ..api.app import create_app
 from ..api.request_bodies import Limits
 from ..replicas.replica import SharedConductor
+from ..state.allowed_hosts import host_of
 from ..web.auth import Tokens, check_listen
 from ..web.connection_limits import ConnectionLimits
 from .action_runner import Acting
 from .feeds import Feeding
-from .web_server import announce, check_tls, listening, tls_context, web_server
+from .web_server import announce, check_tls, listening, tls_context, url_of, web_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -54,13 +55,15 @@ _CONFIG_BYTES_MAX = 1 << 20
 @dataclass(frozen=True, slots=True)
 class ConductorOptions:
     """The options of a conductor process. `directory` is a URL for `open_directory`, `share` the
-    Redis of a `SharedConductor` and its peers, `credentials` are for the pool's nodes. Raises
-    InvalidInput for an invalid combination."""
+    Redis of a `SharedConductor` and its peers, `advertise` the URL at which clients reach it (else
+    where it listens), `credentials` are for the pool's nodes. Raises InvalidInput for an invalid
+    combination, InvalidRequest for what is no URL."""
 
     listen: tuple[str, int] = ("127.0.0.1", PORT)
     tokens: Tokens = field(default_factory=Tokens)
     directory: str = ""
     share: str = ""
+    advertise: str = ""
     pool: str = "default"
     credentials: Credentials = field(default_factory=Credentials)
     limits: Limits = field(default_factory=Limits)
@@ -70,6 +73,13 @@ class ConductorOptions:
     def __post_init__(self) -> None:
         check_listen(self.listen[0], self.tokens)
         check_tls(self.tls_cert, self.tls_key)
+        if self.advertise:
+            host_of(self.advertise, "--advertise")
+        elif self.share and self.listen[0] in ("", "0.0.0.0", "::"):
+            raise InvalidInput(
+                f"--listen {self.listen[0]} is every address of this machine: say with --advertise "
+                "at which URL clients reach this conductor"
+            )
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -119,6 +129,8 @@ async def serve(
             tls=tls,
         )
         try:
+            if options.share and isinstance(core, SharedConductor):
+                core.address = options.advertise or url_of(door, tls=tls is not None)
             if options.directory:
                 feeding.follow_pool(options.directory, options.pool, options.credentials)
             with _sharing(core, options, service) as shared:
@@ -162,7 +174,7 @@ def _sharing(
     if not options.share or not isinstance(core, SharedConductor):
         yield None
         return
-    from ..replicas.redis_stream import RedisLink, share  # needs redis, and only here
+    from ..replicas.redis_link import RedisLink, share  # needs redis, and only here
 
     link = RedisLink(options.share, pool=options.pool, token=options.credentials.token)
     try:

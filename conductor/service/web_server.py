@@ -94,6 +94,13 @@ def web_server(
     return _Server(config)
 
 
+def url_of(door: socket.socket, *, tls: bool) -> str:
+    """The URL of a server that listens there."""
+    host, port = door.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if tls else 'http'}://{shown}:{port}"
+
+
 def announce(
     log: logging.Logger,
     door: socket.socket,
@@ -107,8 +114,7 @@ def announce(
     """Log the server's URL: `answers` has a %s for it. Warn if there are no tokens, or no TLS:
     `seen` names what an eavesdropper could read. Call `started` with the address."""
     host, port = door.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    log.info(answers, f"{'https' if tls else 'http'}://{shown}:{port}")
+    log.info(answers, url_of(door, tls=tls))
     if not tokens:
         log.warning("there are no tokens: every user of this machine can use it")
     elif not tls and not host.startswith("127."):

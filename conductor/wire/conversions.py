@@ -142,9 +142,11 @@ def to_load(body: LoadBody) -> Load:
     )
 
 
-def decision_reply(decision: Decision, url: Callable[[str], str], now: float) -> DecisionReply:
+def decision_reply(
+    decision: Decision, url: Callable[[str], str], now: float, conductor: str = ""
+) -> DecisionReply:
     """A decision without its candidates: with a thousand instances they are a hundred times as
-    long."""
+    long. `conductor` is the URL of the one that decided."""
     return DecisionReply(
         request_id=parted(decision.request_id)[1],
         prefill=decision.prefill,
@@ -173,6 +175,7 @@ def decision_reply(decision: Decision, url: Callable[[str], str], now: float) ->
         shards=[ShardReply(instance=name, tokens=count) for name, count in decision.shards],
         alternatives=[RouteReply(prefill=a, decode=b) for a, b in decision.alternatives],
         expires_in_s=max(0.0, decision.expires_at - now),
+        conductor=conductor,
     )
 
 

@@ -192,6 +192,13 @@ class DecisionReply(Reply, frozen=True, kw_only=True):
     expires_in_s: Annotated[
         float | None, Meta(description="Unless an event of the request is heard before.")
     ]
+    conductor: Annotated[
+        str,
+        Meta(
+            description="URL of the conductor that decided, for the request's events; empty if "
+            "it shares with no others."
+        ),
+    ] = ""
 
 
 # -- instances -------------------------------------------------------------------------------------

@@ -24,11 +24,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from tiffin.conductor.api.app import create_app as create_conductor_app
 from tiffin.conductor.client import AsyncConductorClient
-from tiffin.conductor.core import Conductor
 from tiffin.conductor.gateway.app import create_app
 from tiffin.conductor.gateway.config import GatewayConfig, GatewayTimeouts
 from tiffin.conductor.gateway.gateway import Gateway
 from tiffin.conductor.records import InstanceSpec, Load, RequestEvent, Role
+from tiffin.conductor.replicas.replica import SharedConductor
 from tiffin.conductor.service.web_server import listening
 
 if TYPE_CHECKING:
@@ -193,11 +193,13 @@ class Engine:
             pass
 
 
-class Heard(Conductor):
-    """The real core, which remembers what it was told."""
+class Heard(SharedConductor):
+    """The real core, which remembers what it was told. It shares nothing: it has no address, and
+    leads."""
 
     def __init__(self) -> None:
-        super().__init__(dice=random.Random(1))
+        super().__init__("heard", dice=random.Random(1))
+        self.steering.lease = None
         self.events: list[RequestEvent] = []
         self.asked: list[Any] = []
 

@@ -1,5 +1,4 @@
-"""Conductors whose bulletins are carried by hand, and engines that count what they have, for the
-tests of sharing."""
+"""Conductors that share by a board in place of Redis, for the tests of sharing."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ import numpy as np
 
 from tiffin.conductor.core.settings import Settings, patched
 from tiffin.conductor.records import InstanceSpec, Request, Role
-from tiffin.conductor.replicas.remote_load import SharingSettings
-from tiffin.conductor.replicas.replica import SharedConductor
+from tiffin.conductor.replicas.replica import SharedConductor, SharingSettings
+from tiffin.conductor.replicas.states import State, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,7 +43,42 @@ def request(name: str, tokens: int = 4000, **more: Any) -> Request:
 def conductor(name: str, seed: int = 0, **changes: Any) -> SharedConductor:
     sharing = SharingSettings(interval_s=INTERVAL_S, dead_s=DEAD_S)
     settings = patched(Settings(), {"admission": {"mode": "off"}, **changes})
-    return SharedConductor(name, settings, dice=random.Random(f"{name}{seed}"), sharing=sharing)
+    return SharedConductor(
+        name,
+        settings,
+        address=f"http://{name}",
+        dice=random.Random(f"{name}{seed}"),
+        sharing=sharing,
+    )
+
+
+@dataclass
+class Board:
+    """What conductors write, as Redis keeps it."""
+
+    states: dict[str, tuple[bytes, float]] = field(default_factory=dict)  # and until when
+    records: dict[str, bytes] = field(default_factory=dict)
+    leader: str = ""
+    leads_until: float = 0.0
+
+    def write(self, core: SharedConductor, now: float) -> None:
+        self.states[core.name] = pack(core.state(now)), now + core.sharing.dead_s
+        for instance, read, new in core.changes(now):
+            if self.records.get(instance, b"") == read:
+                self.records[instance] = new
+                if not new:
+                    del self.records[instance]
+        if now >= self.leads_until or self.leader == core.name:
+            self.leader, self.leads_until = core.name, now + core.lease.lead_s
+        core.lease.answered(self.leader, now)
+
+    def read(self, core: SharedConductor, now: float) -> None:
+        alive = [raw for raw, until in self.states.values() if until > now]
+        states = [state for raw in alive if (state := unpack(raw, State))]
+        for state in states:
+            core.hear(state, now)
+        core.settle([state.name for state in states], now)
+        core.merge(dict(self.records), now)
 
 
 @dataclass
@@ -55,14 +89,12 @@ class Town:
     conductors: list[SharedConductor]
     now: float = 100.0
     deaf: set[str] = field(default_factory=set)
-    log: list[bytes] = field(default_factory=list)
-    read: dict[str, int] = field(default_factory=dict)
+    board: Board = field(default_factory=Board)
 
     @classmethod
     def of(cls, *names: str, **changes: Any) -> Town:
         town = cls([conductor(name, **changes) for name in names])
         town.exchange()
-        town.pass_s(1.1)  # everybody has heard that the others ask, and has told
         return town
 
     def __getitem__(self, name: str) -> SharedConductor:
@@ -75,17 +107,13 @@ class Town:
 
     def exchange(self) -> None:
         for one in self.conductors:
-            told = one.bulletins(self.now)
-            if one.name in self.deaf:
-                one.interrupted()
-            else:
-                self.log += told
-        for one in self.conductors:
             if one.name not in self.deaf:
-                for raw in self.log[self.read.get(one.name, 0) :]:
-                    one.hear(raw, self.now)
-                self.read[one.name] = len(self.log)
-            one.settle(self.now)
+                self.board.write(one, self.now)
+        for one in self.conductors:
+            if one.name in self.deaf:
+                one.settle(None, self.now)
+            else:
+                self.board.read(one, self.now)
 
     def pass_s(self, seconds: float) -> None:
         """Exchanges at every interval."""
@@ -97,6 +125,10 @@ class Town:
 
     def kill(self, name: str) -> None:
         self.conductors = [one for one in self.conductors if one.name != name]
+
+    @property
+    def leaders(self) -> list[str]:
+        return [core.name for core in self.conductors if core.steering.leads(self.now)]
 
 
 def column(core: SharedConductor, name: str) -> dict[str, int]:

@@ -71,7 +71,7 @@ def test_a_stamp_is_for_one_thing_in_one_pool() -> None:
     assert is_stamped(TOKEN, "node record", "acme", b"body", made)
     for other in (
         (TOKEN + b"x", "node record", "acme", b"body"),
-        (TOKEN, "conductor bulletin", "acme", b"body"),
+        (TOKEN, "conductor state", "acme", b"body"),
         (TOKEN, "node record", "acme2", b"body"),
         (TOKEN, "node record", "acme", b"body2"),
     ):

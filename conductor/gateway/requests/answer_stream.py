@@ -83,6 +83,7 @@ class Serving(Response):
         self._told = {"x-request-id": ask.wishes.request_id}
         self._report: ConductorReport | None = None
         self._placed = False  # the conductor may have placed it; its end is not reported yet
+        self._conductor = ""  # the URL of the conductor that has placed it, if it is one of several
         self._decided = False  # a route is chosen, so the request was not rejected at placement
         self._prefill_told = False
         self._sent_head = False
@@ -217,8 +218,11 @@ class Serving(Response):
         self._decided, self._prefill_told = True, False
         unseen = not ask.stream and not handed_over(ask, placed.routes[0])
         if not placed.fallback:
+            if self._conductor != placed.conductor:
+                self._release_elsewhere()
+            self._conductor = placed.conductor
             self._report = gateway.reporter.begin(
-                ask.wishes.request_id, placed.alive_s, ask.wishes.tenant
+                ask.wishes.request_id, placed.alive_s, ask.wishes.tenant, placed.conductor
             )
             # The gateway can't see when the prefill of an answer in one piece is over, so it takes
             # the predicted TTFT.
@@ -273,7 +277,7 @@ class Serving(Response):
             names = route.names if placed.raced else None
             wishes = self._ask.wishes
             event = RequestEvent(
-                wishes.request_id, "prefill_done", route=names, tenant=wishes.tenant
+                wishes.request_id, "prefill_done", 0, names, wishes.tenant, placed.conductor
             )
             rejection = await self._gateway.reporter.say(event)
         if rejection is not None:
@@ -367,10 +371,18 @@ class Serving(Response):
             self._report.end(how)
         elif self._placed:
             wishes = self._ask.wishes
-            self._gateway.reporter.cancelled(wishes.request_id, wishes.tenant)
+            self._gateway.reporter.cancelled(wishes.request_id, wishes.tenant, self._conductor)
+
+    def _release_elsewhere(self) -> None:
+        """Tell the conductor that has placed the request before that it is no more in flight there:
+        another one of several was asked since."""
+        if self._conductor:
+            wishes = self._ask.wishes
+            self._gateway.reporter.cancelled(wishes.request_id, wishes.tenant, self._conductor)
 
     def _forget(self) -> None:
         """Report no end: the conductor has no such in-flight request."""
+        self._release_elsewhere()
         self._placed = False
         self._drop_report()
 

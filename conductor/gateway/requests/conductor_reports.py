@@ -91,15 +91,19 @@ class Reporter:
         """The number of report tasks that still run."""
         return len(self._tasks)
 
-    def begin(self, request_id: str, alive_s: float, tenant: str = "") -> ConductorReport:
-        """A report for a request that the conductor has placed. The report sends an event at least
-        every `alive_s`, so that the conductor does not let its reservation expire."""
-        return ConductorReport(self, request_id, alive_s, tenant)
+    def begin(
+        self, request_id: str, alive_s: float, tenant: str = "", conductor: str = ""
+    ) -> ConductorReport:
+        """A report for a request that the conductor at this URL ("": ours) has placed. The report
+        sends an event at least every `alive_s`, so that the conductor does not let its reservation
+        expire."""
+        return ConductorReport(self, request_id, alive_s, tenant, conductor)
 
-    def cancelled(self, request_id: str, tenant: str = "") -> None:
+    def cancelled(self, request_id: str, tenant: str = "", conductor: str = "") -> None:
         """Report in the background that a request without a `ConductorReport` has ended; the
         conductor may never have placed it."""
-        self.spawn(self._cancelled(RequestEvent(request_id, "cancelled", tenant=tenant)))
+        event = RequestEvent(request_id, "cancelled", tenant=tenant, conductor=conductor)
+        self.spawn(self._cancelled(event))
 
     async def say(self, event: RequestEvent) -> Rejection | None:
         """Send one event now. Returns a rejection if the conductor rejects the request after all.
@@ -137,10 +141,10 @@ class ConductorReport:
     """Sends the events of one request, in order. The owner calls `end` or `drop`."""
 
     def __init__(
-        self, reporter: Reporter, request_id: str, alive_s: float, tenant: str = ""
+        self, reporter: Reporter, request_id: str, alive_s: float, tenant: str, conductor: str
     ) -> None:
         self._reporter, self._alive_s = reporter, alive_s
-        self._event = partial(RequestEvent, request_id, tenant=tenant)
+        self._event = partial(RequestEvent, request_id, tenant=tenant, conductor=conductor)
         self._some, self._enough = asyncio.Event(), asyncio.Event()
         self._first: RequestEvent | None = None
         self._answers_at = float("inf")

@@ -41,7 +41,8 @@ class Placement:
     The conductor expects an event within `alive_s`. `raced`: the conductor expects events to name
     the route. `wait_for` is the in-flight request whose blocks this request waits for; that wait
     is included in `predicted_ttft_s` (None: not predicted). `shards` says how the context is
-    spread over several instances.
+    spread over several instances. `conductor` is the URL for the request's events, "" for that of
+    the gateway's conductor.
     """
 
     routes: tuple[InstanceRoute, ...]
@@ -54,6 +55,7 @@ class Placement:
     shards: tuple[Shard, ...] = ()
     fallback: str = ""
     in_doubt: bool = False
+    conductor: str = ""
 
 
 class NoInstance(Exception):
@@ -152,6 +154,7 @@ class Placer:
             wait_for=decided.wait_for,
             predicted_ttft_s=decided.predicted_ttft_s,
             shards=self._shards(decided),
+            conductor=decided.conductor,
         )
 
     def _shards(self, decided: DecisionReply) -> tuple[Shard, ...]:

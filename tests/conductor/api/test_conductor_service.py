@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,17 +16,14 @@ from tiffin.conductor.api.conductor_service import Service
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.core.settings import Settings, patched
 from tiffin.conductor.records import Decision, InstanceSpec, Rejection, Request, RequestEvent, Role
-from tiffin.conductor.replicas.bulletins import Instance, SentSchema, pack
-from tiffin.conductor.replicas.learnt_instances import News
-from tiffin.conductor.replicas.redis_stream import share
-from tiffin.conductor.replicas.replica import SharedConductor
+from tiffin.conductor.replicas.redis_link import Met, share
+from tiffin.conductor.replicas.replica import News, SharedConductor
+from tiffin.conductor.replicas.states import InstanceRecord, State, pack
 from tiffin.conductor.service.feeds import EVENTS_LABEL, Feeding
 from tiffin.kvstore import KVSchema
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from tiffin.conductor.replicas.bulletins import Word
+    from collections.abc import Awaitable, Callable
 
 
 def schema(block_tokens: int = 16) -> KVSchema:
@@ -45,48 +43,48 @@ def spec(name: str = "i1", block_tokens: int = 16, **labels: str) -> InstanceSpe
 PUBLISHES = {EVENTS_LABEL: "tcp://127.0.0.1:9"}
 
 
-class Stream:
-    """A stream in which others have said something."""
+def record(
+    name: str, block_tokens: int = 16, schema_of: int | None = 16, **labels: str
+) -> InstanceRecord:
+    """An instance, with the schema of a model with so many tokens in a block."""
+    said = "" if schema_of is None else text(schema_of)
+    return InstanceRecord(name, spec(name, block_tokens, **labels), "mixed", schema=said)
+
+
+class Hash:
+    """The records, as others have written them."""
 
     def __init__(self) -> None:
-        self._raws: list[bytes] = []
-        self._said = 0
+        self.records: dict[str, bytes] = {}
         self.exchanges = 0
 
-    def say(self, *words: Word) -> None:
-        raws, left_out = pack("other", self._said, list(words), whole=True)
-        assert not left_out
-        self._said += len(raws)
-        self._raws += raws
-
-    def exchange(self, bulletins: Sequence[bytes]) -> list[bytes]:
+    def exchange(self, state: State, changes: object, **times: float) -> Met:
         self.exchanges += 1
-        raws, self._raws = self._raws, []
-        return raws
+        return Met({state.name: state}, "other", dict(self.records))
 
-    def lead(self, name: str, lead_s: float) -> str:
-        return "other"
+    def leave(self, name: str) -> None:
+        pass
 
 
 class Home:
-    """A conductor, its service and feeding, that shares a stream."""
+    """A conductor, its service and feeding, that shares a hash."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.core = SharedConductor("us", dice=random.Random(1), profile=profile)
         self.feeding = Feeding(lambda update: None, loop)
         self.service = Service(self.core, feeding=self.feeding, clock=loop.time)
-        self.stream = Stream()
+        self.hash = Hash()
         self.now = loop.time
 
-    async def hears(self, *words: Word) -> None:
-        """Takes in these words, in the task that the process would end with."""
-        self.stream.say(*words)
-        before = self.stream.exchanges
+    async def hears(self, *records: InstanceRecord) -> None:
+        """Takes in these records, in the task that the process would end with."""
+        self.hash.records |= {one.instance: pack(one) for one in records}
+        before = self.hash.exchanges
         task = asyncio.create_task(
-            share(self.core, self.stream, self.now, self.service.learn)  # type: ignore[arg-type]
+            share(self.core, self.hash, self.now, self.service.learn)  # type: ignore[arg-type]
         )
         async with asyncio.timeout(20):
-            while self.stream.exchanges < before + 2 and not task.done():  # noqa: ASYNC110
+            while self.hash.exchanges < before + 2 and not task.done():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         assert not task.done(), task.exception()
         task.cancel()
@@ -119,12 +117,14 @@ class TestWhatOthersSay:
             service = home.service
             service.models.learn(MODEL, schema(16), set)
             service.announce(spec("ours"), "ours", None)
-            await home.hears(SentSchema(MODEL, text(32)))
-            await home.hears(SentSchema(MODEL, text(16)), SentSchema(MODEL, text(32)))
+            await home.hears(record("theirs", 16, 32))
+            await home.hears(record("theirs", 16, 16))
+            await home.hears(record("theirs", 16, 32))
             service.tick()
             assert service.models.schema(MODEL) == schema(16)
             assert home.left_out("schema") == 2
             service.remove("ours")
+            service.remove("theirs")
             service.tick()
             assert service.models.schema(MODEL) == schema(32)
 
@@ -137,8 +137,7 @@ class TestWhatOthersSay:
 
         async def scenario(home: Home) -> None:
             home.service.models.learn(MODEL, schema(16), set)
-            joins = Instance("i1", 1e9, spec("i1", 32, **PUBLISHES), "mixed")
-            await home.hears(joins, SentSchema(MODEL, text(32)))
+            await home.hears(record("i1", 32, 32, **PUBLISHES))
             assert home.service.models.schema(MODEL) == schema(32)
             assert home.feeding.followed == ["i1"]
             assert home.left_out("schema") == 0
@@ -148,7 +147,7 @@ class TestWhatOthersSay:
     @pytest.mark.parametrize("ours", [False, True], ids=["by others", "by an instance here"])
     def test_an_instance_is_followed_when_its_schema_comes(self, ours: bool) -> None:
         async def scenario(home: Home) -> None:
-            await home.hears(Instance("i1", 1e9, spec("i1", **PUBLISHES), "mixed"))
+            await home.hears(record("i1", schema_of=None, **PUBLISHES))
             assert "i1" in home.core.cluster
             assert home.feeding.followed == []
             assert home.left_out("instance") == 0, "it waits"
@@ -156,39 +155,37 @@ class TestWhatOthersSay:
                 home.service.models.learn(MODEL, schema(), set)
                 home.service.tick()
             else:
-                await home.hears(SentSchema(MODEL, text()))
+                await home.hears(record("i2"))
             assert home.feeding.followed == ["i1"]
 
         at_home(scenario)
 
     def test_one_that_leaves_meanwhile_is_not(self) -> None:
         async def scenario(home: Home) -> None:
-            await home.hears(Instance("i1", 1e9, spec("i1", **PUBLISHES), "mixed"))
-            await home.hears(Instance("i1", 2e9, None), SentSchema(MODEL, text()))
+            await home.hears(record("i1", schema_of=None, **PUBLISHES))
+            await home.hears(InstanceRecord("i1", None), record("i2"))
             home.service.tick()
             assert home.feeding.followed == []
 
         at_home(scenario)
 
-    def test_who_left_and_came_back_at_once_is_followed(self) -> None:
+    def test_who_left_and_came_back_is_followed(self) -> None:
         async def scenario(home: Home) -> None:
-            there = Instance("i1", 1e9, spec("i1", **PUBLISHES), "mixed")
-            await home.hears(there, SentSchema(MODEL, text()))
-            again = Instance("i1", 1.2e9, spec("i1", **PUBLISHES), "mixed")
-            await home.hears(Instance("i1", 1.1e9, None), again)
+            await home.hears(record("i1", **PUBLISHES))
+            await home.hears(InstanceRecord("i1", None))
+            assert home.feeding.followed == []
+            await home.hears(record("i1", **PUBLISHES))
             assert home.feeding.followed == ["i1"]
 
         at_home(scenario)
 
     def test_a_newer_format_and_a_bad_endpoint_harm_nothing_else(self) -> None:
         async def scenario(home: Home) -> None:
-            bad = spec("bad", **{EVENTS_LABEL: "tcp://no-port"})
-            await home.hears(
-                SentSchema("new", '["tiffin-schema-9","new"]'),
-                SentSchema(MODEL, text()),
-                Instance("bad", 1e9, bad, "mixed"),
-                Instance("good", 1e9, spec("good", **PUBLISHES), "mixed"),
+            newer = InstanceRecord(
+                "new", replace(spec("new"), model="new"), schema='["tiffin-schema-9","new"]'
             )
+            bad = record("bad", **{EVENTS_LABEL: "tcp://no-port"})
+            await home.hears(newer, bad, record("good", **PUBLISHES))
             assert home.service.models.schema(MODEL) == schema()
             assert home.feeding.followed == ["good"]
             assert (home.left_out("schema"), home.left_out("instance")) == (1, 1)

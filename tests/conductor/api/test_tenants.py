@@ -9,7 +9,6 @@ from apisupport import MODEL, Recorder, spec_body
 from clisupport import run as tiffin_conductor
 from gatewaysupport import Engine, cluster, run, until
 from serversupport import served
-from sharingsupport import Town, spec
 from starlette.testclient import TestClient
 
 from tiffin.conductor.api.app import create_app
@@ -110,46 +109,6 @@ def test_clients_and_the_command_say_whose() -> None:
         assert client.why(ID, tenant="acme").tenant == "acme"
         shown = tiffin_conductor("why", ID, "--tenant", "acme", "--url", url)
         assert "tenant acme" in shown.output
-
-
-class TestSeveralConductors:
-    def test_they_keep_tenants_apart(self) -> None:
-        """What one has decided for a tenant, another one neither gives nor refuses to another."""
-        town = Town.of("a", "b")
-        town.register(spec("i1"), spec("i2"))
-        a, b = (
-            TestClient(create_app(core, clock=lambda: town.now), base_url="http://localhost")
-            for core in town.conductors
-        )
-        assert ask(a, "acme", model="m").status_code == 200
-        town.pass_s(0.1)
-        assert ask(b, "evil", model="m", tokens=700).status_code == 200
-        assert ask(b, "acme", model="m", tokens=700).status_code == 409, "in flight at a"
-        again = ask(b, "acme", model="m")
-        assert (again.status_code, again.json()["request_id"]) == (200, ID)
-        assert (
-            b.get(f"/v1/decisions/{ID}/why", params={"tenant": "acme"}).json()["tenant"] == "acme"
-        )
-        assert tell(b, "cancelled", "evil").status_code == 204
-        town.pass_s(0.1)
-        assert tell(a, "first_token", "acme").status_code == 204, "the event was evil's"
-        assert tell(b, "finished", "acme").status_code == 204, "passed on to a"
-        town.pass_s(0.1)
-        assert ask(a, "acme", model="m", tokens=900).status_code == 200, "free again"
-
-    def test_a_tenants_name_spoils_no_bulletin(self) -> None:
-        """The longest tenant and the longest id: the others hear of it all the same."""
-        town = Town.of("a", "b")
-        town.register(spec("i1"))
-        a, b = (
-            TestClient(create_app(core, clock=lambda: town.now), base_url="http://localhost")
-            for core in town.conductors
-        )
-        tenant, name = "t" * 1024, "r" * 256
-        assert ask(a, tenant, model="m", request_id=name).status_code == 200
-        town.pass_s(0.1)
-        assert ask(b, tenant, model="m", request_id=name, tokens=700).status_code == 409
-        assert b.get(f"/v1/decisions/{name}/why").json()["tenant"] == tenant
 
 
 class TestTheGateway:

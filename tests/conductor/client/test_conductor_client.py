@@ -6,15 +6,18 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
-from apisupport import KEY, MODEL, Recorder
+from apisupport import KEY, MODEL, Recorder, profile
 from directory.ports import free_port
 from serversupport import served, wait_for_follower
 
 from tiffin.conductor.client import AsyncConductorClient, ConductorClient, calls
+from tiffin.conductor.client.client import _url
 from tiffin.conductor.errors import (
     ConductorUnavailable,
     Conflict,
@@ -35,6 +38,7 @@ from tiffin.conductor.records import (
     RequestEvent,
     Role,
 )
+from tiffin.conductor.replicas.replica import SharedConductor
 from tiffin.conductor.web.auth import load_tokens
 from tiffin.conductor.wire.models import DecisionReply
 from tiffin.kvstore import KVSchema
@@ -189,6 +193,53 @@ def test_a_node_is_drained_and_opened_again(
     assert client.undrain_node(f"n-{kind} 1?").phase == "cancelled"
     with pytest.raises(Conflict):
         client.drain_node(f"n-{kind} 1?")
+
+
+class TestSeveralConductors:
+    """The client's own is `service`; another one decides."""
+
+    @pytest.fixture
+    def other(self) -> Iterator[SharedConductor]:
+        core = SharedConductor("other", profile=profile)
+        core.register(SPEC, time.monotonic())
+        with served(core) as core.address:
+            yield core
+
+    def test_events_go_to_the_one_that_decided(self, client: Both, other: SharedConductor) -> None:
+        placed = Both(client.kind, other.address).schedule(REQUEST)
+        assert placed.conductor == other.address
+        for kind in ("first_token", "tokens", "finished"):
+            assert len(other.ledger) == 1
+            event = RequestEvent(REQUEST.id, kind, 3 * (kind == "tokens"))
+            with pytest.raises(UnknownRequest):
+                client.observe(event)
+            client.observe(replace(event, conductor=placed.conductor))
+        assert len(other.ledger) == 0
+        client.observe(RequestEvent(REQUEST.id, "finished", conductor=placed.conductor))
+
+    def test_one_that_is_gone_is_no_error(
+        self, client: Both, service: tuple[Recorder, str]
+    ) -> None:
+        gone = f"http://127.0.0.1:{free_port()}"
+        for kind in ("alive", "tokens", "finished"):
+            client.observe(RequestEvent("nobodys", kind, conductor=gone))
+            Both(client.kind, client.url, retries=0).observe(
+                RequestEvent("nobodys", kind, conductor=gone)
+            )
+        client.register(SPEC)
+        assert client.schedule(replace(REQUEST, id="anew")).conductor == ""
+        client.observe(RequestEvent("anew", "cancelled", conductor=gone))
+        assert service[0].ledger.get("anew") is not None, "it is not this decision that is void"
+        client.observe(RequestEvent("anew", "finished", conductor=gone))
+        assert service[0].ledger.get("anew") is None, "decided anew by the client's own"
+
+    def test_a_token_is_sent_to_no_one_without_tls_by_one_that_has_it(self) -> None:
+        event = calls.observe(RequestEvent("r", "finished", conductor="http://10.0.0.9:7800/"))
+        own = httpx.URL("https://10.0.0.8:7800")
+        assert _url(own, event, 0) == _url(own, event, 1) == event.path
+        assert _url(httpx.URL("http://a"), event, 0) == f"http://10.0.0.9:7800{event.path}"
+        secure = replace(event, at="https://b:1")
+        assert _url(own, secure, 0) == f"https://b:1{event.path}"
 
 
 def test_settings(client: Both) -> None:

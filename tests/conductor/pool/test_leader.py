@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 from plannersupport import INTERVAL_S as PLAN_S
 from plannersupport import fleet, interval, planner
-from sharingsupport import DEAD_S, INTERVAL_S, Town, keys, request, spec
+from sharingsupport import DEAD_S, Town, conductor, keys, request, spec
 
 from tiffin.conductor.errors import Conflict
 from tiffin.conductor.events.index_updates import Added
 from tiffin.conductor.pool.leader import FlipsElsewhere, LeaderLease
 from tiffin.conductor.pool.orders import Copy, Ended, NodeSpace
 from tiffin.conductor.pool.role_flip import SetRole, Verify
-from tiffin.conductor.records import Decision, Load, RequestEvent, Role, Status
+from tiffin.conductor.records import Decision, Load, Role, Status
 
 if TYPE_CHECKING:
     from tiffin.conductor.pool.role_flip import Action
@@ -27,31 +27,6 @@ TOLD = {"role_url": "http://localhost/role"}
 P, D = Role.PREFILL, Role.DECODE
 
 
-class Grantor:
-    """What Redis does, for a `Town`: one name, until it expires."""
-
-    def __init__(self, town: Town) -> None:
-        self.town = town
-        self.leader, self.until = "", 0.0
-
-    def pass_s(self, seconds: float) -> None:
-        for _ in range(round(seconds / INTERVAL_S)):
-            self.town.pass_s(INTERVAL_S)
-            for core in self.town.conductors:
-                if core.name not in self.town.deaf and core.lease.due(self.town.now):
-                    core.lease.answered(self.ask(core.name, core.lease.lead_s), self.town.now)
-
-    def ask(self, name: str, lead_s: float) -> str:
-        if self.town.now >= self.until or self.leader == name:
-            self.leader, self.until = name, self.town.now + lead_s
-        return self.leader
-
-    @property
-    def leaders(self) -> list[str]:
-        now = self.town.now
-        return [core.name for core in self.town.conductors if core.steering.leads(now)]
-
-
 def flipped(core: SharedConductor, instance: str) -> tuple[Status, Role]:
     row = core.cluster.row(instance)
     return core.cluster.status[row], core.cluster.role(row)
@@ -61,10 +36,6 @@ def flipped(core: SharedConductor, instance: str) -> tuple[Status, Role]:
 
 
 class TestLease:
-    def test_it_is_asked_for_four_times_as_often_as_it_ends(self) -> None:
-        lease = LeaderLease("a", 4.0)
-        assert [now for now in range(8) if lease.due(now / 2)] == [0, 2, 4, 6]
-
     def test_it_ends_by_the_time_of_the_question(self) -> None:
         lease = LeaderLease("a", 4.0)
         assert not lease.holds(0.0)
@@ -96,27 +67,25 @@ class TestLease:
 
 
 def test_one_leads_and_another_when_it_dies() -> None:
-    town = Town.of("a", "b", "c")
-    granted = Grantor(town)
-    assert granted.leaders == []
-    granted.pass_s(1.0)
-    [leader] = granted.leaders
+    town = Town([conductor(name) for name in "abc"])
+    assert town.leaders == []
+    town.pass_s(1.0)
+    [leader] = town.leaders
     town.kill(leader)
-    granted.pass_s(3.8)  # a lease, and a quarter
-    [heir] = granted.leaders
+    town.pass_s(3.1)  # a lease
+    [heir] = town.leaders
     assert heir != leader
 
 
 def test_who_can_not_renew_leads_no_more_and_nobody_does() -> None:
     town = Town.of("a", "b")
-    granted = Grantor(town)
-    granted.pass_s(1.0)
+    town.pass_s(1.0)
     town.deaf = {"a", "b"}
-    granted.pass_s(3.1)
-    assert granted.leaders == []
+    town.pass_s(3.1)
+    assert town.leaders == []
     town.deaf = set()
-    granted.pass_s(1.0)
-    assert len(granted.leaders) == 1
+    town.pass_s(1.0)
+    assert len(town.leaders) == 1
 
 
 # -- what is ordered -------------------------------------------------------------------------------
@@ -124,9 +93,8 @@ def test_who_can_not_renew_leads_no_more_and_nobody_does() -> None:
 
 def test_only_the_leader_copies_and_its_heir_does_at_once() -> None:
     town = Town.of("a", "b")
-    granted = Grantor(town)
     town.register(*(spec(name, node=f"node-{name}", block_bytes=1 << 20) for name in "abc"))
-    granted.pass_s(1.0)
+    town.pass_s(1.0)
     shared = keys("system prompt", 7)
     for core in town.conductors:
         core.apply(Added("node-a", "dram", shared), town.now)
@@ -142,11 +110,11 @@ def test_only_the_leader_copies_and_its_heir_does_at_once() -> None:
             for core in town.conductors
         }
 
-    [leader] = granted.leaders
+    [leader] = town.leaders
     [other] = {"a", "b"} - {leader}
     assert ordered() == {leader: 2, other: 0}
     town.kill(leader)
-    granted.pass_s(3.8)
+    town.pass_s(3.1)
     assert ordered() == {other: 2}
 
 
@@ -195,16 +163,14 @@ def test_what_others_are_asked_counts_in_the_plan() -> None:
 # -- flips of several ------------------------------------------------------------------------------
 
 
-class Flipping(Grantor):
+class Flipping:
     """A leads, B does not; p1 is to be told its role."""
 
     def __init__(self) -> None:
-        super().__init__(Town.of("a", "b"))
-        town = self.town
+        self.town = town = Town.of("a", "b")
         self.a, self.b = town["a"], town["b"]
         town.register(spec("p1", P, labels=TOLD), spec("p2", P), spec("d", D))
-        self.pass_s(0.5)
-        assert self.leaders == ["a"]
+        assert town.leaders == ["a"]
 
     def tick(self, core: SharedConductor) -> list[Action]:
         actions = core.steering.tick({}, self.town.now).actions
@@ -221,8 +187,8 @@ def test_the_heir_ends_the_flip_of_a_dead_leader() -> None:
     assert flipped(it.b, "p1") == (Status.DRAINING, P)
     assert it.tick(it.b) == []
     it.town.kill("a")
-    it.pass_s(3.8)
-    assert it.leaders == ["b"]
+    it.town.pass_s(3.1)
+    assert it.town.leaders == ["b"]
     assert it.tick(it.b) == [SetRole("p1", D)]
     [flip] = it.b.steering.flips()
     assert (flip.instance, flip.old, flip.new, flip.step) == ("p1", P, D, "committing")
@@ -237,7 +203,7 @@ def test_one_that_may_have_been_told_is_told_again() -> None:
     assert it.tick(it.a) == [SetRole("p1", D)]
     assert flipped(it.b, "p1") == (Status.DRAINING, D)
     it.town.kill("a")
-    it.pass_s(3.8)
+    it.town.pass_s(3.1)
     assert it.tick(it.b) == [SetRole("p1", D)]
     assert it.b.steering.committed("p1", it.town.now) == [Verify("p1", D)]
     it.b.steering.verified("p1", it.town.now)
@@ -250,10 +216,10 @@ def test_who_does_not_lead_leaves_it() -> None:
     it.town.exchange()
     assert it.tick(it.a) == []  # b lives
     it.town.kill("b")
-    it.a.lease.resign()
+    it.town.board.leader, it.town.board.leads_until = "c", it.town.now + 3.0
     it.town.pass_s(DEAD_S + 0.1)
     assert it.tick(it.a) == []
-    it.pass_s(3.8)
+    it.town.pass_s(3.1)
     assert it.tick(it.a) == [SetRole("p1", D)]
 
 
@@ -270,16 +236,14 @@ def test_two_do_not_flip_the_same_and_not_more_than_one_at_once() -> None:
 def test_of_two_that_begin_together_one_goes_on() -> None:
     it = Flipping()
     it.a.flip("p1", D, it.town.now)
-    it.town.log += it.a.bulletins(it.town.now)
-    it.town.now += 1e-3
     it.b.flip("p1", D, it.town.now)  # has not heard yet
     it.town.pass_s(0.2)
-    [lost] = it.a.steering.flips()
-    assert (lost.step, lost.why) == ("lost", "b flips it")
-    actions = it.tick(it.a) + it.tick(it.b)
+    [lost] = it.b.steering.flips()
+    assert (lost.step, lost.why) == ("lost", "a flips it")
+    actions = it.tick(it.b) + it.tick(it.a)
     assert actions == [SetRole("p1", D)]
-    it.b.steering.committed("p1", it.town.now)
-    it.b.steering.verified("p1", it.town.now)
+    it.a.steering.committed("p1", it.town.now)
+    it.a.steering.verified("p1", it.town.now)
     it.town.exchange()
     assert flipped(it.a, "p1") == flipped(it.b, "p1") == (Status.READY, D)
 
@@ -317,7 +281,7 @@ def test_a_failed_flip_stays_for_people_also_when_its_conductor_dies() -> None:
     it.a.steering.committed("p1", it.town.now, "it refuses")
     it.town.pass_s(0.2)
     it.town.kill("a")
-    it.pass_s(3.8)
+    it.town.pass_s(3.1)
     assert it.tick(it.b) == []
     assert flipped(it.b, "p1") == (Status.DRAINING, D)
 
@@ -338,7 +302,7 @@ def test_what_is_registered_anew_meanwhile_is_still_flipped() -> None:
     assert flipped(it.a, "p1") == flipped(it.b, "p1") == (Status.READY, D)
 
 
-def test_a_flip_has_ended_although_another_one_spoke_of_it_later() -> None:
+def test_a_flip_has_ended_although_another_one_spoke_of_its_instance_meanwhile() -> None:
     """What it says of itself comes to b, which has not heard yet that a is done."""
     it = Flipping()
     it.a.flip("p1", D, it.town.now)
@@ -346,14 +310,13 @@ def test_a_flip_has_ended_although_another_one_spoke_of_it_later() -> None:
     it.a.steering.tick({}, it.town.now)
     it.a.steering.committed("p1", it.town.now)
     it.a.steering.verified("p1", it.town.now)
-    it.town.log += it.a.bulletins(it.town.now)
-    it.town.now += 1e-3
     it.b.register(replace(it.b.cluster.spec("p1"), url="http://localhost:9"), it.town.now)
     it.town.pass_s(0.3)
     assert it.a.steering.flipping() == it.b.steering.flipping() == {}
-    assert flipped(it.a, "p1") == flipped(it.b, "p1") == (Status.READY, P)  # as it says itself
+    assert flipped(it.a, "p1") == flipped(it.b, "p1") == (Status.READY, D)
+    assert it.a.cluster.spec("p1").url == "http://localhost:9"
     it.town.kill("a")
-    it.pass_s(3.8)
+    it.town.pass_s(3.1)
     assert it.tick(it.b) == []
     assert it.b.steering.flips() == []
 
@@ -371,29 +334,11 @@ def test_an_instance_that_leaves_is_flipped_by_nobody() -> None:
 # -- what was found beside -------------------------------------------------------------------------
 
 
-def test_who_leaves_its_queue_for_a_request_that_is_taken_over_is_told() -> None:
-    town = Town.of("a", "b", queue={"waiting_max": 1})
-    town.register(spec("m0"))
-    a, b = town["a"], town["b"]
-    a.schedule(request("high", priority="high"), town.now)
-    for name in ("runs", "low"):
-        b.schedule(request(name, priority="low"), town.now)
-    town.pass_s(0.2)
-    town.kill("a")
-    town.pass_s(DEAD_S + 0.2)
-    b.observe(RequestEvent("high", "tokens", 1), town.now)
-    [put_out] = b.put_out()
-    assert (put_out.request_id, put_out.reason) == ("low", "preempted")
-    assert put_out is b.decision("low")
-    assert b.put_out() == []
-
-
 def test_orders_end_for_one_that_leads_no_more() -> None:
     town = Town.of("a")
-    granted = Grantor(town)
     [core] = town.conductors
     town.register(*(spec(name, node=f"node-{name}", block_bytes=1 << 20) for name in "ab"))
-    granted.pass_s(1.0)
+    town.pass_s(1.0)
     shared = keys("hot", 7)
     core.apply(Added("node-a", "dram", shared), town.now)
     for number in range(30):
@@ -417,24 +362,3 @@ def test_what_a_silent_instance_may_be_given_is_told_as_well() -> None:
     town.pass_s(0.2)
     b.heartbeat("m0", Load(), town.now)
     assert b.cluster.status[0] is Status.DRAINING
-
-
-@pytest.mark.parametrize("why", ["it is silent", "it is not wanted"])
-def test_what_another_has_decided_is_decided_anew_if_it_can_not_be(why: str) -> None:
-    town = Town.of("a", "b")
-    town.register(spec("m0"), spec("m1"))
-    a, b = town["a"], town["b"]
-    first = a.schedule(request("r"), town.now)
-    assert isinstance(first, Decision)
-    town.pass_s(0.2)
-    asked = request("r")
-    if why == "it is silent":
-        b.cluster.set_status(first.prefill, Status.LOST)
-    else:
-        asked = replace(asked, exclude=(first.prefill,))
-        b.cluster.set_status(first.prefill, Status.DRAINING)
-    again = b.schedule(asked, town.now)
-    assert isinstance(again, Decision)
-    assert again.prefill != first.prefill
-    town.pass_s(0.2)
-    assert [core.ledger.get("r") is None for core in (a, b)] == [True, False]

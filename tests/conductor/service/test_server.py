@@ -21,7 +21,12 @@ from serversupport import Process, served, wait_for_follower
 
 from tiffin.conductor.api.request_bodies import Limits
 from tiffin.conductor.client import ConductorClient
-from tiffin.conductor.errors import ConductorUnavailable, UnknownModel, UnknownRequest
+from tiffin.conductor.errors import (
+    ConductorUnavailable,
+    InvalidRequest,
+    UnknownModel,
+    UnknownRequest,
+)
 from tiffin.conductor.records import InstanceSpec, Load, Request, RequestEvent, Role
 from tiffin.conductor.service.server import ConductorOptions, read_settings
 from tiffin.conductor.service.web_server import listening, web_server
@@ -40,6 +45,15 @@ class TestOptions:
         with pytest.raises(InvalidInput, match="--token-file"):
             ConductorOptions(listen=("0.0.0.0", 0))
         ConductorOptions(listen=("0.0.0.0", 0), tokens=Tokens({b"digest": Grant()}))
+
+    def test_one_of_several_has_a_url(self) -> None:
+        everywhere = {"listen": ("0.0.0.0", 0), "tokens": Tokens({b"digest": Grant()})}
+        with pytest.raises(InvalidInput, match="--advertise"):
+            ConductorOptions(share="redis://a", **everywhere)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="--advertise"):
+            ConductorOptions(share="redis://a", advertise="10.0.0.9:7800")
+        url = "http://10.0.0.9:7800"
+        ConductorOptions(share="redis://a", advertise=url, **everywhere)  # type: ignore[arg-type]
 
     def test_a_certificate_has_a_key(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match="go together"):

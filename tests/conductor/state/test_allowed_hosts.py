@@ -23,8 +23,7 @@ from tiffin.conductor.client import ConductorClient
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.core.settings import Settings, patched
 from tiffin.conductor.errors import InvalidRequest
-from tiffin.conductor.records import InstanceSpec, Load, Role
-from tiffin.conductor.replicas.bulletins import unpack
+from tiffin.conductor.records import InstanceSpec, Role
 from tiffin.conductor.state.allowed_hosts import AllowedHosts
 
 if TYPE_CHECKING:
@@ -197,19 +196,6 @@ class TestWhatOthersSay:
             metrics = http.get("/metrics").text
         assert names == ["near"]
         assert 'tiffin_conductor_news_left_out_total{kind="instance"} 1.0' in metrics
-
-    def test_what_is_refused_here_is_not_asked_for_again(self) -> None:
-        """Each heartbeat of an instance that is not known makes all conductors tell everything."""
-        town = Town.of("a", "b")
-        town["a"].patch({"instances": {"allowed_hosts": ["*"]}}, town.now)
-        town.register(spec("far", url="http://gpu-1:1"))
-        town.pass_s(3.0)
-        told = len(town.log)
-        for _ in range(10):
-            town["a"].heartbeat("far", Load(), town.now)
-            town.pass_s(0.5)
-        wholes = [raw for raw in town.log[told:] if unpack(raw).whole]  # type: ignore[union-attr]
-        assert wholes == []
 
 
 @pytest.fixture

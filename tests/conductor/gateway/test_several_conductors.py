@@ -1,0 +1,94 @@
+"""A gateway before several conductors: events go to the one that has decided.
+
+One core decides here, and says that it is at the address of a double, which notes what it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from gatewaysupport import Engine, cluster, run, serving, until
+
+from tiffin.conductor.records import Role
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+PROMPT = {"prompt": "Who carries the lunch of Mumbai?"}
+
+
+@asynccontextmanager
+async def noting() -> AsyncIterator[tuple[str, list[str]]]:
+    """The address of a double of a conductor, and the events that it was told."""
+    told: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        told.append(scope["path"].rpartition("/")[2])
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with serving(app) as url:
+        yield url, told
+
+
+def test_events_go_to_the_one_that_decided() -> None:
+    async def scenario() -> None:
+        engines = Engine("p0", Role.PREFILL), Engine("d0", Role.DECODE)
+        async with noting() as (url, told), cluster(*engines) as it:
+            it.core.address = url
+            async with it.stream(PROMPT) as answer:
+                assert answer.status_code == 200
+                await answer.aread()
+            await it.idle()
+            assert {told[0], *told[1:]} == {"prefill_done", "first_token", "tokens", "finished"}
+            assert (told[0], told[-1]) == ("prefill_done", "finished")
+            assert it.core.events == []
+
+    run(scenario)
+
+
+def test_one_that_is_gone_harms_no_answer() -> None:
+    async def scenario() -> None:
+        async with cluster(Engine("m0")) as it:
+            async with noting() as (it.core.address, _):
+                pass
+            async with it.stream(PROMPT) as answer:
+                assert answer.status_code == 200
+                await answer.aread()
+            await it.idle()
+            # The gateway's own conductor is told; here it is the one that has decided.
+            assert it.core.kinds[-1] == "finished"
+            assert len(it.core.ledger) == 0
+
+    run(scenario)
+
+
+def test_one_that_has_decided_before_another_is_told_that_its_decision_is_void() -> None:
+    async def scenario() -> None:
+        engines = Engine("m0", die_at=-1), Engine("m1", die_at=-1)
+        async with (
+            noting() as (first, told_first),
+            noting() as (second, told_second),
+            cluster(*engines) as it,
+        ):
+            it.core.address = first
+            schedule, asked = it.core.schedule, asyncio.Event()
+
+            def from_now_on_at_the_second(request: Any, now: float) -> Any:
+                if asked.is_set():
+                    it.core.address = second
+                    for engine in engines:
+                        engine.die_at = None
+                asked.set()
+                return schedule(request, now)
+
+            it.core.schedule = from_now_on_at_the_second  # type: ignore[method-assign]
+            answer = await it.post(PROMPT)
+            assert answer.status_code == 200
+            await it.idle()
+            await until(lambda: told_first == ["cancelled"])
+            assert told_second[-1] == "finished"
+
+    run(scenario)
