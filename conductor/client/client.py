@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import os
 import time
 from pathlib import Path
@@ -22,14 +23,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, Self, TypeV
 
 import httpx
 from httpx_sse import aconnect_sse, connect_sse
-from tenacity import (
-    AsyncRetrying,
-    Retrying,
-    retry_if_exception,
-    stop_after_attempt,
-    stop_before_delay,
-    wait_exponential,
-)
 
 from tiffin.kvstore.credentials import read_token
 
@@ -39,8 +32,6 @@ from . import calls
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-
-    from tenacity import AttemptManager
 
     from ..wire.models import EntryReply
     from .calls import RestCall
@@ -119,14 +110,15 @@ class _Verbs(Generic[H]):
         self._http: H = self._open(**_options(url, token_file, tls_ca))
         self._stream_timeout = httpx.Timeout(timeout_s, read=_SILENCE_S)
 
-    def _retrying(self, call: RestCall[Any]) -> dict[str, Any]:
-        """When to send a call again, for tenacity."""
-        return {
-            "stop": stop_after_attempt(self._retries + 1) | stop_before_delay(self._timeout_s),
-            "wait": wait_exponential(_PAUSE_S),
-            "retry": retry_if_exception(functools.partial(_may_repeat, call)),
-            "reraise": True,
-        }
+    def _pause_s(
+        self, call: RestCall[Any], error: httpx.TransportError, attempt: int, left_s: float
+    ) -> float:
+        """How long to wait before a call is sent again. Raises ConductorUnavailable if it may not
+        be, or has been often enough."""
+        pause_s: float = _PAUSE_S * 2**attempt
+        if attempt == self._retries or pause_s >= left_s or not _may_repeat(call, error):
+            raise _unavailable(self._http.base_url, error) from error
+        return pause_s
 
 
 class ConductorClient(_Verbs[httpx.Client]):
@@ -166,15 +158,16 @@ class ConductorClient(_Verbs[httpx.Client]):
         return lambda *args, **named: self._do(make(*args, **named))
 
     def _do(self, call: RestCall[T]) -> T:
-        ends_at = time.monotonic() + self._timeout_s
-        try:
-            for attempt in Retrying(**self._retrying(call)):
-                with attempt:
-                    left_s = max(ends_at - time.monotonic(), 0.001)
-                    response = self._http.request(**_request_of(call), timeout=left_s)
-        except httpx.TransportError as error:
-            raise _unavailable(self._http.base_url, error) from error
-        return _answered(call, response, attempt)
+        attempt, ends_at = 0, time.monotonic() + self._timeout_s
+        while True:
+            left_s = max(ends_at - time.monotonic(), 0.001)
+            try:
+                response = self._http.request(**_request_of(call), timeout=left_s)
+            except httpx.TransportError as error:
+                time.sleep(self._pause_s(call, error, attempt, ends_at - time.monotonic()))
+                attempt += 1
+            else:
+                return call.answered(response.status_code, response.content, again=attempt > 0)
 
 
 class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
@@ -216,24 +209,25 @@ class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
     async def _do(self, call: RestCall[T]) -> T:
         try:
             async with asyncio.timeout(self._timeout_s):
-                async for attempt in AsyncRetrying(**self._retrying(call)):
-                    with attempt:
-                        response = await self._http.request(**_request_of(call), timeout=None)
-        except httpx.TransportError as error:
-            raise _unavailable(self._http.base_url, error) from error
+                return await self._attempts(call)
         except TimeoutError as error:
             said = f"no answer of {self._http.base_url} in {self._timeout_s:g} s"
             raise ConductorUnavailable(said) from error
-        return _answered(call, response, attempt)
+
+    async def _attempts(self, call: RestCall[T]) -> T:
+        attempt = 0
+        while True:
+            try:
+                response = await self._http.request(**_request_of(call), timeout=None)
+            except httpx.TransportError as error:
+                await asyncio.sleep(self._pause_s(call, error, attempt, math.inf))
+                attempt += 1
+            else:
+                return call.answered(response.status_code, response.content, again=attempt > 0)
 
 
 def _request_of(call: RestCall[Any]) -> dict[str, Any]:
     return {"method": call.method, "url": call.path, "content": call.body, "headers": _HEADERS}
-
-
-def _answered(call: RestCall[T], response: httpx.Response, attempt: AttemptManager) -> T:
-    again = attempt.retry_state.attempt_number > 1
-    return call.answered(response.status_code, response.content, again=again)
 
 
 _HEADERS = {"content-type": "application/json"}
@@ -273,11 +267,10 @@ def trusting(tls_ca: Path | None) -> ssl.SSLContext:
         raise InvalidRequest(f"can't load the CA {tls_ca}: {error}") from error
 
 
-def _may_repeat(call: RestCall[Any], error: BaseException) -> bool:
+def _may_repeat(call: RestCall[Any], error: httpx.TransportError) -> bool:
     """Whether to retry a call: if it may be sent twice, or was not sent at all because no
     connection was made."""
-    unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-    return unsent or (call.repeatable and isinstance(error, httpx.TransportError))
+    return call.repeatable or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
 
 
 def _unavailable(url: object, error: httpx.TransportError) -> ConductorUnavailable:
