@@ -22,7 +22,7 @@ from .docs_page import add_docs_page
 from .openapi import TITLE, document
 from .request_bodies import Intake
 from .rest_route import RestRoute
-from .routes import router
+from .routes import rest_routes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,10 +69,11 @@ def _rest_routes() -> list[BaseRoute]:
     """The REST routes. They answer HEAD as well as GET, as routes of Starlette do, and the document
     is made before: to FastAPI it would be an operation of its own."""
     document()
-    for route in router.routes:
+    found = rest_routes()
+    for route in found:
         if isinstance(route, RestRoute) and route.methods == {"GET"}:
             route.methods.add("HEAD")
-    return router.routes
+    return found
 
 
 async def _not_routed(request: Request, failure: Any) -> Response:

@@ -26,9 +26,11 @@ from ..wire.decision_text import Shown
 from .decision_stream import events
 from .parameters import Candidates, EventKind, InstanceId, NodeName, RequestId, Tenant  # noqa: TC001
 from .prompt_decoding import MatchText, ScheduleText, read_token_ids
-from .rest_route import RestRoute, body_of, door_of, rest, service_of
+from .rest_route import HotRoute, RestRoute, body_of, door_of, rest, service_of
 
 if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
+
     from ..records import Rejection
     from .conductor_service import Service
 
@@ -40,17 +42,27 @@ _ALL = 1 << 30
 _NO_INSTANCE = {404: "No such instance is registered."}
 _NO_NODE = {404: "No such node is in the pool, or the conductor follows none (`--directory`)."}
 
-router = APIRouter(
-    route_class=RestRoute,
-    default_response_class=Response,
-    generate_unique_id_function=lambda route: route.name,
-)
+
+def _router(kind: type[RestRoute]) -> APIRouter:
+    return APIRouter(
+        route_class=kind,
+        default_response_class=Response,
+        generate_unique_id_function=lambda route: route.name,
+    )
+
+
+_hot, _api = _router(HotRoute), _router(RestRoute)
+
+
+def rest_routes() -> list[BaseRoute]:
+    """All REST routes, which every application shares."""
+    return [*_hot.routes, *_api.routes]
 
 
 # -- requests --------------------------------------------------------------------------------------
 
 
-@router.post(
+@_hot.post(
     "/v1/schedule",
     **rest(
         "requests",
@@ -97,7 +109,7 @@ async def schedule(http: Request) -> Response:
     return rejected(outcome)
 
 
-@router.post(
+@_hot.post(
     "/v1/requests/{request_id}/{event}",
     **rest(
         "requests",
@@ -122,6 +134,7 @@ async def event(
     its decision said is taken for lost, and is not known any more: say `alive` of one of which
     there is nothing else to be said, such as one that waits for its first token.
     """
+    conversions.check_id(request_id, "request_id")
     if event not in EVENT_KINDS:
         raise InvalidRequest(f"no event {event[:64]!r}; there are {', '.join(EVENT_KINDS)}")
     body = await body_of(http, models.EventBody, optional=True)
@@ -139,7 +152,7 @@ async def event(
 # -- instances -------------------------------------------------------------------------------------
 
 
-@router.get("/v1/instances", **rest("instances", Right.READ, models.InstancesReply))
+@_api.get("/v1/instances", **rest("instances", Right.READ, models.InstancesReply))
 async def instances(http: Request) -> Response:
     """All instances: what they registered with, status, load."""
     service, turns = service_of(http), TimeSlices()
@@ -152,7 +165,7 @@ async def instances(http: Request) -> Response:
     return answer_all("instances", texts)
 
 
-@router.get(
+@_api.get(
     "/v1/instances/{instance}", **rest("instances", Right.READ, models.InstanceReply, _NO_INSTANCE)
 )
 async def instance(http: Request, instance: InstanceId) -> Response:
@@ -161,7 +174,7 @@ async def instance(http: Request, instance: InstanceId) -> Response:
     return answer(conversions.instance_reply(service.core.instance(instance, service.clock())))
 
 
-@router.put(
+@_api.put(
     "/v1/instances/{instance}",
     **rest(
         "instances",
@@ -190,7 +203,7 @@ async def announce(http: Request, instance: InstanceId) -> Response:
     return _done()
 
 
-@router.delete(
+@_api.delete(
     "/v1/instances/{instance}", **rest("instances", Right.OPERATE, errors=_NO_INSTANCE, own=True)
 )
 async def leave(
@@ -208,7 +221,7 @@ async def leave(
     return _done()
 
 
-@router.post(
+@_api.post(
     "/v1/instances/{instance}/role",
     **rest(
         "instances",
@@ -232,7 +245,7 @@ async def flip(http: Request, instance: InstanceId) -> Response:
 # -- blocks ----------------------------------------------------------------------------------------
 
 
-@router.post(
+@_api.post(
     "/v1/blocks/match", **rest("blocks", Right.READ, models.MatchReply, body=models.MatchBody)
 )
 async def match(
@@ -262,7 +275,7 @@ async def match(
     return answer(models.MatchReply(asked_blocks=len(keys), blocks=view.blocks, holders=found))
 
 
-@router.get("/v1/blocks/hot", **rest("blocks", Right.READ, models.HotReply))
+@_api.get("/v1/blocks/hot", **rest("blocks", Right.READ, models.HotReply))
 async def hot(
     http: Request,
     limit: Annotated[int, Query(ge=0, le=models.HOT_MAX, description="Prefixes to show.")] = 100,
@@ -278,7 +291,7 @@ async def hot(
 # -- decisions -------------------------------------------------------------------------------------
 
 
-@router.get("/v1/decisions", **rest("decisions", Right.READ, models.DecisionsReply))
+@_api.get("/v1/decisions", **rest("decisions", Right.READ, models.DecisionsReply))
 async def decisions(
     http: Request,
     limit: Annotated[
@@ -303,7 +316,7 @@ async def decisions(
     return answer_all("decisions", texts)
 
 
-@router.get(
+@_api.get(
     "/v1/decisions/stream",
     **rest(
         "decisions",
@@ -326,7 +339,7 @@ async def stream(http: Request, candidates: Candidates = 0) -> Response:
     )
 
 
-@router.get(
+@_api.get(
     "/v1/decisions/{request_id}/why",
     **rest(
         "decisions", Right.READ, models.EntryReply, {404: "Not in the log, which keeps the latest."}
@@ -345,7 +358,7 @@ async def why(http: Request, request_id: RequestId, tenant: Tenant = "") -> Resp
 # -- the pool as a whole ---------------------------------------------------------------------------
 
 
-@router.get("/v1/plans", **rest("pool", Right.READ, models.PlansReply))
+@_api.get("/v1/plans", **rest("pool", Right.READ, models.PlansReply))
 async def plans(http: Request) -> Response:
     """What this conductor would do about the instances of each model, with every number behind
     it, and the flips that it carries out. Each conductor plans; the one that leads orders."""
@@ -361,7 +374,7 @@ async def plans(http: Request) -> Response:
     )
 
 
-@router.get("/v1/drains", **rest("pool", Right.READ, models.DrainsReply))
+@_api.get("/v1/drains", **rest("pool", Right.READ, models.DrainsReply))
 async def drains(http: Request) -> Response:
     """Nodes and instances that are emptied, and those that were: how far, and what is lost if
     one stops now. Of several conductors each shows those that it was asked for."""
@@ -372,7 +385,7 @@ async def drains(http: Request) -> Response:
     )
 
 
-@router.put(
+@_api.put(
     "/v1/nodes/{node}/drain",
     **rest(
         "pool",
@@ -395,7 +408,7 @@ async def drain_node(http: Request, node: NodeName) -> Response:
     return answer(conversions.drain_reply(steering.node_drain(node, now)))
 
 
-@router.delete("/v1/nodes/{node}/drain", **rest("pool", Right.OPERATE, models.DrainReply, _NO_NODE))
+@_api.delete("/v1/nodes/{node}/drain", **rest("pool", Right.OPERATE, models.DrainReply, _NO_NODE))
 async def undrain_node(http: Request, node: NodeName) -> Response:
     """Let a node take new blocks again: its drain is cancelled, or undone if it has ended.
     Copies stay where they are. Any conductor can be asked; one that empties the node just now
@@ -409,13 +422,13 @@ async def undrain_node(http: Request, node: NodeName) -> Response:
 # -- settings, health ------------------------------------------------------------------------------
 
 
-@router.get("/v1/policy", **rest("settings", Right.READ, Settings))
+@_api.get("/v1/policy", **rest("settings", Right.READ, Settings))
 async def settings(http: Request) -> Response:
     """All settings as they are."""
     return answer(service_of(http).core.settings)
 
 
-@router.patch("/v1/policy", **rest("settings", Right.OPERATE, Settings, body=dict))
+@_api.patch("/v1/policy", **rest("settings", Right.OPERATE, Settings, body=dict))
 async def patch(http: Request) -> Response:
     """Change settings while it runs: send only what changes, nested as in the answer. The whole
     is checked first; if anything is wrong, everything stays as it was."""
@@ -423,13 +436,13 @@ async def patch(http: Request) -> Response:
     return answer(service_of(http).patch(changes))
 
 
-@router.get("/livez", **rest("health", None, models.HealthReply))
+@_api.get("/livez", **rest("health", None, models.HealthReply))
 async def livez(http: Request) -> Response:
     """Whether the process answers. No token needed."""
     return answer(models.HealthReply(status="ok"))
 
 
-@router.get(
+@_api.get(
     "/readyz",
     **rest("health", None, models.HealthReply, {503: "Nothing could be scheduled now: `reasons`."}),
 )
@@ -439,7 +452,7 @@ async def readyz(http: Request) -> Response:
     return ready(service_of(http).missing(), details=door_of(http).knows(http))
 
 
-@router.get("/metrics", **rest("health", Right.READ, str, media="text/plain"))
+@_api.get("/metrics", **rest("health", Right.READ, str, media="text/plain"))
 async def metrics(http: Request) -> Response:
     """For Prometheus."""
     return Response(service_of(http).metrics.text(), headers={"content-type": CONTENT_TYPE})

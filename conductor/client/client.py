@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import os
 import time
 from pathlib import Path
@@ -25,14 +26,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, Self, TypeV
 
 import httpx
 from httpx_sse import aconnect_sse, connect_sse
-from tenacity import (
-    AsyncRetrying,
-    Retrying,
-    retry_if_exception,
-    stop_after_attempt,
-    stop_before_delay,
-    wait_exponential,
-)
 
 from tiffin.kvstore.credentials import read_token
 
@@ -42,8 +35,6 @@ from . import calls
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-
-    from tenacity import AttemptManager
 
     from ..wire.models import EntryReply
     from .calls import RestCall
@@ -122,26 +113,16 @@ class _Verbs(Generic[H]):
         self._http: H = self._open(**_options(url, token_file, tls_ca))
         self._stream_timeout = httpx.Timeout(timeout_s, read=_SILENCE_S)
 
-    def _retrying(self, call: RestCall[Any]) -> dict[str, Any]:
-        """When to send a call again, for tenacity."""
-        return {
-            "stop": stop_after_attempt(self._retries + 1 + bool(call.at))
-            | stop_before_delay(self._timeout_s),
-            "wait": wait_exponential(_PAUSE_S),
-            "retry": retry_if_exception(functools.partial(_may_repeat, call)),
-            "reraise": True,
-        }
-
-    def _request_of(self, call: RestCall[Any], attempt: AttemptManager) -> dict[str, Any]:
-        url = _url(self._http.base_url, call, attempt.retry_state.attempt_number - 1)
-        return {"method": call.method, "url": url, "content": call.body, "headers": _HEADERS}
-
-    def _unanswered(self, call: RestCall[T], error: httpx.TransportError) -> T:
-        """The result of a call without an answer. Raises ConductorUnavailable, unless the only
-        conductor that it is for is gone, and with it what the call would end."""
-        if call.at and call.only_there and call.ends is not None and _is_unsent(error):
-            return call.ends()
-        raise _unavailable(self._http.base_url, error) from error
+    def _pause_s(
+        self, call: RestCall[Any], error: httpx.TransportError, attempt: int, left_s: float
+    ) -> float:
+        """How long to wait before a call is sent again. Raises ConductorUnavailable if it may not
+        be, or has been often enough."""
+        pause_s: float = _PAUSE_S * 2**attempt
+        last = self._retries + bool(call.at)
+        if attempt == last or pause_s >= left_s or not _may_repeat(call, error):
+            raise _unavailable(self._http.base_url, error) from error
+        return pause_s
 
 
 class ConductorClient(_Verbs[httpx.Client]):
@@ -181,16 +162,19 @@ class ConductorClient(_Verbs[httpx.Client]):
         return lambda *args, **named: self._do(make(*args, **named))
 
     def _do(self, call: RestCall[T]) -> T:
-        ends_at = time.monotonic() + self._timeout_s
-        try:
-            for attempt in Retrying(**self._retrying(call)):
-                with attempt:
-                    left_s = max(ends_at - time.monotonic(), 0.001)
-                    request = self._request_of(call, attempt)
-                    response = self._http.request(**request, timeout=left_s)
-        except httpx.TransportError as error:
-            return self._unanswered(call, error)
-        return _answered(call, response, attempt)
+        attempt, ends_at = 0, time.monotonic() + self._timeout_s
+        while True:
+            left_s = max(ends_at - time.monotonic(), 0.001)
+            try:
+                request = _request_of(self._http.base_url, call, attempt)
+                response = self._http.request(**request, timeout=left_s)
+            except httpx.TransportError as error:
+                if call.ends is not None and _is_void(call, error):
+                    return call.ends()
+                time.sleep(self._pause_s(call, error, attempt, ends_at - time.monotonic()))
+                attempt += 1
+            else:
+                return call.answered(response.status_code, response.content, again=attempt > 0)
 
 
 class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
@@ -232,23 +216,40 @@ class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
     async def _do(self, call: RestCall[T]) -> T:
         try:
             async with asyncio.timeout(self._timeout_s):
-                async for attempt in AsyncRetrying(**self._retrying(call)):
-                    with attempt:
-                        request = self._request_of(call, attempt)
-                        response = await self._http.request(**request, timeout=None)
-        except httpx.TransportError as error:
-            return self._unanswered(call, error)
+                return await self._attempts(call)
         except TimeoutError as error:
             said = f"no answer of {self._http.base_url} in {self._timeout_s:g} s"
             raise ConductorUnavailable(said) from error
-        return _answered(call, response, attempt)
+
+    async def _attempts(self, call: RestCall[T]) -> T:
+        attempt = 0
+        while True:
+            try:
+                request = _request_of(self._http.base_url, call, attempt)
+                response = await self._http.request(**request, timeout=None)
+            except httpx.TransportError as error:
+                if call.ends is not None and _is_void(call, error):
+                    return call.ends()
+                await asyncio.sleep(self._pause_s(call, error, attempt, math.inf))
+                attempt += 1
+            else:
+                return call.answered(response.status_code, response.content, again=attempt > 0)
 
 
-def _answered(call: RestCall[T], response: httpx.Response, attempt: AttemptManager) -> T:
-    again = attempt.retry_state.attempt_number > 1
-    return call.answered(response.status_code, response.content, again=again)
+def _request_of(own: httpx.URL, call: RestCall[Any], attempt: int) -> dict[str, Any]:
+    url = _url(own, call, attempt)
+    return {"method": call.method, "url": url, "content": call.body, "headers": _HEADERS}
 
 
+def _url(own: httpx.URL, call: RestCall[Any], attempt: int) -> str:
+    """Where to send a call: at first to the conductor that it names, then to the client's own one.
+    Our token goes with it, so not to a URL without TLS if the client's has TLS."""
+    schemes = ("https://", "http://") if own.scheme == "http" else "https://"
+    there = (attempt == 0 or call.only_there) and call.at.startswith(schemes)
+    return call.at.rstrip("/") + call.path if there else call.path
+
+
+_NOT_CONNECTED = httpx.ConnectError | httpx.ConnectTimeout
 _HEADERS = {"content-type": "application/json"}
 
 
@@ -286,24 +287,16 @@ def trusting(tls_ca: Path | None) -> ssl.SSLContext:
         raise InvalidRequest(f"can't load the CA {tls_ca}: {error}") from error
 
 
-def _url(own: httpx.URL, call: RestCall[Any], attempt: int) -> str:
-    """Where to send a call: at first to the conductor that it names, then to the client's own one.
-    Our token goes with it, so not to a URL without TLS if the client's has TLS."""
-    schemes = ("https://", "http://") if own.scheme == "http" else "https://"
-    there = (attempt == 0 or call.only_there) and call.at.startswith(schemes)
-    return call.at.rstrip("/") + call.path if there else call.path
-
-
-def _may_repeat(call: RestCall[Any], error: BaseException) -> bool:
+def _may_repeat(call: RestCall[Any], error: httpx.TransportError) -> bool:
     """Whether to retry a call: if it may be sent twice, or was not sent at all because no
     connection was made."""
-    if _is_unsent(error):
-        return not (call.at and call.only_there)
-    return call.repeatable and isinstance(error, httpx.TransportError)
+    return call.repeatable or isinstance(error, _NOT_CONNECTED)
 
 
-def _is_unsent(error: BaseException) -> bool:
-    return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+def _is_void(call: RestCall[Any], error: httpx.TransportError) -> bool:
+    """Whether the only conductor that a call is for is gone, and with it what the call would
+    end."""
+    return bool(call.at) and call.only_there and isinstance(error, _NOT_CONNECTED)
 
 
 def _unavailable(url: object, error: httpx.TransportError) -> ConductorUnavailable:
