@@ -87,6 +87,14 @@ def document() -> dict[str, Any]:
     return described
 
 
+# RFC 9110 names these so; Python's names are older before 3.13, and the page must not depend on it.
+_PHRASES = {413: "Content Too Large", 422: "Unprocessable Content"}
+
+
+def _phrase(status: int) -> str:
+    return _PHRASES.get(status) or HTTPStatus(status).phrase
+
+
 def _complete(operation: dict[str, Any]) -> None:
     """Add to an operation what follows from the rest of it."""
     text, responses = operation["description"], operation["responses"]
@@ -101,7 +109,7 @@ def _complete(operation: dict[str, Any]) -> None:
     if "requestBody" in operation:
         statuses += _WITH_BODY
     for status in statuses:
-        responses.setdefault(str(status), {"description": HTTPStatus(status).phrase})
+        responses.setdefault(str(status), {"description": _phrase(status)})
     for status in sorted(responses):
         described = responses[status] = responses.pop(status)
         if int(status) >= 400:
