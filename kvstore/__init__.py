@@ -6,7 +6,8 @@ from .client.client import Client
 from .errors import TiffinError
 from .format.keys import Prefix
 from .format.schema import KVSchema, LayerSpec
-from .streaming.layer_reader import AsyncLayerStream, LayerStream, StreamedLayer
+from .streaming.layer_source import StreamedLayer
+from .streaming.layer_stream import AsyncLayerStream, LayerStream
 from .verbs.block_verbs import Hit, PutResult
 
 __all__ = [

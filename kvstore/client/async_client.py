@@ -22,7 +22,9 @@ from ..connection.async_node_link import AsyncLink, AsyncLocalLink, AsyncSocketL
 from ..connection.loop_threads import in_thread
 from ..node.core.records import PinLevel
 from ..node.node import Node
-from ..streaming.layer_reader import AsyncLayerStream, NearFollowing, publish
+from ..streaming.layer_stream import AsyncLayerStream
+from ..streaming.local_source import LocalSource
+from ..streaming.publish import publish
 from ..url import Daemon, Embedded, Pool, parse_url
 from ..verbs import block_verbs
 from ..verbs.arguments import Verify, opening, verb
@@ -264,8 +266,8 @@ class AsyncClient(ClientBase):
         ahead: int = 1,
     ) -> AsyncLayerStream:
         """See `Client.stream`; for `async for` and `async with`."""
-        following = NearFollowing(prefix, self._reading(verify), timeout_s, heads)
-        return AsyncLayerStream(following, lambda verb: drive(verb, self._link), timeout_s)
+        source = LocalSource(prefix, self._reading(verify), timeout_s, heads)
+        return AsyncLayerStream(source, lambda verb: drive(verb, self._link), timeout_s)
 
     @verb
     async def pin(

@@ -21,7 +21,9 @@ from ..errors import ClientClosed, StaleLease, TiffinError
 from ..node.core import messages
 from ..node.core.records import Kept, PinLevel
 from ..node.node import Node
-from ..streaming.layer_reader import LayerStream, NearFollowing, publish
+from ..streaming.layer_stream import LayerStream
+from ..streaming.local_source import LocalSource
+from ..streaming.publish import publish
 from ..url import Daemon, Embedded, Pool, parse_url
 from ..verbs import block_verbs
 from ..verbs.arguments import Verify, check_verify, opening, verb
@@ -357,8 +359,8 @@ class Client(ClientBase):
         remote node; has no effect on the node's own host, where no bytes travel. The yielded layers
         are provisional until the iteration ends without an error (docs/client.md).
         """
-        following = NearFollowing(prefix, self._reading(verify), timeout_s, heads)
-        return LayerStream(following, lambda verb: drive(verb, self._link), timeout_s)
+        source = LocalSource(prefix, self._reading(verify), timeout_s, heads)
+        return LayerStream(source, lambda verb: drive(verb, self._link), timeout_s)
 
     @verb
     def pin(

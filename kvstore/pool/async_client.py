@@ -20,13 +20,13 @@ from .. import deadlines
 from ..client.async_client import AsyncBlocks, AsyncClient, AsyncSlots, OpeningClient
 from ..connection.loop_threads import ConcurrencyLimit, NotBegun, ThreadCall, in_thread
 from ..errors import ClientClosed, DeadlineExceeded
-from ..streaming.layer_reader import AsyncLayerStream
+from ..streaming.layer_stream import AsyncLayerStream
 from ..verbs.arguments import verb
 from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, Verb
 from ..verbs.drivers import drive
 from .client import PoolClient
+from .failover_source import interruptible
 from .open_pool import open_pool
-from .remote.layer_stream import interruptible
 from .signal_safe_verbs import give_back
 
 if TYPE_CHECKING:
@@ -169,14 +169,14 @@ class AsyncPoolClient(AsyncClient):
         node: int | None = None,
     ) -> AsyncLayerStream:
         """See `PoolClient.stream`; for `async for` and `async with`."""
-        course = self._client._course(prefix, heads, verify, timeout_s, ahead, node)
+        source = self._client._layer_source(prefix, heads, verify, timeout_s, ahead, node)
         run = partial(drive, link=self._client._home)  # type: ignore[arg-type]
 
         def step(verb: Verb[Any]) -> Coroutine[Any, Any, Any]:
-            return interruptible(course, self._run(partial(run, verb)))
+            return interruptible(source, self._run(partial(run, verb)))
 
-        stream = AsyncLayerStream(course, step, timeout_s)
-        Forsaken.when(stream, course.forsake)
+        stream = AsyncLayerStream(source, step, timeout_s)
+        Forsaken.when(stream, source.release_dropped)
         return stream
 
     async def close(self) -> None:

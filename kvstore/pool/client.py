@@ -31,19 +31,19 @@ from ..errors import (
 )
 from ..node.core import messages
 from ..node.core.records import PinLevel
-from ..streaming.layer_reader import LayerStream
+from ..streaming.layer_stream import LayerStream
 from ..verbs import block_verbs as local_verbs
 from ..verbs.arguments import check_ttl, check_verify, verb
 from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, Hit, PutResult
 from ..verbs.drivers import drive
 from . import pool_verbs
+from .failover_source import FailoverSource
 from .home.home import Home
 from .members import FixedMembers, names_of
 from .pool_verbs import HOME
 from .put_placement import PutPlacement
 from .read_results import MixedBlocks, OwnMemory, Reader, copied_blocks, release_all
 from .remote.block_write import BlockSeals
-from .remote.layer_stream import Searching
 from .remote.writer_shards import shard_node
 from .replication.replication_requests import Orders, replicate_from, replicate_to
 from .signal_safe_verbs import given_up_together, in_one_piece
@@ -183,17 +183,17 @@ class PoolClient(Client):
         the client chooses among the home node and the holders of the first block the first that has
         all blocks, else the one with the most. The directory does not list reservations. If the
         node is lost, the stream continues at another node that has the same blocks committed."""
-        course = self._course(prefix, heads, verify, timeout_s, ahead, node)
+        source = self._layer_source(prefix, heads, verify, timeout_s, ahead, node)
         link: NodeLink = self._home  # type: ignore[assignment]
 
         def run(verb: Verb[Any]) -> Any:
-            return given_up_together(partial(drive, verb, link), course.break_off)
+            return given_up_together(partial(drive, verb, link), source.break_off)
 
-        stream = LayerStream(course, run, timeout_s)
-        Forsaken.when(stream, course.forsake)
+        stream = LayerStream(source, run, timeout_s)
+        Forsaken.when(stream, source.release_dropped)
         return stream
 
-    def _course(
+    def _layer_source(
         self,
         prefix: Prefix,
         heads: HeadRange | None,
@@ -201,11 +201,13 @@ class PoolClient(Client):
         timeout_s: float,
         ahead: int,
         node: int | None,
-    ) -> Searching:
+    ) -> FailoverSource:
         how = prefix, self._reading(verify), timeout_s, self._driver.peer
         number = (lambda: self._home_number) if self._home is not None else None
         first = partial(self._locate, without_home=True)
-        return Searching(*how, number, node, lambda part: first(part.keys[:1])[0], heads, ahead)
+        return FailoverSource(
+            *how, number, node, lambda part: first(part.keys[:1])[0], heads, ahead
+        )
 
     # -- writing ---------------------------------------------------------------------------------
 

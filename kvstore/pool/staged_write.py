@@ -36,7 +36,7 @@ from ..errors import (
 from ..node.core import messages
 from ..node.core.node_core import ReserveStatus
 from ..node.core.records import Kept
-from ..streaming.layer_reader import segments_of
+from ..streaming.publish import published_segments
 from ..verbs.arguments import check_blocks, verb
 from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, ReservedSlots
 from .put_placement import ROOM_WAIT_S, TRIES_MAX
@@ -108,7 +108,7 @@ class StagedSlots(Slots):
         published before; NoRoom, NodeUnavailable if no node takes the slots.
         """
         deadline = time.monotonic() + timeout_s
-        segments = segments_of(self._selection, layer)
+        segments = published_segments(self._selection, layer)
         if layer in self._published:
             raise InvalidInput("published before: what is published must not change any more")
         if self._lost is not None:

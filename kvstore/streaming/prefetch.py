@@ -26,7 +26,7 @@ T = TypeVar("T")
 _IDLE_S = 1.0
 
 
-class NotYet(Exception):
+class FetchTimedOut(Exception):
     """The fetch timed out; the waiting `take`, if any, raises `error`."""
 
     def __init__(self, error: Exception) -> None:
@@ -34,12 +34,12 @@ class NotYet(Exception):
         self.error = error
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """Calls `fetch()` in a thread of its own while fewer than `limit` results are queued, or while
     a `take` waits for one. None is the last result.
 
-    `fetch` waits until `due(began)` at most and raises NotYet then; the next `take` raises any
-    other exception of `fetch`. Thread-safe, but only one thread may call `take`.
+    `fetch` waits until `due(began)` at most and raises FetchTimedOut then; the next `take` raises
+    any other exception of `fetch`. Thread-safe, but only one thread may call `take`.
     """
 
     def __init__(self, fetch: Callable[[], T | None], limit: int, timeout_s: float) -> None:
@@ -123,7 +123,7 @@ class Ahead(Generic[T]):
         Call under the lock."""
         if self._running or self._stopped or self._finished or self._failure is not None:
             return
-        self._thread = threading.Thread(target=self._run, name="tiffin-ahead", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tiffin-prefetch", daemon=True)
         self._running = True
         try:
             self._thread.start()
@@ -135,7 +135,7 @@ class Ahead(Generic[T]):
         while self._wanted():
             try:
                 result = self._fetch()
-            except NotYet as late:
+            except FetchTimedOut as late:
                 if not self._goes_on(late.error):
                     return
             except BaseException as error:  # noqa: BLE001 - raised in the caller's thread, by `take`

@@ -132,7 +132,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         "verbs.block_verbs",
         "pool.remote.peer",
         "pool.remote.remote_node",
-        "pool.remote.layer_stream",
+        "pool.remote.remote_source",
+        "pool.failover_source",
     ):
         monkeypatch.setattr(f"tiffin.kvstore.{module}.GRACE_S", SLACK_S)
     monkeypatch.setattr("tiffin.kvstore.deadlines.OVERRUN_S", 2 * SLACK_S)

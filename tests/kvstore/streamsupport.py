@@ -42,7 +42,7 @@ def check(cluster: Cluster, prefix: Prefix) -> None:
 
 
 def ahead_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name == "tiffin-ahead"]
+    return [t.name for t in threading.enumerate() if t.name == "tiffin-prefetch"]
 
 
 class Counted:

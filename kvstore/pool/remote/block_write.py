@@ -27,7 +27,7 @@ from ...format.header_writer import check_shard_blocks, seal, shard_blocks_max, 
 from ...node.core import messages
 from ...node.core.node_core import ReserveStatus
 from ...node.core.records import Reason
-from ...streaming.layer_reader import places_of, published_at_once
+from ...streaming.publish import segment_spans, slots_per_message
 from ...verbs.block_verbs import PUT_SHARE, PutResult, note_outcome, reserve_request
 from .peer import as_ours
 
@@ -247,14 +247,14 @@ class Early:
         followers may be able to read some of them: call `abort`."""
         kept = [number for number, slot in enumerate(self.slots) if not slot.skipped]
         runs = self._runs(list(segments))
-        at_once = max(1, min(published_at_once(segments), RANGES_MAX // len(runs)))
+        at_once = max(1, min(slots_per_message(segments), RANGES_MAX // len(runs)))
         for first in range(0, len(kept), at_once):
             self._publish(kept[first : first + at_once], list(segments), runs, deadline)
 
     def _publish(
         self, numbers: list[int], segments: list[int], runs: list[Range], deadline: float
     ) -> None:
-        in_payload, spans = places_of(self._schema, segments)
+        in_payload, spans = segment_spans(self._schema, segments)
         for number in numbers:
             found = host_copy.hash_segments(
                 self.slots[number].view, in_payload, self._schema.checksum
@@ -353,7 +353,7 @@ class Early:
         """The header of a slot, as pages or, for one rank's slice, as its commit carries it; hashes
         the `missing` segments, which were not published."""
         if missing:
-            in_payload, _ = places_of(self._schema, missing)
+            in_payload, _ = segment_spans(self._schema, missing)
             found = host_copy.hash_segments(
                 self.slots[number].view, in_payload, self._schema.checksum
             )

@@ -25,7 +25,7 @@ from tiffin.kvstore.pool.client import PoolClient
 from tiffin.kvstore.pool.members import FixedMembers
 from tiffin.kvstore.pool.remote import peer
 from tiffin.kvstore.pool.verb_driver import PoolOptions, VerbDriver
-from tiffin.kvstore.streaming import layer_reader
+from tiffin.kvstore.streaming import layer_source
 from tiffin.messenger.testing import soon
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ AN_HOUR_S = 3600.0
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No limit but the call's own ends a wait for a connection, or for a layer."""
     monkeypatch.setattr(peer._Patience, "connect_s", AN_HOUR_S)
-    monkeypatch.setattr(layer_reader, "POLL_S", AN_HOUR_S)
+    monkeypatch.setattr(layer_source, "POLL_S", AN_HOUR_S)
 
 
 @pytest.fixture
@@ -128,8 +128,8 @@ def test_who_closes_a_stream_does_not_wait_for_connections_of_others(
     reader = cluster.open(streams_max=1)
     stream = reader.stream(prefix, node=one.number, timeout_s=AN_HOUR_S)
     assert is_right(stream.step(), prefix)
-    following: Any = stream._course._found  # type: ignore[attr-defined]
-    wait_until(lambda: following._ahead._results, "the next is here")
+    current: Any = stream._source._current  # type: ignore[attr-defined]
+    wait_until(lambda: current._prefetcher._results, "the next is here")
     with reader._driver.peer(one.number).stream(soon()):
         assert is_right(stream.step(), prefix)
         wait_until(lambda: _waiting(reader), "the one behind it waits for the only connection")
@@ -170,12 +170,12 @@ def test_a_stream_that_was_given_up_before_it_began_waits_for_nothing(
     one = cluster.start("one")
     reader, prefix = cluster.open(streams_max=1), one.put(prompt(1))
     stream = reader.stream(prefix, node=one.number, timeout_s=AN_HOUR_S)
-    course: Any = stream._course
+    source: Any = stream._source
     with reader._driver.peer(one.number).stream(soon()):
         waiting = Background(stream.step)
         wait_until(lambda: _waiting(reader), "it waits for the only connection")
-        course.interrupt()
-        course.give_up()
+        source.interrupt()
+        source.give_up()
         with pytest.raises(ClientClosed):
             waiting.result()
         stream.close()

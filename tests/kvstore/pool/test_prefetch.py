@@ -11,7 +11,7 @@ from kvsupport import Background, wait_until
 
 from tiffin.kvstore.errors import ClientClosed, DeadlineExceeded, NodeUnavailable
 from tiffin.kvstore.streaming import prefetch
-from tiffin.kvstore.streaming.prefetch import Ahead, NotYet
+from tiffin.kvstore.streaming.prefetch import FetchTimedOut, Prefetcher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +26,7 @@ class Source:
         self.allowed = 1 << 30  # items that may be fetched
         self.cut = threading.Event()
         self.items: list[object] = []
-        self.ahead: Ahead[object] = Ahead(self._fetch, limit, timeout_s)
+        self.ahead: Prefetcher[object] = Prefetcher(self._fetch, limit, timeout_s)
 
     def _fetch(self) -> object:
         began = time.monotonic()
@@ -36,7 +36,7 @@ class Source:
             if self.cut.is_set():
                 raise NodeUnavailable("cut")
             if time.monotonic() >= self.ahead.due(began):
-                raise NotYet(DeadlineExceeded("nothing came"))
+                raise FetchTimedOut(DeadlineExceeded("nothing came"))
         self.fetched += 1
         item = self.items[self.fetched - 1] if self.fetched <= len(self.items) else None
         if isinstance(item, Exception):
@@ -57,7 +57,7 @@ def source(request: pytest.FixtureRequest) -> Iterator[Source]:
 
 
 def running() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "tiffin-ahead"]
+    return [thread for thread in threading.enumerate() if thread.name == "tiffin-prefetch"]
 
 
 @pytest.mark.parametrize("source", [{"limit": 1}, {"limit": 3}], indirect=True)

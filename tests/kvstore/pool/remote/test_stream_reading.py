@@ -34,16 +34,16 @@ from streamworker import is_right
 from tiffin.kvstore import Client, KVSchema
 from tiffin.kvstore.deadlines import GRACE_S
 from tiffin.kvstore.errors import DeadlineExceeded, NodeUnavailable
+from tiffin.kvstore.pool import failover_source
 from tiffin.kvstore.pool.async_client import AsyncPoolClient
-from tiffin.kvstore.pool.remote import layer_stream
-from tiffin.kvstore.pool.remote.layer_stream import FarFollowing
+from tiffin.kvstore.pool.remote.remote_source import RemoteSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tiffin.kvstore import Prefix, Slots
     from tiffin.kvstore.pool.client import PoolClient
-    from tiffin.kvstore.streaming.layer_reader import LayerStream
+    from tiffin.kvstore.streaming.layer_stream import LayerStream
 
 
 def right(stream: LayerStream, prefix: Prefix) -> list[bool]:
@@ -223,13 +223,13 @@ class TestNodesThatHang:
             def monotonic() -> float:
                 return time.monotonic() + sum(given) + GRACE_S * len(given)
 
-        def hangs(self: FarFollowing, request: Any) -> Any:
+        def hangs(self: RemoteSource, request: Any) -> Any:
             given.append(request.timeout_s)
             raise DeadlineExceeded("it hangs")
             yield
 
-        monkeypatch.setattr(layer_stream, "time", Clock)
-        monkeypatch.setattr(FarFollowing, "_lease", hangs)
+        monkeypatch.setattr(failover_source, "time", Clock)
+        monkeypatch.setattr(RemoteSource, "_lease", hangs)
         with pytest.raises(DeadlineExceeded), client.stream(prefix, timeout_s=60.0):
             pass
         assert len(given) == 3, "one that hangs leaves time for the others"
@@ -248,14 +248,14 @@ class TestNodesThatHang:
         _, prefix, client = hung
         asked = threading.Event()
         given: list[float] = []
-        lease = FarFollowing._lease
+        lease = RemoteSource._lease
 
-        def seen(self: FarFollowing, request: Any) -> Any:
+        def seen(self: RemoteSource, request: Any) -> Any:
             given.append(request.timeout_s)
             asked.set()
             return (yield from lease(self, request))
 
-        monkeypatch.setattr(FarFollowing, "_lease", seen)
+        monkeypatch.setattr(RemoteSource, "_lease", seen)
 
         async def run() -> None:
             reader = AsyncPoolClient(client)

@@ -45,8 +45,8 @@ from tiffin.kvstore.node.core.node_core import CoreOptions
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.node.server.tcp_server import RemoteService
 from tiffin.kvstore.pool.remote.peer import Peer
-from tiffin.kvstore.streaming import layer_reader
-from tiffin.kvstore.streaming.layer_reader import AsyncLayerStream
+from tiffin.kvstore.streaming import layer_source
+from tiffin.kvstore.streaming.layer_stream import AsyncLayerStream
 from tiffin.messenger.errors import GrantError
 from tiffin.messenger.transport import Range
 
@@ -440,7 +440,7 @@ def test_views_end_with_their_stream(writer: Client, node: Node) -> None:
 
 
 def test_a_remote_lease_lasts_as_long_as_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_reader, "POLL_S", 1000.0)
+    monkeypatch.setattr(layer_source, "POLL_S", 1000.0)
     node = start_node(remote_lease_s=30.0, write_lease_s=1e6)
     with Client.attach(node) as writer, url_of(node) as url, Client.open(url) as reader:
         prefix = fresh_prefix(1, STREAMED)

@@ -1,0 +1,75 @@
+"""The layers of a node on this host: views into its mapped region."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..blocks.block_views import Payload
+from ..verbs.block_verbs import Call, Post, Work
+from .layer_source import NodeSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ..blocks.block_views import Selection
+    from ..format.keys import Prefix
+    from ..format.schema import HeadRange
+    from ..node.core import messages
+    from ..verbs.block_verbs import Access, Verb
+
+    Bytes = NDArray[np.uint8]
+
+
+class LocalSource(NodeSource):
+    """A stream from a node on this host: its layers are views into the mapped region, no copies."""
+
+    def __init__(
+        self, prefix: Prefix, access: Access, timeout_s: float, heads: HeadRange | None = None
+    ) -> None:
+        super().__init__(prefix, access, timeout_s, heads)
+        self._memory: Bytes | None = None
+        self._payloads: list[Payload] = []
+
+    def _lease(self, request: messages.Lease) -> Verb[messages.Leased]:
+        reply, self._memory = yield Call(request, request.timeout_s)
+        return reply  # type: ignore[no-any-return]
+
+    def _ask(
+        self, request: messages.Await, selection: Selection | None
+    ) -> Verb[tuple[messages.Awaited, list[Any]]]:
+        reply, _ = yield Call(request, request.timeout_s)
+        if not reply.ready:
+            return reply, []
+        assert self._leased is not None
+        assert self._memory is not None
+        begins, size = self._leased.offsets, self.schema.header_bytes
+        if selection is None:
+            return reply, [self._memory[at : at + size].tobytes() for at in begins]
+        views = []
+        for at in begins:
+            view = self._memory[at + size : at + size + self.schema.block_bytes]
+            view.flags.writeable = False
+            views.append(view)
+        return reply, views
+
+    def _payload(self, block: int, memory: Bytes, selection: Selection) -> Payload:
+        payload = Payload(memory, selection, packed=False)
+        self._payloads.append(payload)
+        return payload
+
+    def _work(self, action: Callable[[], Any]) -> Verb[Any]:
+        return (yield Work(action))
+
+    def _post(self, request: messages.Request) -> Verb[None]:
+        yield Post(request)
+
+    def end(self) -> Verb[None]:
+        """See `LayerSource.end`; invalidates the views of all layers."""
+        for payload in self._payloads:
+            payload.let_go()
+        self._payloads.clear()
+        yield from super().end()
+        self._memory = None
