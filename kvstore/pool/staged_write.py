@@ -40,7 +40,7 @@ from ..streaming.publish import published_segments
 from ..verbs.arguments import check_blocks, verb
 from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, ReservedSlots
 from .put_placement import ROOM_WAIT_S, TRIES_MAX
-from .remote.block_write import Early, reserve_early
+from .remote.block_write import BlockSeals, RemoteReservation, reserve
 from .remote.peer import POST_TIMEOUT_S
 from .replica_choice import place
 from .signal_safe_verbs import in_one_piece
@@ -90,8 +90,9 @@ class StagedSlots(Slots):
         self._selection = selection
         self._named = node
         self._published: set[int] = set()
-        self._early: list[Early] = []  # never replaced: `Forsaken` refers to this list
-        Forsaken.when(self, partial(_abort_each, self._early))
+        # Never replaced: `Forsaken` refers to this list.
+        self._reservations: list[RemoteReservation] = []
+        Forsaken.when(self, partial(_abort_each, self._reservations))
         self._asked = False  # whether a node has answered the reservation
         self._lost: TiffinError | None = None
 
@@ -119,8 +120,8 @@ class StagedSlots(Slots):
         if not self._asked:  # only once: a second reservation would lack the layers before
             self._reserve(wanted, deadline)
         try:
-            for early in self._early:
-                early.publish(segments, deadline)
+            for reservation in self._reservations:
+                reservation.publish(segments, deadline, self._skipped())
         except BaseException as error:
             self._give_up(error)
             if isinstance(error, NodeUnavailable | DeadlineExceeded):
@@ -131,8 +132,8 @@ class StagedSlots(Slots):
     def _give_up(self, error: BaseException) -> None:
         """Abort the reservation, and with it its followers' streams: it is unknown how much of the
         layer the node has."""
-        self._abort(self._early)
-        self._early.clear()
+        self._abort(self._reservations)
+        self._reservations.clear()
         self._lost = error if isinstance(error, TiffinError) else StaleLease(repr(error))
 
     def _reserve(self, slots: list[Slot], deadline: float) -> None:
@@ -180,14 +181,14 @@ class StagedSlots(Slots):
         """Make one reservation per run of consecutive slots. False if the node granted nothing and
         knows none of the blocks (no room): then another node may take them."""
         peer = self._client._driver.peer(number)
-        made: list[Early] = []
+        made: list[RemoteReservation] = []
         resident, busy = [], []
+        seals = self._seals()
         try:
             for first, part in consecutive(slots):
-                piece = self.prefix[first : first + len(part)]
-                reply, early = reserve_early(peer, piece, part, self._selection, deadline)
-                if early is not None:
-                    made.append(early)
+                reply, reservation = reserve(peer, seals, first, len(part), deadline)
+                if reservation is not None:
+                    made.append(reservation)
                 for slot, status in zip(part, reply.statuses, strict=False):
                     if status == ReserveStatus.RESIDENT:
                         resident.append(slot.index)
@@ -200,11 +201,20 @@ class StagedSlots(Slots):
             raise
         if not (made or resident or busy):
             return False
-        self._early[:] = made
+        self._reservations[:] = made
         self._asked = True
         self.resident = tuple(sorted({*self.resident, *resident}))
         self.busy = tuple(busy)
         return True
+
+    def _seals(self) -> BlockSeals:
+        views = {slot.index: slot.view for slot in self._slots}
+        nothing = np.zeros(0, np.uint8)  # of a block without a slot, which is never reserved
+        payloads = [views.get(index, nothing) for index in range(len(self.prefix))]
+        return BlockSeals(self.prefix, payloads, self._selection)
+
+    def _skipped(self) -> set[int]:
+        return {slot.index for slot in self._slots if slot.skipped}
 
     # -- ending ----------------------------------------------------------------------------------
 
@@ -222,7 +232,7 @@ class StagedSlots(Slots):
                 slot.let_go()
 
     def _commit(self, deadline: float) -> None:
-        stored, pending, done = self._commit_early(deadline)
+        stored, pending, done = self._commit_reserved(deadline)
         if self._lost is None:
             # The first publication found these resident, or reserved by other writers.
             done |= {*self.resident, *self.busy}
@@ -240,16 +250,16 @@ class StagedSlots(Slots):
             pending += [first + index for index in result.pending]
         self.stored, self.pending = tuple(sorted(stored)), tuple(sorted(pending))
 
-    def _commit_early(self, deadline: float) -> tuple[list[int], list[int], set[int]]:
+    def _commit_reserved(self, deadline: float) -> tuple[list[int], list[int], set[int]]:
         """Commit the reservations: the positions that are stored and pending now, and all that the
         node has decided on."""
         stored: list[int] = []
         pending: list[int] = []
         done: set[int] = set()
-        while self._early:
-            early = self._early.pop(0)
+        while self._reservations:
+            reservation = self._reservations.pop(0)
             try:
-                kept = early.commit(deadline)
+                kept = reservation.commit(deadline, self._skipped())
             except StaleLease as error:
                 self._note_lost(error)
                 continue
@@ -263,12 +273,12 @@ class StagedSlots(Slots):
             except BaseException as error:
                 self._give_up(error)
                 raise
-            for slot, flag in zip(early.slots, kept, strict=True):
-                done.add(slot.index)
+            for index, flag in zip(reservation.indices, kept, strict=True):
+                done.add(index)
                 if flag == Kept.STORED:
-                    stored.append(slot.index)
+                    stored.append(index)
                 elif flag == Kept.PENDING:
-                    pending.append(slot.index)
+                    pending.append(index)
         if self._lost is not None and self._selection.shard is not None:
             raise StaleLease(f"the reservation of this rank was lost: {self._lost}")
         if stored and self.node is not None:
@@ -286,16 +296,16 @@ class StagedSlots(Slots):
         if self._inherited:
             return
         self._end()
-        self._abort(self._early)
+        self._abort(self._reservations)
         for slot in self._slots:
             slot.let_go()
 
-    def _abort(self, reservations: Sequence[Early]) -> None:
+    def _abort(self, reservations: Sequence[RemoteReservation]) -> None:
         """Abort reservations: once the post for one has timed out, the rest are aborted in the
         background. If the client closes first, they end with its session."""
-        for index, early in enumerate(reservations):
+        for index, reservation in enumerate(reservations):
             began = time.monotonic()
-            early.abort()
+            reservation.abort()
             rest = reservations[index + 1 :]
             if rest and time.monotonic() - began >= POST_TIMEOUT_S:
                 with contextlib.suppress(ClientClosed):
@@ -303,9 +313,9 @@ class StagedSlots(Slots):
                 return
 
 
-def _abort_each(reservations: Sequence[Early]) -> None:
-    for early in reservations:
-        early.abort()
+def _abort_each(reservations: Sequence[RemoteReservation]) -> None:
+    for reservation in reservations:
+        reservation.abort()
 
 
 def _resident_at(client: PoolClient, node: int, prefix: Prefix, timeout_s: float) -> list[bool]:

@@ -1,9 +1,9 @@
 """Writes blocks of a prefix to one peer: reserve, write in place over the network, commit.
 
-`store` writes whole blocks. `Early` is a reservation that is written layer by layer; followers can
-read a layer once it is published. The write and the publication leave together, and the node takes
-them in this order, so that the bytes of a published layer are at the node. A block is visible to
-other readers when it is committed, and then it is complete.
+A write and its commit leave together: one round trip. So do the write of a layer and its
+publication, after which followers can read the layer; the node takes them in this order, so that
+the bytes of a published layer are at the node. A block is visible to other readers when it is
+committed, and then it is complete.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ from ...verbs.block_verbs import PUT_SHARE, PutResult, note_outcome, reserve_req
 from .peer import as_ours
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
-    from tiffin.messenger.tcp.stream import Stream
-
-    from ...blocks.block_views import Selection, Slot
+    from ...blocks.block_views import Selection
     from ...format.keys import Prefix
     from .peer import Peer
 
@@ -87,21 +85,24 @@ class BlockSeals:
         self.selection = select(prefix.schema) if selection is None else selection
         self._checksums: dict[int, NDArray[np.uint64]] = {}
 
-    def header(self, index: int, offset: int, generation: int) -> Bytes:
+    def header(
+        self, index: int, offset: int, generation: int, checksums: NDArray[np.uint64]
+    ) -> Bytes:
         """The header pages of block `index` for the extent at `offset` of its node."""
-        schema, checksums = self.prefix.schema, self._hashed(index)
-        pages = np.zeros(schema.header_bytes, np.uint8)
-        seal(pages, self.prefix, index, generation=generation, offset=offset, checksums=checksums)
+        pages = np.zeros(self.prefix.schema.header_bytes, np.uint8)
+        where = {"generation": generation, "offset": offset}
+        seal(pages, self.prefix, index, checksums=checksums, **where)
         return pages
 
-    def shard_header(self, index: int, offset: int, generation: int) -> bytes:
+    def shard_header(
+        self, index: int, offset: int, generation: int, checksums: NDArray[np.uint64]
+    ) -> bytes:
         """The header of one rank's slice of block `index`, as its commit carries it."""
-        checksums = self._hashed(index)
-        return shard_header(
-            self.prefix, index, generation=generation, offset=offset, checksums=checksums
-        )
+        where = {"generation": generation, "offset": offset}
+        return shard_header(self.prefix, index, checksums=checksums, **where)
 
-    def _hashed(self, index: int) -> NDArray[np.uint64]:
+    def checksums(self, index: int) -> NDArray[np.uint64]:
+        """Of all segments of block `index`; zero for those that are not selected."""
         checksums = self._checksums.get(index)
         if checksums is None:
             found = checksums_of(self.payloads[index], self.selection)
@@ -123,10 +124,8 @@ def store(
             peer.call(messages.Match(0, b""), until_s(patience))
         share = peer.region_bytes // PUT_SHARE // prefix.schema.extent_bytes
         at_once = max(1, min(share, _at_once_max(seals.selection)))
-        part = prefix[outcome.decided : outcome.decided + at_once]
-        reply = _reserve(peer, part, seals.selection, patience)
-        flags = _write(peer, seals, outcome.decided, reply, deadline) if reply.lease else b""
-        _note(outcome, reply, flags)
+        reply, reservation = reserve(peer, seals, outcome.decided, at_once, patience)
+        _note(outcome, reply, reservation.commit(deadline) if reservation is not None else b"")
         if not reply.statuses:
             outcome.reason = Reason(reply.reason).name.lower()
             break
@@ -142,51 +141,6 @@ def _at_once_max(selection: Selection) -> int:
     return min(AT_ONCE_MAX, most)
 
 
-def _reserve(peer: Peer, part: Prefix, selection: Selection, deadline: float) -> messages.Reserved:
-    left_s = until_s(deadline)
-    reply: messages.Reserved = peer.call(reserve_request(part, selection, left_s), left_s)
-    return reply
-
-
-def _write(
-    peer: Peer, seals: BlockSeals, begin: int, reply: messages.Reserved, deadline: float
-) -> bytes:
-    """Fill the granted extents and commit them: one round trip. A flag per extent."""
-    granted = [i for i, status in enumerate(reply.statuses) if status == ReserveStatus.GRANTED]
-    schema, selection = seals.prefix.schema, seals.selection
-    ranges: list[Range] = []
-    sources: list[Bytes] = []
-    headers: list[bytes] = []
-    slots = zip(granted, reply.offsets, reply.generations, strict=True)
-    for slot, (index, offset, generation) in enumerate(slots):
-        base = slot * schema.extent_bytes
-        if selection.shard is not None:  # the node merges the ranks' headers
-            headers.append(seals.shard_header(begin + index, offset, generation))
-        else:
-            ranges.append(Range(base, schema.header_bytes))
-            sources.append(seals.header(begin + index, offset, generation))
-        base += schema.header_bytes
-        ranges += [Range(base + run.offset, run.length) for run in selection.ranges]
-        sources += runs_of(seals.payloads[begin + index], selection)
-    commit = messages.Commit(0, reply.lease, [], headers)
-    committed = False
-    try:
-        with as_ours(peer.label), peer.stream(deadline) as stream:
-            stream.ask_write(reply.lease, ranges, sources)
-            peer.queue(stream, commit)
-            stream.flush(deadline, STALL_S)
-            stream.receive_written(deadline, STALL_S)
-            answer = peer.receive(stream, commit, deadline)
-            committed = True
-    finally:
-        if not committed:
-            peer.post(messages.Abort(0, reply.lease))
-    flags = raise_refusal(answer)
-    if not isinstance(flags, messages.Flags) or len(flags.flags) != len(granted):
-        raise StaleLease("the node did not answer a commit with a flag for each block")
-    return flags.flags
-
-
 def _note(outcome: WriteOutcome, reply: messages.Reserved, flags: bytes) -> None:
     sorted_ = {
         "stored": outcome.stored,
@@ -199,54 +153,53 @@ def _note(outcome: WriteOutcome, reply: messages.Reserved, flags: bytes) -> None
     outcome.decided += len(reply.statuses)
 
 
-# -- layer by layer --------------------------------------------------------------------------------
-
-
-def reserve_early(
-    peer: Peer, part: Prefix, slots: Sequence[Slot], selection: Selection, deadline: float
-) -> tuple[messages.Reserved, Early | None]:
-    """Reserve the blocks of `part`, whose bytes will be in `slots`. Returns the node's reply, and
-    the reservation if it granted any block. Raises NodeUnavailable, DeadlineExceeded, Draining,
-    InvalidInput."""
-    if selection.shard is not None:
+def reserve(
+    peer: Peer, seals: BlockSeals, begin: int, count: int, deadline: float
+) -> tuple[messages.Reserved, RemoteReservation | None]:
+    """Reserve `count` blocks from `begin` on. Returns the node's reply, and the reservation if it
+    granted any block. Raises NodeUnavailable, DeadlineExceeded, Draining, InvalidInput."""
+    part = seals.prefix[begin : begin + count]
+    if seals.selection.shard is not None:
         check_shard_blocks(part)
-    reply = _reserve(peer, part, selection, deadline)
-    return reply, Early(peer, part, slots, selection, reply) if reply.lease else None
+    left_s = until_s(deadline)
+    reply: messages.Reserved = peer.call(reserve_request(part, seals.selection, left_s), left_s)
+    return reply, RemoteReservation(peer, seals, begin, reply) if reply.lease else None
 
 
-class Early:
-    """A reservation at a node, written layer by layer. `slots` are those that the node granted, in
-    its order; `publish` and `commit` raise StaleLease, NodeUnavailable or DeadlineExceeded when the
-    reservation is lost."""
+@dataclass(slots=True)
+class _Published:
+    """What of a block was sent before the commit: per segment, whether, and with which checksum."""
 
-    def __init__(
-        self,
-        peer: Peer,
-        part: Prefix,
-        slots: Sequence[Slot],
-        selection: Selection,
-        reply: messages.Reserved,
-    ) -> None:
-        granted = [i for i, status in enumerate(reply.statuses) if status == ReserveStatus.GRANTED]
-        self.slots = [slots[i] for i in granted]
+    sent: NDArray[np.bool_]
+    checksums: NDArray[np.uint64]
+
+
+class RemoteReservation:
+    """Blocks reserved at a node: filled and committed in one round trip, or published layer by
+    layer before. `indices` are those that the node granted, as positions in the prefix.
+
+    `publish` and `commit` raise StaleLease, NodeUnavailable or DeadlineExceeded when the
+    reservation is lost.
+    """
+
+    def __init__(self, peer: Peer, seals: BlockSeals, begin: int, reply: messages.Reserved) -> None:
+        statuses = enumerate(reply.statuses, begin)
+        self.indices = [i for i, status in statuses if status == ReserveStatus.GRANTED]
         self._peer = peer
-        self._part = part
-        self._positions = granted  # in `part`
-        self._schema = part.schema
-        self._selection = selection
+        self._seals = seals
+        self._schema = seals.prefix.schema
         self._lease = reply.lease
         self._places = list(zip(reply.offsets, reply.generations, strict=True))
-        shape = len(granted), len(part.schema.segments)
-        # The published checksums go into the header: it has to match the bytes that were sent.
-        self._checksums = np.zeros(shape, np.uint64)
-        self._sent = np.zeros(shape, np.bool_)
+        self._published: dict[int, _Published] = {}  # by block
         self._ended = False
 
-    def publish(self, segments: Sequence[int], deadline: float) -> None:
-        """Send these segments of all slots (but skipped ones), and publish them. After an error,
+    def publish(
+        self, segments: Sequence[int], deadline: float, skipped: Collection[int] = ()
+    ) -> None:
+        """Send these segments of all blocks but `skipped`, and publish them. After an error,
         followers may be able to read some of them: call `abort`."""
-        kept = [number for number, slot in enumerate(self.slots) if not slot.skipped]
-        runs = self._runs(list(segments))
+        kept = [n for n, index in enumerate(self.indices) if index not in skipped]
+        runs = self._runs(segments)
         at_once = max(1, min(slots_per_message(segments), RANGES_MAX // len(runs)))
         for first in range(0, len(kept), at_once):
             self._publish(kept[first : first + at_once], list(segments), runs, deadline)
@@ -254,56 +207,48 @@ class Early:
     def _publish(
         self, numbers: list[int], segments: list[int], runs: list[Range], deadline: float
     ) -> None:
-        in_payload, spans = segment_spans(self._schema, segments)
-        for number in numbers:
-            found = host_copy.hash_segments(
-                self.slots[number].view, in_payload, self._schema.checksum
-            )
-            self._checksums[number, segments] = found
-        sums = self._checksums[np.ix_(numbers, segments)].astype("<u8").tobytes()
+        found = [self._hash(self.indices[number], segments) for number in numbers]
+        _, spans = segment_spans(self._schema, segments)
+        sums = b"".join(part.astype("<u8").tobytes() for part in found)
         request = messages.Publish(0, self._lease, numbers, segments, spans, sums)
-        ranges, sources = self._pieces([(number, runs) for number in numbers])
-        with as_ours(self._peer.label), self._peer.stream(deadline) as stream:
-            answer = self._converse(stream, ranges, sources, request, deadline)
-        raise_refusal(answer)
+        ranges: list[Range] = []
+        sources: list[Bytes] = []
         for number in numbers:
-            self._sent[number, segments] = True
+            self._add(number, runs, ranges, sources)
+        raise_refusal(self._exchange(request, ranges, sources, deadline))
+        for number, checksums in zip(numbers, found, strict=True):
+            published = self._published.setdefault(self.indices[number], self._unpublished())
+            published.sent[segments] = True
+            published.checksums[segments] = checksums
 
-    def commit(self, deadline: float) -> bytes:
-        """Send the segments that were not published, and the headers, and commit; a `Kept` per
-        slot. Ends the reservation."""
-        skip = [number for number, slot in enumerate(self.slots) if slot.skipped]
+    def _unpublished(self) -> _Published:
+        count = len(self._schema.segments)
+        return _Published(np.zeros(count, np.bool_), np.zeros(count, np.uint64))
+
+    def commit(self, deadline: float, skipped: Collection[int] = ()) -> bytes:
+        """Send what was not published, and the headers, and commit all blocks but `skipped`; a
+        `Kept` per index. Ends the reservation."""
         headers: list[bytes] = []
         ranges: list[Range] = []
         sources: list[Bytes] = []
+        skip: list[int] = []
         committed = False
         try:
-            for number, slot in enumerate(self.slots):
-                if slot.skipped:
+            for number, index in enumerate(self.indices):
+                if index in skipped:
+                    skip.append(number)
                     headers.append(b"")
-                    continue
-                missing = self._missing(number)
-                targets, views = self._pieces([(number, self._runs(missing))])
-                ranges += targets
-                sources += views
-                header = self._header(number, missing)
-                if isinstance(header, bytes):
-                    headers.append(header)
                 else:
-                    base = number * self._schema.extent_bytes
-                    ranges.append(Range(base, self._schema.header_bytes))
-                    sources.append(header)
-            united = headers if self._selection.shard is not None else []
+                    headers.append(self._fill(number, ranges, sources))
+            united = headers if self._seals.selection.shard is not None else []
             request = messages.Commit(0, self._lease, skip, united)
-            with as_ours(self._peer.label), self._peer.stream(deadline) as stream:
-                answer = self._converse(stream, ranges, sources, request, deadline)
-            flags = raise_refusal(answer)
+            flags = raise_refusal(self._exchange(request, ranges, sources, deadline))
             committed = True
         finally:
             if not committed:
                 self.abort()
         self._ended = True
-        if not isinstance(flags, messages.Flags) or len(flags.flags) != len(self.slots):
+        if not isinstance(flags, messages.Flags) or len(flags.flags) != len(self.indices):
             raise StaleLease("the node did not answer a commit with a flag for each block")
         return flags.flags
 
@@ -314,60 +259,70 @@ class Early:
             self._ended = True
             self._peer.post(messages.Abort(0, self._lease))
 
-    def _converse(
+    def _fill(self, number: int, ranges: list[Range], sources: list[Bytes]) -> bytes:
+        """Add what a block's commit sends to `ranges` and `sources`: its header's pages, and its
+        segments that were not published. Returns the header as the commit carries it for one rank's
+        slice, which the node merges with the other ranks' headers; else nothing."""
+        index, (offset, generation) = self.indices[number], self._places[number]
+        selection, published = self._seals.selection, self._published.get(index)
+        header = b""
+        if published is None:
+            checksums = self._seals.checksums(index)
+        else:
+            # The published checksums go into the header: it has to match the bytes that were sent.
+            missing = selection.segments[~published.sent[selection.segments]].tolist()
+            checksums = published.checksums
+            if missing:
+                checksums[missing] = self._hash(index, missing)
+        if selection.shard is not None:
+            header = self._seals.shard_header(index, offset, generation, checksums)
+        else:
+            ranges.append(Range(number * self._schema.extent_bytes, self._schema.header_bytes))
+            sources.append(self._seals.header(index, offset, generation, checksums))
+        if published is None:
+            base = number * self._schema.extent_bytes + self._schema.header_bytes
+            ranges += [Range(base + run.offset, run.length) for run in selection.ranges]
+            sources += runs_of(self._seals.payloads[index], selection)
+        else:
+            self._add(number, self._runs(missing), ranges, sources)
+        return header
+
+    def _exchange(
         self,
-        stream: Stream,
+        request: messages.Request,
         ranges: list[Range],
         sources: list[Bytes],
-        request: messages.Request,
         deadline: float,
     ) -> messages.AnyReply:
         """Write the ranges and send the request: one round trip. Raises StaleLease if the node did
         not take all ranges."""
-        starts = range(0, len(ranges), RANGES_MAX)
-        for at in starts:
-            part = ranges[at : at + RANGES_MAX], sources[at : at + RANGES_MAX]
-            stream.ask_write(self._lease, *part)
-        self._peer.queue(stream, request)
-        stream.flush(deadline, STALL_S)
-        written = 0
-        refused: GrantError | None = None
-        for _ in starts:
-            try:
-                written += stream.receive_written(deadline, STALL_S).ranges
-            except GrantError as error:  # the node refuses the request too, with the reason
-                refused = error
-        answer = self._peer.receive(stream, request, deadline)
+        with as_ours(self._peer.label), self._peer.stream(deadline) as stream:
+            starts = range(0, len(ranges), RANGES_MAX)
+            for at in starts:
+                part = ranges[at : at + RANGES_MAX], sources[at : at + RANGES_MAX]
+                stream.ask_write(self._lease, *part)
+            self._peer.queue(stream, request)
+            stream.flush(deadline, STALL_S)
+            written = 0
+            refused: GrantError | None = None
+            for _ in starts:
+                try:
+                    written += stream.receive_written(deadline, STALL_S).ranges
+                except GrantError as error:  # the node refuses the request too, with the reason
+                    refused = error
+            answer = self._peer.receive(stream, request, deadline)
         if written < len(ranges):
             raise_refusal(answer)
             raise StaleLease(f"the node took {written} of {len(ranges)} ranges: {refused}")
         return answer
 
-    def _missing(self, number: int) -> list[int]:
-        """The segments of a slot that are not sent yet."""
-        wanted = self._selection.segments
-        missing: list[int] = wanted[~self._sent[number, wanted]].tolist()
-        return missing
+    def _hash(self, index: int, segments: list[int]) -> NDArray[np.uint64]:
+        """The checksums of these segments of a whole payload."""
+        in_payload, _ = segment_spans(self._schema, segments)
+        payload = self._seals.payloads[index]
+        return host_copy.hash_segments(payload, in_payload, self._schema.checksum)
 
-    def _header(self, number: int, missing: list[int]) -> Bytes | bytes:
-        """The header of a slot, as pages or, for one rank's slice, as its commit carries it; hashes
-        the `missing` segments, which were not published."""
-        if missing:
-            in_payload, _ = segment_spans(self._schema, missing)
-            found = host_copy.hash_segments(
-                self.slots[number].view, in_payload, self._schema.checksum
-            )
-            self._checksums[number, missing] = found
-        offset, generation = self._places[number]
-        index, checksums = self._positions[number], self._checksums[number]
-        where = {"generation": generation, "offset": offset}
-        if self._selection.shard is not None:
-            return shard_header(self._part, index, checksums=checksums, **where)
-        pages = np.zeros(self._schema.header_bytes, np.uint8)
-        seal(pages, self._part, index, checksums=checksums, **where)
-        return pages
-
-    def _runs(self, segments: list[int]) -> list[Range]:
+    def _runs(self, segments: Sequence[int]) -> list[Range]:
         """Where segments lie in a payload; adjacent ones are merged into one range."""
         runs: list[Range] = []
         for index in segments:
@@ -378,15 +333,12 @@ class Early:
                 runs.append(Range(segment.offset, segment.length))
         return runs
 
-    def _pieces(self, slots: list[tuple[int, list[Range]]]) -> tuple[list[Range], list[Bytes]]:
-        """The target ranges of these runs of these slots, counted over the reservation's extents
-        end to end, and their bytes."""
-        schema = self._schema
-        ranges: list[Range] = []
-        sources: list[Bytes] = []
-        for number, runs in slots:
-            base = number * schema.extent_bytes + schema.header_bytes
-            view = self.slots[number].view
-            ranges += [Range(base + offset, length) for offset, length in runs]
-            sources += [view[offset : offset + length] for offset, length in runs]
-        return ranges, sources
+    def _add(
+        self, number: int, runs: Sequence[Range], ranges: list[Range], sources: list[Bytes]
+    ) -> None:
+        """Add the target ranges of these runs of a whole payload, counted over the reservation's
+        extents end to end, and their bytes."""
+        base = number * self._schema.extent_bytes + self._schema.header_bytes
+        payload = self._seals.payloads[self.indices[number]]
+        ranges += [Range(base + offset, length) for offset, length in runs]
+        sources += [payload[offset : offset + length] for offset, length in runs]

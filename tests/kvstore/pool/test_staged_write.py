@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ from tiffin.kvstore.errors import (
 )
 from tiffin.kvstore.pool import staged_write
 from tiffin.kvstore.pool.async_client import AsyncPoolClient
-from tiffin.kvstore.pool.remote.block_write import Early
+from tiffin.kvstore.pool.remote.block_write import RemoteReservation
 
 if TYPE_CHECKING:
     from poolsupport import Member
@@ -484,21 +485,22 @@ class TestLimitsOfTime:
         writer = cluster.open()
         slots = writer.reserve(prefix, timeout_s=20.0)
         publish(slots, *range(LAYERS))
-        asked: list[Early] = []
+        asked: list[RemoteReservation] = []
         given: list[float] = []
         put = writer.put
 
-        def commit(early: Early, deadline: float) -> bytes:
-            asked.append(early)
+        def commit(reservation: RemoteReservation, *_: Any) -> bytes:
+            asked.append(reservation)
             time.sleep(0.05)
-            early.abort()
+            reservation.abort()
             raise DeadlineExceeded("no answer")
 
         def noting(*arguments: Any, timeout_s: float, **options: Any) -> Any:
             given.append(timeout_s)
             return put(*arguments, timeout_s=timeout_s, **options)
 
-        monkeypatch.setattr(Early, "commit", commit)
+        for reservation in slots._reservations:  # type: ignore[attr-defined]
+            monkeypatch.setattr(reservation, "commit", partial(commit, reservation))
         monkeypatch.setattr(writer, "put", noting)
         slots.commit()
         assert len(asked) == 1
@@ -523,7 +525,7 @@ class TestLimitsOfTime:
             time.sleep(max(0.0, rest[-1] - time.monotonic()))
             raise DeadlineExceeded("no answer")
 
-        monkeypatch.setattr(staged_write, "reserve_early", silent)
+        monkeypatch.setattr(staged_write, "reserve", silent)
         with pytest.raises(DeadlineExceeded):
             slots.publish(0, timeout_s=0.05)
         assert len(asked) == 1
@@ -538,13 +540,13 @@ class TestLimitsOfTime:
         slots = cluster.open().reserve(prefix)
         publish(slots, 0)
         threads: list[str] = []
-        abort = Early.abort
+        abort = RemoteReservation.abort
 
-        def noting(early: Early) -> None:
+        def noting(reservation: RemoteReservation) -> None:
             threads.append(threading.current_thread().name)
-            abort(early)
+            abort(reservation)
 
-        monkeypatch.setattr(Early, "abort", noting)
+        monkeypatch.setattr(RemoteReservation, "abort", noting)
         monkeypatch.setattr(staged_write, "POST_TIMEOUT_S", 0.0)
         slots.abort()
         wait_until(lambda: is_quiet(one.node.statistics()), "nothing is reserved")
