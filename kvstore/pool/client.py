@@ -41,7 +41,7 @@ from .failover_source import FailoverSource
 from .home.home import Home
 from .members import FixedMembers, names_of
 from .pool_verbs import HOME
-from .put_placement import PutPlacement
+from .put_placement import ROOM_WAIT_S, PutPlacement
 from .read_results import MixedBlocks, OwnMemory, Reader, copied_blocks, release_all
 from .remote.block_write import BlockSeals
 from .remote.writer_shards import shard_node
@@ -306,8 +306,9 @@ class PoolClient(Client):
         node: int | None = None,
     ) -> Slots:
         """Reserve slots for the blocks that are not resident. At the home node the slots lie in its
-        memory. Without a home node, with another `node`, or when the home node does not answer,
-        they are memory of this process, which is sent when they are published or committed. `shard`
+        memory. Without a home node, with another `node`, or when the home node does not answer or
+        has no room while another node could have some, they are memory of this process, which is
+        sent when they are published or committed; the commit raises NoRoom if no node has any. `shard`
         as in `put`. `slots.node` is the number of the node that has the slots, for readers that
         stream them. A block is resident if that node has it; for slots in memory of this process
         without a named node, if any node has it. Raises NodeUnavailable or DeadlineExceeded when
@@ -319,8 +320,7 @@ class PoolClient(Client):
         if bound:
             node = self._node_for(prefix, node)
         if self._home is not None and node is None:
-            verb = local_verbs.reserve(prefix, timeout_s, shard)
-            reserved = self._home.reserve(verb, patient=bound)
+            reserved = self._home.reserve(prefix, ROOM_WAIT_S, timeout_s, shard, patient=bound)
             if reserved is not None:
                 slots = _HomeSlots(prefix, reserved, self._home.patient)
                 slots.node = self._home_number

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from ...client.client import LeasedBlocks
 from ...deadlines import until_s
-from ...errors import DeadlineExceeded
+from ...errors import DeadlineExceeded, NoRoom
 from ...verbs import block_verbs
 from ...verbs.drivers import drive
 from ..read_results import ReadOutcome
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from ...connection.node_link import CallGate, NodeLink
     from ...connection.region_mapping import Mapping
     from ...format.keys import Prefix
+    from ...format.schema import Shard
     from ...node.core import messages
-    from ...verbs.block_verbs import PutResult, Verb
+    from ...verbs.block_verbs import PutResult, ReservedSlots, Verb
     from ..read_results import Reader
     from ..remote.block_write import BlockSeals
     from ..replica_choice import ReplicaRun
@@ -91,13 +92,19 @@ class Home(HomeLink):
         """Copy blocks from their holders into slots here: see `HomeCopies.bring`."""
         return self._copies.bring(part, located, self, driver, deadline)
 
-    def reserve(self, verb: Verb[T], *, patient: bool) -> T | None:
-        """`block_verbs.reserve` here; None if the node does not answer and another node could take
-        the blocks. `patient`: the reservation can't go to another node. Raises the node's error if
-        no other node could take them."""
+    def reserve(
+        self, prefix: Prefix, room_s: float, timeout_s: float, shard: Shard | None, *, patient: bool
+    ) -> ReservedSlots | None:
+        """`block_verbs.reserve` here. None if the node does not answer, or has no room within
+        `room_s`, and another node could take the blocks. `patient`: the reservation can't go to
+        another node. Raises the node's error if no other node could take them."""
+        elsewhere = not patient and self._others(takes_room=True)
+        verb = block_verbs.reserve(
+            prefix, min(room_s, timeout_s) if elsewhere else timeout_s, shard
+        )
         try:
             return drive(verb, self.patient if patient else self)
-        except (ConnectionError, DeadlineExceeded):
+        except (ConnectionError, DeadlineExceeded, NoRoom):
             if patient or not self._others(takes_room=True):
                 raise
             return None

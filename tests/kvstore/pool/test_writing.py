@@ -92,6 +92,25 @@ class TestPlacement:
         assert client.put(prefix, payloads_of(prefix)).complete
         assert cluster.members["roomy"].has(prefix) == [True] * 4
 
+    def test_slots_are_of_another_node_while_home_is_full(self, cluster: Cluster) -> None:
+        home = cluster.start("home", 4)
+        cluster.start("roomy")
+        fill(home, 4)
+        client, prefix = cluster.open(home), prompt()
+        with within(0.4, "a reservation that finds no room at home"):
+            slots = client.reserve(prefix, timeout_s=30.0)
+        with slots:
+            for slot, payload in zip(slots, payloads_of(prefix), strict=True):
+                slot.view[:] = payload
+        assert slots.stored == (0, 1, 2)
+        assert holders(cluster, prefix) == [["roomy"]] * 3
+
+    def test_a_full_home_that_is_alone_refuses_a_reservation(self, cluster: Cluster) -> None:
+        home = cluster.start("home", 4)
+        fill(home, 4)
+        with pytest.raises(NoRoom):
+            cluster.open(home).reserve(prompt(), timeout_s=0.1)
+
     def test_no_room_anywhere_is_a_result(self, cluster: Cluster, patient: None) -> None:
         home, other = cluster.start("home", 4), cluster.start("other", 4)
         for member in (home, other):
