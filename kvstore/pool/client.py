@@ -308,7 +308,7 @@ class PoolClient(Client):
         """Reserve slots for the blocks that are not resident. At the home node the slots lie in its
         memory. Without a home node, with another `node`, or when the home node does not answer or
         has no room while another node could have some, they are memory of this process, which is
-        sent when they are published or committed; the commit raises NoRoom if no node has any. `shard`
+        sent when they are published or committed (which raises NoRoom if no node has any). `shard`
         as in `put`. `slots.node` is the number of the node that has the slots, for readers that
         stream them. A block is resident if that node has it; for slots in memory of this process
         without a named node, if any node has it. Raises NodeUnavailable or DeadlineExceeded when
