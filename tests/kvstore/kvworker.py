@@ -168,7 +168,7 @@ def _request(dice: random.Random) -> list[Any]:
 
 
 def prompts() -> list[Prefix]:
-    """Prompts, half of which share their first two blocks with the next one."""
+    """All prompts; the first two share their first two blocks."""
     found = []
     for number in range(PROMPTS):
         tokens = np.arange(PROMPT_BLOCKS * CAMPAIGN.block_tokens)

@@ -146,7 +146,7 @@ def test_a_part_of_a_copy_that_is_late_keeps_all_of_its_memory(
 def test_what_is_removed_stays_away_whoever_asks_meanwhile(
     store: HbmStore, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A concurrent promote does not restore a block between its removal from HBM and the pool."""
+    """A block that is promoted between its removal from HBM and from the pool is removed too."""
     prefix, remove = fresh_prefix(2, SCHEMA), client.remove
     client.put(prefix, payloads_of(prefix))
 

@@ -546,7 +546,7 @@ def test_what_was_removed_is_not_used_again_before_it_is_wiped():
 
 
 def test_a_removal_ends_behind_those_before_it():
-    """A second removal of the same blocks ends only when the first one's wipe has ended."""
+    """A second removal of the same blocks ends only when the first one has ended."""
     rig = Rig(dram=2, nvme=4)
     rig.put(chain("a", 2))
     rig.reserve(chain("b", 1))
