@@ -1,4 +1,4 @@
-"""What every test needs: shared helpers can be imported, and Hypothesis has one profile."""
+"""For every test: shared helpers can be imported, and Hypothesis has one profile."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import pytest
 
 # `--import-mode=importlib` puts no folder on the path. Helpers of the store's tests live in
-# tests/kvstore/kvsupport.py, under a name that nothing else has.
+# tests/kvstore/kvsupport.py, a module name that is used nowhere else.
 sys.path.insert(0, str(Path(__file__).parent / "kvstore"))
 
-# Without a GPU, kernels run in Triton's interpreter, which it has to know before it is imported.
+# Without a GPU, kernels run in Triton's interpreter, which is chosen when Triton is imported.
 if not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -27,12 +27,12 @@ if not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/kfd")):
 # processes of the tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# How wide a console is, tests say themselves. Whoever starts them may export it, as pytest-xdist
-# does for its workers, and a console that is made then keeps it.
+# Tests set the width of a console themselves. The environment may have it already (pytest-xdist
+# exports it for its workers), and a console that is created then keeps that width.
 for variable in ("COLUMNS", "LINES"):
     os.environ.pop(variable, None)
 
-# A shared machine with two cores has slow moments; a test that hangs is caught by pytest-timeout.
+# No deadline: a shared machine with two cores is slow at times. pytest-timeout ends hung tests.
 settings.register_profile(
     "tiffin", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Skipped:
-    """Writes down which tests, and which whole files, were skipped."""
+    """Records which tests, and which whole files, were skipped."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -68,7 +68,7 @@ class _Skipped:
         self._note(report)
 
     def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        # What is expected to fail is reported as skipped too.
+        # Tests that are expected to fail are reported as skipped too.
         if report.skipped and not hasattr(report, "wasxfail"):
             self._names[report.nodeid] = None
 
@@ -78,7 +78,7 @@ class _Skipped:
 
 
 def pytest_collection_finish() -> None:
-    """Modules stay to the end: the collector need not look through them again and again."""
+    """Modules live until the end: keep the garbage collector from scanning them repeatedly."""
     gc.collect()
     gc.freeze()
 

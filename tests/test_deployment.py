@@ -1,4 +1,4 @@
-"""The manifests in docs/deploy: what Kubernetes, or the program itself, would refuse.
+"""The manifests in docs/deploy: nothing in them is refused by Kubernetes or by the program.
 
 Nothing here needs a cluster. The schemas are those that Kubernetes publishes for its API. Image and
 Compose have their own file, test_image.py.
@@ -111,7 +111,7 @@ def test_every_selector_finds_pods() -> None:
 
 
 def test_the_network_policy_lets_in_machines_whose_pods_have_their_network() -> None:
-    """No podSelector matches a pod with hostNetwork: to others it has its machine's address."""
+    """No podSelector matches a pod with hostNetwork: other pods see its machine's address."""
     (policy,) = [document for document in resources() if document["kind"] == "NetworkPolicy"]
     assert any("hostNetwork" in pod.spec for pod in pods())
     (rule,) = policy["spec"]["ingress"]
@@ -122,7 +122,7 @@ def test_the_network_policy_lets_in_machines_whose_pods_have_their_network() -> 
 def test_pods_keep_to_the_standard_named_restricted(pod: Pod) -> None:
     """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted
 
-    Those that need the machine itself say so, and nothing more than that.
+    Pods that need the machine itself are exempt, from exactly what they need.
     """
     of_machine = {"hostNetwork", "hostPID", "hostIPC"} & set(pod.spec)
     allowed = {"hostNetwork", "hostPID"} if pod.document["kind"] == "DaemonSet" else set()
@@ -208,7 +208,7 @@ def test_every_file_of_a_node_is_in_a_volume_that_it_may_write(pod: Pod) -> None
 
 @each_node
 def test_the_first_container_lays_out_what_the_second_one_reads(pod: Pod) -> None:
-    """Nodes refuse secrets that others can read, and those of a cluster are root's."""
+    """Nodes refuse secrets that other users can read, and a cluster's secrets belong to root."""
     (first,) = pod.spec["initContainers"]
     (sources, target) = re.findall(
         r"install -m 0600 ((?:/secret/\S+ ?)+) (/\S+)", words_of(first)[-1]

@@ -1,4 +1,4 @@
-"""What keeps the documentation true: examples run, links lead somewhere, nothing is left out."""
+"""The documentation is true: examples run, links have targets, no option or module is left out."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def wait_for(path: Path, node: subprocess.Popen[bytes]) -> None:
 
 
 def answers(path: Path) -> bool:
-    """A socket is there a moment before somebody listens."""
+    """Whether a server accepts: the socket's file exists a moment before the server listens."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0
 

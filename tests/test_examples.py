@@ -1,7 +1,7 @@
 """Every command of the pages and of `--help` is understood, and runs as it stands.
 
-What a command needs of others is started for it: a pool, a conductor, an instance. Commands that
-can't be run here are named in `ELSEWHERE`, with the reason.
+The servers that a command needs are started for it: a pool, a conductor, an instance. Commands
+that can't be run here are named in `ELSEWHERE`, with the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TIFFINS = [one for one in ALL if one.command.startswith("tiffin ")]
 NODE = "tiffin node --dram 1GiB --nvme /var/tmp/tiffin-tour:1GiB"
 MODEL, PROFILE = "llama-3-8b", "llama-3.1-8b.h100.tp1.vllm"
 
-# What is not run, by how it begins, and why.
+# Commands that are not run, by how they begin, and why.
 ELSEWHERE = {
     "make ": "what CI runs",
     "docker ": "it takes a docker, and a registry",
@@ -65,14 +65,14 @@ def stage() -> Iterator[Stage]:
 
 @pytest.fixture(scope="module")
 def with_node() -> Iterator[Stage]:
-    """With a node on this machine, for all who ask it."""
+    """With a node on this machine, shared by all commands that ask a node."""
     with on_stage() as stage, stage.running(NODE, r"at unix:"):
         yield stage
 
 
 @pytest.fixture(scope="module")
 def with_conductor() -> Iterator[Stage]:
-    """With a conductor, for all who ask it."""
+    """With a conductor, shared by all commands that ask a conductor."""
     with on_stage() as stage, _conducting(stage):
         yield stage
 
@@ -96,7 +96,7 @@ def _inspect(stage: Stage, command: str) -> None:
 
 
 def _status(stage: Stage, command: str) -> None:
-    """What it prints, also where it goes on."""
+    """Its table; with an option that repeats it, until it has printed that."""
     command, _, filtered = command.partition(" | jq .")
     if "--watch" in command:
         with stage.running(command, "tier|node", terminal=True):
@@ -189,14 +189,14 @@ def _asks_over_https(stage: Stage, command: str) -> None:
 
 
 def _gateway(stage: Stage, command: str) -> None:
-    """Before a conductor that lets it in."""
+    """A gateway in front of a conductor that admits it."""
     stage.files()
     _tokenizer(stage.folder / "models" / "llama-3-8b")
     options = "--token-file /etc/tiffin/conductor-tokens" if "--conductor" in command else ""
     more = (
         "" if "--listen" in command else "--listen 127.0.0.1:7900 --conductor http://127.0.0.1:7800"
     )
-    # Beside beside_vllm.py in gateway.md it stands in the folder.
+    # gateway.md has it in the folder, next to beside_vllm.py.
     (stage.folder / "gateway.toml").write_bytes(
         (stage.folder / "etc/tiffin/gateway.toml").read_bytes()
     )
@@ -216,7 +216,7 @@ def _gateway(stage: Stage, command: str) -> None:
 
 
 def _tokenizer(folder: Path) -> None:
-    """Of two words, as Hugging Face lays one out."""
+    """A tokenizer of two words, in Hugging Face's layout."""
     tokenizers = pytest.importorskip("tokenizers")
     from tokenizers import models
 
@@ -251,7 +251,7 @@ def _beside_vllm(stage: Stage, command: str) -> None:
 
 
 def _timeit(stage: Stage, command: str) -> None:
-    """Once: the number is the page's."""
+    """Run it once: the time that it measures is not checked."""
     assert "loop" in stage.run(command.replace("-n 100 -r 20", "-n 1 -r 1"))
 
 
@@ -271,7 +271,7 @@ PLAYS: dict[str, Callable[[Stage, str], None]] = {
 }
 
 
-# Those that ask a server, which they share.
+# Commands that only ask a server: they share one.
 ASKING = (
     "tiffin status",
     "tiffin conductor status",
@@ -289,7 +289,7 @@ def test_it_is_understood(example: Example) -> None:
 
 
 def test_options_that_are_named_in_passing_exist() -> None:
-    """In the text, as `tiffin node --socket /path/to/socket`."""
+    """Options inside prose, such as `tiffin node --socket /path/to/socket`."""
     commands = dict(leaves(program()))
     found = 0
     for page in PAGES:
@@ -310,7 +310,7 @@ def test_every_example_is_run_or_it_is_said_why_not() -> None:
 
 
 def _begins(example: Example, starts: Iterable[str]) -> str | None:
-    """With the longest of these, as whole words unless it ends within one."""
+    """The longest of `starts` with which the command begins, or None."""
     fitting = [start for start in starts if example.command.startswith(start)]
     return max(fitting, key=len, default=None)
 
@@ -319,7 +319,7 @@ RUN = [(one, _begins(one, [*PLAYS, *ASKING, *ELSEWHERE])) for one in ALL]
 
 
 def of(kind: Iterable[str]) -> Any:
-    """Those that this kind of test runs."""
+    """The examples that this kind of test runs."""
     return pytest.mark.parametrize("example", [one for one, how in RUN if how in kind], ids=str)
 
 
@@ -332,7 +332,7 @@ def test_it_runs(example: Example, stage: Stage) -> None:
 
 @of(["tiffin bench"])
 def test_rows_of_benchmarks_are_ones(example: Example) -> None:
-    """The others are run by their own tests, small."""
+    """The other benchmarks are run by their own tests, at a small size."""
     *_, name = example.command.partition(" --")[0].split()
     if name in ("kernels", "hbm"):
         pytest.importorskip("torch")

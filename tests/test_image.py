@@ -1,4 +1,4 @@
-"""The image in docs/deploy, and Compose: what a build, a start or a shell would trip over.
+"""The image in docs/deploy, and Compose: that a build, a start and a shell accept them.
 
 Nothing here needs containers. The scripts that start Redis are run by `sh`, as a container would.
 """
@@ -70,7 +70,7 @@ def test_the_images_extras_exist() -> None:
 
 
 def test_a_builder_gets_what_a_wheel_is_made_of_and_nothing_else() -> None:
-    """An environment and a history are gigabytes; secrets would stay in the builder's cache."""
+    """A virtual environment and .git are gigabytes; secrets would stay in the build cache."""
     project, tool = PROJECT["project"], PROJECT["tool"]["setuptools"]
     needed = {"pyproject.toml", project["readme"], *project["license-files"]}
     needed |= set(tool["package-dir"].values())
@@ -159,7 +159,7 @@ PASSWORD = "a-password-of-this-test"
 
 
 def unescaped(text: str) -> str:
-    """Compose writes a dollar as two."""
+    """Undo Compose's escape of a dollar as two."""
     return text.replace("$$", "$")
 
 

@@ -1,4 +1,4 @@
-"""What operators read is true: commands parse, guides name all options, numbers and tests."""
+"""The operators' guides are true: commands parse, and all options, numbers and tests are named."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_commands_in_guides_have_only_options_that_exist(guide: Path) -> None:
 
 
 def test_a_wrong_option_is_noticed() -> None:
-    """So that the tests above can fail."""
+    """The negative control of the tests above."""
     (words,) = commands_of_shell("cd x && tiffin node --dram 1GiB --speed 9  # fast")
     assert words == ["node", "--dram", "1GiB", "--speed", "9"]
     with pytest.raises(Exception, match="--speed"):  # typer's own, whose place changes

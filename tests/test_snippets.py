@@ -1,8 +1,8 @@
-"""Every Python example of docs/ runs, with what its page takes for given; or it is said why not.
+"""Every Python example of docs/ runs, after what its page presupposes; or the reason is given.
 
-README's are run by test_docs.py, as one tour. Here each page has a prelude, each example what has
-to be there before it, and `...`, where an example leaves a value open, is 0. Numbers that an
-example shows in its comments are what comes out.
+Those of the README are run by test_docs.py, as one session. Here each page has a prelude, each
+example a setup, and `...`, where an example leaves a value open, is 0. Numbers in an example's
+comments are compared with its output.
 """
 
 from __future__ import annotations
@@ -60,11 +60,10 @@ prefill = [(n, p, 0.02 + 8e-5 * (n - p) + 1e-9 * (n * n - p * p)) for n, p in po
 decode = [(b, b * c, 0.02 + 1e-4 * b + 3e-8 * b * c) for b in (1, 8, 64) for c in (512, 4096)]
 """
 
-# What not everybody has installed.
+# Optional packages that may not be installed.
 EXTRAS = ("torch", "transformers")
 
-# By page: its prelude, and before each of its examples what has to be there, or after "!" why it is
-# not run.
+# By page: its prelude, and for each of its examples the setup, or after "!" why it is not run.
 RUN: dict[str, tuple[str, list[str]]] = {
     "client.md": (
         CLIENT,
@@ -192,7 +191,7 @@ def test_examples_run(page: str, stage: Stage) -> None:
 
 
 def small(stage: Stage, code: str) -> str:
-    """What measures, or is for a large machine, at a size for tests."""
+    """The code with the sizes of benchmarks and large machines replaced by sizes for tests."""
     for large, enough in (
         ("redis://10.0.0.5:6379/0", "redis://10.0.0.1"),
         ("500_000", "500"),

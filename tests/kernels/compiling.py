@@ -1,10 +1,10 @@
-"""Compile every kernel through its own launcher, for GPUs that need not be here, and say what came
-out, as JSON.
+"""Compile every kernel through its own launcher, for GPUs that this machine need not have, and
+print the results as JSON.
 
 Run as a process of its own: Triton's interpreter can't be left once it was chosen. The launchers
-run as they are, on tensors of the host that stand for a GPU's; what is replaced is Triton's driver
-(which device there is) and its last step (the launch itself, which `warmup` leaves out). So the
-arguments are the real ones, and a second call with other sizes shows whether it compiles anew.
+run unchanged, on host tensors in place of a GPU's. Replaced are Triton's driver (which device
+there is) and the launch itself, which `warmup` leaves out. So the arguments are the real ones, and
+a second call with other sizes shows whether it compiles again.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-# What other GPUs than an H100 are asked for: one of each kernel, each in its widest form.
+# Compiled for other GPUs than an H100: one case of each kernel, each in its widest form.
 CHIEF = ("gather 16", "scatter 16", "quantise e4m3", "dequantise e4m3", "checksum 16", "ranges 16")
 
 
 class Driver:
-    """What Triton asks its driver for, but for launches. Each target is a device of its own."""
+    """The parts of Triton's driver that compiling needs. Each target is a device of its own."""
 
     def __init__(self) -> None:
         self.target = "sm_90"
@@ -75,11 +75,11 @@ class Driver:
 
 
 driver = Driver()
-made: list[tuple[str, Any]] = []  # kernels in the order of their calls, and what was launched
+made: list[tuple[str, Any]] = []  # kernels in the order of their calls, and the compiled code
 
 
 def pretend() -> None:
-    """From here on launchers find a GPU."""
+    """Make launchers find a GPU from now on."""
     triton.runtime.driver.set_active(driver)
     run = JITFunction.run
 
@@ -190,11 +190,11 @@ CASES: dict[str, Callable[[bool], None]] = {
 }
 
 
-# -- what came out ---------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 def stack_bytes(kernel: Any) -> int:
-    """Of a thread, in memory that is not registers: where a compiler puts what it has to spill."""
+    """A thread's local memory (outside registers), to which a compiler spills."""
     if "hsaco" in kernel.asm:
         sizes = re.findall(r"\.private_segment_fixed_size:\s*(\d+)", kernel.asm["amdgcn"])
         return max(map(int, sizes))

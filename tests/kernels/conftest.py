@@ -1,4 +1,4 @@
-"""Helpers of these tests can be imported: pagedsupport.py, under a name that nothing else has."""
+"""Makes helpers of these tests importable: pagedsupport.py, a name that is used nowhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches as engines make them, and gather and scatter written as slowly and plainly as can be."""
+"""Caches as engines make them, and a slow, plain reference of gather and scatter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a cache is made of."""
+    """The sizes of a cache."""
 
     layers: int
     pages: int
@@ -34,7 +34,7 @@ class Sizes:
     v_dim: int | None = None
 
     def random(self, *shape: int, dim: int | None = None) -> torch.Tensor:
-        """A tensor of random bytes, NaNs and all, whose last axis is `dim`."""
+        """A tensor of random bytes, NaNs included, whose last axis is `dim`."""
         full = (*shape, self.dim if dim is None else dim)
         width = self.dtype.itemsize
         numbers = torch.randint(0, 256, (*full[:-1], full[-1] * width), dtype=torch.uint8)
@@ -239,5 +239,5 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 def filled(count: int, nbytes: int, value: int = 0xA5, device: str = "cpu") -> torch.Tensor:
-    """Blocks with something in them that nobody may find in the result."""
+    """Blocks filled with a value that must be overwritten."""
     return torch.full((count, nbytes), value, dtype=torch.uint8, device=device)

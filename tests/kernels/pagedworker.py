@@ -1,4 +1,4 @@
-"""Toy engines with paged caches, and attention over them; and one of them as a process of its own.
+"""Toy engines with paged caches, attention over them, and one such engine as a separate process.
 
 `python pagedworker.py FOLDER URL BACKEND [URL BACKEND ...]` reads a prompt's blocks from the node
 at each URL into the caches of four tensor-parallel ranks, each with one head in HND pages of 48
@@ -48,7 +48,7 @@ class Rank:
         self.page_ids = np.random.default_rng(seed).permutation(2 * used)[:used]
         sizes = {"2": 2, "B": 2 * used, "N": page_tokens, "H": len(self.heads), "D": HEAD_DIM}
         shape = [sizes[axis] for axis in dims]
-        # What was there before must neither be moved nor change: NaN would spoil any result.
+        # NaN: other rows must neither be read, which would spoil any result, nor change.
         self.tensors = [
             torch.full(shape, float("nan"), dtype=torch.bfloat16) for _ in range(LAYERS)
         ]
@@ -109,7 +109,7 @@ def load(client: Client, rank: Rank, *, backend: str | None) -> None:
 
 
 def load_slice(client: Client, rank: Rank, *, backend: str | None) -> None:
-    """The same by way of buffers that hold this rank's heads only."""
+    """The same through buffers that hold this rank's heads only."""
     heads = (rank.heads.start, rank.heads.stop)
     layout = BlockLayout.slice(BlockShape.of_schema(SCHEMA), heads=heads)
     buffers = np.empty((BLOCKS, layout.nbytes), np.uint8)

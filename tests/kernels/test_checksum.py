@@ -33,7 +33,7 @@ LARGE = np.random.default_rng(1).integers(0, 256, TWO_LEVELS + 5 * PAGE, np.uint
 
 
 def both(memory: Any, spans: list[tuple[int, int]]) -> list[int]:
-    """What the kernel finds, which is what the reference finds."""
+    """The kernel's checksums, which must equal the reference's."""
     found = segment_checksums(memory, spans, backend="triton")
     assert found.dtype == np.uint64
     assert found.tolist() == segment_checksums(memory, spans, backend="reference").tolist()
@@ -79,7 +79,7 @@ def test_segments_of_every_kind_in_one_call() -> None:
 
 
 def carried_out(memory: Any, spans: list[tuple[int, int]]) -> tuple[list[int], int]:
-    """The plan of these spans, with each launch done by `page_hash`; and how many launches."""
+    """The plan of these spans, with each launch computed by `page_hash`; how many launches."""
     offsets, lengths = (np.array(column, np.int64) for column in zip(*spans, strict=True))
     hashes = np.zeros(launch_plan.hash_count(lengths), np.uint64)
     made = np.zeros(len(hashes), np.int64)

@@ -1,6 +1,7 @@
-"""The kernels as compilers for GPUs make them, each by its own launcher: no GPU is needed for that.
+"""The kernels compiled for GPUs, each by its own launcher; this needs no GPU.
 
-What is asked of the code is what the kernels are written for. Only a GPU can say that it runs.
+The tests check the width of loads and stores, spills and recompilation. Whether the code runs can
+be tested only on a GPU.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 Compiled = dict[tuple[str, str], dict[str, Any]]
 
-# Case: (of its loads, of its stores) on sm_90, the width that moves the bulk and how many of it a
-# thread has at least. Of more, or none: they are narrower than they are meant to be.
+# Case: (loads, stores) on sm_90: the width of most of them, and how many of that width a thread has
+# at least. Fewer means that the accesses are narrower than intended.
 WIDE = {
     "gather 16": ("v2.b64", 4, "v2.b64", 4),
     "gather 8": ("b64", 8, "b64", 8),
@@ -50,7 +51,7 @@ WIDE = {
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """What compiling.py says, by target and case; warnings are errors there."""
+    """The output of compiling.py, by target and case; warnings are errors there."""
     environment = os.environ | {
         "TRITON_INTERPRET": "0",
         "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
@@ -70,7 +71,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 
 
 def widths(text: str, verb: str) -> list[str]:
-    """Of each load (ld) or store (st) of global memory in PTX: `v2.b64` is 16 bytes."""
+    """The width of each load (ld) or store (st) of global memory in PTX: `v2.b64` is 16 bytes."""
     return re.findall(rf"\b{verb}\.global\S*?\.((?:v\d\.)?b\d+)\b", text)
 
 
@@ -90,8 +91,8 @@ def test_every_case_was_compiled(compiled: Compiled) -> None:
 
 
 def test_other_sizes_compile_nothing_anew(compiled: Compiled) -> None:
-    """Numbers of layers, pages, blocks and ranges, 1 and 16 among them, differ from call to call:
-    each is not worth the seconds of a compiler."""
+    """Numbers of layers, pages, blocks and ranges (1 and 16 among them) differ from call to call,
+    and must not cost seconds of compiling each."""
     anew = {key: one["compiled_anew"] for key, one in compiled.items() if one["compiled_anew"]}
     assert not anew
 

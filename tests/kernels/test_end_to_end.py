@@ -1,4 +1,4 @@
-"""From one engine's pages to another's, through a real node: other pages, other order, other ranks.
+"""One engine's pages read by another, through a real node: other pages, another order and degree.
 
 Without an engine: a small Llama's K and V fill a toy paged cache as vLLM lays it out.
 """
@@ -71,7 +71,7 @@ def daemon(daemons: Callable[[], Daemon]) -> Daemon:
 
 
 def triton() -> str | None:
-    """The kernel where the interpreter can run it on a CPU."""
+    """The backend: Triton where its interpreter can run on a CPU."""
     return "triton" if os.environ.get("TRITON_INTERPRET") == "1" else None
 
 
@@ -99,7 +99,7 @@ def save(client: Client, ranks: list[toy.Rank], *, backend: str | None) -> None:
 
 
 def plain_attention(llama_cache: Any) -> Any:
-    """From the model's own tensors, without any page."""
+    """Attention over the model's own tensors, without pages."""
     asked, outputs = toy.queries(), []
     for index, layer in enumerate(llama_cache.layers):
         for head in range(toy.KV_HEADS):
@@ -112,7 +112,7 @@ def plain_attention(llama_cache: Any) -> Any:
 def test_another_engine_computes_the_same(
     llama_cache: Any, daemons: Callable[[], Daemon], tmp_path: Path
 ) -> None:
-    """What a kernel wrote is read by the reference, and the other way."""
+    """The reference reads blocks that a kernel wrote, and a kernel those of the reference."""
     jobs = []
     for writer, reader in ((triton(), "reference"), ("reference", triton())):
         daemon = daemons()

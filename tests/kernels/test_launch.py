@@ -1,4 +1,4 @@
-"""What launchers see to around a launch on a GPU: asked of doubles, for there need be none."""
+"""What launchers check and keep around a launch, with test doubles in place of a GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_stream_of_another_device_is_refused() -> None:
 def test_a_table_of_lanes_stays_for_every_stream_that_reads_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch gives memory out again by the stream it was made on, and knows of no other."""
+    """torch reuses memory after the work of the stream that allocated it, and of no other."""
     read_by: list[object] = []
     table = SimpleNamespace(record_stream=read_by.append)
     group = group_of()
@@ -85,7 +85,7 @@ def test_what_32_bits_cannot_count_is_refused(group: LaneGroup, blocks: int) -> 
 def test_what_is_read_twice_fits_the_cache_between_all_programs(
     read_twice_bytes: int, programs: int
 ) -> None:
-    """32 MiB of it, but never fewer programs than an H100 has SMs."""
+    """32 MiB are read twice at most, but never by fewer programs than an H100 has SMs."""
     work = quantised_gather._Work(
         width=128,
         step=64,

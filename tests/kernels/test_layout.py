@@ -33,7 +33,7 @@ def numbered(*shape: int) -> torch.Tensor:
 
 B, N, H, D, L = 5, 4, 3, 2, 2
 
-# Each: a cache, and where (layer, part, page, slot, head) is in the engine's own tensor.
+# Each: a cache, and the index of (layer, part, page, slot, head) in the engine's own tensor.
 NHD = [numbered(2, B, N, H, D) + 1000 * i for i in range(L)]
 HND = [numbered(2, B, H, N, D) + 1000 * i for i in range(L)]
 B2NHD = [numbered(B, 2, N, H, D) + 1000 * i for i in range(L)]

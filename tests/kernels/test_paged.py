@@ -118,7 +118,7 @@ def test_a_part_of_a_model_moves_its_layers_and_heads(device: str, backend: str,
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("engine", ["hnd", "mla", "contiguous", "nhd"])
 def test_blocks_of_whole_pages(device: str, backend: str, engine: str) -> None:
-    """Where rows of a page follow each other they may be moved together, but never beyond it."""
+    """Adjacent rows of one page may be moved together, but never rows of two pages."""
     cache = ENGINES[engine](Sizes(2, 7, 4, 2, 8, device=device))
     layout = BlockLayout.canonical(BlockShape.of_cache(cache, 8))
     pages = PageMap.of_sequence([6, 1, 5, 0], tokens=16, block_tokens=8, page_tokens=4)

@@ -1,4 +1,4 @@
-"""`xxh3_64_pages`: the definition, spelled out slowly, and the vectors that are published."""
+"""`xxh3_64_pages` against a plain form of its definition, and against the published vectors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = [0, 1, 7, 8, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE - 8, TWO_LEVELS, TWO_L
 
 
 def pattern(nbytes: int) -> bytes:
-    """What the published vectors are of: byte i is i modulo 251."""
+    """The input of the published vectors: byte i is i modulo 251."""
     return bytes(range(251)) * (nbytes // 251 + 1)
 
 

@@ -1,4 +1,4 @@
-"""Page maps and lanes: what is planned on the host, and what is refused there."""
+"""Page maps and lanes: how the host plans a launch, and which arguments it refuses."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_what_is_no_map_is_refused(name: str) -> None:
 
 
 class OnADevice:
-    """All of a CUDA tensor that is looked at."""
+    """The attributes of a CUDA tensor that the planning reads."""
 
     device = "cuda:0"
 
@@ -202,14 +202,14 @@ def test_lanes_are_planned_once() -> None:
     one = lanes(cache, BlockLayout.canonical(shape), layers=(0, 1), heads=slice(2, None))
     other = lanes(cache, BlockLayout.canonical(shape), layers=range(1), heads=(2, 4))
     assert one is other
-    for first in range(300):  # selections without end do not fill the memory
+    for first in range(300):  # the cache of selections is bounded
         wide = BlockShape.gqa(layers=2, kv_heads=4, head_dim=8, itemsize=2, tokens=first + 1)
         lanes(cache, BlockLayout.canonical(wide))
     assert len(cache.memo) <= 256
 
 
 def test_groups_are_what_differs() -> None:
-    """Rows of two lengths are two groups, and so are strides."""
+    """Rows of two lengths are two groups, and so are rows of two strides."""
     keys, values = torch.zeros(2, 4, 3, 2, 8), torch.zeros(2, 4, 3, 2, 6)
     cache = PagedCache.separate(list(keys), list(values))
     groups = lanes(cache, BlockLayout.canonical(BlockShape.of_cache(cache, 5)))

@@ -77,7 +77,7 @@ def run_of(rows: Any, scaling: Scaling | None) -> Any:
 
 
 def threes(cache: PagedCache) -> PagedCache:
-    """Such a cache, filled with 3."""
+    """A cache of the same shapes, filled with 3."""
     views = [[torch.full_like(part, 3) for part in parts] for parts in cache.layers]
     return PagedCache(views, layer_ids=cache.layer_ids, first_head=cache.first_head)
 
@@ -85,7 +85,7 @@ def threes(cache: PagedCache) -> PagedCache:
 def walk_back(
     cache: PagedCache, pages: PageMap, layout: QuantisedLayout, blocks: Any
 ) -> PagedCache:
-    """What such a cache, filled with 3, has to have when the blocks were written to it."""
+    """What a cache filled with 3 has to have after the blocks were written to it."""
     shape, target = layout.layout.shape, threes(cache)
     for layer, part, offset, view in reversed(heads_of(target, layout.layout)):  # the first counts
         spec, scaling = shape.layers[layer][part], layout.scalings[layer][part]
@@ -329,13 +329,13 @@ def patterns(one_in_eight: bool) -> Any:
     return every.to(torch.int16)
 
 
-# NumPy, on which the interpreter stands, warns of signalling NaN.
+# NumPy, which the interpreter uses, warns of signalling NaN.
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("one_in_eight", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_number_of_16_bits(form: str, dtype: Any, one_in_eight: bool) -> None:
-    """Each pattern beside 1, beside 1/500 and beside 0: all bytes, and most scales there are."""
+    """Each pattern in a group with 1, 1/500 and 0: this gives all bytes and most scales."""
     every = patterns(one_in_eight).view(dtype)
     count = 3 * len(every)
     beside = torch.tensor([1.0, 0.002, 0.0]).to(dtype)
@@ -376,7 +376,7 @@ def test_the_ends_of_float32(form: str) -> None:
 
 @pytest.mark.parametrize("native", [False, True])
 def test_every_byte_restored(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with the conversions that GPUs have, which the interpreter has but for NaN."""
+    """Also with the native conversions of GPUs, which the interpreter has except for NaN."""
     monkeypatch.setattr(quantised_gather, "_native", lambda _device: native)
     shape = BlockShape(64, ((BlockPart(1, 64, 4, 4, sliced=False),),))
     layout = QuantisedLayout(BlockLayout.canonical(shape), ((Scaling("float8_e4m3", 64),),))

@@ -1,4 +1,4 @@
-"""The arithmetic of quantised parts: against ml_dtypes, number by number, and within its bounds."""
+"""The arithmetic of quantised parts: compared with ml_dtypes number by number, and its bounds."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "quantisation.md").read_text(encodi
 
 
 def oracle(numbers: np.ndarray, form: str) -> tuple[np.ndarray, np.float32]:
-    """The bytes (uint8) and the scale of one group of float32 numbers, as docs/quantisation.md says
-    it."""
+    """The bytes (uint8) and the scale of one group of float32 numbers, by docs/quantisation.md."""
     limit = np.float32({"float8_e4m3": 448, "int8": 127}[form])
     amax = np.abs(numbers).max()
     if not np.isfinite(amax):

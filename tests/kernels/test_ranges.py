@@ -41,7 +41,7 @@ def by_kernel(plan: tuple[NDArray[np.int64], ...], target: Any, source: Any, pro
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], int, int]:
-    """Ranges whose numbers a power of two divides, and what both buffers begin at."""
+    """Ranges whose numbers a power of two divides, and the first offset of both buffers."""
     align = draw(st.sampled_from([1, 2, 4, 8, 16, 64]))
     lengths = draw(st.lists(st.integers(0, 40), max_size=8))
     shuffled = draw(st.permutations(range(len(lengths))))
@@ -95,7 +95,7 @@ def test_ranges_longer_than_a_chunk(copy: Callable[..., None]) -> None:
 
 
 def test_large_and_small_on_the_host() -> None:
-    """Both ways of the reference: by records, and by memmove."""
+    """Both methods of the reference: by records, and by memmove."""
     source = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
     for length, step in ((4096, 4096), (100_001, 100_001), (24, 40)):
         count = len(source) // step

@@ -130,7 +130,7 @@ def test_shares_in_buffers_of_their_own(device: str, backend: str) -> None:
 
 
 def test_arrays_are_blocks_of_the_host(device: str) -> None:
-    """Those that are read may be read-only, as leased blocks are; those that are filled may not."""
+    """Source blocks may be read-only, as leased blocks are; targets may not."""
     if device != "cpu":
         pytest.skip("arrays that are not pinned are reached by a CPU alone")
     whole, share = BlockLayout.canonical(MIXED), BlockLayout.rank(MIXED, 1, 4)
@@ -153,7 +153,7 @@ def test_arrays_are_blocks_of_the_host(device: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fused_with_gather_and_scatter(device: str, backend: str) -> None:
-    """A cache gathered rank-major is what a gather and a reshard make; scatter undoes both."""
+    """A rank-major gather equals a gather and a reshard; scatter undoes both."""
     cache = nhd(Sizes(2, 6, 3, 4, 8, device=device))
     shape = BlockShape.of_cache(cache, 7)
     canonical = BlockLayout.canonical(shape)

@@ -41,7 +41,7 @@ def make_authority(folder: Path) -> Authority:
     openssl(
         "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
         "-keyout", folder / "ca.key", "-out", authority.ca, "-days", "2", "-subj", "/CN=ca",
-        # Python 3.13 takes no CA that does not say what its key is for.
+        # Python 3.13 refuses a CA certificate without the keyUsage extension.
         "-addext", "keyUsage=critical,keyCertSign",
     )  # fmt: skip
     return authority

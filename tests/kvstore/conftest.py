@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def commands_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `command_environment` may put what makes the `tiffin` commands known."""
+    """A folder for the metadata by which `command_environment` makes the commands known."""
     return tmp_path_factory.mktemp("commands")
 
 
@@ -56,7 +56,7 @@ def own_daemon(commands_folder: Path) -> Iterator[Callable[..., Daemon]]:
 
 @pytest.fixture(scope="session")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """The authority that a pool's certificates are of."""
+    """The authority of a pool's certificates."""
     return make_authority(tmp_path_factory.mktemp("ours"))
 
 
@@ -82,7 +82,7 @@ def way(request: pytest.FixtureRequest) -> str:
 def make_pool(
     shared_daemon: Callable[[PoolOptions], Daemon], loop_thread: LoopThread, tmp_path: Path
 ) -> Iterator[Callable[[str, PoolOptions], Pool]]:
-    """Opens pools; when the test ends each must be at rest, whole, and is emptied."""
+    """A function that opens pools; at the end each must be at rest and whole, and is emptied."""
     pools: list[Pool] = []
     with contextlib.ExitStack() as nodes:
 
@@ -123,8 +123,8 @@ def deep_pool(way: str, make_pool: Callable[[str, PoolOptions], Pool]) -> Pool:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients wait for what a node says at a call's deadline, and report damage to it, also when
-    somebody has stood still meanwhile."""
+    """Clients wait for a node's answer at a call's deadline, and report damage to it, even if the
+    node or this process was stopped for a while."""
     for module in (
         "deadlines",
         "connection.node_link",

@@ -1,4 +1,4 @@
-"""What operators copy, read for tests: manifests as data, and `tiffin` commands inside of text."""
+"""The files that operators copy: manifests as data, and the `tiffin` commands inside text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KUBERNETES = DEPLOY / "kubernetes"
 COMPOSE = DEPLOY / "docker-compose.yaml"
 MANIFESTS = [COMPOSE, *sorted(KUBERNETES.glob("*.yaml"))]
 
-# What a node needs beyond its DRAM tier: itself, its index, and probes and drain beside it.
+# Memory of a node beyond its DRAM tier: the process, its index, and the probe and drain commands.
 NODE_BYTES = 512 << 20
 FLUSH_S = NodeOptions(1 << 20).flush_s
 
@@ -43,7 +43,7 @@ def program() -> Any:
 
 
 def check(words: Sequence[str]) -> None:
-    """Raises what a usage error raises unless `tiffin` takes these words. Runs nothing."""
+    """Raises a usage error unless `tiffin` accepts these words. Runs nothing."""
     command, rest = program(), list(words)
     while hasattr(command, "commands"):
         name, rest = rest[0], rest[1:]
@@ -74,7 +74,7 @@ def commands_in(value: Any) -> list[list[str]]:
 
 
 def option(words: Sequence[str], name: str, default: str = "") -> str:
-    """What stands after `--name=` or `--name`."""
+    """The value after `--name=` or `--name`."""
     for word, after in zip(words, [*words[1:], ""], strict=True):
         if word.startswith(f"{name}="):
             return word.removeprefix(f"{name}=")
@@ -179,6 +179,6 @@ def compose_nodes() -> dict[str, Any]:
 
 
 def memory_bytes(text: str) -> int:
-    """Bytes of what Compose and Redis write with `m`, `mb`, `g`, `gb`: they count in 1024."""
+    """The bytes of a size of Compose or Redis in `m`, `mb`, `g`, `gb`, which are powers of 1024."""
     number, unit = re.fullmatch(r"(\d+)([mg])b?", text).groups()  # type: ignore[union-attr]
     return parse_bytes(f"{number}{unit}iB")

@@ -1,8 +1,8 @@
-"""Examples of the documentation: where they are, and a stage on which they run as they stand.
+"""Examples of the documentation: their places, and a stage on which they run as written.
 
-An example names machines, folders and sizes that are not here. `Stage.here` puts what is here in
-their place, and nothing else of it is changed: an address of a server becomes a port of this
-machine, `/etc/tiffin` a folder with the files that the pages describe, 64 GiB a few MiB.
+An example names machines, folders and sizes that a test machine does not have. `Stage.here`
+replaces these and nothing else: a server's address becomes a port of this machine, `/etc/tiffin` a
+folder with the files that the pages describe, 64 GiB a few MiB.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ START_S = 60.0
 
 
 def fences(page: Path, language: str) -> list[str]:
-    """What stands in a page's fences of one language."""
+    """The contents of a page's code fences of one language."""
     found = FENCE.findall(page.read_text(encoding="utf-8"))
     return [code for kind, code in found if kind == language]
 
@@ -51,13 +51,13 @@ def fences(page: Path, language: str) -> list[str]:
 
 
 def entry_points() -> dict[str, str]:
-    """Of every package that adds commands: where they are."""
+    """The entry points of every package that adds commands."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return dict(project["entry-points"]["tiffin.commands"])
 
 
 def program() -> Any:
-    """`tiffin` with the commands of every package, as click has it."""
+    """`tiffin` with the commands of every package, as a click command."""
     app = typer.Typer(name="tiffin")
     app.callback()(lambda: None)
     for where in entry_points().values():
@@ -67,7 +67,7 @@ def program() -> Any:
 
 
 def leaves(command: Any, path: tuple[str, ...] = ("tiffin",)) -> Iterator[tuple[str, Any]]:
-    """All that can be run, by what is typed; groups among them, as `tiffin conductor` is one."""
+    """All runnable commands, by name; groups such as `tiffin conductor` may be among them."""
     if command.callback is not None and len(path) > 1:
         yield " ".join(path), command
     for name, inner in getattr(command, "commands", {}).items():
@@ -75,7 +75,7 @@ def leaves(command: Any, path: tuple[str, ...] = ("tiffin",)) -> Iterator[tuple[
 
 
 def parse(command: list[str]) -> None:
-    """Whether `tiffin` understands it, without doing it. Raises click's UsageError."""
+    """Parse a `tiffin` command without running it. Raises click's UsageError."""
     root = program()
     for _, one in leaves(root):
         one.callback = lambda *_, **__: None
@@ -87,7 +87,7 @@ def parse(command: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Example:
-    """A command, and where it stands first."""
+    """A command, and the first place where it occurs."""
 
     where: str
     command: str
@@ -121,7 +121,7 @@ def _pages() -> Iterator[Example]:
 
 
 def _lines(code: str) -> Iterator[str]:
-    """Whole commands: lines that go on are put together, comments and `&` left out."""
+    """Whole commands: continued lines are joined, comments and `&` left out."""
     for line in re.sub(r"\\\n\s*", "", code).splitlines():
         plain = re.sub(r"\s+#.*$", "", line).removesuffix("&").strip()
         if plain and not plain.startswith("#"):
@@ -148,12 +148,12 @@ class Stage:
             (folder / name).mkdir(parents=True)
 
     def close(self) -> None:
-        """End what was started for examples."""
+        """End the servers that were started for examples."""
         self._stack.close()
 
     @property
     def environment(self) -> dict[str, str]:
-        """With commands of this checkout, and everything that a process leaves in the folder."""
+        """An environment with this checkout's commands; processes write into the folder only."""
         if not self._environment:
             info = self.folder / "installed" / "tiffin-0.1.0.dist-info"
             info.mkdir(parents=True)
@@ -177,7 +177,7 @@ class Stage:
 
     @property
     def redis(self) -> RedisServer:
-        """The one that examples have at 10.0.0.1."""
+        """The Redis that examples have at 10.0.0.1."""
         if self._redis is None:
             self._redis = self._stack.enter_context(RedisServer(self.folder))
         return self._redis
@@ -187,7 +187,7 @@ class Stage:
         return self._ports.setdefault(name, free_port())
 
     def here(self, text: str) -> str:
-        """An example, or a file of one, with what is here in place of what is not."""
+        """An example, or one of its files, with this machine's addresses, folders and sizes."""
         text = text.replace("10.0.0.0/24", "127.0.0.0/24").replace("$TMP", str(self.folder))
         if "redis://10.0.0.1" in text:
             text = re.sub(r"redis://10\.0\.0\.1(:6379)?", f"redis://{self.redis.address}", text)
@@ -202,12 +202,12 @@ class Stage:
         return re.sub(r"\b\d+[GT]iB\b", "16MiB", text)
 
     def keep(self, text: str) -> str:
-        """What a server of the stage printed: its ports are those of this machine already."""
+        """The output of a server of the stage, whose ports `here` must not replace again."""
         self._ports |= {port: int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", text)}
         return text
 
     def file(self, name: str, content: str = "") -> Path:
-        """A file that an example reads, as only its owner may; a secret if nothing is given."""
+        """A file for an example, readable by its owner only; without `content`, a secret."""
         path = self.folder / name
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -219,7 +219,7 @@ class Stage:
         return path
 
     def files(self) -> None:
-        """All that the pages name in `/etc/tiffin`, with what they show of it."""
+        """All files that the pages name in `/etc/tiffin`, with the content that they show."""
         self.file("etc/tiffin/token")
         router = self.file("etc/tiffin/conductor").read_text().strip()
         self.file("etc/tiffin/conductor-tokens", f"schedule,read {router}\n")
@@ -234,12 +234,12 @@ class Stage:
         self.file("etc/tiffin/llama-3-8b.schema.json", schema.canonical_bytes().decode())
 
     def command(self, example: str) -> list[str]:
-        """What to start for an example of `tiffin` or `python`."""
+        """The command line for an example of `tiffin` or `python`."""
         program, *rest = shlex.split(self.here(example))
         return [*TIFFIN, *rest] if program == "tiffin" else [sys.executable, *rest]
 
     def run(self, example: str) -> str:
-        """Run one that ends well; what it printed."""
+        """Run an example, which must succeed; returns its output."""
         done = subprocess.run(
             self.command(example), env=self.environment, cwd=self.folder, capture_output=True,
             text=True, timeout=START_S, check=False,
@@ -249,7 +249,7 @@ class Stage:
 
     @contextmanager
     def serving(self, example: str) -> Iterator[None]:
-        """Run one that has no end of its own, and says nothing."""
+        """Run an example that does not end by itself and prints nothing."""
         with subprocess.Popen(
             self.command(example), env=self.environment, cwd=self.folder
         ) as process:
@@ -263,9 +263,9 @@ class Stage:
     def running(
         self, example: str, says: str, *, more: str = "", terminal: bool = False
     ) -> Iterator[str]:
-        """Run one that serves, from when its output matches `says`; what it printed until then. It
-        has to end well when it is interrupted. `more`: options beyond the example's own.
-        `terminal`: it is told that its output is one."""
+        """Run an example that serves; enters when its output matches `says`, with that output. On
+        SIGINT it has to exit with 0. `more`: options beyond the example's own. `terminal`: set
+        variables that make it treat its output as a terminal."""
         shown = {"FORCE_COLOR": "1", "TERM": "xterm"} if terminal else {}
         log = self.folder / f"log-{next(self._numbers)}"
         with (
@@ -290,8 +290,8 @@ class Stage:
 
 
 def _interrupt(process: subprocess.Popen[bytes], again_s: float) -> int:
-    """Ctrl-C, and what it ends with. Python loses one that comes in a finaliser, so
-    whoever sits at a terminal presses it again; servers, which wait for the signal, get one."""
+    """Send Ctrl-C; returns the exit status. Python loses an interrupt that comes in a finaliser, so
+    it is sent again after `again_s`, as a user at a terminal would."""
     give_up = time.monotonic() + START_S
     while True:
         process.send_signal(signal.SIGINT)

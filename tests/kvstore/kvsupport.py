@@ -1,4 +1,4 @@
-"""What the store's tests share: contents derived from keys, nodes and daemons."""
+"""Shared by the store's tests: contents derived from keys, nodes and daemons."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ EXTENT = SCHEMA.extent_bytes  # two pages: one of header, half a one of payload
 DRAM_BLOCKS = 16
 NVME_BLOCKS = 48
 
-# Long enough that a loaded machine is not taken for a hang, short enough to notice one.
+# Long enough that a loaded machine does not count as a hang, short enough to notice one.
 SLACK_S = 8.0
 
 _numbers = itertools.count(1)
@@ -60,8 +60,8 @@ _numbers = itertools.count(1)
 
 
 def damage(view: Bytes, at: int) -> None:
-    """Flip a bit of shared memory that this process may have mapped to be read only, as another
-    process could that has it mapped to be written."""
+    """Flip a bit of shared memory that this process may have mapped read-only, as another process
+    with a writable mapping could."""
     address = int(view.__array_interface__["data"][0]) + at
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, offset, _, inode, *_ = line.split()
@@ -111,7 +111,7 @@ def payloads_of(prefix: Prefix) -> list[Bytes]:
 
 
 def assert_right(blocks: Sequence[Any], prefix: Prefix) -> None:
-    """Whatever was served is what belongs to its key."""
+    """Every served block has the bytes of its key."""
     for block, key in zip(blocks, prefix.keys, strict=False):
         assert np.array_equal(block.bytes, payload_of(key, prefix.schema)), key.hex()
 
@@ -155,16 +155,16 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = SLACK
 
 
 def open_files() -> collections.Counter[str]:
-    """What this process has open, by what it is: sockets alike."""
+    """The open descriptors of this process, counted by target; all sockets count as one target."""
     found: collections.Counter[str] = collections.Counter()
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one of this listing
+        with contextlib.suppress(OSError):  # the descriptor of this listing
             found[os.readlink(f"/proc/self/fd/{number}").partition(":[")[0]] += 1
     return found
 
 
 def await_closed(before: collections.Counter[str]) -> None:
-    """Until no more files are open than `before`; fails with what they are."""
+    """Wait until no more files are open than `before`; fails with the ones left."""
     try:
         wait_until(lambda: open_files().total() <= before.total(), "files are closed")
     except AssertionError as error:
@@ -181,12 +181,12 @@ def within(timeout_s: float, what: str) -> Iterator[None]:
 
 
 def skip_time(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """For nodes in this process it is so much later from now on: what ends by then has ended."""
+    """Advance the time of nodes in this process: leases and deadlines until then have ended."""
     monkeypatch.setattr("tiffin.kvstore.node.node._now", lambda: time.monotonic() + seconds)
 
 
 def stop_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For nodes in this process no time passes any more: no lease and no deadline ends."""
+    """Stop the time of nodes in this process: no lease and no deadline ends."""
     now = time.monotonic()
     monkeypatch.setattr("tiffin.kvstore.node.node._now", lambda: now)
 
@@ -227,12 +227,12 @@ def assert_conserved(numbers: dict[str, Any]) -> None:
 
 
 def held_bytes(numbers: dict[str, Any]) -> int:
-    """What all sessions hold."""
+    """How many bytes all sessions hold."""
     return sum(session["held_bytes"] for session in numbers["sessions"])
 
 
 def is_quiet(numbers: dict[str, Any]) -> bool:
-    """Nobody holds, writes, waits for or moves anything."""
+    """Nothing is held, written, waited for or moved."""
     tiers = numbers["tiers"].values()
     return (
         held_bytes(numbers) == 0
@@ -353,8 +353,8 @@ class Daemon:
 
 
 class Worker:
-    """A script of this folder as a process: it says a line at a time, and is told words. It is
-    killed at the end of a `with` block."""
+    """A script of this folder as a process: it reads words and prints a line for each. It is killed
+    at the end of a `with` block."""
 
     def __init__(self, script: str, folder: Path, *arguments: object) -> None:
         """`folder`: that of `command_environment`."""
@@ -371,7 +371,7 @@ class Worker:
         return self._process.stdout.readline().strip()
 
     def ask(self, word: str) -> str:
-        """Tell it a word; what it says to that."""
+        """Send it a word; returns its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
@@ -426,7 +426,7 @@ class PoolOptions:
 
 
 class LoopThread:
-    """One asyncio loop in a thread of its own, to which tests hand coroutines."""
+    """One asyncio loop in a thread of its own, which runs the tests' coroutines."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -434,7 +434,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, awaitable: Any) -> Any:
-        """Its result; plain values are returned as they are."""
+        """The awaitable's result; plain values are returned unchanged."""
         if not inspect.isawaitable(awaitable):
             return awaitable
 
@@ -444,7 +444,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(wait(), self.loop).result(60)
 
     def call(self, action: Callable[..., Any], *arguments: Any) -> Any:
-        """Call `action` in the loop's thread, and await what it returns if that can be."""
+        """Call `action` in the loop's thread, and await its result if it is awaitable."""
 
         async def wait() -> Any:
             result = action(*arguments)

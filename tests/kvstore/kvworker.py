@@ -2,7 +2,7 @@
 
     kvworker.py write SOCKET NAMESPACE BLOCKS     reserves, writes half of each block, says `ready`
     kvworker.py read SOCKET NAMESPACE BLOCKS      leases, says `ready`
-    kvworker.py fuzz SOCKET SEED COUNT            sends frames that no client would send
+    kvworker.py fuzz SOCKET SEED COUNT            sends invalid frames
     kvworker.py nursery SOCKET FILE SEED          forks workers on command; see `Nursery`
 
 `write` and `read` then wait for lines: `scribble` overwrites what was reserved, `commit` commits it
@@ -81,7 +81,7 @@ def read(path: str, namespace: str, blocks: str) -> None:
     sys.stdin.readline()
 
 
-# -- frames that no client would send --------------------------------------------------------------
+# -- invalid frames --------------------------------------------------------------------------------
 
 
 def fuzz(path: str, seed: str, count: str) -> None:
@@ -97,7 +97,7 @@ def fuzz(path: str, seed: str, count: str) -> None:
             sock.close()
             sock = None
         except BlockingIOError:
-            continue  # no answer yet; that is the node's right
+            continue  # no answer yet, which is allowed
         except OSError:
             sock.close()
             sock = None
@@ -168,7 +168,7 @@ def _request(dice: random.Random) -> list[Any]:
 
 
 def prompts() -> list[Prefix]:
-    """Half of them share their first two blocks with their neighbour."""
+    """All prompts; the first two share their first two blocks."""
     found = []
     for number in range(PROMPTS):
         tokens = np.arange(PROMPT_BLOCKS * CAMPAIGN.block_tokens)
@@ -235,7 +235,7 @@ class Worker:
 def nursery(path: str, file: str, _: str) -> None:
     """For each line `PLACE SEED FATE`, fork a worker and say its pid. Forking costs a millisecond
     where starting Python and its imports costs half a second."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
     with open(file, "r+b") as counters_file:
         counters = mmap.mmap(counters_file.fileno(), 0)
     say("ready")

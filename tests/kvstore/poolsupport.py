@@ -45,21 +45,21 @@ LARGE = KVSchema.gqa(
     model="large", layers=4, kv_heads=4, head_dim=64, dtype="bfloat16", block_tokens=64
 )
 PUBLISHING = PublisherOptions(poll_s=0.002, heartbeat_s=0.2)
-# Longer than anything stands still: in these tests no node is taken for dead.
+# Longer than any delay: in these tests no live node counts as dead.
 REGISTRATION_TTL_S = 60.0
 
 _numbers = itertools.count(1)
 
 
 class Network(Relay):
-    """A relay that can go silent after so many more bytes."""
+    """A relay that can stop forwarding after so many more bytes."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self._left = {"from": float("inf"), "to": float("inf")}
         super().__init__(target)
 
     def stall_after(self, nbytes: int, direction: str = "from") -> None:
-        """Go silent once so many more bytes came from the node, or went to it; `resume` ends it."""
+        """Stop forwarding after so many more bytes from the node, or to it; `resume` ends it."""
         self._left[direction] = nbytes
 
     def resume(self) -> None:
@@ -72,7 +72,7 @@ class Network(Relay):
         super()._pump(watched, sink, counted)
 
     def count(self, nbytes: int, direction: str) -> None:
-        """So many bytes have come."""
+        """Count bytes of one direction, and pause at the limit."""
         self._left[direction] -= nbytes
         if self._left[direction] <= 0:
             self.pause()
@@ -96,7 +96,7 @@ class _Counted:
 
 
 class Flaky(EmbeddedDirectory):
-    """A handle of a directory that can be away."""
+    """A handle of a directory that a test can make unavailable."""
 
     away = False
 
@@ -143,13 +143,13 @@ class Member:
         return told
 
     def put(self, prefix: Prefix) -> Prefix:
-        """Store the right bytes here and nowhere else."""
+        """Store the right bytes in this node only."""
         with Client.attach(self.node) as client:
             assert client.put(prefix, payloads_of(prefix)).complete
         return prefix
 
     def has(self, prefix: Prefix) -> list[bool]:
-        """Which blocks are here."""
+        """Which blocks this node has."""
         return [bool(flag) for flag in self.node.exists(prefix.key_bytes)]
 
     def flip(self, prefix: Prefix, at: int = 100) -> None:
@@ -159,11 +159,11 @@ class Member:
         self.node.dram.region.array[replica.offset + prefix.schema.header_bytes + at] ^= 1
 
     def hang_up(self) -> None:
-        """Its port is closed; the directory does not know."""
+        """Close the node's port; the directory does not notice."""
         self._port.close()
 
     def stop(self) -> None:
-        """It leaves as a daemon does that is stopped."""
+        """Leave the pool, as a daemon does on SIGTERM."""
         self._stack.close()
 
     def counters(self) -> dict[str, int]:
@@ -172,7 +172,7 @@ class Member:
 
 
 class Cluster:
-    """Nodes in this process, and one directory of theirs."""
+    """Nodes in this process, and their directory."""
 
     def __init__(self, credentials: Credentials | None = None) -> None:
         self.name = f"cluster-{os.getpid()}-{next(_numbers)}"
@@ -194,7 +194,7 @@ class Cluster:
         core: CoreOptions | None = None,
         **options: Any,
     ) -> Member:
-        """One more node, with DRAM for so many blocks."""
+        """Start one more node, with DRAM for so many blocks."""
         dram_bytes = blocks * schema.extent_bytes
         core = core or CoreOptions()
         node_options = NodeOptions(dram_bytes, prefault=False, core=core, **options)
@@ -214,7 +214,7 @@ class Cluster:
         name: str = "client",
         **numbers: Any,
     ) -> PoolClient:
-        """A client; closed with the cluster, if the test does not."""
+        """A client; closed with the cluster if the test does not close it."""
         members = members or EmbeddedDirectory.named(f"default:{self.name}")
         driver = VerbDriver(members, credentials or self.credentials, name, PoolOptions(**numbers))
         link, number = None, None
@@ -232,17 +232,17 @@ class Cluster:
         return client
 
     def flaky(self) -> Flaky:
-        """A handle of the directory that can be taken away."""
+        """A handle of the directory that can be made unavailable."""
         handle = Flaky.__new__(Flaky)
         handle._open(self.directory._state)
         return handle
 
     def forge(self, number: int, prefix: Prefix) -> None:
-        """Tell the directory that a node has these blocks."""
+        """Publish to the directory that a node has these blocks."""
         self.directory.publish(number, list(prefix.keys), [], 1)
 
     def settle(self) -> None:
-        """Wait until the directory knows what the nodes have."""
+        """Wait until the directory has all of the nodes' blocks."""
 
         def told() -> bool:
             with self.directory._state.lock:
@@ -255,11 +255,11 @@ class Cluster:
         wait_until(told, "the directory is told")
 
     def remember(self, *members: Member) -> None:
-        """Only these are waited for from here on."""
+        """From now on `settle` and `quiet` cover only these nodes."""
         self.members = {member.name: member for member in members}
 
     def quiet(self) -> None:
-        """Nobody holds or moves anything, and nothing is lost."""
+        """Nothing is held or moved, and nothing is lost."""
         for member in self.members.values():
             with contextlib.suppress(AssertionError):
                 wait_until(lambda m=member: is_quiet(m.node.statistics()), "it is at rest")
@@ -279,8 +279,8 @@ def holders(cluster: Cluster, prefix: Prefix) -> list[list[str]]:
 
 
 class Held:
-    """Something that happens in the middle of a call: `reached` when the call is there, and it goes
-    on with `go`."""
+    """Holds a call in its middle: `reached` is set when the call is there, and `go` continues
+    it."""
 
     def __init__(self, action: Callable[..., Any]) -> None:
         self._action = action
@@ -293,14 +293,14 @@ class Held:
 
 
 def check(client: PoolClient, prefix: Prefix) -> None:
-    """All of it is there, and right."""
+    """All blocks of the prefix are there, and right."""
     with client.get(prefix) as blocks:
         assert blocks.complete, blocks
         assert_right(blocks, prefix)
 
 
 def fill(member: Member, blocks: int) -> list[Prefix]:
-    """Leave no room: pinned prompts of one block."""
+    """Take the room of so many blocks: prompts of one block, pinned."""
     prefixes = [member.put(fresh_prefix(1, LARGE)) for _ in range(blocks)]
     with Client.attach(member.node) as client:
         assert all(client.pin(prefix, hard=True) for prefix in prefixes)
@@ -308,6 +308,6 @@ def fill(member: Member, blocks: int) -> list[Prefix]:
 
 
 def state_of(client: PoolClient) -> Home:
-    """What a client knows of the node at home."""
+    """A client's state of its home node."""
     assert client._home is not None
     return client._home

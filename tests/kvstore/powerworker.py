@@ -1,4 +1,4 @@
-"""A process whose machine loses power: `python powerworker.py DIRECTORY`, a file system of its own.
+"""A process whose disk loses power: `python powerworker.py DIRECTORY`, a separate file system.
 
 It puts BLOCKS blocks to the disk, removes the first REMOVED of them, and then the file system of
 DIRECTORY stops as at a power cut: what was not flushed is gone. Needs root, and ext4.

@@ -1,11 +1,11 @@
-"""A reader in a process of its own, which looks at what it has mapped, and goes wrong.
+"""A reader in a process of its own, which prints its mappings, or writes where it must not.
 
     readonlyworker.py URL NAMESPACE BLOCKS VERB
 
 The prompt's blocks are read by the synchronous and the asyncio client, as leases and as a stream.
-Then `look` prints what this process has of the node's memory, stores another prompt, and prints it
-again. `native`, `numpy`, `torch` and `stream` write to a block through its view: they do not return
-if that is memory which can't be written. `poor` is without descriptors when it wants to write.
+Then `look` prints this process's mappings of the node's memory, stores another prompt, and prints
+them again. `native`, `numpy`, `torch` and `stream` write to a block through its view: they do not
+return if that memory can't be written. `poor` has no free descriptors when it starts to write.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read(client: Client, prefix: Prefix) -> None:
 
 
 def scribble(view: Any, verb: str) -> None:
-    """One operation in place on what somebody leased."""
+    """One operation in place on a leased block."""
     if verb == "torch":
         import torch
 

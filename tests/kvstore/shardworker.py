@@ -2,8 +2,9 @@
 
     shardworker.py URL NAMESPACE BLOCKS RANK RANKS
 
-Reserves its slice, writes half of it and says `ready`; waits for a line; writes the rest, commits,
-and says what became of its blocks: `stored`, `pending`, `refused` or `stale`. Then it waits again.
+Reserves its slice, writes half of it and prints `ready`; waits for a line; writes the rest,
+commits, and prints the result of its blocks: `stored`, `pending`, `refused` or `stale`. Then it
+waits again.
 """
 
 from __future__ import annotations

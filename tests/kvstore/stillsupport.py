@@ -1,4 +1,4 @@
-"""Nodes that stand still in the middle of something, and how long calls took beside them."""
+"""Nodes that stop in the middle of a call, and the time that calls to them take."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """Notices when this process stands still, as a busy machine makes it: that is no time that a
-    call has taken."""
+    """Measures when a busy machine stops this process: that time does not count as a call's."""
 
     _NAP_S = 0.004
 
@@ -37,14 +36,14 @@ class Watch:
             last = now
 
     def took_s(self, began: float, ended: float) -> float:
-        """How long that was, without what this process stood still of it."""
+        """The time from `began` to `ended`, without the time for which this process was stopped."""
         spans = list(self._still)
         still = (max(0.0, min(ended, until) - max(began, since)) for since, until in spans)
         return ended - began - sum(still)
 
     @contextlib.contextmanager
     def within(self, limit_s: float, what: str) -> Iterator[None]:
-        """The block takes no longer."""
+        """The `with` block must not take longer."""
         began = time.monotonic()
         yield
         took_s = self.took_s(began, time.monotonic())
@@ -56,9 +55,9 @@ class Watch:
 
 
 class StandingStill:
-    """Between a client and a node's socket or port: carries bytes and descriptors until one of
-    these words passes on its way to the node, and from then on nothing, as a node that is stopped
-    right there; `go_on` lets it all arrive."""
+    """A relay between a client and a node's socket or port. It forwards bytes and descriptors until
+    a chosen word passes on its way to the node, and then nothing, like a node that is stopped at
+    that point; `go_on` forwards all that was held."""
 
     def __init__(self, target: str | tuple[str, int]) -> None:
         self._target = target
@@ -80,26 +79,26 @@ class StandingStill:
         self._start(self._accept)
 
     def at(self, *words: bytes) -> None:
-        """Stand still when one of these comes."""
+        """Stop when one of these words comes."""
         self._words = words
 
     def now(self) -> None:
-        """Stand still."""
+        """Stop now."""
         self._flowing.clear()
 
     def go_on(self) -> None:
-        """Nothing is lost."""
+        """Forward again, without loss."""
         self._words = ()
         self._flowing.set()
 
     @property
     def connections(self) -> int:
-        """How many were made so far."""
+        """How many connections were made so far."""
         return len(self._ends) // 2
 
     @property
     def stands(self) -> bool:
-        """Whether it does."""
+        """Whether it is stopped."""
         return not self._flowing.is_set()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of streams between machines share."""
+"""Shared by the tests of streams between machines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def publish(slots: Any, *layers: int) -> None:
 
 
 def check(cluster: Cluster, prefix: Prefix) -> None:
-    """All of it is there, and right."""
+    """All blocks of the prefix are there, and right."""
     cluster.settle()
     with cluster.open().get(prefix) as blocks:
         assert blocks.complete, blocks
@@ -46,7 +46,7 @@ def ahead_threads() -> list[str]:
 
 
 class Counted:
-    """The bytes that pass a member's network, from and to the node."""
+    """Counts the bytes that pass a member's network, from and to the node."""
 
     def __init__(self, member: Member) -> None:
         assert member.network is not None

@@ -3,9 +3,9 @@
     streamworker.py write URL NAMESPACE BLOCKS
     streamworker.py read URL NAMESPACE BLOCKS
 
-`write` reserves, says `ready`, and obeys lines: `layer N` writes and publishes one, `commit`,
-`abort`; it says `done` to each. `read` says `blocks N`, then `layer N right` (or `wrong`) for each
-layer it gets, and in the end `end`, or the name of the error.
+`write` reserves, prints `ready`, and carries out lines: `layer N` writes and publishes one,
+`commit`, `abort`; it answers `done` to each. `read` prints `blocks N`, then `layer N right` (or
+`wrong`) for each layer it gets, and in the end `end`, or the name of the error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fill(slots: Any, layer: int) -> None:
 
 
 def is_right(layer: StreamedLayer, prefix: Prefix) -> bool:
-    """Whether a layer of every block is what belongs to its key."""
+    """Whether a layer of every block has the bytes of its key."""
     schema = prefix.schema
     for block, key in zip(layer.blocks, prefix.keys, strict=False):
         right = payload_of(key, schema)

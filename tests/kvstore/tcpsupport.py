@@ -1,4 +1,4 @@
-"""What tests of TCP share: a relay that delays bytes or cuts connections, and a plain write."""
+"""Shared by tests of TCP: a relay that delays bytes or cuts connections, and a plain write."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Relay:
         """End all connections, stop listening, and join all threads."""
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
-        self._threads[0].join()  # from here on there are no new connections
+        self._threads[0].join()  # from now on there are no new connections
         self._listening.close()
         self.resume()
         self.cut()

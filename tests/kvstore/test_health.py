@@ -73,7 +73,7 @@ def test_probes_get_rarer() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.sampled_from(["fail", "late", "answer", "ask"]))))
 def test_a_probe_is_due_within_the_longest_rest(events: list[tuple[float, str]]) -> None:
-    """Whatever happened: what failed is asked again, and what is well is always asked."""
+    """After any events, a failed node is asked again, and a healthy node is always asked."""
     health, now = Health(), 0.0
     for after_s, event in events:
         now += after_s

@@ -1,6 +1,6 @@
-"""Quantised blocks through a pool: values and scales where the schema says, and never another's.
+"""Quantised blocks through a pool: values and scales by the schema, never those of another schema.
 
-Blocks are quantised here in plain NumPy, so that what the kernels write is not judged by itself.
+Blocks are quantised here in plain NumPy, so that the tests do not depend on the kernels.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def quantised(numbers: np.ndarray, dtype: str, scale_tokens: int) -> tuple[np.nd
 
 
 def payload(schema: KVSchema, seed: int) -> np.ndarray:
-    """A block, put together head by head."""
+    """A block, assembled head by head."""
     pieces = []
     for layer, spec in enumerate(schema.layers):
         for part in spec.parts:

@@ -1,4 +1,4 @@
-"""What others are shown of what somebody wrote: text, and never a command to their terminal."""
+"""Names and messages of other clients are shown as text, never as control codes of a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the token proves, byte for byte: docs/security.md, without our code."""
+"""The proofs of the token, byte for byte, by docs/security.md, without Tiffin's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every verb of any client, with arguments that are good."""
+"""Every verb of any client, with valid arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOOD: dict[str, Any] = {
     "statistics": {},
     "nodes": {},
     "replicate": {"prefix": PREFIX, "to": [999]},
-    "evacuate": {"node": 999},  # nobody
+    "evacuate": {"node": 999},  # no node has this number
 }
 
 

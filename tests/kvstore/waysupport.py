@@ -1,4 +1,4 @@
-"""The ways to a pool, behind one face: what a client promises is tested once for all of them."""
+"""The ways to a pool behind one interface: a client's promises are tested once for all of them."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count(1)
 
-# Of a node in this process; of a daemon's process; of a node behind its network port; and of two
-# nodes, one of which is at home.
+# Clients of a node in this process; of a daemon; of a node behind its network port; and of two
+# nodes, one of which is home.
 KINDS = ("embedded", "daemon", "network", "pool")
 WAYS = tuple(f"{client}-{kind}" for client in ("sync", "asyncio") for kind in KINDS)
-# Where views and slots are the node's own memory, so that a client holds leases.
+# The ways in which views and slots are the node's own memory, so that a client holds leases.
 IN_PLACE_WAYS = tuple(way for way in WAYS if not way.endswith("network"))
 
 
@@ -64,7 +64,7 @@ class TwoNodes:
     """A pool of two nodes in this process. `home` is read in place, and takes what is put; `far` is
     being drained, so that it takes nothing but what `put_far` gives it."""
 
-    HEARTBEAT_S = 3600.0  # so that nobody learns of the moments when `far` takes something
+    HEARTBEAT_S = 3600.0  # so that no heartbeat publishes the moments when `far` takes a put
     PUBLISHING = PublisherOptions(poll_s=0.002, heartbeat_s=HEARTBEAT_S)
 
     def __init__(self, options: PoolOptions, folder: Path) -> None:
@@ -95,7 +95,7 @@ class TwoNodes:
         return node
 
     def open(self, name: str, verify: Any = "always", admission: str = "never") -> ManyClient:
-        """A client that has `home` at home."""
+        """A client whose home is `home`."""
         members = EmbeddedDirectory.named(f"default:{self._name}")
         driver = VerbDriver(members, Credentials(), f"{name} from afar")
         number = HomeNumber(driver.nodes, host_id(), f"/nowhere/{self._name}/home")
@@ -113,7 +113,7 @@ class TwoNodes:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until the directory knows what the nodes have."""
+        """Wait until the directory has all of the nodes' blocks."""
 
         def told() -> bool:
             registered = list(self.directory._state.registrations.values())
@@ -165,7 +165,7 @@ class Held:
 
 
 class PoolClient:
-    """A client of either kind under the synchronous verbs; notes what it put, for cleaning up."""
+    """A client of either kind with the synchronous verbs; records what it put, for cleaning up."""
 
     def __init__(self, pool: Pool, raw: Any, loop: LoopThread | None) -> None:
         self.pool = pool
@@ -208,14 +208,14 @@ class PoolClient:
         return removed
 
     def statistics(self, **keywords: Any) -> Any:
-        """Of the node that takes what is put."""
+        """The statistics of the node that takes puts."""
         numbers = self._run("statistics", **keywords)
         if self.pool.kind == "pool":
             return numbers["nodes"]["home"]
         return next(iter(numbers["nodes"].values())) if self.pool.kind == "network" else numbers
 
     def call(self, request: Any, timeout_s: float = 5.0) -> Any:
-        """A message as it is, past the verbs."""
+        """Send a message directly, without the verbs."""
         if self.pool.kind == "pool":
             return self._home.call(request, timeout_s)
         result = self.raw._link.call(request, timeout_s)
@@ -223,7 +223,7 @@ class PoolClient:
 
     @property
     def mapping(self) -> Mapping:
-        """The DRAM of the node that takes what is put, as this client maps it."""
+        """The DRAM of the node that takes puts, as this client maps it."""
         link = self._home if self.pool.kind == "pool" else self.raw._link
         mapping: Mapping = link.mapping
         return mapping
@@ -234,7 +234,7 @@ class PoolClient:
 
     @property
     def memory(self) -> Bytes:
-        """The same, to be written past all rules; of a client that maps nothing, the node's own."""
+        """The same, to be damaged by tests; for a client that maps nothing, the node's own."""
         node = self.pool.node
         return self.mapping.writable() if node is None else node.dram.region.array
 
@@ -257,7 +257,7 @@ class Pool:
     def __init__(self, way: str, host: Host, options: PoolOptions, loop: LoopThread):
         self.way = way
         self.kind = way.partition("-")[2]
-        # Whether views and slots are the node's memory, so that who holds them holds a lease.
+        # Whether views and slots are the node's memory, so that holding them holds a lease.
         self.in_place = way in IN_PLACE_WAYS
         self.host = host
         self.options = options
@@ -274,7 +274,7 @@ class Pool:
 
     @property
     def node(self) -> Node | None:
-        """The node that takes what is put, if it is in this process."""
+        """The node that takes puts, if it is in this process."""
         match self.host:
             case Node():
                 return self.host
@@ -332,12 +332,12 @@ class Pool:
         return prefix
 
     def settle(self) -> None:
-        """Wait until a directory, if there is one, knows what its nodes have."""
+        """Wait until the directory, if there is one, has all of its nodes' blocks."""
         if isinstance(self.host, TwoNodes):
             self.host.settle()
 
     def hold(self, prefix: Prefix) -> Any:
-        """Store it and keep it from being evicted until `release()`."""
+        """Store it and protect it from eviction until `release()`."""
         self.put(prefix)
         if self.in_place:
             return self.client.get(prefix)
@@ -375,7 +375,7 @@ class Pool:
         return found
 
     def finish(self) -> None:
-        """Whatever a test did: nothing is lost, and the pool is as empty as before."""
+        """After any test: nothing is lost, and the pool is as empty as before."""
         for client in self._clients[1:]:
             client.close()
         for prefix in self.touched:

@@ -14,7 +14,7 @@ import pytest
 from tiffin.messenger.tcp import tcp_client
 from tiffin.messenger.testing import eventually
 
-# As in tests/conftest.py: helpers of these tests, under a name that nothing else has.
+# As in tests/conftest.py: helpers of these tests, under module names that are used nowhere else.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from netsupport import Server, descriptors, serving
@@ -22,7 +22,7 @@ from netsupport import Server, descriptors, serving
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Threads that serve the whole process, once there was work for them.
+# Threads that serve the whole process, started when they are first needed.
 STAYS = ("tiffin-copy", "tiffin-uninterrupted")
 
 

@@ -1,4 +1,4 @@
-"""A device that is not there: its lanes run late, in any order that their events allow.
+"""A simulated device: its lanes run late, in any order that their events allow.
 
 Memory is the host's and bytes are moved for real, so that a missing wait is a wrong byte.
 """
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class SimulatedEvent:
-    """Comes when its lane has reached it."""
+    """Is done when its lane has reached it."""
 
     def __init__(self, device: SimulatedLanes) -> None:
         self.device = device
         self.come = False
 
     def query(self) -> bool:
-        """Every look lets the device take a few steps, so that waiting ends."""
+        """Every query lets the device take a few steps, so that waiting ends."""
         for _ in range(4):
             if not self.come:
                 self.device.step()
@@ -46,9 +46,9 @@ class SimulatedLane:
 
 
 class SimulatedLanes(HostLanes):
-    """`choose(n)` gives a number below n: which of the lanes that could go on does.
+    """`choose(n)` gives a number below n: which of the n runnable lanes runs.
 
-    `log` says what was queued. `frozen` stops the device; `fault`, when set, is raised by the next
+    `log` lists what was queued. `frozen` stops the device; `fault`, when set, is raised by the next
     copy that is queued.
     """
 
@@ -97,7 +97,7 @@ class SimulatedLanes(HostLanes):
         return [lane for lane in lanes if lane.todo[0][0] is None or lane.todo[0][0].come]
 
     def step(self) -> None:
-        """One step of one lane, if any can go on."""
+        """Run one step of one lane, if any is runnable."""
         lanes = self.runnable()
         if lanes:
             lanes[self._choose(len(lanes))].todo.popleft()[1]()

@@ -1,4 +1,4 @@
-"""What the messenger's network tests share: a small application on a listener."""
+"""Shared by the messenger's network tests: a small application on a listener."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Talk:
 
 
 class Server:
-    """A listener, its book of grants, and what it saw."""
+    """A listener, its book of grants, and its conversations."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Server:
     def opener(
         self, address: tuple[str, int] | None = None, tls: ssl.SSLContext | None = None
     ) -> Callable[[float], Stream]:
-        """Connects and says hello, as an application would."""
+        """A function that connects and says hello, as an application would."""
 
         def open_stream(deadline: float) -> Stream:
             stream = tcp_client.connect(
@@ -115,9 +115,9 @@ def serving(**options: object) -> Iterator[Server]:
 
 
 class StoppedClock:
-    """Stands in for the module `time`: it goes on only by `sleep`, which takes no time, so that
-    what is measured with it is the same on every machine. It begins at the real time: a deadline
-    of it is one of the real clock too, which is ahead."""
+    """Stands in for the module `time`: only `sleep` advances it, and takes no time, so that
+    measurements are the same on every machine. It begins at the real time, so that its deadlines
+    are valid for the real clock too, which is ahead of it."""
 
     def __init__(self) -> None:
         self.now = time.monotonic()

@@ -1,7 +1,7 @@
-"""What the tests of NIXL share: a peer in a process of its own whose memory this one sees too.
+"""Shared by the tests of NIXL: a peer in a process of its own whose memory this one maps too.
 
 Run as a program, it is that process: it maps the region that it inherited, registers it with a
-NIXL agent, says how to reach it, and obeys one word per line.
+NIXL agent, prints how to reach it, and carries out one word per line.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Neighbour:
         self.confirmed = 0
 
     def ask(self, word: str) -> str:
-        """One word to the process, and its answer."""
+        """Send one word to the process; returns its answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         if word:
@@ -96,18 +96,18 @@ class Neighbour:
         return self.held
 
     def stop(self) -> None:
-        """The process hangs."""
+        """SIGSTOP: the process hangs."""
         os.kill(self.process.pid, signal.SIGSTOP)
         # The signal takes effect when the kernel gets to it, in one thread after the other.
         while _states(self.process.pid) != {"T"}:
             time.sleep(0.001)
 
     def resume(self) -> None:
-        """It goes on."""
+        """SIGCONT."""
         os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """It is gone at once."""
+        """SIGKILL."""
         self.process.kill()
         self.process.wait()
 
@@ -134,7 +134,7 @@ def ends(lanes: str) -> Iterator[tuple[NixlAgent, Neighbour]]:
 
 
 def _states(pid: int) -> set[str]:
-    """Of its threads."""
+    """The states of a process's threads."""
     states = set()
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # of a thread that has ended
@@ -144,7 +144,7 @@ def _states(pid: int) -> set[str]:
 
 @contextlib.contextmanager
 def neighbour(lanes: str) -> Iterator[Neighbour]:
-    """One for the block."""
+    """A neighbour for the length of the block."""
     made = Neighbour(lanes)
     try:
         yield made
@@ -153,7 +153,7 @@ def neighbour(lanes: str) -> Iterator[Neighbour]:
 
 
 def serve(fd: int, nbytes: int, lanes: str) -> None:
-    """The process: see above."""
+    """The neighbour's process: see the module's docstring."""
     with Region.attach(fd, nbytes, writable=True) as region:
         agent = NixlAgent("neighbour", lanes=lanes)
         metadata, base, length = agent.register(region.array).description()

@@ -1,4 +1,4 @@
-"""A path of the messenger's tests, without a network: it does what a test told it to do."""
+"""A path of the messenger's tests without a network: it delays and breaks as the test sets it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes in flight: never more than allowed, the urgent first, nobody starves behind small ones."""
+"""Bytes in flight: never more than allowed, urgent ones first, no large one starves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers that die, hang, dawdle or go silent, in the middle of a transfer, on either side."""
+"""Peers that die, hang, are slow or go silent in the middle of a transfer, on either side."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 RANGES = [Range(at, MIB) for at in range(0, netpeer.NBYTES, MIB)]
 CONTENT = np.arange(netpeer.NBYTES // 4, dtype=np.uint32).view(np.uint8)
-# After so much silence a peer counts as stopped, where it was not before: not so little that it is
-# taken for stopped when this machine holds it up.
+# Silence after which a peer counts as stopped: long enough that delays of this machine do not
+# count as one.
 STALL_S = 1.0
-# For a write that may arrive in part, after its deadline: the peer's bytes stay what they are.
+# For a write that may arrive in part, after its deadline: it does not change the peer's bytes.
 SAME = [CONTENT[at : at + MIB] for at in range(0, netpeer.NBYTES, MIB)]
 
 
 class Process:
-    """`netpeer.py`, and what can happen to it."""
+    """`netpeer.py` as a process that can be stopped and killed."""
 
     def __init__(self) -> None:
         command = [sys.executable, str(Path(netpeer.__file__))]
@@ -58,7 +58,7 @@ class Process:
         self._together = threading.Barrier(1)
 
     def expect(self, streams: int) -> None:
-        """So many are opened at once: no transfer begins before all of them stand."""
+        """So many streams are opened at once: no transfer begins before all are connected."""
         self._together = threading.Barrier(streams, self._all_stand)
 
     def _all_stand(self) -> None:
@@ -81,7 +81,7 @@ class Process:
         self._popen.stdout.close()
 
     def opener(self, deadline: float) -> Stream:
-        """As an application's: a peer that is stopped before it has answered is given up on."""
+        """As an application's opener: gives up a peer that is stopped before it has answered."""
         deadline = min(deadline, soon(2))
         stream = tcp_client.connect(self.address, deadline)
         try:
@@ -112,7 +112,7 @@ def targets() -> tuple[np.ndarray, list[np.ndarray]]:
 
 @pytest.mark.parametrize("parallel_max", [1, 3])
 def test_a_peer_that_is_killed_in_the_middle(process: Process, parallel_max: int) -> None:
-    """What had arrived before is whole and right, and counted in the error."""
+    """The bytes that had arrived are whole, right, and counted in the error."""
     whole, arrays = targets()
     told: list[int] = []
 
@@ -134,14 +134,14 @@ def test_a_peer_that_is_killed_in_the_middle(process: Process, parallel_max: int
 
 @pytest.mark.parametrize("parallel_max", [1, 3])
 def test_a_peer_that_hangs_is_noticed(process: Process, parallel_max: int) -> None:
-    """Long before the deadline; and when it goes on again, so do we."""
+    """Long before the deadline; and after SIGCONT, reads work again."""
     whole, arrays = targets()
 
     def arrived(index: int) -> None:
         if index == 3:
             process.stop()
 
-    process.expect(parallel_max)  # who still opens when the peer stops is only late, not stalled
+    process.expect(parallel_max)  # an open that meets a stopped peer would be late, not stalled
     transport = TcpTransport(process.opener, parallel_max=parallel_max)
     with closing(transport):
         with pytest.raises(Stalled) as stalled:
@@ -156,7 +156,7 @@ def test_a_peer_that_hangs_is_noticed(process: Process, parallel_max: int) -> No
 
 
 def test_a_write_to_a_peer_that_hangs(process: Process) -> None:
-    """The socket takes some MiB, and then no more."""
+    """The socket buffers some MiB, and then no more."""
     _, arrays = targets()
     with closing(TcpTransport(process.opener)) as transport:
         with transport.stream(soon()):
@@ -167,7 +167,7 @@ def test_a_write_to_a_peer_that_hangs(process: Process) -> None:
 
 
 def test_the_next_path_takes_over_from_a_killed_peer(process: Process) -> None:
-    """And is asked only for what had not arrived."""
+    """The next path is asked only for what had not arrived."""
     book = GrantBook()
     assert book.add([CONTENT]) == 1
     whole, arrays = targets()
@@ -207,7 +207,7 @@ def test_bytes_that_stop_between_the_ends(server: Server) -> None:
             relay.cut()
             [(idle, _)] = transport._pool._idle
             deadline = soon()
-            while idle.alive():  # word of it takes a moment
+            while idle.alive():  # the end of the connection takes a moment to arrive
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
             transport.read(grant, everything, into, deadline=soon())
@@ -255,7 +255,7 @@ def friend(server: Server) -> socket.socket:
 
 
 def test_a_reader_that_does_not_read_is_cut() -> None:
-    """It holds a thread and a grant; neither for longer than the stall time."""
+    """It holds a thread and a grant for the stall time at most."""
     with serving(stall_s=0.2) as server:
         grant = server.book.add([np.zeros(64 * MIB, np.uint8)])
         with friend(server) as sock:
@@ -267,7 +267,7 @@ def test_a_reader_that_does_not_read_is_cut() -> None:
 
 
 def test_a_reader_that_dawdles_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A little now and then is not a stall, but it is too slow."""
+    """A few bytes now and then are not a stall, but too slow."""
     monkeypatch.setattr("tiffin.messenger.tcp.listener._BYTES_S_MIN", 1 << 30)
     with serving(stall_s=0.4) as server:
         grant = server.book.add([np.zeros(64 * MIB, np.uint8)])
@@ -280,7 +280,7 @@ def test_a_reader_that_dawdles_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("sent", [1, 20, 47, 48, 100_000])
 def test_a_writer_that_does_not_finish_is_cut(sent: int) -> None:
-    """Whether in the frame or in the bytes; what it wrote lies in its own grant, uncommitted."""
+    """Within the frame or the bytes; what it wrote is in its own grant, uncommitted."""
     with serving(stall_s=0.2) as server:
         memory = np.zeros(MIB, np.uint8)
         grant = server.book.add([memory], writes=True)
@@ -303,7 +303,7 @@ def test_a_friend_that_is_silent_is_not_cut() -> None:
 
 
 def test_close_during_transfers(server: Server) -> None:
-    """Their grants are given back before `close` returns."""
+    """The grants of running transfers are given back before `close` returns."""
     grant = server.book.add([np.zeros(64 * MIB, np.uint8)], writes=True)
     errors: list[Exception] = []
 

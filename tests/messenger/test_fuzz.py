@@ -1,7 +1,7 @@
-"""Bytes that are almost this protocol, over real sockets, to a server and to a client.
+"""Damaged frames of this protocol, over real sockets, to a server and to a client.
 
-Whatever comes: memory that was not granted for writing stays as it is, threads and grants are given
-back, and honest peers are served. Each run is determined by its seed.
+Whatever comes: memory that was not granted for writing does not change, threads and grants are
+given back, and correct peers are served. Each run is determined by its seed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EDGES = (0, 1, 2, 255, 2**16, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1, SIZ
 
 
 def client_frames(chance: random.Random) -> list[bytes]:
-    """What an honest client could send: grant 1 is for reading, grant 2 for writing."""
+    """What a correct client could send: grant 1 is for reading, grant 2 for writing."""
 
     def ranges() -> list[Range]:
         numbers = [chance.randrange(SIZE // 4) for _ in range(chance.choice((1, 2, 20)))]
@@ -53,7 +53,7 @@ def client_frames(chance: random.Random) -> list[bytes]:
 
 
 def server_frames(chance: random.Random) -> list[bytes]:
-    """What an honest server could send."""
+    """What a correct server could send."""
     return [
         frames.message_header(4) + b"pong",
         frames.answer(Kind.DATA, Served(2, 20)) + bytes(20),
@@ -90,7 +90,7 @@ def victim() -> Iterator[Server]:
 
 
 def send(server: Server, data: bytes, *, trusted: bool) -> None:
-    """Send, say that nothing more comes, and read what it answers, up to a mebibyte."""
+    """Send, shut down the sending side, and read the answers, up to a mebibyte."""
     with socket.create_connection(server.address, timeout=30) as sock:
         hello = frames.message_header(len(HELLO)) + HELLO if trusted else b""
         # It may have hung up by then: reset, or (at the shutdown) not connected any more.

@@ -1,4 +1,4 @@
-"""What a link's numbers say after some transfers."""
+"""A link's health and measured speed after some transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strangers can write into the log: enough to see them, never enough to fill it."""
+"""Log lines that strangers cause are limited: enough to see them, never enough to fill the log."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_clock_that_jumps_does_not_silence_it(
 
 
 class Costly:
-    """Takes its time to be written."""
+    """A log argument that takes long to format."""
 
     written = 0
 

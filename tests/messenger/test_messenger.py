@@ -1,4 +1,4 @@
-"""Several paths to one peer: which is taken, and what happens when one fails in the middle."""
+"""Several paths to one peer: which is chosen, and what happens when one fails during a read."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Net:
 
 @pytest.fixture
 def net(monkeypatch: pytest.MonkeyPatch) -> Net:
-    # Which path is taken must not be a matter of how busy this machine is.
+    # The choice of a path must not depend on how busy this machine is.
     clock = StoppedClock()
     monkeypatch.setattr("tiffin.messenger.messenger.time", clock)
     monkeypatch.setattr("pathsupport.time", clock)
@@ -119,7 +119,7 @@ def test_all_paths_rest_and_one_is_tried_all_the_same(net: Net) -> None:
 
 
 def test_a_refusal_is_final(net: Net) -> None:
-    """The peer's word is the same on every path; no path is to blame."""
+    """The peer would answer the same on every path; no path counts as failed."""
     net.grant += 1
     with pytest.raises(GrantError):
         net.read()
@@ -139,7 +139,7 @@ def test_a_grant_that_ends_early_is_a_result(net: Net) -> None:
 
 
 def test_a_path_that_hangs_leaves_time_for_the_next(net: Net) -> None:
-    """It may take half of what is left."""
+    """A path may take half of the time that is left."""
     net.first.delay_s = 3600
     began, deadline = net.clock.now, soon()
     served = net.messenger.read(net.grant, RANGES, net.targets, deadline=deadline)

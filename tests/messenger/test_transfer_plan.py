@@ -1,4 +1,4 @@
-"""Splitting loses nothing, and arrivals are told in order."""
+"""Splitting loses no byte, and arrivals are reported in order."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_parts_are_few_and_not_small(lengths: list[int], parts_max: int) -> None
 def test_arrivals_are_told_in_order(
     lengths: list[int], part_bytes: int, chance: random.Random
 ) -> None:
-    """Whatever order the parts' slices come in, in any moment the leading ranges are known."""
+    """In whatever order slices arrive, exactly the complete leading ranges have been reported."""
     ranges = ranges_of(lengths)
     parts = parts_of(lengths, part_bytes)
     told: list[int] = []

@@ -1,4 +1,4 @@
-"""The contract, on every transport and on what is built from transports."""
+"""The contract, on every transport and on messengers over transports."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TestTls(TransportContract):
 
 
 class TestRelayed(TransportContract):
-    """Through a relay, the bytes come in other portions than they were sent in."""
+    """Through a relay, bytes arrive in other portions than they were sent in."""
 
     @pytest.fixture
     def peer(self) -> Iterator[ServingPeer]:
@@ -65,7 +65,7 @@ class TestRelayed(TransportContract):
 
 
 class MessengerTransport(Messenger):
-    """A messenger that closes its paths, as a transport does with what it has."""
+    """A messenger that also closes its paths, as the contract demands of a transport."""
 
     name = "tcp"
 
@@ -79,8 +79,8 @@ class MessengerTransport(Messenger):
 
 
 class TestMessenger(TransportContract):
-    """Of TCP and another path. The other one works; or it is two, which fail sooner or later, and
-    TCP finishes what they began."""
+    """TCP behind another path that works; or behind two that fail at different times, so that TCP
+    finishes their reads."""
 
     @pytest.fixture(params=[(1 << 40,), (300_000, 0)], ids=["good", "broken"])
     def peer(self, request: pytest.FixtureRequest) -> Iterator[ServingPeer]:

@@ -1,4 +1,4 @@
-"""The gate: whoever is inside is waited for, and nobody gets in behind."""
+"""The gate: `close` waits for the callers inside, and no new caller enters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_close_waits_for_all_who_are_inside(gate: UsageGate) -> None:
     while not gate.closed:
         go[0].wait(0.001)
     with pytest.raises(PeerLost):
-        gate.check()  # as one who is inside would, to end early
+        gate.check()  # as a caller inside would, to end early
     for which, user in enumerate(users):
         assert closing.is_alive(), f"{2 - which} are inside"
         go[which].set()
@@ -60,4 +60,4 @@ def test_the_close_waits_for_all_who_are_inside(gate: UsageGate) -> None:
 def test_what_goes_wrong_inside_leaves_the_gate(gate: UsageGate) -> None:
     with pytest.raises(KeyError), gate, gate:
         raise KeyError
-    gate.close()  # would wait for ever for somebody who is counted twice
+    gate.close()  # would wait for ever if a caller were counted twice

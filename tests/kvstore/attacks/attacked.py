@@ -1,4 +1,4 @@
-"""One node with a token and somebody on the way to it, at the address under which it is known."""
+"""One node with a token, and a relay between it and its clients, at the node's known address."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Attacked:
-    """`open` gives clients whose way leads through `middle`; `direct` those of another way."""
+    """`open` gives clients that connect through `middle`; `direct` gives others."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class Attacked:
         self._stack.enter_context(self.middle)
 
     def open(self, verify: Any = "always", **parameters: object) -> Any:
-        """A client that is led through the middle; closed with this."""
+        """A client that connects through the relay; closed with this."""
         return self._open(self.middle.address, verify, parameters)
 
     def direct(self) -> Any:
-        """A client that is not; only if the node is not known by another address."""
+        """A client without the relay; only if the node has no other known address."""
         return self._open(self.service.address, "always", {})
 
     def _open(self, address: tuple[str, int], verify: Any, parameters: dict[str, object]) -> Any:
@@ -69,7 +69,7 @@ class Attacked:
         return client
 
     def put_inside(self, prefix: Prefix) -> None:
-        """The right bytes, past the network."""
+        """Store the right bytes inside the node, without the network."""
         with Client.attach(self.node) as client:
             assert client.put(prefix, payloads_of(prefix)).complete
 

@@ -1,4 +1,4 @@
-"""A pool with a token in a real Redis, and whoever can write there."""
+"""A pool with a token in a real Redis, and a forger that can write to that Redis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody who can write to a pool's Redis, and does not know its token."""
+"""An attacker that can write to a pool's Redis, and does not know its token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Forger:
         self.nodes = f"tiffin:{{{pool}:m}}:nodes"
 
     def entries(self) -> dict[bytes, bytes]:
-        """What lies in the membership: number -> entry."""
+        """The membership: number -> entry."""
         return dict(self.client.hgetall(self.nodes))
 
     def place(self, number: int | bytes, entry: bytes) -> None:
@@ -38,24 +38,24 @@ class Forger:
         self.client.hset(self.nodes, number, NEVER + entry[8:])
 
     def claim(self, number: int, address: str, **fields: object) -> None:
-        """A node with a name of its own at this address: as the version before wrote it."""
+        """Register a node with a new name at this address, in the previous version's format."""
         self.place(number, bytes(8) + _plain(_node(number, address, **fields)))
 
     def claim_stamped(self, number: int, address: str, **fields: object) -> None:
-        """The same as this version writes it, with another token than the pool's."""
+        """The same in this version's format, with another token than the pool's."""
         seconds, _ = self.client.time()
         made = _node(number, address, **fields)
         entry = encode_entry(made, seconds * 1000, self.pool, secrets.token_bytes(32))
         self.place(number, bytes(8) + entry)
 
     def flood(self, count: int, address: str) -> None:
-        """So many nodes, of both versions, all with more room than any other."""
+        """Register so many nodes, of both versions, all with more room than any real node."""
         for number in range(1, count + 1):
             claim = self.claim if number % 2 else self.claim_stamped
             claim(number, address, free_bytes=1 << 60, capacity_bytes=1 << 60)
 
     def locate(self, keys: list[bytes], numbers: list[int]) -> None:
-        """These nodes have these blocks."""
+        """Write that these nodes have these blocks."""
         value = b"".join(struct.pack("<I", number) for number in numbers)
         for key in keys:
             self.client.set(f"tiffin:{{{self.pool}:0}}:b:".encode() + key, value)
@@ -70,7 +70,7 @@ def _plain(node: NodeRecord) -> bytes:
 
 
 class Trap:
-    """A port that nobody has a reason to connect to; counts who does, and says nothing."""
+    """A port to which no correct process connects; counts its connections, and sends nothing."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))

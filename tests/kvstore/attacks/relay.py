@@ -1,11 +1,11 @@
-"""Somebody between a client and a node, without the pool's token: a relay, which may take over.
+"""A relay between a client and a node, without the pool's token; it may change the bytes.
 
     with Middle(node_address, Meddling(...)) as middle:
         Client.open(f"tiffin://127.0.0.1:{middle.address[1]}")
 
-Bytes are cut into frames as docs/wire.md has them, by nothing but sockets and numbers: what is
-tried here does not depend on our own code being right. `change` is asked about every frame and says
-what goes on in its place: the frame, another, several, or none.
+Bytes are split into frames by docs/wire.md, with sockets and numbers only: the attacks do not
+depend on Tiffin's own code. `change` is called with every frame and returns what is forwarded in
+its place: the frame, another, several, or none.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ Change = Callable[[Frame], Sequence[bytes]]
 
 
 def pass_on(frame: Frame) -> Sequence[bytes]:
-    """What a mere relay does."""
+    """Forward the frame unchanged."""
     return [frame.whole]
 
 
 class Middle:
-    """Accepts, connects to `target`, and passes frames on, both ways. `tags`: whether frames have
-    some behind the greeting, and `byte_tags` whether raw bytes have.
+    """Accepts, connects to `target`, and forwards frames in both directions. `tags`: whether frames
+    have tags after the greeting; `byte_tags`: whether raw bytes have.
 
-    With `front`, it ends TLS with clients (and their `back` with the node); without, it passes on
-    whatever comes if `opaque`.
+    With `front`, it terminates the clients' TLS (and with `back` opens its own to the node). If
+    `opaque`, it forwards all bytes unread.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Middle:
         host: str = "127.0.0.1",
         keep: bool = True,
     ) -> None:
-        """`keep`: all frames in `frames`, for tests to look at."""
+        """`keep`: keep all frames in `frames`, for tests."""
         self.target = target
         self.change = change
         self.tag_bytes = TAG_BYTES if tags else 0
@@ -98,13 +98,13 @@ class Middle:
         self._start(self._accept)
 
     def inject(self, connection: int, direction: str, data: bytes) -> None:
-        """Send bytes of ours on one of the connections."""
+        """Send the relay's own bytes on one of the connections."""
         with self._lock:
             self._sinks[connection, direction].sendall(data)
 
     @property
     def connections(self) -> int:
-        """How many came."""
+        """How many connections were accepted."""
         return len({connection for connection, _ in self._sinks})
 
     def _start(self, action: Callable[..., None], *arguments: object) -> None:
@@ -206,7 +206,7 @@ def _exactly(source: socket.socket, nbytes: int) -> bytes:
 
 
 def message(body: bytes) -> bytes:
-    """A message frame of ours, without a tag."""
+    """A message frame of the relay, without a tag."""
     return _HEADER.pack(1 + len(body), MESSAGE) + body
 
 
@@ -217,12 +217,12 @@ def flipped(data: bytes, at: int) -> bytes:
     return bytes(changed)
 
 
-# -- what he who has taken over may do -------------------------------------------------------------
+# -- attacks of a relay ----------------------------------------------------------------------------
 
 
 class Meddler:
-    """Changes the `nth` frame behind the greeting that `wants` says yes to, once; passes on all
-    others. `how` gives what goes on in its place."""
+    """Replaces the `nth` frame after the greeting for which `wants` is true, once, by the result of
+    `how`; forwards all other frames."""
 
     def __init__(
         self, wants: Callable[[Frame], bool], how: Callable[[Frame], Sequence[bytes]], nth: int = 0
@@ -243,7 +243,7 @@ class Meddler:
 
 
 class Swap:
-    """Two frames of one direction change places: the first is held back until the next has come."""
+    """Swaps two frames of one direction: the first is held back until the next has come."""
 
     def __init__(self, direction: str) -> None:
         self._direction = direction
@@ -261,7 +261,7 @@ class Swap:
 
 
 class Mix:
-    """A frame of one connection goes to where another leads, in place of that one's own."""
+    """Replaces a frame of one connection by a frame of another connection."""
 
     def __init__(self, direction: str) -> None:
         self._direction = direction

@@ -1,4 +1,4 @@
-"""Whom a node takes for a client that wanted to come to it, and what it says to all others."""
+"""A node accepts only clients that meant to reach it, by address, and tells the rest why not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attacked(tmp_path: Path) -> Iterator[Attacked]:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., tuple[Node, int, Path]]]:
-    """Starts a node with a token: the node, its port, and the token's file."""
+    """A function that starts a node with a token: the node, its port, and the token's file."""
     with contextlib.ExitStack() as stack:
 
         def start(host: str, advertise: tuple[str, int] | None = None) -> tuple[Node, int, Path]:
@@ -67,7 +67,7 @@ def has_ipv6() -> bool:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.1.2.3"])
 def test_every_way_that_leads_straight_to_the_node_is_its_own(serve: Any, host: str) -> None:
-    """Names of DNS and other addresses of the machine need no option."""
+    """DNS names and further addresses of the machine need no option."""
     _, port, token_file = serve("0.0.0.0", ("node.example", 7700))
     assert works(f"tiffin://{host}:{port}?token_file={token_file}")
 
@@ -79,7 +79,7 @@ def test_ipv4_and_ipv6_of_one_node(serve: Any) -> None:
 
 
 def test_a_forwarded_address_is_compared_as_it_is_meant(tmp_path: Path) -> None:
-    """A host's name in capitals is the same."""
+    """The comparison of host names ignores case."""
     here = Attacked(tmp_path)
     with contextlib.closing(here):
         here.service.advertised = f"LocalHost:{here.middle.address[1]}"

@@ -1,4 +1,4 @@
-"""Who can write to Redis without the token is not believed: he costs time, never bytes or puts."""
+"""Entries written to Redis without the token are rejected: they cost time, not bytes or puts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORGED = 200
 
 
 def tiffin(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command as its user starts it."""
+    """Run a command as a user starts it."""
     command = [sys.executable, "-m", "tiffin.kvstore", *arguments]
     environment = {**os.environ, "COLUMNS": "200"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
@@ -48,13 +48,13 @@ def test_forged_nodes_with_much_room_take_no_puts(pool: TokenPool, forger: Forge
 
 
 def test_nobody_connects_to_a_forged_address(pool: TokenPool, forger: Forger) -> None:
-    """Neither nodes, which copy from each other, nor commands, nor a conductor."""
+    """Neither clients, nor nodes (which copy from each other), nor commands, nor a conductor."""
     with Trap() as trap, contextlib.closing(pool.open()) as client:
         forger.claim(1, trap.address)
         forger.claim_stamped(2, trap.address)
         prefix = fresh_prefix(2)
         pool.put(client, prefix)
-        forger.locate(list(prefix.keys), [1, 2])  # and nobody else
+        forger.locate(list(prefix.keys), [1, 2])  # replaces the true locations
 
         shown = tiffin("status", pool.url, "--json")
         assert shown.returncode == 0, shown.stderr
@@ -96,7 +96,7 @@ def test_strangers_are_named_in_the_log_but_not_for_ever(
 
 
 def test_a_genuine_entry_is_good_in_one_place_only(pool: TokenPool, forger: Forger) -> None:
-    """Not under another number, nor in another pool, though it has the same token."""
+    """It is not valid under another number, nor in another pool with the same token."""
     (number, entry), *_ = forger.entries().items()
     forger.place(int(number) + 1, entry)
     forger.client.hset(f"tiffin:{{{pool.name}-2:m}}:nodes", number, entry)
@@ -110,7 +110,7 @@ def test_a_genuine_entry_is_good_in_one_place_only(pool: TokenPool, forger: Forg
 
 
 def test_without_the_token_there_is_no_node(pool: TokenPool) -> None:
-    """Reading is open, believing is not; it says why."""
+    """Without the token the membership can be read but not verified; the error says so."""
     for token in (b"", b"another-token-of-32-bytes-at-least"):
         directory = open_directory(pool.directory, pool=pool.name, token=token)
         with contextlib.closing(directory):
@@ -119,7 +119,7 @@ def test_without_the_token_there_is_no_node(pool: TokenPool) -> None:
 
 
 def test_forged_locations_cost_time_and_nothing_else(pool: TokenPool, forger: Forger) -> None:
-    """Every block is said to be at whoever has it not; a put and a get do what they should."""
+    """With 39 unknown nodes and all real ones as locations of each block, puts and gets work."""
     numbers = sorted(int(number) for number in forger.entries())
     with contextlib.closing(pool.open()) as client:
         for _ in range(3):

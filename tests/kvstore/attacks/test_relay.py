@@ -1,6 +1,7 @@
-"""A relay without the token leads a client and a node to each other; neither takes it for that.
+"""A relay without the token between a client and a node: neither accepts it as the other one.
 
-And one who really is on the way, and takes over once both have shown that they know the token.
+It is at an address of its own, or in the path to the node's address; there it may also take over
+the connection after both sides have proved that they know the token.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ needs_cryptography = pytest.mark.skipif(not can_tag_bytes(), reason="needs crypt
 
 
 def test_a_relay_at_another_address_gets_nothing(attacked: Callable[..., Attacked]) -> None:
-    """Neither the bytes of the node for the client, nor the client's rights at the node."""
+    """Neither can it answer the client as the node, nor act at the node as the client."""
     here = attacked(known=False)
     prefix = fresh_prefix(4)
     here.put_inside(prefix)
@@ -104,7 +105,7 @@ def test_a_relay_that_changes_what_is_said_of_addresses_is_no_better(
 
 
 def _same_length(data: bytes, old: bytes, new: bytes) -> bytes:
-    """The text `old` in msgpack is `new` now; lengths are in front of it and of the frame."""
+    """Replace `old` in msgpack by `new` of the same length, so that length fields stay valid."""
     before, after = bytes([0xA0 + len(old)]) + old, bytes([0xA0 + len(new)]) + new
     body = data[4:].replace(before, after)
     return len(body).to_bytes(4, "little") + body
@@ -164,7 +165,7 @@ MEDDLING: dict[str, Callable[[], Any]] = {
 
 
 def use(client: Any, here: Attacked) -> None:
-    """Verbs of every kind; whatever they return is right."""
+    """Call verbs of every kind; their results must be right."""
     prefix = fresh_prefix(3)
     with contextlib.suppress(NodeUnavailable, DeadlineExceeded, ProtocolError, NoRoom):
         client.put(prefix, payloads_of(prefix), timeout_s=2.0)
@@ -177,7 +178,7 @@ def use(client: Any, here: Attacked) -> None:
 
 
 def comes_back(client: Any, prefix: Prefix) -> None:
-    """A node that failed is left alone for a while; then all of it is there, and right."""
+    """Wait until the client asks the failed node again; then all blocks are there, and right."""
 
     def all_there() -> bool:
         with client.get(prefix) as blocks:
@@ -189,7 +190,7 @@ def comes_back(client: Any, prefix: Prefix) -> None:
 
 @pytest.mark.parametrize("name", MEDDLING)
 def test_who_meddles_is_noticed(attacked: Callable[..., Attacked], name: str) -> None:
-    """Right results or typed errors meanwhile, and nobody uses that connection any more."""
+    """A client gets right results or typed errors, and abandons the changed connection."""
     meddler = MEDDLING[name]()
     here = attacked()
     kept = fresh_prefix(5)
@@ -234,7 +235,7 @@ def test_what_is_injected_is_not_carried_out(attacked: Callable[..., Attacked]) 
 def test_a_frame_is_not_taken_back_by_its_maker(
     attacked: Callable[..., Attacked], direction: str
 ) -> None:
-    """Messages of both directions look alike; their tags do not."""
+    """Reflected messages are refused: their tags differ by direction."""
     back = TO_CLIENT if direction is TO_NODE else TO_NODE
 
     def reflect(frame: Frame) -> Sequence[bytes]:
@@ -258,7 +259,7 @@ def test_a_frame_is_not_taken_back_by_its_maker(
 
 
 def change_bytes(frame: Frame) -> Sequence[bytes]:
-    """Of the payload of the last block."""
+    """Flip a bit in the payload of the last block."""
     return [frame.head + frame.tag + flipped(frame.raw, -1 - 2 * TAG_BYTES)]
 
 
@@ -266,7 +267,7 @@ def change_bytes(frame: Frame) -> Sequence[bytes]:
 def test_bytes_that_are_changed_on_the_way_are_noticed_where_that_was_asked_for(
     attacked: Callable[..., Attacked],
 ) -> None:
-    """Without checking them: who changes bytes can change their checksums too."""
+    """With `verify="off"`, because an attacker that changes bytes can change checksums too."""
     for parameters, wrong in ({}, True), ({"authenticate": "bytes"}, False):
         meddler = Meddler(to(TO_CLIENT, DATA), change_bytes)
         here = attacked(meddler, byte_tags=bool(parameters))
@@ -289,7 +290,7 @@ def test_bytes_that_are_changed_on_their_way_to_a_node_are_not_stored(
 ) -> None:
     meddler = Meddler(to(TO_NODE, WRITE), change_bytes)
     here = attacked(meddler, byte_tags=True, credentials={"of_bytes": True})
-    client = here.open()  # the node wants it
+    client = here.open()  # the node demands tags of bytes
     prefix = fresh_prefix(2)
     with contextlib.suppress(TiffinError):
         client.put(prefix, payloads_of(prefix), timeout_s=2.0)
@@ -328,7 +329,7 @@ class Noise:
 
     def __call__(self, frame: Frame) -> Sequence[bytes]:
         with self._lock:
-            # Not of lengths: what is waited for in vain costs a deadline each.
+            # Not in lengths: each wait for bytes that never come would take a whole deadline.
             if self._dice.randrange(self._one_in):
                 return [frame.whole]
             self.count += 1
@@ -339,7 +340,7 @@ class Noise:
 def test_whatever_byte_is_changed_none_is_served_that_was_not_put(
     attacked: Callable[..., Attacked],
 ) -> None:
-    """With tags of bytes, and without any checksum being looked at; also in the greeting."""
+    """With tags of bytes and no checksum verified; changes in the greeting included."""
     here, noise = attacked(byte_tags=True), Noise(4, 12)
     kept = fresh_prefix(4)
     here.put_inside(kept)
@@ -383,8 +384,8 @@ def test_a_relay_that_passes_tls_on_gains_nothing(
 def test_a_relay_that_ends_tls_is_refused_by_its_certificate(
     attacked: Callable[..., Attacked], ours: Authority, theirs: Authority
 ) -> None:
-    """Of another CA at once; and of ours, which another service of ours may have lost to somebody,
-    because it is not the one that the node has shown what it proves with."""
+    """A certificate of another CA is refused at once. One of the same CA (stolen from another
+    service) is refused because the node's proof covers the node's own certificate."""
     for authority, said in (theirs, "certificates"), (ours, "another end of TLS"):
         crt, key = authority.certificate("relay")
         front, back = server_tls(crt, key), client_tls(ours.ca)

@@ -1,4 +1,4 @@
-"""A pool with a token and a real Redis. Its nodes run in this process, all else as it is used."""
+"""A pool with a token and a real Redis, as in use, except that its nodes run in this process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TokenPool:
         return f"{self.directory}{mark}pool={self.name}&token_file={self.token_file}&home=none"
 
     def start(self, name: str, blocks: int = 64) -> Node:
-        """One more node, which is registered when this returns."""
+        """Start one more node; it is registered when this returns."""
         node = Node(NodeOptions(blocks * EXTENT, prefault=False), name=name)
         self._stack.callback(node.close)
         options = DaemonOptions(
@@ -67,11 +67,11 @@ class TokenPool:
         return Client.open(self.url + more, name="victim", verify="always")
 
     def put(self, client: Client, prefix: Prefix) -> PutResult:
-        """The right bytes."""
+        """Put the right bytes."""
         return client.put(prefix, payloads_of(prefix))
 
     def blocks(self) -> int:
-        """How many all nodes have."""
+        """How many blocks all nodes have together."""
         return sum(node.statistics()["blocks"] for node in self.nodes.values())
 
     def close(self) -> None:

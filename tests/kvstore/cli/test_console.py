@@ -1,4 +1,4 @@
-"""What commands print where nobody looks: a log is read by programs, a line at a time."""
+"""Output that is no terminal: a log is read by programs, so each record is one line."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_complete_sample_is_counted_exactly() -> None:
 
 
 def test_a_sample_is_scaled_without_favouring_blocks_of_many_replicas() -> None:
-    """3,000 blocks on one node, 1,000 on two, of which a tenth is looked at."""
+    """3,000 blocks on one node and 1,000 on two, of which a tenth is sampled."""
     rng = random.Random(7)
     one, two = [key(n) for n in range(3000)], [key(n) for n in range(3000, 4000)]
     holders: dict[bytes, set[int]] = {k: {rng.choice([1, 2])} for k in one}
@@ -239,7 +239,7 @@ def test_many_nodes_get_the_slowest_links() -> None:
 
 
 def test_names_from_the_directory_are_only_text() -> None:
-    """Anybody who may write there chooses them."""
+    """Any writer of the directory chooses them, so markup in them is not interpreted."""
     evil = "[/] [bold]x"
     links = {evil: {evil: [1e9, 0.1]}}
     text = drawn({"nodes": [row(evil, state="unreachable", error="[red")], "links": links})
@@ -274,7 +274,7 @@ def test_a_pool_with_a_directory_is_shown_drained_and_undrained(local: LocalPool
     with Client.open(local.url_at_home(local.socket(0))) as client:
         client.put(prefix, payloads_of(prefix))
         wait_until(lambda: published(local, prefix) == 4, "the directory knows")
-        # It hears that the directory knows a moment after the directory does.
+        # The node gets the directory's answer a moment after the directory has the locations.
         wait_until(lambda: overview(run, local)["nodes"][0]["lag_events"] == 0, "it lags no more")
         shown = run("status", local.url, "--json")
         assert shown.returncode == 0, shown.stderr
@@ -291,7 +291,7 @@ def test_a_pool_with_a_directory_is_shown_drained_and_undrained(local: LocalPool
             lambda: states(run, local)["node-1"] == "draining", "the directory says so", 15.0
         )
         wait_until(lambda: twice(run, local) == 4, "node-2 has them too", 15.0)
-        # A node tells what it measured with its next heartbeat.
+        # A node publishes its measurements with its next heartbeat.
         wait_until(lambda: linked(run, local), "the link that the blocks took is shown", 15.0)
 
         assert "takes new blocks again" in run("drain", local.url, "node-1", "--undo").stdout

@@ -46,7 +46,7 @@ class Up:
     """`tiffin up` as a process of its own."""
 
     def __init__(self, folder: Path, environment: dict[str, str], *arguments: str) -> None:
-        # Its temporary folder is ours, so that what it leaves can be seen.
+        # Its temporary folder is the test's, so that leftovers are found.
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         self._errors = folder / "errors"
@@ -62,7 +62,7 @@ class Up:
         self.known: dict[str, Any] = {}
 
     def wait_until_up(self) -> dict[str, Any]:
-        """What it says about itself when everything runs."""
+        """The report that it prints when all processes run."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.said
@@ -298,7 +298,7 @@ def test_restarts_come_later_each_time_and_begin_anew_after_a_good_run() -> None
 
 
 def test_a_child_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    """Also one that ignores everything it can: the kernel's signal is the caller's choice."""
+    """Also a child that ignores signals: the caller chooses which signal the kernel sends."""
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
     parent = (
         "import signal, sys, pathlib\n"
@@ -345,7 +345,7 @@ def test_a_log_keeps_its_end_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_pool_in_a_program(tmp_path: Path) -> None:
-    """`LocalPool` as the demo uses it; whoever leaves the block finds nothing of it any more."""
+    """`LocalPool` as the demo uses it; after the block, no process and no file of it is left."""
     options = LocalPoolOptions(nodes=1, dram="2MiB", more="--no-prefault")
     with LocalPool(options) as pool:
         pids, folder = pool.pids(), pool.folder
@@ -380,6 +380,6 @@ def test_starting_gives_up_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_free_port_is_free() -> None:
-    host = "127.13.7.2"  # where nobody else on this machine takes one meanwhile
+    host = "127.13.7.2"  # an address at which no other process takes ports meanwhile
     with socket.socket() as listener:
         listener.bind((host, free_port(host)))

@@ -1,4 +1,4 @@
-"""What callers get wrong: always a typed error that says what would work, never a harmed pool.
+"""Mistakes of callers: always a typed error that says what would work, never a damaged pool.
 
 After every mistake the pool must still be whole (`Node.check`) and still hold what it held.
 """
@@ -55,7 +55,7 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture(params=["attached", "network"])
 def client(node: Node, request: pytest.FixtureRequest) -> Iterator[Client]:
-    """A client of a pool with one block in it, which no mistake may harm."""
+    """A client of a pool with one block in it, which no mistake may damage."""
     stored = fresh_prefix(1)
     with contextlib.ExitStack() as stack:
         if request.param == "network":
@@ -297,7 +297,7 @@ class TestTimes:
             client.pin(fresh_prefix(1), ttl_s=ttl_s)
 
     def test_a_daemons_client_survives_its_mistakes(self, shared_daemon: Any) -> None:
-        """What a node would refuse with a hang-up is refused before it is sent."""
+        """The client refuses messages for which the node would close the connection."""
         prefix, bad = fresh_prefix(1), [-1, math.nan, 3601]
         with Client.open(shared_daemon(PoolOptions()).url) as client:
             link: Any = client._link

@@ -1,7 +1,7 @@
-"""Who gives up, closes or is cancelled while bytes are being copied lets go of nothing too early.
+"""A call that is given up, closed or cancelled during a copy releases nothing before its end.
 
-The copy is held open by an event. Until it has ended its extent must not be anybody else's, so the
-node has to show it as reserved.
+The copy is held by an event. Until it has ended, its extent must not go to another writer, so the
+node has to report it as reserved.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class SlowCopy:
-    """Stands before the real copy until `go` is set."""
+    """Waits for `go` before the real copy."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
@@ -141,7 +141,7 @@ def test_a_waiting_call_of_a_loop_that_was_closed_does_not_stop_the_node(
         client = await AsyncClient.attach(node)
         held = await client.reserve(prefix)
         assert len(held) == 4
-        with pytest.raises(TimeoutError):  # it waits for room, and nobody waits for it
+        with pytest.raises(TimeoutError):  # its task is cancelled while it waits for room
             await asyncio.wait_for(client.reserve(other, timeout_s=30), 0.05)
         return held
 
@@ -151,7 +151,7 @@ def test_a_waiting_call_of_a_loop_that_was_closed_does_not_stop_the_node(
     with Client.attach(node) as client:
         assert client.statistics()["node"] == "node"
         wait_until(lambda: not client.statistics()["waiting_requests"], "the deadline to pass")
-    del held  # what it granted to the loop that was closed goes with it
+    del held  # the reservation belongs to the closed loop, and ends with its handle
     wait_until(lambda: is_quiet(node.statistics()), "the reservation to be given back")
 
 
@@ -165,12 +165,12 @@ def cluster() -> Iterator[Cluster]:
         cluster.quiet()
 
 
-# When calls of a silent network end: long enough to cancel them before.
+# The timeout of calls over a silent network: long enough to cancel them before it.
 CUT_S = 1.5
 
 
 async def settled(task: asyncio.Task[Any]) -> None:
-    """Cancel it, more than once, while it does not end."""
+    """Cancel the task more than once; it must not end yet."""
     for _ in range(3):
         task.cancel()
         await asyncio.sleep(0.02)
@@ -195,7 +195,7 @@ def test_a_network_get_that_is_cancelled_lets_go_of_the_buffer_first(cluster: Cl
         await settled(get)
         with pytest.raises(asyncio.CancelledError):
             await get
-        target[:] = 7  # it is ours again
+        target[:] = 7  # the buffer is the caller's again
         network.resume()
         await asyncio.sleep(0.1)
         assert (target == 7).all()

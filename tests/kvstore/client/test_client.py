@@ -1,7 +1,7 @@
-"""What a client promises, once for every way to reach a pool.
+"""The promises of a client, tested for every way to reach a pool.
 
 Eight ways: synchronous and asyncio clients, of a node in this process, of a daemon, of a node over
-the network, and of two nodes of which one is at home. The asyncio client runs behind an adapter
+the network, and of two nodes of which one is home. The asyncio client runs behind an adapter
 with the synchronous verbs (`waysupport.PoolClient`). Every test finds the pool empty, and after it
 nothing may be held, lost or leaked (`Pool.finish`). `pool.scatter` puts a prompt on all nodes that
 there are.
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 daemon_ways = pytest.mark.parametrize("way", ["sync-daemon", "asyncio-daemon"])
 embedded_ways = pytest.mark.parametrize("way", ["sync-embedded", "asyncio-embedded"])
-# Over the network a client maps nothing: it reads into memory of its own, and writes from there.
+# Over the network a client maps nothing: it reads into its own memory, and writes from there.
 in_place_ways = pytest.mark.parametrize("way", IN_PLACE_WAYS)
 # The asyncio client of several nodes does not show the lease behind its blocks.
 leasing_ways = pytest.mark.parametrize("way", [w for w in IN_PLACE_WAYS if w != "asyncio-pool"])
@@ -82,7 +82,7 @@ def flip(pool: Pool, offset: int) -> None:
 
 
 def stored(pool: Pool, prefix: Prefix) -> bool:
-    """Put it; whether it was in time for that."""
+    """Put it; returns whether it is stored (on a slow machine its reservation may expire)."""
     with contextlib.suppress(StaleLease):
         return bool(pool.client.put(prefix, payloads_of(prefix)).complete)
     return False
@@ -439,7 +439,7 @@ class TestViews:
             assert other.match(prefix).blocks == 0
             with other.get(prefix) as nothing:
                 assert (len(nothing), nothing.reason) == (0, "miss")
-            for one in others:  # whoever writes now gets other extents
+            for one in others:  # new writers get other extents
                 other.put(one, payloads_of(one), timeout_s=0)
             assert_right(blocks, prefix)
             numbers = other.statistics()
@@ -501,13 +501,13 @@ class TestWritingInPlace:
         assert pool.client.exists(prefix) == [False] * 3
         assert pool.quiet()["tiers"]["dram"]["free_bytes"] == DRAM_BLOCKS * EXTENT
 
-    @in_place_ways  # over the network the client itself seals what is put
+    @in_place_ways  # over the network the client writes the headers itself
     def test_a_header_of_another_block_is_not_committed(self, pool: Pool) -> None:
         prefix = fresh_prefix(2)
         with pool.client.reserve(prefix) as slots:
             for slot in slots:
                 slot.view[:] = 0
-            slots[0].index, slots[1].index = 1, 0  # as a writer would that mixed them up
+            slots[0].index, slots[1].index = 1, 0  # as if a writer had swapped them
         assert slots.stored == ()
         assert pool.client.exists(prefix) == [False, False]
 
@@ -692,7 +692,7 @@ class TestNvme:
             if pool.in_place:
                 assert 0 < len(blocks) <= DRAM_BLOCKS
                 assert blocks.reason == "no_room"
-            else:  # they are no views
+            else:  # copies, not views
                 assert blocks.complete
             assert_right(blocks, prefix)
 
@@ -768,7 +768,7 @@ class TestStatistics:
 
 @pytest.mark.usefixtures("patient")
 class TestDamage:
-    """Whatever happens to the shared memory, a wrong byte is never served as a right one."""
+    """Damaged shared memory never leads to a wrong byte in a result."""
 
     @pytest.mark.parametrize("into", [False, True], ids=["view", "copy"])
     def test_a_flipped_bit_is_reported_missing_and_the_block_is_dropped(
@@ -782,7 +782,7 @@ class TestDamage:
             assert_right(blocks, prefix)
         assert pool.client.exists(prefix) == [True, False, True]
         assert pool.client.statistics()["counters"]["corrupt"] >= 1
-        # What is far is put at home as well: where a block is put, all before it should be.
+        # Block 0, which the far node has, is stored at home too: home gets the whole prefix.
         assert pool.client.put(prefix, payloads_of(prefix)).stored[0] == 1
         with pool.client.get(prefix) as blocks:
             assert blocks.complete
@@ -928,9 +928,9 @@ class TestEndsAndLeases:
             lambda: pool.client.statistics()["tiers"]["dram"]["quarantined_bytes"] == EXTENT,
             "the reservation expires",
         )
-        # A put that stands still for as long expires as well.
+        # The other writer's reservation may expire as well if this process is stopped that long.
         wait_until(lambda: stored(pool, prefix), "another writer has stored it")
-        slots[0].view[:] = 99  # it does not know yet; these bytes are nobody's
+        slots[0].view[:] = 99  # the late writer writes on; its extent is in quarantine
         with pytest.raises(StaleLease, match="expired"):
             slots.commit()
         assert slots.stored == ()
@@ -995,7 +995,7 @@ class TestDeadlines:
             for call in calls:
                 with within(0.1, "a call of a stopped node"), pytest.raises(DeadlineExceeded):
                     call()
-        # What the node grants now, nobody wants any more. Replies are read with the next call.
+        # Calls that the node grants now were given up. Replies are read with the next call.
         assert pool.client.match(prefix).blocks == 2
         wait_until(lambda: is_quiet(watcher.statistics()), "late leases are given back")
         with pool.client.get(prefix) as blocks:
@@ -1009,7 +1009,7 @@ class TestDeadlines:
             slots = client.reserve(prefix)
             link = client._link
             assert isinstance(link, SocketLink)
-            with link._lock, pytest.raises(DeadlineExceeded):  # as of a call that does not end
+            with link._lock, pytest.raises(DeadlineExceeded):  # held as by a call that hangs
                 drive(block_verbs.commit(prefix, slots[:], slots._lease, 0.1), link)
             wait_until(lambda: is_quiet(watcher.statistics()), "the reservation is given back")
             with pytest.raises(StaleLease):
@@ -1056,7 +1056,7 @@ class TestDeadlines:
         with node._lock:  # the node is busy for longer than the caller waits
             with pytest.raises(DeadlineExceeded):
                 waiting.result()
-            # In the same hold of the lock, room appears and the late grant is made.
+            # While the lock is held, room is freed, so the late grant is made.
             for blocks in held:
                 node.core.release(node.core.sessions[_session_of(node, "main")], blocks._lease)
         for blocks in held:
@@ -1135,7 +1135,7 @@ class TestOpening:
         self, way: str, own_daemon: Callable[..., Daemon], loop_thread: Any
     ) -> None:
         daemon = own_daemon()
-        # A loop has a descriptor of its own, by which threads wake it.
+        # A loop has its own descriptor, by which threads wake it.
         Pool(way, daemon, PoolOptions(), loop_thread).client.close()
         before = open_descriptors()
         pool = Pool(way, daemon, PoolOptions(), loop_thread)
@@ -1143,7 +1143,7 @@ class TestOpening:
         with pytest.raises(NodeUnavailable):
             pool.client.statistics()
         pool.client.close()
-        # A mapping's own descriptor goes with its last view, which a traceback may hold.
+        # A mapping's descriptor is closed with its last view, which a traceback may hold.
         wait_until(
             lambda: gc.collect() >= 0 and open_descriptors() <= before, "its descriptors are closed"
         )
@@ -1161,7 +1161,7 @@ class TestOpening:
             with contextlib.suppress(NodeUnavailable):
                 pool.client.match(fresh_prefix(1))
             pool.put(fresh_prefix(1))
-            gc.collect()  # tracebacks, and what they hold
+            gc.collect()  # tracebacks hold views
 
         restart()
         before = open_descriptors()

@@ -1,6 +1,6 @@
-"""No call ends later than half a second after its deadline, whatever stands still: every verb, of
-every kind of client, with a node that stops at every word that the verb says. The cluster
-simulation proves it in virtual time; here the sockets are real."""
+"""No call ends later than half a second after its deadline, whatever hangs: every verb of every
+kind of client, with a node that stops at every message of the verb. The cluster simulation checks
+this in virtual time; here the sockets are real."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 0.05
 OVERRUN_S = 0.5
-# Of threads that wake up late on a busy machine, each a little: less than the watch notices.
+# For threads that wake up late on a busy machine, each by less than the watch notices.
 SLACK_S = 0.15
 
 
 class Beside:
-    """A client of a node that may stand still, and another that reaches it directly."""
+    """A client of a node that can be stopped, and another that reaches the node directly."""
 
     def __init__(
         self, still: StandingStill, direct: Client, loop: LoopThread | None, watch: Watch
@@ -60,11 +60,11 @@ class Beside:
         return self.loop.run(found) if self.loop is not None else found
 
     def call(self, verb: str, *arguments: Any, **options: Any) -> Any:
-        """A verb; of what it holds, only that it does."""
+        """Call a verb, and await it if the client is an asyncio one."""
         return self._done(getattr(self.raw, verb)(*arguments, **options))
 
     def stream(self, prefix: Prefix) -> list[int]:
-        """The layers of a stream, and how long each step took at most."""
+        """The indices of a stream's layers."""
 
         async def every() -> list[int]:
             async with self.raw.stream(prefix, timeout_s=TIMEOUT_S) as layers:
@@ -76,7 +76,7 @@ class Beside:
             return [layer.index for layer in layers]
 
     def in_time(self, what: str, action: Callable[[], Any], times: int = 1) -> Any:
-        """Its result, or its error, in time; of so many waits that each have a deadline."""
+        """The action's result or error, which must come in time. `times`: waits with a deadline."""
         with self.watch.within(times * (TIMEOUT_S + OVERRUN_S) + SLACK_S, what):
             try:
                 return action()
@@ -91,7 +91,7 @@ class Beside:
 def target(
     request: pytest.FixtureRequest, shared_daemon: Any, tmp_path: Path
 ) -> Iterator[tuple[Any, str]]:
-    """Where a node is, and a URL that leads there directly."""
+    """A node's address for the relay, and a URL that reaches the node directly."""
     if request.param == "unix":
         daemon = shared_daemon(PoolOptions())
         yield str(daemon.socket), daemon.url
@@ -188,18 +188,18 @@ def test_a_step_of_a_stream_ends_in_time(beside: Beside, word: bytes) -> None:
 
 
 def test_a_greeting_that_is_never_answered(beside: Beside) -> None:
-    """Each of its steps has what is left of the whole call's time."""
+    """Each step of the greeting has what is left of the whole call's time."""
     beside.still.at(b"hello")
     for end in beside.still._ends:
         with contextlib.suppress(OSError):
-            end.shutdown(2)  # the connection that was there is lost
+            end.shutdown(2)  # the existing connection is lost
     for _ in range(2):
         beside.in_time("match", lambda: beside.call("match", fresh_prefix(1), timeout_s=TIMEOUT_S))
 
 
 @pytest.mark.parametrize("target", ["unix"], indirect=True)
 def test_a_commit_that_is_given_up_is_not_counted(beside: Beside) -> None:
-    """The node may carry it out all the same, and nothing of the reservation stays either way."""
+    """The node may still carry it out; nothing of the reservation stays either way."""
     prefix = fresh_prefix(2)
     beside.still.at(b"commit")
     result = beside.in_time(
@@ -218,7 +218,7 @@ def test_a_commit_that_is_given_up_is_not_counted(beside: Beside) -> None:
 
 
 def test_what_comes_next_does_not_wait_for_a_node_that_stands_still(beside: Beside) -> None:
-    """Leases are let go of at once: who releases has no deadline."""
+    """Leases are released at once: a release has no deadline."""
     there = fresh_prefix(2)
     assert beside.direct.put(there, payloads_of(there)).complete
     held = beside.call("get", there)
@@ -238,7 +238,7 @@ TINY = KVSchema.gqa(model="tiny", layers=1, kv_heads=1, head_dim=1, dtype="int8"
 
 @pytest.mark.parametrize("target", ["unix"], indirect=True)
 def test_requests_that_a_node_does_not_take_are_not_kept(beside: Beside) -> None:
-    """Each is a MiB of keys, and given up after a moment."""
+    """Each request is a MiB of keys, and is given up after a moment."""
     prefix = TINY.prefix(np.arange(65_536))
     assert len(prefix.key_bytes) == 1 << 20
     beside.still.now()
@@ -257,7 +257,7 @@ def test_requests_that_a_node_does_not_take_are_not_kept(beside: Beside) -> None
 def test_messages_that_a_node_does_not_take_are_bounded(
     way: str, own_daemon: Any, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leases that end while it stands still: with too many, the client hangs up."""
+    """If too many leases end while the node is stopped, the client closes the connection."""
     monkeypatch.setattr("tiffin.kvstore.connection.frame_queues.LATE_MAX", 50)
     daemon = own_daemon(dram=16 * SCHEMA.extent_bytes, options=["--no-prefault"])
     with contextlib.ExitStack() as stack:
@@ -268,13 +268,13 @@ def test_messages_that_a_node_does_not_take_are_bounded(
         direct.put(prefix, payloads_of(prefix))
         client = Beside(still, direct, loop_thread if way == "asyncio" else None, watch)
         stack.callback(client.close)
-        # Sockets have room for some 300, who carries on holds as many, and a loop a thousand.
+        # Sockets have room for some 300 messages, the relay holds as many, and a loop a thousand.
         held = [client.call("get", prefix) for _ in range(1200 if way == "sync" else 2500)]
         still.now()
         for blocks in held:
             loop_thread.call(blocks.release) if way == "asyncio" else blocks.release()
         assert still.connections == 1
-        for _ in range(2):  # the first may only learn it
+        for _ in range(2):  # the first call may only find the connection closed
             with pytest.raises((DeadlineExceeded, NodeUnavailable)):
                 client.call("match", prefix, timeout_s=TIMEOUT_S)
         assert still.connections >= 2, "it has hung up"
@@ -296,11 +296,11 @@ def test_leases_that_end_while_a_node_stands_still_are_released(beside: Beside) 
     beside.direct.remove(there)
 
 
-# -- a directory that stands still -----------------------------------------------------------------
+# -- a directory that hangs ------------------------------------------------------------------------
 
 
 class Standing(EmbeddedDirectory):
-    """A handle of a directory that answers when it is told to."""
+    """A handle of a directory that answers only when `go_on` is set."""
 
     patience_s = 60.0
     go_on: threading.Event

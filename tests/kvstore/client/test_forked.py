@@ -1,5 +1,5 @@
-"""What a forked child has from its parent, of every kind of client: refused at once, and nothing
-that the parent holds ends by it."""
+"""A forked child can't use its parent's client, blocks, slots or streams, of any kind of client:
+they refuse at once, and nothing that the parent holds ends by it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ CHILD_S = 20
 
 
 def in_a_child(action: Callable[[], None]) -> None:
-    """Run it in a forked child, whose failure is this test's; one that hangs is ended."""
+    """Run it in a forked child; its failure fails the test, and a child that hangs is killed."""
     readable, writable = os.pipe()
-    with warnings.catch_warnings():  # Python 3.12 and later: that is what this is about
+    with warnings.catch_warnings():  # Python 3.12 and later warn of a fork with threads
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
@@ -37,7 +37,7 @@ def in_a_child(action: Callable[[], None]) -> None:
         signal.alarm(CHILD_S)
         try:
             action()
-        except BaseException:  # noqa: BLE001 - told to the parent
+        except BaseException:  # noqa: BLE001 - reported to the parent
             os.write(writable, traceback.format_exc().encode()[-4000:])
         finally:
             os._exit(0)
@@ -50,13 +50,13 @@ def in_a_child(action: Callable[[], None]) -> None:
 
 
 def refuse(action: Callable[[], Any]) -> None:
-    """It raises ClientClosed at once, or when it is awaited."""
+    """The action must raise ClientClosed at once, or when it is awaited."""
     with pytest.raises(ClientClosed, match="fork"):
         end(action)
 
 
 def end(action: Callable[[], Any]) -> None:
-    """Do it, also if it is to be awaited."""
+    """Carry it out; await it if needed."""
 
     async def awaited(found: Any) -> None:
         await found
@@ -112,7 +112,7 @@ def test_a_child_uses_nothing_of_its_parent(pool: Pool) -> None:
 
 
 def test_a_stream_that_has_begun(pool: Pool) -> None:
-    """Its thread, which runs ahead over the network, is the parent's."""
+    """The thread that prefetches over the network belongs to the parent."""
     kept = pool.put(fresh_prefix(1))
     if pool.way.startswith("asyncio"):
         stream = pool.loop.call(pool.client.raw.stream(kept).__aenter__)
@@ -137,7 +137,7 @@ def test_a_stream_that_has_begun(pool: Pool) -> None:
 
 
 def test_a_client_over_the_network_opens_no_connection_in_the_child(pool: Pool) -> None:
-    """It would be one of its parent's session."""
+    """A connection of the child would belong to the parent's session."""
     before = len(pool.client.statistics()["sessions"])
     pool.client.match(fresh_prefix(1))
 

@@ -1,4 +1,4 @@
-"""A loop whose run was ended by an exception, and what its clients do in the next run."""
+"""A loop whose run was ended by an exception: its clients work in the next run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Interrupted(KeyboardInterrupt):
-    """What a signal handler raises."""
+    """The exception of a signal handler."""
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(params=["embedded", "daemon"])
 def opening(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
-    """Opens one more asyncio client of one node."""
+    """A function that opens one more asyncio client of one node."""
     if request.param == "daemon":
         daemon: Daemon = request.getfixturevalue("own_daemon")()
         yield lambda: AsyncClient.open(daemon.url)
@@ -67,7 +67,7 @@ def test_a_call_that_an_interrupted_run_left_behind_does_not_shorten_the_next(
         runner.run(begin())
 
     async def go_on() -> bool:
-        await asyncio.sleep(0.6)  # that call would be over by now
+        await asyncio.sleep(0.6)  # longer than the lost call's time
         async with client.get(prefix) as blocks:
             return blocks.complete
 
@@ -93,7 +93,7 @@ def test_a_reply_that_comes_between_two_runs_is_taken_by_the_second(
         return task
 
     task = runner.run(begin())
-    time.sleep(0.05)  # so it is answered
+    time.sleep(0.05)  # time for the node's answer
 
     async def end() -> int:
         return await task
@@ -130,7 +130,7 @@ def test_a_client_is_closed_by_another_loop_than_the_one_that_was_lost(
 
 @pytest.mark.parametrize("way", ["sync", "asyncio"])
 def test_a_client_that_is_dropped_says_goodbye(way: str, own_daemon: Callable[..., Daemon]) -> None:
-    """And gives back what it held, once no view of it is left."""
+    """And releases its leases once no view of them is left."""
     daemon = own_daemon()
     prefix = fresh_prefix(2)
     with Client.open(daemon.url) as monitor:
@@ -185,7 +185,7 @@ def test_a_letter_whose_delivery_is_interrupted_is_delivered_by_the_next_run(
 
 
 def test_an_exception_in_the_task_waits_for_its_thread(runner: asyncio.Runner) -> None:
-    """Else the thread would write into memory that is somebody else's."""
+    """Else the thread might write into memory that has been given to another owner."""
     begun, go, ended = threading.Event(), threading.Event(), threading.Event()
 
     def action() -> None:

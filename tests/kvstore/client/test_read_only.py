@@ -1,7 +1,7 @@
-"""Whoever only reads can't damage the pool: not by accident, from whatever code.
+"""A process that only reads can't damage the pool by accident, whatever its code does.
 
-One operation in place on a leased block, in an engine, would otherwise change a block that was
-verified and that everybody reads.
+Otherwise one operation in place on a leased block, in an engine, would change a block that was
+verified and that all clients read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ in_place_ways = pytest.mark.parametrize("way", IN_PLACE_WAYS)
 
 
 def permissions(view: Any) -> str:
-    """Of the memory below, as the kernel has them: "r--s" can't be written."""
+    """The kernel's permissions of the view's memory: "r--s" can't be written."""
     address = int(view.__array_interface__["data"][0])
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, found, *_ = line.split()
@@ -72,7 +72,7 @@ def test_what_a_get_hands_out_is_memory_that_cannot_be_written(pool: Pool) -> No
 
 @in_place_ways
 def test_only_slots_can_be_written(pool: Pool) -> None:
-    """A client that writes, too, reads from memory that can't be written."""
+    """A client that also writes still reads from memory that can't be written."""
     prefix = fresh_prefix(2)
     with pool.client.reserve(prefix) as slots:
         for slot, payload in zip(slots, payloads_of(prefix), strict=True):
@@ -116,8 +116,8 @@ def test_the_descriptor_of_a_welcome_is_open_for_reading_only(pool: Pool) -> Non
 
 @pytest.fixture
 def engine(own_daemon: Callable[..., Daemon]) -> Callable[[str], tuple[int, list[str]]]:
-    """Runs the worker on blocks of a daemon: how it ended, and its lines. Afterwards the blocks are
-    what they were."""
+    """A function that runs the worker on a daemon's blocks: its exit status and output lines.
+    Afterwards the blocks must be unchanged."""
     daemon = own_daemon()
 
     def run(verb: str) -> tuple[int, list[str]]:
@@ -139,7 +139,7 @@ def test_who_only_reads_has_nothing_that_can_be_written(
 ) -> None:
     status, (reading, writing, *_) = engine("look")
     assert (status, reading) == (0, "r--s r")
-    # To be written it is mapped once more, at the first reservation.
+    # The first reservation maps the memory a second time, to be written.
     assert writing.split()[:2] == ["r--s", "rw-s"]
 
 
@@ -174,7 +174,7 @@ def test_a_node_of_this_process_that_was_closed_is_not_written() -> None:
 
 @pytest.mark.parametrize("way", ["sync-daemon"])
 def test_what_another_process_damages_is_seen_through_the_same_view(pool: Pool) -> None:
-    """Read-only is how it is mapped here: it is the pool's memory, not a copy of it."""
+    """Only this mapping is read-only: it is the pool's memory, not a copy of it."""
     prefix = pool.put(fresh_prefix(1))
     with pool.client.get(prefix) as blocks:
         view = blocks[0].memory
@@ -185,7 +185,7 @@ def test_what_another_process_damages_is_seen_through_the_same_view(pool: Pool) 
         assert blocks.reason == "corrupt"
 
 
-# -- what shows blocks besides ---------------------------------------------------------------------
+# -- other users of blocks -------------------------------------------------------------------------
 
 
 def test_kernels_read_leased_blocks_where_they_lie_and_fill_none() -> None:

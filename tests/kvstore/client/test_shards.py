@@ -1,7 +1,7 @@
 """One block written by several tensor-parallel ranks, and read by ranks of another degree.
 
 Contents are derived from keys, so every test knows which bytes are right in every head of every
-layer, whoever wrote them.
+layer, whichever rank wrote them.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ def test_a_rank_that_skips_a_block_takes_only_that_one_from_the_others(client: C
     slots.commit()
     assert slots.pending == (0,)
     result = client.put(prefix, payloads_of(prefix), shard=(1, 2))
-    # The second block was cancelled, so this rank has begun it anew; its fellow has left.
+    # The second block was cancelled, so this rank has begun it anew, and lacks the other rank.
     assert (result.stored, result.pending) == ((0,), (1,))
     assert client.put(prefix[1:], payloads_of(prefix)[1:], shard=(0, 2)).stored == (0,)
     with client.get(prefix) as blocks:
@@ -423,7 +423,7 @@ def test_a_rank_that_skips_every_block_gives_them_all_back(any_client: Client) -
 def test_a_waiting_rank_that_turns_out_to_be_wrong_is_refused_alone(
     node: Node, client: Client
 ) -> None:
-    """Its claim is looked at when there is room for it, in some other client's call."""
+    """Its claim is checked when there is room for it, in another client's call."""
     held = client.reserve(fresh_prefix(BLOCKS, SHARDED))
     prefix = fresh_prefix(1, SHARDED)
     session = node.connect("two ranks", 1)
@@ -473,7 +473,7 @@ def test_a_remote_rank_whose_connection_breaks_takes_the_block_with_it(
 def test_ranks_of_a_pool_write_at_home_and_from_afar_to_one_node(
     node: Node, client: Client
 ) -> None:
-    """Two ranks on the node's host, two elsewhere that name the node by its number."""
+    """Two ranks on the node's host, and two on another host that name the node by its number."""
     service = RemoteService(node, ("127.0.0.1", 0))
     url = f"tiffin://127.0.0.1:{service.address[1]}"
     prefix = fresh_prefix(2, SHARDED)
@@ -561,7 +561,7 @@ def test_readers_of_another_degree_read_their_own_heads(
 
 
 def test_a_slice_is_verified_by_moving_nothing_but_the_slice(node: Node, far: Client) -> None:
-    """Over the network, with `verify="always"`, what arrives is the heads and the headers."""
+    """Over the network, with `verify="always"`, only the heads and the headers arrive."""
     moved: dict[str, int] = {}
     for name, schema in (("sharded", SHARDED), ("whole", WHOLE)):
         prefix = fresh_prefix(2, schema)

@@ -57,7 +57,7 @@ BLOCKS = 5  # of each prompt
 
 
 def prompts() -> list[Prefix]:
-    """Of all schemas: prompts that share their first blocks, and prompts that share nothing."""
+    """Prompts of all schemas: some share their first blocks, some share nothing."""
     found = []
     for schema in (SMALL, LARGE, SHARDED, PAGED):
         base = np.arange(BLOCKS * schema.block_tokens)
@@ -84,7 +84,7 @@ SHARDED_PART = _parts(SHARDED_PROMPTS)
 
 
 class StoreAgainstDict(RuleBasedStateMachine):
-    """Rules are the client's verbs, and accidents."""
+    """The rules are the client's verbs, and failures."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
     @contextlib.contextmanager
     def _still(self) -> Iterator[None]:
-        """Inside nothing changes but by us: damage is found, and room made, at any time."""
+        """Hold the node's lock: else it finds damage, and makes room, at any time."""
         self.client.exists(PROMPTS[0])  # answered behind reports of damage, which need the lock
         with self.node.held():
             yield
@@ -194,14 +194,14 @@ class StoreAgainstDict(RuleBasedStateMachine):
         self._give_up(part, ranks)
 
     def _forgotten_since(self, seq: int) -> set[bytes]:
-        """The blocks that have ceased to be after an event."""
+        """The blocks that were forgotten after an event."""
         events = self.node.events_since(seq, EVENTS_KEPT)
         assert events is not None
         keys = split_keys(events.keys)
         return {key for key, tier in zip(keys, events.tiers, strict=True) if not tier}
 
     def _give_up(self, part: Prefix, ranks: int) -> None:
-        """A rank that has not come yet cancels what would wait for it for a minute."""
+        """Every rank reserves and cancels: else blocks would wait a minute for a missing rank."""
         for index in range(len(part)):
             for rank in range(ranks):
                 with contextlib.suppress(NoRoom):
@@ -267,12 +267,12 @@ class StoreAgainstDict(RuleBasedStateMachine):
         self._release(which % len(self.held))
 
     def _release(self, which: int) -> None:
-        """Whatever has happened in the meantime, what was held is as it was."""
+        """Held blocks have not changed, whatever has happened in the meantime."""
         blocks, before = self.held.pop(which)
         assert [block.bytes.tobytes() for block in blocks] == before
         blocks.release()
 
-    # -- accidents ---------------------------------------------------------------------------------
+    # -- failures ----------------------------------------------------------------------------------
 
     @precondition(lambda self: not self.held)
     @rule(choice=st.integers(0, 1 << 30), bit=st.integers(0, 7))
@@ -305,7 +305,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
     @rule(flushes=st.booleans(), choice=st.integers(0, 1 << 30), damaged=st.booleans())
     def restart(self, flushes: bool, choice: int, damaged: bool) -> None:
-        """DRAM is gone afterwards unless it was written back; nothing else appears."""
+        """Blocks in DRAM are lost unless they were written back; no other block appears."""
         self._release_all()
         self._come_to_rest()
         before = set(self.node.core.index)

@@ -1,4 +1,4 @@
-"""What a socket link does when the kernel does not take or give everything at once."""
+"""A socket link whose kernel buffers do not take or give everything at once."""
 
 import errno
 import socket
@@ -80,7 +80,7 @@ def test_a_reply_that_comes_after_the_looks_is_received(
     wait = frame_queues.wait
 
     def send_then_wait(sock: socket.socket, event: int, deadline: float) -> None:
-        theirs.sendall(encode_frame(b"late"))  # only now: every look was in vain
+        theirs.sendall(encode_frame(b"late"))  # only after all polls found nothing
         wait(sock, event, deadline)
 
     monkeypatch.setattr(frame_queues, "wait", send_then_wait)
@@ -136,7 +136,7 @@ FRAME = bytes(range(40))
 
 
 def waits(outbox: Outbox) -> bool:
-    """Whether anything is to be sent yet."""
+    """Whether anything is still to be sent."""
     return bool(outbox._frames)
 
 
@@ -157,7 +157,7 @@ def read_all(sock: socket.socket) -> bytes:
 
 
 def test_posts_to_a_peer_that_reads_nothing_do_not_wait_and_none_is_lost(pair: Pair) -> None:
-    """They end leases: one that is lost leaves its blocks held as long as this process lives."""
+    """Posts end leases: a lost one would leave its blocks held as long as this process lives."""
     ours, theirs = pair
     outbox = Outbox(ours)
     posted = Background(lambda: fill(outbox)).result(8)

@@ -1,4 +1,4 @@
-"""Makes llamasupport.py, which lies here, importable; a client and a model for connectors."""
+"""Makes llamasupport.py of this folder importable; a client and a model for connectors."""
 
 from __future__ import annotations
 

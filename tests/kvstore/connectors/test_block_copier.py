@@ -1,4 +1,4 @@
-"""Blocks between a cache and host memory: where they lie, through stages, and pinned or not."""
+"""Copies of blocks between a cache and host memory: layout, stages, pinned memory or not."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def mover() -> Iterator[BlockMover]:
 
 @pytest.fixture(params=["direct", "staged", "mixed"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """On a CPU all blocks are reached; here some are taken not to be."""
+    """A CPU can address all blocks; here some count as not addressable by the device."""
     reached = {"direct": lambda _: True, "staged": lambda _: False}
     firsts: list[int] = []
 
@@ -124,7 +124,7 @@ def test_what_is_staged_goes_through_the_copier(
     )
     cache, _ = filled()
     mover.gather(cache, PAGES, arrays())
-    # two blocks to a stage: 2 + 2 + 1, and 2 + 1 behind two that are reached
+    # two blocks to a stage: 2 + 2 + 1, and 2 + 1 after two that are addressed directly
     assert len(opened) == {"direct": 0, "staged": 3, "mixed": 2}[way]
 
 
@@ -151,7 +151,7 @@ def test_a_copy_that_fails_is_a_tier_that_is_not_there(
 def test_the_end_of_a_move_waits_for_a_slow_copy(
     mover: BlockMover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when the move fails in the middle: memory that is still written is not given back."""
+    """Also if the move fails in the middle: memory that is still being written is not released."""
     waited = []
 
     class Slow:
@@ -212,7 +212,7 @@ def test_layouts_are_the_schemas() -> None:
 
 @pytest.fixture
 def pins(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Stands for CUDA's registration: (address, device) of what was pinned, while it is."""
+    """In place of CUDA's registration: (address, device) of memory while it is pinned."""
     found: list[Any] = []
 
     def fake(memory: Any, device: str) -> Any:

@@ -1,4 +1,4 @@
-"""The HBM tier in front of the pool, on device `cpu`: every way that bytes take."""
+"""The HBM tier in front of the pool, on device `cpu`: every path of the bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def fronted(client: Client, model: Any) -> Iterator[Callable[..., PrefixCache]]:
-    """Makes caches with an HBM tier of so many blocks; at the end each tier is whole."""
+    """A function that makes caches with an HBM tier of so many blocks; each must end whole."""
     made: list[PrefixCache] = []
 
     def make(blocks: int = 16, **options: Any) -> PrefixCache:
@@ -129,7 +129,7 @@ def test_what_others_stored_comes_up(
 def test_a_prompt_that_is_larger_than_hbm(
     fronted: Callable[..., PrefixCache], client: Client, model: Any
 ) -> None:
-    """HBM serves its part, the pool the rest; and what it can't take is written to the pool."""
+    """HBM serves its part and the pool the rest; blocks without room in HBM go to the pool."""
     ids = tokens(8 * BLOCK + 1)
     expected = computed(model, ids)
     cached = fronted(blocks=3)
@@ -158,7 +158,7 @@ def test_hbm_serves_while_the_pool_is_away(
         longer = torch.cat([ids, tokens(2 * BLOCK, seed=9)], 1)
         for _ in range(2):
             assert greedy(cached.generate, longer) == plain(model, longer)
-        assert cached.last.hit_tokens == 5 * BLOCK  # saved after the pool went
+        assert cached.last.hit_tokens == 5 * BLOCK  # saved after the pool was lost
         assert cached.failures == 0
         assert numbers(cached)["hbm_hits"] == 3 + 5
     assert "only HBM had are lost" in caplog.text
@@ -190,7 +190,7 @@ def test_another_client_begins_with_an_empty_tier(
     greedy(cached.generate, ids)
     with Client.open(POOL) as another:
         cached.client = another
-        assert all(client.exists(cached.schema.prefix(ids)))  # was copied down first
+        assert all(client.exists(cached.schema.prefix(ids)))  # was copied to the pool first
         assert cached.client is another
         assert cached.load(ids)[1] == 0
         greedy(cached.generate, ids)

@@ -1,4 +1,4 @@
-"""Caches in one byte per number: half the bytes, close numbers, never mixed with others."""
+"""Caches in one byte per number: half the bytes, close numbers, never mixed with other formats."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ def client() -> Iterator[Client]:
 
 
 def bound(numbers: Any, form: str, scale_tokens: int) -> Any:
-    """How far a number may come back from what it was (docs/quantisation.md); [1, heads, n, dim].
-
-    And half a last place of the dtype that it is rounded to.
-    """
+    """How far a restored number may be off (docs/quantisation.md), [1, heads, n, dim]; with half a
+    last place of the dtype to which it is rounded."""
     exact = numbers.double().abs()
     largest = exact.unflatten(2, (-1, scale_tokens)).amax(dim=(3, 4))
     scales = (largest / LIMITS[form]).repeat_interleave(scale_tokens, dim=2)[..., None]

@@ -1,4 +1,4 @@
-"""The Hugging Face connector: same tokens with and without the pool, which is really used."""
+"""The Hugging Face connector: same tokens with and without the pool; the pool is really used."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cached(client: Client, model: Any) -> PrefixCache:
 
 
 class Counting:
-    """How many tokens go through the model: what was really computed."""
+    """Counts the tokens that go through the model, which are those really computed."""
 
     def __init__(self, model: Any) -> None:
         self.tokens = 0
@@ -128,7 +128,7 @@ def test_the_last_generated_token_is_not_in_the_cache(cached: PrefixCache) -> No
 
 
 def test_other_values_in_the_cache_give_other_tokens(cached: PrefixCache, model: Any) -> None:
-    """The negative control: what was loaded is what the model attends to."""
+    """The negative control: the model attends to the loaded values."""
     ids = tokens(4 * BLOCK + 3)
     greedy(cached.generate, ids)
     right, _ = cached.load(ids)
@@ -346,7 +346,7 @@ def test_a_failed_pool_is_left_alone_for_a_while(
 def test_a_cache_that_cannot_be_saved_is_no_fault_of_the_pool(
     cached: PrefixCache, model: Any
 ) -> None:
-    """The caller is told, and the next call asks the pool."""
+    """The caller gets the error, and the next call asks the pool."""
     ids = tokens(2 * BLOCK + 3)
     cache = DynamicCache(config=model.config)
     model(ids, past_key_values=cache)
@@ -361,7 +361,7 @@ def test_a_cache_that_cannot_be_saved_is_no_fault_of_the_pool(
 def test_what_the_pool_refuses_is_refused_and_not_away(
     model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A block that is larger than its DRAM, at every save; generation goes on."""
+    """A block that is larger than the pool's DRAM is refused at every save; generation goes on."""
     ids = tokens(2 * BLOCK + 3)
     with Client.open("embedded:?dram=4KiB&prefault=false") as small:
         cached = PrefixCache(small, model, block_tokens=BLOCK)

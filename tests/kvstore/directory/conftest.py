@@ -1,4 +1,4 @@
-"""One Redis and one small cluster for all tests that don't break them; each has its own pool."""
+"""One Redis and one small cluster for all tests that don't stop them; each test has its pool."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A server that nobody stops."""
+    """A server that no test stops."""
     with RedisServer(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
-    """Three shards that nobody stops."""
+    """Three shards that no test stops."""
     with RedisCluster(tmp_path_factory.mktemp("cluster")) as cluster:
         yield cluster
 
@@ -47,7 +47,7 @@ def pool() -> str:
 
 @pytest.fixture
 def open_redis(pool: str) -> Iterator[Callable[..., RedisDirectory]]:
-    """Opens handles of one pool: `open_redis(url, registration_ttl_s=...)`."""
+    """A function that opens handles of one pool: `open_redis(url, registration_ttl_s=...)`."""
     with contextlib.ExitStack() as stack:
 
         def open_handle(
@@ -56,7 +56,7 @@ def open_redis(pool: str) -> Iterator[Callable[..., RedisDirectory]]:
             # Readers see changes after a moment rather than a second.
             times = {"membership_age_s": 0.05, **times}
             options = parse_redis(url)
-            if "timeout=" not in url:  # a server that stands still for a moment is not down
+            if "timeout=" not in url:  # a server that is delayed for a moment is not down
                 options = dataclasses.replace(options, timeout_s=20.0)
             directory = RedisDirectory(
                 options, pool=pool, registration_ttl_s=registration_ttl_s, **times

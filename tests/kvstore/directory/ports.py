@@ -1,4 +1,4 @@
-"""Ports for servers of tests that have to know theirs before they start, or come back to it."""
+"""Ports for tests' servers that need a known port before they start, or again after a restart."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now, and that is given to nobody meanwhile: the
-    kernel takes those of outgoing connections from a range of its own, above these."""
+    """A loopback port that no socket has, and that the kernel gives to no outgoing connection
+    later: it takes the ports of those from a range of its own, above these."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in random.SystemRandom().sample(range(10_000, lowest), 100):
         if port not in _given:

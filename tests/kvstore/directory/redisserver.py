@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 START_S = 20.0
-# A failover takes some of these; 1 s is the least that a busy machine with two cores bears.
+# A failover takes a few of these; less than 1 s is too short for a busy machine with two cores.
 NODE_TIMEOUT_MS = 1000
 
 
 def speaks_tls() -> bool:
-    """Whether the server was built with TLS: asked for it, it then misses a certificate."""
+    """Whether the server was built with TLS: then its error is about the missing certificate."""
     command = [need_redis(), "--port", "0", "--tls-port", str(free_port())]
     run = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
     return "tls-cert-file" in run.stdout + run.stderr
@@ -95,12 +95,12 @@ class RedisServer:
     def _answers(self) -> bool:
         assert self._process is not None
         assert self._process.poll() is None, (self.folder / "log").read_text()
-        # TLS-only servers have port 0 for plain text; they are asked by their tests.
+        # Only connects: a TLS-only server (--port 0) takes no plain text; its tests talk to it.
         with socket.create_connection(("127.0.0.1", self.port), timeout=1.0):
             return True
 
     def client(self, **options: Any) -> redis.Redis:
-        """A plain client of the server, for looking and forging; closed with it."""
+        """A plain client of the server, to inspect and forge entries; closed with the server."""
         options = {"password": self.password, "protocol": 2, **options}
         made: redis.Redis = redis.Redis(host="127.0.0.1", port=self.port, **options)
         self._clients.append(made)
@@ -123,7 +123,7 @@ class RedisServer:
         self.start()
 
     def pause(self) -> None:
-        """SIGSTOP: it accepts connections and never answers."""
+        """SIGSTOP: the kernel accepts connections, and the server never answers."""
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGSTOP)
 
@@ -169,7 +169,7 @@ class _Servers:
         return self
 
     def join(self) -> None:
-        """Make one of them; overridden."""
+        """Join the servers into one group; overridden."""
 
     def stop(self) -> None:
         for server in self.servers:
@@ -180,7 +180,7 @@ class _Servers:
 
 
 class RedisCluster(_Servers):
-    """`masters` shards, with `replicas` each with one: of server i it is server i + masters."""
+    """`masters` shards; if `replicas`, server i + masters is the replica of server i."""
 
     def __init__(self, folder: Path, *, masters: int = 3, replicas: bool = False) -> None:
         self.masters = masters
@@ -191,7 +191,7 @@ class RedisCluster(_Servers):
                     *("--cluster-enabled", "yes"),
                     *("--cluster-node-timeout", str(NODE_TIMEOUT_MS)),
                     *("--cluster-port", str(free_port())),
-                    # What still answers goes on serving its part.
+                    # Shards that still answer go on serving their slots.
                     *("--cluster-require-full-coverage", "no"),
                     *("--cluster-replica-validity-factor", "0"),
                 )

@@ -1,4 +1,4 @@
-"""A cluster and sentinels that lose a server: what is found meanwhile, and that all comes back."""
+"""A cluster and sentinels that lose a server: what is found meanwhile, and that all is restored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS = keys_of("failover", 500)
 
 
 class Node:
-    """A feed that has `KEYS`, always, and others that come and go."""
+    """A feed that always has `KEYS`, and further keys that come and go."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -124,7 +124,7 @@ def test_a_lost_shard_costs_its_own_keys(tmp_path: Path, open_redis: OpenRedis) 
 
 
 def test_a_bucket_that_has_moved(tmp_path: Path, open_redis: OpenRedis) -> None:
-    """A replica takes over without anybody's death: the old shard sends us to the new one."""
+    """A replica takes over while its master lives: the old master redirects to the new one."""
     with RedisCluster(tmp_path, masters=1, replicas=True) as cluster:
         directory = open_redis(cluster.url)
         number = directory.register(record())
@@ -201,7 +201,7 @@ def test_sentinels_lead_to_the_new_master(tmp_path: Path, open_redis: OpenRedis,
         url = group.url + "?timeout=0.6"
         master = group.master
         survive(open_redis(url), open_redis(url), master.kill if how == "kill" else master.pause)
-        # The old master comes back as a replica, and nobody takes it for the master.
+        # The old master comes back as a replica, and is not used as the master.
         if how == "kill":
             master.start()
         else:

@@ -1,4 +1,4 @@
-"""What a node says about itself in Redis, byte for byte, and that anything else is nothing."""
+"""A node's entry in Redis, byte for byte; any other bytes are ignored."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def decoded(*pairs: object, pool: str = "acme", token: bytes = TOKEN) -> Found:
 
 
 def test_the_bytes_of_an_entry() -> None:
-    """docs/directory.md, without the code that writes it."""
+    """The entry by docs/directory.md, without the code that writes it."""
     said = record(number=5)
     encoded = msgspec.msgpack.encode(said)
     body = identity_of(said) + NOW_MS.to_bytes(8, "big") + encoded
@@ -136,7 +136,8 @@ def test_an_odd_reply_and_too_many_nodes() -> None:
 
 @pytest.mark.parametrize("fields", BAD_RECORDS, ids=str)
 def test_what_others_may_not_be_shown_is_left_out(fields: dict[str, object]) -> None:
-    """Nobody commands the terminals of those who read the directory, with the token or without."""
+    """A writer of the directory, with the token or without, can't send control characters to the
+    terminals of its readers."""
     made = record(**{"number": 6, **fields})  # type: ignore[arg-type]
     forged = struct.pack(">Q", NOW_MS + 1) + bytes(16) + msgspec.msgpack.encode(made)
     found = decoded(b"5", entry(), b"6", forged)

@@ -1,4 +1,4 @@
-"""What only Redis can do: die, stop, come back empty, and hold what somebody else wrote."""
+"""Failures of Redis only: it dies, hangs, comes back empty, and holds entries of other writers."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_flushall(own_redis: RedisServer, open_redis: OpenRedis) -> None:
     own_redis.client().flushall()
     assert reader.locate(KEYS) == [()] * len(KEYS)
     assert not directory.heartbeat(record(number=number))
-    # Something that an old registration says late is about a number that nobody has.
+    # A late publish of an old registration is about a number that no node has.
     directory.publish(number, KEYS, [], 41)
     again = directory.register(record())
     assert again != number
@@ -108,9 +108,9 @@ def test_a_stopped_redis_costs_one_timeout(own_redis: RedisServer, open_redis: O
     eventually(lambda: answers(directory), "it is connected")
     own_redis.pause()
     try:
-        with pytest.raises(DirectoryUnavailable):  # returns at all
+        with pytest.raises(DirectoryUnavailable):  # after one timeout
             directory.locate(KEYS)
-        # The next ones do not wait: the server is left alone for a moment.
+        # The next calls do not wait: the server is not asked for a moment.
         server = directory._fleet.server(0)
         assert not server.answers
         assert not server.admits() or not server.admits()
@@ -186,7 +186,7 @@ def test_locations_that_nobody_repeats_leave(
     directory.publish(number, KEYS, [], 1)
     eventually(lambda: directory.locate(KEYS) == [()] * len(KEYS), "the locations have left")
     directory.publish(number, KEYS, [], 41)
-    assert directory.locate(KEYS[:1]) in ([(number,)], [()])  # or it took longer than that
+    assert directory.locate(KEYS[:1]) in ([(number,)], [()])  # expired, if this took too long
 
 
 def test_publishing_again_keeps_locations(
@@ -213,7 +213,7 @@ def test_dead_registrations_are_swept_out(
     assert client.hlen(f"tiffin:{{{pool}:m}}:nodes") == 1
 
 
-# -- what somebody else wrote ----------------------------------------------------------------------
+# -- entries of other writers ----------------------------------------------------------------------
 
 
 def test_the_number_of_holders_is_bounded(
@@ -252,7 +252,7 @@ GARBAGE: list[object] = [
 
 
 def forge(client: redis.Redis, name: bytes | str, value: object) -> None:
-    """Replace what lies under `name`."""
+    """Replace the value under `name`."""
     client.delete(name)
     match value:
         case "a list":
@@ -392,7 +392,7 @@ def test_ten_thousand_random_edits(
     survive_edits(shared_redis, open_redis, pool, seed=seed, edits=1000)
 
 
-# -- being let in ----------------------------------------------------------------------------------
+# -- authentication --------------------------------------------------------------------------------
 
 
 def test_passwords(tmp_path: Path, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:

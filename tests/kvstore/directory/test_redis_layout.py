@@ -1,4 +1,4 @@
-"""What lies in Redis, byte for byte, and that anything else is nothing."""
+"""The locations and events in Redis, byte for byte; any other bytes are ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which URLs lead to which directory, and that no message repeats a password."""
+"""Which URL opens which directory, and that no message repeats a password."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool of processes for tests that break some of them."""
+"""A pool of processes for tests that stop or kill some of them."""
 
 from __future__ import annotations
 

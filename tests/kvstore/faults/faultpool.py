@@ -26,7 +26,7 @@ BLOCKS = 4
 
 @dataclass
 class Tally:
-    """What the gets of a run returned. `spans` (begin, end) and `waits_s` have one entry each."""
+    """The results of a run's gets. `spans` (begin, end) and `waits_s` have one entry per get."""
 
     gets: int = 0
     short: list[str] = field(default_factory=list)
@@ -39,17 +39,17 @@ class Tally:
         return [end - begin for begin, end in self.spans]
 
     def waited(self, began: float) -> None:
-        """A get that began then has returned."""
+        """Record that a get that began then has returned."""
         self.spans.append((began, time.monotonic()))
 
     def longest_s(self, watch: Watch) -> float:
-        """The longest wait, without what this process stood still of it."""
+        """The longest wait, without the time for which this process was stopped."""
         return max(end - begin - watch.still_s(begin, end) for begin, end in self.spans)
 
 
 class Watch:
-    """Notices when this process stands still, as a busy machine makes it. How long a get waits for
-    a node is none of that time's business."""
+    """Measures when a busy machine stops this process: that time does not count as a get's wait
+    for a node."""
 
     _NAP_S = 0.01
 
@@ -68,8 +68,8 @@ class Watch:
             self._last = now
 
     def still_s(self, begin: float, end: float) -> float:
-        """How much of the time from `begin` to `end` that was."""
-        # Whoever asks may have been woken before the thread that notes it.
+        """How much of the time from `begin` to `end` this process was stopped."""
+        # The calling thread may have been woken before the thread that records it.
         asleep = (self._last + self._NAP_S, time.monotonic())
         spans = [*self._still, asleep]
         return sum(max(0.0, min(end, until) - max(begin, since)) for since, until in spans)
@@ -100,7 +100,7 @@ class FaultPool:
             sizes = {"dram": dram, "nvme": nvme}
             self._secret = ["--token-file", str(token_file)] if token_file else []
             self.nodes = [self._start(commands_folder, i, sizes) for i in range(nodes)]
-            # A Redis that stands still for a moment is no fault of these tests' nodes.
+            # A Redis that is delayed for a moment is not a fault under test.
             self.directory = f"{self.redis.url}?pool={self.name}&timeout=5"
             if token_file:
                 self.directory += f"&token_file={token_file}"
@@ -125,7 +125,7 @@ class FaultPool:
         return Client.open(self.url + extra, name="faults")
 
     def fill(self, client: Any, prompts: int) -> list[Prefix]:
-        """Prompts that both of two nodes have, published."""
+        """Prompts that are published by two nodes each."""
         prefixes = [fresh_prefix(BLOCKS) for _ in range(prompts)]
         for prefix in prefixes:
             wait_until(lambda prefix=prefix: put_twice(client, prefix), "two nodes take a put")  # type: ignore[misc]
@@ -152,7 +152,7 @@ class FaultPool:
 
 
 def put_twice(client: Any, prefix: Prefix) -> bool:
-    """Whether two nodes have it now. One that stands still for half a second does not take it."""
+    """Whether two nodes have it now; a node that is stopped for half a second does not take it."""
     try:
         return bool(client.put(prefix, payloads_of(prefix), replicas=2).complete)
     except NoRoom:
@@ -160,7 +160,7 @@ def put_twice(client: Any, prefix: Prefix) -> bool:
 
 
 def read_once(client: Any, prefix: Prefix, tally: Tally, *, timeout_s: float = 5.0) -> None:
-    """One get into memory of ours, timed and compared."""
+    """One get into a buffer of the caller, timed and compared."""
     into = [np.zeros(SCHEMA.block_bytes, np.uint8) for _ in range(len(prefix))]
     began = time.monotonic()
     try:

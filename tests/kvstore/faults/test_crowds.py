@@ -1,4 +1,4 @@
-"""Clients that vanish, crowds that never say hello, descriptors that run out."""
+"""Clients that vanish, many connections without a hello, descriptors that run out."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_half_open_connections_lock_nobody_out(pool: FaultPool, count: int) -> N
         wait_until(lambda: seen_by_others(pool, prefix), "the blocks are published")
         address = address_of(pool)
         for _ in range(count):
-            # Those that the node crowds out are reset; the rest say nothing for ever.
+            # The node resets the oldest ones above its limit; the rest stay silent for ever.
             with contextlib.suppress(OSError):
                 crowd.enter_context(socket.create_connection(address, timeout=5))
         with pool.open() as newcomer:

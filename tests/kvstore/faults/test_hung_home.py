@@ -1,4 +1,4 @@
-"""The home of readers and writers is stopped under them, and another node has the same blocks."""
+"""The home of readers and writers is stopped during reads, and another node has the same blocks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from tiffin.kvstore import Prefix
 
-# What a get may wait longer than before once home is known to hang, and how long the get that finds
-# it so may wait: half of `hedge_s`, and the grace that every node has. On a machine whose cores are
-# busy, the processes that do answer are late themselves: hence the slack. It is far from the 5 s of
-# a get that waits for home until its deadline.
+# How much longer a get may wait once home is known to hang, and how long the get that notices it
+# may wait: half of `hedge_s`, and the grace that every node has. On a machine whose cores are busy,
+# the processes that do answer are late themselves: hence the slack, which is much less than the 5 s
+# of a get that waits for home until its deadline.
 EXTRA_S = 0.25
 FIRST_S = 0.3
 SLACK_S = 1.0
@@ -33,7 +33,7 @@ def open_at(pool: FaultPool, home: Daemon) -> Any:
 
 
 def write_until(stop: threading.Event, client: Any, written: list[Prefix]) -> list[str]:
-    """Put fresh prompts until `stop`; what failed."""
+    """Put fresh prompts until `stop`; returns the failures."""
     failed: list[str] = []
     while not stop.is_set():
         prefix = fresh_prefix(2)

@@ -12,15 +12,15 @@ from kvsupport import fresh_prefix, payloads_of, wait_until
 
 from tiffin.kvstore.errors import NodeUnavailable, NoRoom
 
-# What a get may wait longer than usual for a node that has just died or stopped. On a machine whose
-# cores are busy, the processes that do answer are late themselves: hence the slack. It is far from
-# the 5 s of a get that waits for a dead node until its deadline.
+# How much longer than usual a get may wait for a node that has just died or stopped. On a machine
+# whose cores are busy, the processes that do answer are late themselves: hence the slack, which is
+# much less than the 5 s of a get that waits for a dead node until its deadline.
 EXTRA_S = 0.25
 SLACK_S = 1.0
 
 
 def check(tally: Tally, pool: FaultPool) -> None:
-    """Not one get failed, was short, late or wrong."""
+    """No get failed, was short, late or wrong."""
     assert tally.gets > 20
     assert tally.wrong == 0
     assert tally.failed == []
@@ -53,7 +53,7 @@ def test_no_get_fails_when_a_node_stops_answering(pool: FaultPool, victim: int) 
 
 
 def test_the_only_node_that_is_left_is_waited_for(pool: FaultPool) -> None:
-    """Nobody else can be asked while it stands still for a moment: nothing is gained by haste."""
+    """While the only live node is stopped for a moment, a get waits: no other node can help."""
     with pool.open() as client:
         (prefix,) = pool.fill(client, 1)
         (dead,) = (n for n, record in client.nodes().items() if record.name == "n0")
@@ -114,7 +114,7 @@ def test_redis_may_be_killed_and_emptied(pool: FaultPool) -> None:
         pool.redis.kill()
         tally = Tally()
         read_once(client, prefixes[0], tally, timeout_s=2.0)
-        # Without a directory and a home, nobody knows where blocks are: a miss that says so.
+        # Without a directory and a home, the places of blocks are unknown: a miss that says so.
         assert tally.failed == []
         assert tally.short in ([], ["directory"])
         pool.redis.start()  # empty

@@ -39,8 +39,8 @@ CUT_S = 30.0
 SCHEMA = KVSchema.gqa(
     model="wide", layers=4, kv_heads=4, head_dim=32, dtype="bfloat16", block_tokens=64
 )
-# Of the gets that are measured: with and without a slow neighbour in turns, so that a machine which
-# slows down slows both.
+# Gets are measured with and without a slow neighbour in turns, so that a machine that becomes
+# slower slows both.
 TURNS, TURN_S = 8, 0.5
 
 
@@ -51,8 +51,8 @@ def run(*command: str) -> str:
 class Network:
     """A namespace with a node, and between it and ours a namespace that only forwards packets.
 
-    Packets are lost by the one in the middle: a packet that its sender drops is a call that failed,
-    and one that we drop needs a rule in the firewall of the machine.
+    Packets are dropped by the one in the middle: dropping at the sender makes its call fail, and
+    dropping in the test's namespace needs a rule in the machine's firewall.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Network:
             undo.pop_all()
 
     def _build(self, number: int, near: str, far: str) -> None:
-        """`near` and `far` are the middle's ends, towards us and towards the node."""
+        """`near` and `far` are the middle's ends, towards the tests and towards the node."""
         run("ip", "netns", "add", self.name)
         run("ip", "netns", "add", self.middle)
         run("ip", "link", "add", self.ours, "type", "veth",
@@ -86,12 +86,12 @@ class Network:
     @staticmethod
     def _up(where: list[str], device: str, address: str) -> None:
         run("ip", *where, "addr", "add", address, "dev", device)
-        # Packets as a wire has them, not 64 KiB at a time: what is lost is one of 1,500 bytes.
+        # Packets of 1,500 bytes, as on a wire, not 64 KiB at a time: each is lost separately.
         run("ip", *where, "link", "set", device, "gso_max_segs", "1", "up")
 
     def cut(self) -> None:
-        """Packets are lost in both directions, without a word to anybody."""
-        # Not `link down`: that would tell our end's sockets at once.
+        """Drop packets in both directions, without an error at either end."""
+        # Not `link down`: the client's sockets would get an error at once.
         run("tc", "qdisc", "add", "dev", self.ours, "root", "tbf",
             "rate", "8bit", "burst", "1", "limit", "1")  # fmt: skip
         run("tc", "-n", self.name, "qdisc", "add", "dev", self.theirs, "root", "tbf",
@@ -107,12 +107,12 @@ class Network:
             "rate", rate, "burst", "64k", "latency", "200ms")  # fmt: skip
 
     def lose(self, share: float) -> None:
-        """So many packets are lost by chance, in each direction."""
+        """Drop this share of the packets at random, in each direction."""
         self._iptables("-A", "FORWARD", "-m", "statistic", "--mode", "random",
                        "--probability", str(share), "-j", "DROP")  # fmt: skip
 
     def lost(self) -> int:
-        """How many packets `lose` has cost."""
+        """How many packets `lose` has dropped."""
         # A line is: packets, bytes, target, ...
         rules = [line.split() for line in self._iptables("-nvxL", "FORWARD").splitlines()]
         (packets,) = [int(words[0]) for words in rules if words[2:3] == ["DROP"]]
@@ -124,14 +124,14 @@ class Network:
         return run("ip", "netns", "exec", self.middle, "iptables", *arguments)
 
     def close(self) -> None:
-        # Devices and rules go with their namespace, and our device with its peer.
+        # Devices and rules are deleted with their namespace, and the outer device with its peer.
         for name in (self.name, self.middle):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", self.ours], check=False, capture_output=True)
 
 
 class SplitPool:
-    """A node on loopback, and one behind a network that tests may break."""
+    """A node on loopback, and one behind a network that tests can cut and slow down."""
 
     def __init__(self, commands_folder: Path, folder: Path) -> None:
         with contextlib.ExitStack() as self._stack:
@@ -186,7 +186,7 @@ def test_a_network_that_is_cut_and_heals_costs_no_get(pool: SplitPool) -> None:
         read_for(client, prefixes, CUT_S, tally)
         pool.network.heal()
         assert (tally.wrong, tally.failed, tally.short) == (0, [], [])
-        # A first read may find the cut; by then it waits for `hedge_s`, and the far node rests.
+        # A first read may notice the cut: it waits for `hedge_s`, and then the far node rests.
         assert tally.longest_s(pool.watch) < 1.25
         with Client.open(pool.only_far) as far:
 
@@ -201,7 +201,7 @@ def test_a_network_that_is_cut_and_heals_costs_no_get(pool: SplitPool) -> None:
 
 
 def test_a_slow_and_lossy_node_does_not_slow_down_the_others(pool: SplitPool) -> None:
-    """Mooncake's clients wait for the slowest; ours should not notice it."""
+    """Mooncake's clients wait for the slowest node; Tiffin's should not notice it."""
     with Client.open(pool.both) as both:
         prompts = [Prompt.of(prefix) for prefix in fill(both, 8, SCHEMA)]
     pool.network.slow_down("80mbit")
@@ -229,11 +229,11 @@ def test_a_slow_and_lossy_node_does_not_slow_down_the_others(pool: SplitPool) ->
     )
     for tally in (alone, beside, either):
         assert (tally.wrong, tally.failed, tally.short) == (0, [], [])
-    # Whoever has nobody else to ask may come out short, but with nothing wrong and no error.
+    # A get with only the slow node to ask may be short, but has no wrong byte and no error.
     assert (slow.tally.wrong, slow.tally.failed) == (0, [])
     assert slow.tally.gets > len(slow.tally.short), "the slow node has never answered"
     assert pool.network.lost() > 0
-    # Nobody takes turns with it: a get takes a millisecond or so, at the slow node 52 and more.
+    # Gets do not take turns with it: they take about a millisecond, at the slow node 52 and more.
     assert beside.gets > 4 * slow.tally.gets
     assert either.gets > slow.tally.gets
 
@@ -274,7 +274,7 @@ def read_prompts(client: Any, prompts: list[Prompt], seconds: float, tally: Tall
 
 
 class Reader:
-    """A thread that reads while it is told to."""
+    """A thread that reads inside `reading`."""
 
     def __init__(self, client: Any, prompts: list[Prompt]) -> None:
         self.tally = Tally()
@@ -286,7 +286,7 @@ class Reader:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """It reads as long as the block runs; afterwards its last get has ended."""
+        """It reads as long as the `with` block runs; afterwards its last get has ended."""
         with self._turn:
             self._wanted = True
             self._turn.notify_all()

@@ -1,4 +1,4 @@
-"""Headers: whatever happens to their bytes is noticed, and nothing but typed errors comes out."""
+"""Headers: any damage to their bytes is noticed, and only typed errors are raised."""
 
 import struct
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def packed(
 
 
 def resign(buffer: bytearray) -> bytearray:
-    """Make a manipulated header pass its checksum, to reach the checks behind it."""
+    """Make a manipulated header pass its checksum, to reach the checks that follow."""
     size_bytes = min(struct.unpack_from("<I", buffer, 112)[0], len(buffer))
     struct.pack_into("<Q", buffer, 8, xxh3_64_intdigest(buffer[16:size_bytes]))
     return buffer
@@ -318,7 +318,7 @@ def test_counts_that_overrun_the_header(counts: tuple[int, int]) -> None:
     struct.pack_into("<II", buffer, 104, *counts)
     resign(buffer)
     if header_bytes(counts[1], counts[0]) == 4096:
-        assert len(read_header(buffer).tokens) == 4 * counts[0]  # it fits: the writer's word
+        assert len(read_header(buffer).tokens) == 4 * counts[0]  # it fits, so it is believed
     else:
         with pytest.raises(CorruptBlock, match="do not make"):
             read_header(buffer)

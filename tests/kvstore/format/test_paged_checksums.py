@@ -1,7 +1,7 @@
-"""A schema of `xxh3_64_pages`, in every way to reach a pool and on every path that bytes take.
+"""A schema of `xxh3_64_pages`, for every way to reach a pool and every path of the bytes.
 
-Segments are four pages and a bit, so that each has two levels and a page that is padded. What
-damage must lead to is the same as with plain checksums: a miss and a counter, never the bytes.
+Segments are a little more than four pages, so that each has two levels and a padded page. Damage
+must lead to the same as with plain checksums: a miss and a counter, never the bytes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def prompt(blocks: int = 3, schema: KVSchema = PAGED) -> Prefix:
 
 
 def flip(pool: Pool, prefix: Prefix, at: int) -> None:
-    """Damage one bit of the payload of a prefix of one block, where it lies in DRAM."""
+    """Damage one bit of the payload of a prefix of one block in DRAM."""
     pool.client.memory[pool.payload_offset(prefix) + at] ^= 1
 
 
@@ -225,7 +225,7 @@ class TestHeaders:
     def test_a_block_of_one_algorithm_is_not_read_as_one_of_the_other(
         self, node: Node, schema: KVSchema, verify: Any
     ) -> None:
-        """What no client writes: a header of this schema with valid checksums of the other kind."""
+        """A forged block: a header of this schema with valid checksums of the other algorithm."""
         other: Algorithm = "xxh3_64" if schema is PAGED else PAGES
         prefix = prompt(1, schema)
         with Client.attach(node, verify=verify) as client:
@@ -284,7 +284,7 @@ def named(report: Any, prefix: Prefix) -> bool:
 
 
 def inspected(folder: Path, commands_folder: Path) -> dict[str, Any]:
-    """What the command line says, as JSON."""
+    """The JSON output of `tiffin inspect`."""
     command = [*TIFFIN, "inspect", str(folder), "--json"]
     environment = command_environment(commands_folder)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

@@ -114,7 +114,7 @@ def test_segments_and_parts_tile_the_payload(schema: KVSchema) -> None:
 
 
 def positions(schema: KVSchema) -> list[tuple[int, str, int | None]]:
-    """Who owns each byte of a payload, (layer, part, head), by walking the documented order."""
+    """The owner of each byte of a payload, (layer, part, head), by the documented order."""
     owners: list[tuple[int, str, int | None]] = []
     for index, layer in enumerate(schema.layers):
         for part in layer.parts:

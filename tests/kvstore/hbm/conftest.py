@@ -43,7 +43,7 @@ def client() -> Iterator[Client]:
 
 @pytest.fixture
 def network_client() -> Iterator[Client]:
-    """Of a node that shares no memory with this process."""
+    """A client of a node that shares no memory with this process."""
     node = NetworkNode(Node(NodeOptions(POOL_BYTES, prefault=False)))
     with contextlib.closing(node), Client.open(node.url) as client:
         yield client

@@ -1,6 +1,6 @@
 """Stores and blocks for the tests of the HBM tier, on device `cpu` and, if there is one, on a GPU.
 
-torch is imported where it is used: without it, these tests can be collected all the same.
+torch is imported where it is used, so that these tests can be collected without it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ QUIET = HbmOptions(write_back=False)
 
 
 def devices() -> list[str]:
-    """Those of this machine that a store can be on."""
+    """The devices of this machine that a store can use."""
     import torch
 
     return ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
@@ -60,7 +60,7 @@ def hbm_store(
 
 
 def fill(slots: Any, prefix: Prefix) -> None:
-    """The right bytes into every slot, by the device's own copy."""
+    """Copy the right bytes into every slot on the device."""
     import torch
 
     for slot in slots:
@@ -69,14 +69,14 @@ def fill(slots: Any, prefix: Prefix) -> None:
 
 
 def publish(store: HbmStore, prefix: Prefix) -> tuple[int, ...]:
-    """Put the right bytes of a prefix into HBM; the positions that were stored."""
+    """Put the right bytes of a prefix into HBM; returns the positions that were stored."""
     with store.reserve(prefix) as slots:
         fill(slots, prefix)
     return slots.stored
 
 
 def assert_right(blocks: Sequence[Any], prefix: Prefix) -> None:
-    """Whatever was handed out is what belongs to its key."""
+    """Every returned block has the bytes of its key."""
     import torch
 
     for block, key in zip(blocks, prefix.keys, strict=False):
@@ -91,7 +91,7 @@ def assert_conserved(numbers: dict[str, Any]) -> None:
 
 
 def assert_quiet(store: HbmStore) -> None:
-    """Nobody holds anything, and every byte is accounted for."""
+    """Nothing is held, and every byte is accounted for."""
     deadline = time.monotonic() + 8.0
     numbers = store.statistics()
     while numbers["uses"] or numbers["saving_blocks"]:
@@ -113,7 +113,7 @@ def is_pinned(memory: Any, device: str) -> bool:
 
 
 class Clock:
-    """What a module of the store is to take for `time`."""
+    """A replacement for the module `time` in a module of the store."""
 
     sleep = staticmethod(time.sleep)
 
@@ -122,12 +122,12 @@ class Clock:
 
     @classmethod
     def ahead(cls, seconds: float) -> Clock:
-        """It is so much later."""
+        """A clock that is so many seconds ahead."""
         return cls(lambda: time.monotonic() + seconds)
 
 
 class Later:
-    """Something that ends when it is told to."""
+    """A use of memory that ends when a test sets it."""
 
     def __init__(self) -> None:
         self.over = False
@@ -150,7 +150,7 @@ def before_copies(
 
 
 class Halfway:
-    """Copies that stop before their bytes move, until they are told to go on."""
+    """Copies that wait for `go` before their bytes move."""
 
     def __init__(self, store: HbmStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.there, self.go = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""What fails around an HBM store, and what a caller sees of it: never wrong bytes."""
+"""Failures around an HBM store: a caller never gets wrong bytes."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_what_arrives_damaged_is_not_published(
         assert_right(blocks, prefix)
     monkeypatch.undo()
     assert store.statistics()["damaged_arrivals"] == 1
-    with store.promote(prefix) as blocks:  # what is wrong was the copy, not the pool
+    with store.promote(prefix) as blocks:  # the copy was wrong, not the pool's block
         assert blocks.complete
         assert_right(blocks, prefix)
     assert_quiet(store)
@@ -180,7 +180,7 @@ def test_a_pool_that_hangs_costs_one_deadline_and_not_every_prompt_one(
         publish(store, mine)
         client.put(far, payloads_of(far))
         with daemon.stopped(), monkeypatch.context() as patch:
-            # It is not yet time for another try, however long these take.
+            # The next try is not due yet, however long these take.
             patch.setattr("tiffin.kvstore.hbm.promotion.time", Clock(lambda: 0.0))
             for _ in range(20):  # of 0.3 s each if every one asked
                 with store.promote(far, timeout_s=0.3) as blocks:
@@ -353,7 +353,7 @@ def test_memory_is_held_until_the_callers_stream_has_passed(
     assert (numbers["committed_bytes"], numbers["quarantined_bytes"]) == (4 * BLOCK, 4 * BLOCK)
     with pytest.raises(Exception, match="no room"):
         store.reserve(fresh_prefix(1, schema))
-    with store.lease(prefix) as blocks:  # others may read
+    with store.lease(prefix) as blocks:  # other readers may lease it
         assert len(blocks) == 4
     later.over = True
     assert publish(store, prefix[4:]) == (0, 1, 2, 3)
@@ -368,7 +368,7 @@ def test_an_expired_reservation_publishes_nothing(
     with monkeypatch.context() as patch:
         patch.setattr("tiffin.kvstore.hbm.background.time", Clock.ahead(100.0))
         wait_until(lambda: store.statistics()["quarantined_bytes"] == 2 * BLOCK, "it expires")
-    assert publish(store, prefix) == (0, 1)  # others may write these blocks, elsewhere
+    assert publish(store, prefix) == (0, 1)  # another writer gets these blocks at other extents
     slots[0].tensor.fill_(7)
     with pytest.raises(StaleLease, match="expired"):
         slots.commit()
@@ -381,9 +381,9 @@ def test_an_expired_reservation_publishes_nothing(
 
 
 def test_threads(client: Client, schema: KVSchema, device: str) -> None:
-    """Everybody does everything with a few chains in little memory; whatever is read is right.
+    """Threads call all verbs on a few chains in little memory; every byte that they read is right.
 
-    For a second, or until what is looked for in the end has happened.
+    They run for a second, or until all the events that are asserted at the end have happened.
     """
     chains = [fresh_prefix(5, schema) for _ in range(4)]
     options = HbmOptions(high_watermark=0.5, low_watermark=0.25)

@@ -1,4 +1,4 @@
-"""The decisions of an HBM tier: what is dirty, what is copied down, what leaves, what is held."""
+"""The decisions of an HBM tier: which blocks are dirty, saved, evicted and held."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tiffin.kvstore.node.core.node_core import Reservation
     from tiffin.kvstore.node.core.records import Replica, Session
 
-BLOCK = -(-SCHEMA.block_bytes // 4096) * 4096  # what one takes in an arena
+BLOCK = -(-SCHEMA.block_bytes // 4096) * 4096  # the size of a block in an arena
 SUMS = np.zeros(len(SCHEMA.segments), np.uint64)
 
 
@@ -39,7 +39,7 @@ def entries_for(prefix: Prefix, made: Reservation, *, dirty: bool = True) -> lis
 
 
 def fill(core: HbmCore, prefix: Prefix, *, dirty: bool = True) -> int:
-    """Reserve and publish; how many blocks were stored."""
+    """Reserve and publish; returns how many blocks were stored."""
     use = core.open_use()
     made = core.reserve_blocks(use, prefix, 0.0)
     stored = 0
@@ -126,7 +126,7 @@ def test_above_the_high_watermark_the_coldest_dirty_blocks_are_saved_heads_first
     for replica in due:
         core.saved(replica, saved=True)
     core.check()
-    assert core.saves_due(99) == []  # what would leave first is in the pool
+    assert core.saves_due(99) == []  # the next victims are in the pool already
     assert [core.entries[key].dirty for key in (*old.keys, *new.keys)] == [False] * 4 + [True] * 4
     assert fill(core, fresh_prefix(6)) == 6
     assert core.resident(old.keys) == 0
@@ -221,7 +221,7 @@ CHAINS = [fresh_prefix(4) for _ in range(4)]
 
 
 class HbmMachine(RuleBasedStateMachine):
-    """Against a dict: what was published and not seen to leave is here, with its generation."""
+    """The core against a dict: published blocks stay, with their generation, until they leave."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)), blocks=st.integers(2, 9))
     def start(self, policy: str, blocks: int) -> None:
@@ -283,7 +283,7 @@ class HbmMachine(RuleBasedStateMachine):
         lease, _ = self.core.hold(use, part.keys)
         held = lease.replicas if lease is not None else []
         assert len(held) == self.core.resident(part.keys)
-        for replica in held:  # nothing but the last published generation is ever given out
+        for replica in held:  # a lease always returns the last published generation
             assert self.published[replica.key] == replica.generation
         self.readers.append((use, list(held)))
 

@@ -1,5 +1,5 @@
-"""Pinning what a client maps of its node: once, shared, followed through restarts, let go of in
-time. On device "cpu" only the bookkeeping is done, which is what is looked at here."""
+"""Pinning of the node's memory that a client maps: once, shared, renewed after restarts, unpinned
+in time. On device "cpu" only the bookkeeping is done, which is what these tests check."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class FakeClient:
-    """Of a node that may be restarted: then its memory is another mapping."""
+    """A client of a node that may be restarted: then its memory is another mapping."""
 
     def __init__(self) -> None:
         self._link: Any = SimpleNamespace(mapping=SimpleNamespace(all=()))
@@ -40,7 +40,7 @@ class FakeClient:
         return self.memory
 
     def write(self) -> Any:
-        """The first reservation: the memory is mapped once more."""
+        """As at the first reservation, the memory is mapped a second time."""
         self._link.mapping.all += (np.zeros(8192, np.uint8),)
         return self._link.mapping.all[1]
 
@@ -56,7 +56,7 @@ class ClosedLink:
 
 
 class Owner:
-    """Says whether its copies are under way."""
+    """Knows whether its copies are in flight."""
 
     def __init__(self) -> None:
         self.busy = False
@@ -78,7 +78,7 @@ def is_pinned(memory: Any) -> bool:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The address of each mapping that was asked to be pinned."""
+    """The address of each mapping for which pinning was requested."""
     found: list[int] = []
 
     def counted(memory: Any, device: str) -> Pinned:
@@ -135,7 +135,7 @@ def test_a_node_that_was_restarted_has_other_memory() -> None:
 def test_the_old_memory_is_let_go_of_before_the_new_is_pinned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A system locks only so much."""
+    """A system limits how much memory can be locked."""
     client = FakeClient()
     old, pool = client.memory, pool_of(client)
     pool.follow()
@@ -286,7 +286,7 @@ def test_who_is_dropped_without_being_closed_takes_nothing_along() -> None:
 
 
 def test_several_at_once_pin_once(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinning takes seconds: who comes meanwhile waits, unless it wants other memory."""
+    """Pinning takes seconds: threads that need the same memory wait; other threads do not."""
     client, other = FakeClient(), FakeClient()
     begun, go, counted = threading.Event(), threading.Event(), host_pinning.Pinned
 
@@ -314,7 +314,7 @@ def test_several_at_once_pin_once(calls: list[int], monkeypatch: pytest.MonkeyPa
 
 
 def test_a_forked_child_pins_for_itself() -> None:
-    """What the parent has pinned is not pinned there, and stays pinned here."""
+    """The parent's memory is not pinned in the child, and stays pinned in the parent."""
     client = FakeClient()
     with contextlib.closing(pool_of(client)) as pool:
         pool.follow()

@@ -1,6 +1,6 @@
-"""What a signal handler raises in the main thread, and results that nobody has any more.
+"""Exceptions of a signal handler in the main thread, and results without a reference.
 
-At random times in all calls: `python -m tests.campaign interrupts --kind hbm`.
+Interrupts at random times in all calls: `python -m tests.campaign interrupts --kind hbm`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def schema() -> KVSchema:
 
 
 class Interrupted(KeyboardInterrupt):
-    """What the handler raises."""
+    """The exception that the handler raises."""
 
 
 @contextlib.contextmanager
@@ -152,11 +152,11 @@ def test_a_second_close_waits_for_one_that_was_given_up(
     promotion.result()
 
 
-# -- what nobody has any more ----------------------------------------------------------------------
+# -- results without a reference -------------------------------------------------------------------
 
 
 def test_what_is_dropped_goes_back(store: HbmStore) -> None:
-    """An exception may come between a verb's return and whoever wanted its result."""
+    """Dropped results are released: an exception may come between a verb and its assignment."""
     prefix = fresh_prefix(2, SCHEMA)
     publish(store, prefix)
     store.lease(prefix)
@@ -174,7 +174,7 @@ def test_a_view_keeps_its_memory_when_nothing_else_does(store: HbmStore) -> None
     halves = [half.view(-1) for half in view.chunk(2)]
     del view
     gc.collect()
-    for _ in range(3):  # all the room that there is
+    for _ in range(3):  # fill all the room
         with contextlib.suppress(NoRoom):
             publish(store, fresh_prefix(HBM_BLOCKS, SCHEMA))
     assert store.statistics()["uses"] == 1
@@ -231,7 +231,7 @@ def test_a_store_that_is_dropped_closes_itself(client: Client, device: str) -> N
     blocks, gone = store.lease(fresh_prefix(1, SCHEMA)), weakref.ref(store)
     publish(store, fresh_prefix(2, SCHEMA))
     del store
-    assert gone() is not None  # what it gave out needs it
+    assert gone() is not None  # its results need it
     del blocks
     wait_until(lambda: threads() <= before and gone() is None, "its thread ends")
 
@@ -242,7 +242,7 @@ def test_a_store_that_is_dropped_closes_itself(client: Client, device: str) -> N
 def test_the_callers_current_stream_goes_along(
     store: HbmStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is a thread's own, and the work of the main thread is done by another."""
+    """The current stream belongs to a thread, and a worker thread does the main thread's copies."""
     import torch
 
     current, seen, prefix = threading.local(), [], fresh_prefix(4, SCHEMA)

@@ -1,4 +1,4 @@
-"""A pool that comes, goes, closes early and is slow, below an HBM store."""
+"""A pool below an HBM store that restarts, closes early and is slow."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def schema() -> KVSchema:
 
 @pytest.fixture(params=sorted(SCHEMAS))
 def small_node(request: pytest.FixtureRequest) -> Iterator[tuple[Node, KVSchema]]:
-    """Room for two blocks: whoever frees some sees them written by the next."""
+    """A node with room for two blocks: freed extents are written by the next writer at once."""
     schema = SCHEMAS[request.param]
     node = Node(NodeOptions(2 * schema.extent_bytes, prefault=False))
     yield node, schema
@@ -73,7 +73,7 @@ def small_node(request: pytest.FixtureRequest) -> Iterator[tuple[Node, KVSchema]
 def test_a_client_that_closes_during_a_save_spoils_nobody_elses_block(
     small_node: tuple[Node, KVSchema], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its goodbye frees the slots: not before the copy into them has ended."""
+    """A client's goodbye frees its slots, but only after the copy into them has ended."""
     node, schema = small_node
     theirs = fresh_prefix(2, schema)
     other, client = Client.attach(node), Client.attach(node)
@@ -101,7 +101,7 @@ def test_a_client_that_closes_during_a_save_spoils_nobody_elses_block(
 def test_a_client_that_closes_during_a_promote(
     small_node: tuple[Node, KVSchema], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Page checksums are made of what the client has verified, not of what came after it."""
+    """Page checksums are computed from the bytes that the client verified, not from later ones."""
     node, schema = small_node
     prefix, others = fresh_prefix(2, schema), fresh_prefix(2, schema)
     hashing, go, real = threading.Event(), threading.Event(), pool_access.host_checksums
@@ -204,7 +204,7 @@ def test_a_pool_of_another_version_is_a_pool_that_does_not_answer(
 
 
 def test_who_has_nothing_to_save_does_not_ask_for_the_others(client: Client, device: str) -> None:
-    """The store's thread must not take every probe of a pool that was away, and not use it."""
+    """The store's thread must not claim the probes of an unavailable pool without using them."""
     options = HbmOptions(high_watermark=0.5, low_watermark=0.1)
     clean = fresh_prefix(6, SCHEMA)
     client.put(clean, payloads_of(clean))

@@ -332,7 +332,7 @@ def test_blocks_that_are_held_when_the_store_closes_keep_their_memory(
     blocks.release()
 
 
-# -- what could go wrong quietly -----------------------------------------------------------------
+# -- silent errors -------------------------------------------------------------------------------
 
 
 def test_blocks_of_other_tokens_under_the_same_key_are_no_hit(
@@ -441,7 +441,7 @@ def test_in_front_of_a_pool_with_a_node_on_this_host(
         with store.promote(prefix) as blocks:
             assert (len(blocks), blocks.reason) == (4, "miss")
             assert_right(blocks, prefix)
-        # Of the two at home the header's checksums were compared on the device.
+        # For the two blocks at home, the header's checksums were compared on the device.
         assert [len(call.args[0]) for call in hashed.call_args_list] == [BLOCK, BLOCK]
         publish(store, prefix)
         assert store.demote().saved == 1

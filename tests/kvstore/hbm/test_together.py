@@ -1,4 +1,4 @@
-"""Threads and processes at one HBM store: who must not stand in whose way."""
+"""Threads and processes at one HBM store: which calls must not block each other."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def schema() -> KVSchema:
 def test_who_wants_what_another_brings_waits_for_it(
     store: HbmStore, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prefix that all requests of a burst have is fetched once, and all of them get it."""
+    """A common prefix of a burst of requests is fetched once, and all of them get it."""
     prefix = fresh_prefix(4, SCHEMA)
     client.put(prefix, payloads_of(prefix))
     copied = []
@@ -83,7 +83,7 @@ def test_who_waits_for_another_waits_no_longer_than_it_said(
     with store.promote(prefix, timeout_s=0.1) as blocks:
         assert (len(blocks), blocks.reason) == (0, "busy")
     copy.go.set()
-    first.result()  # which waits no longer than `Halfway` does
+    first.result()  # waits no longer than `Halfway` does
     assert_quiet(store)
 
 
@@ -101,7 +101,7 @@ def test_a_removal_stops_only_what_it_names(
 def test_a_large_promote_finds_its_turn_among_other_copies(
     store: HbmStore, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than may be in flight would have to wait until nothing else is."""
+    """A promote larger than the limit in flight would otherwise wait until nothing is in flight."""
     prefix = fresh_prefix(6, SCHEMA)
     client.put(prefix, payloads_of(prefix))
     monkeypatch.setattr("tiffin.kvstore.hbm.device.device_memory.COPY_BYTES", BLOCK)
@@ -146,7 +146,7 @@ def test_a_part_of_a_copy_that_is_late_keeps_all_of_its_memory(
 def test_what_is_removed_stays_away_whoever_asks_meanwhile(
     store: HbmStore, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between HBM's forgetting and the pool's, a block can come up once more."""
+    """A block that is promoted between its removal from HBM and from the pool is removed too."""
     prefix, remove = fresh_prefix(2, SCHEMA), client.remove
     client.put(prefix, payloads_of(prefix))
 
@@ -172,7 +172,7 @@ def test_reservations_expire_while_a_copy_down_takes_long(
         slots = store.reserve(abandoned)
         publish(store, fresh_prefix(4, SCHEMA))
         assert copy.there.wait(8)
-        # For who reserves and publishes it is later than for the thread that copies.
+        # The clock of reservations is ahead of that of the copying thread.
         monkeypatch.setattr("tiffin.kvstore.hbm.locked_core.time", Clock.ahead(100.0))
         assert publish(store, abandoned) == (0,)
         copy.go.set()
@@ -237,7 +237,7 @@ def test_in_a_forked_child_the_store_is_closed(store: HbmStore) -> None:
     prefix = fresh_prefix(2, SCHEMA)
     publish(store, prefix)
     blocks = store.lease(prefix)
-    with store._locked_core.lock:  # whatever another thread held
+    with store._locked_core.lock:  # held at the fork, as by another thread
         child = os.fork()
         if child == 0:
             try:
@@ -272,7 +272,7 @@ def test_in_a_forked_child_the_store_is_closed(store: HbmStore) -> None:
 
 def test_stores_leave_nothing_behind(client: Client, device: str) -> None:
     def count() -> tuple[int, int]:
-        gc.collect()  # of tests before
+        gc.collect()  # garbage of earlier tests
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
     def once() -> None:

@@ -1,4 +1,4 @@
-"""The arena against a list of booleans, and `cheapest_window` against trying everything."""
+"""The arena against a list of booleans, and `cheapest_window` against an exhaustive search."""
 
 from itertools import combinations
 

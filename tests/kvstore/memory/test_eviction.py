@@ -1,4 +1,4 @@
-"""One contract that every policy passes, then what each of them is for."""
+"""One contract that every policy passes, then the purpose of each of them."""
 
 import random
 from collections.abc import Iterable
@@ -43,7 +43,7 @@ def filled(policy: EvictionPolicy[Entry], items: Iterable[Entry]) -> EvictionPol
 
 
 def evict(policy: EvictionPolicy[Entry]) -> Entry | None:
-    """The victim that leaves."""
+    """Evict and return the policy's victim."""
     entry = policy.pop()
     if entry is not None:
         policy.left(entry)
@@ -155,7 +155,7 @@ class PolicyContract:
     def test_looking_in_vain_changes_nothing(
         self, policy: EvictionPolicy[Entry], looks: int
     ) -> None:
-        """A sweep that frees nothing decides nothing about who leaves next."""
+        """A sweep that frees nothing does not change which victims leave next."""
         other = self.policy_type()
         for policy_ in (policy, other):
             items = [Entry(number, depth=number % 5) for number in range(30)]
@@ -380,7 +380,7 @@ class TestSIEVE(PolicyContract):
         policy.touch(items[0])
         policy.touch(items[1])
         assert [entry.number for entry in (policy.pop(), policy.pop()) if entry] == [2, 3]
-        policy.add(Entry(4))  # arrives ahead of the hand, the survivors are behind it
+        policy.add(Entry(4))  # enters in front of the hand; the survivors are behind it
         assert drain(policy) == [4, 0, 1]
 
     def test_a_scan_does_not_flush_the_working_set(self) -> None:

@@ -1,4 +1,4 @@
-"""A client of the node that a file's tests are about."""
+"""A client of the `node` fixture of a test file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of damage: looked into while others are served, believed only of what was seen."""
+"""Reports of damage: checked while other clients are served, and not believed without a check."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def node() -> Iterator[Node]:
 
 
 class Slow:
-    """In place of `verify_block`: looks when it is let to, and sees damage if it is told to."""
+    """Replaces `verify_block`: waits for `go`, and reports damage if the test says so."""
 
     def __init__(self) -> None:
         self.reached, self.go = threading.Event(), threading.Event()
@@ -190,7 +190,7 @@ def test_many_reports_of_one_block_cost_one_look(node: Node, client: Client, slo
 def test_what_a_client_asks_next_waits_for_its_report(
     node: Node, client: Client, slow: Slow
 ) -> None:
-    """It computes the block again: its put must not meet the damaged one."""
+    """The client computes the block again, and its put must not find the damaged one."""
     prefix = put(client, fresh_prefix(1, LARGE))
     slow.damage = CorruptBlock
     reporter = Reporter(node)
@@ -223,7 +223,7 @@ def test_who_leaves_asks_for_nothing_more(node: Node, client: Client, slow: Slow
 
 
 def test_clients_take_turns(node: Node, client: Client, slow: Slow) -> None:
-    """Who reports much holds up the others for one look."""
+    """A client with many reports delays the others by one check only."""
     prefix = put(client, fresh_prefix(1, LARGE))
     many, few = Reporter(node), Reporter(node)
     decided: list[str] = []
@@ -241,7 +241,7 @@ def test_clients_take_turns(node: Node, client: Client, slow: Slow) -> None:
 
 
 class Noted(list[Any]):
-    """Replies of one client, which also notes whose they are."""
+    """Replies of one client; also records the order of all clients' replies."""
 
     def __init__(self, order: list[str], name: str) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ def test_requests_behind_reports_are_bounded(
 def test_what_gives_back_does_not_wait_behind_reports(
     node: Node, client: Client, slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Releases get no answer: one that was refused would never be sent again."""
+    """Releases get no answer, so a refused one would never be sent again."""
     monkeypatch.setattr(inspector, "BEHIND_MAX", 1)
     prefix, other = put(client, fresh_prefix(1, LARGE)), fresh_prefix(2, LARGE)
     reporter = Reporter(node)

@@ -1,7 +1,7 @@
-"""Processes that are stopped and killed, for real: SIGKILL, SIGSTOP, in the middle of everything.
+"""Real processes that are stopped and killed (SIGSTOP, SIGKILL) in the middle of their work.
 
-The promise: a killed client's extents come back as soon as the kernel says that it is dead, a
-stopped one's are never given to anybody while it could still write, and a killed daemon finds again
+The promise: a killed client's extents are freed as soon as the kernel reports its death, a stopped
+client's are not given to another writer while it could still write, and a restarted daemon finds
 what it had written to NVMe. And no get ever returns a byte that does not belong to its key, which
 every test can check because contents are derived from keys (`kvsupport.payload_of`).
 """
@@ -51,7 +51,7 @@ KILL_S = 5.0
 
 @pytest.fixture
 def spawn(commands_folder: Path) -> Iterator[Callable[..., Worker]]:
-    """Starts workers; whatever a test left of them is killed."""
+    """A function that starts workers; those that a test leaves are killed."""
     with contextlib.ExitStack() as stack:
 
         def start(*arguments: object) -> Worker:
@@ -68,7 +68,8 @@ def dram(client: Client) -> dict[str, Any]:
 
 
 def stored_in_time(client: Client, prefix: Prefix, timeout_s: float = 5.0) -> tuple[int, ...]:
-    """What a put has stored; put again if its own lease expired while somebody stood still."""
+    """The positions that a put stored; repeats it if its lease expired because a process was
+    stopped."""
     while True:
         with contextlib.suppress(StaleLease):
             return client.put(prefix, payloads_of(prefix), timeout_s=timeout_s).stored
@@ -77,7 +78,7 @@ def stored_in_time(client: Client, prefix: Prefix, timeout_s: float = 5.0) -> tu
 def test_a_writer_killed_between_reserve_and_commit_holds_nothing(
     own_daemon: Callable[..., Daemon], spawn: Callable[..., Worker]
 ) -> None:
-    """Its write lease has a minute to go; the kernel's word ends it at once."""
+    """Its write lease has a minute left; the kernel's report of its death ends it at once."""
     daemon = own_daemon(options=["--write-lease-s", "60"])
     with Client.open(daemon.url) as client:
         writer = spawn("write", daemon.socket, "killed", 4)
@@ -121,7 +122,7 @@ def test_a_writer_that_slept_through_its_lease_harms_nobody(
         wait_until(lambda: dram(client)["quarantined_bytes"] == 2 * EXTENT, "its lease expires")
         assert stored_in_time(client, prefix) == (0, 1)
         filler = [fresh_prefix(1) for _ in range(16)]
-        for one in filler:  # nobody gets the sleeper's extents, however full the pool is
+        for one in filler:  # no writer gets the sleeper's extents, however full the pool is
             stored_in_time(client, one, timeout_s=0)
         assert dram(client)["quarantined_bytes"] == 2 * EXTENT
         stored_in_time(client, prefix)
@@ -205,7 +206,7 @@ def _quiet(client: Client) -> dict[str, Any] | None:
 def test_a_client_finds_the_restarted_daemon_and_its_old_leases_mean_nothing(
     own_daemon: Callable[..., Daemon],
 ) -> None:
-    """Numbers of leases begin anew with every node: an old one must not end somebody's new one."""
+    """Lease numbers restart with every node: an old number must not end another client's lease."""
     daemon = own_daemon()
     old, new = fresh_prefix(1), fresh_prefix(1)
     with Client.open(daemon.url) as client:
@@ -237,7 +238,7 @@ def test_a_client_finds_the_restarted_daemon_and_its_old_leases_mean_nothing(
 
 
 class Nursery:
-    """Workers that are forked in a millisecond and die in an instant."""
+    """Workers that are forked, which takes a millisecond, and killed."""
 
     def __init__(self, daemon: Daemon, folder: Path, seed: int, places: int) -> None:
         self.dice = random.Random(seed)
@@ -261,7 +262,7 @@ class Nursery:
                 return os.pidfd_open(pid)
             except ProcessLookupError:
                 assert fate, "a worker that should live has died; see its traceback"
-                self.kills["by itself"] += 1  # before we could look
+                self.kills["by itself"] += 1  # it has killed itself already
 
     def kill_one(self) -> None:
         self.replace_dead()
@@ -284,7 +285,7 @@ class Nursery:
         self._pids[place] = self._fork(place)
 
     def end(self) -> tuple[int, int, int]:
-        """Kill all; gets, blocks checked and blocks that were wrong."""
+        """Kill all; returns gets, blocks checked and blocks that were wrong."""
         for pidfd in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -314,7 +315,7 @@ def _campaign(daemon: Daemon, folder: Path, seed: int, kills: int) -> None:
     began = time.monotonic()
 
     def enough() -> bool:
-        """Of each kind some, and workers that got to read: how fast depends on the machine."""
+        """Whether each kind of kill has happened, and workers have read; its time varies."""
         happened = nursery.kills.values()
         return sum(happened) >= kills and min(happened) > 0 and nursery.counted()[1] > 10 * kills
 
@@ -322,7 +323,7 @@ def _campaign(daemon: Daemon, folder: Path, seed: int, kills: int) -> None:
         assert time.monotonic() < began + kills * KILL_S, (nursery.kills, nursery.counted())
         time.sleep(nursery.dice.uniform(0.0, 0.08))
         if nursery.dice.random() < 0.25:
-            time.sleep(0.2)  # let promotions and demotions pile up
+            time.sleep(0.2)  # let promotions and demotions queue up
             daemon.kill()
             nursery.kills["the daemon"] += 1
             daemon.start()

@@ -1,4 +1,4 @@
-"""The node's shell over real tiers: moves, failing disks, damaged slabs, what a restart keeps."""
+"""The node's shell over real tiers: moves, failing disks, damaged slabs, restarts."""
 
 from __future__ import annotations
 
@@ -144,13 +144,13 @@ def test_a_clean_stop_writes_back_and_a_restart_has_it_all(tmp_path: Path) -> No
 
 
 def test_without_the_flush_what_was_demoted_can_still_be_matched(tmp_path: Path) -> None:
-    """A crash leaves only NVMe: what is there has to begin with the heads of the chains."""
+    """A crash leaves only NVMe: the chains on it must begin with their heads."""
     prefix = prefix_of(3, 16)
     node = open_node(tmp_path, flush_s=0)
     with Client.attach(node) as client:
         assert client.put(prefix, payloads_of(prefix)).complete
         settle(node)
-    node.close()  # until then, a tick may have had more of it moved
+    node.close()  # before that, a tick may have moved more of it
     on_disk = [bool(block.where & 2) for block in map(node.core.index.get, prefix.keys)]
     leading = on_disk.index(False) if False in on_disk else len(prefix)
     assert leading >= len(prefix) - DRAM_BLOCKS
@@ -352,7 +352,7 @@ def test_who_leaves_while_a_get_waits_leaves_nothing(node: Node, client: Client)
 
 
 def forge_header(node: Node, prefix: Any, **changes: Any) -> None:
-    """What a broken client can do: rewrite the header of a committed block, checksum and all."""
+    """Rewrite the header of a committed block with a valid checksum, as a broken client could."""
     from tiffin.kvstore.format.header import pack_header, read_header
 
     replica = node.core.index[prefix.keys[0]].dram

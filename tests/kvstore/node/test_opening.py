@@ -1,4 +1,4 @@
-"""What fails while a node opens or closes costs a tier, or the node, and leaves nothing behind."""
+"""A failure while a node opens or closes costs a tier, or the node, and leaves nothing open."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def options_for(path: Path) -> NodeOptions:
 
 def held() -> dict[str, int]:
     """What this process holds: threads, descriptors, mapped regions."""
-    gc.collect()  # what earlier tests left in cycles must not go while this one counts
+    gc.collect()  # cyclic garbage of earlier tests must not be freed while this one counts
     maps = Path("/proc/self/maps").read_text()
     return {
         "threads": sum(thread.name.startswith("tiffin") for thread in threading.enumerate()),
@@ -44,7 +44,7 @@ def refuse(*_: object) -> int:
 
 
 def store(tier: NvmeTier, prefix: Prefix, generation: int) -> None:
-    """The first block of a prefix, as a node would have left it there."""
+    """Write the first block of a prefix, as a node would have left it."""
     write_block(tier, tier.reserve(EXTENT), prefix, generation, payloads_of(prefix)[0])
 
 
@@ -58,7 +58,7 @@ def damage_first_extent(path: Path, tier: NvmeTier) -> None:
 def test_a_disk_that_can_only_be_read_costs_the_tier_and_not_the_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
 ) -> None:
-    """A start erases what it does not keep: the older of two copies, extents that are damaged."""
+    """A start has to erase extents that it does not keep: older copies and damaged ones."""
     prefixes = [fresh_prefix(1) for _ in range(3)]
     with NvmeTier(tmp_path, NVME_BYTES) as tier:
         for generation, prefix in enumerate((fresh_prefix(1), *prefixes), 1):
@@ -88,7 +88,7 @@ def test_a_disk_that_can_only_be_read_costs_the_tier_and_not_the_node(
 def test_a_node_that_does_not_open_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system has no more threads, one after the other."""
+    """Each thread in turn can't be started."""
     start, left = threading.Thread.start, 0
 
     def refuse_behind(thread: threading.Thread) -> None:

@@ -1,7 +1,7 @@
-"""What a power cut leaves of a slab, and that it brings back nothing that was removed.
+"""A power cut damages no result, and brings back no block that was removed.
 
-The disk of these tests forgets: of each page that was written since the last flush, any version may
-be what is left, as dice fall. What a node finds there must be right, and nothing that was removed.
+The simulated disk forgets: of each page that was written since the last flush, any version may be
+left, at random. Blocks that a node finds there must be right, and none of them a removed one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Disk:
         self.before_write: Callable[[], object] = lambda: None
         self.before_flush: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
-        self._pages: dict[int, list[bytes]] = {}  # what each was since the last flush
+        self._pages: dict[int, list[bytes]] = {}  # versions since the last flush
         self._flushed = bytearray((path / SLAB_NAME).read_bytes())
         self._calls = {name: getattr(os, name) for name in ("pwrite", "pwritev", "fdatasync")}
         monkeypatch.setattr(os, "pwrite", self._pwrite)
@@ -91,7 +91,7 @@ class Disk:
             versions.append(bytes(before))
 
     def flush(self) -> None:
-        """As the kernel does it by itself, sooner or later."""
+        """Flush, as the kernel does by itself at some time."""
         with open(self.path / SLAB_NAME, "rb") as file:
             self._flush(file.fileno())
 
@@ -107,7 +107,7 @@ class Disk:
             self._pages.clear()
 
     def cut(self, target: Path, dice: random.Random, survival: float) -> None:
-        """Write to `target` what is left when the power fails now."""
+        """Write to `target` what a power cut now would leave."""
         target.mkdir()
         with self._lock:
             left = bytearray(self._flushed)
@@ -132,7 +132,7 @@ def node(disk: Disk) -> Iterator[Node]:
 
 
 def put_on_disk(client: Client, disk: Disk, blocks: int) -> list[Prefix]:
-    """Blocks that are on the disk for good: the node was stopped since."""
+    """Put blocks and stop the node, so that they are flushed to the disk."""
     prefixes = [fresh_prefix(1) for _ in range(blocks)]
     for prefix in prefixes:
         assert client.put(prefix, payloads_of(prefix)).complete
@@ -185,7 +185,7 @@ def test_a_power_cut_does_not_bring_back_what_was_removed(
 def test_what_left_by_itself_and_is_removed_then_is_not_brought_back_either(
     tmp_path: Path, disk: Disk, node: Node, client: Client
 ) -> None:
-    """An eviction flushes nothing; a remove that finds nothing does."""
+    """An eviction does not flush; a remove does, even if it finds nothing."""
     old = put_on_disk(client, disk, DRAM_BLOCKS)
     disk.flush()
     while any(client.match(prefix).blocks for prefix in old):
@@ -200,7 +200,7 @@ def test_what_left_by_itself_and_is_removed_then_is_not_brought_back_either(
 def test_whatever_the_disk_had_not_flushed(
     tmp_path: Path, disk: Disk, node: Node, client: Client, seed: int
 ) -> None:
-    """Blocks are put, read, removed and put again; power fails at some moments of it."""
+    """Blocks are put, read, removed and put again; the power fails at random moments."""
     dice = random.Random(seed)
     prefixes = [fresh_prefix(1) for _ in range(40)]
     removed: set[int] = set()
@@ -274,7 +274,7 @@ def test_removes_at_the_same_time_share_a_flush(disk: Disk, node: Node, client: 
         remover.start()
     assert flushing.wait(30)
     wait_until(lambda: not any(client.match(p).blocks for p in prefixes), "all to be forgotten")
-    other = fresh_prefix(1)  # meanwhile nobody else waits
+    other = fresh_prefix(1)  # other calls do not wait meanwhile
     assert client.put(other, payloads_of(other)).complete
     go_on.set()
     for remover in removers:
@@ -300,7 +300,7 @@ def test_a_disk_that_refuses_to_forget_says_so_and_takes_no_more_blocks(
     assert client.match(on_disk).blocks == 0
     numbers = node.statistics()["tiers"]["nvme"]
     assert (numbers["writable"], numbers["healthy"]) == (False, False)
-    with pytest.raises(TierUnavailable):  # what it refused once it did not make good since
+    with pytest.raises(TierUnavailable):  # the refused erase was not repeated since
         client.remove(on_disk)
     other = fresh_prefix(DRAM_BLOCKS)
     assert client.put(other, payloads_of(other)).complete
@@ -309,7 +309,7 @@ def test_a_disk_that_refuses_to_forget_says_so_and_takes_no_more_blocks(
 def test_a_disk_that_did_not_erase_is_not_believed_when_it_forgets(
     disk: Disk, node: Node, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What left NVMe by itself may still be there: nobody can say that it is removed."""
+    """Evicted blocks may still be on NVMe, so a removal can't be confirmed."""
     for _ in range(NVME_BLOCKS + DRAM_BLOCKS):
         prefix = fresh_prefix(1)
         client.put(prefix, payloads_of(prefix))
@@ -329,7 +329,7 @@ def test_a_disk_that_did_not_erase_is_not_believed_when_it_forgets(
 
 @pytest.mark.slow
 def test_a_file_system_that_stops_as_at_a_power_cut(tmp_path: Path) -> None:
-    """The same with ext4 and its journal, as root: its own page cache is what is lost."""
+    """The same with ext4 and its journal, as root: the cut loses ext4's own page cache."""
     image, mounted = tmp_path / "image", tmp_path / "mounted"
     mounted.mkdir()
     image.touch()

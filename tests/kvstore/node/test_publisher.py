@@ -1,4 +1,4 @@
-"""A node's publisher: what it says when, and that the directory ends up with what the node has."""
+"""A node's publisher: its steps, and that the directory ends with the node's blocks."""
 
 from __future__ import annotations
 
@@ -93,17 +93,17 @@ class FakeNode:
 
 
 class FakeDirectory:
-    """What a directory remembers, and the ways in which it fails."""
+    """A directory's content, and the ways in which it fails."""
 
     def __init__(self) -> None:
         self.last_number = 0
         self.located: dict[int, set[bytes]] = {}
         self.last_said: dict[int, PublishStep] = {}
         self.up = True
-        self.loses_answers = False  # carries out, and does not answer
+        self.loses_answers = False  # carries a step out, and does not answer
 
     def carry_out(self, step: Step) -> object:
-        """The answer. Raises DirectoryUnavailable."""
+        """Carry out a step; returns the answer. Raises DirectoryUnavailable."""
         if not self.up:
             raise DirectoryUnavailable("down")
         answer = self._carry_out(step)
@@ -209,7 +209,7 @@ class Driver:
 
     @property
     def told(self) -> set[bytes]:
-        """What the directory says this node has."""
+        """The keys of this node in the directory."""
         return self.directory.located.get(self.core.number, set())
 
 
@@ -265,7 +265,7 @@ def test_what_came_and_went_is_never_mentioned(driver: Driver) -> None:
     driver.node.remove(KEYS[0])
     driver.run_for(1.0)
     assert driver.kinds(PublishStep) == []
-    # What was said before is taken back, however often it comes and goes.
+    # A published location is withdrawn, however often the block comes and goes.
     driver.node.add(KEYS[1])
     driver.run_for(1.0)
     for _ in range(3):
@@ -277,7 +277,7 @@ def test_what_came_and_went_is_never_mentioned(driver: Driver) -> None:
 
 
 def test_the_directory_is_not_told_of_tiers(driver: Driver) -> None:
-    """And a block that was demoted before it left is taken back all the same."""
+    """A demotion is not published; a demoted block that leaves is withdrawn all the same."""
     driver.node.add(KEYS[0])
     driver.run_until_idle()
     driver.node.move(KEYS[0], IN_NVME)
@@ -344,7 +344,7 @@ def test_a_slow_directory_is_asked_less_often() -> None:
 def test_everything_is_said_again_every_ten_minutes(driver: Driver) -> None:
     driver.node.add(*KEYS)
     driver.run_until_idle()
-    driver.directory.located[driver.core.number].clear()  # and nobody noticed
+    driver.directory.located[driver.core.number].clear()  # a loss without an error
     driver.run_for(599.0)
     assert driver.told == set()
     driver.run_for(2.0)
@@ -373,7 +373,7 @@ def test_a_block_that_left_during_a_round_is_not_said(driver: Driver) -> None:
 
 
 def test_a_round_that_was_ahead_of_the_events(driver: Driver) -> None:
-    """The round says that a block is here before its event is read: its removal must be said."""
+    """A round publishes a block before its event is read: its removal must be published too."""
     driver.node.add(KEYS[0])
     driver.run_until_idle()
     driver.done.clear()
@@ -564,9 +564,9 @@ STEPS = (Poll, TakeInventory, Check, PublishStep, Heartbeat)
 class Life:
     """A random life of a node and a directory, the same for the same seed.
 
-    Whatever happens: when both have been at rest for a while, the directory has exactly what the
-    node has. In every second life the directory is rolled back now and then, and knows again what
-    was taken back; then it is readers who put it right.
+    Whatever happens: when both have been at rest for a while, the directory has exactly the node's
+    blocks. In every second life the directory is rolled back now and then, and has withdrawn
+    locations again; these are corrected by readers.
     """
 
     def __init__(self, seed: int) -> None:
@@ -614,7 +614,7 @@ class Life:
             self.driver.node.move(self.random.choice(FEW), tier)
 
     def work_until(self) -> None:
-        """So that the next thing happens just before a step of some kind."""
+        """Run until just before a step of a random kind, where the next event happens."""
         self.driver.run_until(self.random.choice(STEPS), seconds=25.0)
 
     def work(self) -> None:
@@ -625,7 +625,8 @@ class Life:
         self.driver.now += self.random.choice([0.1, 1.1, 4.0, 25.0])
 
     def outage(self) -> None:
-        """Refused, or carried out without an answer; for long, or for one call; or emptied."""
+        """Steps are refused, or carried out without an answer, for long or for one call; or the
+        directory is emptied."""
         directory = self.driver.directory
         directory.loses_answers = self.random.random() < 0.5
         directory.up = directory.loses_answers
@@ -700,7 +701,7 @@ def directory() -> Iterator[EmbeddedDirectory]:
 
 @pytest.fixture
 def publish(node: FakeNode) -> Iterator[Callable[[Directory], Publisher]]:
-    """Starts publishers; when the test ends, none of their threads is left."""
+    """A function that starts publishers; at the end none of their threads may be left."""
     started = []
 
     def start(directory: Directory) -> Publisher:

@@ -1,4 +1,4 @@
-"""Making room: what leaves does not depend on what was looked at in vain, and looking is cheap.
+"""Making room: sweeps in vain do not change which blocks leave, and sweeps are cheap.
 
 Costs are counted, in calls, and never timed.
 """
@@ -87,7 +87,7 @@ class Pool:
         self.core.release(self.session, self.lease(keys).id)
 
     def settle(self) -> int:
-        """End all moves; how many there were."""
+        """End all moves; returns how many there were."""
         moves = 0
         while actions := self.core.residency.actions:
             ordered = [action for action in actions if isinstance(action, Move)]
@@ -119,7 +119,7 @@ def calls_of(action: Callable[[], object]) -> int:
 
 
 def steps_of(action: Callable[[], object]) -> int:
-    """How many of Python's instructions were carried out: also those of loops that call nothing."""
+    """How many of Python's instructions were executed, those of loops without calls included."""
     steps = 0
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:
@@ -137,7 +137,7 @@ def steps_of(action: Callable[[], object]) -> int:
     return steps
 
 
-# -- who leaves ------------------------------------------------------------------------------------
+# -- which blocks leave ----------------------------------------------------------------------------
 
 
 def test_with_admission_on_second_use_the_least_recently_used_leave(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_with_admission_on_second_use_the_least_recently_used_leave(tmp_path: Pa
 
 @each_policy
 def test_demotion_ahead_that_finds_nothing_to_demote_changes_nothing(policy: str) -> None:
-    """Two pools that differ in their watermarks only, and in nothing that leaves."""
+    """Two pools that differ only in their watermarks evict the same blocks."""
     pools = [
         Pool(20, 40, policy, demote_on_second_use=True, high_watermark=mark, low_watermark=mark)
         for mark in (0.2, 1.0)
@@ -220,7 +220,7 @@ def test_what_was_used_twice_is_demoted_ahead_and_found_again(policy: str) -> No
 
 @each_policy
 def test_a_parent_leaves_soon_after_its_last_child(policy: str) -> None:
-    """It was set aside while the child was read; nobody has used it since."""
+    """It was set aside while the child was read, and has not been used since."""
     pool = Pool(4, policy=policy)
     pool.put(chain("a", 2))
     held = pool.lease([key("a", 1)])
@@ -263,8 +263,8 @@ def test_a_window_that_cannot_be_opened_leaves_the_order_as_it_is() -> None:
 @each_policy
 @pytest.mark.parametrize("second_use", [True, False])
 def test_a_tick_costs_the_same_however_many_blocks_there_are(policy: str, second_use: bool) -> None:
-    """Above the watermark, with nothing that can be demoted: a room full of blocks that were used
-    once, or a disk that is full of what cannot leave."""
+    """Above the watermark, with nothing that can be demoted: DRAM is full of blocks that were used
+    once, or the disk is full of blocks that can't leave."""
     costs = []
     for blocks in (500, 4000):
         pool = Pool(blocks, 1, policy, demote_on_second_use=second_use)
@@ -318,7 +318,7 @@ def test_a_pin_that_is_renewed_for_ever_takes_no_more_memory() -> None:
 
 
 def full_of_what_cannot_leave(blocks: int, policy: str) -> Pool:
-    """Both tiers full, and so many candidates in each that all have children which are read."""
+    """Both tiers are full, with so many candidates each, all with children that are being read."""
     pool = Pool(3 * blocks, blocks, policy, high_watermark=1.0, low_watermark=1.0)
     for number in range(blocks):
         pool.put([key("p", number)])
@@ -391,7 +391,7 @@ def test_a_sweep_that_was_cut_is_worth_another_one() -> None:
     pool = Pool(3000)
     pool.put(chain("a", 3000))
     pool.core.pin([key("a", 2999)], PinLevel.HARD, 1e9)
-    pool.core.residency.pins.clear()  # or it would be waited for the end of the pin
+    pool.core.residency.pins.clear()  # else a caller could wait for the end of the pin
     for _ in range(2):
         assert pool.reserve([key("b", 0)]).reason is Reason.NO_ROOM
         assert pool.core.worth_waiting()
@@ -421,7 +421,8 @@ def test_a_writer_that_waits_is_served_after_a_long_sweep() -> None:
 def test_who_waits_for_something_else_does_not_keep_the_node_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A sweep was cut for somebody who did not wait; another one waits for a writer."""
+    """A sweep was cut for a call that did not wait; a follower that waits for a writer does not
+    continue it."""
     node = Node(NodeOptions(dram_bytes=2001 * EXTENT, prefault=False))
     with Client.attach(node) as client:
         prefix, other = fresh_prefix(2000), fresh_prefix(1)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """No thread and no descriptor outlives the test."""
+    """No thread and no descriptor is left after the test."""
     threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     yield
 
@@ -33,7 +33,7 @@ def nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         more = [t for t in new if t.name not in ("asyncio_0", "tiffin-uninterrupted")]
         if not more and len(os.listdir("/proc/self/fd")) <= files:
             return True
-        # An error that was logged has a traceback, that a view of a region, that a descriptor.
+        # A logged error holds a traceback, which holds a view of a region, hence a descriptor.
         for when in ("call", "teardown"):
             caplog.get_records(when).clear()  # type: ignore[arg-type]
         gc.collect()
@@ -54,7 +54,7 @@ def cluster(nothing_left: None) -> Iterator[Cluster]:
 
 @pytest.fixture
 def serve(nothing_left: None) -> Iterator[Callable[..., tuple[Node, tuple[str, int]]]]:
-    """Starts a node and its port; afterwards it must be whole and hold nothing."""
+    """A function that starts a node and its port; the node must end whole and hold nothing."""
     with contextlib.ExitStack() as stack:
         nodes: list[Node] = []
 

@@ -1,5 +1,5 @@
-"""What hostile, silent and vanishing neighbours must not do: cost more than a call's time, keep
-what they hold, command a terminal, make a secret public."""
+"""Hostile, silent and vanishing nodes and clients must not cost more than a call's time, keep what
+they hold, control a terminal, or reveal a secret."""
 
 from __future__ import annotations
 
@@ -201,13 +201,13 @@ class TestTime:
         way = OneSided(Peer())  # type: ignore[arg-type]
         assert way.messenger(time.monotonic() + 60.0) is None
         assert 0.0 <= given[0] <= 60.0
-        with way._lock:  # another thread asks
+        with way._lock:  # as if another thread were connecting
             assert way.messenger(time.monotonic()) is None
         assert len(given) == 1
 
 
 class TestTurns:
-    """Of the calls of one asyncio client, some run and others wait."""
+    """The limit of concurrent calls of one asyncio client: the rest wait."""
 
     @staticmethod
     def crowded(cluster: Cluster, test: Any) -> None:

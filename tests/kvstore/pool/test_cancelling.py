@@ -1,7 +1,7 @@
-"""Who is cancelled, or closes a stream, while a connection is on its way: nobody waits for a node
-that does not even answer the first packet.
+"""Calls that are cancelled, and streams that are closed, while a connection is being opened: they
+do not wait for a node that does not even answer the first packet.
 
-Deadlines are an hour away, so that only what is cut comes back.
+Deadlines are an hour away, so that a call returns only if its connection is cut.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AN_HOUR_S = 3600.0
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No limit but the call's own ends a wait for a connection, or for a layer."""
+    """Only the call's own deadline ends a wait for a connection, or for a layer."""
     monkeypatch.setattr(peer._Patience, "connect_s", AN_HOUR_S)
     monkeypatch.setattr(layer_source, "POLL_S", AN_HOUR_S)
 
@@ -55,7 +55,7 @@ def deaf(nothing_left: None, patient: None) -> Iterator[PoolClient]:
                 one.setblocking(False)
                 assert one.connect_ex(sock.getsockname()) in (0, errno.EINPROGRESS)
             addresses.append(sock.getsockname()[:2])
-        options = PoolOptions(hedge_share=0.0)  # nor does it give up because there is another
+        options = PoolOptions(hedge_share=0.0)  # no hedging: it does not turn to the other node
         driver = VerbDriver(FixedMembers(addresses), Credentials(), options=options)
         client = PoolClient(driver, "always")
         stack.callback(client.close)
@@ -63,7 +63,7 @@ def deaf(nothing_left: None, patient: None) -> Iterator[PoolClient]:
 
 
 def opened(client: PoolClient) -> int:
-    """Connections that are on their way."""
+    """How many connections are being opened."""
     return sum(p.transport._pool.counts()[1] for p in list(client._driver._peers.values()))
 
 
@@ -84,7 +84,7 @@ def test_a_call_that_is_cancelled_does_not_wait_for_a_connection(
     async def run() -> None:
         client = AsyncPoolClient(deaf)
         task = asyncio.create_task(call(client))
-        # `match` asks both nodes at a time, in two threads.
+        # `match` asks both nodes at the same time, in two threads.
         connecting = 2 if verb == "match" else 1
         await asyncio.to_thread(wait_until, lambda: opened(deaf) == connecting, "it connects")
         task.cancel()
@@ -140,7 +140,7 @@ def test_who_closes_a_stream_does_not_wait_for_connections_of_others(
 
 @pytest.mark.parametrize("way", ["sync", "asyncio"])
 def test_a_stream_that_is_dropped_gives_its_lease_back(cluster: Cluster, way: str) -> None:
-    """The task that had it may have been lost, with its loop."""
+    """The task that had the stream may have been lost with its loop."""
     one = cluster.start("one")
     pool, prefix = cluster.open(), one.put(prompt(2))
 
@@ -155,7 +155,7 @@ def test_a_stream_that_is_dropped_gives_its_lease_back(cluster: Cluster, way: st
         assert is_right(next(layers), prefix)
         return layers
 
-    loop = asyncio.new_event_loop()  # of which nobody ends the generators
+    loop = asyncio.new_event_loop()  # its async generators are not shut down
     layers = loop.run_until_complete(begin()) if way == "asyncio" else begin_at_once()
     loop.close()
     assert not is_quiet(one.node.statistics())
@@ -213,6 +213,6 @@ async def _await(opening: Any) -> Any:
 
 
 def _waiting(client: PoolClient) -> bool:
-    """Whether a thread waits for somebody else's connection."""
+    """Whether a thread waits for a connection that another thread uses."""
     (one,) = client._driver._peers.values()
     return bool(one.transport._pool._changed._waiters)  # type: ignore[attr-defined]

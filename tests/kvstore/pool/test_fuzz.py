@@ -1,5 +1,5 @@
-"""Whatever an authenticated client says, the node answers with typed refusals and stays whole; and
-whatever a node says, its client raises a typed error."""
+"""Whatever an authenticated client sends, the node answers with typed refusals and stays whole; and
+whatever a node sends, its client raises a typed error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from poolsupport import Cluster
 
-# An evacuation has its own tests, and takes its time.
+# An evacuation has its own tests, and takes long.
 KINDS = [kind for kind in messages.AnyRequest.__args__ if kind is not messages.Evacuate]
 PREFIX = fresh_prefix(4)
 KEYS = [PREFIX.key_bytes, PREFIX.keys[0], PREFIX.keys[2] * 3, bytes(16), bytes(32), b"odd", b""]
@@ -75,7 +75,7 @@ WILD: tuple[Any, ...] = (
 
 
 def wild_message(dice: random.Random) -> bytes:
-    """A message of a known tag with any fields, some of which are what they should be."""
+    """A message of a known tag with random fields, some of which are valid."""
     kind = dice.choice(KINDS)
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind)[1:]:
@@ -106,7 +106,7 @@ def wild_message(dice: random.Random) -> bytes:
 
 
 def too_patient(body: bytes) -> bool:
-    """Whether it would wait for long: these waits are right, and tested elsewhere."""
+    """Whether it would wait for long, which is right and tested elsewhere."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return float(getattr(messages.request_decoder.decode(body), "timeout_s", 0.0)) > 0.1
     return False
@@ -131,7 +131,7 @@ def test_wild_messages_get_typed_refusals(
                     stream.ask_read(
                         dice.choice([0, 1, 99]), [Range(dice.choice([0, 8, 1 << 63]), 8)]
                     )
-                # What comes behind it is answered, so it was as well, or wanted no answer.
+                # The request behind it is answered, so it was answered, or needs no answer.
                 behind = messages.Match(0, b"")
                 peer.queue(stream, behind)
                 stream.flush(time.monotonic() + 20)
@@ -140,7 +140,7 @@ def test_wild_messages_get_typed_refusals(
                 done += answers
         assert refused > 50
         assert done > 50
-    # An error that nobody foresaw would have ended a connection, and left a traceback.
+    # An unexpected error would have ended a connection, and left a traceback.
     assert not [record for record in caplog.records if record.exc_info]
     wait_until(lambda: is_quiet(member.node.statistics()), "nothing is left of it")
     member.node.check()
@@ -152,8 +152,8 @@ def test_wild_messages_get_typed_refusals(
 
 
 def answers_before(peer: Peer, stream: Any, behind: messages.Request) -> tuple[int, int]:
-    """How many refusals and other answers come before that of `behind`; each is of our protocol,
-    and each refusal names an error of ours."""
+    """How many refusals and other answers come before that of `behind`; each must be of the
+    protocol, and each refusal must name one of Tiffin's errors."""
     refusals = answers = 0
     deadline = time.monotonic() + 20
     while True:
@@ -185,11 +185,11 @@ def peek(stream: Any, deadline: float) -> tuple[str, None]:
     return header.kind.name, None
 
 
-# -- the other way round ---------------------------------------------------------------------------
+# -- a client of a fuzzed node ---------------------------------------------------------------------
 
 
 class Liar:
-    """A node that answers each request with what it is told to."""
+    """A node that answers each request with bytes of the test."""
 
     trusted = False
 

@@ -1,7 +1,7 @@
-"""A home node that hangs: its clients go on with other nodes, and come back when it does.
+"""A home node that hangs: its clients go on with other nodes, and use home again when it answers.
 
 The home of these tests is a real process, stopped by SIGSTOP; "far" is a node of this process. Only
-"far" is in the directory, so whatever is found while home is stopped was found there.
+"far" is in the directory, so blocks that are found while home is stopped are those of "far".
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from tiffin.kvstore import Prefix
     from tiffin.kvstore.connection.connection import NodeAnswer
 
-# Of two ranks' blocks.
+# The schema of blocks of two ranks.
 SHARDED = KVSchema.gqa(
     model="two", layers=2, kv_heads=2, head_dim=8, dtype="bfloat16", block_tokens=16, shards=2
 )
-# Nobody waits so long but who waits for home: it is a hang if a call does.
+# A call that takes so long has waited for the stopped home: a hang.
 LONG_S = 30.0
 
 
@@ -69,7 +69,7 @@ def far(cluster: Cluster) -> Member:
 
 @pytest.fixture
 def client(cluster: Cluster, daemon: Daemon) -> Iterator[PoolClient]:
-    """Of a pool of the daemon, its home, and whatever nodes the cluster has."""
+    """A client of a pool of the daemon, which is its home, and the cluster's nodes."""
     members = EmbeddedDirectory.named(f"default:{cluster.name}")
     driver = VerbDriver(members, Credentials(), "client", PoolOptions())
     with PoolClient(driver, "always", home=SocketLink(daemon.socket, "client")) as client:
@@ -78,13 +78,13 @@ def client(cluster: Cluster, daemon: Daemon) -> Iterator[PoolClient]:
 
 
 def numbers(daemon: Daemon) -> dict[str, Any]:
-    """What `tiffin status` shows of home."""
+    """Home's statistics, as in `tiffin status`."""
     with Client.open(daemon.url) as client:
         return client.statistics()
 
 
 def at_home(daemon: Daemon, prefix: Prefix) -> int:
-    """How many leading blocks home has, as it says itself."""
+    """How many leading blocks home has, by its own answer."""
     with Client.open(daemon.url) as client:
         return client.match(prefix).blocks
 
@@ -101,8 +101,8 @@ def is_back(client: PoolClient) -> None:
     wait_until(lambda: not state_of(client).away, "home answers again", 20.0)
 
 
-# Home may stand still in any moment, without being stopped, for longer than its clients wait when
-# there is another node. Where a test means what is done at home, it is done until home does it.
+# On a busy machine home may be delayed at any time, without SIGSTOP, for longer than its clients
+# wait if there is another node. Tests that need home to do something repeat it until home does.
 
 
 def lies_at_home(client: PoolClient, view: Any) -> bool:
@@ -110,7 +110,7 @@ def lies_at_home(client: PoolClient, view: Any) -> bool:
 
 
 def held_at_home(client: PoolClient, prefix: Prefix) -> Any:
-    """Views of its blocks that lie at home."""
+    """Views of the prefix's blocks in home's memory."""
 
     def held() -> Any:
         is_back(client)
@@ -124,7 +124,7 @@ def held_at_home(client: PoolClient, prefix: Prefix) -> Any:
 
 
 def reserved_at_home(client: PoolClient, prefix: Prefix) -> Any:
-    """Slots for its blocks that lie at home."""
+    """Slots for the prefix's blocks in home's memory."""
 
     def reserved() -> Any:
         is_back(client)
@@ -138,7 +138,8 @@ def reserved_at_home(client: PoolClient, prefix: Prefix) -> Any:
 
 
 def put_is_stored(daemon: Daemon, client: PoolClient, seconds: float) -> None:
-    """At a home that stands still for so long after the client found it silent: it asks again."""
+    """A put is stored at a home that stays stopped for so long after the client found it silent:
+    the client asks again."""
     prefix = fresh_prefix(2)
     with daemon.stopped():
         put = Background(lambda: client.put(prefix, payloads_of(prefix), timeout_s=LONG_S))
@@ -265,7 +266,7 @@ class TestStopped:
     def test_what_it_grants_too_late_is_given_back(
         self, cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
     ) -> None:
-        """Though nobody uses the client any more: who listens takes the answers."""
+        """Even if the client is not used any more: its listening thread takes the answers."""
         prefix, new = on_both(cluster, daemon, far), fresh_prefix(2)
         held = held_at_home(client, prefix[:1])
         with daemon.stopped():
@@ -294,7 +295,7 @@ class TestStopped:
         wait_until(lambda: is_quiet(numbers(daemon)), "home has said goodbye, too")
 
     def test_without_others_it_is_waited_for(self, daemon: Daemon, client: PoolClient) -> None:
-        """As it was before: nobody else could help, and a home that was late is no miss."""
+        """Without another node a get waits for home: a late home is not a miss."""
         prefix = fresh_prefix(2)
         assert client.put(prefix, payloads_of(prefix)).complete
         with daemon.stopped():
@@ -307,13 +308,13 @@ class TestStopped:
     def test_without_others_a_put_is_not_in_its_own_way(
         self, daemon: Daemon, client: PoolClient
     ) -> None:
-        """The room that it was given too late is given back, and asked for again."""
+        """Room that was granted too late is given back, and asked for again."""
         put_is_stored(daemon, client, 1.0)
 
     def test_where_the_others_are_gone_a_put_is_not_in_its_own_way(
         self, daemon: Daemon, far: Member, client: PoolClient
     ) -> None:
-        """What home granted the first time, too late, it is asked for again."""
+        """The client asks home again for the room that home first granted too late."""
         far.hang_up()
         put_is_stored(daemon, client, 0.6)
 
@@ -343,7 +344,7 @@ class TestStopped:
             slot.view[:] = payload
         with daemon.stopped():
             commit = Background(slots.commit)
-            # Another thread sees that a commit is overdue, and takes its blocks elsewhere.
+            # Another thread notices the overdue commit, and puts its blocks on another node.
             with within(2.0, "a put beside it"):
                 other = fresh_prefix(1)
                 assert client.put(other, payloads_of(other), timeout_s=LONG_S).complete
@@ -357,7 +358,7 @@ class TestStopped:
 def test_a_rank_writes_its_slice_at_home_or_nowhere(
     cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
 ) -> None:
-    """Other ranks do not know where else: home is waited for."""
+    """The other ranks would not find it on another node, so home is waited for."""
     prefix = fresh_prefix(1, SHARDED)
     with daemon.stopped(), pytest.raises((DeadlineExceeded, NodeUnavailable)):
         client.put(prefix, payloads_of(prefix), shard=(0, 2), timeout_s=0.5)

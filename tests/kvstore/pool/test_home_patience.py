@@ -1,5 +1,5 @@
-"""What is a wait at a home node, and what is silence: `Home` over links whose answers are written
-down here. What a stopped home does is in `test_home.py`."""
+"""Which delays of a home node are waits, and which are silence: `Home` over links with scripted
+answers. Tests of a stopped home are in `test_home.py`."""
 
 from __future__ import annotations
 
@@ -40,13 +40,12 @@ if TYPE_CHECKING:
     from tiffin.kvstore import Prefix
     from tiffin.kvstore.pool.client import PoolClient
 
-# Nobody waits so long but who waits for home: it is a hang if a call does.
+# A call that takes so long has waited for the silent home: a hang.
 LONG_S = 30.0
 
 
 class Scripted:
-    """A `NodeLink` whose answers a test writes down: each a function of the request and its
-    time."""
+    """A `NodeLink` with a test's answers: each is a function of the request and its time."""
 
     def __init__(self, *answers: Callable[[Any, float], Any]) -> None:
         self._answers = list(answers)
@@ -68,7 +67,7 @@ class Scripted:
 
 
 class Pool:
-    """As much of an `Engine` as a home needs; `nodes` are those of the directory."""
+    """The part of an `Engine` that a home needs; `nodes` are those of the directory."""
 
     def __init__(self, *nodes: int, hedge_s: float = 0.1) -> None:
         self.options = PoolOptions(hedge_s=hedge_s)
@@ -79,7 +78,7 @@ class Pool:
         return self._nodes
 
     def change(self, number: int, **fields: Any) -> None:
-        """What the directory says of a node is something else now."""
+        """Change a node's record in the directory."""
         self._nodes[number] = msgspec.structs.replace(self._nodes[number], **fields)
 
 
@@ -125,13 +124,13 @@ def home_of(link: Scripted, pool: Pool | None = None) -> Iterator[Home]:
 
 @pytest.fixture
 def never_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late a home that answers is, it is not taken for silent."""
+    """A home that answers does not count as silent, however late its answer is."""
     monkeypatch.setattr(home_link, "GRACE_S", 20.0)
 
 
 @pytest.mark.usefixtures("nothing_left")
 class TestPatience:
-    """What is a wait at home, and what is silence."""
+    """Which delays are waits at home, and which are silence."""
 
     LEASE = messages.Lease(0, b"k" * 16, 0.0)
     RESERVE = messages.Reserve(0, b"k" * 16, b"p" * 16, 0, 4096, 0.0)
@@ -143,7 +142,7 @@ class TestPatience:
             assert not home.away
         slices = [request.timeout_s for request, _ in link.asked]
         assert slices == [0.05, 0.1, 0.2]
-        # What a slice got is given back before the next.
+        # Each slice releases what it got before the next one.
         assert link.posted == [messages.Release(0, 7)]
 
     def test_no_slice_is_long(self) -> None:
@@ -221,7 +220,7 @@ class TestPatience:
             assert not home.lost
 
     def test_a_turn_is_waited_for_while_home_is_well(self, never_late: None) -> None:
-        """One thread waits for room; that is no reason for another to give up."""
+        """If one thread waits for room, another thread does not give up."""
         slices = [no_room] * 3
 
         def answer(request: Any, timeout_s: float) -> Any:
@@ -238,7 +237,7 @@ class TestPatience:
             assert not home.away
 
     def test_turns_are_taken_in_the_order_of_coming(self) -> None:
-        """However often another comes back for one more slice."""
+        """Also if another caller comes back again and again for one more slice."""
         turns = FairTurns()
         slicing = turns.enter()
         assert turns.wait(slicing, 0.0)
@@ -247,11 +246,11 @@ class TestPatience:
         turns.leave(slicing)
         again = turns.enter()
         assert [turns.wait(t, 0.0) for t in (again, last, impatient, first)] == [False] * 3 + [True]
-        turns.leave(impatient)  # it waits no more
+        turns.leave(impatient)  # it has stopped waiting
         turns.leave(first)
         assert [turns.wait(t, 0.0) for t in (again, last)] == [False, True]
         turns.leave(last)
-        # Whose turn it is may leave without having noticed.
+        # A caller may leave without having noticed that it has its turn.
         turns.leave(again)
         assert len(turns) == 0
         assert turns.wait(turns.enter(), 0.0)
@@ -287,7 +286,7 @@ class TestPatience:
 
     @pytest.mark.parametrize("why", ["draining", "dead", "home once more"])
     def test_who_can_take_nothing_is_no_other(self, why: str) -> None:
-        """A commit at home has all its time then."""
+        """Nodes that can't take blocks don't count as others: a commit at home has all its time."""
         pool, link = Pool(1, 2), Scripted(flags)
         if why == "draining":
             pool.change(2, draining=True)
@@ -358,7 +357,7 @@ class TestPatience:
 
     def test_a_forked_child_holds_nothing_of_its_parent(self) -> None:
         home = Home(Scripted(silent), lambda: 1, Pool(1, 2))  # type: ignore[arg-type]
-        home._turns.enter()  # by a thread that the child has not
+        home._turns.enter()  # as by a thread that does not exist in the child
         home.forget()
         assert not len(home._turns)
         assert not home.away
@@ -366,7 +365,7 @@ class TestPatience:
 
 
 class TestOnlyHolder:
-    """Blocks that nobody but a silent home has."""
+    """Blocks that only a silent home has."""
 
     @pytest.fixture
     def silent_home(self, cluster: Cluster) -> tuple[PoolClient, Prefix, Scripted]:

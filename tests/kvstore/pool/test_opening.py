@@ -1,4 +1,4 @@
-"""Clients of many nodes from their URLs, and a daemon with everything that it may have."""
+"""Clients of many nodes from their URLs, and a daemon with all of its options."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class TestDaemon:
                     ):
                         call()
             with Client.open(daemon.url) as near:
-                assert near.match(prefix).blocks in (0, 2)  # a removal may have been in its queue
+                assert near.match(prefix).blocks in (0, 2)  # a queued removal may be done or not
                 wait_until(
                     lambda: near.statistics()["tiers"]["dram"]["reserved_bytes"] == 0,
                     "nothing is reserved for who has left",
@@ -232,7 +232,7 @@ class TestFixedLists:
 
 class TestHome:
     def serve(self, cluster: Cluster, path: Path, loop: LoopThread) -> Any:
-        """A member whose unix socket can be connected to, and what ends that."""
+        """A member with a unix socket, and what closes it."""
         member = cluster.start("home")
         server = UnixServer.__new__(UnixServer)
 

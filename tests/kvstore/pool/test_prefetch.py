@@ -1,4 +1,4 @@
-"""What is fetched before it is asked for: how much, how long, and how it ends."""
+"""Prefetching: how much, for how long, and how it ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Source:
-    """Hands out what it is given, and raises what is an error; None when nothing is left."""
+    """Returns the items of a test, raises those that are errors; None when none is left."""
 
     def __init__(self, limit: int = 1, timeout_s: float = 30.0) -> None:
         self.fetched = 0
@@ -91,12 +91,12 @@ def test_a_failure_comes_after_what_came_before_it(source: Source) -> None:
 def test_after_a_failure_only_one_thread_fetches(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is told of the failure may ask again before the thread that met it has ended."""
+    """A caller that got the failure may ask again before the thread that met it has ended."""
     source.items = [NodeUnavailable("lost"), "a", "b"]
     end, asked_again = source.ahead._end, threading.Event()
 
     def preempted(error: BaseException) -> None:
-        source.allowed = 1  # what is asked for now stays on its way
+        source.allowed = 1  # the next fetch blocks
         end(error)
         assert asked_again.wait(30)
 
@@ -114,7 +114,7 @@ def test_after_a_failure_only_one_thread_fetches(
 
 @pytest.mark.parametrize("source", [{"timeout_s": 0.1}], indirect=True)
 def test_the_time_counts_from_when_the_caller_asks(source: Source) -> None:
-    """A caller that works on a layer for longer than it would wait for one loses nothing."""
+    """A caller may work on a layer for longer than `timeout_s` without losing the next one."""
     source.items, source.allowed = ["a", "b"], 1
     assert source.ahead.take() == "a"
     wait_until(lambda: not running(), "nobody asked in all its time, so it was given up")

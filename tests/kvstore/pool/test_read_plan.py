@@ -1,5 +1,4 @@
-"""The plan of a read, without nodes: what it asks of which node, and what follows from the
-answers."""
+"""The plan of a read, without nodes: which node it asks for what, and how answers change it."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class Pool:
         self.silent: set[int] = set()
         self.directory_away = False
         self.steps: list[Any] = []
-        # What `HomeState` says.
+        # The attributes of `HomeState`.
         self.number: int | None = NUMBER
         self.away = False
         self.lost = False
@@ -173,7 +172,7 @@ def test_a_call_that_begins_while_home_is_silent_does_not_wait_for_it() -> None:
 
 
 def test_a_home_that_answered_is_not_asked_again_over_tcp() -> None:
-    """It could wait for room that its own answer takes."""
+    """It could wait for room that its own first answer holds."""
     pool = Pool({}, home_has={0, 1, 3, 4, 5})
     outcome = pool.get()
     assert pool.nodes_read() == [HOME]
@@ -217,7 +216,7 @@ def test_a_get_brings_all_that_answers_and_says_why_there_is_no_more(
     directory_away: bool,
     at_home: bool,
 ) -> None:
-    """Whatever the nodes have and whichever of them are silent."""
+    """For any distribution of blocks, and whichever nodes are silent."""
     pool = Pool(has, set(home_has))
     pool.silent, pool.admits, pool.directory_away = silent, admits, directory_away
     pool.away = away and HOME in silent

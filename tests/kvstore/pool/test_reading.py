@@ -1,4 +1,4 @@
-"""Reading blocks of one prompt from several nodes, some of which are lost, slow, wrong or gone."""
+"""Reads of one prompt from several nodes, some of which are lost, slow, wrong or gone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tiffin.kvstore.pool.client import PoolClient
 
 BLOCK = LARGE.extent_bytes
-# In these tests a node that sends nothing for a quarter of a second is sick.
+# In these tests a node that sends nothing for a quarter of a second is given up.
 HEDGE_S = 0.25
 
 
@@ -31,7 +31,7 @@ def prompt(blocks: int = 4) -> Prefix:
 
 
 def read(client: PoolClient, prefix: Prefix, into: bool = True, timeout_s: float = 10.0) -> str:
-    """Get it all and look at every byte; how many blocks came, and the reason for the rest."""
+    """Get all of it and compare every byte; how many blocks came, and the reason for the rest."""
     target = np.zeros((len(prefix), LARGE.block_bytes), np.uint8) if into else None
     with client.get(prefix, into=target, timeout_s=timeout_s) as blocks:
         assert_right(blocks, prefix)
@@ -129,7 +129,7 @@ class TestSeveralNodes:
 class TestLostAndStalled:
     @pytest.fixture
     def prefix(self, cluster: Cluster) -> Prefix:
-        """On `sick`, behind a network of ours, and on `well`."""
+        """A prefix on `sick`, which is behind a relay, and on `well`."""
         sick, well = cluster.start("sick", relayed=True), cluster.start("well")
         prefix = sick.put(prompt(6))
         well.put(prefix)
@@ -137,7 +137,7 @@ class TestLostAndStalled:
         return prefix
 
     def client(self, cluster: Cluster, **numbers: float) -> PoolClient:
-        """A client that asks `sick` first: it has been told that `well` is far away."""
+        """A client that asks `sick` first, because its measurement of `well` is slow."""
         client = cluster.open(**{"hedge_s": HEDGE_S, **numbers})
         for _ in range(20):
             client._driver.links.moved(cluster.members["well"].number, 1, 0.01)
@@ -177,14 +177,14 @@ class TestLostAndStalled:
                 assert read(client, prefix, timeout_s=30.0) == "6 None"
             assert fetched[0].reason == "stalled"
             assert reads_of(well) == before + 6 - fetched[0].blocks
-            if fetched[0].blocks:  # not if all of this process stood still before they came
+            if fetched[0].blocks:  # none if this whole process was stopped before they came
                 break
             sick.network.resume()
         # A chunk of the relay holds less than a block: two or three have come through whole.
         assert fetched[0].blocks in (1, 2)
         assert client._driver.links.down(time.monotonic()) == {sick.number}
         before = reads_of(well)
-        assert read(client, prefix) == "6 None"  # and is left alone for a while
+        assert read(client, prefix) == "6 None"  # `sick` rests for a while
         assert reads_of(well) == before + 6
         sick.network.resume()
 
@@ -202,7 +202,7 @@ class TestLostAndStalled:
     def test_who_was_given_up_is_waited_for_when_the_other_is_lost(
         self, cluster: Cluster, prefix: Prefix
     ) -> None:
-        """A node that stands still for a moment is better than none."""
+        """A node that is stopped for a moment is better than none."""
         sick, well = cluster.members["sick"], cluster.members["well"]
         assert sick.network is not None
         client = self.client(cluster)
@@ -216,7 +216,7 @@ class TestLostAndStalled:
             resume.join()
 
     def test_two_that_are_silent_take_turns(self, cluster: Cluster) -> None:
-        """One of them may be dead, and the other have stood still for a moment only."""
+        """One of them may be dead, and the other stopped for a moment only."""
         still, dead = cluster.start("still", relayed=True), cluster.start("dead", relayed=True)
         prefix = still.put(dead.put(prompt(2)))
         cluster.settle()
@@ -296,12 +296,12 @@ class TestLostAndStalled:
         client = cluster.open()
         one.hang_up()
         assert read(client, prefix) == "0 lost"
-        assert client.match(prefix).blocks == 2  # as far as the directory knows
+        assert client.match(prefix).blocks == 2  # by the directory
 
     def test_no_time_means_what_is_there_now(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(block_read, "GRACE_S", SLACK_S)  # there also of a node that stood still
+        monkeypatch.setattr(block_read, "GRACE_S", SLACK_S)  # enough for a delayed node
         one = cluster.start("one")
         prefix = one.put(prompt(2))
         cluster.settle()
@@ -309,7 +309,7 @@ class TestLostAndStalled:
 
 
 class TestHints:
-    """The directory may say what it wants."""
+    """Locations of the directory are hints, and may be wrong."""
 
     def test_an_entry_that_is_stale_costs_a_question_and_is_taken_back(
         self, cluster: Cluster
@@ -400,7 +400,7 @@ class TestHints:
         cluster.directory.withdraw(number)
 
     def test_a_node_that_took_anothers_place_is_another_node(self, cluster: Cluster) -> None:
-        """The same address, another process: nothing of the first one's is believed."""
+        """With another process at the address, no location of the first one is believed."""
         old = cluster.start("old", relayed=True)
         prefix = old.put(prompt(3))
         cluster.settle()
@@ -411,7 +411,7 @@ class TestHints:
         host, _, port = new.address.rpartition(":")
         old.network._target = (host, int(port))
         old.network.cut()
-        assert read(client, prefix) in ("0 miss", "0 lost")  # whoever answers there lacks them
+        assert read(client, prefix) in ("0 miss", "0 lost")  # the new node lacks the blocks
         new.put(prefix)
         cluster.settle()
         wait_until(lambda: read(client, prefix) == "3 None", "the new node is found")
@@ -429,7 +429,7 @@ class TestDamage:
         for _ in range(20):
             client._driver.links.moved(good.number, 1, 0.01)
         assert read(client, prefix) == "4 None"
-        assert (reads_of(bad), reads_of(good)) == (4, 2)  # the bad one and what is behind it
+        assert (reads_of(bad), reads_of(good)) == (4, 2)  # the bad block and the one behind it
         wait_until(lambda: bad.has(prefix) == [True, True, False, True], "the node drops it")
         assert bad.counters()["corrupt"] == 1
 
@@ -566,7 +566,7 @@ class TestClosing:
 
 
 def test_a_lease_that_ended_under_a_reader_is_a_loss(cluster: Cluster) -> None:
-    """Of a read over several streams, the lease may end before all ranges are asked for."""
+    """In a read over several streams, the lease may end before all ranges are requested."""
     one = cluster.start("one", 80, core=CoreOptions(remote_lease_s=0.05), relayed=True)
     prefix = one.put(prompt(72))
     cluster.settle()

@@ -1,4 +1,4 @@
-"""What strangers can do to a node's log: be seen in it, and not fill it."""
+"""Warnings that strangers cause in a node's log are rate-limited: they can't fill it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiffin.messenger.log_rate_limit import Ration
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Whose warnings are caused by whoever connects.
+# Loggers whose warnings any connecting client can cause.
 LOGGERS = [
     "tiffin.kvstore.node.server.tcp_server",
     "tiffin.kvstore.node.server.unix_server",

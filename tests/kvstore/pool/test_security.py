@@ -1,4 +1,4 @@
-"""Who may speak to a node over its port."""
+"""Which clients a node accepts at its port: tokens, tags of frames, TLS."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NOW = messages.PROTOCOL_VERSION
 def hello_by_hand(
     address: tuple[str, int], prove: Callable[[bytes, messages.Hello], bytes]
 ) -> tuple[Stream, Any]:
-    """A stream and what the node answers to a hello with this proof."""
+    """A stream, and the node's answer to a hello with this proof."""
     stream = tcp_client.connect(address, soon())
     challenge = stream.receive_message(soon())
     here = f"{address[0]}:{address[1]}"
@@ -68,12 +68,12 @@ def hello_by_hand(
 
 
 def right(challenge: bytes, hello: messages.Hello) -> bytes:
-    """What a client says who knows the token."""
+    """The proof of a client that knows the token."""
     return Greeting(TOKEN, b"", challenge, messages.without_proof(hello)).client_proof()
 
 
 class Rogue:
-    """A node that lets everybody in, and proves nothing."""
+    """A node that accepts every client, and proves nothing."""
 
     trusted = False
 
@@ -140,14 +140,14 @@ class TestTokens:
         stream, welcome = hello_by_hand(address, prove)
         stream.close()
         assert isinstance(welcome, messages.Welcome)
-        for stale in (proofs[0], welcome.proof):  # the node's own, sent back, is none either
+        for stale in (proofs[0], welcome.proof):  # the node's own proof is not valid either
             stream, refused = hello_by_hand(address, lambda _, __, stale=stale: stale)
             stream.close()
             assert isinstance(refused, messages.Refused)
             assert refused.error == "NotAuthenticated"
 
     def test_who_goes_on_without_tags_is_hung_up_on(self, serve: Any) -> None:
-        """Knowing the token is not enough once, but in every frame."""
+        """A client has to prove that it knows the token in every frame, not once."""
         node, address = serve(Credentials(TOKEN))
         stream, welcome = hello_by_hand(address, right)
         with contextlib.closing(stream):
@@ -232,7 +232,7 @@ class TestTokens:
 
     @pytest.mark.parametrize(("version", "older"), [(1, "the client"), (NOW + 1, "this node")])
     def test_a_client_of_another_version(self, serve: Any, version: int, older: str) -> None:
-        """Nobody on the way makes both take an older one: the versions are under the proof."""
+        """The proof covers the versions, so no relay can make both ends use an older one."""
         _, address = serve(Credentials(TOKEN))
 
         def prove(challenge: bytes, hello: messages.Hello) -> bytes:
@@ -385,7 +385,7 @@ class TestTls:
         self, serve: Any, connect: Any, ours: Authority
     ) -> None:
         _, address = serve(self.node_with(ours))
-        with pytest.raises(DeadlineExceeded):  # each waits for the other to begin
+        with pytest.raises(DeadlineExceeded):  # each end waits for the other to begin
             connect(address).call(messages.Match(0, b""), 0.1)
 
     def test_with_a_ca_the_node_wants_to_see_the_clients_certificate(

@@ -1,5 +1,5 @@
-"""Layers that a writer without a node on its host publishes: what is sent when, who may read it,
-and what becomes of it when the node, the reservation or the writer is lost."""
+"""Layers published by a writer without a node on its host: what is sent when, which readers may
+read it, and what remains when the node, the reservation or the writer is lost."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class TestPublishing:
         check(cluster, prefix)
 
     def test_what_is_changed_after_it_was_published_is_not_sent(self, cluster: Cluster) -> None:
-        """The block is what was published, for those who have read it and for those who will."""
+        """Earlier and later readers of a block get the bytes that were published."""
         one = cluster.start("one")
         writer, prefix = cluster.open(), prompt(1)
         slots = writer.reserve(prefix)
@@ -148,7 +148,7 @@ class TestPublishing:
             publish(slots, *range(LAYERS))
             with cluster.open().stream(prefix[:2], node=one.number) as stream:
                 assert is_right(next(iter(stream)), prefix)
-            slots[1].skip()  # too late for who reads it, in time for who does not
+            slots[1].skip()  # its reader keeps the layer that it has; the block is not stored
         assert slots.stored == (0,)
         assert one.has(prefix) == [True, False, False]
 
@@ -167,7 +167,7 @@ class TestPublishing:
         assert one.has(prefix)[1] is False
 
     def test_a_named_node_gets_what_it_lacks_wherever_else_it_is(self, cluster: Cluster) -> None:
-        """As a put there does: a stream of that node has the whole prompt."""
+        """As with a put there, a stream of that node has the whole prompt."""
         one, two = cluster.start("one"), cluster.start("two")
         prefix = prompt(4)
         two.put(prefix[:2])
@@ -189,7 +189,7 @@ class TestPublishing:
         assert one.has(prefix) == [True] * 4
 
     def test_ranks_agree_on_what_is_missing_whatever_each_knows(self, cluster: Cluster) -> None:
-        """One has a home with the first block, of which the other's directory does not know."""
+        """One rank has a home with the first block, which the other's directory does not list."""
         home, one = cluster.start("home", schema=SPLIT), cluster.start("one", schema=SPLIT)
         prefix = home.put(prompt(2, SPLIT))
         cluster.settle()
@@ -249,7 +249,7 @@ class TestPublishing:
 
     @pytest.mark.parametrize("how", ["resident", "busy"])
     def test_a_node_is_asked_once_who_has_what(self, cluster: Cluster, how: str) -> None:
-        """Of what it would grant later on, the layers before were never sent."""
+        """Of blocks granted later, the earlier layers would never have been sent."""
         one = cluster.start("one")
         prefix = prompt(2)
         slots = cluster.open().reserve(prefix)
@@ -299,7 +299,7 @@ class TestPublishing:
         publish(slots, 0)
         with pytest.raises(InvalidInput, match="published before"):
             slots.publish(0)
-        publish(slots, 1)  # that was no reason to lose the reservation
+        publish(slots, 1)  # the reservation still stands
         slots.abort()
         with pytest.raises(StaleLease, match="committed or aborted"):
             slots.publish(2)
@@ -372,7 +372,7 @@ class TestLosingTheReservation:
     def test_a_node_that_is_lost_in_the_middle_leaves_nothing_half_visible(
         self, cluster: Cluster, when: str
     ) -> None:
-        """The bytes of half a layer arrive; nobody can read them, and others take the blocks."""
+        """Half a layer arrives: no reader can read it, and other writers can take the blocks."""
         one, two = cluster.start("one", relayed=True), cluster.start("two")
         prefix = prompt(2)
         reader, writer = cluster.open(home=one), cluster.open()
@@ -449,7 +449,7 @@ class TestLosingTheReservation:
                 waiting = Background(lambda: next(course))
                 worker.kill()
                 worker.wait()
-                one.network.cut()  # or what is on its way would still arrive
+                one.network.cut()  # else the bytes in flight would still arrive
                 one.network.resume()
                 with pytest.raises(StaleLease, match="given up"):
                     waiting.result()
@@ -459,7 +459,7 @@ class TestLosingTheReservation:
 
 
 class TestLimitsOfTime:
-    """A node that hangs costs the time of one call, however many reservations are there."""
+    """A node that hangs costs the time of one call, however many reservations it has."""
 
     @staticmethod
     def with_gaps(one: Member) -> Prefix:
@@ -556,7 +556,7 @@ class TestLimitsOfTime:
 
 @contextlib.contextmanager
 def writing(folder: Path, *arguments: object) -> Any:
-    """`streamworker.py write` as a process, which obeys what it is told."""
+    """`streamworker.py write` as a process, which carries out words."""
     worker = Path(kvsupport.__file__).with_name("streamworker.py")
     with subprocess.Popen(
         [sys.executable, str(worker), "write", *map(str, arguments)],

@@ -1,4 +1,4 @@
-"""The parts of a pool's client, each by itself: health, hints of its own, steps side by side."""
+"""The parts of a pool's client, each by itself: health, its own hints, concurrent steps."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ class TestAsking:
         driver = cluster.open()._driver
         pull = messages.Pull(0, bytes(16), bytes(16), 0, 4711, 1.0)
         with pytest.raises(NodeUnavailable, match="not in the pool"):
-            driver.ask(one.number, pull, 5.0)  # of which `one` only tells
+            driver.ask(one.number, pull, 5.0)  # `one` reports that node 4711 is unavailable
         began = time.monotonic()
         assert driver.links.down(began) == set()
         one.hang_up()
@@ -337,7 +337,7 @@ def test_a_large_read_waits_for_its_turn_and_does_not_blame_the_node(
 def test_a_node_that_hangs_holds_up_only_its_own_reads(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, nixl: bool
 ) -> None:
-    """Also where NIXL was asked for and not offered."""
+    """Also if the client asks for NIXL and the node does not offer it."""
     monkeypatch.setattr("tiffin.kvstore.pool.remote.remote_node._BUDGETED_BYTES_MIN", 1)
     one, two = cluster.start("one"), cluster.start("two")
     client = cluster.open(nixl=nixl)
@@ -367,7 +367,7 @@ def test_a_summary_of_links_fits_a_record(cluster: Cluster) -> None:
 
 
 def test_waiting_for_threads_outlasts_an_interruption() -> None:
-    """Ctrl-C comes while others still write into the caller's memory."""
+    """Ctrl-C comes while other threads still write into the caller's memory."""
     from concurrent.futures import Future
 
     from tiffin.kvstore.pool import verb_driver

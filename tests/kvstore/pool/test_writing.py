@@ -1,4 +1,4 @@
-"""Where puts go, how many copies there are, and what goes on while the directory is away."""
+"""Where puts go, how many copies there are, and what works while the directory is unavailable."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TestPlacement:
             assert holders(cluster, prefix) == [["empty"]]
 
     def test_what_was_put_is_found_at_once(self, cluster: Cluster) -> None:
-        """The directory hears of it later."""
+        """Before the directory has it."""
         cluster.start("one"), cluster.start("two")
         for _ in range(10):
             client, prefix = cluster.open(), prompt(2)
@@ -164,7 +164,7 @@ class TestPlacement:
     def test_a_node_that_stalls_under_a_put(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Its reservation ends with the connection, so that nobody finds the keys busy."""
+        """Its reservation ends with the connection, so that no writer finds the keys busy."""
         sick = cluster.start("sick", 64, relayed=True)
         cluster.start("well", 8)
         client, prefix = cluster.open(), prompt(4)
@@ -174,7 +174,7 @@ class TestPlacement:
         failed = client._driver.links.failed
 
         def noted(*arguments: Any, **late: bool) -> None:
-            monkeypatch.setattr(block_write, "STALL_S", 20.0)  # the other one has time
+            monkeypatch.setattr(block_write, "STALL_S", 20.0)  # enough for the other node
             failed(*arguments, **late)
 
         monkeypatch.setattr(client._driver.links, "failed", noted)
@@ -232,7 +232,7 @@ class TestReplicas:
     def test_replicas_are_on_different_nodes_even_when_home_has_restarted(
         self, cluster: Cluster
     ) -> None:
-        """Its number is another one then."""
+        """A restarted home has another number."""
         home = cluster.start("home")
         cluster.start("other")
         client = cluster.open(home)
@@ -252,20 +252,20 @@ class TestReplicas:
         client, prefix = cluster.open(), prompt()
         with pytest.raises(NoRoom, match="2 of 3"):
             client.put(prefix, payloads_of(prefix), replicas=3)
-        assert holders(cluster, prefix) == [["one", "two"]] * 3  # those that could be
+        assert holders(cluster, prefix) == [["one", "two"]] * 3  # as many as there are nodes
 
     @pytest.mark.parametrize("replicas", [1, 2])
     def test_who_was_only_silent_is_waited_for_when_nobody_else_is_left(
         self, cluster: Cluster, replicas: int
     ) -> None:
-        """A node that stands still for a moment is no reason to be a replica short."""
+        """A node that is stopped for a moment does not cost a replica."""
         still = cluster.start("still", relayed=True)
         if replicas == 2:
             cluster.start("well")
         client, prefix = cluster.open(), prompt()
         assert still.network is not None
         still.network.pause()
-        # Another one is known of, and gone: with one candidate there would be no haste.
+        # Another node is listed, and gone: with a single candidate the client would not hurry.
         gone = cluster.start("gone")
         client.nodes()
         cluster.remember(*(member for member in cluster.members.values() if member is not gone))
@@ -510,7 +510,7 @@ class TestDirectoryAway:
     def test_the_log_says_it_once_and_not_with_every_read(
         self, cluster: Cluster, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """A busy engine reads a thousand times in the seconds that a restart of Redis takes."""
+        """A busy engine reads a thousand times during the seconds of a restart of Redis."""
         home, far = cluster.start("home"), cluster.start("far")
         distant = far.put(prompt(1))
         cluster.settle()
@@ -603,7 +603,7 @@ class TestStatistics:
 def test_what_was_put_to_a_node_is_found_at_once(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The directory hears of it a little later."""
+    """Before the directory has it."""
     one, two = cluster.start("one"), cluster.start("two")
     client = cluster.open()
     members = client._driver.members

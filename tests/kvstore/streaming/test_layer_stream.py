@@ -1,7 +1,7 @@
 """Layers that are read while the next are computed: order, visibility, and every way it can end.
 
-Order is asserted by handshake: a reader has layer i in its hands before the writer, told so, writes
-layer i + 1.
+Order is asserted by handshake: the writer writes layer i + 1 only after the reader has reported
+that it has layer i.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def start_node(**core: float) -> Node:
 
 
 def finish(node: Node) -> None:
-    """Nobody holds anything any more, and nothing is lost."""
+    """Nothing is held any more, and nothing is lost."""
     wait_until(lambda: is_quiet(node.statistics()), "the node comes to rest")
     assert_conserved(node.statistics())
     node.check()
@@ -144,7 +144,7 @@ def test_arrays_are_those_of_a_get(writer: Client, reader: Client) -> None:
 
 
 def test_a_layer_is_read_before_the_next_is_written(writer: Client, reader: Client) -> None:
-    """And nothing is visible to others before the commit."""
+    """And nothing is visible to other clients before the commit."""
     prefix = fresh_prefix(3, STREAMED)
     writer.put(prefix[:1], payloads_of(prefix[:1]))  # two kinds of blocks in one stream
     slots = writer.reserve(prefix)
@@ -212,7 +212,7 @@ def test_cold_blocks_are_brought_into_dram_first(tmp_path: Path) -> None:
 
 
 def test_ranks_publish_their_own_heads(reader: Client, node: Node) -> None:
-    """A layer is there when every rank has published its part of it."""
+    """A layer is readable when every rank has published its part of it."""
     prefix = fresh_prefix(2, SHARDED)
     with Client.attach(node) as one, Client.attach(node) as two:
         ranks = [c.reserve(prefix, shard=(r, 2)) for r, c in enumerate((one, two))]
@@ -525,7 +525,7 @@ def test_a_cancelled_reader_lets_go(node: Node, writer: Client) -> None:
 
 
 def test_a_second_cancellation_does_not_stop_what_lets_go() -> None:
-    """Whoever is cancelled while `close` waits for its turn still lets go of the blocks."""
+    """A task that is cancelled while `close` waits for its turn still releases the blocks."""
     ended: list[str] = []
 
     class Ending:
@@ -558,7 +558,7 @@ def test_a_second_cancellation_does_not_stop_what_lets_go() -> None:
 
 
 def test_ranges_that_were_not_awaited_are_refused(node: Node, writer: Client) -> None:
-    """Whatever a client asks for, the node's own threads send nothing but what was published."""
+    """Whatever a client asks for, the node's threads send only what was published."""
     prefix = fresh_prefix(2, STREAMED)
     slots = writer.reserve(prefix)
     fill(slots, 1)

@@ -46,7 +46,7 @@ class TestNvmeBuffered(TierContract):
 
 
 def devices() -> list[str]:
-    """Where an HBM tier can be tried: the CPU stands for a GPU anywhere, and a GPU for itself."""
+    """Devices for an HBM tier: the CPU in place of a GPU, and a GPU if there is one."""
     if importlib.util.find_spec("torch") is None:
         return []
     import torch

@@ -58,7 +58,7 @@ def content(nbytes: int, seed: int = 0) -> NDArray[np.uint8]:
 
 
 def check_round_trip(slab: DeviceSlab, tier: NvmeTier, at: int, nbytes: int) -> None:
-    """Write and read through the slab; each is also compared with what the tier itself does."""
+    """Write and read through the slab; each is also compared with the tier's own read and write."""
     extent = tier.reserve(at + nbytes + 1)
     try:
         tier.write(extent, 0, content(extent.length, 1))
@@ -98,7 +98,7 @@ def test_the_disk_reads_on_while_a_piece_is_copied(tier: NvmeTier) -> None:
     second = threading.Event()
 
     class Noted:
-        """The tier, with notes."""
+        """The tier; records its reads."""
 
         layout, capacity_bytes, path = tier.layout, tier.capacity_bytes, tier.path
 
@@ -191,7 +191,7 @@ def test_tensors_that_do_not_fit_are_refused(
 
 
 class Unfinished:
-    """An event that has not come."""
+    """An event that is not done."""
 
     def query(self) -> bool:
         return False
@@ -267,7 +267,7 @@ class TestFailures:
 
 
 class FakeCuFile:
-    """kvikio's file, for tensors of the host. `fails` is what the next calls do instead."""
+    """kvikio's file, for host tensors. `fails` replaces the result of the next calls."""
 
     def __init__(self, path: str, flags: str = "r+") -> None:
         assert flags == "r+"
@@ -275,7 +275,7 @@ class FakeCuFile:
         self.calls: list[tuple[str, int, int]] = []
         self.waited = 0
         self.fails: Exception | int | None = None
-        self.fails_late = False  # when the future is asked, and not when the task is made
+        self.fails_late = False  # in the future's result, not when the task is made
 
     def raw_read(self, buffer: Any, size: int, file_offset: int) -> int:
         self.calls.append(("raw_read", size, file_offset))
@@ -371,7 +371,7 @@ class TestGds:
         driver = SimpleNamespace(get=found.__getitem__)
         assert _why_not(file, driver, tier, device) == ""
         assert file.calls == [("raw_read", 4096, 0)]
-        file.fails = 4096  # says so, and moves nothing
+        file.fails = 4096  # reports 4,096 bytes, and moves none
         assert "wrongly" in _why_not(file, driver, tier, device)
         file.fails = 0
         assert "wrongly" in _why_not(file, driver, tier, device)

@@ -1,7 +1,7 @@
 """The NVMe tier: restarts, damage of every kind, and disks that refuse.
 
-One rule in all of them: what a scan yields is what was committed, byte for byte; the rest is a
-count and a warning.
+One rule in all of them: a scan yields what was committed, byte for byte; the rest is a count and
+a warning.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _patch(directory: Path, offset: int, change: Callable[[bytearray], None], nb
 
 
 def _survivors(directory: Path) -> tuple[list[int], int]:
-    """(numbers of the blocks that a restart finds, how many it refused). Payloads are compared."""
+    """(numbers of the blocks that a restart finds, how many it refused); compares payloads."""
     with checked(_open(directory)) as tier:
         numbers = []
         for extent, header in tier.scan():
@@ -199,7 +199,7 @@ def test_a_full_map_of_garbage_is_survived(tmp_path: Path) -> None:
 
 
 def test_of_overlapping_extents_the_newer_stays(tmp_path: Path) -> None:
-    """As when a power cut brings back the map entry of a block that was released since."""
+    """A power cut may restore the map entry of a block that was released since."""
     with checked(_open(tmp_path)) as tier:
         payload = random_bytes(PAYLOAD_BYTES, 7)
         newer = Extent(4 * PAGE_BYTES, 4 * PAGE_BYTES)
@@ -345,7 +345,7 @@ def test_a_disk_that_refuses_writes(
         statistics = tier.statistics()
         assert (statistics.errors, statistics.healthy) == (1, False)
         target = np.empty(PAYLOAD_BYTES, np.uint8)
-        tier.read(kept, PAGE_BYTES, target)  # what is there stays readable
+        tier.read(kept, PAGE_BYTES, target)  # stored blocks stay readable
         assert np.array_equal(target, random_bytes(PAYLOAD_BYTES, 0))
 
 

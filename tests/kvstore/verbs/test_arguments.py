@@ -1,5 +1,5 @@
-"""Whatever a caller passes to a verb of any client: a result or one of Tiffin's own errors, and
-the client goes on as before. Every verb, every parameter, every kind of client, and odd values."""
+"""Odd values of every parameter of every verb of every kind of client lead to a result or one of
+Tiffin's own errors, and the client works as before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from waysupport import Pool
 
-# Numbers that are none, and numbers that no node has.
+# Values that are no numbers, and numbers that no node has.
 ODD: list[Any] = [
     None, True, False, np.True_, 0, -1, 7, 0.25, -0.0, 2**64, -(2**64), 10**400, 10**5000,
     float("nan"), float("inf"), -float("inf"), 1j, Fraction(1, 4), Decimal("0.25"),
@@ -40,7 +40,7 @@ ODD: list[Any] = [
 
 
 def used(pool: Pool, verb: str, arguments: dict[str, Any]) -> Any:
-    """Call it, use what it gives, and give that back."""
+    """Call a verb, use its result, and release it."""
     method = getattr(pool.client.raw, verb)
     if pool.way.startswith("asyncio"):
         return pool.loop.run(_used_async(method, arguments))
@@ -73,7 +73,7 @@ def shown(value: object) -> str:
 
 
 def test_odd_values_get_a_result_or_an_error_of_ours(pool: Pool) -> None:
-    """And what the client holds meanwhile stays held, so its node has not hung up."""
+    """And leases that the client holds meanwhile stay held, so the node has not disconnected it."""
     kept = pool.put(fresh_prefix(1))
     held = pool.client.get(kept)
     pool.touched.append(PREFIX)
@@ -122,7 +122,7 @@ def test_ranges_of_other_libraries_are_ranges(pool: Pool) -> None:
 
 @pytest.mark.parametrize("value", [True, False, np.True_])
 def test_a_flag_is_no_number(pool: Pool, value: Any) -> None:
-    """True would be a second, and is what somebody meant for another parameter."""
+    """True would count as 1 s, and was most likely meant for another parameter."""
     for call in (
         lambda: pool.client.match(PREFIX, timeout_s=value),
         lambda: pool.client.pin(PREFIX, ttl_s=value),
@@ -142,7 +142,7 @@ def test_what_is_no_prefix(pool: Pool, prefix: Any) -> None:
 
 
 def test_slots_are_published_or_not(pool: Pool) -> None:
-    """The one verb of slots that takes anything."""
+    """The only verb of slots with a parameter."""
     prefix = fresh_prefix(1)
     slots: Any = pool.client.reserve(prefix)
     publish = getattr(slots, "publish", None)

@@ -1,5 +1,5 @@
-"""The second process of test_device_region: attaches to what comes over the socket whose descriptor
-is its argument, and answers with what it read."""
+"""The second process of test_device_region: attaches to the regions whose descriptions come over
+the socket (its descriptor is the argument), and answers with the bytes that it read."""
 
 from __future__ import annotations
 

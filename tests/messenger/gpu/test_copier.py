@@ -1,5 +1,5 @@
-"""Copies to and from a device: the plan, real bytes on device `cpu`, and the order of a device that
-is simulated: it runs late and in any order that the events allow."""
+"""Copies to and from a device: the plan, real bytes on device `cpu`, and a simulated device, which
+runs late and in any order that the events allow."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ UP, DOWN, WITHIN = Direction.TO_DEVICE, Direction.FROM_DEVICE, Direction.WITHIN
 
 
 def rows_of(*ranges: tuple[int, int, int], owners: list[int] | None = None) -> CopyRows:
-    """Of (target, source, length)."""
+    """Copies of (target, source, length)."""
     columns = np.array(ranges, np.int64).reshape(-1, 3).T
     column = np.zeros(len(ranges), np.int64) if owners is None else np.array(owners, np.int64)
     return CopyRows(columns[0], columns[1], columns[2], column)
 
 
 def scattered(count: int, nbytes: int, *, host_contiguous: bool = False) -> CopyRows:
-    """Ranges to the device, with gaps there, and on the host too unless told otherwise."""
+    """Ranges to the device, with gaps there, and on the host too unless `host_contiguous`."""
     gap = nbytes if host_contiguous else 2 * nbytes
     return rows_of(*((1 << 40 | i * 3 * nbytes, 4096 + i * gap, nbytes) for i in range(count)))
 
@@ -475,8 +475,8 @@ class TestGivingUp:
         assert np.array_equal(array, before)
         lanes.frozen = False
         error.value.transfer.wait(5.0)
-        assert way is UP or np.array_equal(array, before)  # nobody unpacks what was given up
-        # The slots of the one that was given up serve the next: other memory than before.
+        assert way is UP or np.array_equal(array, before)  # an abandoned transfer is not unpacked
+        # Slots of the abandoned transfer serve the next, which has other memory.
         other = np.zeros(1 << 20, np.uint8)
         copier.submit([[(device, other) if way is UP else (other, device)]]).wait(5.0)
         assert np.array_equal(device.numpy(), other)
@@ -682,7 +682,7 @@ def test_a_gpu_moves_what_it_should(nbytes: int, host_contiguous: bool, pinned: 
 
 
 def test_waiting_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait of 50 ms looks at its event some 60 times, not millions of times: were looking to take
+    """A wait of 50 ms queries its event some 60 times, not millions of times, even if a query takes
     no time at all."""
     clock = StoppedClock()
     monkeypatch.setattr("tiffin.messenger.gpu.copier.time", clock)

@@ -1,8 +1,7 @@
 """CudaLanes without a GPU: which calls of torch and of the driver are made, on which stream.
 
-The double of torch has streams that run at once; the double of the driver copies host memory. That
-the real ones behave as their references say can only be seen on a GPU (test_copier.py has tests for
-one).
+The double of torch has streams that run at once; the double of the driver copies host memory.
+Whether the real ones behave as documented can be tested only on a GPU (test_copier.py does).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ torch = pytest.importorskip("torch")
 
 
 class FakeStream:
-    """What torch.cuda.Stream is asked for."""
+    """The part of torch.cuda.Stream that is used."""
 
     def __init__(self, log: list[Any], number: int, priority: int) -> None:
         self.log, self.cuda_stream, self.priority = log, number, priority
@@ -48,7 +47,7 @@ class FakeStream:
 
 
 class FakeCuda:
-    """What torch.cuda is asked for."""
+    """The part of torch.cuda that is used."""
 
     OutOfMemoryError = MemoryError
 
@@ -75,7 +74,7 @@ class FakeCuda:
 
 
 class FakeTorch:
-    """What torch is asked for; its tensors are real ones, of the host."""
+    """The part of torch that is used; its tensors are real host tensors."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
@@ -93,7 +92,7 @@ class FakeTorch:
 
 
 class FakeDriver:
-    """The driver's copies, done at once."""
+    """The driver's copies, carried out at once."""
 
     def __init__(self, log: list[Any]) -> None:
         self.log, self.batches, self.fails, self.inside = log, True, False, False

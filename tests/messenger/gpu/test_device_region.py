@@ -129,7 +129,7 @@ class TestAttaching:
     def test_memory_of_the_host_is_on_no_gpu(self) -> None:
         with DeviceRegion.create(100, "cpu") as region:
             data, fd = region.descriptor(), os.dup(region.fds[0])
-        device_region._renew()  # from here on that was another process
+        device_region._renew()  # as if another process had described it
         with pytest.raises(RegionError, match="memory of the host"):
             DeviceRegion.attach(data, fds=(fd,), device="cuda:0")
 
@@ -167,7 +167,7 @@ def test_a_machine_without_gpu_says_so() -> None:
 
 
 class FakeDriver:
-    """The calls that regions make, noted in their order. Two GPUs, of which 1 can reach 0."""
+    """The driver calls of regions, recorded in order. Two GPUs, of which 1 can reach 0."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -218,7 +218,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 class TestCalls:
-    """Which calls of the driver are made, on which device."""
+    """Which calls of the driver regions make, on which device."""
 
     def described(self, driver: FakeDriver, device: str) -> bytes:
         with DeviceRegion.create(64, device) as region:

@@ -1,4 +1,4 @@
-"""Pinned memory: what is noted, what CUDA is asked, and what its refusals say.
+"""Pinned memory: what is recorded, which CUDA calls are made, and how their refusals are reported.
 
 The argument lists of the driver are checked against a library of our own, of Python functions.
 """
@@ -67,7 +67,7 @@ def test_what_is_registered_in_part() -> None:
 def test_a_tensor_is_pinned_only_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, nbytes: int, pinned: bool
 ) -> None:
-    """torch asks CUDA about the first byte only, and would say that all of it is pinned."""
+    """torch asks CUDA about the first byte only, and would call the whole tensor pinned."""
     torch = pytest.importorskip("torch")
     array = np.arange(200, dtype=np.uint8)
     host, device = torch.from_numpy(array)[:nbytes], SimpleNamespace(type="cuda")
@@ -122,7 +122,7 @@ def test_bad_input() -> None:
 
 
 class FakeDriver:
-    """The calls that pinning makes, noted."""
+    """The driver calls of pinning, recorded."""
 
     def __init__(self, refusal: int = 0, shift: int = 0) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -200,7 +200,7 @@ class Library:
     """libcuda, in Python: functions by name, called through ctypes with the types that the binding
     declares. `lacks` are not found; `refuses` returns its code."""
 
-    # It stays loaded, as a real one: who calls a function by its address does not keep it alive.
+    # Stays referenced, as a real library stays loaded: a call by address does not keep it alive.
     _loaded: ClassVar[list[Any]] = []
 
     def __init__(self, *lacks: str, refuses: dict[str, int] | None = None) -> None:

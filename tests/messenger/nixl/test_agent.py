@@ -1,4 +1,4 @@
-"""One process's end of NIXL: what it costs, how it is missed, how it ends."""
+"""A process's NIXL agent: its cost, its absence, its end."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_lanes_that_cannot_work_say_where_to_look() -> None:
 
 
 def test_tcp_is_not_used_unless_somebody_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """UCX emulates one-sided transfers there: any memory can be read, and a client that dies in the
-    middle of a read ends the process that it reads from. Without tcp or RDMA, nothing is left."""
+    """UCX emulates one-sided transfers over TCP: any memory can be read, and a client that dies
+    during a read ends the process that it reads from. Without TCP or RDMA, NIXL has no path."""
     if os.path.isdir("/sys/class/infiniband"):
         pytest.skip("this machine has RDMA devices")
     monkeypatch.delenv("UCX_TLS", raising=False)
@@ -62,7 +62,7 @@ def test_tests_without_the_library_are_skipped_unless_required(
 
 
 def test_a_process_that_used_nixl_ends_well_and_prints_nothing() -> None:
-    """With UCX's InfiniBand module and no InfiniBand it would end with SIGSEGV."""
+    """With UCX's InfiniBand module and no InfiniBand, the process would end with SIGSEGV."""
     program = """
 import numpy as np
 from tiffin.messenger.nixl.agent import NixlAgent

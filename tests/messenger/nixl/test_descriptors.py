@@ -1,4 +1,4 @@
-"""Which bytes of a read are which bytes there."""
+"""Which bytes of a read are which bytes of the peer's memory."""
 
 from __future__ import annotations
 

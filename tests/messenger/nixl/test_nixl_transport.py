@@ -1,4 +1,4 @@
-"""NIXL between two processes: the contract, and what happens when the other one misbehaves."""
+"""NIXL between two processes: the contract, and a peer that misbehaves."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Reader(threading.Thread):
 
 
 def grant_of(other: Neighbour, nbytes: int) -> int:
-    """A grant of so many random bytes, that begin the region."""
+    """A grant of so many random bytes, at the region's begin."""
     other.fresh()
     array = other.allocate(nbytes)
     array[:] = random_bytes(nbytes, 3)
@@ -95,7 +95,7 @@ def grant_of(other: Neighbour, nbytes: int) -> int:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_bytes_of_a_grant_that_ended_meanwhile_are_refused(over_memory: Ends, told: bool) -> None:
-    """One-sided reads see whatever lies there, also what was put there after a lease expired."""
+    """A one-sided read also sees bytes that were written there after a lease expired."""
     _, other = over_memory
     with closing(transport_of(over_memory)) as transport:
         grant = grant_of(other, 9 * MIB)
@@ -114,7 +114,7 @@ def test_bytes_of_a_grant_that_ended_meanwhile_are_refused(over_memory: Ends, to
 
 
 def test_what_arrived_was_confirmed_after_it_came(over_memory: Ends) -> None:
-    """Layer by layer: a caller may use each as it arrives, so each is confirmed before."""
+    """A caller may use each layer when it is reported, so each is confirmed before that."""
     _, other = over_memory
     with closing(transport_of(over_memory)) as transport:
         grant = grant_of(other, 12 * MIB)
@@ -171,7 +171,7 @@ def test_a_target_is_the_callers_although_the_transfer_goes_on(
     error: type[TransferTimeout],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """NIXL can't cancel: the bytes come once the peer goes on, into a piece nobody else has."""
+    """NIXL can't cancel: late bytes go to a staging piece that no other transfer uses."""
     agent, other = over_tcp
     with closing(transport_of(over_tcp, stall_s=stall_s)) as transport:
         grant = grant_of(other, 16 * MIB)
@@ -181,7 +181,7 @@ def test_a_target_is_the_callers_although_the_transfer_goes_on(
         clock = StoppedClock()
         try:
             with monkeypatch.context() as patched:
-                # Not a moment passes before the transfers are under way.
+                # The time starts only when the transfers are under way.
                 patched.setattr("tiffin.messenger.nixl.nixl_transport.time", clock)
                 patched.setattr("tiffin.messenger.nixl.chunked_call.time", clock)
                 deadline = clock.now + allowed_s
@@ -230,7 +230,7 @@ def test_an_error_tells_what_had_arrived(over_tcp: Ends) -> None:
 
 
 def test_a_peer_that_hangs_does_not_take_all_pieces() -> None:
-    """A quarter of the staging may be in quarantine for one peer; another one is read meanwhile."""
+    """At most a quarter of the staging is in quarantine for one peer; other peers can be read."""
     small = NixlAgent(lanes="tcp", staging_bytes=4 * MIB, piece_bytes=MIB)
     with (
         closing(small) as agent,

@@ -1,4 +1,4 @@
-"""Pieces that transfers pass through, and those of transfers that nobody waits for any more."""
+"""Staging pieces of transfers, and the quarantine of those whose transfer was abandoned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiffin.messenger.testing import soon
 
 
 class Flight:
-    """Ends when told."""
+    """A transfer; it ends when `ended` is set."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -28,7 +28,7 @@ def staging_of(count: int) -> Staging:
 
 
 def fine() -> None:
-    """Nothing stands against waiting."""
+    """A check that never forbids waiting."""
 
 
 def test_pieces_are_distinct() -> None:

@@ -1,4 +1,4 @@
-"""Copies: whole or not at all, and hashes that are the plain XXH3-64 however they were cut."""
+"""Copies: whole or not at all; hashes equal the plain XXH3-64 however they were split."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_segments() -> None:
 
 @pytest.mark.parametrize("nbytes", [3 * PIECE_BYTES, 10 * PIECE_BYTES])
 def test_segments_of_pages(nbytes: int) -> None:
-    """Small, and so large that plain segments would be shared with the helper."""
+    """Small ones, and ones so large that plain segments would be shared with the helper thread."""
     source, target = _random(nbytes), np.zeros(nbytes, np.uint8)
     segments = [(0, 10), (10, 2 * PIECE_BYTES), (2 * PIECE_BYTES + 20, 100), (7, 0)]
     if nbytes > host_copy.SHARED_BYTES_MIN:
@@ -120,7 +120,7 @@ def test_byte_view_of_everything() -> None:
 
 
 def test_other_threads_run_meanwhile() -> None:
-    """The GIL is released: a thread that only counts keeps counting during 64 MiB."""
+    """The GIL is released: a thread that only counts goes on counting during a copy of 64 MiB."""
     source, target = np.zeros(64 << 20, np.uint8), np.ones(64 << 20, np.uint8)
     longest_s, count, stopping = 0.0, 0, False
 
@@ -146,8 +146,8 @@ def test_other_threads_run_meanwhile() -> None:
             time.sleep(0)
         return longest_s < took_s / 2
 
-    # Were it held, every call would stop the counter for as long as it takes. A busy machine stops
-    # it often, and not always.
+    # If it were held, every call would stop the counter for its whole duration. A busy machine
+    # stops it often, but not always.
     found = []
     whole = [(0, len(source))]
     for action in (lambda: hash_segments(source, whole), lambda: copy(target, source)):
@@ -159,7 +159,7 @@ def test_other_threads_run_meanwhile() -> None:
 
 
 def _large() -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
-    """Enough bytes for the helper thread to be asked; segments of unequal length, with gaps."""
+    """Enough bytes for the helper thread to be used; segments of unequal length, with gaps."""
     source = np.random.default_rng(7).integers(0, 256, host_copy.SHARED_BYTES_MIN + 4096, np.uint8)
     third = len(source) // 3
     segments = [(0, third), (third, third), (2 * third, 4096), (2 * third + 4096, third - 8192)]

@@ -1,4 +1,4 @@
-"""Regions: what is shared, what is sealed, what a fork and a close leave behind."""
+"""Regions: sharing, sealing, and what remains after a fork and a close."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_peer_may_map_less() -> None:
 
 
 def test_who_does_not_ask_to_write_can_not() -> None:
-    """Neither through what is mapped, whatever NumPy is told, nor with what was passed."""
+    """Neither the mapping, with any flags of NumPy, nor the passed descriptor can be written."""
     with Region.create(NBYTES) as owner, Region.attach(os.dup(owner.fd), NBYTES) as peer:
         assert (owner.writable, peer.writable) == (True, False)
         assert not peer.array.flags.writeable
@@ -167,19 +167,19 @@ def _is_mapped(name: str) -> bool:
 
 
 def _descriptors_of(name: str) -> int:
-    """How many descriptors this process has of regions of this name: whatever its threads open and
-    close meanwhile, they are no other's."""
+    """How many descriptors this process has of regions of this name; its other threads may open
+    and close descriptors meanwhile."""
     found = 0
     for one in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # of this very loop, or of a thread
+        with contextlib.suppress(FileNotFoundError):  # of this loop itself, or of another thread
             found += name in os.readlink(one)
     return found
 
 
 @pytest.mark.parametrize("what", ["reads", "lets go"])
 def test_nothing_of_a_forked_child_lies_where_the_region_was(what: str) -> None:
-    """What it maps later, such as the stacks of its threads, is neither seen through its copies of
-    views nor unmapped with its copy of the region."""
+    """Memory that a child maps later, such as thread stacks, is neither visible through its copies
+    of views nor unmapped with its copy of the region."""
     region = Region.create(NBYTES)
     view = region.view(0, 8)
     child = os.fork()

@@ -1,4 +1,4 @@
-"""The serving side: strangers, floods, limits, and that every conversation is ended once."""
+"""The serving side: untrusted connections, floods, limits; every conversation is ended once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def raw(server: Server) -> socket.socket:
 
 
 def ended(sock: socket.socket) -> bool:
-    """Whether the server ends the connection, whatever it says before."""
+    """Whether the server ends the connection, whatever it sends before."""
     with contextlib.suppress(ConnectionResetError):
         while sock.recv(65536):
             pass
@@ -53,7 +53,7 @@ def message(body: bytes) -> bytes:
 
 
 def works(server: Server) -> bool:
-    """Whether an honest client is served."""
+    """Whether a correct client is served."""
     with closing(server.opener()(soon())) as stream:
         stream.message(b"ping")
         stream.flush(soon())
@@ -116,7 +116,7 @@ def test_a_friend_has_more_time_than_a_hello() -> None:
 
 
 def in_time(server: Server) -> Stream:
-    """A friend. Whom this machine holds up for longer than a hello may take comes again."""
+    """A trusted stream; tries again if this machine delays the hello beyond its time limit."""
     patience = soon()
     while True:
         try:
@@ -201,8 +201,8 @@ def test_friends_fill_the_listener_and_strangers_never_take_their_place() -> Non
 def test_out_of_descriptors_is_survived(
     server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oldest stranger makes room for the next one; it is said once, and nothing spins."""
-    monkeypatch.setattr(listener, "_LOG_EVERY_S", 600.0)  # however long this takes
+    """The oldest untrusted connection makes room for the next; one log line, and no busy loop."""
+    monkeypatch.setattr(listener, "_LOG_EVERY_S", 600.0)  # longer than the test takes
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack, caplog.at_level(logging.WARNING):
         socks = [stack.enter_context(socket.socket()) for _ in range(6)]
@@ -210,7 +210,7 @@ def test_out_of_descriptors_is_survived(
         holes = [os.open("/dev/null", os.O_RDONLY) for _ in range(highest - descriptors() + 2)]
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(holes) + 1, hard))
-            os.close(holes.pop())  # or nobody could be let in, ever
+            os.close(holes.pop())  # without any, no connection could be accepted
             for sock in socks:
                 sock.settimeout(20)
                 sock.connect(server.address)
@@ -320,7 +320,7 @@ with serving() as server:
 def test_a_request_that_does_not_hold_its_ranges_ends_the_connection(
     server: Server, grant: str, announced: int, held: int, status: int
 ) -> None:
-    """Whatever it is about: what came behind it might not be a frame."""
+    """Whatever grant it names: the bytes behind it might not be a frame."""
     good = server.book.add([np.zeros(10, np.uint8)])
     number = {"good": good, "unknown": 999, "last": frames.LAST_GRANT}[grant]
     head = struct.pack("<IBBHIIQQ", 28 + 16 * held, Kind.READ, status, 0, announced, 0, number, 0)
@@ -332,7 +332,7 @@ def test_a_request_that_does_not_hold_its_ranges_ends_the_connection(
 
 
 def test_plans_are_kept_of_small_reads_only(server: Server) -> None:
-    """What a plan is found by has a number for each array of the grant."""
+    """The key of a cached plan has a number for each array of the grant."""
     few, many = (
         server.book.add([np.full(10, index % 256, np.uint8) for index in range(count)])
         for count in (2, 5000)

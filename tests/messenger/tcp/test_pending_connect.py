@@ -1,7 +1,8 @@
-"""A peer that is given up while a connection to it is being opened: nobody waits for the deadline.
+"""A peer that is given up while a connection to it is being opened: no caller waits until the
+deadline.
 
-Each peer here leaves its clients waiting at another step: its kernel drops the first packet, or
-nobody answers in TLS, or nobody greets. Deadlines are so far away that only a cut ends the wait.
+Each peer here leaves its clients waiting at another step: its kernel drops the first packet, it
+does not answer in TLS, or it does not greet. Deadlines are so late that only a cut ends the wait.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ STEPS = ["connect", "handshake", "hello"]
 
 @pytest.fixture
 def deaf() -> Iterator[tuple[str, int]]:
-    """Nobody accepts, and the queue is full: a client gets no answer to its first packet."""
+    """An address without accept and with a full queue: the first packet gets no answer."""
     with ExitStack() as stack:
         sock = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(8):
@@ -48,7 +49,7 @@ def deaf() -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def mute() -> Iterator[tuple[str, int]]:
-    """The kernel accepts, and nobody says anything."""
+    """An address where the kernel accepts, and no byte is ever sent."""
     with socket.create_server(("127.0.0.1", 0), backlog=100) as sock:
         yield sock.getsockname()
 
@@ -57,7 +58,7 @@ def mute() -> Iterator[tuple[str, int]]:
 def opener(
     request: pytest.FixtureRequest, deaf: tuple[str, int], mute: tuple[str, int], certificates: Path
 ) -> Callable[[float], Stream]:
-    """Waits at one step, for an hour."""
+    """A function that opens a connection and waits at one step, for an hour."""
     step = request.param
     tls: ssl.SSLContext | None = None
     if step == "handshake":
@@ -76,7 +77,7 @@ def opener(
 
 
 class Waiting:
-    """A thread that asks a pool for a stream, and what it got instead."""
+    """A thread that asks a pool for a stream, and the errors that it got."""
 
     def __init__(self, pool: StreamPool, caller: Caller | None = None) -> None:
         self._pool = pool
@@ -102,7 +103,7 @@ class Waiting:
 
 
 def at_work(pool: StreamPool) -> bool:
-    """Whether there is a socket that can be cut."""
+    """Whether the pool has an opening socket, which can be cut."""
     return any(one._what is not None for one in pool._openings)
 
 
@@ -129,7 +130,7 @@ def test_a_close_does_not_wait_for_the_peer(opener: Callable[[float], Stream]) -
 
 
 def test_a_cut_at_any_moment(opener: Callable[[float], Stream]) -> None:
-    """Before the first packet, between two steps: a cut is never overlooked."""
+    """A cut is never missed: before the first packet, or between two steps."""
     with closing(StreamPool(opener, 2)) as pool:
         for _ in range(30):
             waiting = Waiting(pool)
@@ -156,7 +157,7 @@ def test_what_was_cut_before_it_had_anything(mute: tuple[str, int]) -> None:
 
 
 class TestCallers:
-    """Who gives up one call, and not the peer."""
+    """A caller that gives up one call, and not the peer."""
 
     def test_only_what_it_opens_ends(self, opener: Callable[[float], Stream]) -> None:
         with closing(StreamPool(opener, 8)) as pool:
@@ -200,7 +201,7 @@ class TestCallers:
             assert not other.errors
 
     def test_what_is_there_it_may_still_use(self, mute: tuple[str, int]) -> None:
-        """To give back what it got."""
+        """An abandoned caller may use idle streams, to give back what it got."""
         with closing(StreamPool(lambda deadline: connect(mute, deadline), 2)) as pool:
             caller = Caller()
             with caller.in_this_thread(), pool.stream(soon()) as stream:

@@ -1,4 +1,4 @@
-"""How long calls wait in the kernel, and for how much: nobody may wait for more than comes."""
+"""How long calls wait in the kernel, and for how many bytes: never for more than will come."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ MIB = 1 << 20
 
 
 class Pair:
-    """A stream of ours, and the peer's bare socket."""
+    """A stream, and the peer's bare socket."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:  # near: always gathers
+        with socket.create_server(("127.0.0.1", 0)) as server:  # loopback: always gathers
             self.ours = socket.create_connection(server.getsockname())
             self.peer, _ = server.accept()
         self.stream = PlainStream(self.ours)
@@ -83,7 +83,7 @@ def test_many_bytes_are_gathered_and_the_last_are_not(pair: Pair) -> None:
 
 
 def test_far_bytes_are_gathered_where_there_is_room(pair: Pair) -> None:
-    """In a small buffer the mark would be the window of the whole transfer."""
+    """In a small buffer, the low-water mark would limit the window of the whole transfer."""
     gathering = Gathering(pair.ours)
     gathering._near = False
     buffers = []
@@ -101,7 +101,7 @@ def test_far_bytes_are_gathered_where_there_is_room(pair: Pair) -> None:
     "nbytes", [1, MIB, 3 * MIB - 1, 3 * MIB, 3 * MIB + 1, 4 * MIB + 17, 9 * MIB - 1]
 )
 def test_all_arrives_though_nothing_follows(pair: Pair, nbytes: int) -> None:
-    """Whoever waits for a MiB where less is to come waits for ever."""
+    """A reader never waits for a MiB where less is to come: it would wait for ever."""
     content = random_bytes(nbytes, 1)
     sender = threading.Thread(
         target=lambda: pair.peer.sendall(
@@ -123,7 +123,7 @@ def test_all_arrives_though_nothing_follows(pair: Pair, nbytes: int) -> None:
 
 
 def test_drops_are_not_a_stall(pair: Pair) -> None:
-    """A peer that sends less than is gathered within the stall time is slow, and not silent."""
+    """A peer that sends less than the gathered portion within the stall time is not silent."""
     nbytes, drop = 6 * MIB, 300 << 10
     content = random_bytes(nbytes, 1)
     waits_for: list[int] = []
@@ -147,7 +147,7 @@ def test_drops_are_not_a_stall(pair: Pair) -> None:
 
 
 class Watched:
-    """A `Patience` that notes until when it lets the kernel wait."""
+    """A `Patience` that records until when it lets the kernel wait."""
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
@@ -159,7 +159,7 @@ class Watched:
 
 
 def fill(sock: socket.socket) -> None:
-    """Until the buffers of both sides take no byte more."""
+    """Send until the buffers of both sides are full."""
     for _ in range(3):
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -168,7 +168,7 @@ def fill(sock: socket.socket) -> None:
 
 
 class TestLateBytes:
-    """The first byte is waited for apart, and then there is less time for the others."""
+    """The first byte is waited for separately; then the remaining bytes have less time."""
 
     def test_received(self, pair: Pair) -> None:
         watched = pair.stream._receive_wait = Watched(pair.stream._receive_wait)
@@ -195,7 +195,7 @@ class TestLateBytes:
         assert max(watched.until) < deadline + 0.5
 
     def test_room_for_some_bytes_is_used(self, pair: Pair) -> None:
-        """Before there is as much as `poll` waits for: who reads slowly is not silent."""
+        """Also less room than `poll` waits for is used: a slow reader is not a silent one."""
         fill(pair.ours)
         piece = [memoryview(bytes(4 * MIB))]
         writable = select.poll()
@@ -232,7 +232,7 @@ def ticks() -> Iterator[list[float]]:
 
 
 class TestSignals:
-    """They interrupt calls, and Python calls again: the kernel's timeout would begin anew."""
+    """Python repeats a call that a signal interrupted, and the kernel's timeout would restart."""
 
     def test_a_message_that_does_not_come(self, pair: Pair, ticks: list[float]) -> None:
         with pytest.raises(TransferTimeout):
@@ -290,7 +290,7 @@ def test_silence_in_the_middle_is_a_stall(pair: Pair) -> None:
     with pytest.raises(Stalled) as caught:
         pair.stream.receive_data(ranges, targets, deadline, stall_s=0.2)
     sender.join()
-    # What had come is not lost, although it was less than is gathered.
+    # Bytes that had come are not lost, although they were less than a gathered portion.
     assert caught.value.served == Served(5, 5 * MIB)
     for index in range(5):
         assert (targets[index] == content[index * MIB : (index + 1) * MIB]).all()

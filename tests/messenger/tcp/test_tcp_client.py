@@ -1,4 +1,4 @@
-"""Streams and their pool: what is sent together, what lives on after an error, what is reused."""
+"""Streams and their pool: what is sent together, what survives an error, what is reused."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_messages_of_all_sizes(stream: Stream, nbytes: int) -> None:
 def test_who_yields_a_busy_core_does_not_look_again_and_again(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hundred looks are 0.1 ms; where each costs the time that another has the core, they would
-    be longer than the call may take."""
+    """A hundred polls take 0.1 ms; where each yields a busy core to another process, they would
+    take longer than the call may."""
     yields = []
 
     def busy() -> None:  # for the server's threads too
@@ -149,7 +149,7 @@ def test_the_last_grant_is_of_the_last_message(server: Server, stream: Stream) -
 
 
 def test_a_stream_lives_on_after_refusals(server: Server, stream: Stream) -> None:
-    """Also after a refused write, whose bytes were on their way already."""
+    """Also after a refused write, whose bytes had been sent already."""
     memory = np.zeros(1 << 20, np.uint8)
     grant = server.book.add([memory], writes=True)
     big = np.ones(3 << 20, np.uint8)
@@ -290,7 +290,7 @@ def test_deadlines_and_stalls(server: Server, stream: Stream) -> None:
 
 
 def test_half_of_the_bytes_and_then_silence() -> None:
-    """What had come is in the error, in whole ranges."""
+    """The error says what had come, in whole ranges."""
     listening = socket.create_server(("127.0.0.1", 0))
     with listening, closing(connect(listening.getsockname(), soon())) as stream:
         peer, _ = listening.accept()
@@ -318,7 +318,7 @@ def test_nobody_listens() -> None:
 
 
 def test_no_answer_to_the_connection() -> None:
-    """A full backlog answers nothing, as a firewall that drops packets."""
+    """A full backlog does not answer, like a firewall that drops packets."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as stack:
         for _ in range(3):
             one = stack.enter_context(socket.socket())
@@ -387,7 +387,7 @@ def test_a_refused_grant_costs_no_connection(server: Server, transport: TcpTrans
 
 
 def test_the_last_grant_is_not_of_a_transport(server: Server, transport: TcpTransport) -> None:
-    """The stream it would take may have been granted something for somebody else."""
+    """Any stream of the pool may be used, whose last grant may be another caller's."""
     grant = server.book.add([np.ones(10, np.uint8)])
     with transport.stream(soon()) as stream:
         stream.message(b"grant %d" % grant)
@@ -398,7 +398,7 @@ def test_the_last_grant_is_not_of_a_transport(server: Server, transport: TcpTran
 
 
 def test_a_restarted_peer_is_found_again(transport: TcpTransport, server: Server) -> None:
-    """Idle streams that lead nowhere are noticed before they are used."""
+    """Idle streams whose peer is gone are noticed before they are used."""
     grant = server.book.add([np.ones(10, np.uint8)])
     target = ten()
     transport.read(grant, TEN, target, deadline=soon())
@@ -511,7 +511,7 @@ def test_close_ends_calls(server: Server, transport: TcpTransport) -> None:
 
 
 def test_parts_fail_together(server: Server) -> None:
-    """A refusal of one part ends the others, and nothing is written to targets afterwards."""
+    """A refusal of one part ends the other parts, and no target is written afterwards."""
     nbytes = 32 << 20
     parts = threading.Barrier(4)
 
@@ -550,7 +550,7 @@ def interrupt_once_it_receives(thread: int) -> None:
 
 @pytest.mark.parametrize("parallel_max", [1, 3])
 def test_ctrl_c_in_the_middle(server: Server, parallel_max: int) -> None:
-    """It is raised once nothing writes to the target any more, from any thread."""
+    """It is raised only when no thread writes to the target any more."""
     nbytes = 32 << 20
     grant = server.book.add([np.ones(nbytes, np.uint8)])
     target = np.zeros(nbytes, np.uint8)

@@ -1,4 +1,4 @@
-"""Who is let in over TLS, by which certificates."""
+"""Which clients are accepted over TLS, by their certificates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def server(certificates: Path) -> Iterator[Server]:
-    """Takes clients with a certificate of the CA."""
+    """Accepts clients with a certificate of the CA."""
     tls = server_tls(
         certificates / "server.pem", certificates / "server.key", certificates / "ca.pem"
     )

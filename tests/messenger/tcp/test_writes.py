@@ -1,4 +1,4 @@
-"""Writes over a stream: what arrives, what is refused, and what never leaves."""
+"""Writes over a stream: what arrives, what is refused, and what is never sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tags of frames: which bytes they are, and that each is good in one place."""
+"""Tags of frames: their bytes, and that each is valid in one place only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD, BODY = b"\x06\x00\x00\x00\x01", b"lease"
 
 
 def test_the_tag_of_a_frame() -> None:
-    """docs/wire.md, without our code."""
+    """The tag by docs/wire.md, without Tiffin's code."""
     seal = Seal(KEY)
     for number in range(3):
         text = struct.pack("<Q", number) + HEAD + BODY
@@ -27,7 +27,7 @@ def test_the_tag_of_a_frame() -> None:
 @needs_cryptography
 @pytest.mark.parametrize("cut", [0, 3, 300_000, 600_000])
 def test_the_tag_of_raw_bytes(cut: int) -> None:
-    """It is the same however the bytes are cut: both ends have other arrays."""
+    """It is the same however the bytes are split: each end has different arrays."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     raw = memoryview(bytes(range(256)) * 4096)[: 2 * cut + 6]

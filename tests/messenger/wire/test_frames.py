@@ -1,4 +1,4 @@
-"""The bytes of a frame, and that nothing else is taken for one."""
+"""The bytes of a frame, and that no other bytes are accepted as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames: any cutting of the stream gives the same bodies, and nothing oversized gets memory."""
+"""Frames: any split of the stream gives the same bodies; oversized ones get no memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_any_cut_gives_the_same_bodies(bodies: list[bytes], sizes: list[int]) ->
 
 
 def test_bodies_of_every_size_through_the_buffer() -> None:
-    """As an event loop does it: reads of random length into the decoder's own memory."""
+    """As an event loop reads: in random lengths, into the decoder's own memory."""
     chance = random.Random(1)
     sizes = [0, 1, 4096, 65531, 65532, 65533, 65536, 65537, 200_000, 3 << 20, 5, 1 << 20, 0, 70_000]
     sizes += [chance.randrange(5000) for _ in range(300)]
@@ -47,7 +47,7 @@ def test_bodies_of_every_size_through_the_buffer() -> None:
         decoder.buffer_updated(nbytes)
         received += decoder
         stream = stream[nbytes:]
-    assert received == bodies  # every one, after all others had their chance to overwrite it
+    assert received == bodies  # compared at the end: later bodies must not overwrite earlier ones
     assert decoder.pending_bytes == 0
 
 

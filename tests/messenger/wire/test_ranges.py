@@ -1,4 +1,4 @@
-"""Which bytes of a grant a list of ranges is, whatever numbers a peer sends."""
+"""Which bytes of a grant a list of ranges means, whatever numbers a peer sends."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The core under seeded chaos: clients that come, write, read, stop, wake and die; disks that fail.
+"""The core under random, seeded events: clients start, write, read, stop, wake and die; disks fail.
 
-The simulation plays the shell's part with one word of memory per granule. A writer writes its
-block's name into every granule of its extent, in any order, as late as it likes and as often as it
-likes until it has acknowledged or died: that is what a process that maps shared memory can do. The
-promise under test is the design's: a reader that holds a lease sees the bytes of the key it asked
-for, from the first look to the last, whatever else happens.
+The simulation replaces the shell, with one word of memory per granule. A writer writes its block's
+name into every granule of its extent, in any order, as late and as often as it likes until it has
+acknowledged or died: that is what a process that maps shared memory can do. The promise under
+test: a reader that holds a lease sees the bytes of the key it asked for, from its first look to
+its last, whatever else happens.
 
 A failure prints its seed; `Simulation(seed).run(steps)` repeats it.
 """
@@ -117,7 +117,7 @@ class Simulation:
         lease_id = self.random.choice(list(process.writing))
         for replica in process.writing[lease_id]:
             self.scribble(replica, 1.0)
-        del process.writing[lease_id]  # its word: it writes there no more
+        del process.writing[lease_id]  # it has acknowledged that it writes there no more
         try:
             lease = self.core.write_lease(process.session, lease_id)
         except StaleLease:
@@ -186,14 +186,14 @@ class Simulation:
     def remove(self, process: Process) -> None:
         self.core.remove([key(self.random.randrange(CHAINS), self.random.randrange(DEPTH))])
 
-    # -- what happens to them --------------------------------------------------------------------
+    # -- failures of clients ---------------------------------------------------------------------
 
     def stop_or_wake(self, _: Process) -> None:
         process = self.random.choice(self.processes)
         process.stopped = not process.stopped
 
     def kill(self, _: Process) -> None:
-        """The kernel unmaps first: from here on the process writes and reads nothing."""
+        """The kernel unmaps first: from now on the process writes and reads nothing."""
         process = self.random.choice(self.processes)
         self.tickets = [t for t in self.tickets if t[0] is not process or self.give_up(t)]
         at_once = self.random.random() < 0.5
@@ -240,7 +240,7 @@ class Simulation:
         self.core.residency.actions.clear()
 
     def finish_wipes(self, _: Process) -> None:
-        """All that wait at once, as the shell does it: their headers are no more."""
+        """Finish all waiting wipes together, as the shell does: their headers are erased."""
         wipes, self.wipes = self.wipes, []
         for wipe in wipes:
             if wipe.replica is not None:
@@ -262,7 +262,7 @@ class Simulation:
         luck = self.random.random()
         if luck < 0.03:
             to_nvme = move.target.tier is TierName.NVME
-            # A dead disk would end the interesting part: writes fail rarely.
+            # Writes fail rarely: a dead disk would end most activity.
             if to_nvme and luck < 0.001:
                 return MoveOutcome.WRITE_FAILED
             return MoveOutcome.CORRUPT if to_nvme else MoveOutcome.READ_FAILED
@@ -293,7 +293,7 @@ class Simulation:
                         assert self.memory[replica.tier][place] in names, replica
 
     def follow_events(self) -> None:
-        """Whoever follows the events knows what is here, and which tier it is read from."""
+        """The events alone give the resident blocks, and the tier from which each is read."""
         events = self.core.residency.events.since(self.events_seen, 1000)
         keys = split_keys(events.keys)
         for tier, is_news, name in zip(events.tiers, events.news, keys, strict=True):
@@ -328,7 +328,7 @@ class Simulation:
         return self.processes[-1]
 
     def end(self) -> None:
-        """Everyone dies, every move ends: nothing may be left of them."""
+        """All clients die and all moves end: nothing may be held or pending."""
         while self.moves:
             self.finish_move(None)
             self.act()

@@ -1,4 +1,4 @@
-"""The ring of a node's events, and that a node's core writes it truthfully."""
+"""The ring of a node's events, and that a core's events match its index."""
 
 from __future__ import annotations
 

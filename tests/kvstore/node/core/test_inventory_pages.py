@@ -1,4 +1,4 @@
-"""Followers that read a node's inventory page by page, while it changes and while others do."""
+"""Followers that read a node's inventory page by page, while it changes, and several at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def client(node: Node) -> Iterator[Client]:
 
 
 class Follower:
-    """Reads pages as the protocol says: those of another state mean to begin again."""
+    """Reads pages by the protocol: a page of another state restarts it."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -64,7 +64,7 @@ class Follower:
         self.seq, self.done = page.seq, not page.more
 
     def catch_up(self) -> set[bytes]:
-        """What is resident now, by the inventory and what came after it."""
+        """The resident keys, by the inventory and the events after it."""
         here = set(self.keys)
         page = self.ask(messages.Events(2, after=self.seq))
         for at, added in enumerate(page.added):
@@ -82,7 +82,7 @@ def put_one(client: Client) -> None:
 def test_followers_at_the_same_time_do_not_make_each_other_begin_again(
     node: Node, client: Client, followers: int
 ) -> None:
-    """One after the other begins, while blocks come and go."""
+    """Followers begin one after the other, while blocks come and go."""
     waiting = [Follower(node) for _ in range(followers)]
     reading: list[Follower] = []
     for _ in range(200):
@@ -108,7 +108,7 @@ def test_who_begins_later_sees_what_came_meanwhile(node: Node, client: Client) -
 
 
 def test_inventories_that_nobody_goes_on_with_cost_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A status that looks at the first page only, twenty times, while the node changes."""
+    """Twenty readers take only the first page, while the node changes: few inventories are kept."""
     monkeypatch.setattr(messages, "INVENTORY_KEYS", PAGE)
     seq, keys = 0, bytes(16 * BLOCKS)
     inventories = Inventories(lambda: State(seq, keys, bytes(BLOCKS)), lambda: seq)

@@ -1,4 +1,4 @@
-"""Messages: nothing in one is without a limit, and what is beyond a limit is no message."""
+"""Messages: every field has a limit, and bytes beyond a limit do not decode."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def decode(kind: type, body: bytes) -> Any:
 
 @pytest.mark.parametrize("kind", [*REQUESTS, *REPLIES], ids=lambda kind: kind.__name__)
 def test_the_smallest_message_is_one(kind: type) -> None:
-    """What the tests below change is a message before the change."""
+    """The control: the messages that the tests below change decode before the change."""
     assert isinstance(decode(kind, encoded(kind, {})), kind)
 
 
@@ -101,7 +101,7 @@ def test_every_list_and_string_has_a_limit(kind: type, place: int) -> None:
 @settings(max_examples=20)
 @given(value=st.one_of(st.none(), st.integers(), st.floats(), st.text(), st.lists(st.text())))
 def test_anything_else_in_its_place_is_no_message(kind: type, place: int, value: Any) -> None:
-    """Or it is one, if the field takes it by chance; nothing but a decoding error is raised."""
+    """Unless the field happens to allow the value; only decoding errors are raised."""
     try:
         body = encoded(kind, {place: value})
     except OverflowError:  # larger than any number on the wire

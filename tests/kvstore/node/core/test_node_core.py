@@ -1,4 +1,4 @@
-"""What the node's core decides, one decision per test, without a byte, a thread or a clock."""
+"""The decisions of the node's core, one per test, without bytes, threads or a clock."""
 
 import random
 import sys
@@ -29,7 +29,7 @@ def chain(name: str, length: int) -> list[bytes]:
 
 
 class Rig:
-    """A core with `dram` and `nvme` blocks of room, and the shell's part in plain sight."""
+    """A core with `dram` and `nvme` blocks of room; a test does the shell's work step by step."""
 
     def __init__(self, dram: int = 8, nvme: int = 0, **options: object) -> None:
         spaces = [
@@ -65,8 +65,8 @@ class Rig:
         return [m for m in moves if m.priority is not MovePriority.WRITE_BACK]
 
     def finish(self, outcome: MoveOutcome = MoveOutcome.DONE) -> int:
-        """End every ordered move, and those that this ends in; how many demotions and promotions
-        there were."""
+        """End every ordered move, and the moves that follow from it; returns how many demotions and
+        promotions there were."""
         count = 0
         while moves := self.moves():
             for move in moves:
@@ -82,7 +82,7 @@ class Rig:
             self.core.check()
 
     def wipe(self, *, failed: bool = False) -> int:
-        """End every ordered wipe; how many extents they were of."""
+        """End every ordered wipe; returns how many extents were wiped."""
         self.moves()
         wipes, self.wipes = self.wipes, []
         self.core.residency.wiped(wipes, failed=failed)
@@ -546,7 +546,7 @@ def test_what_was_removed_is_not_used_again_before_it_is_wiped():
 
 
 def test_a_removal_ends_behind_those_before_it():
-    """What the second one did not find is what the first one still forgets."""
+    """A second removal of the same blocks ends only when the first one has ended."""
     rig = Rig(dram=2, nvme=4)
     rig.put(chain("a", 2))
     rig.reserve(chain("b", 1))
@@ -704,7 +704,7 @@ def test_a_forged_cycle_of_parents_is_broken():
     rig.core.residency.link({keys[0]: keys[2], keys[1]: keys[0], keys[2]: keys[1]})
     rig.core.check()
     assert sum(rig.core.index[k].parent is None for k in keys) >= 1
-    rig.put(chain("b", 1), parent=keys[1])  # walks up to the root, and arrives
+    rig.put(chain("b", 1), parent=keys[1])  # walks up to the root, and ends
 
 
 def test_the_states_of_a_block_are_the_documented_ones():
@@ -742,13 +742,13 @@ def test_keys_are_whole():
         split_keys(b"short")
 
 
-# -- room, when it is scarce -----------------------------------------------------------------------
+# -- scarce room -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nvme", [0, 60])
 @pytest.mark.parametrize("seed", range(20))
 def test_mixed_sizes_and_chains_keep_the_books_right(seed, nvme):
-    """Windows open beside victims that were spared for their descendants."""
+    """Windows are opened next to victims that were spared for their descendants."""
     rig, dice = Rig(dram=40, nvme=nvme), random.Random(seed)
     for _ in range(120):
         name = dice.choice("abcdefghij")
@@ -825,7 +825,7 @@ def test_a_client_cannot_make_a_cycle_of_parents():
     rig.put([first], parent=second, depth=0)
     rig.core.check()
     lease, _ = rig.lease([first])
-    rig.core.release(rig.session, lease.id)  # walks up the chain, and arrives
+    rig.core.release(rig.session, lease.id)  # walks up the chain, and ends
 
 
 def test_the_watermark_never_drops_a_block():

@@ -1,4 +1,4 @@
-"""What the core allows those who read blocks before their commit. Pure: no clock, no bytes."""
+"""What the core allows readers of blocks before their commit. Pure: no clock, no bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sum_of(block: int, segment: int) -> int:
 
 
 class Header:
-    """Stands for a committed block's header: `Sealed` is given what it would say."""
+    """A committed block's header, with the values that `Sealed` needs."""
 
     def parts(self, segments: Any) -> list[SegmentPart]:
         return [SegmentPart(*SPANS[int(s)], 7) for s in segments]

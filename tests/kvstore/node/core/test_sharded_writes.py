@@ -208,7 +208,7 @@ def test_a_remote_rank_that_expires_frees_nothing_under_its_transfer():
     other = rig.reserve(1)
     rig.core.tick(LEASE_S)
     rig.core.check()
-    with pytest.raises(StaleLease):  # expired as well: this is its acknowledgement
+    with pytest.raises(StaleLease):  # expired as well: this call acknowledges it
         rig.core.write_lease(rig.sessions[1], other.lease.id)
     assert rig.used_bytes == BLOCK
     rig.core.end_transfer(remote, made.lease.id, held)

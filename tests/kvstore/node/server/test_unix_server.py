@@ -1,6 +1,6 @@
-"""What a node survives: bytes that no client of ours sends, and clients that misbehave.
+"""A node survives invalid bytes and clients that misbehave.
 
-Whatever one connection does, the others go on; and when it has ended, nothing is held any more.
+Whatever one connection does, other connections are served; and after its end it holds nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WORKER = Path(kvsupport.__file__).with_name("kvworker.py")
 
 
 class Raw:
-    """A connection without a client."""
+    """A bare connection, without Tiffin's client."""
 
     def __init__(self, path: Path, *, hello: bool = True) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -80,7 +80,7 @@ class Raw:
         return self._replies.pop(0)
 
     def ended(self) -> list[Any]:
-        """Everything the node says until it hangs up."""
+        """All replies until the node closes the connection."""
         replies = []
         while (reply := self.reply()) is not None:
             replies.append(reply)
@@ -109,7 +109,7 @@ def _module_daemon(commands_folder: Path) -> Iterator[Daemon]:
 
 @pytest.fixture
 def node(_module_daemon: Daemon) -> Iterator[Daemon]:
-    """A daemon that must be as it was when the test ends: alive, whole and empty-handed."""
+    """A daemon; at the end of the test it must be alive, whole and hold nothing."""
     yield _module_daemon
     assert _module_daemon.alive()
     assert_untouched(_module_daemon)
@@ -132,7 +132,7 @@ def assert_untouched(daemon: Daemon) -> None:
 
 DEEP = b"\x96\xa5hello\x01\x01\xa3raw\x00" + b"\x91" * 1_000_000 + b"\xc0"
 
-# Whole streams, of which none is a conversation with a node.
+# Whole streams of bytes, none of them valid for a node.
 GARBAGE = {
     "zeros": bytes(100),
     "text": b"GET / HTTP/1.1\r\nHost: node\r\n\r\n",
@@ -344,7 +344,7 @@ class TestConnections:
     def test_a_goodbye_counts_though_its_sender_does_not_wait_for_replies(
         self, node: Daemon, requests: int
     ) -> None:
-        """Replies that nobody reads break the connection before its last request was read."""
+        """Unread replies may break the connection before the node has read its last request."""
         for _ in range(50):
             raw = Raw(node.socket)
             raw.ask(["reserve", 1, KEY, b"p" * 16, 0, EXTENT, 5.0])
@@ -405,7 +405,7 @@ class TestConnections:
 
 
 class InProcess:
-    """A server in a thread of this process."""
+    """A server in a thread of this process, with smaller limits."""
 
     def __init__(self, path: Path, loop: LoopThread) -> None:
         self.socket = path
@@ -436,8 +436,8 @@ def in_process(
 
 @pytest.fixture
 def soon_tired(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From the call on the server waits for a frame no longer than a moment. Not before: it would
-    hang up on who says hello while this process stands still."""
+    """A function; from its call on the server waits 0.1 s for a frame. Not before: if this process
+    were stopped for a moment, the server would disconnect a client during its hello."""
     return lambda: monkeypatch.setattr(unix_server, "FRAME_TIMEOUT_S", 0.1)
 
 

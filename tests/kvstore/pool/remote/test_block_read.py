@@ -1,4 +1,4 @@
-"""Blocks that arrive from one peer, in any order, and what is said of those that are damaged."""
+"""Blocks that arrive from one peer in any order, and the reports of damaged ones."""
 
 from __future__ import annotations
 

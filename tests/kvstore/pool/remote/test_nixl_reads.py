@@ -79,7 +79,7 @@ def test_a_killed_node_is_a_lost_one(node: tuple[Daemon, str]) -> None:
             assert len(blocks) == 0
             assert blocks.reason in ("lost", "stalled", "deadline")
         daemon.start()
-        # It was in DRAM alone; what counts is that the node is reached again, by whatever path.
+        # The block was in DRAM only: this tests that the node is reached again, by any path.
         again = fresh_prefix(4, SCHEMA)
         assert client.put(again, payloads_of(again), timeout_s=10.0).complete
         with client.get(again) as blocks:

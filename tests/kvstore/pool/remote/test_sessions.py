@@ -1,4 +1,4 @@
-"""What a network client may do to a node's blocks, and for how long; and to another client's."""
+"""What a network client may do with a node's blocks, and for how long; clients are isolated."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class TestSessions:
             two.flush(soon())
             peer.receive(two, question, soon())
             assert held(node) == BLOCK
-            # And of a refused request nothing either, whatever was granted before it.
+            # After a refused request it releases nothing, whatever was granted before.
             bad = messages.Lease(0, b"odd", 1.0)
             peer.queue(one, bad)
             one.message(messages.encoder.encode(messages.Release(0, 0)))
@@ -174,7 +174,7 @@ class TestSessions:
             assert held(node) == BLOCK
 
     def test_what_a_connection_was_granted_ends_with_it(self, serve: Any, connect: Any) -> None:
-        """The reply may be what was lost with it. The session lives on with the others."""
+        """The reply may have been lost with it. The session lives on with its other connections."""
         node, address = serve()
         peer = connect(address)
         prefix = fresh_prefix(2, LARGE)
@@ -217,7 +217,7 @@ class TestSessions:
                 stack.enter_context(peer.stream(soon()))
             with pytest.raises(NodeUnavailable, match="64 connections"):
                 peer.call(messages.Match(0, b""), 5.0)
-            connect(address).call(messages.Match(0, b""), 5.0)  # others may
+            connect(address).call(messages.Match(0, b""), 5.0)  # another client may
         assert peer.call(messages.Match(0, b""), 5.0).flags == b""
 
 
@@ -241,8 +241,8 @@ class TestExpiry:
     def test_what_could_not_be_given_back_in_time_goes_with_the_next_request(
         self, serve: Any, connect: Any
     ) -> None:
-        """A client keeps its connections, and with them what it has not released: a node that stood
-        still for a moment would hold the blocks until the lease expires."""
+        """Otherwise, after a short stop of the node, blocks would be held until the lease expires,
+        because a client keeps its connections and with them unreleased leases."""
         node, address = serve()
         network = Network(address)
         with contextlib.closing(network):
@@ -271,7 +271,7 @@ class TestExpiry:
         network = Network(address)
         with contextlib.closing(network):
             network.pause()
-            with peer.stream(soon()):  # the only one that leads to the node
+            with peer.stream(soon()):  # the only connection to the node
                 peer.address = network.address
                 peer.post(messages.Release(0, read.lease))
                 assert held(node) == 2 * BLOCK
@@ -280,7 +280,7 @@ class TestExpiry:
     def test_a_transfer_that_has_begun_outlives_its_lease(
         self, serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Whoever else writes gets other extents until it has ended."""
+        """Writers get other extents until the transfer has ended."""
         node, address = serve()
         network = Network(address)
         with contextlib.closing(network):
@@ -339,7 +339,7 @@ class TestWriting:
     def test_a_commit_while_another_connection_writes_is_refused(
         self, serve: Any, connect: Any
     ) -> None:
-        """What is committed must not change any more. Giving up is always possible."""
+        """Committed blocks must not change any more. An abort is always possible."""
         node, address = serve()
         network = Network(address)
         with contextlib.closing(network):
@@ -374,7 +374,7 @@ class TestWriting:
         header = extents[0][: LARGE.header_bytes]
         header_only = [Range(0, len(header))], [header.copy()]
         write_ranges(peer.transport, reservation.lease, *header_only, deadline=soon())
-        # A header alone is its writer's word for bytes that a reader does not find.
+        # The writer sent a valid header only: the node commits it, and a reader finds the damage.
         assert peer.call(messages.Commit(0, reservation.lease), 5.0).flags == b"\1\0"
         with Client.attach(node) as local, local.get(prefix) as blocks:
             assert (len(blocks), blocks.reason) == (0, "corrupt")

@@ -1,5 +1,5 @@
-"""Readers of streams between machines: they fetch ahead, leave early, want a few heads only, or
-lose the node that they follow."""
+"""Readers of streams between machines: they prefetch, leave early, want a few heads only, or lose
+the node that they follow."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestHeads:
     @pytest.mark.parametrize("verify", ["always", "off"])
     @pytest.mark.parametrize("schema", [LARGE, SPLIT], ids=["whole segments", "one of each head"])
     def test_only_they_travel(self, cluster: Cluster, schema: KVSchema, verify: Any) -> None:
-        """But for the rest of segments that have to be verified whole."""
+        """Except for the rest of segments that have to be verified whole."""
         one = cluster.start("one", schema=schema, relayed=True)
         received = Counted(one)
         prefix = one.put(prompt(3, schema))
@@ -102,7 +102,7 @@ class TestFetchingAhead:
             assert [layer.index for layer in course] == [2, 3]
 
     def test_who_leaves_early_waits_for_nobody(self, cluster: Cluster) -> None:
-        """It awaits a layer that nobody writes; its connections, and what else they hold, live."""
+        """A reader that awaits an unwritten layer can close at once, and keeps its connections."""
         one = cluster.start("one")
         client, prefix = cluster.open(), prompt(2)
         slots = client.reserve(prefix)
@@ -212,12 +212,12 @@ class TestNodesThatHang:
     def test_all_together_have_the_time_of_one(
         self, hung: Hung, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Each of them is told, as its `timeout_s`, no more than what the others have left."""
+        """Each node gets as its `timeout_s` no more than the earlier nodes have left."""
         _, prefix, client = hung
         given: list[float] = []
 
         class Clock:
-            """On which each has taken what it was given, and the grace."""
+            """A clock on which each node has taken all of its time, and the grace."""
 
             @staticmethod
             def monotonic() -> float:
@@ -279,7 +279,7 @@ class TestNodesThatHang:
 
 
 def lose(member: Member) -> None:
-    """Nobody reaches it any more; the directory does not know."""
+    """Make a node unreachable; the directory does not notice."""
     member.hang_up()
     assert member.network is not None
     member.network.cut()
@@ -368,7 +368,7 @@ class TestLosingTheNode:
     def test_a_lease_that_was_lost_alone_is_taken_anew(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A network that was away for a moment, or a caller that took its time."""
+        """After a short outage of the network, or with a slow caller."""
         one = cluster.start("one")
         prefix = one.put(prompt(2))
         with cluster.open().stream(prefix, node=one.number, ahead=0) as stream:
@@ -382,7 +382,7 @@ class TestLosingTheNode:
 
     @pytest.mark.parametrize("other", ["nobody", "too few", "reserved", "other bytes"])
     def test_nobody_else_can_take_over(self, cluster: Cluster, other: str) -> None:
-        """What was handed out already must be the same bytes as what comes; else it ends."""
+        """A stream ends unless another node has all its blocks with the bytes already yielded."""
         one, two = cluster.start("one", relayed=True), cluster.start("two")
         prefix = one.put(prompt(2))
         held: Slots | None = None
@@ -404,7 +404,7 @@ class TestLosingTheNode:
             rest: list[Any] = []
             with pytest.raises(NodeUnavailable):
                 rest.extend(course)
-            # What was here before the loss is of the lost node; nothing of another was added.
+            # Prefetched layers are the lost node's; none of another node were added.
             assert all(is_right(layer, prefix) for layer in rest)
             if held is not None:
                 held.abort()
@@ -413,7 +413,7 @@ class TestLosingTheNode:
         cluster.remember(two)
 
     def test_bytes_that_were_not_handed_out_yet_may_differ(self, cluster: Cluster) -> None:
-        """Then they are all of the node that goes on: as if the stream had begun there."""
+        """Then all bytes are of the node that takes over, as if the stream had begun there."""
         one, two = cluster.start("one", relayed=True), cluster.start("two")
         prefix = one.put(prompt(1))
         payloads = payloads_of(prefix)
@@ -434,7 +434,7 @@ class TestLosingTheNode:
 
 
 def test_many_streams_side_by_side(cluster: Cluster) -> None:
-    """More than a client has connections to a node, each with a thread of its own."""
+    """More streams than a client has connections to a node, each read by its own thread."""
     one = cluster.start("one", blocks=64)
     client = cluster.open()
     prefixes = [one.put(prompt(1)) for _ in range(12)]

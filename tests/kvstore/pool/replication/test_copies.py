@@ -1,4 +1,4 @@
-"""Nodes that copy from each other: at a client's wish, before one leaves, after one was lost."""
+"""Nodes that copy from each other: for a client, before a node leaves, after one was lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prompt(blocks: int = 3) -> Prefix:
 
 
 def queued(member: Member) -> int:
-    """Copies that a node has to make, or is at."""
+    """How many copies a node has queued or is making."""
     handler: Any = member.node._handlers[messages.Pull]
     count: int = handler.__self__._queued
     return count
@@ -51,7 +51,7 @@ class TestReplicating:
         for node in (one, two):
             node.stop()
         cluster.remember(three)
-        check(cluster.open(), prefix)  # headers were given their new place
+        check(cluster.open(), prefix)  # headers have their new offsets
 
     def test_nobody_has_it(self, cluster: Cluster) -> None:
         one = cluster.start("one")
@@ -120,7 +120,7 @@ class TestLimitsOfTime:
     def test_a_commit_has_the_time_that_moving_the_bytes_left(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A copy may wait for its turn nearly until the deadline: its own commit ends there too."""
+        """A copy may wait for its turn nearly until the deadline, which its commit keeps too."""
         source, target = cluster.start("source"), cluster.start("target")
         prefix = source.put(prompt(1))
         cluster.settle()
@@ -130,7 +130,7 @@ class TestLimitsOfTime:
         def slow(copier: Any, part: Any, *rest: Any) -> Any:
             skip = move(copier, part, *rest)
             given.append(part.left_s())
-            monkeypatch.setattr(node_copy._Part, "left_s", lambda part: 0.5)  # so long it took
+            monkeypatch.setattr(node_copy._Part, "left_s", lambda part: 0.5)  # as after a long copy
             return skip
 
         def noting(link: LocalLink, request: Any, timeout_s: float) -> Any:
@@ -147,7 +147,7 @@ class TestLimitsOfTime:
     def test_time_in_the_queue_is_spent(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Who ordered a copy has gone by then: another one's turn is not spent on it."""
+        """A queued copy whose client's time is over is not made: the next one gets its turn."""
         source, target = cluster.start("source"), cluster.start("target")
         waited, here = source.put(prompt(1)), target.put(source.put(prompt(1)))
         cluster.settle()
@@ -222,7 +222,7 @@ class TestEvacuating:
         prefix = leaving.put(prompt(8))
         small = [cluster.start(f"small{i}", 5) for i in range(2)]
         cluster.settle()
-        for member in small:  # what it has not must not be evicted for what comes
+        for member in small:  # 0 blocks: no room is taken
             fill(member, 0)
         assert cluster.open().evacuate(leaving.number, timeout_s=60) == 8
         assert all(names for names in holders(cluster, prefix))

@@ -1,4 +1,4 @@
-"""What a node hands over: every block once, ancestors first, while everybody else goes on."""
+"""The evacuation of a node: every block once, ancestors first, while clients go on."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def key(number: int) -> bytes:
 
 
 def tree(dice: random.Random, blocks: int) -> list[ChainMember]:
-    """Blocks whose parents are any that came before them, some of them elsewhere."""
+    """Blocks whose parents are any earlier ones, some of them on other nodes."""
     members: list[ChainMember] = []
     for number in range(1, blocks + 1):
         above = dice.choice(members) if members and dice.random() < 0.95 else None
@@ -91,7 +91,7 @@ def test_a_long_chain_is_cut_into_orders() -> None:
 def test_blocks_that_come_and_go_between_two_pages(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever was here at first and is here still is found, whenever its page is read."""
+    """Blocks that are resident from begin to end are found, whenever their page is read."""
     monkeypatch.setattr(evacuation_chains, "PAGE_BLOCKS", 2)
     stays, goes = put(node, fresh_prefix(6)), put(node, fresh_prefix(3))
     keys = resident_keys(node)
@@ -105,7 +105,7 @@ def test_blocks_that_come_and_go_between_two_pages(
         pages += 1
         with held():
             yield
-        if pages == 2:  # others go on with their work, in between
+        if pages == 2:  # another client works between the pages
             with Client.attach(node) as client:
                 client.remove(goes)
             put(node, fresh_prefix(2))
@@ -142,7 +142,7 @@ def test_nobody_waits_while_chains_are_made(
 def test_who_had_reserved_before_the_drain_is_not_forgotten(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its blocks are committed while others are handed over already."""
+    """Blocks that were reserved before the drain and are committed during it are evacuated too."""
     leaving, other = cluster.start("leaving"), cluster.start("other")
     early, late = leaving.put(fresh_prefix(2, LARGE)), fresh_prefix(3, LARGE)
     cluster.settle()
@@ -167,7 +167,7 @@ def test_who_had_reserved_before_the_drain_is_not_forgotten(
 def test_a_node_that_is_not_drained_is_looked_at_once(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else writers that go on would keep it at work until its time is over."""
+    """Otherwise its writers would keep the evacuation busy until its deadline."""
     one, two = cluster.start("one"), cluster.start("two")
     one.put(fresh_prefix(2, LARGE))
     cluster.settle()
