@@ -168,11 +168,11 @@ def _request(dice: random.Random) -> list[Any]:
 
 
 def prompts() -> list[Prefix]:
-    """All prompts; the first two share their first two blocks."""
+    """All prompts; each two of them share their first two blocks."""
     found = []
     for number in range(PROMPTS):
         tokens = np.arange(PROMPT_BLOCKS * CAMPAIGN.block_tokens)
-        tokens[2 * CAMPAIGN.block_tokens * (number % 2) :] += 10_000 * number
+        tokens[2 * CAMPAIGN.block_tokens :] += 10_000 * number
         tokens[: 2 * CAMPAIGN.block_tokens] += 1_000_000 * (number // 2)
         found.append(CAMPAIGN.prefix(tokens, namespace="campaign"))
     return found
