@@ -173,7 +173,7 @@ def conductor(
             tls_key=tls_key,
         )
         log_to_stderr(log_level)
-        # Or each counter has a second line, of when this process began.
+        # Otherwise each counter has a second line with its time of creation.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         calm_collector()
         with contextlib.suppress(KeyboardInterrupt):

@@ -52,7 +52,7 @@ class Request:
 
     `id` is unique among all in-flight requests at the core; the service composes it of the tenant
     and the tenant's id (`request_ids`). `keys` name the prompt's full blocks, in order, 16 bytes
-    each (`kvstore.keys`); empty if only the length is known. `priority` names a priority class of
+    each (kvstore/format/keys.py); empty if only the length is known. `priority` names a class of
     the settings, `output_class` the caller's class for output length prediction. `tenant` is the
     unit of fair queueing. `output_tokens` is the caller's estimate of the answer's length;
     `output_tokens_max` is the length where it is cut. `exclude` are ids of instances that must not

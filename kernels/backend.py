@@ -1,6 +1,6 @@
-"""Who does the work: a Triton kernel, or the reference in torch.
+"""Choice of the backend: a Triton kernel, or the reference in torch.
 
-Triton is imported when it is asked about: CPUs that run the references need none.
+Triton is imported at first use only: on a CPU the references run without it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Backend = Literal["triton", "reference"]
 
 
 def uses_triton(device: Any, backend: Backend | None) -> bool:
-    """Whether a kernel runs on this torch device, not the reference.
+    """Whether a kernel runs on this torch device, rather than the reference.
 
-    None is the device's own: a kernel on a GPU, else the reference. Raises DeviceError for an
+    None is the device's default: a kernel on a GPU, else the reference. Raises DeviceError for an
     unknown backend, and for a kernel that can't run there.
     """
     if backend not in (None, "triton", "reference"):
@@ -39,7 +39,7 @@ def interpreted() -> bool:
 
 @functools.cache
 def can_launch() -> bool:
-    """Whether Triton has a driver that it can launch with. It is built, once, when asked for."""
+    """Whether Triton has a driver that it can launch with. Triton builds it once, at first use."""
     import triton
 
     try:

@@ -1,5 +1,5 @@
-"""What the kernels raise on purpose, before anything is launched. They know no blocks of a pool, so
-neither do their errors."""
+"""Errors that the kernels raise on purpose, before anything is launched. The kernels do not know
+the blocks of a pool, and neither do these errors."""
 
 from __future__ import annotations
 

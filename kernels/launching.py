@@ -1,4 +1,4 @@
-"""What kernels are launched with: a device and its stream, tables that lie there, and a grid."""
+"""What each launch of a kernel needs: a device and its stream, tables on the device, a grid."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from .layout.lanes import LaneGroup
     from .layout.transfer_plan import PageMap
 
-_INTERPRETED_PROGRAMS: Final = 3  # few, and more than one, so that tests see programs share work
+_INTERPRETED_PROGRAMS: Final = 3  # few, but more than one: tests see programs share the work
 
 
 def on_stream(device: Any, stream: Any = None) -> ExitStack:
-    """A context in which CUDA work goes to this device, and to this stream if there is one; nothing
-    on a CPU. Raises DeviceError for a stream of another device."""
+    """A context in which CUDA work goes to this device, and to this stream if one is given; it does
+    nothing on a CPU. Raises DeviceError for a stream of another device."""
     stack = ExitStack()
     if device.type == "cuda":
         if stream is not None and stream.device != device:
@@ -39,8 +39,8 @@ def on_stream(device: Any, stream: Any = None) -> ExitStack:
 def upload(numbers: NDArray[Any], device: Any) -> Any:
     """The numbers on the device, by one copy in the current stream that the host does not wait for.
 
-    From pinned memory of torch's cache, which torch gives out again only when the copy has ended:
-    one from pageable memory may make the driver wait for the stream.
+    The source is pinned memory from torch's cache, which torch reuses only when the copy has ended:
+    a copy from pageable memory may make the driver wait for the stream.
     """
     tensor = torch.from_numpy(numbers)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
@@ -48,7 +48,7 @@ def upload(numbers: NDArray[Any], device: Any) -> Any:
 
 @functools.cache
 def multiprocessors(device: Any) -> int:
-    """How many SMs (on AMD compute units) a GPU has."""
+    """The number of SMs (on AMD: compute units) of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -59,19 +59,19 @@ def lane_table(group: LaneGroup, device: Any) -> Any:
         host = torch.from_numpy(np.stack((group.addresses, group.offsets)))
         table = group.memo[device] = host.to(device)
     if device.type == "cuda":
-        # Made on one stream, used on any, and dropped when there are too many plans: what it lies
-        # in must not be given out again before this stream has passed the launch.
+        # The table is made on one stream, used on any, and dropped when there are too many plans:
+        # its memory must not be reused before this stream has passed the launch.
         table.record_stream(torch.cuda.current_stream(device))
     return table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaunchCall:
-    """A move between pages and blocks, as each of its launches sees it.
+    """The arguments that all launches of a move between pages and blocks share.
 
-    Made in the stream that the launches go to. `addresses`: int64 [blocks]. `programs`: at most so
-    many run, or None for what fills the device. `table`: what `move_lanes` (paged/kernel.py) reads
-    of blocks and pages, on the device.
+    Made in the stream that the launches go to. `addresses`: int64 [blocks]. `programs`: the most
+    that run, or None for as many as fill the device. `table`: the table of blocks and pages that
+    `move_lanes` (paged/kernel.py) reads, on the device.
     """
 
     pages: PageMap
@@ -86,7 +86,8 @@ class LaunchCall:
         object.__setattr__(self, "table", upload(numbers, self.device))
 
     def grid(self, items: int, filling: Callable[[int], int]) -> tuple[int]:
-        """How many programs share `items` of work; `filling`: what fills so many SMs."""
+        """How many programs share `items` of work; `filling`: of a number of SMs, the number of
+        programs that fill them."""
         programs = self.programs
         if programs is None:
             on_gpu = self.device.type == "cuda"
@@ -94,7 +95,7 @@ class LaunchCall:
         return (max(1, min(programs, items)),)
 
     def arguments(self, group: LaneGroup, items: int, per_run: int) -> tuple[Any, ...]:
-        """What every kernel over lanes takes first; `per_run`: items of one lane of one block."""
+        """The first arguments of every kernel over lanes; `per_run`: items of a lane in a block."""
         return (
             lane_table(group, self.device),
             self.table,

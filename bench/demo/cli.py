@@ -102,7 +102,7 @@ def demo(
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """A signal cleans up as a Ctrl-C does."""
+    """A signal has the same effect as Ctrl-C, so that the demo cleans up."""
     raise KeyboardInterrupt
 
 

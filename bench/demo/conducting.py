@@ -1,4 +1,4 @@
-"""The conductor of the demo: `tiffin conductor`, a process of its own on a free port."""
+"""The conductor of the demo: a process `tiffin conductor` on a free port."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 PROFILE = "demo-llama.cpu"
 STOP_S = 10.0
-_LEAST_S = 1e-7  # of a token; no engine is that fast
+_LEAST_S = 1e-7  # per token; no engine is that fast
 _LOOK_S = 0.05
-# Ports are found by trying; another process may take one in between.
+# Another process may take the free port before the conductor does.
 _PORT_ATTEMPTS = 5
 
 # The command `tiffin conductor`, also where no `tiffin` is installed.
@@ -38,8 +38,8 @@ _PROGRAM = (
     "app = typer.Typer(); commands(app); app()"
 )
 
-# What a block of 2 MiB takes from a node's memory, from its disk, and over TCP on this machine.
-# Nodes measure their ways to each other as soon as they use them.
+# Rates for a block of 2 MiB from a node's memory, from its disk, and over TCP on this machine. The
+# bandwidth between nodes is measured as soon as blocks are read over the network.
 TRANSFERS = {
     "hbm_bandwidth_bytes_s": 1e9,
     "dram_bandwidth_bytes_s": 1e9,
@@ -47,7 +47,7 @@ TRANSFERS = {
     "link_bandwidth_bytes_s": 1e9,
 }
 
-# There are some hundred requests, not millions: what they tell has to count sooner.
+# There are some hundred requests, not millions: the conductor has to learn from fewer of them.
 SETTINGS = {
     "transfers": TRANSFERS,
     "calibration": {"step": 0.1, "window": 7},
@@ -58,9 +58,9 @@ SETTINGS = {
 def fitted(
     prefill: Sequence[tuple[int, int, float]], decode: Sequence[tuple[int, int, float]]
 ) -> Profile:
-    """The latency profile of this machine, from what its engines have measured: as
-    `profiles.fit`, but of a busy machine's noise the least that a profile may have is taken. Raises
-    InvalidRequest if there are too few rows."""
+    """The latency profile of this machine, from the measurements of its engines: like
+    `profiles.fit`, but values too small for a profile (noise on a busy machine) are raised to its
+    minimum. Raises InvalidRequest if there are too few rows."""
     c0, c1, c2 = fit_prefill(prefill)
     d0, d1, d2 = fit_decode(decode)
     made = Profile(
@@ -78,7 +78,7 @@ def fitted(
 
 
 class ConductorProcess:
-    """One that runs. `url`: where it answers."""
+    """A running conductor; `url` is its address."""
 
     def __init__(self, child: ChildProcess, url: str) -> None:
         self._child = child
@@ -131,7 +131,7 @@ def _started(options: Sequence[str], log: Path, timeout_s: float) -> tuple[Child
 
 
 def _answers(child: ChildProcess, url: str, timeout_s: float) -> bool:
-    """Wait until it does. False if it ended, or time is up."""
+    """Wait until the conductor answers. False if it has ended, or after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     with ConductorClient(url, retries=0) as client:
         while child.alive and time.monotonic() < deadline:

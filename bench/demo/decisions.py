@@ -1,4 +1,4 @@
-"""Some decisions of the conductor with their reasons, for people."""
+"""Some decisions of the conductor with their reasons, as text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def chosen(served: Sequence[ServedRequest], log: Mapping[str, EntryReply]) -> list[ServedRequest]:
-    """One of each kind of decision that there was: what is told apart is how a prompt's blocks
-    come to where it is computed, and whether it is computed at all. The longest prompt of each."""
+    """One request for each kind of decision, the one with the longest prompt. Kinds differ in how
+    the prompt's blocks get to the instance that computes it, and whether it is computed at all."""
     best: dict[str, ServedRequest] = {}
     for one in sorted(served, key=lambda one: one.prompt_tokens):
         entry = log.get(one.id)
@@ -25,7 +25,7 @@ def chosen(served: Sequence[ServedRequest], log: Mapping[str, EntryReply]) -> li
 
 
 def kind(served: ServedRequest, entry: EntryReply) -> str:
-    """What sort of decision it was, in words."""
+    """The kind of a decision, in words."""
     if served.rejected:
         return "rejected"
     if entry.wait_for:
@@ -43,7 +43,8 @@ def kind(served: ServedRequest, entry: EntryReply) -> str:
 
 
 def words(served: Sequence[ServedRequest], log: Mapping[str, EntryReply]) -> Iterator[str]:
-    """Each with its candidates and the terms of their cost, line by line, the cheapest first."""
+    """The text, line by line: each decision with its candidates and the terms of their cost, the
+    cheapest first."""
     for one in served:
         entry = log[one.id]
         yield f"{one.id}, {one.prompt_tokens:,} tokens: {_decided(one, entry)}"
@@ -70,7 +71,7 @@ def _times(served: ServedRequest, entry: EntryReply) -> str:
 
 
 def _candidate(candidate: CandidateReply) -> str:
-    """Seconds: to the first token, or to each further one. Terms that are zero are left out."""
+    """Seconds to the first token, or per further token. Terms that are zero are left out."""
     terms = [f"{name.removesuffix('_s')} {v:.3g}" for name, v in candidate.terms.items() if v]
     cost = "impossible" if candidate.cost is None else f"{candidate.cost:.3g} s"
     return f"{candidate.instance:10} {cost:>8} = {' + '.join(terms)}"

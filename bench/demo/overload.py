@@ -1,8 +1,8 @@
-"""More requests than the workers can serve: what admission makes of it.
+"""Overload: more requests than the workers can serve, without and with predictive admission.
 
 The same arrivals twice, once with admission's mode "off" and once with "predictive". Prompts have
-the lengths, and share the prefixes, of the trace's; their tokens are others each time, so that
-neither pass finds in the pool what another has put there.
+the lengths and shared prefixes of the trace, but new tokens in each pass, so that neither pass
+finds blocks of another in the pool.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ if TYPE_CHECKING:
     from .router import Router, ServedRequest
 
 MODES = ("off", "predictive")
-# Of what two clients, each sending when it has been answered, got through.
+# The rate of arrivals, as a multiple of the rate in the pass before, where clients (as many as
+# prefill workers) send the next prompt when the last one is answered.
 OVERLOAD = 3.0
-# The queue grows by two seconds in three: at the end, who is not rejected waits longer than twice
-# the objective, on a slow machine as on a fast one.
+# How long requests arrive, as a multiple of the objective. The queue grows by two seconds every
+# three seconds: at the end a request that is not rejected waits longer than twice the objective, on
+# slow machines and on fast ones.
 LASTS_OBJECTIVES = 4.0
-# Of the objective, up to which a predicted time is taken. A prediction is too low as often as too
-# high, and in an overload the queue is as long as it may be: without a margin, every other one of
-# those who come last would be late.
+# The share of the objective up to which admission accepts a predicted time. Predictions are too low
+# as often as too high, and in an overload the queue is as long as admission allows: without a
+# margin, half of the last accepted requests would be late.
 SCALE = 0.8
 _SHADOW = "tiffin_conductor_shadow_requests"
 _METRICS_TIMEOUT_S = 5.0
@@ -43,7 +45,7 @@ _METRICS_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class Pass:
-    """One mode. `shadow`: what the conductor's own accounts say of it, by outcome."""
+    """The results of one mode. `shadow`: the conductor's own counts of requests, by outcome."""
 
     mode: str
     served: list[ServedRequest] = field(default_factory=list)
@@ -59,7 +61,7 @@ def arrivals(rate_s: float, lasts_s: float, seed: int) -> list[float]:
 
 
 def prompts(count: int, seed: int) -> list[DemoPrompt]:
-    """So many of the slice's prompts, from its first one on, again and again; tokens by seed."""
+    """`count` prompts of the slice, from its first one on, repeated if needed; tokens by seed."""
     requests, made = load_slice(), []
     for number in range(count):
         turn, index = divmod(number, len(requests))
@@ -77,7 +79,8 @@ def overload(
     seed: int,
     ended: Callable[[str, ServedRequest], None],
 ) -> list[Pass]:
-    """Both passes. `ended` hears of each request and its mode. Raises DemoFailed."""
+    """Run both passes; `ended` is called with the mode and each ended request. Raises
+    DemoFailed."""
     passes = []
     for number, mode in enumerate(MODES, start=1):
         client.patch({"admission": {"mode": mode, "class_scales": {"normal": SCALE}}})
@@ -96,7 +99,7 @@ def overload(
 
 
 def shadow_counts(url: str) -> dict[str, int]:
-    """The shadow accounts of a conductor, from its metrics: requests by outcome. Raises
+    """The shadow counts of a conductor, from its metrics: requests by outcome. Raises
     DemoFailed."""
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=_METRICS_TIMEOUT_S) as answer:
@@ -112,7 +115,7 @@ def shadow_counts(url: str) -> dict[str, int]:
 
 
 def summarise(one: Pass, ttft_s: float) -> dict[str, Any]:
-    """What came of one mode. `goodput`: requests that met the objective, of all that arrived."""
+    """The summary of one mode. `goodput`: requests that met the objective, of all that arrived."""
     admitted = [served for served in one.served if not served.rejected]
     times_s = [served.ttft_s for served in admitted]
     met = sum(time_s <= ttft_s for time_s in times_s)

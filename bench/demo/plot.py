@@ -1,4 +1,4 @@
-"""The picture: first tokens without and with the pool, and what an overload does to them."""
+"""The plot: times to first token without and with the pool, and in an overload."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MET, MISSED, REJECTED = "#2a788e", "#d1495b", "#b8bcc2"
 
 
 def plot(outcome: DemoOutcome, summary: dict[str, Any], path: Path) -> None:
-    """Above, time to first token against prompt length, both passes; below, against the time of
-    arrival, for both modes of admission. A PNG."""
+    """Write a PNG. Upper plot: time to first token against prompt length, both passes; lower plot:
+    against the time of arrival, for both modes of admission."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 9), dpi=150, layout="constrained")
@@ -84,7 +84,7 @@ def _dress_lengths(axes: Any, summary: dict[str, Any]) -> None:
 
 
 def _arrivals(axes: Any, one: Any, summary: dict[str, Any]) -> None:
-    """One mode. Who was rejected is a mark at the bottom."""
+    """Plot one mode. A rejected request is a mark at the bottom."""
     objective_s, found = summary["ttft_objective_s"], summary["overload"][one.mode]
     admitted = [served for served in one.served if not served.rejected]
     for colour, word, within in ((MET, "in time", True), (MISSED, "too late", False)):

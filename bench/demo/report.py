@@ -1,4 +1,4 @@
-"""What the demo found: a summary for machines, tables for people. The plot: `plot.py`."""
+"""The demo's results: a summary as plain values, and tables as text. The plot is in `plot.py`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ PERCENTILES = (50, 90, 99)
 
 
 def summarise(outcome: DemoOutcome) -> dict[str, Any]:
-    """The run in plain nested values. `reusable_rate` is what an unlimited pool could have given
-    if the requests had come one after the other. `found_blocks` counts each block that a prefill
-    worker read, `handed_blocks` each that a decode worker read: where it lay at the worker's own
-    node, or over the network."""
+    """The run in plain nested values. `reusable_rate` is the share of tokens that an unlimited pool
+    could have saved if the requests had come one after the other. `found_blocks` counts the blocks
+    that prefill workers read, `handed_blocks` those that decode workers read, each split into
+    blocks from the worker's own node and blocks over the network."""
     alone, conducted, options = outcome.alone, outcome.conducted, outcome.options
     prompt_tokens = sum(one.prompt_tokens for one in conducted)
     before = _distribution([one.ttft_s for one in alone])
@@ -75,8 +75,8 @@ def summarise(outcome: DemoOutcome) -> dict[str, Any]:
 
 
 def rows(outcome: DemoOutcome, summary: dict[str, Any]) -> dict[str, Any]:
-    """Everything, for the file: the summary, each request of each pass, each decision. What is not
-    known is null."""
+    """The contents of the JSON file: the summary, each request of each pass, each decision. Unknown
+    values are null."""
     told = {
         "summary": summary,
         "profile": outcome.profile,
@@ -90,13 +90,13 @@ def rows(outcome: DemoOutcome, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def differing(alone: Sequence[Alone], conducted: Sequence[ServedRequest]) -> list[int]:
-    """Requests whose tokens are not those of a single process. One without an answer is one."""
+    """Requests whose tokens differ from those of a single process, or which have no answer."""
     answers = {one.request: one.tokens for one in conducted}
     return [one.request for one in alone if answers.get(one.request) != one.tokens]
 
 
 def environment() -> dict[str, Any]:
-    """What the numbers depend on."""
+    """The environment that the numbers depend on."""
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -121,13 +121,13 @@ def _distribution(times_s: Sequence[float]) -> dict[str, float]:
 
 
 def _ratios(conducted: Sequence[ServedRequest]) -> dict[str, float]:
-    """Observed by predicted times to first token."""
+    """Percentiles of observed over predicted time to first token."""
     ratios = [one.ttft_s / one.predicted_ttft_s for one in conducted]
     return {f"p{p}": float(np.percentile(ratios, p)) for p in (10, 50, 90)}
 
 
 def _blocks(tokens: Sequence[int], network: dict[str, int]) -> dict[str, int]:
-    """Where the blocks of these prompts were read."""
+    """How many blocks of these prompts were read at home, and how many over the network."""
     return {
         "home": sum(tokens) // BLOCK_TOKENS - network["blocks"],
         "network": network["blocks"],
@@ -215,5 +215,5 @@ def _count(number: int, noun: str) -> str:
 
 
 def ms(seconds: float) -> str:
-    """With a digit after the point where that says something."""
+    """Milliseconds as text, with a decimal if the number is small."""
     return f"{seconds * 1e3:,.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"

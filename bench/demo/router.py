@@ -1,7 +1,7 @@
-"""The router of the demo: asks the conductor, sends prompts where it says, and keeps the times.
+"""The router of the demo: asks the conductor, sends prompts to the chosen workers, records times.
 
 A request goes to its prefill worker with all of its tokens, and to its decode worker with all of
-them and the first one of the answer: KV caches move through the pool, not through here.
+them and the first one of the answer: KV caches move through the pool, not through the router.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     from .engines.children import Crew
 
-STALL_S = 120.0  # the longest that the workers may say nothing while they have something to do
+STALL_S = 120.0  # the longest time without a message from workers that have requests
 
 
 @dataclass(slots=True)
 class ServedRequest:
-    """What became of one request. Times are seconds since its arrival (`at_s`: since the first one
-    arrived). `rejected`: the reason, and then nothing but `predicted_ttft_s` was found out."""
+    """The record of one request. Times are seconds since its arrival (`at_s`: since the first one
+    arrived). `rejected`: the reason; then of the results only `predicted_ttft_s` is known."""
 
     id: str
     request: int
@@ -41,9 +41,9 @@ class ServedRequest:
     rejected: str = ""
     predicted_ttft_s: float = math.nan
     ttft_s: float = math.nan
-    cached_tokens: int = 0  # that the conductor expected to be used
-    hit_tokens: int = 0  # that prefill loaded
-    moved_tokens: int = 0  # that decode loaded
+    cached_tokens: int = 0  # expected by the conductor
+    hit_tokens: int = 0  # loaded by prefill
+    moved_tokens: int = 0  # loaded by decode
     load_s: float = 0.0
     save_s: float = 0.0
     move_s: float = 0.0
@@ -53,7 +53,7 @@ class ServedRequest:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended. `wait_for`: whose blocks it waits for before it is sent."""
+    """A request that has not ended. `wait_for`: the request for whose blocks it waits, unsent."""
 
     served: ServedRequest
     prompt: list[int]
@@ -63,7 +63,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class DemoPrompt:
-    """What is asked: the request's number in the slice and its tokens."""
+    """A prompt: the request's number in the slice and its tokens."""
 
     request: int
     tokens: list[int]
@@ -76,7 +76,7 @@ class Router:
         self._crew, self._client, self._schema = crew, client, schema
         self._open: dict[str, _Open] = {}
         self._prefilling: set[str] = set()
-        self.failures: dict[str, int] = {}  # of the pool, that each worker has met
+        self.failures: dict[str, int] = {}  # failures of the pool, per worker
 
     def replay(
         self,
@@ -90,9 +90,10 @@ class Router:
     ) -> list[ServedRequest]:
         """Send all prompts and wait until all have ended, in whatever order.
 
-        Either by so many `clients`, each of which sends the next prompt when it has been answered,
-        or at the times of `arrivals_s`, whatever has become of the others. `ttft_s` is the
-        objective. Request ids begin with `name`. Raises DemoFailed and ConductorError.
+        Either by `clients` clients in a closed loop, each of which sends the next prompt when its
+        last one is answered, or at the times `arrivals_s`, whether or not earlier requests have
+        ended. `ttft_s` is the objective. Request ids begin with `name`. Raises DemoFailed and
+        ConductorError.
         """
         begun_at, sent = time.monotonic(), 0
         done: list[ServedRequest] = []
@@ -127,7 +128,8 @@ class Router:
         begun_at: float,
         ttft_s: float | None,
     ) -> ServedRequest | None:
-        """Ask where, and send it there. Returns it if it was refused."""
+        """Ask the conductor, and send the request to the chosen worker. Returns the request if it
+        was rejected."""
         keys = self._schema.prefix(prompt.tokens).keys
         request = Request(
             name,
@@ -148,7 +150,7 @@ class Router:
         served.cached_tokens = placed.cached_tokens
         one = self._open[name] = _Open(served, prompt.tokens, arrived_at)
         other = self._open.get(placed.wait_for)
-        # A worker takes one after the other, so at the same one there is nothing to wait for.
+        # A worker runs one prefill after the other, so at the same worker there is no need to wait.
         if placed.wait_for in self._prefilling and other and other.served.prefill != placed.prefill:
             one.wait_for = placed.wait_for
         else:
@@ -165,7 +167,7 @@ class Router:
         )
 
     def _hear(self, name: str, message: dict[str, Any]) -> ServedRequest | None:
-        """A worker has said something. Returns the request that has ended with it."""
+        """Handle a worker's message. Returns the request if the message ends it."""
         if "prefilled" in message:
             self._prefilled(message["prefilled"])
             return None

@@ -1,10 +1,10 @@
-"""Run the demo: nodes, engines, a conductor; the trace without them and with them; an overload.
+"""Run the demo: the trace without and with the pool and a conductor, then an overload.
 
 Prefill worker i and decode worker i are at home at node i modulo nodes, as if each node were a
-machine with engines of its own: what a worker at one node computed, one at another reads over TCP.
+machine with its own engines: blocks computed at one node are read over TCP at another.
 
-Nothing outlives `run`: the workers have this process at the other end of their stdin, the nodes,
-their Redis and the conductor end with it (`kvstore.children`), and all files lie in temporary
+Nothing outlives `run`: this process holds the other end of the workers' stdin, the nodes, their
+Redis and the conductor end with it (kvstore/cli/local/tether.py), and all files are in temporary
 folders.
 """
 
@@ -48,17 +48,17 @@ if TYPE_CHECKING:
 
 START_S = 120.0  # four processes that import torch on a busy machine
 STALL_S = 120.0  # the longest that one request may take
-LOG_MAX = 1000  # decisions that the conductor gives at a time
+LOG_MAX = 1000  # decisions in one answer of the conductor
 CANDIDATES = 8
 
-# Of the slowest of ten requests without the pool: enough for every prompt on an idle machine.
+# A multiple of the p90 without the pool: enough for every prompt on an idle machine.
 OBJECTIVE_OF_P90 = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line chooses. `workers` prefill, and as many decode. `overload_s` is as long
-    as `overload.LASTS_OBJECTIVES` says, if it is None."""
+    """Options of the command line. `workers` is the number of prefill workers, and of decode
+    workers. `overload_s`: how long requests arrive; None is by `overload.LASTS_OBJECTIVES`."""
 
     requests: int
     workers: int = 2
@@ -86,7 +86,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """One request that a process answered by itself, without pool and conductor."""
+    """One request that a single process answered, without pool and conductor."""
 
     request: int
     worker: str
@@ -97,9 +97,9 @@ class Alone:
 
 @dataclass(slots=True)
 class DemoOutcome:
-    """Everything that was measured. `counters` are the nodes' after the conducted pass, added up;
-    `network` has the blocks, and their bytes with headers, that came over TCP to the workers of
-    each role. `decisions`: the conductor's log, by request."""
+    """All measurements. `counters`: sums over the nodes after the conducted pass. `network`: the
+    blocks, and their bytes with headers, that the workers of each role read over TCP. `decisions`:
+    the conductor's log, by request."""
 
     options: Options
     alone: list[Alone] = field(default_factory=list)
@@ -117,7 +117,7 @@ class DemoOutcome:
 
 
 def run(options: Options, console: Console) -> DemoOutcome:
-    """All of it. Raises DemoFailed; shows progress on `console`."""
+    """Run the whole demo, with progress on `console`. Raises DemoFailed."""
     outcome, started_s = DemoOutcome(options), time.perf_counter()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiffin-demo-")))
@@ -125,7 +125,7 @@ def run(options: Options, console: Console) -> DemoOutcome:
         try:
             demo.run()
         except ConductorError as error:
-            demo.look()  # raises if it has ended, and knows how
+            demo.look()  # if the conductor has ended, raises an error that says how
             raise DemoFailed(f"the conductor failed: {type(error).__name__}: {error}") from error
     outcome.alone.sort(key=lambda one: one.request)
     outcome.conducted.sort(key=lambda one: one.request)
@@ -134,7 +134,7 @@ def run(options: Options, console: Console) -> DemoOutcome:
 
 
 class _Demo:
-    """The phases, one after the other. What is started goes on `stack`."""
+    """The phases, one after the other. Everything that they start is ended by `stack`."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class _Demo:
     # -- phases ------------------------------------------------------------------------------------
 
     def _alone(self) -> None:
-        """Each prefill worker answers its share as a process that has nobody else."""
+        """Each prefill worker answers its share of the requests, without pool and conductor."""
         options, names = self._options, self._names["prefill"]
         task = self._progress.add_task("without the pool", total=options.requests, note="")
         started_s = time.perf_counter()
@@ -189,7 +189,7 @@ class _Demo:
         self._outcome.pass_s["without the pool"] = time.perf_counter() - started_s
 
     def _start_conductor(self) -> None:
-        """With a profile of this machine; then everybody joins."""
+        """Start the conductor with a profile of this machine; then all workers join."""
         measured = {
             role: self._crew.ask(names, {"measure": role}, STALL_S)
             for role, names in self._names.items()
@@ -242,14 +242,14 @@ class _Demo:
         try:
             outcome.counters = _counters(self._pool)
         except DemoFailed:
-            self.look()  # that it died says more than that it did not answer
+            self.look()  # an error about a node that died is better than one about no answer
             raise
         for role, names in self._names.items():
             said = self._crew.ask(names, {"network": None}, STALL_S)
             outcome.network[role] = {n: sum(one[n] for one in said) for n in ("blocks", "bytes")}
 
     def _overload(self) -> None:
-        """More than they can do, twice."""
+        """More requests than the workers can serve, in both modes of admission."""
         options, outcome = self._options, self._outcome
         assert self._conductor is not None
         served_s = options.requests / outcome.pass_s["with the pool"]
@@ -319,8 +319,8 @@ class _Demo:
 
 
 def objective_s(ttfts_s: Sequence[float]) -> float:
-    """The time to first token that requests ask for, from those of idle processes: twice what nine
-    of ten need, in tenths of a second."""
+    """The objective for the time to first token: twice the p90 of idle processes, in tenths of a
+    second."""
     ordered = sorted(ttfts_s)
     p90_s = ordered[min(len(ordered) * 9 // 10, len(ordered) - 1)]
     return max(round(OBJECTIVE_OF_P90 * p90_s, 1), 0.1)
@@ -328,14 +328,14 @@ def objective_s(ttfts_s: Sequence[float]) -> float:
 
 @contextlib.contextmanager
 def _pool(options: Options, folder: Path) -> Iterator[LocalPool]:
-    """Nodes of our own, with a Redis if there are several."""
+    """Nodes for the demo, with a Redis if there are several."""
     pool = LocalPool(
         LocalPoolOptions(
             nodes=options.nodes,
             dram=options.dram,
             nvme=(folder / "nvme", parse_bytes(options.nvme)),
             redis=options.nodes > 1,
-            flush_s=0.0,  # nobody will read it
+            flush_s=0.0,  # the pool is never read again
         )
     )
     try:
@@ -349,7 +349,7 @@ def _pool(options: Options, folder: Path) -> Iterator[LocalPool]:
 
 
 def _counters(pool: LocalPool) -> dict[str, int]:
-    """All nodes' counters, added up."""
+    """The sums of all nodes' counters."""
     total: Counter[str] = Counter()
     for index, name in enumerate(pool.names):
         try:

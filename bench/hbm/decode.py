@@ -1,4 +1,5 @@
-"""Rows about what transfers cost an engine: decode steps beside them, against the same steps alone.
+"""Rows about the cost of transfers to an engine: decode steps during transfers, against the same
+steps alone.
 
 Not run: there was no GPU.
 """
@@ -22,7 +23,7 @@ _MOST = 1.05
 
 
 def decode(setting: Setting) -> list[Row]:
-    """Steps that read all weights, while blocks go down, come up, and go down in small pieces."""
+    """Steps that read all weights, during demotions, promotions, and demotions in small pieces."""
     where, sizes = setting.machine, setting.sizes
     where.need_gpu()
     steps = DecodeSteps(

@@ -1,4 +1,4 @@
-"""Work for a GPU beside which something is measured: matrices that hold the SMs, and decode steps.
+"""Background loads of a GPU during a measurement: matrix products on all SMs, and decode steps.
 
 Not run: there was no GPU.
 """
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from ..store.rows import Target
 
 _CALIBRATIONS = 5
-# How much longer the matrices run than what is measured beside them takes alone: it waits for them.
+# The time of the matrices, as a multiple of the time that the measured action takes alone: beside
+# the load it takes longer.
 _MARGIN = 8.0
 _SLACK_S = 0.01
 _TIMEOUT_S = 30.0
 
 
 class GpuLoad(Protocol):
-    """Work that a device is at."""
+    """Work that is queued on a device."""
 
     def done(self) -> bool:
         """Whether it has ended."""
 
     def wait(self, timeout_s: float) -> None:
-        """Until it has ended."""
+        """Wait until it has ended."""
 
 
 class Beside:
-    """A load that is under way before each sample begins, and should be when it has ended.
+    """A load that is started before each sample, and should still run when the sample ends.
 
-    `early` counts the samples after which it was not: they were, at their end, alone, and then
-    nothing is judged.
+    `early` counts the samples during which the load ended: if there are any, no target is judged.
     """
 
     def __init__(self, start: Callable[[], GpuLoad]) -> None:
@@ -47,16 +47,16 @@ class Beside:
         self.early = 0
 
     def side(self, action: Callable[[], object]) -> Side:
-        """`action`, measured beside the load."""
+        """`action`, measured during the load."""
         return Side(action, self._stop, self._begin)
 
     def judged(self, *targets: Target) -> tuple[Target, ...]:
-        """The targets, if they may be judged."""
+        """The targets, or none if the load ended too early."""
         return () if self.early else targets
 
     @property
     def note(self) -> str:
-        """For the row."""
+        """The note of the row."""
         return f"not judged: the load ended before {self.early} samples did" if self.early else ""
 
     def _begin(self) -> None:
@@ -81,7 +81,8 @@ class _Queued:
 
 
 class Matrices:
-    """Large square products, one after the other on a stream of their own: no SM is idle."""
+    """Products of large square matrices, one after the other on a stream of their own: no SM is
+    idle."""
 
     def __init__(self, where: Machine, edge: int) -> None:
         torch = where.torch
@@ -95,7 +96,7 @@ class Matrices:
         self._each_s = self._calibrate()
 
     def start(self, beside_s: float) -> GpuLoad:
-        """Queue enough of them for work that takes `beside_s` alone."""
+        """Queue enough of them for a measured action that takes `beside_s` alone."""
         count = math.ceil((_MARGIN * beside_s + _SLACK_S) / self._each_s)
         with self._torch.cuda.stream(self._stream):
             for _ in range(count):
@@ -117,8 +118,8 @@ class Matrices:
 
 
 class DecodeSteps:
-    """What decoding does to a GPU: it reads all weights to multiply them with a few rows. Captured
-    once as a CUDA graph, so that the host has no part in its time."""
+    """The load of decoding: reads all weights to multiply them with a few rows. Captured once as a
+    CUDA graph, so that the host's time is not measured."""
 
     def __init__(
         self, where: Machine, *, batch: int, shape: tuple[int, int], layers: int, steps: int
@@ -138,5 +139,5 @@ class DecodeSteps:
                 torch.mm(x, weight, out=y)
 
     def run(self) -> None:
-        """All steps, on the current stream."""
+        """Queue all steps on the current stream."""
         self._graph.replay()

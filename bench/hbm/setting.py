@@ -1,4 +1,4 @@
-"""What the measurements share: how large a run is, and the device that is measured."""
+"""Shared by the measurements: the sizes of a run, and the measured device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..store.setting import KIB, MIB
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much a run measures. The defaults are the run that `docs/benchmarks.md` shows."""
+    """The sizes of a run. The defaults are the run that `docs/benchmarks.md` shows."""
 
     rounds: int = 20
     block_bytes: int = 64 * MIB  # Llama-3-8B: 512 tokens of 32 layers
@@ -23,14 +23,14 @@ class Sizes:
     paged_blocks: int = 8
     piece_bytes: tuple[int, ...] = (4 * KIB, 8 * KIB, 16 * KIB)
     pieces_bytes: int = 256 * MIB
-    # A decode step reads all weights for a few tokens: matrices as Llama-3-8B's MLP has them, more
-    # of them than any cache holds.
+    # A decode step reads all weights for a few tokens: matrices of the size of Llama-3-8B's MLP,
+    # more of them than fit into any cache.
     decode_batch: int = 32
     decode_shape: tuple[int, int] = (4096, 14_336)
     decode_layers: int = 16
     decode_steps: int = 4
     transfer_bytes: int = 1024 * MIB
-    busy_edge: int = 8192  # of the square matrices that hold the SMs
+    busy_edge: int = 8192  # edge of the square matrices that keep all SMs busy
 
     @classmethod
     def quick(cls) -> Sizes:

@@ -1,8 +1,8 @@
 """Rows about copies between an engine's pages and pinned memory, against one copy of as many bytes.
 
-Pages go down in two steps: a kernel gathers a block in HBM, and the copy engine takes it from there
-while the next one is gathered; up the other way. Beside it, for comparison, the kernel alone, which
-reads and writes pinned memory itself.
+A demotion has two steps: a kernel gathers a block in HBM, and the copy engine copies it to pinned
+memory while the next one is gathered; a promotion is the reverse. For comparison there is the
+kernel alone, which reads and writes pinned memory itself.
 
 Not run: there was no GPU.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Action = Callable[[], None]
 
 _IDLE, _BUSY = 0.9, 0.8
-# What a kernel that moves bytes over PCIe may take of a GPU: see tiffin.kernels.ranges.copy_ranges.
+# Programs of a kernel that moves bytes over PCIe: see tiffin.kernels.ranges.copy_ranges.
 _LINK_PROGRAMS = 64
 
 
@@ -64,7 +64,7 @@ class _Pages:
         self._check(setting)
 
     def down(self) -> None:
-        """Gathered block by block, each copied while the next is gathered."""
+        """Demote: gather block by block, each copied while the next is gathered."""
         case, stream = self.case, self._cuda.current_stream()
         transfer = None
         for number, pages in enumerate(self._maps):
@@ -75,7 +75,7 @@ class _Pages:
         transfer.stream_wait(stream)  # copies of one direction end in order
 
     def up(self) -> None:
-        """Copied block by block, each scattered while the next is copied."""
+        """Promote: copy block by block, each scattered while the next is copied."""
         case, stream = self.case, self._cuda.current_stream()
         groups = [[(case.blocks[number], self.host[number])] for number in range(case.count)]
         transfer = self._copier.submit(groups, after=stream.record_event())
@@ -84,25 +84,25 @@ class _Pages:
             scatter(case.cache, pages, case.blocks[number : number + 1], case.layout)
 
     def down_by_kernel(self) -> None:
-        """Straight into pinned memory."""
+        """Gather directly into pinned memory."""
         case = self.case
         gather(case.cache, case.pages, list(self.host), case.layout, programs=_LINK_PROGRAMS)
 
     def up_by_kernel(self) -> None:
-        """Straight out of pinned memory."""
+        """Scatter directly from pinned memory."""
         case = self.case
         scatter(case.cache, case.pages, list(self.host), case.layout, programs=_LINK_PROGRAMS)
 
     def copy_down(self) -> None:
-        """The limit: blocks that are there already, in one copy."""
+        """The limit of `down`: one copy of blocks that are already gathered."""
         self.host.copy_(self.case.blocks, non_blocking=True)
 
     def copy_up(self) -> None:
-        """The limit the other way."""
+        """The limit of `up`: one copy of all blocks."""
         self.case.blocks.copy_(self.host, non_blocking=True)
 
     def _check(self, setting: Setting) -> None:
-        """Raises ValueError unless both ways down give the same bytes, and up gives them back."""
+        """Raises ValueError unless both ways down give the same bytes, and up restores them."""
         torch, case = setting.machine.torch, self.case
         before = case.storage.clone()
         self.down()
@@ -122,7 +122,7 @@ class _Pages:
 
 
 def paged(setting: Setting) -> list[Row]:
-    """Pages of 16 tokens to pinned memory and back; alone, and while matrices hold the SMs."""
+    """Pages of 16 tokens to pinned memory and back; alone, and while matrices use all SMs."""
     where, rounds = setting.machine, setting.sizes.rounds
     where.need_gpu()
     with DeviceCopier(str(where.device)) as copier:
@@ -150,7 +150,7 @@ def paged(setting: Setting) -> list[Row]:
 def _paged_rows(
     case: Case, name: str, limit: Spread, values: Sequence[Spread], loads: Sequence[Beside]
 ) -> list[Row]:
-    """Staged and by kernel, alone; then both while matrices hold the SMs."""
+    """Staged and by kernel, alone; then both while matrices use all SMs."""
     kinds = (
         ("", (Target("ratio", ">=", _IDLE),), ""),
         ("-kernel", (), ""),
@@ -217,6 +217,6 @@ def scattered(where: Any, near: Any, host: Any, piece_bytes: int) -> tuple[Copie
 
 
 def submit(copier: DeviceCopier, where: Any, copies: Copies) -> None:
-    """One group, between what the current stream has and what it gets next."""
+    """Submit one group of copies, in order with the current stream's work before and after."""
     stream = where.torch.cuda.current_stream()
     copier.submit([[copies]], after=stream.record_event()).stream_wait(stream)

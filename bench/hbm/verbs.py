@@ -1,8 +1,8 @@
 """Rows about the HBM store's verbs: whole blocks, by the host's clock, beside plain copies.
 
-The pool is a node in this process, its memory pinned by the store on a GPU's machine. All blocks of
-a call are one prefix. On device `cpu` the tier is host memory, and every copy a memcpy: the rows
-then say what the store itself costs.
+The pool is a node in this process; with a GPU the store pins its memory. All blocks of a call are
+one prefix. On device `cpu` the tier is host memory, and every copy a memcpy: the rows then are the
+cost of the store itself.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from .setting import Setting
 
 _TIMEOUT_S = 60.0
-_LEASE_ROUNDS = 10  # times as many as of what moves bytes
+_LEASE_ROUNDS = 10  # rounds of leases per round of verbs that move bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Tier:
-    """A store over a pool, and the plain copies beside which it stands."""
+    """A store over a pool, and the plain copies that it is compared with."""
 
     setting: Setting
     store: HbmStore
     prefix: Prefix
-    host: Any  # uint8 [bytes of all blocks], pinned on a GPU's machine
+    host: Any  # uint8 [bytes of all blocks], pinned if there is a GPU
     near: tuple[Any, Any]  # as many bytes on the device, twice
 
     @property
@@ -49,7 +49,7 @@ class _Tier:
         return f"{len(self.prefix)} blocks of {size_text(self.prefix.schema.block_bytes)}"
 
     def publish(self) -> None:
-        """All blocks, from whatever the memory holds: nothing but the store's own work."""
+        """Publish all blocks with whatever bytes the memory has: only the store's own work."""
         with self.store.reserve(self.prefix) as slots:
             count = len(slots)
         if len(slots.stored) != len(self.prefix):
@@ -69,7 +69,8 @@ class _Tier:
             raise ValueError(f"not all blocks went down: {saved}")
 
     def forget(self, *, pool: bool) -> None:
-        """From HBM, and from the pool too. Once the streams have passed, the memory is free."""
+        """Remove the blocks from HBM, and if `pool` from the pool too. The memory is free once the
+        streams have passed."""
         self.store.remove(self.prefix, pool=pool, timeout_s=_TIMEOUT_S)
         self.setting.machine.synchronise()
         self.store.statistics()
@@ -98,7 +99,7 @@ def _tier(setting: Setting, checksum: Any = "xxh3_64_pages") -> Iterator[_Tier]:
     options = HbmOptions(write_back=False)
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(Client.open(url, name="bench"))
-        # Room for the blocks twice: those of the round before may not be free yet.
+        # Room for twice the blocks: those of the round before may not be free yet.
         store = HbmStore(client, schema, 2 * nbytes, str(where.device), options=options)
         stack.enter_context(store)
         store.tensor.copy_(where.bytes_of(store.tensor.numel()))
@@ -107,7 +108,7 @@ def _tier(setting: Setting, checksum: Any = "xxh3_64_pages") -> Iterator[_Tier]:
 
 
 def publish(setting: Setting) -> list[Row]:
-    """`reserve` and commit of blocks that are filled already: the checksums, and the decision."""
+    """`reserve` and commit of blocks that are already filled: checksums and bookkeeping."""
     with _tier(setting) as tier:
         forget = partial(tier.forget, pool=False)
         return _rows(tier, "publish", Side(tier.publish, forget), tier.copy_near, _near(setting))
@@ -128,7 +129,7 @@ def lease(setting: Setting) -> list[Row]:
 
 
 def promote(setting: Setting) -> list[Row]:
-    """Blocks of the pool up into HBM, verified where they arrive."""
+    """Blocks of the pool copied into HBM, and verified there."""
     rows = []
     for checksum, name in (("xxh3_64_pages", "promote"), ("xxh3_64", "promote-rehashed")):
         with _tier(setting, checksum) as tier:
@@ -142,7 +143,7 @@ def promote(setting: Setting) -> list[Row]:
 
 
 def demote(setting: Setting) -> list[Row]:
-    """Blocks of HBM down into the pool, verified there and committed."""
+    """Blocks of HBM copied into the pool, verified there and committed."""
     with _tier(setting) as tier:
 
         def again() -> None:
@@ -156,8 +157,8 @@ def demote(setting: Setting) -> list[Row]:
 def _rows(
     tier: _Tier, name: str, side: Side, limit: Callable[[], None], limit_what: str
 ) -> list[Row]:
-    """The rate, and what one block takes. The device's clock has no say: the verb returns when all
-    is done, and so does the limit."""
+    """The rate, and the time per block. The host's clock is enough: the verb and its limit return
+    when all is done."""
     setting = tier.setting
     sides = [side, Side(limit)]
     taken, copied = setting.machine.host_turns(sides, rounds=setting.sizes.rounds)

@@ -1,1 +1,1 @@
-"""`tiffin bench kernels`: gather, scatter and their kin, each beside a plain copy."""
+"""`tiffin bench kernels`: gather, scatter and the other kernels, each beside a plain copy."""

@@ -1,4 +1,4 @@
-"""Rows about what a call costs besides moving bytes: launches, and the host's time."""
+"""Rows about the overhead of a call: launches, and the host's time."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from .setting import Setting
 
 _MOST_LAUNCHES, _MOST_HOST_US = 2, 100
-# The host's time depends on lanes, pages and blocks, not on the length of a row: short ones, so
+# The host's time depends on lanes, pages and blocks, not on the length of a row. Rows are short so
 # that 64 blocks are not 4 GiB.
 _SHORT_DIM = 8
 
 
 def launches(setting: Setting) -> list[Row]:
-    """Launches per call. On a GPU counted by torch's profiler, elsewhere those that are planned:
-    one per group of lanes."""
+    """Launches per call. On a GPU counted by torch's profiler, else the planned ones: one per group
+    of lanes."""
     rows = []
     for model, name in ((llama(setting.sizes), "gqa"), (latents(setting.sizes), "mla")):
         case = small_pages(setting, model, blocks=2)
@@ -57,13 +57,13 @@ def launches(setting: Setting) -> list[Row]:
 
 
 def host(setting: Setting) -> list[Row]:
-    """The host's time per call: what is planned and checked before a launch, from the page table
-    on; on a GPU also whole calls, which return when their work is queued."""
+    """The host's time per call: plans and checks before a launch, from the page table on; on a GPU
+    also whole calls, which return when their work is queued."""
     count = setting.sizes.call_blocks
     sizes = setting.sizes
     model = replace(llama(sizes), dim=_SHORT_DIM)
     case = small_pages(setting, model, blocks=count)
-    extents = list(case.blocks)  # as from an HBM tier, each somewhere else
+    extents = list(case.blocks)  # as from an HBM tier, each at an address of its own
     pages = f"{len(case.page_ids):,} pages of {case.page_tokens} tokens, {model.layers} layers"
     target = (Target("p50", "<=", _MOST_HOST_US),)
     sides = [Side(partial(_plan, case, extents)), Side(partial(_sort, case))]
@@ -87,7 +87,7 @@ def host(setting: Setting) -> list[Row]:
 def _queued(
     setting: Setting, case: Case, extents: list[Any], pages: str, target: tuple[Target, ...]
 ) -> list[Row]:
-    """Whole calls on a GPU that is idle, so that nothing waits for room in a queue."""
+    """Whole calls on an idle GPU, so that the host never waits for room in a queue."""
     where, rows = setting.machine, []
     copy = Side(case.copy, where.synchronise)
     for verb in (gather, scatter):
@@ -113,7 +113,7 @@ def _queued(
 
 
 def _plan(case: Case, extents: list[Any]) -> None:
-    """What `gather` does before it launches, step by step, with a new page map."""
+    """The steps of `gather` before its launch, with a new page map."""
     pages = case.page_map()
     groups = lanes(case.cache, case.layout)
     pages.check_fits(case.cache, case.layout.tokens)
@@ -134,7 +134,7 @@ def _sort(case: Case) -> None:
 
 
 def _profiled(where: Machine, action: Callable[[], None]) -> tuple[int, int]:
-    """Kernels and copies that one call queued."""
+    """The numbers of kernels and of copies that one call queues."""
     torch = where.torch
     kinds = torch.profiler.ProfilerActivity
     where.synchronise()

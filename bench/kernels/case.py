@@ -1,7 +1,7 @@
-"""Pages scattered in an engine's cache, and blocks: what the kernels move, ready to be moved.
+"""A case for the kernels: pages scattered in an engine's cache, and blocks.
 
-The cache has just the pages that the blocks need, in an order drawn once: every page of a block is
-somewhere else, as after hours of serving. Its bytes are random.
+The cache has only the pages that the blocks need, in one random order: the pages of a block are not
+neighbours, as after hours of serving. Its bytes are random.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 Order = Literal["nhd", "hnd"]
 
 _ITEM_BYTES = 2  # bf16
-# The limit's copy does not begin at the same place of a page as its source: on some CPUs two
-# buffers that do are slower to copy, and a limit that low would flatter.
+# The limit's target begins at another offset in a memory page than its source: on some CPUs a copy
+# between equal offsets is slower, and such a low limit would make Tiffin look better than it is.
 _APART_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The shape of what is moved: `heads` of `kv_heads` are in this cache (a rank's share)."""
+    """The shape of a model's KV: `heads` of `kv_heads` are in this cache (a rank's share)."""
 
     name: str
     layers: int
@@ -42,18 +42,18 @@ class Model:
 
 
 def llama(sizes: Sizes) -> Model:
-    """All heads, as without tensor parallelism."""
+    """A Llama with all heads, without tensor parallelism."""
     return Model("", sizes.layers, 2, sizes.kv_heads, sizes.kv_heads, sizes.head_dim)
 
 
 def head_slice(sizes: Sizes) -> Model:
-    """What one rank of `ranks` has of the same model."""
+    """The heads of one rank of `ranks` of the same model."""
     heads = sizes.kv_heads // sizes.ranks
     return Model("slice", sizes.layers, 2, sizes.kv_heads, heads, sizes.head_dim)
 
 
 def latents(sizes: Sizes) -> Model:
-    """One latent per token and layer."""
+    """A model with one latent per token and layer."""
     return Model("mla", sizes.latent_layers, 1, 1, 1, sizes.latent_dim)
 
 
@@ -72,7 +72,7 @@ class Case:
     """A cache in an engine's order, blocks, and ways to move one into the other.
 
     `storage`: all layers, bf16 [layers, parts, pages, page_tokens, heads, dim], heads before tokens
-    for "hnd". `blocks`: uint8 [blocks, block_bytes]. `nbytes`: what has to be moved.
+    for "hnd". `blocks`: uint8 [blocks, block_bytes]. `nbytes`: bytes to move.
     """
 
     def __init__(
@@ -114,15 +114,15 @@ class Case:
         )
 
     def gather(self) -> None:
-        """Pages into blocks, by the kernel on a GPU and by its reference on a CPU."""
+        """Gather pages into blocks, by the kernel on a GPU and by its reference on a CPU."""
         gather(self.cache, self.pages, self.blocks, self.layout)
 
     def scatter(self) -> None:
-        """Blocks into pages."""
+        """Scatter blocks into pages."""
         scatter(self.cache, self.pages, self.blocks, self.layout)
 
     def copy(self) -> None:
-        """The limit: as many bytes, from one place to another on the device."""
+        """The limit: a plain copy of as many bytes on the device."""
         if self._copied is None:
             spare = self.where.bytes_of(self.nbytes + _APART_BYTES)
             self._copied = spare[_APART_BYTES:]
@@ -173,13 +173,13 @@ class Case:
         return by_block.permute(heads_first).flatten(2, 3)
 
     def _pages_first(self, part: Any) -> Any:
-        """The other way: [blocks, pages, page_tokens, heads, dim], or heads before tokens."""
+        """The reverse: [blocks, pages, page_tokens, heads, dim], or heads before tokens."""
         by_page = part.unflatten(2, (-1, self.page_tokens))
         return by_page.permute((0, 2, 3, 1, 4) if self.order == "nhd" else (0, 2, 1, 3, 4))
 
 
 def _layout(model: Model, block_tokens: int) -> BlockLayout:
-    """The pool's order of what this cache has: a rank's share is a slice, packed."""
+    """The pool's order of the heads in this cache: a rank's share is a packed slice."""
     if model.parts == 1:
         shape = BlockShape.mla(
             layers=model.layers, dim=model.dim, itemsize=_ITEM_BYTES, tokens=block_tokens

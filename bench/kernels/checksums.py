@@ -1,4 +1,4 @@
-"""Rows about checksums of segments where they lie, against reading the same bytes once."""
+"""Rows about checksums of segments in place, against reading the same bytes once."""
 
 from __future__ import annotations
 

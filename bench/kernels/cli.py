@@ -24,7 +24,7 @@ def commands(app: typer.Typer) -> None:
 
 
 def chosen(device: str | None) -> Machine:
-    """The device of `--device`. Raises typer.BadParameter for one that is not here."""
+    """The device of `--device`. Raises typer.BadParameter if this machine does not have it."""
     try:
         return machine(device)
     except (Missing, ValueError) as error:

@@ -1,8 +1,8 @@
-"""The device that is measured: which one, what it is, and what its clock is.
+"""The measured device: its choice, its description and its clock.
 
-On a GPU the clock is a pair of events around what was queued, so that the host's own time is not in
-it; on a CPU it is the host's. `host_turns` is the host's clock on both, for verbs that wait for the
-device themselves.
+On a GPU the clock is a pair of events around the queued work, so that the host's own time is not
+measured; on a CPU it is the host's. `host_turns` is the host's clock on both, for verbs that wait
+for the device themselves.
 
 Nothing here has run on a GPU.
 """
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 # A GPU that was idle runs at a low clock for its first milliseconds, and Triton compiles at the
 # first call.
 _WARM_S = 0.5
-# What goes through the L2 cache before a sample: twice the cache at least, and for as long as the
-# host may take to queue a call (1 GiB written at 3 TB/s is 0.4 ms): the device should not wait.
+# Bytes written before a sample to flush the L2 cache: at least twice the cache, and enough to keep
+# the device busy while the host queues a call (1 GiB at 3 TB/s is 0.4 ms): it should not wait.
 _FLUSH_BYTES = 256 << 20
 _FLUSHES = 4
 _SMI_S = 30.0
@@ -46,12 +46,12 @@ _SMI_FIELDS = (
 
 
 class Missing(Exception):
-    """A measurement needs something that is not here; says what, and how to get it."""
+    """A measurement needs something that is missing; the message says what, and how to get it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """torch, and the one device of it that is measured: `cpu` or `cuda:N`."""
+    """torch, and its device that is measured: `cpu` or `cuda:N`."""
 
     torch: Any
     device: Any
@@ -63,13 +63,13 @@ class Machine:
 
     @property
     def copy_text(self) -> str:
-        """What `tensor.copy_` is here, for tables."""
+        """The name of `tensor.copy_` on this device, for tables."""
         if self.on_gpu:
             return "device-to-device copy (tensor.copy_)"
         return f"memcpy (tensor.copy_), {self.torch.get_num_threads()} threads as in torch"
 
     def need_gpu(self) -> None:
-        """Raises Missing where the device is a CPU."""
+        """Raises Missing if the device is a CPU."""
         if not self.on_gpu:
             raise Missing("needs a GPU: --device cuda:0")
 
@@ -81,11 +81,11 @@ class Machine:
         return found.random_(0, 256, generator=generator)
 
     def pinned(self, nbytes: int) -> Any:
-        """uint8 [nbytes] of host memory, touched; on a GPU's machine, pinned."""
+        """uint8 [nbytes] of host memory, touched; pinned if the device is a GPU."""
         return self.torch.zeros(nbytes, dtype=self.torch.uint8, pin_memory=self.on_gpu)
 
     def synchronise(self) -> None:
-        """Wait until the device has nothing to do."""
+        """Wait until the device is idle."""
         if self.on_gpu:
             self.torch.cuda.synchronize(self.device)
 
@@ -93,7 +93,7 @@ class Machine:
         """Seconds of every call, per side, by the device's clock; see `rows.interleave`.
 
         On a GPU an action queues its work on the current stream, or makes that stream wait for the
-        others that it used.
+        other streams that it used.
         """
         if not self.on_gpu:
             return interleave(sides, rounds=rounds)
@@ -108,7 +108,7 @@ class Machine:
 def machine(name: str | None) -> Machine:
     """The device called `name`; without a name the first GPU, or else the CPU.
 
-    Raises Missing without torch, ValueError for a device that is not here.
+    Raises Missing without torch, ValueError for a device that this machine does not have.
     """
     try:
         import torch
@@ -126,7 +126,7 @@ def machine(name: str | None) -> Machine:
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and device.index >= gpus):
         raise ValueError(f"there is no device {name!r} here: {gpus} GPUs, and the CPU")
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # whose current stream everything is queued on
+        torch.cuda.set_device(device)  # all work is queued on its current stream
     return Machine(torch, device)
 
 
@@ -164,11 +164,12 @@ def _events(where: Machine, sides: Sequence[Side], rounds: int) -> list[list[flo
     return seconds
 
 
-# -- what it is ------------------------------------------------------------------------------------
+# -- description -----------------------------------------------------------------------------------
 
 
 def surroundings(where: Machine) -> dict[str, Any]:
-    """The device in plain values, clocks as they are now; what cannot be read is "unknown"."""
+    """The device in plain values, with its present clocks; values that can't be read are
+    "unknown"."""
     torch = where.torch
     found = {
         "device": str(where.device),
@@ -190,7 +191,7 @@ def surroundings(where: Machine) -> dict[str, Any]:
 
 
 def _from_smi(uuid: str) -> dict[str, str]:
-    """Driver, clocks and link, as nvidia-smi says them."""
+    """Driver, clocks and link, as reported by nvidia-smi."""
     program = shutil.which("nvidia-smi")
     said = ""
     if program is not None:

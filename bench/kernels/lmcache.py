@@ -1,8 +1,8 @@
-"""Rows beside LMCache, where it is installed: its kernel for all layers of one chunk at a time.
+"""Rows that compare with LMCache, if installed: its kernel for all layers of one chunk at a time.
 
-Called is what its own connectors call (release 0.5.6), `multi_layer_kv_transfer` of its compiled
-extension, once per block, its chunk being as long. Its chunks are [2, layers, tokens, heads * dim]:
-nothing is reordered, where our blocks have all tokens of a head side by side.
+They call the function that its own connectors call (release 0.5.6), `multi_layer_kv_transfer` of
+its compiled extension, once per block, with chunks of the same length. Its chunks are [2, layers,
+tokens, heads * dim]: nothing is reordered, while our blocks have all tokens of a head side by side.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from .setting import Setting
 
 _EXTENSIONS = ("lmcache.cuda_ops", "lmcache.c_ops")
-_NAMES = ("lmcache.lmcache_native", *_EXTENSIONS)  # where the enumerations are
+_NAMES = ("lmcache.lmcache_native", *_EXTENSIONS)  # modules of the enumerations
 _FORMAT = "NL_X_TWO_NB_BS_NH_HS"  # per layer [2, pages, page_tokens, heads, dim]
 
 
 def lmcache(setting: Setting) -> list[Row]:
-    """Gather and scatter of small NHD pages, ours and LMCache's in turn."""
+    """Gather and scatter of small NHD pages, ours and LMCache's in turns."""
     setting.machine.need_gpu()
     peer = _Peer(setting)
     case = peer.case
@@ -39,7 +39,7 @@ def lmcache(setting: Setting) -> list[Row]:
 
 
 class _Peer:
-    """LMCache's kernel over the cache of a case of ours, with chunks of its own."""
+    """LMCache's kernel over the cache of one of our cases, with its own chunks."""
 
     def __init__(self, setting: Setting) -> None:
         self._move = _first(_EXTENSIONS, "multi_layer_kv_transfer")
@@ -66,11 +66,11 @@ class _Peer:
         self._check()
 
     def gather(self) -> None:
-        """Pages into chunks."""
+        """Gather pages into chunks."""
         self._all(self._directions[0])
 
     def scatter(self) -> None:
-        """Chunks into pages."""
+        """Scatter chunks into pages."""
         self._all(self._directions[1])
 
     def _all(self, direction: Any) -> None:
@@ -90,7 +90,7 @@ class _Peer:
             )
 
     def _check(self) -> None:
-        """Raises ValueError unless it moves what it is taken to move."""
+        """Raises ValueError unless it moves the same tokens as our kernel."""
         case = self.case
         self.gather()
         case.where.synchronise()
@@ -101,7 +101,7 @@ class _Peer:
 
 
 def _first(modules: tuple[str, ...], name: str) -> Any:
-    """What has this name in the first of the modules that has it. Raises Missing."""
+    """The attribute `name` of the first module that has it. Raises Missing."""
     reasons = []
     for module in modules:
         try:

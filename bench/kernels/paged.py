@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Verb = Literal["gather", "scatter"]
 
-# Of the rate of a plain copy.
+# Targets, as shares of the rate of a plain copy.
 _WHOLE_GPU, _WHOLE_CPU, _PART_GPU = 0.85, 0.5, 0.7
 
 
@@ -24,7 +24,7 @@ def gathers(setting: Setting) -> list[Row]:
 
 
 def scatters(setting: Setting) -> list[Row]:
-    """The other way."""
+    """Blocks into pages of all sizes and both orders."""
     return _whole(setting, "scatter")
 
 
@@ -33,7 +33,7 @@ def parts(setting: Setting) -> list[Row]:
     rows = []
     for model in (head_slice(setting.sizes), latents(setting.sizes)):
         case = _case(setting, model, setting.sizes.page_tokens[0])
-        # Pieces this small run at the cores' own speed on a CPU: no target was set for that.
+        # On a CPU the speed of its cores bounds pieces this small: there is no target for that.
         targets = (Target("ratio", ">=", _PART_GPU),) if setting.machine.on_gpu else ()
         rows += _rows(setting, case, "gather", targets)
         rows += _rows(setting, case, "scatter", targets)
@@ -46,7 +46,7 @@ def _whole(setting: Setting, verb: Verb) -> list[Row]:
     rows = []
     for page_tokens in setting.sizes.page_tokens:
         for order in orders:
-            # Passed on and not kept: two of them at a time would be 3 GiB.
+            # The case is not kept in a variable: two of them at a time would be 3 GiB.
             targets = (Target("ratio", ">=", bound),)
             rows += _rows(
                 setting, _case(setting, llama(setting.sizes), page_tokens, order), verb, targets
@@ -69,14 +69,14 @@ def _case(setting: Setting, model: Model, page_tokens: int, order: Order = "nhd"
 
 
 def _rows(setting: Setting, case: Case, verb: Verb, targets: tuple[Target, ...]) -> list[Row]:
-    """Against a copy with a target, against the naive way for information."""
+    """A row against a plain copy, with a target, and one against the naive way, for information."""
     ours, naive = (
         (case.gather, case.naive_gather) if verb == "gather" else (case.scatter, case.naive_scatter)
     )
     machine, rounds = setting.machine, setting.sizes.rounds
     to_rates = partial(rates, nbytes=case.nbytes)
     value, copied = map(to_rates, machine.turns([Side(ours), Side(case.copy)], rounds=rounds))
-    # The naive way takes ten times as long on a CPU, so it gets fewer turns.
+    # The naive way takes ten times as long on a CPU, so it has fewer rounds.
     pair = machine.turns([Side(ours), Side(naive)], rounds=max(3, rounds // 5))
     again, naively = map(to_rates, pair)
     name = "-".join((verb, case.model.name or case.order, str(case.page_tokens)))

@@ -1,4 +1,4 @@
-"""Rows about quantised blocks: what rounding to a byte costs on top of moving the numbers."""
+"""Rows about quantised blocks: the cost of rounding to bytes, in addition to moving the numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .case import Case
     from .setting import Setting, Sizes
 
-# In bytes of bf16 that are read, of the rate of the gather that does not convert.
+# The target, as a share of the rate of a gather without conversion, both in bytes of bf16 read.
 _BOUND_GPU = 0.8
 _BLOCK_ALIGN = 16
 
@@ -44,7 +44,7 @@ def _rows(setting: Setting, case: Case, scaling: Scaling) -> list[Row]:
     blocks = setting.machine.bytes_of(case.count * stride_bytes).view(case.count, stride_bytes)
     there = partial(gather_quantised, case.cache, case.pages, blocks, layout)
     back = partial(scatter_dequantised, case.cache, case.pages, blocks, layout)
-    there()  # so that the blocks hold numbers before they are read
+    there()  # the blocks must have numbers before they are read
     sides = [Side(there), Side(case.gather), Side(back), Side(case.scatter)]
     # A CPU takes a second for a block.
     rounds = setting.sizes.rounds if setting.machine.on_gpu else max(3, setting.sizes.rounds // 5)
@@ -55,7 +55,7 @@ def _rows(setting: Setting, case: Case, scaling: Scaling) -> list[Row]:
     name = f"{short}-head" if whole else f"{short}-{scaling.scale_tokens}"
     what = f"{case.count} blocks of {layout.nbytes:,} bytes, pages of {case.page_tokens} NHD"
     bound = (Target("ratio", ">=", _BOUND_GPU),)
-    # Only the gather to fp8 has a target, and on a GPU: a CPU waits for its own arithmetic.
+    # Only the gather to fp8 on a GPU has a target: on a CPU arithmetic is the limit.
     targets = bound if short == "float8" and setting.machine.on_gpu else ()
     return [
         Row(
@@ -79,7 +79,7 @@ def _rows(setting: Setting, case: Case, scaling: Scaling) -> list[Row]:
 
 
 def _layout(sizes: Sizes, scaling: Scaling) -> QuantisedLayout:
-    """Every part of every layer quantised alike: a byte per number, then each head's scales."""
+    """A layout with one scaling for all parts: a byte per number, then each head's scales."""
     tail_bytes = sizes.block_tokens // scaling.scale_tokens * SCALE_BYTES
     part = BlockPart(sizes.kv_heads, sizes.block_tokens, sizes.head_dim, tail_bytes)
     shape = BlockShape(sizes.block_tokens, ((part, part),) * sizes.layers)

@@ -1,4 +1,4 @@
-"""Rows about resharding: payloads of two tensor-parallel ranks as four ranks want them."""
+"""Rows about resharding: payloads of two tensor-parallel ranks in the order of four ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the measurements share: how large a run is, and the device that is measured."""
+"""Shared by the measurements: the sizes of a run, and the measured device."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much a run measures. The defaults are the run that `docs/benchmarks.md` shows.
+    """The sizes of a run. The defaults are the run that `docs/benchmarks.md` shows.
 
-    Llama-3-8B (32 layers of K and V, 8 heads of 128, bf16: blocks of 64 MiB), and latents as
-    DeepSeek-V3 has them (61 layers, 512 + 64: 34 MiB).
+    Llama-3-8B (32 layers of K and V, 8 heads of 128, bf16: blocks of 64 MiB), and the latents of
+    DeepSeek-V3 (61 layers, 512 + 64: 34 MiB).
     """
 
     rounds: int = 20
@@ -46,7 +46,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSetting(Generic[S]):
-    """One run on a device: its sizes, the device, and whom to tell what is going on."""
+    """One run on a device: its sizes, the device, and a callback for progress."""
 
     sizes: S
     machine: Machine

@@ -1,6 +1,6 @@
-"""The kernels' measurements, in the order of the docs, and what a suite on a device is.
+"""The kernels' measurements, in the order of the docs, and `device_suite`, a suite on a device.
 
-What is measured is imported when they run: every `tiffin` command comes by here to learn their
+Their modules are imported only when they run: every `tiffin` command imports this module for their
 names, and torch takes a second to import or is not installed.
 """
 
@@ -23,7 +23,7 @@ S = TypeVar("S", bound="DeviceSetting[Any]")
 
 
 def device_suite(name: str, package: str, where: Mapping[str, tuple[str, str]]) -> Suite[S]:
-    """Measurements on a device: `where` maps their names to modules of `package`, and functions."""
+    """Measurements on a device: `where` maps each name to a module of `package` and a function."""
     return Suite(
         name,
         {row: _later(package, *place) for row, place in where.items()},
@@ -35,8 +35,8 @@ def device_suite(name: str, package: str, where: Mapping[str, tuple[str, str]]) 
 
 
 def _later(package: str, module: str, function: str) -> Callable[[S], list[Row]]:
-    """A measurement that is imported at its first call. What the kernels or the device refuse ends
-    this one, and not those after it."""
+    """A measurement that is imported at its first call. An error of the kernels or of the device
+    ends this measurement, but not those after it."""
 
     def measured(setting: S) -> list[Row]:
         from tiffin.kernels.errors import KernelError

@@ -1,1 +1,1 @@
-"""`tiffin bench network`: what remote blocks cost, each number beside the limit of the same run."""
+"""`tiffin bench network`: costs of remote blocks, each number beside the limit of the same run."""

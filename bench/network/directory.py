@@ -1,4 +1,4 @@
-"""Rows about finding blocks: a long prefix located in Redis, and leased from who has it."""
+"""Rows about finding blocks: a long prefix located in Redis, and leased from the node with it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _COUNTED_CALLS = 200
 
 
 class _Locator:
-    """Locates and leases all blocks of a prefix; `release` lets go of them."""
+    """Locates and leases all blocks of a prefix; `release` ends the leases."""
 
     def __init__(self, directory: Directory, peer: Peer, number: int, prefix: Prefix) -> None:
         self._directory = directory
@@ -48,11 +48,11 @@ class _Locator:
         self._lease = 0
 
     def located(self) -> bool:
-        """Whether the directory knows, for each block, that the node has it."""
+        """Whether the directory lists the node for each block."""
         return self._directory.locate(self._prefix.keys) == [(self._number,)] * len(self._prefix)
 
     def __call__(self) -> None:
-        """Locate, and lease from the node."""
+        """Locate the blocks, and lease them from the node."""
         assert self.located()
         request = messages.Lease(0, self._prefix.key_bytes, _TIMEOUT_S)
         reply = self._peer.call(request, _TIMEOUT_S)
@@ -60,12 +60,12 @@ class _Locator:
         self._lease = reply.lease
 
     def release(self) -> None:
-        """Let go of what was leased last."""
+        """End the last leases."""
         self._peer.post(messages.Release(0, self._lease))
 
 
 def locate(setting: Setting) -> list[Row]:
-    """Find a prefix in Redis and lease it; and how often Redis is asked for it. Raises Missing."""
+    """Find a prefix in Redis and lease it; and the number of requests to Redis. Raises Missing."""
     if find_spec("redis") is None:
         raise Missing('no library redis; run: pip install "tiffin[redis]"')
     import redis
@@ -127,7 +127,7 @@ def _put(url: str, prefix: Prefix) -> None:
 
 
 def _await(holds: Callable[[], bool], what: str) -> None:
-    """The node registers a moment after it listens, and publishes a moment after a put."""
+    """Wait: the node registers a moment after it listens, and publishes a moment after a put."""
     deadline = time.monotonic() + _PUBLISHED_S
     while not holds():
         if time.monotonic() > deadline:

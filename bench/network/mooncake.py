@@ -1,15 +1,17 @@
-"""Rows against Mooncake Store over TCP, as its Python package does it by default, in turns with us.
+"""Rows that compare with Mooncake Store over TCP, its Python package's default, in turns.
 
-Mooncake lives in a Python of its own, given by `--mooncake`; `docs/benchmarks.md` says how to make
-one. Three processes are its side: master, holder of the memory, reader. The CPU time of all three
-counts, as that of the node and the client does on ours.
+Mooncake runs in a Python environment of its own, given by `--mooncake`; `docs/benchmarks.md` says
+how to make one. Its side has three processes: master, holder of the memory, reader. The CPU time of
+all three counts, as that of the node and the client does on our side.
 
-They look for work without sleeping, which takes a core or more from whoever is measured beside
-them. So they are stopped while we are measured; our processes sleep when nobody asks them. A stop
-lasts for one batch, a fraction of a second: its master gives clients up after seconds.
+Its processes poll for work without sleeping, which takes a core or more from any process measured
+at the same time. So they are stopped (SIGSTOP) while ours are measured; ours sleep when there are
+no requests. A stop lasts for one batch, a fraction of a second, as Mooncake's master gives clients
+up after seconds.
 
-Mooncake's data port takes connections on every address of the machine and authenticates nobody. Run
-this where nobody else reaches it: `docs/benchmarks.md` shows how to use a network namespace.
+Mooncake's data port accepts connections on every address of the machine, without authentication.
+Run this where no other host can reach it: `docs/benchmarks.md` shows how to use a network
+namespace.
 """
 
 from __future__ import annotations
@@ -40,17 +42,18 @@ if TYPE_CHECKING:
 
 _PEER = Path(__file__).with_name("mooncake_peer.py")
 _WARM_CALLS = 200
-# Before each batch of small blocks, on either side: it has slept while the other was measured.
+# Unmeasured calls before each batch of small blocks, on both sides: the side was idle or stopped
+# while the other was measured.
 _WARM_AGAIN_CALLS = 200
 _END_S = 10.0
-# Of what its libraries have to say, for an error message: some forty lines.
+# The end of its libraries' output that goes into an error message: some forty lines.
 _LOG_BYTES = 4096
 _NOTE = "Mooncake's processes, which poll, are stopped while ours are measured"
 
 
 class _Process:
-    """One process of Mooncake, in the process group `group` (0: its own); what it says besides its
-    answers is kept for error messages."""
+    """One process of Mooncake, in the process group `group` (0: its own); its standard error is
+    kept for error messages."""
 
     def __init__(self, role: str, command: Sequence[str], group: int = 0) -> None:
         self._role = role
@@ -67,7 +70,7 @@ class _Process:
             stack.pop_all()
 
     def line(self) -> bytes:
-        """What it says next. Raises NodeUnavailable if it has ended instead."""
+        """The next line of its output. Raises NodeUnavailable if the process has ended."""
         assert self.popen.stdout is not None
         line = self.popen.stdout.readline()
         if not line:
@@ -75,7 +78,7 @@ class _Process:
         return line
 
     def tell(self, line: str) -> None:
-        """Send a line. Raises NodeUnavailable if it has ended."""
+        """Send a line. Raises NodeUnavailable if the process has ended."""
         assert self.popen.stdin is not None
         try:
             self.popen.stdin.write(line.encode() + b"\n")
@@ -84,16 +87,16 @@ class _Process:
             raise NodeUnavailable(f"Mooncake's {self._role} has ended: {self.log()}") from error
 
     def log(self) -> str:
-        """The end of the standard error of one that has ended."""
+        """The end of the standard error of a process that has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # its output ends first
             self.popen.wait(_END_S)
-        # Not `seek`: it writes where the same file is at.
+        # Not `seek`: the process shares the file's offset, and writes there.
         descriptor = self._log.fileno()
         start = max(0, os.fstat(descriptor).st_size - _LOG_BYTES)
         return os.pread(descriptor, _LOG_BYTES, start).decode(errors="replace")
 
     def end(self, number: signal.Signals | None = None) -> None:
-        """Its input ends and, if given, it gets a signal. Returns when it is gone."""
+        """Close its input and, if given, send a signal. Returns when the process has ended."""
         assert self.popen.stdin is not None
         assert self.popen.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -110,7 +113,7 @@ class _Process:
 
 
 class _Mooncake:
-    """A reader process and those that serve it, all in the process group of the master."""
+    """A reader process, a holder and a master, all in the process group of the master."""
 
     def __init__(self, master: _Process, holder: _Process, reader: _Process) -> None:
         self._reader = reader
@@ -118,22 +121,22 @@ class _Mooncake:
         self.pids = tuple(one.popen.pid for one in (reader, master, holder))
 
     def get(self, blocks: int, times: int = 1) -> list[float]:
-        """Seconds of each of `times` rounds of `get_into` of the first so many blocks."""
+        """Seconds of each of `times` rounds of `get_into` of the first `blocks` blocks."""
         self._reader.tell(f"{blocks} {times}")
         seconds: list[float] = json.loads(self._reader.line())
         return seconds
 
     def stop(self) -> None:
-        """None of them takes CPU time from here on. Raises NodeUnavailable if one has ended."""
+        """Stop all three: they take no more CPU time. Raises NodeUnavailable if one has ended."""
         os.killpg(self._group, signal.SIGSTOP)
         for pid in self.pids:
-            # WNOWAIT: an end is for Popen to collect.
+            # WNOWAIT: a process that ended is left for Popen to wait for.
             found = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
             if found is None or found.si_code != os.CLD_STOPPED:
                 raise NodeUnavailable("a process of Mooncake has ended between its measurements")
 
     def resume(self, calls: int = 1) -> None:
-        """They run again, and have been asked for a block so many times."""
+        """Continue all three, and get a block `calls` times."""
         os.killpg(self._group, signal.SIGCONT)
         self.get(1, calls)
 
@@ -147,20 +150,20 @@ def _mooncake(setting: Setting, block_bytes: int, blocks: int) -> Iterator[_Moon
     program = python.parent / "mooncake_master"
     if not program.exists():
         raise Missing(f"{program} is not there; docs/benchmarks.md says how to install Mooncake")
-    # It gives a segment away in pieces of its own and evicts at 95 %.
+    # Mooncake allocates a segment in pieces of its own sizes and evicts at 95 %.
     segment_bytes = max(256 * MIB, 2 * block_bytes * blocks)
     with contextlib.ExitStack() as stack:
         master, address = _master(program, stack)
         peer = partial(_peer, python, address, master.popen.pid, stack)
         holder = peer("holder", segment_bytes)
         reader = peer("reader", block_bytes, blocks)
-        # Whoever is stopped would not notice that it is to end.
+        # A stopped process would not notice that it has to end.
         stack.callback(_continue, master.popen.pid)
         yield _Mooncake(master, holder, reader)
 
 
 def _master(program: Path, stack: contextlib.ExitStack) -> tuple[_Process, str]:
-    """A running master, which `stack` ends, and its address."""
+    """A running master and its address; `stack` ends it."""
     port = free_port(LOOPBACK)
     command = [
         *(str(program), f"--rpc_address={LOOPBACK}", f"--rpc_port={port}"),
@@ -199,7 +202,7 @@ def _accepts(port: int) -> bool:
 
 
 def mooncake(setting: Setting) -> list[Row]:
-    """The same blocks from Mooncake's TCP and from ours. Raises Missing."""
+    """The same blocks over Mooncake's TCP and over ours. Raises Missing."""
     rows = [row for size in setting.sizes.block_bytes for row in _large(setting, size)]
     return rows + _small(setting)
 

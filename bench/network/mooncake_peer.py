@@ -1,11 +1,11 @@
-"""One side of Mooncake Store, run by a Python that has `mooncake`; it needs nothing of ours.
+"""A process of Mooncake Store, run by a Python with `mooncake`; it imports no module of Tiffin.
 
     python mooncake_peer.py holder MASTER SEGMENT_BYTES
     python mooncake_peer.py reader MASTER BLOCK_BYTES BLOCKS
 
-A holder lends its memory until its standard input ends. A reader puts blocks and then, for each
-number on a line of its input, gets the first so many, one `get_into` after the other, as often as a
-second number says; it answers with a JSON list of seconds. Both say `ready` first.
+A holder provides memory until its standard input ends. A reader puts blocks and then reads lines
+`COUNT TIMES`: it gets the first COUNT blocks, one `get_into` after the other, TIMES times, and
+answers with a JSON list of seconds. Both print `ready` first.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def _check(result: int, wanted: int, what: str) -> None:
 
 
 def main() -> None:
-    """As the arguments say."""
+    """Run a holder or a reader, as the arguments say."""
     del sys.path[0]  # this folder, which has a module `mooncake` of its own
-    # The library writes to standard output too; answers must stay apart from that.
+    # The library writes to standard output too, so answers go to a copy of that descriptor.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     role, master, *numbers = sys.argv[1:]

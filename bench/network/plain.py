@@ -1,7 +1,7 @@
-"""The limit of everything that crosses a network: the same bytes over a socket without a protocol.
+"""The limit of all transfers over a network: the same bytes over a socket without a protocol.
 
-A process of its own sends from memory of the same size, from `sendall` to `recv_into`; nobody
-checks, names or leases anything. `python -m tiffin.bench.network.plain BYTES` is that process.
+A process of its own sends from memory of the same size, from `sendall` to `recv_into`, without
+checksums, keys or leases. `python -m tiffin.bench.network.plain BYTES` is that process.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
     from ..limits import Bytes
 
-# Where in the sender's memory, and how much from there on.
+# The offset in the sender's memory, and the number of bytes.
 _REQUEST = struct.Struct("<QQ")
-# Of one system call at either end. From 64 KiB to 128 MiB the rate was the same within the noise,
-# and the CPU time least from here on.
+# Bytes per system call at both ends. From 64 KiB to 128 MiB the rate was the same within the noise,
+# and from this size on the CPU time was the least.
 _CALL_BYTES = 8 << 20
 
 
 class PlainSockets:
-    """A connection to a process that sends what it is asked for."""
+    """A connection to a process that sends the requested bytes of its memory."""
 
     def __init__(self, nbytes: int) -> None:
         command = [sys.executable, "-m", "tiffin.bench.network.plain", str(nbytes)]
@@ -45,7 +45,7 @@ class PlainSockets:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def fetch(self, targets: Sequence[Bytes], at: int = 0) -> None:
-        """Fill `targets`, one after the other, with what lies at `at` of the sender's memory."""
+        """Fill `targets`, one after the other, with the sender's memory from offset `at` on."""
         self._socket.sendall(_REQUEST.pack(at, sum(len(target) for target in targets)))
         receive = self._socket.recv_into
         for target in targets:
@@ -75,7 +75,7 @@ class PlainSockets:
 
 
 def main() -> None:
-    """Send to whoever connects first, until it hangs up."""
+    """Send to the first client that connects, until it disconnects."""
     memory = touched(int(sys.argv[1])).data
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)

@@ -1,4 +1,4 @@
-"""Rows about what readers notice: when the first layer is there, and how many a node feeds."""
+"""Rows about readers: the time to the first layer, and the rate of many concurrent readers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from .setting import Setting
 
-# What the first of 32 layers may take: twice its share of the whole, and 2 ms for the request.
+# The target for the first of 32 layers: twice its share of the whole, and 2 ms for the request.
 _SHARE = 1 / 16
 _SET_UP_S = 0.002
 _TIMEOUT_S = 60.0
@@ -36,7 +36,7 @@ _TIMEOUT_S = 60.0
 
 
 class _Progress:
-    """Streams one block and keeps the time, in seconds: to its first layer, and to its end."""
+    """Streams one block and records the seconds to its first layer, and to its end."""
 
     def __init__(self, client: Client, prefix: Prefix, verify: Verify) -> None:
         self._client = client
@@ -46,7 +46,7 @@ class _Progress:
         self.whole: list[float] = []
 
     def __call__(self) -> None:
-        """One block."""
+        """Stream one block."""
         start_s = time.perf_counter()
         layers = self._client.stream(self._prefix, verify=self._verify, timeout_s=_TIMEOUT_S)
         for layer in layers:
@@ -56,7 +56,7 @@ class _Progress:
 
 
 def first_layer(setting: Setting) -> list[Row]:
-    """When layer 0 of a block can be used, while the others are on their way."""
+    """Time until layer 0 of a block can be used, while the other layers are still in flight."""
     block_bytes = setting.sizes.layered_block_bytes
     setting.tell(f"a block of {size_text(block_bytes)}")
     policies: tuple[Verify, ...] = ("off", "always")
@@ -144,7 +144,7 @@ def concurrent_readers(setting: Setting) -> list[Row]:
 
 
 def _gets(setting: Setting, count: int, nbytes: int) -> int:
-    """How often each of `count` readers reads, for the same sum of bytes."""
+    """How often each of `count` readers reads, so that all runs read the same number of bytes."""
     return max(1, setting.sizes.read_bytes // (count * nbytes))
 
 

@@ -1,4 +1,4 @@
-"""What the measurements share: how large a run is, nodes on the network, a clock of CPU time."""
+"""Shared by the measurements: the sizes of a run, nodes on the network, a clock of CPU time."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _COMMANDS = (
 
 
 class Missing(Exception):
-    """A measurement needs a program or library that is not here; says how to get it."""
+    """A measurement needs a missing program or library; the message says how to get it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much a run measures. The defaults are the run that `docs/benchmarks.md` shows."""
+    """The sizes of a run. The defaults are the run that `docs/benchmarks.md` shows."""
 
     rounds: int = 20
     block_bytes: tuple[int, ...] = (16 * MIB, 64 * MIB)
-    # Of one get. More than the last cache has, so that each byte comes from memory.
+    # Of one get. More than the last-level cache, so that each byte comes from memory.
     transfer_bytes: int = 256 * MIB
     small_block_bytes: int = 64 * KIB
     calls: int = 50
@@ -53,7 +53,7 @@ class Sizes:
     layered_block_bytes: int = 64 * MIB
     readers: tuple[int, ...] = (1, 2, 4, 8, 16)
     reader_bytes: int = 32 * MIB
-    # Of all readers together, for each of their numbers.
+    # Of all readers together, for each number of readers.
     read_bytes: int = 1024 * MIB
     reader_rounds: int = 7
 
@@ -72,8 +72,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One run: its sizes, a Python that has Mooncake if there is one, and whom to tell what is
-    going on."""
+    """One run: its sizes, a Python interpreter with Mooncake, if given, and a callback for
+    progress."""
 
     sizes: Sizes
     mooncake: Path | None = None
@@ -93,7 +93,7 @@ class RemoteNode:
 
     @property
     def url(self) -> str:
-        """For `Client.open`: over the network, although it is on this host."""
+        """The URL for `Client.open`: over the network, although the node is on this host."""
         token = f"?token_file={self.token_file}" if self.token_file is not None else ""
         return f"tiffin://{self.address[0]}:{self.address[1]}{token}"
 
@@ -102,7 +102,7 @@ class RemoteNode:
 def remote_node(
     dram_bytes: int, options: Sequence[str] = (), token_file: Path | None = None
 ) -> Iterator[RemoteNode]:
-    """A `tiffin node` process with so much DRAM, all of it touched, that listens on loopback."""
+    """A `tiffin node` process with this much DRAM, all of it touched, that listens on loopback."""
     with tempfile.TemporaryDirectory(prefix="tiffin-bench-") as folder:
         address = (LOOPBACK, free_port(LOOPBACK))
         command = [
@@ -126,7 +126,7 @@ def _greet(node: RemoteNode) -> bool:
 
 @contextlib.contextmanager
 def redis_server() -> Iterator[str]:
-    """A Redis of our own without persistence; its URL. Raises Missing."""
+    """The URL of a new Redis process without persistence. Raises Missing."""
     try:
         program = need_redis()
     except InvalidInput as error:
@@ -150,7 +150,7 @@ def _accepts(port: int) -> bool:
 
 @contextlib.contextmanager
 def running(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ended with the block."""
+    """Run a process, and end it after the `with` block."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         yield process
@@ -164,7 +164,8 @@ def running(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def await_answer(process: subprocess.Popen[bytes], answers: Callable[[], bool], what: str) -> None:
-    """Until `answers()`. Raises NodeUnavailable if the process ends before, or takes a minute."""
+    """Wait until `answers()`. Raises NodeUnavailable if the process ends before, or after a
+    minute."""
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline and process.poll() is None:
         if answers():
@@ -178,9 +179,9 @@ def await_answer(process: subprocess.Popen[bytes], answers: Callable[[], bool], 
 
 @contextlib.contextmanager
 def apart(clients: Iterable[int], servers: Iterable[int]) -> Iterator[None]:
-    """Keep these processes, and this one with the clients, on a core of their own and the servers
-    on the others: as on two hosts. Left alone, the kernel now and then puts two that answer each
-    other on one core, and each waits for the other. With one core nothing changes."""
+    """Pin the clients and this process to one core and the servers to the other cores, as on two
+    hosts. Otherwise the kernel now and then puts a client and its server on the same core, where
+    each waits for the other. With one core nothing changes."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         yield
@@ -197,9 +198,9 @@ def apart(clients: Iterable[int], servers: Iterable[int]) -> Iterator[None]:
 
 
 def _keep_on(pid: int, cores: Sequence[int]) -> None:
-    """All threads of a process; those that begin later are where their parents are."""
+    """Pin all threads of a process; threads that start later inherit it."""
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has just ended
             os.sched_setaffinity(int(thread.name), cores)
 
 
@@ -216,7 +217,7 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 class Metered:
-    """An action that notes how much CPU time these processes took for each of its runs."""
+    """An action that records the CPU time of these processes for each of its runs."""
 
     def __init__(self, action: Callable[[], object], pids: Sequence[int]) -> None:
         self._action = action

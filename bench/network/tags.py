@@ -1,4 +1,4 @@
-"""Rows about what a token costs: tags of frames, and of blocks' bytes."""
+"""Rows about the cost of a token: tags of frames, and of blocks' bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WARM_CALLS = 50
 
 
 def tags(setting: Setting) -> list[Row]:
-    """The same get of nodes with a token and without, in turn."""
+    """The same get from nodes with a token and without, in turns."""
     sizes = (setting.sizes.small_block_bytes, setting.sizes.block_bytes[0])
     return [row for nbytes in sizes for row in _tags(setting, nbytes)]
 

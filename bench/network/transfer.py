@@ -1,4 +1,4 @@
-"""Rows about bytes that cross the network: whole blocks, small ones, and slices of many."""
+"""Rows about transfers over the network: whole blocks, small blocks, and slices of many blocks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pair(block_bytes: int, count: int) -> Iterator[Pair]:
     """Both sides with `count` blocks, all memory touched."""
     schema = schema_of(block_bytes)
     prefix = prefix_of(schema, count)
-    # A put may take a quarter of the pool at a time; here it need not take turns.
+    # A put may reserve a quarter of the pool at a time; this pool is large enough for one turn.
     with (
         remote_node(max(4 * schema.extent_bytes, room_for(schema, count))) as node,
         PlainSockets(count * block_bytes) as plain,
@@ -65,7 +65,7 @@ def get(
     verify: Verify,
     heads: HeadRange | None = None,
 ) -> None:
-    """All blocks of `prefix`, or the run is worth nothing."""
+    """Get all blocks of `prefix`; fails if one is missing, as the run would then be useless."""
     blocks = client.get(prefix, into=targets, heads=heads, verify=verify, timeout_s=60.0)
     assert blocks.complete, blocks
 
@@ -92,7 +92,7 @@ def _remote_get(setting: Setting, block_bytes: int) -> list[Row]:
         ]
         rounds = setting.sizes.rounds
         seconds = interleave([Side(action) for action in actions], rounds=rounds)
-        # The first runs are not measured; their CPU time isn't either.
+        # The warm-up runs are not measured, and neither is their CPU time.
         cpu = [action.seconds[-rounds:] for action in actions]
     nbytes = count * block_bytes
     return [
@@ -141,7 +141,7 @@ def _get_rows(
 
 
 def remote_small(setting: Setting) -> list[Row]:
-    """One small block, again and again: what a round trip costs when few bytes move."""
+    """One small block, repeatedly: the cost of a round trip with few bytes."""
     sizes = setting.sizes
     nbytes = sizes.small_block_bytes
     setting.tell(f"one block of {size_text(nbytes)}")

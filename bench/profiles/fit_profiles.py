@@ -1,4 +1,4 @@
-"""Makes the latency profiles that ship with the conductor from the tables they were measured in.
+"""Makes the latency profiles that ship with the conductor, from published tables of measurements.
 
     python -m tiffin.bench.profiles.fit_profiles FOLDER conductor/cost/profiles
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from tiffin.conductor.cost.profile_fit import Point
 
-# What scheduling is about: prompts of a block and more, and contexts that fit into HBM. Below it,
-# times are those of starting kernels, and have steps.
+# The range that matters for scheduling: prompts of at least a block, contexts that fit into HBM.
+# Below it, times are those of kernel launches, and have steps.
 TOKENS_MIN = 512
 CONTEXT_MAX = 2_000_000
 CHECKS = 6
@@ -55,7 +55,7 @@ _MOONCAKE_DECODE = (0.0262, 0.00014, 3.6e-8)
 
 
 def main(source: Path, target: Path) -> None:
-    """Write all of them, and say how well they fit."""
+    """Write all profiles, and print how well they fit."""
     target.mkdir(parents=True, exist_ok=True)
     for profile in every(source):
         latency_profiles.validate(profile)
@@ -85,12 +85,12 @@ def every(source: Path) -> Iterator[Profile]:
 
 
 def mooncake() -> Profile:
-    """Of the service that the KVCache-centric policy was made for."""
+    """The profile of the service for which the KVCache-centric policy was made."""
     cold = zip(_MOONCAKE_TOKENS, (0,) * 5, _MOONCAKE_COLD, strict=True)
     cached_tokens = (int(0.95 * n) for n in _MOONCAKE_TOKENS)
     cached = zip(_MOONCAKE_TOKENS, cached_tokens, _MOONCAKE_CACHED, strict=True)
     prefill: list[Point] = [*cold, *cached]
-    # The context grows by 128 tokens on the way; its mean counts.
+    # The context grows by 128 tokens during a measurement; its mean is used.
     decode: list[Point] = [
         (1, n + 64, seconds / 128)
         for n, seconds in zip(_MOONCAKE_TOKENS, _MOONCAKE_128_STEPS, strict=True)
@@ -145,7 +145,7 @@ def aiconfigurator(path: Path) -> Profile:
 
 def distserve(path: Path) -> Iterator[Profile]:
     """Coefficients of its simulator: prefill a + b n + c n², and decode a + b context + c batch in
-    two regimes of the batch, of which we make one by fitting it to both."""
+    two regimes of the batch; one fit covers both."""
     for model, parallels in json.loads(path.read_text(encoding="utf-8")).items():
         for parallel, one in parallels.items():
             a, b, c = one["prefill"]
@@ -180,8 +180,8 @@ def splitwise(path: Path) -> Iterator[Profile]:
     prompts: dict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(dict)
     steps: dict[tuple[str, str, str], dict[tuple[int, int], list[float]]] = defaultdict(dict)
     for line in _lines(path):
-        # Left out: capped power; and two GPUs, in whose memory the larger batches have no room, so
-        # that their times are not comparable (64 prompts are said to take less than 8).
+        # Left out: capped power; and two GPUs, whose memory has no room for the larger batches, so
+        # that their times are not comparable (the table gives 64 prompts less time than 8).
         if line["hardware"] not in _HARDWARE or line["tensor_parallel"] == "2":
             continue
         key = line["model"], line["hardware"], line["tensor_parallel"]
@@ -210,7 +210,7 @@ def splitwise(path: Path) -> Iterator[Profile]:
 
 
 def judged(profile: Profile, prefill: list[Point], decode: list[Point]) -> Profile:
-    """The profile, rounded to what a measurement knows, with its errors and some of the points."""
+    """The profile, rounded to the precision of a measurement, with its errors and some points."""
     rounded = msgspec.structs.replace(
         profile,
         prefill=tuple(_rounded(value) for value in profile.prefill),
@@ -228,7 +228,7 @@ def judged(profile: Profile, prefill: list[Point], decode: list[Point]) -> Profi
 
 
 def _some(points: list[Point]) -> tuple[tuple[int, int, float], ...]:
-    """Six of them, from the shortest time to the longest, at equal distances in the order."""
+    """Six of the points, from the shortest time to the longest, evenly spaced in that order."""
     ranked = sorted(points, key=lambda point: point[2])
     count = min(CHECKS, len(ranked))
     picked = (ranked[round(at * (len(ranked) - 1) / (count - 1))] for at in range(count))
@@ -240,7 +240,8 @@ def _rounded(value: float) -> float:
 
 
 def _parts(name: str) -> tuple[str, str, str, int]:
-    """Of "Llama-3.1-70B.a100_sxm.vllm-0.14.0.tp2": model, hardware, engine, parallelism."""
+    """Model, hardware, engine and parallelism of a name such as
+    "Llama-3.1-70B.a100_sxm.vllm-0.14.0.tp2"."""
     for hardware in _HARDWARE:
         model, found, rest = name.partition(f".{hardware}.")
         if found:

@@ -117,7 +117,7 @@ def observe(event: RequestEvent) -> RestCall[Rejection | None]:
     if event.route is not None:
         body["route"] = {"prefill": event.route[0], "decode": event.route[1]}
     raw = _encode(body) if body else None
-    # A cancellation is for no other conductor: that may have decided anew about the same request.
+    # A cancellation goes to no other conductor, which may have made a new decision for the request.
     again, only_there = event.kind != "tokens", event.kind == "cancelled"
     return RestCall("POST", path, _heard, raw, again, lambda: None, event.conductor, only_there)
 

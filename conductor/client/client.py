@@ -7,7 +7,7 @@
         it.observe(RequestEvent("chat-1", "first_token", conductor=placed.conductor))
 
 Of several conductors, a request's events go to the one that has decided it, which the decision
-names; if that one is gone, they are of use to no other one, and `observe` returns all the same.
+names; if that one is gone, no other conductor can use them, and `observe` returns without an error.
 
 The clients retry a call without an answer, with back-off, except the event "tokens", which is not
 idempotent and is retried only if no connection was made. Scheduling is idempotent by the request's

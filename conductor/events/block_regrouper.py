@@ -2,7 +2,7 @@
 
 An engine publishes blocks of 16 tokens or so under hashes that only this engine understands, each
 with its parent's hash. Pool blocks have 512 tokens, and their keys follow from the tokens and the
-key before them (`kvstore.keys`). So the engine's blocks, called parts here, are laid out in pages:
+key before them (kvstore/format/keys.py). So the engine's blocks, here parts, are laid out in pages:
 
     page = up to 32 consecutive parts, from a boundary of pool blocks on: their hashes and tokens
     key  = H(key of the page before ‖ tokens), known once the page is full

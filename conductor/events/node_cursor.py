@@ -37,8 +37,8 @@ POLL_S = 0.1
 HEARD_S = 1.0
 # Back-off after failures: doubled from the first to the last.
 BACKOFF_S = (0.1, 10.0)
-# A node counts as lost after so long without an answer. A registration in the directory lives as
-# long (`kvstore.directory.base`), so both agree.
+# A node counts as lost after this time without an answer, which is also the lifetime of a
+# registration in the directory (REGISTRATION_TTL_S of `kvstore.directory.base`).
 LOST_S = 10.0
 
 # A node's tier byte for a block: the tier that it is read from, or 0 if the node does not have it.

@@ -31,7 +31,7 @@ from typing import TypeAlias
 HELD_MAX = 4096
 # Timeout for the first message of a replay, and from each of its messages to the next.
 PATIENCE_S = 2.0
-# A publisher that is quiet for so long is probed by a replay request; a publisher that has never
+# A publisher that is quiet for this long is probed by a replay request; a publisher that has never
 # replayed anything is probed at this interval, quiet or not.
 PROBE_S = 5.0
 

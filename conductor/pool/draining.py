@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .orders import Ended, Order, PoolView
     from .popularity import HotPrefix
 
-# A node that the directory does not list for so long is gone: longer than it takes all nodes to
+# A node that the directory does not list for this long is gone: longer than it takes all nodes to
 # register again after the directory has lost its data.
 GONE_S = 10.0
 # Grace after the deadline: a node that evacuates until the deadline reports the outcome after it.

@@ -25,7 +25,7 @@ NO_PARENT = bytes(KEY_BYTES)
 ORDER_BLOCKS_MAX = 64
 # Timeout of one order; the same as a node's timeout for another node in an evacuation.
 ORDER_TIMEOUT_S = 60.0
-# An order without a report of its outcome for so long counts as lost.
+# An order without a report of its outcome for this long counts as lost.
 LOST_S = 3 * ORDER_TIMEOUT_S
 
 

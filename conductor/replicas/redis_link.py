@@ -52,9 +52,9 @@ STATE, RECORD, MARK = "conductor state", "conductor record", "conductor keys"
 # A state with two rows for each of 16,384 instances whose ids have 128 characters; the longest
 # registration that the service takes, with 64 labels, is shorter.
 VALUE_BYTES_MAX = 8 << 20
-# The most conductors of a pool, since each reads the states of all others.
+# The most conductors of a pool, because each reads the states of all others.
 CONDUCTORS_MAX = 64
-# Names and records are left so long after the last conductor has written.
+# How long Redis keeps names and records after the last write of a conductor.
 _KEPT_MS = 60_000
 # Changes of one script call: some milliseconds of Redis' time for large records.
 _CHANGES_MAX = 250
@@ -62,7 +62,7 @@ _CHANGES_MAX = 250
 _ELSEWHERE = redis.exceptions.ReadOnlyError | redis.exceptions.MovedError
 
 # KEYS: instances. ARGV: a random word, then for each change: field, value as it was read, new
-# value; "" stands for none. Changes nothing where the value is another one.
+# value; "" is no value. A field whose value is no longer the one read is not changed.
 CHANGE = Script(
     """
 local changed = false
@@ -185,7 +185,7 @@ class RedisLink:
         for at in range(0, len(changes), _CHANGES_MAX):
             words: list[Word] = [secrets.token_bytes(8)]
             for instance, read, new in changes[at : at + _CHANGES_MAX]:
-                # What is forged counts as nothing, and is replaced.
+                # A forged record counts as missing, and is replaced.
                 before = self._stamped(RECORD, read) if read else self._strange.get(instance, b"")
                 words += [instance, before, self._stamped(RECORD, new) if new else b""]
             commands.append(("EVAL", CHANGE.text, 1, self._instances, *words))
@@ -250,7 +250,7 @@ class RedisLink:
             why = str(error)
             if isinstance(error, _ELSEWHERE) or why.startswith(("MOVED ", "READONLY")):
                 self._fleet.moved(server)
-            elif "WRONGTYPE" in why:  # not ours: the next exchange writes anew
+            elif "WRONGTYPE" in why:  # not written by a conductor: deleted, and written again
                 forget = RedisCall(server, [("DEL", self._names, self._instances)])
                 exchange([forget], self._timeout_s)
             self.last_error = f"the other conductors, by {self._address}: {why[:300]}"

@@ -104,7 +104,7 @@ class SharedConductor(Conductor):
         self.steering.elsewhere = FlipsElsewhere(self._peers, self.sharing.dead_s)
         self._loads = PeerLoads(self.cluster)
         self._records = SharedRecords(self.cluster, self._flips)
-        self._heard: dict[str, tuple[HeardRow, float]] = {}  # and when
+        self._heard: dict[str, tuple[HeardRow, float]] = {}  # (row, time)
         self._beats = 0
         self._demand: dict[str, tuple[float, ...]] = {}
         self._news = News()
@@ -200,7 +200,7 @@ class SharedConductor(Conductor):
                 load = row.load if row.load_beat > was.load_beat else Load()
                 with suppress(ConductorError):  # of a load that can't be
                     self._hear_load(row.instance, load, now)
-        if before is not None:  # of a new one, what came before is not of this interval
+        if before is not None:  # a new conductor's demand is not of this interval alone
             self._hear_demand(before.demand, state.demand, now)
 
     def settle(self, alive: Collection[str] | None, now: float) -> None:
@@ -219,8 +219,8 @@ class SharedConductor(Conductor):
         self._loads.blend(now)
 
     def merge(self, records: dict[str, bytes], now: float) -> None:
-        """Take in the records of all instances, as they are now. Never raises: instances that can't
-        be registered here are told by `news`."""
+        """Take in the present records of all instances. Never raises: `news` lists the instances
+        that can't be registered here."""
         for one in self._records.merge(records):
             name = one.theirs.instance
             try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ..state.instance_table import Cluster
 
-# For so long the record of a removed instance is kept: a conductor that was cut off for less does
+# How long the record of a removed instance is kept: a conductor that was cut off for less time does
 # not bring the instance back.
 REMOVED_S = 600.0
 # A longer schema is not shared: instances tell it to each conductor.
@@ -69,7 +69,7 @@ class SharedRecords:
         self._removed: dict[str, None] = {}  # here, and not yet in the records
         self._gone_at: dict[str, float] = {}  # Unix times of the records of removed instances
         self._schemas: dict[str, str] = {}  # by model
-        self._written: tuple[int, Flips] | None = None  # the state of which nothing is left to do
+        self._written: tuple[int, Flips] | None = None  # the last state that is fully written
 
     def removed(self, instance: str) -> None:
         """This conductor has removed an instance, for all."""

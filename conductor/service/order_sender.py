@@ -183,7 +183,7 @@ class OrderCarrier:
         request = messages.Pin(0, b"".join(keys), _SOFT, self.settings.pin_s)
         try:
             self._engine.ask(node, request, ASK_TIMEOUT_S)
-        except TiffinError as error:  # the copies exist all the same
+        except TiffinError as error:  # the copies exist nevertheless
             log.info("copies were not pinned: %s", error)
         with self._lock:
             for key in keys:

@@ -6,7 +6,8 @@ A holder is a tier of an instance or a node ("prefill-3/hbm", "node-a/dram") and
 its bit. Blocks with the same holders share one group; neighbouring blocks of a prompt mostly have
 the same holders.
 
-As keys are chained (`kvstore.keys`), a key that is found implies that its whole prefix is the same.
+Keys are chained (kvstore/format/keys.py): a key that is found implies that its whole prefix is the
+same.
 
 Looking up 256 keys takes 15 us, and 50 us if they are cold (not looked up lately). So keys that
 were added or looked up in a row form a strand, and a prompt is compared with a strand as a whole,

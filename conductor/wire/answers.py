@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 JSON = "application/json"
 REASON_HEADER = "x-tiffin-reject-reason"
 
-# No client plans further ahead; and a prediction may be infinite.
+# A longer wait is of no use to a client; and a prediction may be infinite.
 RETRY_AFTER_MAX_S = 3600
 
 _encoder = msgspec.json.Encoder()

@@ -1,8 +1,8 @@
-"""What travels over HTTP: bodies that clients send and answers that they get, as typed structs.
+"""Bodies of HTTP requests and answers, as typed structs.
 
-The same structs check what arrives and describe it in OpenAPI, so the two cannot differ. Unknown
+The same structs validate requests and describe them in OpenAPI, so the two cannot differ. Unknown
 fields are refused: a misspelt objective would be no objective. Times are seconds, sizes bytes or
-tokens, as named; `..._at` are Unix times, because nobody else has our monotonic clock.
+tokens, as named; `..._at` are Unix times, because clients do not share the monotonic clock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Id = Annotated[
     Meta(
         description="1 to 256 printable characters, without a slash.",
         examples=["chatcmpl-7f3a"],
-        # Checked by `words.check_id`, whose message says what this says.
+        # Checked by `check_id` (conversions.py), whose message states the same limits.
         extra_json_schema={"minLength": 1, "maxLength": ID_MAX, "pattern": ID_PATTERN},
     ),
 ]
@@ -279,7 +279,7 @@ class InstanceReply(Reply, frozen=True, kw_only=True):
     block_bytes: int
     kv_capacity_tokens: int
     batch_max: int
-    fetches: bool = True  # a conductor that does not say so yet counts on it
+    fetches: bool = True  # the default for answers of older conductors, which lack the field
     labels: dict[str, str]
     heard_s: Annotated[float | None, Meta(description="Since its last heartbeat.")]
     load: dict[str, float | None]

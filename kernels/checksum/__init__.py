@@ -1,1 +1,1 @@
-"""Checksums of segments where they lie, in HBM or in DRAM."""
+"""Checksums of segments in place, in HBM or in DRAM."""

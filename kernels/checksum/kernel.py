@@ -1,4 +1,4 @@
-"""The kernels of `checksum`: apart, so that what only plans does not import Triton.
+"""The kernels of `checksum`, in a module of their own: planning does not import Triton.
 
 XXH3-64 of inputs of exactly 4096 bytes, seed 0, default secret: the path for long inputs of
 https://github.com/Cyan4973/xxHash/blob/v0.8.3/doc/xxhash_spec.md. Eight accumulators take a stripe
@@ -16,6 +16,7 @@ end. Four threads take a page, 64 neighbouring bytes at a time.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# ruff: noqa: N803
 # Kernels have no types: Triton compiles the source, and its decorator has none.
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ LOW_HALF = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
-def _words(address, offsets, nbytes, ALIGN: tl.constexpr):  # noqa: N803
+def _words(address, offsets, nbytes, ALIGN: tl.constexpr):
     """The words at `offsets`, which counts words; zeros beyond the end."""
     if ALIGN >= 8:
         source = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), ALIGN)
         words = tl.multiple_of(nbytes // 8, ALIGN // 8)
         values = tl.load(source + offsets, mask=offsets < words, other=0)
     else:
-        # Of two words that lie at multiples of 8. Only those with a byte of ours are read (there is
-        # one), so nothing beyond an allocation; what else they have is shifted or masked out.
+        # Joined from two words at multiples of 8. A word is read only if it has a byte of the
+        # input, so nothing beyond an allocation is read; its other bytes are shifted or masked out.
         skew = address % 8
         source = (address - skew).to(tl.pointer_type(tl.uint64))
         end = nbytes + skew
@@ -62,8 +63,8 @@ def _words(address, offsets, nbytes, ALIGN: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def _pairs(address, offsets, nbytes, ALIGN: tl.constexpr):  # noqa: N803
-    """The words at the even `offsets` [pages, 4], and those behind them.
+def _pairs(address, offsets, nbytes, ALIGN: tl.constexpr):
+    """The words at the even `offsets` [pages, 4], and the word after each.
 
     ALIGN (16, 8 or 1) divides `address` and `nbytes`.
     """
@@ -101,12 +102,11 @@ def _scrambled(sums, keys):
 
 # Numbers and addresses differ from call to call: they are no reason to compile again.
 @triton.jit(do_not_specialize=["tiles", "count"])
-def hash_pages(constants, tiles, count, hashes, PAGES: tl.constexpr, ALIGN: tl.constexpr):  # noqa: N803
+def hash_pages(constants, tiles, count, hashes, PAGES: tl.constexpr, ALIGN: tl.constexpr):
     """Hash the pages of a tile into `hashes`, uint64. One program per tile.
 
-    `tiles` is int64 [3, count]: the address of up to PAGES pages that follow each other, how many
-    bytes of these there are (what is missing is zeros; at least one page is hashed), and which hash
-    the first one is.
+    `tiles` is int64 [3, count]: the address of up to PAGES consecutive pages, how many bytes they
+    have (padded with zeros; at least one page is hashed), and the index in `hashes` of the first.
     """
     row = tl.program_id(0).to(tl.int64)
     address = tl.load(tiles + row)
@@ -124,7 +124,7 @@ def hash_pages(constants, tiles, count, hashes, PAGES: tl.constexpr, ALIGN: tl.c
         for stripe in tl.static_range(BLOCK_STRIPES):
             even, odd = _pairs(address, words + (begin + stripe * STRIPE_WORDS), nbytes, ALIGN)
             keys = constants + stripe
-            if stripe == BLOCK_STRIPES - 1:  # of the page's last stripe, others
+            if stripe == BLOCK_STRIPES - 1:  # the page's last stripe has its own keys
                 keys = constants + tl.where(block == 3, LAST_KEYS, stripe)
                 even_keys = tl.load(keys + pair)
             odd_keys = tl.load(keys + pair + 1)
@@ -143,7 +143,7 @@ def hash_pages(constants, tiles, count, hashes, PAGES: tl.constexpr, ALIGN: tl.c
 
 
 @triton.jit(do_not_specialize=["segments", "count"])
-def finish(constants, segments, count, hashes, checksums, SEGMENTS: tl.constexpr):  # noqa: N803
+def finish(constants, segments, count, hashes, checksums, SEGMENTS: tl.constexpr):
     """XXH3-64 of 16 bytes for each segment: its root and its length.
 
     `segments` is int64 [2, count]: which of `hashes` is the root, and the length in bytes.

@@ -1,8 +1,8 @@
-"""What the checksum kernels read, made on the host: which pages each launch hashes, and constants.
+"""The tables that the checksum kernels read: the pages that each launch hashes, and constants.
 
-Segments are hashed level by level (page_hash.py has the definition). A launch takes the pages of
-one level of all segments; a level has two launches if some segment begins or ends at no multiple of
-8 bytes.
+They are made on the host. Segments are hashed level by level (defined in page_hash.py). A launch
+takes the pages of one level of all segments; a level has two launches if some segment begins or
+ends at no multiple of 8 bytes.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ _PRIME64: Final = (
 
 
 class Tiles(NamedTuple):
-    """What one launch hashes: `tiles` is int64 [3, count], see `checksum.kernel.hash_pages`."""
+    """The pages of one launch: `tiles` is int64 [3, count], see `checksum.kernel.hash_pages`."""
 
     tiles: Numbers
     align: int
 
 
 class LaunchPlan(NamedTuple):
-    """The launches, in order; and int64 [2, segments]: which hash is the root, and the length."""
+    """The launches, in order; and int64 [2, segments]: the index of the root hash, the length."""
 
     launches: list[Tiles]
     segments: Numbers
 
 
 def hash_count(lengths: Numbers) -> int:
-    """How many hashes all levels of segments of so many bytes have."""
+    """The number of hashes in all levels of segments of these lengths, in bytes."""
     total, counts = 0, _pages(lengths)
     while len(counts):
         total += int(counts.sum())
@@ -66,19 +66,19 @@ def hash_count(lengths: Numbers) -> int:
 
 
 def plan(addresses: Numbers, lengths: Numbers, hashes_address: int) -> LaunchPlan:
-    """What is launched for segments that lie at `addresses`, with the hashes of all levels, one
-    level after the other, from `hashes_address` on."""
+    """The launches for segments at `addresses`. The hashes of all levels are written from
+    `hashes_address` on, level after level."""
     launches: list[Tiles] = []
     roots = np.zeros(len(lengths), np.int64)
     live = np.arange(len(lengths))  # segments that have this level
-    # Nothing is read of an empty segment, so it may as well be aligned.
+    # Nothing of an empty segment is read, so it is given an aligned address.
     sources, nbytes, begin = np.where(lengths > 0, addresses, hashes_address), lengths, 0
     while len(live):
         counts = _pages(nbytes)
         ends = begin + np.cumsum(counts)
         firsts = ends - counts
         launches += _launches(sources, nbytes, counts, firsts)
-        roots[live] = firsts  # of those with one page, for good
+        roots[live] = firsts  # final for segments with one page on this level
         more = counts > 1
         live, begin = live[more], int(ends[-1])
         sources, nbytes = hashes_address + HASH_BYTES * firsts[more], HASH_BYTES * counts[more]
@@ -91,7 +91,7 @@ def _pages(nbytes: Numbers) -> Numbers:
 
 
 def _launches(sources: Numbers, nbytes: Numbers, counts: Numbers, firsts: Numbers) -> list[Tiles]:
-    """The tiles of one level: those in whole words of 8 bytes, and those that are not."""
+    """The tiles of one level: those made of whole words of 8 bytes, and the rest."""
     per_segment = -(-counts // TILE_PAGES)
     segment = np.repeat(np.arange(len(counts)), per_segment)
     number = np.arange(len(segment)) - np.repeat(np.cumsum(per_segment) - per_segment, per_segment)

@@ -1,13 +1,13 @@
-"""Checksums of segments where they lie: of a tensor in HBM by a Triton kernel, of one in DRAM by
+"""Checksums of segments in place: of a tensor in HBM by a Triton kernel, of one in DRAM by
 `page_hash.py`, which has the definition (`xxh3_64_pages`).
 
-On the device nothing waits for the host. What is to be hashed is planned before the first launch,
-level by level, and uploaded as one table; then there is one launch for the pages of all segments
+On the device nothing waits for the host. All levels are planned before the first launch and
+uploaded as one table; then there is one launch for the pages of all segments
 (two, if some segment begins or ends at no multiple of 8 bytes), one for each level above, each a
 512th of the level below, and one that turns roots into checksums: three for segments of up to
 2 MiB, four up to 1 GiB. The upper levels could be hashed by a CPU. But it would have to wait for
-the page hashes, 128 KiB of a block of 64 MiB, and nobody on the device could use the result; to
-launch twice more is some 20 us of the host, which waits for nothing.
+the page hashes, 128 KiB of a block of 64 MiB, and no kernel on the device could use the result; two
+more launches cost the host some 20 us, without waiting.
 
 The kernel has not run on a GPU: its tests run in Triton's interpreter, and compile it for one. By
 arithmetic it is bound by memory. Compiled for sm_90, a word of 8 bytes costs some 13 instructions,
@@ -46,8 +46,8 @@ _FINISH_SEGMENTS: Final = 128
 class PendingChecksums:
     """Checksums that a device is computing, or has computed.
 
-    `bits` is int64 [segments] on the device of the memory, the bits of unsigned numbers: whoever
-    uses it on another stream makes that wait for `event` first (None on a CPU).
+    `bits` is int64 [segments] on the device of the memory, the bits of unsigned numbers. Before it
+    is used on another stream, that stream has to wait for `event` (None on a CPU).
     """
 
     bits: Any
@@ -67,12 +67,12 @@ def segment_checksums(
     """The `xxh3_64_pages` of each (offset, length) of `memory`, uint64 [spans].
 
     `memory` is a contiguous tensor of uint8, [bytes], on a GPU or a CPU. `backend` is by default
-    the kernel for a GPU and `page_hash` for a CPU; the kernel takes a CPU tensor in Triton's
-    interpreter only, and the reference copies what a GPU has to the host. On a GPU the memory is
-    read by the current stream, and the host waits for it once, at the end.
+    the kernel for a GPU and `page_hash` for a CPU; the kernel takes a CPU tensor only in Triton's
+    interpreter, and the reference copies a GPU tensor to the host. On a GPU the current stream
+    reads the memory, and the host waits for it once, at the end.
 
     Raises LayoutError for another tensor or a span that is not inside it, DeviceError for a device
-    that the backend cannot use; then nothing was launched.
+    that the backend cannot use; nothing was launched then.
     """
     return segment_checksums_async(memory, spans, backend=backend).result()
 
@@ -82,8 +82,7 @@ def segment_checksums_async(
 ) -> PendingChecksums:
     """`segment_checksums`, launched on the current stream of the memory's device, not waited for.
 
-    Raises like it. What the stream still has to read may not be changed by other streams until the
-    event has passed.
+    Raises the same errors. Other streams may not change the memory until the event has passed.
     """
     table = _spans(memory, spans)
     if memory.device.type not in ("cpu", "cuda"):

@@ -1,1 +1,1 @@
-"""Where a block and an engine's cache keep each head, and which bytes a move touches."""
+"""Where a block and an engine's cache store each head, and which bytes a move touches."""

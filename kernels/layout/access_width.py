@@ -1,4 +1,5 @@
-"""Words: what a thread loads or stores at once, as wide as all addresses and sizes allow."""
+"""The width of a word, which a thread loads or stores at once: the widest that all addresses and
+sizes allow."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """Where each block of a call lies: `addresses` int64 [n], and the bytes as uint8 tensors."""
+    """The blocks of a call in memory: `addresses` int64 [n], and the bytes as uint8 tensors."""
 
     addresses: NDArray[np.int64]
     tensors: Sequence[Any]
@@ -30,11 +30,11 @@ def block_memory(
     """`count` blocks of `nbytes` that kernels on `device` can reach.
 
     `blocks`: one uint8 tensor [count, nbytes or more], or a sequence of 1-D uint8 tensors or NumPy
-    arrays that may lie anywhere. Arrays that can't be written, such as leased blocks, are for
-    reading: torch has no tensors of that kind, so nobody is ever handed one over them. For a CUDA
-    device blocks are on it, or pinned on the host, where a kernel reads and writes them over PCIe
-    under the same addresses (unified addressing, as on every 64-bit Linux); not `pinned` is for
-    references that can't. Blocks that are `written` may not overlap.
+    arrays that may lie anywhere. Read-only arrays, such as leased blocks, are for reading: torch
+    has no read-only tensors, so a tensor over one never leaves this package. For a CUDA device
+    blocks are on it, or pinned on the host, where a kernel reads and writes them over PCIe under
+    the same addresses (unified addressing, as on every 64-bit Linux); `pinned=False` is for
+    references, which can't reach the host from a device. Blocks that are `written` may not overlap.
 
     Raises LayoutError, RoomError (too few or too small, or overlapping) and DeviceError.
     """
@@ -82,12 +82,12 @@ def _separate(tensors: list[Any], device: Any) -> tuple[BlockMemory, int, list[A
 
 
 def device_of(block: Any) -> Any:
-    """Where a block lies; arrays are the host's."""
+    """The device of a block; an array is on the host."""
     return block.device if isinstance(block, torch.Tensor) else torch.device("cpu")
 
 
 class _Bytes:
-    """An array's memory, without saying that it can't be written; keeps the array alive."""
+    """An array's memory, not marked as read-only; keeps the array alive."""
 
     def __init__(self, array: NDArray[np.uint8]) -> None:
         self._array = array
@@ -97,7 +97,7 @@ class _Bytes:
 
 
 def _tensor(block: Any, *, written: bool) -> Any:
-    """The block as a tensor for the kernels here, which only read it unless it is `written`."""
+    """The block as a tensor for these kernels, which only read it unless it is `written`."""
     if not isinstance(block, np.ndarray):
         return block
     if block.dtype != np.uint8 or not block.flags.c_contiguous:
@@ -114,7 +114,7 @@ def _check_reach(elsewhere: Sequence[Any], device: Any, pinned: bool) -> None:
         raise DeviceError(
             f"the reference on {device} does not reach memory on {elsewhere[0].device}"
         )
-    # Pinning belongs to an allocation: blocks of one arena are asked about once.
+    # An allocation is pinned as a whole: the driver is asked once for all blocks of an arena.
     distinct = {tensor.untyped_storage().data_ptr(): tensor for tensor in elsewhere}
     for tensor in distinct.values():
         reachable = device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()

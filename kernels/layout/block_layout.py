@@ -1,18 +1,18 @@
-"""Where a block keeps each head of each part of each layer; the words that all kernels share.
+"""Where a block stores each head of each part of each layer; the terms that all kernels share.
 
 Both sides of a move come down to *lanes*. A lane is one head of one part (K, V or a latent) of one
 layer. In the engine's cache the row of token t lies at
 
     address + page(t) * page_stride + slot(t) * token_stride        row_bytes, contiguous
 
-and in a block at `offset + t * row_bytes`, for a block is layer → part → head → token → dim. So
+and in a block at `offset + t * row_bytes`, as a block is layer → part → head → token → dim. So
 every engine's layout, every range of layers or heads, and every tensor-parallel order is only
 another table of (address, offset), and one kernel serves them all. `PagedCache` (engine_cache.py)
-knows the left half, `BlockLayout` the right; transfer_plan.py joins them.
+has the addresses, `BlockLayout` the offsets; lanes.py joins them.
 
-Layers and heads are always counted as the *model* counts them. A tensor-parallel rank's cache says
-which head it begins with, a pipeline stage's which layers it has, and a block's slice keeps the
-names of what it was cut from: nothing has to be renumbered, and what both sides have is moved.
+Layers and heads are always numbered as in the *model*. The cache of a tensor-parallel rank has the
+number of its first head, that of a pipeline stage the numbers of its layers, and a slice of a block
+keeps the numbers of the whole block: nothing is renumbered, and what both sides have is moved.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _Layer(Protocol):
 
 
 class Schema(Protocol):
-    """What is asked of a `tiffin.kvstore.format.schema.KVSchema`, which stands above this
-    package."""
+    """What this package needs of a `tiffin.kvstore.format.schema.KVSchema`, which it may not import
+    (kvstore is above it)."""
 
     @property
     def block_tokens(self) -> int: ...
@@ -65,10 +65,10 @@ class Schema(Protocol):
 class BlockPart:
     """One part of one layer of a block: `heads` runs, each `rows` rows and then a tail.
 
-    `rows` belong to the block's last `rows` tokens (all of them, but for a window), unless
+    `rows` belong to the block's last `rows` tokens (all of them, except in a window), unless
     `per_token` is False: then they are a state or an engine's own packing, which has a place in the
-    block and no lanes. `sliced`: whether it has a head axis; if not, every rank has the same. The
-    tail is what a format keeps beside a head's rows, such as the scales of a quantised part: the
+    block but no lanes. `sliced`: whether it has a head axis; if not, every rank has the same. The
+    tail is what a format stores after a head's rows, such as the scales of a quantised part: the
     next run begins after it, and kernels that know the format find it at `rows * row_bytes`.
     """
 
@@ -91,7 +91,7 @@ class BlockPart:
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """What a block of `tokens` tokens keeps, whatever its order: the parts of every layer."""
+    """The parts of every layer that a block of `tokens` tokens stores, in whatever order."""
 
     tokens: int
     layers: tuple[tuple[BlockPart, ...], ...]
@@ -131,15 +131,15 @@ class BlockShape:
     def of_schema(cls, schema: Schema) -> Self:
         """The shape of a KVSchema's blocks.
 
-        Entries of compressed layers, states and opaque bytes are not rows of tokens: they have
-        their place and no lanes. A part's tail is what its bytes are beyond its rows.
+        Entries of compressed layers, states and opaque bytes are not rows of tokens: they have a
+        place but no lanes. A part's tail is its bytes beyond its rows.
         """
         tokens = schema.block_tokens
         return cls(tokens, tuple(_schema_parts(layer, tokens) for layer in schema.layers))
 
     @classmethod
     def of_cache(cls, cache: PagedCache, tokens: int) -> Self:
-        """A model that is just this cache: its layers, from 0 on, and its heads.
+        """The shape of a model that has just this cache's layers, from 0 on, and its heads.
 
         A layer of one part is a latent, the same on every rank.
         """
@@ -173,7 +173,7 @@ def _schema_parts(layer: _Layer, tokens: int) -> tuple[BlockPart, ...]:
 
 
 def rank_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Which heads, (first, end), a tensor-parallel rank has.
+    """The heads, (first, end), of a tensor-parallel rank.
 
     With more ranks than heads, `ranks / heads` of them have a copy of the same head, neighbours
     first, as vLLM and SGLang share them: rank r has head `r * heads // ranks`. Raises LayoutError
@@ -191,11 +191,11 @@ def rank_heads(heads: int, rank: int, ranks: int) -> tuple[int, int]:
 class BlockLayout:
     """Where each head's run begins in a block.
 
-    `runs`: int64 [n, 4], one row of (layer, part, head, offset) per run, as the model counts them.
-    A head may have several (copies on several ranks): a gather fills them all, a scatter reads the
-    first. `nbytes`: of the whole block. Equal layouts are equal and hash alike.
+    `runs`: int64 [n, 4], one row of (layer, part, head, offset) per run, with the model's numbers.
+    A head may have several runs (copies on several ranks): a gather fills them all, a scatter reads
+    the first. `nbytes`: of the whole block. Layouts compare and hash by value.
 
-    Every order is a constructor that fills this table; a new one needs no new kernel.
+    Every order is a constructor that fills this table; a new order needs no new kernel.
     """
 
     shape: BlockShape
@@ -230,7 +230,7 @@ class BlockLayout:
         return self.shape.tokens
 
     def offset(self, layer: int, part: int, head: int) -> int:
-        """Where a head's first run begins. Raises LayoutError for one that the block has not."""
+        """Where a head's first run begins. Raises LayoutError if the block has no such head."""
         found = np.flatnonzero((self.runs[:, :3] == (layer, part, head)).all(axis=1))
         if not len(found):
             raise LayoutError(f"no layer {layer}, part {part}, head {head} in {self!r}")
@@ -251,24 +251,25 @@ class BlockLayout:
     ) -> Self:
         """Some layers and heads of a block, packed in the same order.
 
-        Half-open and ascending, as `KVSchema.ranges` takes them; parts without a head axis come
-        whole. Raises LayoutError for what does not exist.
+        Ranges are half-open and ascending, as in `KVSchema.ranges`; parts without a head axis are
+        taken whole. Raises LayoutError for layers or heads that do not exist.
         """
         chosen = select("layers", layers, len(shape.layers))
         return cls._packed(shape, chosen, heads, "slice")
 
     @classmethod
     def rank(cls, shape: BlockShape, rank: int, ranks: int) -> Self:
-        """One tensor-parallel rank's share of a block, packed: what its engine has."""
+        """One tensor-parallel rank's share of a block, packed: the heads that its engine has."""
         runs, nbytes = _share(shape, rank, ranks)
         return cls(shape, runs, nbytes, f"rank {rank} of {ranks}")
 
     @classmethod
     def rank_major(cls, shape: BlockShape, ranks: int) -> Self:
-        """The shares of ranks 0, 1, ... one after the other: what engines' own stores keep.
+        """The shares of ranks 0, 1, ... one after the other, as engines' own stores keep them.
 
         Ranks beyond the number of heads have copies (`rank_heads`), and parts without a head axis
-        are copied to all. Raises LayoutError if the heads can't be shared so.
+        are copied to all ranks. Raises LayoutError if neither of `ranks` and the number of heads
+        divides the other.
         """
         shares = [_share(shape, rank, ranks) for rank in range(ranks)]
         begins = np.cumsum([0, *(nbytes for _, nbytes in shares)])
@@ -316,7 +317,7 @@ def _pack(chosen: Iterable[tuple[int, int, BlockPart, range]]) -> tuple[NDArray[
 def select(what: str, chosen: Selection | None, count: int) -> range:
     """A selection as a non-empty ascending range with step 1 inside [0, count).
 
-    Raises LayoutError for any other: silently clipped, it would move less than was asked for.
+    Raises LayoutError for any other: clipping it silently would move less than was asked for.
     """
     if chosen is None:
         return range(count)

@@ -1,6 +1,6 @@
-"""Where an engine keeps K and V: views of its tensors, whatever their order.
+"""An engine's KV cache as views of its tensors, whatever the order of their axes.
 
-Nothing here imports torch: tensors are asked for their shape, strides and address only.
+Nothing here imports torch: only the shape, strides and address of tensors are used.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 
-_MOST_KEPT: Final = 256  # a rank uses a handful of plans, so more are selections made at random
-_AXES: Final = frozenset("L2BNTHDC")  # `PagedCache.of` says what they are
+_MOST_KEPT: Final = 256  # plans; a rank uses a handful, so more can only be random selections
+_AXES: Final = frozenset("L2BNTHDC")  # see `PagedCache.of`
 
 
 class Where(TypedDict, total=False):
-    """Which part of the model a cache is, as `PagedCache` takes it."""
+    """Which part of the model a cache is: arguments of `PagedCache`."""
 
     layer_ids: Iterable[int] | None
     first_head: int
@@ -28,13 +28,13 @@ class Where(TypedDict, total=False):
 class PagedCache:
     """An engine's cache as views: for every layer and part one [pages, page_tokens, heads, dim].
 
-    Any strides will do if the last axis is contiguous and no two elements share memory. All layers
-    have the same pages. Layers whose pages are numbered apart (vLLM's groups of a hybrid model) are
-    caches of their own. The named constructors make the views; this one takes them.
+    Any strides are allowed if the last axis is contiguous and no two elements share memory. All
+    layers have the same pages. Layers whose pages are numbered separately (vLLM's groups of a
+    hybrid model) are separate caches. The named constructors make the views; this one takes them.
 
     `layer_ids`: which layers of the model these are, ascending (default: from 0 on). `first_head`:
-    which head of the model is head 0 here (a rank's share). The tensors are kept, so that their
-    addresses stay true as long as the cache does; it compares and hashes by identity.
+    which head of the model is head 0 here (a rank's share). The cache keeps a reference to the
+    tensors, so that their addresses stay valid; it compares and hashes by identity.
 
     Raises LayoutError, and DeviceError for tensors on different devices.
     """
@@ -71,7 +71,7 @@ class PagedCache:
         self.memo: dict[Any, Any] = {}
 
     def kept(self, key: Any, make: Callable[[], Made]) -> Made:
-        """What `make` gives, made once for this key: addresses never change."""
+        """The result of `make`, made once for this key: addresses never change."""
         found: Made | None = self.memo.get(key)
         if found is None:
             found = make()
@@ -140,7 +140,7 @@ class PagedCache:
 
         The engine's `kv_cache_layout` (LBHNC, LBNHC, BLHNC, ...) is in the strides alone. `k_dim`:
         where K ends and V begins on the last axis, in the middle by default. Not for vLLM's CPU
-        backend, which reads the same shape as K slab and V slab: its bytes are nobody else's.
+        backend, which stores a K slab and a V slab in the same shape: no other backend reads them.
         """
         layers = []
         for tensor in tensors:
@@ -201,8 +201,8 @@ class PagedCache:
     ) -> Self:
         """SGLang's token pools: per layer K and V as `[tokens, heads, dim]`.
 
-        `page_tokens` may be any number that divides the pool; with SGLang's own page size, page
-        tables are short, with 1 every token may lie anywhere.
+        `page_tokens` may be any number that divides the pool: with SGLang's own page size page
+        tables are short, with 1 each token may lie anywhere.
         """
         return cls.separate(keys, values, "THD", page_tokens=page_tokens, **where)
 
@@ -271,7 +271,7 @@ def _check_view(view: Any) -> None:
         raise LayoutError(f"a part of shape {tuple(view.shape)} is empty")
     if view.shape[3] > 1 and view.stride(3) != 1:
         raise LayoutError(f"the last axis is not contiguous: strides {tuple(view.stride())}")
-    # Elements are apart if every stride passes all that the smaller ones can reach.
+    # No two elements share memory if each stride is longer than all that smaller ones can reach.
     reach = 0
     for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
         if size == 1:

@@ -1,6 +1,8 @@
-"""Which heads go where: the lanes that a cache and a block share (redis_layout.py has the word).
+"""The lanes that a cache and a block share, that is which head goes where (a lane is defined in
+block_layout.py).
 
-Numpy, on the host, once per cache, layout and selection: neither addresses nor offsets change.
+Computed with numpy on the host, once per cache, layout and selection: neither addresses nor offsets
+change.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeadRun:
-    """Neighbouring heads of one part of one layer, whose runs lie `run_bytes` apart in a block.
+    """Neighbouring heads of one part of one layer, whose runs are `run_bytes` apart in a block.
 
-    `layer`, `part` and `head` index the cache's views, not the model."""
+    `layer`, `part` and `head` are indices of the cache's views, not of the model."""
 
     layer: int
     part: int
@@ -41,13 +43,13 @@ class HeadRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaneGroup:
-    """Lanes that one launch can move: all but their address and offset is the same.
+    """Lanes that one launch can move: they differ only in address and offset.
 
     `addresses`: int64 [lanes], of the row in slot 0 of page 0. `offsets`: int64 [lanes], of the run
     in a block. `row_bytes` in the cache, `run_row_bytes` in the block (the same, unless a kernel
-    converts). A run has `rows` rows, of the block's tokens from `skip` on. Lanes come in the order
-    of layer, part and head, `together` at a time from the same tensor: their rows are close to each
-    other. `alignment`: the largest power of two, at most 16, that divides every address, offset,
+    converts). A run has `rows` rows, of the block's tokens from `skip` on. Lanes are in the order
+    of layer, part and head, `together` at a time from the same tensor, whose rows are close in
+    memory. `alignment`: the largest power of two, at most 16, that divides every address, offset,
     stride and row.
     """
 
@@ -82,10 +84,10 @@ def lanes(
     once: bool = False,
     same_rows: bool = True,
 ) -> tuple[LaneGroup, ...]:
-    """The lanes that a cache and a block share, in as few groups as can be: mostly one.
+    """The lanes that a cache and a block share, in as few groups as possible: usually one.
 
-    `layers` and `heads` choose among the model's; what is chosen must be in both. None is all that
-    both have. `once`: one lane per head, where a block has copies (to read from it).
+    `layers` and `heads` are ranges of the model's, which both must have. None is all that both
+    have. `once`: one lane per head even if the block has copies (to read from it).
     `same_rows=False` is for kernels that convert: rows may differ in bytes. The result is kept with
     the cache. Raises LayoutError.
     """
@@ -102,14 +104,14 @@ def lanes(
 
 
 class WantedHeads(NamedTuple):
-    """What was asked for among the model's layers and heads; None is all."""
+    """The layers and heads of the model that the caller asked for; None is all."""
 
     layers: range | None
     heads: range | None
 
 
 def wanted(shape: BlockShape, layers: Selection | None, heads: Selection | None) -> WantedHeads:
-    """Raises LayoutError for layers and heads that the shape has not."""
+    """Raises LayoutError for layers and heads that the shape does not have."""
     return WantedHeads(
         None if layers is None else select("layers", layers, len(shape.layers)),
         None if heads is None else select("heads", heads, shape.most_heads),
@@ -127,7 +129,7 @@ def check_rows(group: LaneGroup) -> None:
 
 
 def together(stretches: Iterable[HeadRun]) -> int:
-    """How many lanes of these come from the same tensor at a time, everywhere in the table."""
+    """How many consecutive lanes are of the same tensor, everywhere in the table."""
     counts: dict[tuple[int, int], int] = {}
     for at in stretches:
         counts[at.layer, at.part] = counts.get((at.layer, at.part), 0) + at.heads
@@ -166,7 +168,7 @@ def _plan(
 
 
 def _layers(cache: PagedCache, layout: BlockLayout, chosen: range | None) -> list[tuple[int, int]]:
-    """(index in the cache, layer of the model) of what is to be moved."""
+    """(index in the cache, layer of the model) of each layer to move."""
     count = len(layout.shape.layers)
     if cache.layer_ids[-1] >= count:
         raise LayoutError(f"the cache has layer {cache.layer_ids[-1]}; the block has {count}")
@@ -183,7 +185,7 @@ def _layers(cache: PagedCache, layout: BlockLayout, chosen: range | None) -> lis
 def _heads(
     cache: PagedCache, view: Any, layer: int, part: BlockPart, asked: range | None
 ) -> tuple[range, int]:
-    """The model's heads to be moved of one part, and which of them is the view's first."""
+    """The model's heads to move of one part, and the model's number of the view's first head."""
     if not part.per_token:
         raise LayoutError(f"layer {layer} has no rows per token, so no pages either")
     first_head = cache.first_head if part.sliced else 0
@@ -211,7 +213,7 @@ def _by_part(runs: NDArray[np.int64]) -> dict[tuple[int, int], NDArray[np.int64]
 def _stretches(
     table: NDArray[np.int64], layer: int, part: int, first_head: int, run_bytes: int
 ) -> list[HeadRun]:
-    """Rows of a layout's table as neighbours, in the order of their offsets."""
+    """Rows of a layout's table joined into runs of neighbours, in the order of their offsets."""
     table = table[np.argsort(table[:, 3])]
     goes_on = (table[1:, 2] - table[:-1, 2] == 1) & (table[1:, 3] - table[:-1, 3] == run_bytes)
     breaks = np.flatnonzero(~goes_on) + 1

@@ -1,8 +1,8 @@
-"""What a move will touch, decided and checked on the host before anything is launched.
+"""The pages of a move, decided and checked on the host before anything is launched.
 
-`PageMap` says which pages hold the tokens of which block; which heads go where in a block is in
-lanes.py. Both are numpy, without loops over pages or tokens, and neither knows what is done with
-the bytes: copies (paged.py) and conversions (quantised_gather.py) run over the same tables.
+`PageMap` says which pages hold the tokens of which block; lanes.py says which heads go where in a
+block. Both are numpy, without loops over pages or tokens, and serve every kind of move: copies
+(paged/gather_scatter.py) and conversions (quant/quantised_gather.py) use the same tables.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 class PageMap:
     """Which pages hold the tokens of each of n blocks.
 
-    `pages`: int64 [n, pages_per_block]; a block's tokens fill them in order, from slot
-    `first_slots[i]` of the first page on, `tokens[i]` of them. What a row has beyond that is not
-    looked at. Page ids are host data (lists, numpy, CPU tensors): checking a CUDA tensor would make
-    the host wait for everything that the device still has to do.
+    `pages`: int64 [n, pages_per_block]; the `tokens[i]` tokens of a block fill its pages in order,
+    from slot `first_slots[i]` of the first page on. Further ids in a row are ignored. Page ids are
+    on the host (lists, numpy, CPU tensors): checking a CUDA tensor would make the host wait for all
+    work that is queued on the device.
 
     Raises PageError for ids that are negative, for a slot that two tokens share (a page may be
     shared by two blocks that meet in it), and for rows with too few pages; DeviceError for ids on a
-    device. Whether a page exists is known when a cache is: `check_fits`.
+    device. `check_fits` checks whether a cache has these pages.
     """
 
     __slots__ = (
@@ -57,7 +57,7 @@ class PageMap:
             raise PageError(f"pages is [blocks, pages of a block], not of shape {ids.shape}")
         self.page_tokens = _positive("page_tokens", page_tokens)
         count, width = ids.shape
-        # What the kernels read, in one piece that is copied once: first slots, tokens, then pages.
+        # The kernels' table, one array that is copied once: first slots, tokens, then pages.
         self.table: NDArray[np.int64] = np.empty(count * (2 + width), np.int64)
         self.first_slots = self.table[:count]
         self.tokens = self.table[count : 2 * count]
@@ -126,8 +126,9 @@ class PageMap:
         """Blocks of consecutive tokens, each token at a slot of its own: vLLM's `slot_mapping`.
 
         A slot is `page * page_tokens + place in the page`. Tokens have to fill their pages in
-        order, as for paged attention; for pools in which they lie anywhere, take page_tokens=1 and
-        a cache of one-token pages. Raises PageError for others, as for slots below 0 (padding).
+        order, as for paged attention; for pools in which they lie anywhere, use page_tokens=1 and
+        a cache of one-token pages. Raises PageError for tokens in another order, and for slots
+        below 0 (padding).
         """
         slots = _host_ids("slot_mapping", slot_mapping)
         if slots.ndim != 1 or not slots.size:
@@ -182,7 +183,7 @@ class PageMap:
         return self.pages[block, columns], slots
 
     def check_fits(self, cache: PagedCache, tokens: int) -> None:
-        """Raises PageError unless the cache has such pages, and a block has room for the tokens."""
+        """Raises PageError unless the cache has these pages and a block has room for the tokens."""
         if self.page_tokens != cache.page_tokens:
             raise PageError(
                 f"a map of pages of {self.page_tokens} tokens; the cache's have {cache.page_tokens}"
@@ -193,7 +194,7 @@ class PageMap:
             raise PageError(f"{self.most_tokens} tokens for a block of {tokens}")
 
     def _check(self) -> int:
-        """The highest page id; raises PageError for what could not be moved."""
+        """The highest page id; raises PageError for ids that no cache can have."""
         if self.first_slots.min() < 0 or self.first_slots.max() >= self.page_tokens:
             raise PageError(f"a first slot lies outside its page of {self.page_tokens} tokens")
         if self.tokens.min() < 1:
@@ -220,7 +221,7 @@ class PageMap:
         return int(ordered[-1])
 
     def _check_shared(self, needed: NDArray[np.int64]) -> None:
-        """Pages that are named twice may be shared by blocks, but none of their slots."""
+        """Raises PageError if two tokens share a slot; two blocks may share a page."""
         blocks, columns = np.nonzero(np.arange(self.pages.shape[1]) < needed[:, None])
         pages, size = self.pages[blocks, columns], self.page_tokens
         first, last = self.first_slots[blocks], (self.first_slots + self.tokens)[blocks]

@@ -1,9 +1,9 @@
 """Gather pages into blocks, and scatter blocks back into pages.
 
-All layers and all blocks of a call are one launch (one per group of lanes, see lanes.py: mostly
+All layers and all blocks of a call are one launch (one per group of lanes, see lanes.py: usually
 one). On CUDA the Triton kernel of paged/kernel.py runs; on a CPU the torch reference.
 
-How the work is cut. A tile is 8 KiB of one run: 128 threads, four loads of 16 bytes each before
+Tiling. A tile is 8 KiB of one run: 128 threads, four loads of 16 bytes each before
 the first store. 16 such programs fill an SM (2048 threads) and keep 128 KiB in flight on it; to
 keep 3.35 TB/s of HBM busy at about 700 ns per load takes 2.3 MB on the whole GPU, 18 KiB on each of
 132 SMs. So a launch has at most 16 programs per SM, each of which takes tile after tile. Fewer
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 TILE_BYTES: Final = 8192
 WARPS: Final = 4
 PROGRAMS_PER_SM: Final = 16  # of 4 warps: 2048 threads, all that an SM of an A100 or H100 holds
-_MOST_UNITS: Final = 2048  # of a tile whose words are narrow: 16 for each of 128 threads
+_MOST_UNITS: Final = 2048  # in a tile of narrow words: 16 for each of 128 threads
 _MOST_ITEMS: Final = 1 << 30
 
 
 class How(TypedDict, total=False):
-    """What every move takes, by keyword.
+    """The keyword arguments of every move.
 
     `layers`, `heads`: half-open ranges of the model's, by default all that both sides share.
     On CUDA the work is queued on `stream` (default: the current one) and the call returns; memory
-    has to stay until the stream has passed it. `programs` bounds the programs, and so the SMs, that
-    a kernel takes. `backend`: "triton", "reference", or None for the device's own.
+    must not be freed before the stream has passed it. `programs` limits the programs, and so the
+    SMs, that a kernel uses. `backend`: "triton", "reference", or None for the device's default.
     """
 
     layers: Selection | None
@@ -65,8 +65,8 @@ def gather(
 
     `blocks`: one uint8 tensor [n, layout.nbytes or more], or n 1-D uint8 tensors or NumPy arrays
     that may lie anywhere, also in pinned host memory. Runs of layers and heads that are not moved
-    stay as they are (`how`: see `How`). Where a block has fewer tokens than the layout, its rows
-    beyond them become zeros, so that nothing that somebody else left there is ever published.
+    are left unchanged (`how`: see `How`). If a block has fewer tokens than the layout, its further
+    rows become zeros, so that data of a previous user of that memory is never published.
 
     Raises PageError, LayoutError, RoomError and DeviceError, before anything is written.
     """
@@ -76,11 +76,11 @@ def gather(
 def scatter(
     cache: PagedCache, pages: PageMap, blocks: Any, layout: BlockLayout, **how: Unpack[How]
 ) -> None:
-    """Copy blocks into the pages that `pages` names: `gather` the other way, with its parameters.
+    """Copy blocks into the pages that `pages` names: the reverse of `gather`, with its parameters.
     Arrays may be read-only, as leased blocks are.
 
-    Only the named tokens' rows are written; the rest of their pages, and rows of a block beyond its
-    tokens, are left alone. Where a layout has a head several times, the first is read.
+    Only the named tokens' rows are written; the rest of their pages is unchanged, and rows of a
+    block beyond its tokens are ignored. If a layout has a head several times, the first is read.
     """
     _move(cache, pages, blocks, layout, False, **how)
 
@@ -121,7 +121,7 @@ def checked_blocks(
     gather: bool,
     triton: bool,
 ) -> BlockMemory:
-    """The blocks of a move, if they and the pages fit the cache and the layout.
+    """The blocks of a move, after checking that they and the pages fit the cache and the layout.
 
     Raises PageError, LayoutError, RoomError and DeviceError.
     """
@@ -138,7 +138,7 @@ def checked_blocks(
 
 @dataclass(frozen=True, slots=True)
 class TileWork:
-    """How a launch cuts its work; constants of the kernel but for the counts."""
+    """The tiling of a launch; constants of the kernel, except for the counts."""
 
     word_bytes: int
     unit_words: int
@@ -158,7 +158,7 @@ def tile_work(group: LaneGroup, addresses: NDArray[np.int64], blocks: int) -> Ti
     tile_units = min(TILE_BYTES // unit_bytes, _MOST_UNITS, 1 << (units - 1).bit_length())
     tiles = -(-units // tile_units)
     items = len(group) * blocks * tiles
-    # A loop's counter goes beyond the last item by as many as there are programs.
+    # The kernel's loop counter passes the last item by up to the number of programs.
     if items > _MOST_ITEMS:
         raise LayoutError(f"{items} tiles are too many for a launch: move fewer blocks at a time")
     if units * unit_bytes >= 1 << 31:
@@ -187,5 +187,5 @@ def launch(group: LaneGroup, work: TileWork, call: LaunchCall) -> None:
         TILE_UNITS=work.tile_units,
         PAGE_SHIFT=-1 if page_tokens & (page_tokens - 1) else page_tokens.bit_length() - 1,
         num_warps=WARPS,
-        enable_fp_fusion=False,  # there is nothing to fuse; unasked, Triton warns of its default
+        enable_fp_fusion=False,  # there is nothing to fuse; without it Triton warns of its default
     )

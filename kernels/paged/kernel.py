@@ -1,4 +1,4 @@
-"""The kernel of `paged`: apart, so that CPUs that run the reference need no Triton."""
+"""The kernel of `paged`, in a module of its own: the reference on a CPU needs no Triton."""
 
 # Triton compiles this from its source; Python's types say nothing about it.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -54,12 +54,12 @@ def move_lanes(
     pages_per_block] page ids. `rows`, `skip`, `page_stride`, `token_stride` (bytes) and `together`
     as in LaneGroup; `tiles`: per run; `items` = lane_count * block_count * tiles.
 
-    A run is a line of units, each UNIT_WORDS words of WORD_BYTES, ROW_UNITS to a row: a unit never
-    crosses a row, so nothing is padded, whatever the row's length. A unit of 16 bytes is two words
-    that the compiler loads as one, because it is told that they lie on a multiple of 16. With
-    PAGE_SHIFT >= 0 pages have 2 ** PAGE_SHIFT tokens, and nothing is divided.
+    A run is a sequence of units, each UNIT_WORDS words of WORD_BYTES, ROW_UNITS to a row: a unit
+    never crosses a row, so nothing is padded, whatever the row's length. A unit of 16 bytes is two
+    words that the compiler loads as one, because of the hint that they are at a multiple of 16.
+    With PAGE_SHIFT >= 0 pages have 2 ** PAGE_SHIFT tokens, and there are no divisions.
 
-    A gather writes zeros for rows of tokens that a block has not got; a scatter leaves them out.
+    For rows of tokens that a block does not have, a gather writes zeros and a scatter nothing.
     """
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         # Heads of one tensor first: their rows are neighbours. Layers last: they end in order.
@@ -97,7 +97,7 @@ def move_lanes(
         words = tl.arange(0, UNIT_WORDS)[None, :]
         paged_pointers = paged.to(tl.pointer_type(WORD_TYPE))[:, None] + words
         packed_pointers = packed.to(tl.pointer_type(WORD_TYPE))[:, None] + words
-        # Down a column that is a word's, along a row a unit's.
+        # The alignment down a column is that of a word, along a row that of a unit.
         paged_pointers = tl.multiple_of(paged_pointers, (WORD_BYTES, UNIT_BYTES))
         packed_pointers = tl.multiple_of(packed_pointers, (WORD_BYTES, UNIT_BYTES))
         if GATHER:

@@ -1,10 +1,10 @@
-"""Gather and scatter without Triton: what the kernel has to equal, and what CPUs run.
+"""Gather and scatter without Triton: tests compare the kernel with it, and CPUs run it.
 
 A row's place in memory becomes an index into one flat array of rows per tensor, and all rows of one
 tensor in one block are moved by one indexed copy: numpy's `take` and indexed assignment on a CPU,
-where their inner loop is a memcpy per row (docs/kernels.md has what the alternatives reach),
-torch's `index_select` and `index_copy_` on a GPU. Loops are over tensors and blocks; pages and
-tokens are indices. Large moves are spread over as many threads as torch has.
+where their inner loop is a memcpy per row (docs/kernels.md measures the alternatives), torch's
+`index_select` and `index_copy_` on a GPU. Loops are over tensors and blocks; pages and tokens are
+indices. Large moves are spread over as many threads as torch has.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from ..layout.lanes import HeadRun, LaneGroup
     from ..layout.transfer_plan import PageMap
 
-_THREADED_BYTES: Final = 4 << 20  # below, starting threads (about 0.1 ms) is not worth it
-# Indexed assignment lets other threads run (releases the GIL) only for more than 500 items:
+_THREADED_BYTES: Final = 4 << 20  # below, starting threads (about 0.1 ms) costs more than it saves
+# Indexed assignment releases the GIL only for more than 500 items:
 # NPY_BEGIN_THREADS_THRESHOLDED, in numpy's lowlevel_strided_loops.c.src and ndarraytypes.h.
 _FREEING_PIECES: Final = 501
-# On a GPU, words stand for their bytes: the widest are copied fastest.
+# On a GPU bytes are copied as elements of these dtypes: the widest is the fastest.
 _WORDS: Final = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16))
 
 
@@ -44,8 +44,8 @@ def move(
 ) -> None:
     """Move what `groups` says between a cache's pages and blocks on the same device.
 
-    `blocks`: uint8 tensors, one for each row of `pages`. Everything has been checked by the caller
-    (paged.py). A gather writes zeros for the rows of tokens that a block has not got.
+    `blocks`: uint8 tensors, one for each row of `pages`. The caller (gather_scatter.py) has checked
+    everything. A gather writes zeros for the rows of tokens that a block does not have.
     """
     on_host = cache.device.type == "cpu"
     move_one = _move_on_host if on_host else _move_on_device
@@ -75,17 +75,17 @@ def move(
 
 
 def _fold(group: LaneGroup, pages: PageMap) -> int:
-    """How many tokens' rows always lie one after the other, so that they can be moved as one."""
+    """How many tokens' rows are always contiguous, so that they can be moved as one."""
     if group.token_stride_bytes != group.row_bytes:
         return 1
     fold = int(np.gcd.reduce(np.concatenate((pages.tokens, pages.first_slots, (group.skip,)))))
-    # With several pages to a block, they may not cross from one into the next.
+    # If blocks have several pages, such a group of rows may not cross into the next page.
     return gcd(fold, pages.page_tokens) if pages.pages.shape[1] > 1 else fold
 
 
 def _row_offsets(group: LaneGroup, pages: PageMap, block: int, fold: int) -> NDArray[np.int64]:
-    """Where a block's rows lie, in bytes from a lane's address: int64 [tokens from `skip` on], of
-    every `fold`th token."""
+    """The offsets of a block's rows, in bytes from a lane's address: int64 [tokens from `skip` on],
+    of every `fold`th token."""
     ids, slots = pages.places(block, group.skip, fold)
     return ids * group.page_stride_bytes + slots * group.token_stride_bytes
 
@@ -93,8 +93,8 @@ def _row_offsets(group: LaneGroup, pages: PageMap, block: int, fold: int) -> NDA
 class _Rows:
     """A stretch's rows in the cache: its tensor as a flat array of pieces.
 
-    A piece is what divides `fold` rows and every stride: all of them, but in odd layouts. `split`:
-    into so many pieces that threads take turns.
+    A piece divides `fold` rows and every stride: it is all `fold` rows, except in odd layouts.
+    `split`: into so many pieces that numpy releases the GIL.
     """
 
     def __init__(
@@ -132,8 +132,9 @@ class _Rows:
 def _runs(
     rows: _Rows, indices: list[NDArray[np.int64]], blocks: Sequence[Any], gather: bool
 ) -> Iterator[tuple[NDArray[np.int64], Any]]:
-    """For each block, and each head of it that is apart: where its pieces are in the cache, and its
-    bytes in the block; with zeros behind them in a gather. Blocks are numpy's or torch's alike."""
+    """For each block, and each head of it that is not contiguous with the one before: the places of
+    its pieces in the cache, and its bytes in the block; a gather zeroes the rest of the run. Blocks
+    are arrays of numpy or tensors of torch."""
     stretch, run_bytes = rows.stretch, rows.group.run_bytes
     end = stretch.offset + stretch.heads * stretch.run_bytes
     for index, block in zip(indices, blocks, strict=True):
@@ -141,7 +142,7 @@ def _runs(
         moved_bytes = index.shape[1] * rows.piece
         if gather and moved_bytes < run_bytes:
             runs[:, moved_bytes:run_bytes] = 0
-        if moved_bytes == stretch.run_bytes:  # heads follow each other without a gap
+        if moved_bytes == stretch.run_bytes:  # no gap between heads
             yield index.reshape(-1), runs.reshape(-1)
         elif moved_bytes:
             for places, run in zip(index, runs, strict=True):
@@ -155,7 +156,7 @@ def _move_on_host(
     flat = rows.flat.view(torch.uint8).numpy().reshape(-1).view(piece)
     for places, run in _runs(rows, indices, blocks, gather):
         if gather:
-            # No place is ever clipped; numpy copies straight into `out` only in this mode.
+            # No place is ever clipped; only in this mode does numpy copy directly into `out`.
             np.take(flat, places, out=run.view(piece), mode="clip")
         else:
             flat[places] = run.view(piece)

@@ -1,12 +1,12 @@
-"""From one order of heads to another: payloads of p tensor-parallel ranks as d ranks want them.
+"""Resharding: payloads of p tensor-parallel ranks in the order of heads that d ranks need.
 
-A head's run is the same bytes in every layout; only its place differs. So nothing is converted and
-there is no kernel of its own: a block is a cache with one page, its runs are lanes of one row.
+A head's run is the same bytes in every layout; only its place differs. So nothing is converted, and
+no special kernel is needed: a block is a cache with one page, its runs are lanes of one row.
 
 Fused with a gather or scatter it costs nothing at all: `gather(cache, pages, blocks,
 BlockLayout.rank_major(shape, 8))` writes what eight ranks keep, and `scatter` with the same layout
-reads it into an engine of any degree. `reshard` is for payloads that are there already, such as
-those that an engine's own store kept rank by rank.
+reads it into an engine of any degree. `reshard` is for existing payloads, such as those that an
+engine's own store wrote rank by rank.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def reshard(
 ) -> None:
     """Copy every run that both layouts have from the source blocks to the target blocks.
 
-    `source`, `target`: blocks as `gather` takes them, as many of one as of the other, and no block
-    twice. Both layouts are of one shape. A head that the target has several times is written to
-    each place; of several in the source the first is read. Runs move whole, with their tails
-    (scales of a quantised part); what the source has not, or `layers` and `heads` leave out, stays
-    as it is in the target.
+    `source`, `target`: blocks as `gather` takes them, the same number of each, and no block twice.
+    Both layouts are of one shape. A head that the target has several times is written to each
+    place; if the source has it several times, the first is read. Runs move whole, with their tails
+    (scales of a quantised part); what the source does not have, or `layers` and `heads` leave out,
+    is unchanged in the target.
 
-    With p shares in p buffers and one wanted, call it once for each: from `BlockLayout.rank(shape,
-    r, p)` to `BlockLayout.rank(shape, q, d)` moves what the two share. `stream`, `programs` and
-    `backend` as in `gather`. Raises LayoutError, RoomError and DeviceError, before anything is
-    written.
+    To make one share from p shares in p buffers, call it for each buffer: from
+    `BlockLayout.rank(shape, r, p)` to `BlockLayout.rank(shape, q, d)` moves what the two share.
+    `stream`, `programs` and `backend` as in `gather`. Raises LayoutError, RoomError and
+    DeviceError, before anything is written.
     """
     device = _device(source, target)
     triton = uses_triton(device, backend)
@@ -86,7 +86,7 @@ def reshard(
 
 
 def _device(source: Any, target: Any) -> Any:
-    """The device that does the work: of two, the one that is no host."""
+    """The device that does the work: the GPU, if one side is on the host."""
     devices = [device_of(blocks[0]) for blocks in (target, source) if len(blocks)]
     if len(devices) < 2:
         raise RoomError("there are no blocks to read or to write")
@@ -95,7 +95,7 @@ def _device(source: Any, target: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _shared(source: BlockLayout, target: BlockLayout, asked: WantedHeads) -> tuple[LaneGroup, ...]:
-    """The runs of both: lanes from the source's offsets to the target's, by their length."""
+    """The runs that both have, by length: lanes from the source's offsets to the target's."""
     layers, heads = asked
     if source.shape != target.shape:
         raise LayoutError(f"{source!r} and {target!r} hold different parts")
@@ -155,7 +155,7 @@ def _group(sources: NDArray[np.int64], targets: NDArray[np.int64], length: int) 
 
 
 def _check_apart(source: BlockMemory, source_bytes: int, target: BlockMemory, nbytes: int) -> None:
-    """Raises RoomError if a block is read that is written too."""
+    """Raises RoomError if a block is both read and written."""
     if len(np.unique(source.addresses)) < len(source.addresses):
         raise RoomError("a block is named twice as a source")
     begins = np.sort(target.addresses)
@@ -165,7 +165,7 @@ def _check_apart(source: BlockMemory, source_bytes: int, target: BlockMemory, nb
 
 
 def _copy(group: LaneGroup, source: BlockMemory, target: BlockMemory) -> None:
-    """The reference: runs that are neighbours on both sides, as one range."""
+    """The reference: runs that are neighbours on both sides are copied as one range."""
     length = group.row_bytes
     steps = (np.diff(group.addresses) != length) | (np.diff(group.offsets) != length)
     firsts = np.concatenate(([0], np.flatnonzero(steps) + 1))

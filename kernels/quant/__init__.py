@@ -1,1 +1,1 @@
-"""Gather into quantised blocks, and scatter them back into pages as numbers."""
+"""Gather pages into quantised blocks, and scatter those back into pages, dequantised."""

@@ -1,9 +1,9 @@
-"""The kernels of `quant`: apart, so that what only plans does not import Triton.
+"""The kernels of `quant`, in a module of their own: planning does not import Triton.
 
 The arithmetic is that of scaling.py. Integer operations do the rounding, so that GPUs without
-float8 (A100) or with another (MI300) and Triton's interpreter give the same bytes; NATIVE takes the
-conversions of NVIDIA GPUs from 8.9 on instead. No sum follows a product directly, lest a compiler
-fuse the two into one rounding, and launches ask for no fusion as well.
+float8 (A100) or with another float8 (MI300) and Triton's interpreter give the same bytes; NATIVE
+uses the conversions of NVIDIA GPUs from 8.9 on instead. No sum follows a product directly, so that
+no compiler fuses the two into one rounding; launches disable fusion as well.
 """
 
 # Triton compiles this from its source; Python's types say nothing about it.
@@ -56,7 +56,7 @@ def quantise_pages(
     RUN_ALIGN: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Gather heads out of pages into runs of blocks: bytes, and behind them their scales.
+    """Gather heads out of pages into runs of blocks: bytes, followed by their scales.
 
     An item is TOGETHER groups of GROUP rows of one lane of one block, in tiles of TOGETHER * STEP
     rows by WIDTH (DIM, rounded up to a power of two). If STEP covers a group, each number is read
@@ -143,7 +143,7 @@ def dequantise_pages(
     RUN_ALIGN: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Scatter runs of quantised blocks into pages, as numbers; the other way of `quantise_pages`.
+    """Scatter runs of quantised blocks into pages, dequantised; the reverse of `quantise_pages`.
 
     An item is STEP rows of one lane of one block. GROUP rows share a scale. Rows beyond the tokens
     that a block has are left as they are.
@@ -172,8 +172,8 @@ def dequantise_pages(
 
 @triton.jit
 def _place(item, together, units, block_count):
-    """Lane, block and unit of an item: heads of one tensor first, for their rows are neighbours;
-    then what is left of a run, then blocks; layers last, so that the first is done first."""
+    """Lane, block and unit of an item: heads of one tensor first, as their rows are neighbours;
+    then the rest of a run, then blocks; layers last, so that the first layer ends first."""
     rest = item // together
     block = rest // units % block_count
     lane = rest // units // block_count * together + item % together
@@ -229,13 +229,13 @@ def _store(
 
 @triton.jit
 def _magnitudes(numbers):
-    """The bits of |x|: they order as magnitudes do, with infinity and NaN on top."""
+    """The bits of |x|: their order is that of the magnitudes, with infinity and NaN at the end."""
     return numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _scales(largest, LIMIT: tl.constexpr, scale_max):
-    """The bits of each group's scale, and what to multiply its numbers by; from `_magnitudes`."""
+    """The bits of each group's scale, and the factor of its numbers; from `_magnitudes`."""
     finite = largest < 0x7F800000
     amax = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
     scale = tl.div_rn(amax, LIMIT)
@@ -258,7 +258,7 @@ def _convert(numbers, factor, STORED: tl.constexpr, LIMIT: tl.constexpr, NATIVE:
     scaled = tl.where(scaled == scaled, scaled, 0.0)
     scaled = tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT)
     if STORED == "int8":
-        # 1.5 * 2**23: the sum has no place for fractions, and the integer is in its lowest byte.
+        # 1.5 * 2**23: the sum has no bits for fractions, and the integer is in its lowest byte.
         whole = (scaled + 12582912.0).to(tl.int32, bitcast=True)
         return (whole & 0xFF).to(tl.uint8)
     return _to_e4m3(scaled, NATIVE)
@@ -273,7 +273,7 @@ def _to_e4m3(numbers, NATIVE: tl.constexpr):
     size = bits & 0x7FFFFFFF
     # From 2**-6 on: three bits of mantissa stay, and the exponent's bias becomes 7 from 127.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    # Below, multiples of 2**-9. That is what the last bit of a sum with 2**14 is worth.
+    # Below, multiples of 2**-9, which is the value of the last bit of a sum with 2**14.
     small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0x3C800000, small, normal)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
@@ -284,7 +284,7 @@ def _from_e4m3(stored, NATIVE: tl.constexpr):
     """float32 of float8_e4m3fn in uint8."""
     if NATIVE:
         return stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    # The same digits mean 2**-8 of it in float16, whose exponent has a bit and a bias of 8 more.
+    # The same bits are 2**-8 times the value in float16: one exponent bit more, a bias higher by 8.
     wide = stored.to(tl.uint16)
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -296,12 +296,12 @@ def _narrow(numbers, NUMBER: tl.constexpr, NATIVE: tl.constexpr):
     """float32 rounded to NUMBER, ties to even."""
     if NATIVE or not NUMBER.is_bf16():
         return numbers.to(NUMBER)
-    # Triton's interpreter would cut. 0x7FC0 is NaN, which the sum could carry into a number.
+    # Triton's interpreter would truncate. 0x7FC0 is NaN, which the sum could turn into a number.
     bits = numbers.to(tl.uint32, bitcast=True)
     high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     high = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, high)
     return high.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
-# By the names that torch has for them.
+# By torch's names.
 NUMBER_TYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}

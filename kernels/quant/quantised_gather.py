@@ -1,16 +1,16 @@
-"""Gather pages into quantised blocks, and scatter quantised blocks back into pages as numbers.
+"""Gather pages into quantised blocks, and scatter quantised blocks back into pages, dequantised.
 
-A part of a block that is quantised has one byte per number and float32 scales behind each head's
+A part of a block that is quantised has one byte per number and float32 scales after each head's
 rows (docs/quantisation.md; scaling.py has the arithmetic). `gather_quantised` reads an engine's
 bfloat16, float16 or float32 pages and writes the smaller blocks, all layers in one launch;
-`scatter_dequantised` goes the other way. Parts that are not quantised are copied by another launch.
+`scatter_dequantised` is the reverse. Parts that are not quantised are copied by another launch.
 
-How the work is cut. A tile is 8192 numbers: 256 threads, 32 numbers each, 16 KiB of bfloat16 in
-flight. Groups that fit into a tile are read once. Larger ones (512 tokens of 128 numbers: 128 KiB)
-are read twice, and the second time should find them in the L2 cache: so no more programs run at a
-time than have 32 MiB of groups between them (an H100 has 50 MiB, an A100 40). Here that is two on
-each of 132 SMs, with 32 KiB in flight, where 18 KiB keep 3.35 TB/s busy (paged.py). These figures
-are arithmetic, not measurements.
+Tiling. A tile is 8192 numbers: 256 threads, 32 numbers each, 16 KiB of bfloat16 in flight. Groups
+that fit into a tile are read once. Larger ones (512 tokens of 128 numbers: 128 KiB) are read twice,
+the second time from the L2 cache: so the programs that run at a time have at most 32 MiB of groups
+(the L2 of an H100 has 50 MiB, of an A100 40). Here that is two programs on each of 132 SMs, with
+32 KiB in flight; 18 KiB are enough for 3.35 TB/s (paged/gather_scatter.py). These figures are
+arithmetic, not measurements.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ __all__ = ["QuantisedLayout", "gather_quantised", "scatter_dequantised"]
 
 TILE_NUMBERS: Final = 8192
 WARPS: Final = 8
-PROGRAMS_PER_SM: Final = 4  # of 8 warps at 64 registers, which compilers for sm_90 give them
-READ_TWICE_BYTES: Final = 32 << 20  # of groups that are being read, to be found in the L2 again
-_MOST_NUMBERS: Final = 1 << 20  # of a tile, in Triton
+PROGRAMS_PER_SM: Final = 4  # of 8 warps at 64 registers, as compiled for sm_90
+READ_TWICE_BYTES: Final = 32 << 20  # groups being read: few enough to be still in the L2 cache
+_MOST_NUMBERS: Final = 1 << 20  # Triton's limit for a tile
 _MOST_RUN_BYTES: Final = (1 << 31) - 1
-_MOST_ITEMS: Final = 1 << 30  # the kernels' loops count beyond it, by the number of programs
+_MOST_ITEMS: Final = 1 << 30  # the kernels' loop counters pass it by up to the number of programs
 
 
 def gather_quantised(
@@ -55,10 +55,10 @@ def gather_quantised(
 ) -> None:
     """Quantise the tokens that `pages` names from the cache into blocks.
 
-    As `paged.gather`, but for what the layout says of its parts. Blocks begin at multiples of 4
-    bytes. Where a block has fewer tokens than the layout, the rest are zeros and do not count for
-    the scales. What the bytes stand for is at most so far from what was read as scaling.py says; a
-    group with a number that is not finite reads as NaN.
+    Like `paged.gather`, except for parts that the layout quantises. Blocks begin at multiples of 4
+    bytes. If a block has fewer tokens than the layout, its further rows are zeros and do not count
+    for the scales. scaling.py gives the largest error; a group with a number that is not finite
+    reads as NaN.
 
     Raises PageError, LayoutError, RoomError and DeviceError, before anything is written.
     """
@@ -70,7 +70,7 @@ def scatter_dequantised(
 ) -> None:
     """Write the numbers of quantised blocks into the pages that `pages` names.
 
-    `gather_quantised` the other way. A float32 product is rounded to the cache's dtype, to the
+    The reverse of `gather_quantised`. A float32 product is rounded to the cache's dtype, to the
     nearest, ties to even; beyond float16's range that is an infinity.
     """
     _move(cache, pages, blocks, layout, False, **how)
@@ -124,7 +124,7 @@ def _refer(
     blocks: Sequence[Any],
     gather: bool,
 ) -> None:
-    """What the kernels do, in torch: loops over tensors and blocks, not over pages or tokens."""
+    """The reference in torch: loops over tensors and blocks, not over pages or tokens."""
     for group in groups:
         if group.scaling is None:
             reference.move(cache, (group.lanes,), pages, blocks, gather=gather)
@@ -163,7 +163,7 @@ def _refer_scatter(
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """How a launch cuts its work. `read_twice_bytes`: of a group that is larger than a tile."""
+    """The tiling of a launch. `read_twice_bytes`: of a group that is larger than a tile."""
 
     width: int
     step: int
@@ -173,7 +173,8 @@ class _Work:
     read_twice_bytes: int
 
     def programs(self, multiprocessors: int) -> int:
-        """What fills so many SMs, or as many as find what they read twice in the L2 cache."""
+        """As many programs as fill these SMs; fewer, but at least one per SM, if otherwise groups
+        that are read twice would not stay in the L2 cache."""
         most = PROGRAMS_PER_SM * multiprocessors
         if not self.read_twice_bytes:
             return most
@@ -181,7 +182,7 @@ class _Work:
 
 
 def _work(group: ScaledGroup, tokens: int, blocks: int, gather: bool) -> _Work:
-    """`tokens`: that share a scale. Raises LayoutError for what the kernels can't count."""
+    """`tokens`: how many share a scale. Raises LayoutError for more than the kernels can count."""
     rows, width = group.lanes.rows, _power(group.dim)
     if width > _MOST_NUMBERS or rows * group.dim > _MOST_RUN_BYTES:
         raise LayoutError(f"{rows} rows of {group.dim} numbers are too many for a kernel")
@@ -204,7 +205,7 @@ def _work(group: ScaledGroup, tokens: int, blocks: int, gather: bool) -> _Work:
 
 
 def _power(number: int) -> int:
-    """The smallest power of two that is not less."""
+    """The smallest power of two that is not less than `number`."""
     return 1 << (number - 1).bit_length()
 
 
@@ -241,8 +242,8 @@ def _launch(group: ScaledGroup, work: _Work, call: LaunchCall) -> None:
 
 
 def _native(device: Any) -> bool:
-    """Whether the GPU converts to and from float8_e4m3fn itself, rounding as it should: NVIDIA's do
-    from compute capability 8.9 (L4, H100) on."""
+    """Whether the GPU converts to and from float8_e4m3fn in hardware, with the right rounding:
+    NVIDIA's do from compute capability 8.9 (L4, H100) on."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     capability: tuple[int, int] = torch.cuda.get_device_capability(device)

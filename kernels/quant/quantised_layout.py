@@ -1,7 +1,7 @@
 """How the parts of a block are quantised, and the lanes that one launch can convert.
 
-`lanes` (lanes.py) joins a cache and a block; here its groups are parted by how the bytes of the
-block stand for the numbers of the cache.
+`lanes` (lanes.py) joins a cache and a block; here its groups are split by scaling, that is by how
+the bytes of the block encode the numbers of the cache.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class _Part(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedLayout:
-    """Where each head lies in a block, and how: `scalings[layer][part]`, as the model counts them,
-    is None for a part that is kept as it is.
+    """Where each head is in a block, and how it is quantised: `scalings[layer][part]`, with the
+    model's numbers, is None for a part that is not quantised.
 
-    Make it once, for tables are kept by its identity. Raises LayoutError if the layout has no room
-    for the scales, or more.
+    Make it once, as tables are cached by its identity. Raises LayoutError if the layout has too
+    little or too much room for the scales.
     """
 
     layout: BlockLayout
@@ -81,7 +81,7 @@ def _scaling(part: _Part) -> Scaling | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaledGroup:
-    """Lanes of one launch: as `lanes` has them, of one scaling (None: copied) and one dtype."""
+    """Lanes of one launch: lanes of `lanes` with one scaling (None: copied) and one dtype."""
 
     lanes: LaneGroup
     scaling: Scaling | None
@@ -102,7 +102,7 @@ def scaled_groups(
     *,
     once: bool,
 ) -> tuple[ScaledGroup, ...]:
-    """`lanes`, parted by how they are quantised; kept with the cache. Raises LayoutError."""
+    """`lanes`, split by how they are quantised; kept with the cache. Raises LayoutError."""
     plain = lanes(cache, layout.layout, layers=layers, heads=heads, once=once, same_rows=False)
     return cache.kept(
         (layout, plain),
@@ -153,7 +153,7 @@ def _scaled(
 
 
 def _check_numbers(group: LaneGroup, dtype: Any) -> None:
-    """Raises LayoutError if the rows of a group are not what can be quantised to its runs."""
+    """Raises LayoutError if the rows of a group can't be quantised to its runs."""
     at = group.stretches[0]
     where = f"layer {at.layer}, part {at.part} of the cache"
     if dtype not in NUMBERS:

@@ -1,4 +1,4 @@
-"""Quantising in torch, on any device: what the kernels are compared with, and what a CPU runs.
+"""Quantisation in torch, on any device: tests compare the kernels with it, and CPUs run it.
 
 The arithmetic is that of scaling.py.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .scaling import ByteFormat, Scaling
 
 _STORED: Final = {"float8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
-# What numbers may be, before and after.
+# The dtypes of numbers before quantising and after dequantising.
 NUMBERS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -34,12 +34,13 @@ def quantise(numbers: Any, scaling: Scaling) -> tuple[Any, Any]:
     grouped = numbers.unflatten(-2, (-1, scaling.scale_tokens)).to(torch.float32)
     form = scaling.byte_format
     scales = _scales(grouped.abs().amax(dim=(-2, -1)), form)
-    # Tensor by tensor: torch's CUDA kernels divide by a number as they multiply by its inverse.
+    # A tensor by a tensor: torch's CUDA kernels divide by a plain number as a product with its
+    # inverse.
     inverse = torch.where(scales == 0, 0, torch.ones_like(scales) / scales)
     scaled = (grouped * inverse[..., None, None]).nan_to_num_(nan=0.0)  # a NaN spoils its group
     scaled.clamp_(-form.limit, form.limit)
     if form.name == "int8":
-        scaled = scaled.round_()  # ties to even; the cast alone would cut
+        scaled = scaled.round_()  # ties to even; the cast alone would truncate
     return scaled.to(_STORED[form.name]).flatten(-3, -2), scales
 
 
@@ -60,8 +61,8 @@ def dequantise(values: Any, scales: Any, dtype: Any) -> Any:
 
 
 def pack(values: Any, scales: Any, out: Any) -> None:
-    """Write heads as a block has them: `out` uint8 [..., run_bytes], one run per head, each its
-    values and behind them its scales."""
+    """Write heads in a block's format: `out` uint8 [..., run_bytes], one run per head, each its
+    values followed by its scales."""
     stored = values.flatten(-2).view(torch.uint8)
     out[..., : stored.shape[-1]] = stored
     out[..., stored.shape[-1] :] = scales.contiguous().view(torch.uint8)
@@ -70,7 +71,7 @@ def pack(values: Any, scales: Any, out: Any) -> None:
 def unpack(runs: Any, dim: int, scaling: Scaling) -> tuple[Any, Any]:
     """The values [..., tokens, dim] and scales [..., groups] of runs, uint8 [..., run_bytes].
 
-    Raises LayoutError if runs of that length are none of this dim and scaling.
+    Raises LayoutError if runs of this dim and scaling can't have that length.
     """
     group_bytes = scaling.scale_tokens * dim + SCALE_BYTES
     groups, over = divmod(int(runs.shape[-1]), group_bytes)
@@ -80,7 +81,7 @@ def unpack(runs: Any, dim: int, scaling: Scaling) -> tuple[Any, Any]:
         )
     value_bytes = groups * scaling.scale_tokens * dim
     values = runs[..., :value_bytes].unflatten(-1, (-1, dim)).view(_STORED[scaling.format])
-    # contiguous: a run may begin anywhere, and float32 can't
+    # contiguous: a run may begin at any byte, a float32 tensor may not
     return values, runs[..., value_bytes:].contiguous().view(torch.float32)
 
 
@@ -93,8 +94,8 @@ def _widened(values: Any) -> Any:
     """int8 or float8_e4m3fn as float32, always a copy."""
     if values.dtype == torch.int8:
         return values.to(torch.float32)
-    # torch's own conversion takes ten times as long on a CPU. The same digits mean 2**-8 of it in
-    # float16, whose exponent has one bit and a bias of 8 more; bit 14 is a copy of the sign.
+    # torch's own conversion takes ten times as long on a CPU. The same bits are 2**-8 times the
+    # value in float16: one exponent bit more, a bias higher by 8. Bit 14 is a copy of the sign.
     half = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
     wide = half.view(torch.float16).to(torch.float32).mul_(256)
     nan = values.view(torch.int8).bitwise_and(0x7F) == 0x7F

@@ -1,8 +1,8 @@
 """Numbers as one byte and a shared scale: the arithmetic of quantised blocks.
 
 A group of numbers (consecutive tokens of one head) shares a float32 scale; a number is its byte
-times that scale. The kernels (quant/kernel.py) and
-their reference in torch (quant/reference.py) compute, bit for bit alike:
+times that scale. The kernels (quant/kernel.py) and their reference in torch (quant/reference.py)
+compute the same bits:
 
     amax    = the group's largest magnitude, in float32
     scale   = min(max(amax / limit, SCALE_MIN), scale_max);  0 if amax is 0
@@ -14,7 +14,7 @@ format's largest number: 448 (OCP OFP8 E4M3, as `float8_e4m3fn`) or 127 (int8 wi
 both signs reach equally far).
 
 - A group with a NaN or an infinity gets scale NaN and bytes 0: all of it reads as NaN. Plausible
-  numbers in its place could not be told from right ones.
+  numbers instead could not be distinguished from right ones.
 - A group of zeros gets scale 0.
 - SCALE_MIN, the smallest normal float32, keeps 1 / scale finite and scales exact where a GPU might
   flush subnormals; it matters for groups below 1e-35 only. `scale_max` keeps limit * scale finite.
@@ -41,8 +41,8 @@ FLOAT32_MAX: Final = (2.0 - 2.0**-23) * 2.0**127
 
 @dataclass(frozen=True, slots=True)
 class ByteFormat:
-    """A dtype of one byte that values are rounded to. `scale_max`: the largest float32 that `limit`
-    times does not exceed float32."""
+    """A dtype of one byte that values are rounded to. `scale_max`: the largest float32 whose
+    product with `limit` does not exceed the range of float32."""
 
     name: str
     limit: float
@@ -61,7 +61,7 @@ class Scaling:
     """How a part is quantised: the format of its bytes, and how many tokens of a head share a
     scale.
 
-    Raises LayoutError for a format that there is not.
+    Raises LayoutError for an unknown format.
     """
 
     format: str

@@ -1,16 +1,15 @@
-"""Many small ranges of bytes, copied by one kernel: from a table of addresses, not from tensors.
+"""Many small ranges of bytes, copied by one kernel from a table of addresses, without tensors.
 
 A copy engine takes one descriptor per range and is slow at ranges below some 32 KiB (for sources
 see `tiffin.messenger.gpu.copy_plan`). A kernel has no such cost: a row of its table is 24 bytes,
-and rows are taken by as many programs as the caller allows. Addresses may be of device memory or of
-pinned host memory, which a GPU reads and writes over PCIe where it lies (unified addressing).
+and rows are shared by as many programs as the caller allows. Addresses may be of device memory or
+of pinned host memory, which a GPU reads and writes in place over PCIe (unified addressing).
 
-Addresses are taken on trust: who makes the table knows the memory, keeps it alive until the copy
-has ended and has refused overlaps (a row may be copied before or after any other). What can be
-checked here is: shapes, signs and sizes.
+Addresses are not checked: the caller that makes the table knows the memory, keeps it alive until
+the copy has ended and has refused overlaps (a row may be copied before or after any other). Only
+shapes, signs and sizes are checked here.
 
-`copy_ranges_host` is the same copy for host memory, and the reference that the kernel is tested
-against.
+`copy_ranges_host` is the same copy for host memory, and the reference in tests of the kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     Addresses = NDArray[np.int64]
 
-# What one program moves at a time: with 8 warps, 64 bytes per thread in four loads of 16.
+# What a program moves at a time: with 8 warps, 64 bytes per thread in four loads of 16.
 CHUNK_BYTES = 16 << 10
 _CHUNK_BYTES_MIN = 512
 # Bytes of loads in flight that keep a PCIe link busy: 55 GB/s × about 1.5 us there and back is
@@ -40,16 +39,16 @@ _LINK_PROGRAMS_MIN, _LINK_PROGRAMS_MAX = 16, 64
 
 # One call of memmove from Python costs about as much as 64 records of a NumPy copy by index.
 _RECORDS_PER_RANGE_MAX = 64
-# From here on a memmove for each is faster than records, which are copied twice: 21 against 17 GB/s
-# at 128 KiB, 10 against 12 at 16 KiB (AMD EPYC, one thread; a plain copy of all has 21).
+# From this size on a memmove of each range is faster than records, which are copied twice: 21
+# against 17 GB/s at 128 KiB, 10 against 12 at 16 KiB (AMD EPYC, one thread; one plain copy: 21).
 _MEMMOVE_BYTES = 64 << 10
-# What is gathered before it is scattered again: stays in a core's second cache.
+# Records gathered before they are scattered again: they stay in a core's L2 cache.
 _GATHERED_BYTES = 512 << 10
 
 
 def link_programs(chunk_bytes: int) -> int:
-    """How many programs keep a PCIe link busy with rows of `chunk_bytes`: few, as each occupies a
-    part of an SM for as long as the link needs."""
+    """How many programs keep a PCIe link busy with rows of `chunk_bytes`: few, as each occupies
+    part of an SM while the link is busy."""
     return min(_LINK_PROGRAMS_MAX, max(_LINK_PROGRAMS_MIN, _IN_FLIGHT_BYTES // chunk_bytes))
 
 
@@ -127,11 +126,11 @@ def copy_ranges(
     table = chunk_table(targets, sources, lengths, chunk_bytes)
     rows = table.shape[1]
     with on_stream(device):
-        # Both allocators know that the stream uses this memory: it may be dropped here.
+        # torch's allocators know that the stream uses this memory, so it may be freed here.
         uploaded = upload(table, device)
         most = programs or (rows if on_host else 4 * multiprocessors(device))
         warps = max(1, chunk_bytes // 2048)
-        # Nothing is computed, so there is nothing to fuse; unasked, Triton warns of its default.
+        # There is nothing to fuse; without enable_fp_fusion Triton warns of its default.
         kernel[(min(rows, most),)](uploaded, rows, *words, num_warps=warps, enable_fp_fusion=False)
 
 
@@ -159,7 +158,7 @@ def copy_ranges_host(targets: Addresses, sources: Addresses, lengths: Addresses)
     within = np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
     to = ((targets - target_base) // record_bytes)[which] + within
     come = ((sources - source_base) // record_bytes)[which] + within
-    # Views from the first byte to the last: what lies between the ranges is never touched.
+    # Views from the first byte to the last; bytes between the ranges are never touched.
     target_records = _records(target_base, int(to.max()) + 1, record_bytes)
     source_records = _records(source_base, int(come.max()) + 1, record_bytes)
     step = max(1, _GATHERED_BYTES // record_bytes)
@@ -168,7 +167,7 @@ def copy_ranges_host(targets: Addresses, sources: Addresses, lengths: Addresses)
 
 
 class _Records:
-    """Memory at an address, as NumPy asks for it. (A ctypes array would be a new type per size.)"""
+    """Memory at an address, for NumPy. (A ctypes array would be a new type per size.)"""
 
     def __init__(self, address: int, count: int, record_bytes: int) -> None:
         self.__array_interface__ = {
@@ -189,8 +188,8 @@ def _chunk_bytes(longest_bytes: int) -> int:
 
 
 def available(device_type: str) -> bool:
-    """Whether `copy_ranges` can run on devices of this type here: Triton is there, and for a GPU
-    also what its launcher is built with at the first use (a C compiler, Python's headers)."""
+    """Whether `copy_ranges` can run on devices of this type here: it needs Triton, and for a GPU
+    also what its launcher is built with at first use (a C compiler, Python's headers)."""
     try:
         _kernel()
     except DeviceError:
@@ -200,7 +199,7 @@ def available(device_type: str) -> bool:
 
 @functools.cache
 def _kernel() -> Any:
-    """The kernel; found at the first use, because importing this module must need neither torch nor
+    """The kernel, imported at first use: importing this module must need neither torch nor
     Triton."""
     try:
         import torch  # noqa: F401

@@ -1,4 +1,4 @@
-"""The kernel of `ranges`: apart, so that what only plans copies does not import Triton."""
+"""The kernel of `ranges`, in a module of its own: planning copies does not import Triton."""
 
 # Triton compiles this from its source; Python's types say nothing about it.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -21,8 +21,8 @@ def copy_rows(
 ):
     """Copy `rows` rows of `table` (int64 [3, rows]: target, source, bytes up to CHUNK_BYTES).
 
-    ALIGN (1 to 16) divides every number in the table. Words are of up to 8 bytes; with ALIGN 16 the
-    compiler is told that it may load two at once.
+    ALIGN (1 to 16) divides every number in the table. Words have up to 8 bytes; with ALIGN 16 the
+    compiler has the hint that it may load two at once.
     """
     lanes = tl.arange(0, CHUNK_BYTES // WORD_BYTES)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -35,6 +35,6 @@ def copy_rows(
         source = tl.multiple_of(source, ALIGN)
         words = tl.multiple_of(words, ALIGN // WORD_BYTES)
         mask = lanes < words
-        # Bytes pass once: they should not push an engine's data out of the cache.
+        # Each byte is read once: it should not evict an engine's data from the cache.
         values = tl.load(source + lanes, mask=mask, eviction_policy="evict_first")
         tl.store(target + lanes, values, mask=mask, eviction_policy="evict_first")

@@ -1,4 +1,4 @@
-"""What the benchmarks' tests share: the modules here can be imported, and fakegpu.py is quick."""
+"""Fixtures of the benchmarks' tests; makes the support modules of this folder importable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A machine that measures the CPU as it would a GPU, without its pauses."""
+    """A Machine that measures the CPU in the way of a GPU, without the pauses."""
     pytest.importorskip("torch")
     import fakegpu
 

@@ -1,6 +1,6 @@
-"""A double of torch.cuda over the CPU, for the benchmarks' own steps: which calls in which order.
+"""A double of torch.cuda over the CPU, to test the order of calls that the benchmarks make.
 
-It says nothing about a GPU: work is done when it is queued, and events keep the host's time.
+It does not simulate a GPU: work is done when it is queued, and events record the host's time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FakeEvent:
-    """`ended` is what `query` says of all of them."""
+    """A double of torch.cuda.Event; `ended` is the answer of `query` for all events."""
 
     ended = True
 
@@ -99,7 +99,7 @@ class FakeCuda:
 
 
 class FakeTorch:
-    """torch, but for its `cuda`."""
+    """torch with a double of `cuda`."""
 
     def __init__(self) -> None:
         self.cuda = FakeCuda()
@@ -109,7 +109,7 @@ class FakeTorch:
 
 
 class FakeGpu(Machine):
-    """The CPU, measured as a GPU is."""
+    """The CPU, measured in the way of a GPU."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What the tests of all suites ask of the rows that measurements give."""
+"""Checks of rows, for the tests of all suites."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def check(rows: list[Row]) -> None:
-    """There are some, each with a name of its own, words, and numbers that can be."""
+    """There are rows, each with a unique name, texts, and plausible numbers."""
     assert rows
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:

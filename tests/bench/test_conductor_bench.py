@@ -1,4 +1,4 @@
-"""The conductor's benchmark runs and says what it claims to say. No timing is asserted."""
+"""The conductor's benchmark runs and gives the rows that it promises. No timing is asserted."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_others_do_is_beside_nothing(name: str, kinds: dict[str, str]) -> N
         check(found.rows)
 
 
-# -- what is asked ---------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [PRIVATE, HOT])
@@ -94,7 +94,7 @@ def test_each_request_finds_all_of_its_blocks_on_an_instance(kind: str) -> None:
         decided = traffic.decide().flight.decision
         made = traffic.schedule()
         assert decided.cached_tokens == made.cached_tokens == BLOCK_TOKENS * TINY.prompt_blocks
-        assert kind == PRIVATE or not made.fetches  # of a busy one's blocks others may take copies
+        assert kind == PRIVATE or not made.fetches  # if its holder is busy, blocks may be fetched
         traffic.next()
 
 
@@ -105,7 +105,7 @@ def test_deciding_changes_nothing_and_requests_end() -> None:
     assert traffic.in_flight == before == TINY.warm_decisions
     for _ in range(1500):
         traffic.go_on()
-    # 10 ms apart, and answered after seconds: else the queues, and so the times, would grow.
+    # Requests come 10 ms apart and end after seconds. Otherwise queues, and so times, would grow.
     assert TINY.warm_decisions < traffic.in_flight < 1000
 
 
@@ -179,7 +179,7 @@ def test_refused_requests_are_no_measurement(refusing: int) -> None:
 
 # -- Dynamo ----------------------------------------------------------------------------------------
 
-# Stands in for Dynamo: keeps books of what is reserved, and answers as its wheel does.
+# A double of Dynamo: counts reservations, and answers like its wheel.
 _CORE = """
 class SelectionService:
     def __init__(self, indexer_threads):
@@ -205,7 +205,7 @@ class SelectionService:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """A Python whose package `dynamo` is the stand-in."""
+    """A Python whose package `dynamo` is the double."""
     package = tmp_path / "packages" / "dynamo"
     package.mkdir(parents=True)
     (package / "_core.py").write_text(_CORE)

@@ -1,4 +1,4 @@
-"""The index's measurements are rows, and what does not depend on the machine holds."""
+"""The index's measurements give rows; properties that don't depend on the machine hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo: its prompts share what the trace shares, and the whole of it runs."""
+"""The demo: its prompts share the trace's prefixes, and the whole demo runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 DEMO = [sys.executable, "-m", "tiffin.bench.demo", "--quick"]
 WORKERS = 4  # two prefill, two decode
-ALL = 5 + WORKERS  # itself, Redis, two nodes, the conductor
+ALL = 5 + WORKERS  # the demo, Redis, two nodes, the conductor
 
 
 # -- the trace -------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_reusable_tokens_stop_at_the_first_new_block_and_before_the_last_token()
     assert trace.reusable_tokens([first]) == 0
     assert trace.reusable_tokens([first, first]) == 1024
     assert trace.reusable_tokens([first, request([0, 9, 2, 3], 2000)]) == 512
-    partial = request([0, 1], 700)  # its second block is not full, so it is not kept
+    partial = request([0, 1], 700)  # its second block is not full, so it is not stored
     assert trace.reusable_tokens([partial, first]) == 512
 
 
@@ -112,7 +112,7 @@ def test_overloads_prompts_share_prefixes_within_a_pass_and_none_between_passes(
     assert [p.request for p in one] == [*range(106), *range(4)]
     assert one[0].tokens[:512] == one[105].tokens[:512]
     assert one[0].tokens[:512] != two[0].tokens[:512]
-    assert one[0].tokens[:512] != one[106].tokens[:512]  # the second time round, too
+    assert one[0].tokens[:512] != one[106].tokens[:512]  # also when the slice repeats
 
 
 def test_an_overload_counts_what_was_in_time_of_the_admitted_and_of_all() -> None:
@@ -134,7 +134,7 @@ def test_an_overload_counts_what_was_in_time_of_the_admitted_and_of_all() -> Non
 
 def test_the_objective_is_twice_what_nine_of_ten_need() -> None:
     assert objective_s([0.01 * n for n in range(1, 101)]) == 1.8
-    assert objective_s([0.001]) == 0.1  # never none
+    assert objective_s([0.001]) == 0.1  # never zero
 
 
 def test_a_profile_follows_the_measurements_and_stands_noise() -> None:
@@ -144,7 +144,7 @@ def test_a_profile_follows_the_measurements_and_stands_noise() -> None:
     lengths = [(128, 0), (1024, 0), (4096, 0), (2048, 1536), (4096, 3584)]
     prefill = [(n, p, prefill_s(n, p)) for n, p in lengths]
     exact = [(b, b * c, 0.004 * b + 1e-6 * b * c) for b in (1, 2, 4) for c in (256, 3072)]
-    profile = fitted(prefill, exact)  # an engine without any fixed part of a step
+    profile = fitted(prefill, exact)  # an engine whose steps have no fixed cost
     assert profile.prefill == pytest.approx((1e-3, 2e-4, 3e-8), rel=1e-6)
     assert profile.decode[1:] == pytest.approx((0.004, 1e-6), rel=1e-3)
     assert 0 < profile.decode[0] < 1e-4
@@ -157,7 +157,7 @@ def test_a_profile_follows_the_measurements_and_stands_noise() -> None:
 
 @dataclass
 class Workers:
-    """A crew that answers at once, the last order first; `open` counts what it has not answered."""
+    """A crew that answers at once, the last order first; `open` counts unanswered orders."""
 
     orders: list[tuple[str, str, str]] = field(default_factory=list)
     waiting: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -186,7 +186,7 @@ class Workers:
 
 @dataclass
 class Decided:
-    """A conductor that has decided beforehand; `asked` is what it was asked."""
+    """A conductor with prepared decisions; `asked` are the requests that it got."""
 
     outcomes: dict[str, Rejection | dict[str, str]]
     asked: list[Request] = field(default_factory=list)
@@ -245,7 +245,7 @@ def test_who_waits_for_blocks_is_sent_when_they_are_in_the_pool() -> None:
     router, workers, _ = routed({"a-1": waits, "a-2": {"wait_for": "a-0"}})
     router.replay("a", PROMPTS[:3], arrivals_s=[0.0, 0.0, 0.0])
     prefills = [(name, request) for kind, name, request in workers.orders if kind == "prefill"]
-    # At the same worker its turn comes after the other's anyway; a-1 is sent once a-0 is there.
+    # a-2 is at the same worker as a-0 and comes after it anyway; a-1 is sent when a-0 is done.
     assert prefills == [("prefill-1", "a-0"), ("prefill-1", "a-2"), ("prefill-2", "a-1")]
     assert workers.orders.index(("prefill", "prefill-2", "a-1")) > workers.orders.index(
         ("decode", "decode-1", "a-0")
@@ -350,8 +350,8 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def descendants(folder: Path) -> list[int]:
-    """Processes that were started with this TMPDIR, or work in it: Redis overwrites its
-    environment when it names itself."""
+    """Processes that were started with this TMPDIR, or have it as working directory: Redis
+    overwrites its environment when it sets its title."""
     mark, found = f"TMPDIR={folder}".encode(), []
     for process in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -365,7 +365,7 @@ def descendants(folder: Path) -> list[int]:
 
 
 def command(process: int) -> str:
-    """Its words, with NULs between them; "" if it has ended."""
+    """The command line of a process, separated by NULs; "" if it has ended."""
     try:
         return Path(f"/proc/{process}/cmdline").read_text()
     except OSError:
@@ -373,7 +373,7 @@ def command(process: int) -> str:
 
 
 def under_way(folder: Path) -> bool:
-    """Whether all run, and every worker has said so to the conductor."""
+    """Whether all processes run, and every worker has registered with the conductor."""
     processes = {process: command(process) for process in descendants(folder)}
     connections = Counter(
         one.pid for one in psutil.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED
@@ -432,8 +432,8 @@ def test_the_quick_demo_runs_and_agrees(tmp_path: Path, nodes: int) -> None:
     assert [r["request"] for r in rows] == [*range(16)]
     assert {r["prefill"] for r in rows} <= {"prefill-1", "prefill-2"}
     assert {r["decode"] for r in rows} <= {"decode-1", "decode-2"}
-    # Prefill and decode are processes of their own: all full blocks come from the pool, but for
-    # those that found no room in it, because readers held all of a pool of a few prompts.
+    # Prefill and decode are separate processes: all full blocks come from the pool, except those
+    # for which it had no room, because readers held all of a pool of a few prompts.
     short = [r for r in rows if r["moved_tokens"] < r["prompt_tokens"] // 512 * 512]
     assert [r for r in short if not r["not_saved"]] == []
     assert len(short) <= 2, short
@@ -469,7 +469,7 @@ def test_nothing_outlives_an_interrupted_demo(tmp_path: Path, number: signal.Sig
     while descendants(temporary) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert descendants(temporary) == []
-    if number != signal.SIGKILL:  # of which nobody can clean up the folder
+    if number != signal.SIGKILL:  # after SIGKILL the folder cannot be removed
         assert status == 130
         assert list(temporary.iterdir()) == []
 

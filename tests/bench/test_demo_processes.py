@@ -1,4 +1,4 @@
-"""The demo's processes: what they say reaches the demo, and whoever dies is named."""
+"""The demo's processes: their messages reach the demo, and a process that dies is named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-# Says {"done": ...} of whatever it is told, and ends with status 3 when it is told to.
+# Answers a message with {"done": ...}, except "quiet"; exits on "end", with a text or status 3.
 ECHO = """
 import json, sys
 for line in sys.stdin:
@@ -42,7 +42,7 @@ def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[E
 
 
 def nothing() -> None:
-    """All is well with the others."""
+    """A `look` that finds nothing wrong."""
 
 
 def test_answers_come_in_the_order_of_the_names(children: list[EngineProcess]) -> None:
@@ -65,7 +65,7 @@ def test_a_child_that_dies_is_named_with_its_last_words(children: list[EnginePro
 def test_silence_and_wrong_answers_are_failures(
     children: list[EngineProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo_children, "DEATH_S", 0.01)  # they are well
+    monkeypatch.setattr(demo_children, "DEATH_S", 0.01)  # no process is about to die
     crew = Crew(children, nothing)
     with pytest.raises(DemoFailed, match="said nothing"):
         crew.ask(["one"], {"quiet": 1}, 0.0)
@@ -86,7 +86,7 @@ def test_whoever_waits_looks_at_what_else_may_have_died(children: list[EnginePro
 
 
 class Service:
-    """Clients that all talk to this; `fails` is raised by every call."""
+    """The service behind all client doubles; `fails` is raised by every call."""
 
     def __init__(self) -> None:
         self.registered: list[tuple[InstanceSpec, Load]] = []

@@ -1,4 +1,4 @@
-"""The HBM tier's benchmark runs and says what it claims to say. No timing is asserted."""
+"""The HBM tier's benchmark runs and gives the rows that it promises. No timing is asserted."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_what_needs_a_gpu_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_block_that_is_not_there_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs._Tier, "demote", lambda tier: None)  # so the pool has nothing
+    monkeypatch.setattr(verbs._Tier, "demote", lambda tier: None)  # the pool stays empty
     found = SUITE.run(on_cpu(), ["promote", "publish"], lambda _: None)
     assert "not all blocks are there" in found.crashed["promote"]
     assert [row.name for row in found.rows] == VERBS["publish"]
@@ -106,7 +106,7 @@ def test_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(app, ["bench", "hbm", "--device", "cuda:99"]).exit_code == 2
 
 
-# -- the way a GPU is measured, with a double of torch.cuda ----------------------------------------
+# -- measuring a GPU, with a double of torch.cuda --------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ON_A_GPU)

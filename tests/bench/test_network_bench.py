@@ -1,4 +1,4 @@
-"""The network's benchmark runs and says what it claims to say. No timing is asserted."""
+"""The network's benchmark runs and gives the rows that it promises. No timing is asserted."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ def test_a_prefix_is_located_in_redis_in_one_round_trip() -> None:
     check(found.rows)
     leased, trips = found.rows
     assert leased.name == "locate-and-lease"
-    # Heartbeats of the node are counted too, so it is not exactly one.
+    # The node's heartbeats are counted too, so it is not exactly one.
     assert trips.value.p50 == pytest.approx(1.0, abs=0.5)
 
 
-# -- what a run lacks, and what it dies of ---------------------------------------------------------
+# -- missing dependencies, and crashes -------------------------------------------------------------
 
 
 def test_what_is_not_installed_is_left_out_and_named(
@@ -162,7 +162,7 @@ def test_cpu_time_is_that_of_the_processes_named() -> None:
     while time.process_time() - before_s < 0.05:
         pass
     assert 0.05 <= cpu_seconds([os.getpid()]) - before_s <= 5.0
-    # Twice named is counted twice: one process of a pair costs as much as the other.
+    # A process named twice is counted twice.
     assert cpu_seconds([os.getpid()] * 2) > cpu_seconds([os.getpid()])
 
     with pytest.raises(OSError, match="argument"):
@@ -179,7 +179,7 @@ def test_a_meter_notes_each_run() -> None:
 
 # -- Mooncake --------------------------------------------------------------------------------------
 
-# Stands in for Mooncake: keeps nothing, but answers as its package does.
+# A double of Mooncake: stores nothing, but answers like its package.
 _STORE = """
 class MooncakeDistributedStore:
     def setup(self, *arguments):
@@ -210,7 +210,7 @@ while True:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """A Python whose package `mooncake` is the stand-in, with a `mooncake_master` beside it."""
+    """A Python whose package `mooncake` is the double, with a `mooncake_master` beside it."""
     package = tmp_path / "packages" / "mooncake"
     package.mkdir(parents=True)
     (package / "store.py").write_text(_STORE)
@@ -257,12 +257,12 @@ def test_mooncake_is_stopped_whenever_we_are_measured(
     assert not found.crashed
     assert len(seen) > mooncake._WARM_CALLS
     assert {state for states in seen for state in states} == {"T"}
-    # Whoever is stopped must be told to go on, or it would never notice its end.
+    # A stopped process must be continued, or it would never notice that it has to end.
     assert all(not Path(f"/proc/{pid}").exists() for one in theirs for pid in one.pids)
 
 
 def state_of(pid: int) -> str:
-    """The letter of ps(1), for example `T` for a process that is stopped."""
+    """The state letter of ps(1), for example `T` for a stopped process."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 

@@ -1,4 +1,4 @@
-"""The store's benchmark runs and says what it claims to say. No timing is asserted."""
+"""The store's benchmark runs and gives the rows that it promises. No timing is asserted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TINY = Sizes(
     prompt_tokens=4096,
     restart_blocks=20,
     restart_rounds=1,
-    resident_blocks=20_000,  # memory comes by the MiB
+    resident_blocks=20_000,  # memory is allocated by the MiB
     operations=2000,
 )
 
@@ -44,7 +44,7 @@ def test_every_measurement_gives_rows_with_limits(name: str, tmp_path: Path) -> 
 
     assert not report.crashed
     check(report.rows)
-    assert not list(tmp_path.iterdir())  # slabs are gone
+    assert not list(tmp_path.iterdir())  # the slabs are removed
 
 
 def test_names_of_rows_are_unique_and_the_report_is_json(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_sides_take_turns_and_resets_are_not_timed() -> None:
     first = Side(lambda: order.append("a"), lambda: order.append("reset"))
     second = Side(lambda: order.append("b"))
     seconds = interleave([first, second], rounds=2, batch=1)
-    assert order == ["a", "reset", "b"] * 4  # two rounds before, two that count
+    assert order == ["a", "reset", "b"] * 4  # two warm-up rounds, two measured ones
     assert [len(taken) for taken in seconds] == [2, 2]
 
 

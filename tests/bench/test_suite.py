@@ -1,4 +1,4 @@
-"""What every `tiffin bench` command has in common: a suite of toys, run and shown."""
+"""The common part of all `tiffin bench` commands, tested with a suite of toy measurements."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FAST, SLOW = (
     Row(name, "what", "us", single(value), "limit", single(10.0), (Target("ratio", "<=", 2),))
     for name, value in (("fast", 12.0), ("slow", 30.0))
 )
-# What a process said before it died: brackets are no markup, and only the last line is short.
+# The last output of a process that died: its brackets are not markup, only its last line is short.
 LAST_WORDS = """it has ended: Traceback (most recent call last):
   File "peer.py", line 7, in <module>
 ValueError: no [red] paint
@@ -122,7 +122,7 @@ def test_errors_that_are_nobodys_fault_but_ours_are_not_hidden() -> None:
 
 
 def shown(*what: RenderableType) -> str:
-    """As on a terminal of the usual width."""
+    """The text as on a terminal of 80 columns."""
     console = Console(width=80)
     with console.capture() as captured:
         console.print(*what, sep="\n")
@@ -141,7 +141,7 @@ def test_figures_are_whole_lines_of_a_terminal_and_their_words_stand_below() -> 
     suite: Suite[Setting] = Suite("toys", {"both": lambda _: [FAST, long]})
     report = suite.run(Setting(Sizes()), ["both"], lambda _: None)
     lines = shown(table(report)).splitlines()
-    assert len(lines) == 3  # a header, and a line for each
+    assert len(lines) == 3  # a header, and a line per row
     assert lines[2].split()[:2] == [long.name, number(long.value.p50)]
     assert lines[2].rstrip().endswith(f"{long.target_text}: missed")
     assert "a [word] in brackets; limit: " in shown(legend(report))
@@ -150,7 +150,7 @@ def test_figures_are_whole_lines_of_a_terminal_and_their_words_stand_below() -> 
 def test_the_program_says_below_the_table_what_went_wrong(tmp_path: Path) -> None:
     done = program(TOYS, tmp_path, ["crash", "both"])()
     assert done.exit_code == 1
-    # From the measurement that crashed to the last words of the process it depended on.
+    # From the crashed measurement to the last output of the process that it depended on.
     assert "crash crashed:\nTraceback" in done.stderr
     assert "in crash" in done.stderr
     assert LAST_WORDS in done.stderr

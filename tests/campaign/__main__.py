@@ -21,11 +21,11 @@ PARTS = {
 
 
 def main() -> int:
-    """Run one part; its report goes to stdout as a line of JSON. 1 if it found anything."""
+    """Run one part; its report goes to stdout as a line of JSON. Returns 1 if it has findings."""
     if len(sys.argv) < 2 or sys.argv[1] not in PARTS:
         print(f"usage: python -m tests.campaign {{{','.join(PARTS)}}} [OPTIONS]", file=sys.stderr)
         return 2
-    logging.getLogger("tiffin").setLevel(logging.ERROR)  # what it warns of is what is done to it
+    logging.getLogger("tiffin").setLevel(logging.ERROR)  # its warnings are of the injected faults
     return PARTS[sys.argv[1]](sys.argv[2:])
 
 

@@ -1,4 +1,4 @@
-"""Interrupts of asyncio clients: what a signal handler raises may end the loop's run."""
+"""Interrupts of asyncio clients: an exception of a signal handler may end the loop's run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Coroutine
 
-# Tasks that were cancelled end at once; but who does not in so long will never wake.
+# Cancelled tasks end at once; one that has not ended after this time never will.
 LOST_S = 0.5
 
 
 class AsyncCampaign(Campaign):
-    """The asyncio clients. Every other interrupt is a Ctrl-C as `asyncio.run` has it, which cancels
-    the task; the others raise wherever the loop is, and end its run."""
+    """The asyncio clients. Every other interrupt is a Ctrl-C as `asyncio.run` handles it, which
+    cancels the task; the others raise wherever the loop is, and end its run."""
 
     def client_of(self, number: int) -> None:
         """One loop and one client."""
@@ -44,7 +44,7 @@ class AsyncCampaign(Campaign):
                 if self.awaited(runner, name, lambda c=call: c(self, clients[0])):
                     self.unless_lost(runner, self.used_again_soon(clients[0]))
                     if not self.report.interrupts % LOOK_EVERY:
-                        # A reply that nobody awaits any more is fetched by a loop that runs.
+                        # Only a running loop collects a reply that is no longer awaited.
                         self.unless_lost(runner, self.check_soon())
             while self.awaited(runner, "close", lambda: clients[0].close()):
                 pass
@@ -52,7 +52,7 @@ class AsyncCampaign(Campaign):
                 raise _LoopLost
             runner.close()
         except _LoopLost:
-            # An exception at the wrong place of asyncio itself: nobody can run this loop again.
+            # An exception at the wrong place of asyncio itself: this loop can't run again.
             self._landed["loop lost"] += 1
             loop = runner._loop
             runner._state = None
@@ -61,16 +61,16 @@ class AsyncCampaign(Campaign):
             del loop
             gc.collect()
         finally:
-            # A runner that was interrupted as it ended leaves its own handler behind, which holds
-            # its task, and all that this has.
+            # A runner that was interrupted while it ended leaves its signal handler installed,
+            # which refers to its task, and so to all that the task refers to.
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def given_back(self, before: Counter[str]) -> None:
-        """asyncio itself keeps descriptors of loops that are interrupted while they are made, or
-        end; what is held at the node, `check` has seen."""
+        """No check here: asyncio itself leaks descriptors of loops that are interrupted while they
+        are made or closed. `check` looks at what is held at the node."""
 
     async def opening(self, clients: list[AsyncClient]) -> None:
-        """Open one more."""
+        """Open one more client."""
         if self._node is not None:
             clients.append(await AsyncClient.attach(self._node, name="campaign"))
         else:
@@ -78,13 +78,13 @@ class AsyncCampaign(Campaign):
 
     @property
     def url(self) -> str:
-        """Where clients go."""
+        """The URL for clients."""
         if self.kind == "asyncio-tcp":
             return f"tiffin://127.0.0.1:{self._nodes[0].port}"
         return super().url
 
     def awaited(self, runner: asyncio.Runner, name: str, make: Callable[[], Any]) -> bool:
-        """Run what `make()` gives; whether it was interrupted."""
+        """Run the awaitable that `make()` returns; returns whether it was interrupted."""
         self.alarm.cancels = bool(self.dice.randrange(2))
 
         def action() -> None:
@@ -95,7 +95,7 @@ class AsyncCampaign(Campaign):
 
         try:
             landed = self.interrupt(name, action)
-        except KeyboardInterrupt:  # asyncio's own, after the task was cancelled
+        except KeyboardInterrupt:  # raised by asyncio itself, after it cancelled the task
             self.report.interrupts += 1
             self._landed[name] += 1
             landed = True
@@ -104,7 +104,7 @@ class AsyncCampaign(Campaign):
         return landed
 
     def unless_lost(self, runner: asyncio.Runner, what: Coroutine[Any, Any, None]) -> None:
-        """Run it. Raises _LoopLost if asyncio refuses, or stops in the middle."""
+        """Run a coroutine. Raises _LoopLost if asyncio refuses, or stops in the middle."""
         try:
             runner.run(what)
         except RuntimeError as error:
@@ -113,7 +113,8 @@ class AsyncCampaign(Campaign):
             raise _LoopLost from error
 
     async def check_soon(self) -> None:
-        """See `check`. In a thread that no loop has: one that is lost would not end it."""
+        """See `check`. In a thread of its own, not of the loop's executor: a lost loop would not
+        end that."""
         found: list[Exception] = []
 
         def check() -> None:
@@ -124,7 +125,7 @@ class AsyncCampaign(Campaign):
 
         thread = threading.Thread(target=check)
         thread.start()
-        while thread.is_alive():  # noqa: ASYNC110 - nobody calls into a loop that may be lost
+        while thread.is_alive():  # noqa: ASYNC110 - the thread can't wake a loop that may be lost
             await asyncio.sleep(0.001)
         for error in found:
             raise error
@@ -142,11 +143,11 @@ class AsyncCampaign(Campaign):
 
 
 class _LoopLost(Exception):
-    """asyncio takes the loop for running, or for closed."""
+    """asyncio considers the loop running, or closed."""
 
 
 def _force_close(loop: asyncio.AbstractEventLoop | None) -> None:
-    """What a process that goes on without its loop can do."""
+    """Close a lost loop, as far as a process can that goes on without it."""
     asyncio._set_running_loop(None)
     if loop is not None:
         loop._thread_id = None  # type: ignore[attr-defined]
@@ -159,8 +160,8 @@ _lost: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
 
 
 async def _end_others() -> None:
-    """Tasks that an interrupted run left behind are cancelled, as `asyncio.run` does. One whose
-    wake-up was lost in asyncio itself is left alone."""
+    """Cancel the tasks that an interrupted run left, as `asyncio.run` does, except tasks whose
+    wake-up was lost in asyncio itself."""
     others = asyncio.all_tasks() - set(_lost) - {asyncio.current_task()}
     for task in others:
         task.cancel()

@@ -1,4 +1,4 @@
-"""All parts one after the other, each in a process of its own, and a table of what they found."""
+"""All parts one after the other, each in a process of its own, and a table of their findings."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).parents[2]
 OUT = Path("out/campaign.json")
-# Also where nobody looks at it, as in a log: numbers stay whole.
+# A fixed width, so that numbers are not wrapped in a log either.
 TABLE_WIDTH = 110
-# What may not be, in the words of reports and of the table.
+# Kinds of findings: their keys in reports, and their names in the table.
 KINDS = {
     "wrong": "wrong bytes",
     "untyped": "untyped errors",
@@ -38,7 +38,7 @@ class Part:
     arguments: tuple[str, ...]
 
     def run(self) -> list[dict[str, Any]]:
-        """Its reports. One that ended without any, however it did, is a report too."""
+        """The reports. A part that ended without any counts as a report with a finding."""
         command = [sys.executable, "-m", "tests.campaign", self.name, *self.arguments]
         ended = subprocess.run(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=False)
         reports = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
@@ -49,13 +49,13 @@ class Part:
 
 
 def findings(report: dict[str, Any]) -> int:
-    """How many things a report names that may not be."""
+    """The number of findings in a report."""
     return sum(len(report.get(kind, [])) for kind in KINDS)
 
 
 def parts(gets: int, interrupts: int, seed: int) -> list[Part]:
-    """What is run. Of the gets nineteen in twenty are of clients whose pool dies and stands still
-    around them; under a relay most of the time goes into waiting for what he left out."""
+    """The parts. Nineteen in twenty gets are under kills and stops of the pool; under a relay calls
+    spend most of their time waiting for frames that it dropped."""
     seeded = ("--seed", str(seed))
     relayed = gets // 20
     return [
@@ -66,7 +66,7 @@ def parts(gets: int, interrupts: int, seed: int) -> list[Part]:
 
 
 def table(reports: Sequence[dict[str, Any]]) -> Table:
-    """A line for each report, and one for all."""
+    """A line per report, and one for the sum."""
     made = Table("part", *("gets", "blocks", "interrupts", "faults", "s"), *KINDS.values())
     for column in made.columns[1:]:
         column.justify = "right"

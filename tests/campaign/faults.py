@@ -1,5 +1,5 @@
-"""Kills and stops: a pool of nodes and a Redis that die, stand still and lose their memory, and so
-do the clients, until so many gets have been checked.
+"""Kills and stops: nodes, a Redis and clients are killed, stopped and lose their memory, until a
+number of gets has been checked.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NODES, PROCESSES = 3, 3
-# What is asked for does not fit: blocks move between the tiers, and leave.
+# The requested blocks do not fit: they move between the tiers, and are evicted.
 DRAM_BLOCKS, NVME_BLOCKS = 48, 256
-# Faults come in bursts, and in between the pool works.
+# Faults come in bursts; between them the pool works.
 CALM_S = 15.0
 SETTLE_S = 60.0
 FORGED = 50
-# A node keeps connections to Redis and a few to each other node. Clients came by hundreds.
+# Descriptors that a node may still have open at the end: connections to Redis and a few to each
+# other node. Clients opened hundreds.
 FILES_MORE = 16
 
 
@@ -60,7 +61,7 @@ class Campaign:
         self._crowds = [self._start() for _ in range(PROCESSES)]
 
     def _start(self) -> Visitors:
-        """A process with clients of all kinds: at home, without a home, of one node alone."""
+        """A process with clients of all kinds: with a home node, without one, of a single node."""
         directory = self.pool.directory
         homes = [f"{directory}&home={node.socket}" for node in self.pool.nodes]
         alone = [node.url for node in self.pool.nodes]
@@ -69,11 +70,11 @@ class Campaign:
 
     @property
     def gets(self) -> int:
-        """Checked ones, so far."""
+        """The number of checked gets so far."""
         return self.tally.gets + sum(crowd.gets for crowd in self._crowds)
 
     def run(self, gets: int, show: Callable[[Campaign], None]) -> None:
-        """Until so many gets are checked; all is well again then, and everybody has left."""
+        """Inject faults until `gets` gets are checked; then heal the pool and end the clients."""
         while self.gets < gets and not any(crowd.ended for crowd in self._crowds):
             for fault in self._dice.sample(FAULTS, len(FAULTS)):
                 fault(self, self._dice)
@@ -93,7 +94,7 @@ class Campaign:
             time.sleep(0.2)
 
     def _check_rest(self) -> None:
-        """No node holds anything of the clients that left, however they did."""
+        """No node holds anything of clients that have ended or were killed."""
         for node in self.pool.nodes:
             with Client.open(node.url, name="looking") as client:
                 self._eventually(lambda c=client: is_quiet(c.statistics()), "a node is not at rest")
@@ -109,12 +110,12 @@ class Campaign:
             time.sleep(0.05)
 
     def replace_crowd(self, index: int) -> None:
-        """kill -9 of a process of clients; another one comes."""
+        """kill -9 a process of clients, and start another one."""
         self.tally.add(self._crowds[index].kill())
         self._crowds[index] = self._start()
 
     def hold_crowd(self, index: int, seconds: float) -> None:
-        """A process of clients stands still, with all that it has leased."""
+        """Stop a process of clients for a while, with all of its leases."""
         self._crowds[index].signal(signal.SIGSTOP)
         time.sleep(seconds)
         self._crowds[index].signal(signal.SIGCONT)
@@ -129,7 +130,7 @@ def _open_files(node: Any) -> int:
     return len(os.listdir(f"/proc/{node.process.pid}/fd"))
 
 
-# -- what goes wrong -------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------
 
 
 def stop_a_node(run: Campaign, dice: random.Random) -> None:
@@ -170,8 +171,8 @@ def stop_clients(run: Campaign, dice: random.Random) -> None:
 
 
 def forge_records(run: Campaign, dice: random.Random) -> None:
-    """Nodes that nobody with the token has registered, all with more room than the true ones, and
-    all of them have what is asked for."""
+    """Forge records of nodes without the token: all have more room than the real nodes, and all
+    claim to have the requested blocks."""
     with run.pool.redis.client() as redis, Trap() as trap, suppress(*LOST):
         forger = Forger(redis, run.pool.name)
         forger.flood(FORGED, trap.address)
@@ -200,7 +201,7 @@ def main(arguments: list[str]) -> int:
 
 
 class _Progress:
-    """A line on the terminal that says how far it is; nothing where there is no terminal."""
+    """A line of progress on the terminal; nothing if there is no terminal."""
 
     def __init__(self, gets: int) -> None:
         self._gets = gets

@@ -1,8 +1,8 @@
 """Exceptions from signal handlers, at random times in the calls of an HBM tier's store.
 
-On device `cpu`, in front of a node in this process and of one that is reached over its socket, in
-turn. Afterwards no use of the tier's memory may be held, the core's invariants hold, what is read
-is right, and the store, its opening and its closing included, can be used again.
+On device `cpu`, in front of a node in this process and of a node over its socket, in turns.
+Afterwards no use of the tier's memory may be held, the core's invariants hold, reads return the
+right bytes, and the store can be opened, used and closed again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tiffin.kvstore import Prefix
     from tiffin.kvstore.hbm import HbmBlock
 
-# What is asked for never fits here either, and copies down are nearly always due.
+# The requested blocks never fit here either, and demotions are nearly always due.
 HBM_BLOCKS = 6
 OPTIONS = HbmOptions(high_watermark=0.5, low_watermark=0.3)
 
@@ -37,7 +37,8 @@ class HbmCampaign(Campaign):
     """Stores, one after the other."""
 
     def start(self) -> None:
-        """Both nodes, and one store that is not interrupted: what stays of it may stay."""
+        """Start both nodes, and use one store without interrupts: threads and files that it leaves
+        are allowed."""
         super().start()
         self._node = Node(NodeOptions(DRAM_BLOCKS * SCHEMA.extent_bytes, prefault=False))
         self._stack.callback(self._node.close)
@@ -45,21 +46,21 @@ class HbmCampaign(Campaign):
             self.store_used_again(client, store)
 
     def numbers(self) -> Iterator[dict[str, Any]]:
-        """What both nodes say of themselves."""
+        """The statistics of both nodes."""
         assert self._node is not None
         yield self._node.statistics()
         for monitor in self._monitors:
             yield monitor.statistics()
 
     def client(self) -> Client:
-        """Of one of the nodes."""
+        """A client of one of the nodes."""
         assert self._node is not None
         if self.dice.randrange(2):
             return Client.attach(self._node, name="campaign")
         return Client.open(f"unix:{self._nodes[0].socket}", name="campaign")
 
     def store(self, client: Client) -> HbmStore:
-        """One more store."""
+        """A new store."""
         nbytes = HBM_BLOCKS * GRANULE_BYTES  # a block is smaller
         return HbmStore(client, SCHEMA, nbytes, "cpu", options=OPTIONS)
 
@@ -84,7 +85,7 @@ class HbmCampaign(Campaign):
                     pass
 
     def check_store(self, store: HbmStore) -> None:
-        """Nobody holds anything of it or, through it, of the pool, and nothing was lost."""
+        """Nothing of the store is held, nor of the pool through it, and nothing was lost."""
         gc.collect()
         found: list[dict[str, Any]] = []
 
@@ -103,7 +104,7 @@ class HbmCampaign(Campaign):
         check_at_rest(self.numbers)
 
     def store_used_again(self, client: Client, store: HbmStore) -> None:
-        """It answers in time, and rightly."""
+        """The store answers in time, with the right bytes."""
         prefix = self.dice.choice(self.prompts)
         began = time.monotonic()
         with contextlib.suppress(*EXPECTED):
@@ -123,11 +124,11 @@ class HbmCampaign(Campaign):
             self.report.checked_blocks += 1
 
 
-# -- what is called --------------------------------------------------------------------------------
+# -- calls -----------------------------------------------------------------------------------------
 
 
 def fill(slots: Any, prefix: Prefix) -> None:
-    """The right bytes into every slot."""
+    """Write the right bytes into every slot."""
     import torch
 
     payloads = payloads_of(prefix)
@@ -136,7 +137,7 @@ def fill(slots: Any, prefix: Prefix) -> None:
 
 
 def write(store: HbmStore, prefix: Prefix) -> None:
-    """Publish what is missing of it."""
+    """Publish the missing blocks of a prefix."""
     with store.reserve(prefix) as slots:
         fill(slots, prefix)
 
@@ -165,7 +166,7 @@ def _release(run: HbmCampaign, store: HbmStore) -> None:
 
 
 def _view(run: HbmCampaign, store: HbmStore) -> None:
-    """Nobody gets the memory of a view, whatever became of the result that it was taken of."""
+    """The memory of a view is not reused, even if the result that it came from is gone."""
     prefix = run.some()
     views = [block.tensor[:] for block in store.promote(prefix, timeout_s=TIMEOUT_S)]
     for _ in range(2):

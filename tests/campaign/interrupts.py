@@ -1,8 +1,8 @@
 """Exceptions from signal handlers, at random times in the calls of reused clients.
 
 An alarm raises in the middle of a call, of an `open` or of a `close`. Then the client is used
-again: it must answer in time, with the right bytes, nothing may stay held, and it must be possible
-to close it. What hangs ends the run with every thread's stack.
+again: it must answer in time, with the right bytes, no lease may remain, and it must be possible to
+close it. A hang ends the run with every thread's stack.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ if TYPE_CHECKING:
 
 KINDS = ("embedded", "unix", "pool", "tcp", "hbm", "asyncio", "asyncio-embedded", "asyncio-tcp")
 TIMEOUT_S = 2.0
-# No call, no close and no check may take longer.
+# No call, close or check may take longer.
 HANG_S = 60.0
-# Interrupts between two looks at what is held, and between two clients.
+# Interrupts between two checks of leases, and between two clients.
 LOOK_EVERY, REOPEN_EVERY = 20, 100
 _TEXT_MAX = 3000  # of a finding
 EXPECTED = (NoRoom, StaleLease, CorruptBlock)
 
 
 class Interrupted(KeyboardInterrupt):
-    """What the handler raises."""
+    """The exception that the handler raises."""
 
 
 @dataclass
 class Report:
-    """What became of one run."""
+    """The results of one run."""
 
     part: str
     seed: int
@@ -84,11 +84,11 @@ class Report:
 
     @property
     def findings(self) -> int:
-        """How many things it names that may not be."""
+        """The number of findings."""
         return sum(map(len, (self.wrong, self.untyped, self.late, self.leaks)))
 
     def note(self, error: BaseException) -> None:
-        """A finding."""
+        """Add a finding."""
         kind = self.untyped
         if isinstance(error, WrongBytes):
             kind = self.wrong
@@ -104,7 +104,7 @@ class Alarm:
     """Raises `Interrupted` in the main thread at a random time of a call."""
 
     def __init__(self, dice: random.Random) -> None:
-        self.cancels = False  # a Ctrl-C in place of an exception
+        self.cancels = False  # a Ctrl-C instead of an exception
         self._dice = dice
         self._armed = False
         self._usual_s: dict[str, float] = {}  # how long each call takes
@@ -119,7 +119,7 @@ class Alarm:
                 raise Interrupted
 
     def during(self, name: str, action: Callable[[], Any]) -> bool:
-        """Carry `action` out with an alarm at some time; whether it was interrupted."""
+        """Carry out `action` with an alarm at a random time; returns whether it was interrupted."""
         usual_s = self._usual_s.get(name)
         began = time.monotonic()
         try:
@@ -154,7 +154,7 @@ class Campaign:
     # -- nodes and clients -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """The nodes, and how to look at them."""
+        """Start the nodes, and clients to read their statistics."""
         self._nodes: list[NodeProcess] = []
         self._node: Node | None = None
         if self.kind.endswith("embedded"):
@@ -175,8 +175,8 @@ class Campaign:
         self._stack.close()
 
     def numbers(self) -> Iterator[dict[str, Any]]:
-        """What the nodes say of themselves, once nothing is left that waits to be collected: what a
-        loop lost are tasks that refer to themselves."""
+        """The statistics of the nodes, after a garbage collection: the tasks of a lost loop are in
+        reference cycles."""
         gc.collect()
         if self._node is not None:
             yield self._node.statistics()
@@ -186,7 +186,7 @@ class Campaign:
 
     @property
     def url(self) -> str:
-        """Where clients go."""
+        """The URL for clients."""
         if self.kind in ("unix", "asyncio"):
             return f"unix:{self._nodes[0].socket}"
         ports = ",".join(f"127.0.0.1:{node.port}" for node in self._nodes)
@@ -195,7 +195,7 @@ class Campaign:
         return f"tiffin://{ports}"
 
     def check(self) -> None:
-        """Nothing is held, and nothing was lost."""
+        """No lease is held, and nothing was lost."""
         check_at_rest(self.numbers)
         if self._node is not None:
             self._node.check()
@@ -203,11 +203,11 @@ class Campaign:
     # -- the run ---------------------------------------------------------------------------------
 
     def run(self, number: int) -> Report:
-        """Interrupt so many calls."""
+        """Interrupt `number` calls."""
         began = time.monotonic()
         self.start()
         try:
-            with contextlib.closing(self.open()) as client:  # threads that stay are there then
+            with contextlib.closing(self.open()) as client:  # starts the threads that remain
                 self.used_again(client)
             while self.report.interrupts < number:
                 before = _resources()
@@ -227,14 +227,14 @@ class Campaign:
         return self.report
 
     def given_back(self, before: Counter[str]) -> None:
-        """No more threads and files are left than were there before. Raises Broken."""
+        """There are no more threads and open files than before. Raises Broken."""
         with contextlib.suppress(AssertionError):
             wait_until(lambda: not _resources() - before, "all is given back", SETTLE_S)
         if left := _resources() - before:
             raise Broken(f"not given back: {dict(left)}")
 
     def interrupt(self, name: str, action: Callable[[], Any]) -> bool:
-        """Carry it out, perhaps interrupted; what a store may say is no finding."""
+        """Carry out `action`, perhaps interrupted; errors that a store may raise are no finding."""
         self.report.calls += 1
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         try:
@@ -262,20 +262,20 @@ class Campaign:
                 pass
 
     def opened(self) -> Client:
-        """A client; its opening may be interrupted, and is then repeated."""
+        """A client; if its opening is interrupted, it is repeated."""
         found: list[Client] = []
         while not found:
             self.interrupt("open", lambda: found.append(self.open()))
         return found[-1]
 
     def open(self) -> Client:
-        """One more client."""
+        """A new client."""
         if self._node is not None:
             return Client.attach(self._node, name="campaign")
         return Client.open(self.url, name="campaign")
 
     def used_again(self, client: Client) -> None:
-        """It answers in time, and rightly."""
+        """The client answers in time, with the right bytes."""
         prefix = self.dice.choice(self.prompts)
         began = time.monotonic()
         with client.get(prefix, timeout_s=TIMEOUT_S) as blocks:
@@ -293,7 +293,7 @@ class Campaign:
             self.report.checked_blocks += 1
 
     def some(self) -> Prefix:
-        """A part of a prompt."""
+        """A random part of a prompt."""
         return self.dice.choice(self.prompts)[: self.dice.randint(1, PROMPT_BLOCKS)]
 
 
@@ -313,7 +313,7 @@ def _resources() -> Counter[str]:
     return found
 
 
-# -- what is called --------------------------------------------------------------------------------
+# -- calls -----------------------------------------------------------------------------------------
 
 
 def _put(run: Campaign, client: Client) -> None:

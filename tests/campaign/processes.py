@@ -1,5 +1,5 @@
-"""Processes of clients, for campaigns: each calls its verbs at random, checks every byte and says
-once a second what it has done.
+"""Processes of clients, for campaigns: each calls verbs at random, checks every byte and reports
+once a second.
 
 `python -m tests.campaign visit CONFIGURATION` is one of them; it ends when its input does.
 """
@@ -38,7 +38,7 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a process of clients is told."""
+    """The configuration of a process of clients."""
 
     urls: Sequence[str]
     seed: int
@@ -46,17 +46,17 @@ class Configuration:
 
 @dataclass
 class Tally(Account):
-    """What several processes did."""
+    """The sum of the accounts of several processes."""
 
     leaks: list[str] = field(default_factory=list)
 
     @property
     def findings(self) -> list[str]:
-        """Everything that may not be."""
+        """All findings."""
         return [*super().findings, *self.leaks]
 
     def add(self, said: dict[str, Any]) -> None:
-        """The last words of one of them; none, if it had not come to them."""
+        """Add the last report of a process; it is empty if the process had sent none."""
         self.gets += said.get("gets", 0)
         self.checked_blocks += said.get("checked_blocks", 0)
         self.done.update(said.get("done", {}))
@@ -66,7 +66,7 @@ class Tally(Account):
 
 
 class Visitors:
-    """One such process. It may be stopped and killed; what it had said until then counts."""
+    """One process of clients. It may be stopped and killed; its last report counts."""
 
     def __init__(self, configuration: Configuration) -> None:
         self.said: dict[str, Any] = {}
@@ -83,31 +83,31 @@ class Visitors:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.endswith("\n"):  # one that is killed may not come to the end of a line
+            if line.endswith("\n"):  # a kill may cut the last line
                 self.said = json.loads(line)
 
     @property
     def gets(self) -> int:
-        """Checked ones, so far."""
+        """The number of checked gets so far."""
         return int(self.said.get("gets", 0))
 
     @property
     def ended(self) -> bool:
-        """By itself, which it may not."""
+        """Whether the process has ended by itself, which is a finding."""
         return self._process.poll() is not None
 
     def signal(self, number: int) -> None:
-        """SIGSTOP, SIGCONT."""
+        """Send a signal: SIGSTOP or SIGCONT."""
         self._process.send_signal(number)
 
     def kill(self) -> dict[str, Any]:
-        """kill -9; what it had said."""
+        """kill -9 the process; returns its last report."""
         self._process.kill()
         self._collect()
         return self.said
 
     def finish(self) -> dict[str, Any]:
-        """Ask it to end; what it says then, with the failure to end as a leak."""
+        """Ask the process to end; returns its last report, with a failure to end as a leak."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -140,7 +140,7 @@ def parse(part: str, arguments: Sequence[str], *, gets: int) -> argparse.Namespa
 
 
 def report(part: str, seed: int, began: float, tally: Tally, faults: Counter[str]) -> int:
-    """Print what came of it; 1 if that is anything that may not be. `faults`: how often each."""
+    """Print the report; returns 1 if it has findings. `faults`: the count of each fault."""
     seconds = round(time.monotonic() - began, 1)
     head = {"part": part, "seed": seed, "seconds": seconds, "faults": faults}
     print(json.dumps({**head, **msgspec.to_builtins(tally)}))
@@ -161,7 +161,7 @@ def main(arguments: list[str]) -> int:
         closing(Visitor(chosen.urls, chosen.seed, watch, account, over_s=OVER_S)) as visitor,
     ):
         calls = _Calls(account, ending)
-        visitor.visit(lambda: time.monotonic() > calls.until)  # one second: what is loaded lazily
+        visitor.visit(lambda: time.monotonic() > calls.until)  # one second, for lazy imports
         before = _resources()
         calls.until = float("inf")
         visitor.visit(calls.ended)
@@ -171,7 +171,7 @@ def main(arguments: list[str]) -> int:
 
 
 class _Calls:
-    """Looks at the clock before each call."""
+    """Reads the clock before each call."""
 
     def __init__(self, account: Account, ending: threading.Event) -> None:
         self.until = time.monotonic() + 1.0
@@ -194,12 +194,12 @@ def _await_end(ending: threading.Event) -> None:
 
 
 def _say(account: Account, leaks: list[str]) -> None:
-    # msgspec knows counters, which `dataclasses.asdict` does not.
+    # msgspec converts counters, `dataclasses.asdict` does not.
     print(json.dumps({**msgspec.to_builtins(account), "leaks": leaks}), flush=True)
 
 
 def _resources() -> Counter[str]:
-    """Threads by name, and open files by what they are."""
+    """The numbers of threads by name, and of open files by target."""
     gc.collect()
     found = open_files()
     found.update(f"thread {thread.name}" for thread in threading.enumerate())
@@ -207,7 +207,7 @@ def _resources() -> Counter[str]:
 
 
 def _leaks(before: Counter[str]) -> list[str]:
-    """What has not been given back within 10 s of the last client's end."""
+    """Threads and files that still exist 10 s after the end of the last client."""
     give_up = time.monotonic() + 10.0
     while True:
         more = _resources() - before

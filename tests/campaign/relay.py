@@ -1,5 +1,5 @@
-"""Somebody on the way between clients and their node, without the pool's token: he changes, drops,
-repeats, holds back and adds frames, and tries to have blocks removed.
+"""An attacker between clients and their node, without the pool's token: a relay that changes,
+drops, repeats, delays and adds frames, and tries to have blocks removed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 PROCESSES = 2
 WAYS = ("flip", "flip", "repeat", "remove")
-# What is missing, or comes late, is waited for: it costs a call its deadline, so it is rare.
+# A frame that is missing or late costs a call all its time up to the deadline, so these are rare.
 SILENT_WAYS = ("drop", "swap", "shorten")
 MEDDLED, WAITED_FOR = 0.02, 0.0002
-# Blocks that nobody who may would remove.
+# Blocks that no client with the token removes.
 PINNED_BLOCKS = 4
-# All that is asked for fits, and twice: what a connection had reserved when it was cut is free
-# again only after its lease.
+# Room for twice all requested blocks: the reservations of a connection that was cut are free again
+# only after their lease.
 BLOCKS = 2 * PROMPTS * BLOCKS_MAX
 
 
 class Meddling:
-    """Does something to one frame in fifty. Called by a thread for each connection."""
+    """Tampers with one frame in fifty. Called by one thread per connection."""
 
     def __init__(self, dice: random.Random, wanted: Prefix) -> None:
         self.done: Counter[str] = Counter()
@@ -65,7 +65,7 @@ class Meddling:
     def _meddled(self, how: str, frame: Frame, way: tuple[int, str]) -> Sequence[bytes]:
         whole = frame.whole
         match how:
-            case "flip":  # of its head, its tag or the bytes behind it
+            case "flip":  # a bit of the head, the tag or the bytes after it
                 return [flipped(whole, self._dice.randrange(len(whole)))]
             case "repeat":
                 return [whole, whole]
@@ -82,7 +82,8 @@ class Meddling:
 
 
 def run(gets: int, seed: int) -> tuple[Tally, Counter[str]]:
-    """Until so many gets are checked; what clients and he did."""
+    """Run until `gets` gets are checked; returns the account of the clients, and the counts of the
+    relay's faults."""
     dice = random.Random(seed)
     tally = Tally()
     pinned = fresh_prefix(PINNED_BLOCKS)

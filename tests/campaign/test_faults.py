@@ -1,4 +1,4 @@
-"""The campaign of kills and stops finds what it looks for; a tenth of it finds nothing."""
+"""The campaign of kills and stops detects broken promises; a short run of it finds none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .visitor import BLOCKS_MAX, PROMPTS, VERBS, Account, Visitor, prompt
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# A tenth of what `make test-campaign` checks would take too long here.
+# A tenth of the gets of `make test-campaign` would take too long here.
 GETS = 10_000
 URL = f"embedded:?dram={PROMPTS * BLOCKS_MAX * EXTENT}"
 
@@ -33,13 +33,13 @@ def visitor() -> Iterator[Visitor]:
 
 
 def calls(number: int) -> Callable[[], bool]:
-    """Ends a visit after so many looks."""
+    """A condition that ends a visit after `number` evaluations."""
     left = iter(range(number))
     return lambda: next(left, None) is None
 
 
 def test_a_visit_of_a_store_that_keeps_its_promises(visitor: Visitor) -> None:
-    visitor._over_s = 60.0  # nothing is said of this machine's speed
+    visitor._over_s = 60.0  # this machine's speed is not tested
     visitor.visit(calls(300))
     assert visitor.account.findings == []
     assert visitor.account.gets > 0
@@ -67,7 +67,7 @@ def test_a_late_call_is_found_and_one_during_which_the_process_stood_still_is_no
     (said,) = visitor.account.late
     assert "took 0." in said
     assert "in sleeper" in said
-    visitor._watch._last -= 1.0  # as if its thread had not run either
+    visitor._watch._last -= 1.0  # as if the watch's thread had not run either
     visitor._watch.close()
     visitor._watch._still.append((time.monotonic(), time.monotonic() + 60.0))
     visitor.timed(sleeper, timeout_s=0.1)
@@ -115,6 +115,6 @@ def test_no_mixture_of_faults_costs_more_than_blocks() -> None:
     finally:
         run.close()
     assert run.tally.findings == [], run.tally.refused
-    # Some calls are refused, as nobody is there to answer; most are not.
+    # Some calls are refused, because no node answers; most are not.
     assert all(run.tally.done[verb.__name__] for verb in VERBS), run.tally
     assert run.tally.done.total() > 2 * run.tally.refused.total(), run.tally

@@ -1,4 +1,4 @@
-"""A taste of the campaign of interrupts, and a tenth of it."""
+"""Short runs of the campaign of interrupts; the slow one is a tenth of the campaign."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def interrupted(kind: str, number: int, timeout_s: float) -> None:
-    """In a process of its own: the alarm is the main thread's, and pytest has one as well."""
+    """Run it in a process of its own: alarms belong to the main thread, and pytest uses one too."""
     if kind == "hbm":
         pytest.importorskip("torch")
     ended = subprocess.run(

@@ -1,5 +1,5 @@
-"""What clients do while things go wrong, and the account of it: which answers were right, which
-calls were refused, and what may never be.
+"""The calls of clients during faults, and their account: right answers, refused calls, and
+findings, which break a promise of the store.
 
 A `Visitor` opens clients and calls their verbs at random, checks every byte, and times every call.
 """
@@ -38,30 +38,30 @@ T = TypeVar("T")
 TIMEOUTS_S = (0.5, 2.0, 8.0)
 PROMPTS = 60
 BLOCKS_MAX = 8
-# Of each kind of finding, so many are told.
+# The most findings of each kind that are listed.
 TOLD = 10
 
 
 def prompt(document: int, blocks: int) -> Prefix:
-    """The same in every run: what nodes have found again on NVMe is right as well."""
+    """A prompt, the same in every run: blocks that nodes recover from NVMe are right as well."""
     tokens = np.arange(blocks * SCHEMA.block_tokens) + document
     return SCHEMA.prefix(tokens, namespace=f"document {document}")
 
 
 @lru_cache(maxsize=PROMPTS * BLOCKS_MAX)
 def right(key: bytes) -> NDArray[np.uint8]:
-    """The bytes of a block; made once."""
+    """The right bytes of a block; made once."""
     return payload_of(key)
 
 
 class Abandoned(Exception):
-    """A writer changes its mind."""
+    """Raised by a writer to abandon its write."""
 
 
 @dataclass
 class Account:
-    """What became of the calls of some visitors. `wrong`, `untyped` and `late` stay empty in a
-    store that keeps its promises; each has a line for every finding, up to `TOLD`."""
+    """The results of the calls of some visitors. `wrong`, `untyped` and `late` remain empty if the
+    store keeps its promises; each has a line per finding, up to `TOLD`."""
 
     done: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -73,24 +73,24 @@ class Account:
 
     @property
     def findings(self) -> list[str]:
-        """Everything that may not be."""
+        """All findings."""
         return [*self.wrong, *self.untyped, *self.late]
 
     def check(self, found: Any, key: bytes) -> None:
-        """Count a block that was read, and whether it is the right one."""
+        """Count a block that was read, and whether its bytes are right."""
         self.checked_blocks += 1
         if not np.array_equal(found, right(key)):
             self.wrong.append(f"wrong bytes for {key.hex()}")
 
 
 class Visitor:
-    """One thread's clients, each of a URL out of `urls` and used for up to 100 calls."""
+    """One thread's clients, each of one of `urls` and used for up to 100 calls."""
 
     def __init__(
         self, urls: Sequence[str], seed: int, watch: Watch, account: Account, *, over_s: float
     ) -> None:
-        """`over_s`: what a call may take beyond its deadline, without the times in which `watch`
-        saw this process stand still."""
+        """`over_s`: how long after its deadline a call may end, not counting the time in which
+        `watch` saw that this process did not run."""
         self.dice = random.Random(seed)
         self.account = account
         self._urls = urls
@@ -100,7 +100,7 @@ class Visitor:
         self._verb = ""
 
     def visit(self, ending: Callable[[], bool]) -> None:
-        """Until `ending()`; every client is closed then."""
+        """Make calls until `ending()`; then every client is closed."""
         while not ending():
             with contextlib.suppress(TiffinError), self._open() as client:
                 for _ in range(self.dice.randint(1, 100)):
@@ -124,11 +124,11 @@ class Visitor:
             self.account.done[verb.__name__] += 1
         except TiffinError as error:
             self.account.refused[f"{verb.__name__}: {type(error).__name__}"] += 1
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is not typed
+        except Exception as error:  # noqa: BLE001 - any other exception is a finding
             self.account.untyped.append(f"{verb.__name__}: {type(error).__name__}: {error}")
 
     def timed(self, call: Callable[..., T], *arguments: Any, timeout_s: float) -> T:
-        """What the call returns or raises, when it does."""
+        """Make a call and check its duration; returns or raises what the call does."""
         began = time.monotonic()
         self._witness.expect(began + timeout_s + self._over_s)
         try:
@@ -146,7 +146,7 @@ class Visitor:
 
 
 class Witness:
-    """Looks where the thread that made it is when a call should have ended."""
+    """Records the stack of the thread that made it at the time when a call should have ended."""
 
     _NAP_S = 0.02
 
@@ -159,12 +159,12 @@ class Witness:
         self._thread.start()
 
     def expect(self, due: float) -> None:
-        """The end of the call that begins now, on the monotonic clock."""
+        """Set the time at which the call that begins now is due, on the monotonic clock."""
         self._seen = ""
         self._due = due
 
     def saw(self) -> str:
-        """The stack at that time, if the call had not ended."""
+        """The stack at the due time, if the call had not ended then."""
         self._due = math.inf
         return self._seen
 
@@ -180,7 +180,7 @@ class Witness:
         self._thread.join()
 
 
-# -- what they do ----------------------------------------------------------------------------------
+# -- calls -----------------------------------------------------------------------------------------
 
 
 def get(visitor: Visitor, client: Any, prefix: Prefix, timeout_s: float) -> None:
@@ -239,7 +239,8 @@ def remove(visitor: Visitor, client: Any, prefix: Prefix, timeout_s: float) -> N
 
 
 def has_several(client: Any) -> bool:
-    """Whether it knows of several nodes: one alone takes no second replica, and is waited for."""
+    """Whether the client knows several nodes: with a single node, a put would wait in vain for one
+    that takes the second replica."""
     return hasattr(client, "nodes") and len(client.nodes()) > 1
 
 

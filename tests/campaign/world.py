@@ -1,4 +1,4 @@
-"""What campaigns stand on: nodes as processes, contents derived from keys, and what must hold."""
+"""Shared by campaigns: nodes as processes, contents derived from keys, and checks of promises."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 SCHEMA = KVSchema.gqa(
     model="campaign", layers=2, kv_heads=2, head_dim=8, dtype="bfloat16", block_tokens=16
 )
-# What is asked for never fits: blocks leave, and readers and writers wait for each other.
+# The requested blocks never fit: they are evicted, and readers and writers wait for each other.
 DRAM_BLOCKS = 16
 PROMPTS, PROMPT_BLOCKS = 10, 4
-# A machine with two cores has slow moments; longer is a hang.
+# On a machine with two cores some calls are slow; longer than this is a hang.
 SETTLE_S = 10.0
 
 _numbers = itertools.count(1)
 
 
 class Broken(AssertionError):
-    """A promise that does not hold."""
+    """A promise of the store is broken."""
 
 
 class WrongBytes(Broken):
-    """A get returned what was not put."""
+    """A get returned bytes that were not put."""
 
 
 class Late(Broken):
-    """A call did not end in its time."""
+    """A call did not end in time."""
 
 
 def prompts(seed: int) -> list[Prefix]:
-    """Prompts of one run: no other has blocks of theirs."""
+    """The prompts of one run, which share no blocks with those of other runs."""
     tokens = np.arange(PROMPT_BLOCKS * SCHEMA.block_tokens) % 50_000
     run = f"{os.getpid()}-{seed}-{next(_numbers)}"
     return [SCHEMA.prefix(tokens, namespace=f"{run}-{i}") for i in range(PROMPTS)]
@@ -70,14 +70,14 @@ class NodeProcess(Daemon):
 
 
 def held(numbers: dict[str, Any]) -> int:
-    """Leases that any client holds, and requests that wait."""
+    """The number of leases that clients hold, and of requests that wait."""
     kinds = ("read_leases", "write_leases", "zombie_leases")
     leases = sum(session[kind] for session in numbers["sessions"] for kind in kinds)
     return int(leases + numbers["waiting_requests"])
 
 
 def check_at_rest(ask: Callable[[], Iterable[dict[str, Any]]]) -> None:
-    """Soon nobody holds or waits for anything, and nothing was lost."""
+    """Within SETTLE_S no lease is held, no request waits, and nothing was lost."""
     numbers: list[dict[str, Any]] = []
 
     def quiet() -> bool:

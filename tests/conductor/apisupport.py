@@ -1,5 +1,5 @@
-"""A conductor for the service's tests: the real one, that remembers what it was told, and that can
-be made to refuse."""
+"""A conductor for the service's tests: the real one, which records its calls and can be made to
+reject requests."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ MODEL = "llama-3-8b"
 
 
 def profile(name: str) -> Profile:
-    """The same for every name but one."""
+    """The same profile for every name but one."""
     if name == "unknown":
         raise InvalidRequest("no profile 'unknown'")
     return latency_profiles.load("llama-3.1-8b.h100.tp1.vllm")
 
 
 class Recorder(Conductor):
-    """`reject`: what the next requests are answered with."""
+    """The real conductor, recording calls. `reject`: the answer to the next requests."""
 
     def __init__(self) -> None:
         super().__init__(dice=random.Random(1), profile=profile)
@@ -64,10 +64,10 @@ class Recorder(Conductor):
         self.loads[instance] = load
 
     def hold(self, name: str, tier: str, keys: list[bytes], now: float) -> None:
-        """A feed says so."""
+        """Report these blocks, as a feed does."""
         self.apply(Added(name, tier, keys), now)
 
 
 def spec_body(**changes: Any) -> dict[str, Any]:
-    """What an instance registers with."""
+    """The body of an instance's registration."""
     return {"model": MODEL, "role": "mixed", "profile": "test", **changes}

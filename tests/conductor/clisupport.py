@@ -1,4 +1,4 @@
-"""`tiffin conductor` as a test runs it."""
+"""Runs `tiffin conductor` commands in tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(*arguments: str) -> Result:
-    """Run it, in a wide terminal."""
+    """Run a command, in a wide terminal."""
     app = typer.Typer()
     app.callback()(lambda: None)
     commands(app)

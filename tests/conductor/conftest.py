@@ -1,4 +1,4 @@
-"""Helpers of these tests can be imported: apisupport.py, under a name that nothing else has."""
+"""Makes the support modules of these tests importable; their names are unique."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conductor's core for tests: instances, prompts, and what is told of them."""
+"""A conductor's core for tests: instances, prompts, and events of requests."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MODEL = "llama-3-8b"
 PROFILE = "llama-3.1-8b.h100.tp1.vllm"
-# Only a hang takes so long; what is late in a test is so after a `skip`.
+# Only a hang takes this long; tests make requests late by `skip`.
 TIMES = GatewayTimeouts(
     conductor_s=20.0, connect_s=20.0, tokenize_s=20.0, first_token_s=20.0, idle_s=20.0
 )
@@ -49,13 +49,13 @@ PATIENCE_S = 30.0
 
 
 def changed(**changes: Any) -> GatewayConfig:
-    """CONFIG, but for these."""
+    """CONFIG with these changes."""
     return msgspec.structs.replace(CONFIG, **changes)
 
 
 class SkippingLoop(asyncio.SelectorEventLoop):
-    """Its clock can be set forward: a timeout ends when the test says so, however slow the machine
-    is."""
+    """An event loop whose clock a test can advance: timeouts end when the test says so, however
+    slow the machine is."""
 
     skipped_s = 0.0
 
@@ -64,27 +64,27 @@ class SkippingLoop(asyncio.SelectorEventLoop):
 
 
 def skip(seconds: float) -> None:
-    """So much time passes at once, for all that is in this loop."""
+    """Advance the clock of this loop."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SkippingLoop)
     loop.skipped_s += seconds
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run it in a loop whose time can be skipped."""
+    """Run a scenario in a SkippingLoop."""
     with asyncio.Runner(loop_factory=SkippingLoop) as runner:
         runner.run(scenario())
 
 
 class Died(Exception):
-    """What kills a stub engine's answer, and its connection with it."""
+    """Ends a stub engine's answer, and its connection with it."""
 
 
 @dataclass
 class Engine:
-    """A stub. `answer` are its tokens; it waits for `go` before each from number `hold_at` on, and
-    for `compute` before a prefill. It breaks off before number `die_at`; with -1 before an
-    answer's first byte. `odd` is what it answers instead of what it should, and of which type."""
+    """A stub engine. `answer` are its tokens; it waits for `go` before each from number `hold_at`
+    on, and for `compute` before a prefill. It dies before number `die_at`; with -1 before an
+    answer's first byte. `odd` is a false answer that it gives instead, with its content type."""
 
     name: str
     role: Role = Role.MIXED
@@ -132,7 +132,7 @@ class Engine:
 
     @property
     def completions(self) -> list[dict[str, Any]]:
-        """Bodies of what it was asked to compute."""
+        """The bodies of its completion requests."""
         return [body for path, body, _ in self.calls if path != "/tokenize"]
 
     def _tokenize(self, body: dict[str, Any]) -> Any:
@@ -179,7 +179,7 @@ class Engine:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def events(self, chat: bool) -> list[bytes]:
-        """A stream, event by event."""
+        """The events of a streamed answer."""
         found = []
         for token in self.answer:
             new = {"delta": {"content": token}} if chat else {"text": token}
@@ -194,8 +194,7 @@ class Engine:
 
 
 class Heard(SharedConductor):
-    """The real core, which remembers what it was told. It shares nothing: it has no address, and
-    leads."""
+    """The real core, which records its calls. It shares nothing: it has no address, and leads."""
 
     def __init__(self) -> None:
         super().__init__("heard", dice=random.Random(1))
@@ -217,14 +216,14 @@ class Heard(SharedConductor):
 
     @property
     def tokens(self) -> int:
-        """As they add up: the first one, and those that were counted."""
+        """The sum of reported tokens: the first one, and those of later events."""
         first = self.kinds.count("first_token")
         return first + sum(event.tokens for event in self.events)
 
 
 @dataclass
 class Cluster:
-    """All that runs."""
+    """The gateway, the conductor and the engines."""
 
     http: httpx.AsyncClient
     gateway: Gateway
@@ -239,7 +238,7 @@ class Cluster:
         return self.http.stream("POST", f"/v1/{path}", json=body, **more)
 
     async def idle(self) -> None:
-        """Until everything is told, and nothing is left of any request."""
+        """Wait until all events are reported, and nothing is left of any request."""
         await until(lambda: not self.gateway.gate.requests)
         await until(lambda: not len(self.gateway.reporter))
         assert self.gateway.gate.held_bytes == 0
@@ -248,7 +247,7 @@ class Cluster:
         await self.conductor.aclose()
 
     def number(self, name: str) -> float:
-        """A metric, all its labels together."""
+        """A metric, summed over its labels."""
         lines = self.gateway.metrics.text().decode().splitlines()
         found = [line for line in lines if line.startswith(f"tiffin_gateway_{name}")]
         assert found, name
@@ -264,7 +263,7 @@ async def cluster(
     conductor_auth: Tokens | None = None,
     conductor_token: Path | None = None,
 ) -> AsyncIterator[Cluster]:
-    """Run it all; every request has to have ended at the end."""
+    """Run all parts; at the end every request has to have ended."""
     core = Heard()
     async with AsyncExitStack() as stack:
         now = asyncio.get_running_loop().time
@@ -311,7 +310,7 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def serving(app: Any, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
-    """Serve an ASGI application; its URL."""
+    """Serve an ASGI application; yields its URL."""
     with listening(("127.0.0.1", 0)) as door:
         door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, ws="none")
@@ -327,7 +326,7 @@ async def serving(app: Any, tls: ssl.SSLContext | None = None) -> AsyncIterator[
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Wait for it."""
+    """Wait until `true()`."""
     async with asyncio.timeout(PATIENCE_S):
-        while not true():  # noqa: ASYNC110 # what is waited for knows nothing of us
+        while not true():  # noqa: ASYNC110 # the condition can't notify
             await asyncio.sleep(0.002)

@@ -1,4 +1,4 @@
-"""A planner for tests, and what it observes."""
+"""A planner for tests, and observed demand for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fleet(prefills: int, decodes: int, mixed: int = 0) -> list[FleetMember]:
 
 
 def interval(rate: float, *, output: float = 10.0, prompt: float = 1000.0) -> ObservedDemand:
-    """Equal prompts."""
+    """The observed demand of an interval of equal prompts."""
     count = round(rate * INTERVAL_S)
     return ObservedDemand(
         count / rate if count else INTERVAL_S,
@@ -39,7 +39,7 @@ def interval(rate: float, *, output: float = 10.0, prompt: float = 1000.0) -> Ob
 
 
 def planner(**options: object) -> Planner:
-    """Prefill serves 0.9 requests/s per instance, decode 10 for answers of 10 tokens."""
+    """A planner; prefill serves 0.9 requests/s per instance, decode 10 for answers of 10 tokens."""
     defaults: dict[str, object] = {
         "mode": "act",
         "ttft_s": 100.0,

@@ -1,4 +1,4 @@
-"""A pool on paper: nodes that hold keys, prompts that come, orders that are carried out at once."""
+"""A simulated pool: nodes that hold keys, prompts that come, orders carried out at once."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ HALF_LIFE_S = 100.0
 
 
 def prompt(name: str, blocks: int) -> tuple[bytes, ...]:
-    """Keys that can be read: "sys" of 2 blocks is sys:0, sys:1."""
+    """Readable keys: "sys" of 2 blocks is sys:0, sys:1."""
     return tuple(f"{name}:{i}".encode().ljust(16, b".") for i in range(blocks))
 
 
 def hot_prefixes(popularity: Popularity, n: int, now: float) -> list[HotPrefix]:
-    """What `finding_hot` finds, without a pause."""
+    """The result of `finding_hot`, without its pauses."""
     return finished(popularity.finding_hot(n, now))
 
 
 class World:
-    """`nodes` have 1 GiB each; blocks weigh 1 MiB. `now` only moves when it is told to."""
+    """The pool. `nodes` have 1 GiB each; a block has 1 MiB. Only calls advance `now`."""
 
     def __init__(self, nodes: Iterable[str], settings: ReplicationSettings) -> None:
         self.now = 0.0
@@ -43,11 +43,11 @@ class World:
         )
         self.spaces = {name: NodeSpace(name, 1024 * MIB, 512 * MIB) for name in nodes}
         self.replication = Replication(settings)
-        self.full = False  # nodes evict what they are told to drop at once
-        self.refusing: dict[str, int] = {}  # nodes that take so many blocks of an order
+        self.full = False  # nodes evict dropped blocks at once
+        self.refusing: dict[str, int] = {}  # the number of blocks of an order that a node takes
         self.speeds: dict[tuple[str, str], float] = {}
         self.transcript: list[str] = []
-        self.unheard: list[tuple[str, tuple[bytes, ...]]] = []  # copies the index does not know yet
+        self.unheard: list[tuple[str, tuple[bytes, ...]]] = []  # copies not in the index yet
 
     @property
     def pool(self) -> PoolView:
@@ -71,14 +71,14 @@ class World:
         return self.pool.holders(key)
 
     def come(self, keys: Sequence[bytes], times: int = 1, node: str = "") -> None:
-        """Prompts, which go to an instance on `node`."""
+        """Prompts come, and go to an instance on `node`."""
         for _ in range(times):
             shared = self.popularity.seen(keys, self.now, model="m", block_bytes=MIB)
             if node:
                 self.popularity.wanted(keys[:shared], node, self.now)
 
     def tick(self, seconds: float = 1.0) -> list[Order]:
-        """Time passes, orders are made and carried out."""
+        """Advance the time; make orders and carry them out."""
         self.now += seconds
         orders = self.replication.plan(self.pool, self.now)
         for order in orders:
@@ -101,7 +101,7 @@ class World:
 
 
 def say(order: Order) -> str:
-    """One line."""
+    """An order as a line of the transcript."""
     match order:
         case Copy():
             return (
@@ -123,5 +123,5 @@ def names(keys: Sequence[bytes]) -> str:
 
 
 def lines(text: str) -> list[str]:
-    """A transcript as it stands in a test."""
+    """The lines of a transcript that is written in a test."""
     return [line.strip() for line in text.strip().splitlines()]

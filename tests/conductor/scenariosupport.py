@@ -1,15 +1,15 @@
-"""Scenarios: scripts that people can read, told to a conductor, with what it said in between.
+"""Scenarios: readable scripts for a conductor, with its answers in between.
 
     # Comments, and empty lines.
     instance a mixed on n1                  an instance registers; also: prefill, decode
     set policy.name joint                   any setting
     0.0 ask r1 doc*8+mine*2 ttft=2          a request with 10 blocks, the first 8 of which are doc's
-        -> a: 0 of 10 blocks, TTFT 1.06 s   what was decided
-    1.1 tell r1 first_token                 what became of a request
-    2.0 holds n1/dram doc*8                 a feed says who has which blocks; also: drops
+        -> a: 0 of 10 blocks, TTFT 1.06 s   the decision
+    1.1 tell r1 first_token                 an event of a request
+    2.0 holds n1/dram doc*8                 a feed reports a holder's blocks; also: drops
     3.0 alive a b                           heartbeats
     9.0 drain a                             also: leave, pass (time alone)
-        -> a is draining                    whatever has changed since the line before
+        -> a is draining                    changes since the line before
 
 Lines with an arrow are answers: the test plays a script and compares the whole text.
 """
@@ -49,7 +49,7 @@ _NUMBERS = ("ttft", "tbt", "answer", "most")
 
 
 def keys_of(prompt: str) -> tuple[bytes, ...]:
-    """`doc*8+mine*2`: chained keys, so that prompts share those of a common beginning."""
+    """The chained keys of `doc*8+mine*2`: prompts share the keys of a common beginning."""
     keys: list[bytes] = []
     for part in prompt.split("+"):
         name, _, count = part.partition("*")
@@ -60,7 +60,7 @@ def keys_of(prompt: str) -> tuple[bytes, ...]:
 
 
 def play(script: str) -> str:
-    """The script with the answers of a conductor in it; answers that it has are left out."""
+    """The script with a conductor's answers, which replace those in the script."""
     stage = _Stage()
     lines: list[str] = []
     for line in script.splitlines():
@@ -73,7 +73,7 @@ def play(script: str) -> str:
 
 
 class _Stage:
-    """One conductor, and what was last seen of its instances."""
+    """One conductor, and the last seen state of its instances."""
 
     def __init__(self) -> None:
         self.core = Conductor(dice=random.Random(1))
@@ -81,7 +81,7 @@ class _Stage:
         self._seen: dict[str, str] = {}
 
     def play(self, words: list[str]) -> Iterator[str]:
-        """Carry out one line; what it leads to."""
+        """Carry out one line; yields the answers."""
         if words[0][0].isdigit():
             self.now = float(words.pop(0))
         action: Callable[..., str] = getattr(self, f"_{words[0]}")
@@ -92,7 +92,7 @@ class _Stage:
         yield from filter(None, answer.split("\n"))
         yield from self._changes()
 
-    # -- what lines do -----------------------------------------------------------------------------
+    # -- commands ----------------------------------------------------------------------------------
 
     def _instance(self, name: str, role: str, *more: str) -> str:
         given: dict[str, Any] = {key: int(value) for key, value in _pairs(*more)}
@@ -163,7 +163,7 @@ class _Stage:
         return "\n".join(f"{name} is taken for lost" for name in expired)
 
     def _load(self) -> str:
-        """What is reserved, of all instances that have anything."""
+        """The reservations of all instances that have any."""
         lines = []
         for view in self.core.instances(self.now):
             row = self.core.cluster.row(view.spec.id)
@@ -173,7 +173,7 @@ class _Stage:
                 lines.append(f"{view.spec.id}: {waits:g} prefill, {runs:g} decode, {room} tokens")
         return "\n".join(lines) or "nothing is reserved"
 
-    # -- what is seen ------------------------------------------------------------------------------
+    # -- observations ------------------------------------------------------------------------------
 
     def _changes(self) -> Iterator[str]:
         views = self.core.instances(self.now)

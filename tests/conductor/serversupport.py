@@ -37,7 +37,7 @@ def served(
     connections: ConnectionLimits | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> Iterator[str]:
-    """Serve a conductor from a thread, as its process does; its URL."""
+    """Serve a conductor from a thread, as its process does; yields its URL."""
     app = create_app(core, auth=tokens, limits=limits)
     server = web_server(app, connections or ConnectionLimits(), stop_s=2, tls=tls)
     with listening(("127.0.0.1", 0)) as door:
@@ -79,7 +79,7 @@ class Process:
         )
 
     def wait_until_it_answers(self, url: str, tls: ssl.SSLContext | bool = True) -> float:
-        """Seconds until it answers."""
+        """Wait until it answers; returns the seconds."""
         began = time.monotonic()
         live = f"{url}/livez"
         while True:
@@ -91,7 +91,7 @@ class Process:
             time.sleep(0.02)
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """Send a signal; the exit status and what was logged."""
+        """Send a signal; returns the exit status and the log."""
         self.process.send_signal(number)
         _, log = self.process.communicate(timeout=START_S)
         return self.process.returncode, log
@@ -113,7 +113,7 @@ class GatewayProcess(Process):
 
 
 def wait_for_follower(url: str) -> None:
-    """Until somebody follows the decisions."""
+    """Wait until a client follows the decisions."""
     with httpx.Client(trust_env=False) as http:
         while "tiffin_conductor_followers 1.0" not in http.get(f"{url}/metrics").text:
             time.sleep(0.01)

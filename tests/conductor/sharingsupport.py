@@ -1,4 +1,4 @@
-"""Conductors that share by a board in place of Redis, for the tests of sharing."""
+"""Conductors that share over a board in place of Redis, for the tests of sharing."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def conductor(name: str, seed: int = 0, **changes: Any) -> SharedConductor:
 
 @dataclass
 class Board:
-    """What conductors write, as Redis keeps it."""
+    """The data that conductors write to Redis."""
 
-    states: dict[str, tuple[bytes, float]] = field(default_factory=dict)  # and until when
+    states: dict[str, tuple[bytes, float]] = field(default_factory=dict)  # (state, its expiry)
     records: dict[str, bytes] = field(default_factory=dict)
     leader: str = ""
     leads_until: float = 0.0
@@ -83,8 +83,8 @@ class Board:
 
 @dataclass
 class Town:
-    """Conductors with one clock. `exchange` lets everybody who lives, and is not `deaf`, say and
-    hear everything; time passes in `pass_s`."""
+    """Conductors with one clock. `exchange` lets all live conductors that are not `deaf` write and
+    read all states; `pass_s` advances the clock."""
 
     conductors: list[SharedConductor]
     now: float = 100.0
@@ -116,7 +116,7 @@ class Town:
                 self.board.read(one, self.now)
 
     def pass_s(self, seconds: float) -> None:
-        """Exchanges at every interval."""
+        """Advance the clock, with an exchange at every interval."""
         for _ in range(max(1, round(seconds / INTERVAL_S))):
             self.now += INTERVAL_S
             self.exchange()
@@ -132,7 +132,7 @@ class Town:
 
 
 def column(core: SharedConductor, name: str) -> dict[str, int]:
-    """A column by instance, those that are not zero."""
+    """The values of a column by instance, except zeros."""
     values = getattr(core.cluster, name)
     return {one: int(values[core.cluster.row(one)]) for one in core.cluster.names
             if values[core.cluster.row(one)]}  # fmt: skip

@@ -1,4 +1,4 @@
-"""`tiffin conductor` and its subcommands, as their users see them."""
+"""`tiffin conductor` and its subcommands on the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def said(result: Result) -> str:
-    """What it printed, and the error that `tiffin` prints in one line."""
+    """The output of a command, and the error that `tiffin` prints in one line."""
     return f"{result.output} {result.exception or ''}"
 
 

@@ -1,8 +1,8 @@
-"""Every script in `scenarios/` is played, and has to read the same afterwards.
+"""Every script in `scenarios/` is played, and must be unchanged by the answers.
 
-    python tests/conductor/test_scenarios.py        writes down what is answered now
+    python tests/conductor/test_scenarios.py        writes the present answers into the scripts
 
-Read the difference before it is committed: each answer is a promise.
+Read the difference before you commit it: each answer is a promise.
 """
 
 from __future__ import annotations

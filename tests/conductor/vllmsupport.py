@@ -1,4 +1,4 @@
-"""A real vLLM as its users start it: a tiny model, KV events, and what is said beside it."""
+"""A real vLLM as users start it: a tiny model, KV events, and the process beside it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 VARIABLE = "TIFFIN_VLLM"
 MODEL = "tiny"
 SCHEMA = KVSchema.gqa(model=MODEL, layers=4, kv_heads=2, head_dim=32, dtype="float32")
-# Of 128 tokens: twelve blocks of ours, so that prompts drive each other out.
+# Of 128 tokens: twelve pool blocks, so that prompts evict each other.
 ENGINE_BLOCKS = 48
 WORDS = 1020
 START_S = 240.0
@@ -34,7 +34,8 @@ PATIENCE_S = 60.0
 
 
 def make_model(folder: Path) -> None:
-    """Random weights, spread so that answers vary, and a word per token: "w5 w9" is [9, 13]."""
+    """Write a model with random weights, scaled so that answers vary, and a word per token: "w5 w9"
+    is [9, 13]."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -68,7 +69,7 @@ def until(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -
 
 
 class Vllm:
-    """`vllm serve` on ports of its own. `start` it; it can be killed and started again."""
+    """`vllm serve` on its own ports. Call `start`; it can be killed and started again."""
 
     def __init__(self, name: str, model: Path) -> None:
         self.name, self._model = name, model
@@ -80,7 +81,7 @@ class Vllm:
 
     @property
     def endpoints(self) -> tuple[str, str]:
-        """Where it publishes and where it replays."""
+        """The addresses where it publishes and where it replays events."""
         return f"tcp://127.0.0.1:{self._events}", f"tcp://127.0.0.1:{self._replay}"
 
     def start(self) -> None:
@@ -117,7 +118,7 @@ class Vllm:
             )
 
     def wait(self) -> None:
-        """Until it answers."""
+        """Wait until it answers."""
         until(self._healthy, f"{self.name} answers, {self.log}", START_S)
 
     def _healthy(self) -> bool:
@@ -128,7 +129,7 @@ class Vllm:
         return False
 
     def kill_engine(self) -> None:
-        """What computes dies; what speaks HTTP finds out."""
+        """Kill the engine process; the HTTP server notices it."""
         self._engine().kill()
 
     def kill_server(self) -> None:
@@ -144,7 +145,7 @@ class Vllm:
             one.resume()
 
     def end(self) -> None:
-        """All of it, whatever is left."""
+        """End all of its processes that are left."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -166,13 +167,13 @@ class Vllm:
         return engine
 
     def answer(self, path: str, body: dict[str, Any]) -> list[int]:
-        """Its tokens, asked directly."""
+        """The tokens of its answer, without the gateway."""
         response = self._http.post(path, json=body)
         assert response.status_code == 200, response.text
         return list(response.json()["choices"][0]["token_ids"])
 
     def hit_tokens(self) -> float:
-        """Of all prompts, what it found in its cache."""
+        """The tokens of all prompts that it found in its cache."""
         lines = self._http.get("/metrics").text.splitlines()
         return sum(
             float(line.rpartition(" ")[2])
@@ -182,7 +183,7 @@ class Vllm:
 
 
 class Beside:
-    """The process beside a vLLM, as docs/conductor/gateway.md has it, for our model."""
+    """The process beside a vLLM (see docs/conductor/gateway.md), for our model."""
 
     def __init__(self, vllm: Vllm, conductor: str, folder: Path) -> None:
         script = folder / f"beside_{vllm.name}.py"

@@ -1,4 +1,4 @@
-"""The blocks of the simulated world: few, small, and with bytes that follow from their key."""
+"""The blocks of the simulated world: few, small, and with bytes derived from their key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 BLOCK_TOKENS = 16
-# Payloads of 4 KiB behind a header of one page.
+# Payloads of 4 KiB after a header of one page.
 SCHEMA = KVSchema.gqa(
     model="simulated",
     layers=2,
@@ -33,16 +33,16 @@ CHAINS = 6
 
 
 def _prefix(chain: int) -> Prefix:
-    """Chains 0 and 1, 2 and 3, ... begin alike and part after two blocks."""
+    """Chains 0 and 1, 2 and 3, ... share their first two blocks."""
     tokens = [1000 * (chain // 2) + i for i in range(2 * BLOCK_TOKENS)]
     tokens += [1000 * chain + 500 + i for i in range((DEPTH - 2) * BLOCK_TOKENS)]
     return SCHEMA.prefix(tokens)
 
 
 PREFIXES = [_prefix(chain) for chain in range(CHAINS)]
-# Blocks of these are stored by clients that lie about the payload: only checksums can tell.
+# Blocks that clients store with a false payload: only checksums detect it.
 LIES = SCHEMA.prefix(range(90_000, 90_000 + DEPTH * BLOCK_TOKENS))
-# A prompt of its own for each who tests the limits, so that others do not find it resident.
+# Prompts that only strangers write, so that users do not find them resident.
 ODD = [
     SCHEMA.prefix(range(base, base + 3 * BLOCK_TOKENS)) for base in range(100_000, 140_000, 1000)
 ]
@@ -63,5 +63,5 @@ def is_right(key: bytes, payload: Bytes) -> bool:
 
 
 def payloads_of(prefix: Prefix) -> list[Bytes]:
-    """One per block."""
+    """The right payload of each block."""
     return [payload_of(key) for key in prefix.keys]

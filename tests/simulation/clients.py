@@ -1,4 +1,4 @@
-"""Simulated clients: users of the pool, and strangers who test what a node lets them do."""
+"""Simulated clients: users of the pool, and strangers, which break the protocol's rules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .nodes import Machinery, SimulatedNode
     from .world import Process
 
-# What a call may take beyond its `timeout_s`, whatever stands still.
+# How long after its `timeout_s` a call may end, whichever process is stopped.
 OVERRUN_S = 0.5
 TIMEOUTS_S = (0.05, 0.3, 1.0, 4.0, 4.0)
 
@@ -65,7 +65,7 @@ class User:
         self._lives = 0
 
     def start(self) -> None:
-        """Begin, or begin again."""
+        """Start, or restart."""
         self._lives += 1
         self.process = self.world.process(self.name)
         self.machinery.network.forget(self.name)
@@ -73,7 +73,7 @@ class User:
         self.world.spawn(self.process, self._live, f"{self.name}.{self._lives}")
 
     def crash(self, *, silently: bool) -> None:
-        """SIGKILL, or its machine is gone."""
+        """SIGKILL, or the end of its machine."""
         assert self.process is not None
         self.world.kill(self.process)
         if not silently:
@@ -121,7 +121,8 @@ class User:
 
     @contextlib.contextmanager
     def _in_time(self, what: str, timeout_s: float) -> Iterator[None]:
-        """The block is one call: it ends in time unless we were stopped; errors are the pool's."""
+        """The `with` block is one call: it must end in time unless this process was stopped, and
+        may raise only the pool's errors."""
         assert self.process is not None
         began, stops = self.world.now, self.process.stops
         ended = "done"
@@ -165,14 +166,14 @@ class User:
             self.world.note(f"{self.name} got {len(blocks)} of {len(prefix)}: {blocks.reason}")
 
     def _view(self, client: PoolClient, timeout_s: float) -> None:
-        """Look at the blocks where they lie, more than once."""
+        """Read the blocks in place, more than once."""
         prefix = self._some()
         with client.get(prefix, timeout_s=timeout_s) as blocks:
             self._explained(blocks)
             for look in range(3):
                 for index in range(len(blocks)):
                     self._compare(prefix.keys[index], blocks[index].memory, f"look {look}")
-                # Its own time, which no deadline is about.
+                # The reader's own time, which no deadline limits.
                 assert self.process is not None
                 self.process.stops += 1
                 self.world.sleep(self._dice.uniform(0, 0.2))
@@ -189,7 +190,7 @@ class User:
         self._put(client, timeout_s, replicas=2)
 
     def _write_in_place(self, client: PoolClient, timeout_s: float) -> None:
-        """Two calls, each with a deadline of its own."""
+        """Write in two calls, each with a deadline of its own."""
         assert self.process is not None
         prefix, slots = self._dice.choice(PREFIXES), None
         with self._in_time("_reserve", timeout_s):
@@ -199,7 +200,7 @@ class User:
         if slots is not None:
             with self._in_time("_commit", DEFAULT_TIMEOUT_S):
                 slots.commit()
-        self.process.stops += 1  # both together have none
+        self.process.stops += 1  # there is no deadline for both together
 
     def _remove(self, client: PoolClient, timeout_s: float) -> None:
         client.remove(self._some(), timeout_s=timeout_s)
@@ -223,7 +224,7 @@ class User:
 
 
 class Stranger:
-    """Speaks the protocol by hand, badly: every way in which one can be late, wrong or gone."""
+    """A client that breaks the protocol's rules: it is late, sends wrong data or disappears."""
 
     def __init__(self, machinery: Machinery, name: str, until: float) -> None:
         self.machinery = machinery
@@ -235,12 +236,12 @@ class Stranger:
         self._dice = self.world.random
 
     def start(self) -> None:
-        """Begin."""
+        """Start."""
         self.process = self.world.process(self.name)
         self.world.spawn(self.process, self._live, self.name)
 
     def vanish(self) -> None:
-        """Its machine is gone, and nobody is told, ever."""
+        """Its machine is gone; its peers get no sign of it."""
         assert self.process is not None
         self.world.kill(self.process)
         self.finished = True
@@ -291,7 +292,7 @@ class Stranger:
     def _parts(
         self, prefix: Prefix, reply: Any, payloads: Sequence[Any]
     ) -> tuple[list[Range], list[Any]]:
-        """The ranges and sources of a good write, as `remote/block_write.py` makes them."""
+        """The ranges and sources of a valid write, as in kvstore/pool/remote/block_write.py."""
         seals = BlockSeals(prefix, payloads_of(prefix))
         granted = [i for i, status in enumerate(reply.statuses) if status == 1]
         ranges, sources = [], []
@@ -317,7 +318,7 @@ class Stranger:
     # -- tricks ----------------------------------------------------------------------------------
 
     def _release_twice(self, peer: Peer) -> None:
-        """The second release must not end somebody else's hold."""
+        """A second release must not end the hold of another client."""
         leased = peer.call(messages.Lease(0, self._dice.choice(PREFIXES).key_bytes, 0.2), 0.2)
         if not leased.lease:
             return
@@ -329,7 +330,7 @@ class Stranger:
         raise Violation("lease", "a lease was released twice")
 
     def _lease_and_go(self, peer: Peer) -> None:
-        """Held until it expires, or until the connection is seen to be gone."""
+        """The lease is held until it expires, or until the node notices the closed connection."""
         peer.call(messages.Lease(0, self._dice.choice(PREFIXES).key_bytes, 0.2), 0.2)
         self.world.sleep(self._dice.uniform(0, 3))
 
@@ -338,7 +339,7 @@ class Stranger:
         self.world.sleep(self._dice.uniform(0, 4))
 
     def _commit_too_soon(self, peer: Peer) -> None:
-        """On one stream the bytes, on another the word that they are all there."""
+        """Commit on one stream while another still sends the bytes."""
         prefix = self._prefix()
         reply = self._reserve(peer, prefix)
         if not reply.lease:
@@ -362,7 +363,7 @@ class Stranger:
             peer.call(messages.Commit(0, reply.lease), 0.3)
 
     def _commit_garbage(self, peer: Peer) -> None:
-        """Another block's header, one for another place, one of another time, or none at all."""
+        """Commit with another block's header, a wrong offset, a wrong generation, or garbage."""
         prefix = self._prefix()
         reply = self._reserve(peer, prefix)
         if not reply.lease:
@@ -389,7 +390,7 @@ class Stranger:
             raise Violation("commit", "a header that does not belong there was committed")
 
     def _lie(self, peer: Peer) -> None:
-        """Right header, right checksums, another payload: nobody can know before a checksum."""
+        """Right header, right checksums, wrong payload: only computing a checksum detects it."""
         reply = self._reserve(peer, LIES)
         if not reply.lease:
             return
@@ -398,7 +399,7 @@ class Stranger:
         peer.call(messages.Commit(0, reply.lease), 0.3)
 
     def _write_slowly(self, peer: Peer) -> None:
-        """Far longer than the reservation lives."""
+        """Write for far longer than the reservation lives."""
         prefix = self._prefix()
         reply = self._reserve(peer, prefix)
         if not reply.lease:
@@ -408,7 +409,7 @@ class Stranger:
         peer.call(messages.Commit(0, reply.lease), 0.3)
 
     def _read_slowly(self, peer: Peer) -> None:
-        """Past the end of its lease, in sips, and without a look at the checksums."""
+        """Read in small pieces past the end of the lease, without verifying checksums."""
         prefix = self._dice.choice(PREFIXES)
         deadline = self.world.now + 8.0
         with as_ours("stranger"), peer.transport.stream(deadline) as stream:
@@ -418,9 +419,8 @@ class Stranger:
         arrivals = ArrivedSegments(prefix, select(SCHEMA), access, targets)
 
         def replace_them() -> None:
-            """What is being read is removed, and its room given to others, when the lease is over.
-
-            By another session, and over a connection that is not in sips."""
+            """Remove the blocks that are being read, and reuse their room, when the lease has
+            expired. By another session, and over a connection that is not slow."""
             self.world.sleep(self._dice.uniform(0.5, 2.0) * REMOTE_LEASE_S)
             other = Peer(peer.address, Credentials(), self.name)
             try:
@@ -441,7 +441,7 @@ class Stranger:
                 raise Violation("bytes", f"{self.name} sipped wrong bytes of {key.hex()[:8]}")
 
     def _purge(self, peer: Peer) -> None:
-        """Remove much, and write something else where it was."""
+        """Remove many blocks, and write other ones into their room."""
         for prefix in self._dice.sample(PREFIXES, 3):
             peer.call(messages.Remove(0, prefix.key_bytes), 0.3)
         for prefix in self._dice.sample(ODD, 2):
@@ -451,7 +451,7 @@ class Stranger:
                 peer.call(messages.Commit(0, reply.lease), 0.3)
 
     def _abort_while_writing(self, peer: Peer) -> None:
-        """The reservation is given back while its bytes still come."""
+        """Abort a reservation while its bytes are still being sent."""
         prefix = self._prefix()
         reply = self._reserve(peer, prefix)
         if not reply.lease:

@@ -1,4 +1,4 @@
-"""One simulated pool from one seed: what happens to it, and what must hold whatever happens."""
+"""One simulated pool from one seed: its faults, and the invariants that must hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from .world import Process
 
-# The kinds of `Violation`, and what each of them breaks.
+# The kinds of `Violation`, and the invariant that each breaks.
 INVARIANTS = {
     "bytes": "a get returns the bytes of its key, or fewer blocks",
     "reason": "a get that returns fewer blocks than asked for says why, and no other does",
@@ -32,7 +32,7 @@ INVARIANTS = {
 
 NODES, USERS = 3, 3
 FAULTS_UNTIL_S = 5.0
-# Users stop then; until CALM_S whatever they left behind has to end.
+# Users stop at this time; all that they left has to end until CALM_S.
 USERS_UNTIL_S = 6.5
 CALM_S = 40.0
 CHECK_S = 0.5
@@ -40,7 +40,7 @@ CHECK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one run did. Equal seeds give equal reports."""
+    """The results of one run. Equal seeds give equal reports."""
 
     seed: int
     trace: int
@@ -50,7 +50,7 @@ class Report:
 
 
 def simulate(seed: int) -> Report:
-    """One run. Raises Violation, whose message has the seed and the last events."""
+    """Simulate one run. Raises Violation, whose message has the seed and the last events."""
     world = World(seed)
     try:
         with world.rules():
@@ -69,7 +69,7 @@ def simulate(seed: int) -> Report:
 
 
 class Cluster:
-    """Nodes, users, a stranger, and the hand of fate."""
+    """Nodes, users, a stranger, and the injection of faults."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -91,11 +91,11 @@ class Cluster:
             for number in range(1, USERS + 1)
         ]
         self.strangers = [Stranger(self.machinery, "stranger1", until)]
-        # Without, the directory must end up exactly right; with it, complete.
+        # Without forgery the directory must be exact at the end; with it, complete.
         self.forgery = self.dice.random() < 0.4
 
     def run(self) -> None:
-        """Faults, calm, and what must hold then."""
+        """Run with faults, then without, and check the invariants."""
         world = self.world
         for node in self.nodes:
             node.start()
@@ -112,7 +112,7 @@ class Cluster:
             node.check()
 
     def end(self) -> None:
-        """Whatever happened: no fiber and no descriptor is left."""
+        """End the run, even after an error: no fiber and no descriptor is left."""
         self.world.end()
         for node in self.nodes:
             if node.node is not None:
@@ -170,12 +170,12 @@ class Cluster:
         self._stop_for(self.dice.choice(processes), self.dice.uniform(0.1, 2.5))
 
     def _stop_reader(self) -> None:
-        """Longer than its leases live, in the middle of a read."""
+        """Stop a reader in the middle of a read, for longer than its leases live."""
         user, seconds = self.dice.choice(self.users), self.dice.uniform(0.3, 2.5)
         self.network.trap(user.name, lambda _: self._stop_for(user.process, seconds))
 
     def _cut_off_reader(self) -> None:
-        """The same by the network: the node goes on sending, and nothing arrives for a while."""
+        """The same by a partition: the node goes on sending, and nothing arrives for a while."""
         user, seconds = self.dice.choice(self.users), self.dice.uniform(0.8, 2.5)
 
         def cut_off(node: str) -> None:
@@ -206,7 +206,7 @@ class Cluster:
             self._at(self.dice.uniform(0.1, 1.0), user.start)
 
     def _vanish(self) -> None:
-        """With what it holds. Another comes, from another machine."""
+        """The stranger's machine disappears with its leases; another one starts elsewhere."""
         stranger = self.strangers[-1]
         if not stranger.finished:
             stranger.vanish()
@@ -275,7 +275,7 @@ class Cluster:
     # -- the calm --------------------------------------------------------------------------------
 
     def _calm_down(self) -> None:
-        """No more faults; those that last end now or when they were to end."""
+        """Inject no more faults; lasting ones end now or at their planned time."""
         self.world.note("fate: calm")
         self.network.heal()
         self.machinery.directory.cut_off.clear()
@@ -285,7 +285,7 @@ class Cluster:
             node.disk.slow = node.disk.failing = False
 
     def _settled(self) -> bool:
-        """Whether everybody has finished and nothing is left to be done."""
+        """Whether all clients have finished and no work is left."""
         if not all(actor.finished for actor in [*self.users, *self.strangers]):
             return False
         if not all(node.up for node in self.nodes):
@@ -297,7 +297,7 @@ class Cluster:
         return True
 
     def _complain(self) -> None:
-        """The calm is over: say what did not come to rest."""
+        """The calm is over: raise a Violation that names what has not come to rest."""
         for actor in [*self.users, *self.strangers]:
             if not actor.finished:
                 raise Violation("deadline", f"{actor.name} never finished")

@@ -1,4 +1,4 @@
-"""The directory as its users see it: far away, sometimes silent, now and then wrong."""
+"""The directory as its users see it: with delays, outages and false entries."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ REGISTRATION_TTL_S = 2.0
 
 
 class DirectoryService:
-    """One directory and what may befall it. Nothing here is believed by anybody."""
+    """One directory and its faults. No part of the pool relies on its entries being right."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.truth = EmbeddedDirectory(registration_ttl_s=REGISTRATION_TTL_S, clock=world.monotonic)
         self.down = False
-        # The share of calls without an answer; half of them were carried out all the same.
+        # The share of calls without an answer; half of them are carried out nevertheless.
         self.unanswered = 0.0
         self.cut_off: set[str] = set()
         self._snapshot: dict[int, set[bytes]] = {}
 
     def locations(self) -> dict[int, set[bytes]]:
-        """What it says of each number now."""
+        """The keys that it lists for each node number now."""
         state = self.truth._state
         state.expire()
         return {number: set(r.keys) for number, r in state.registrations.items()}
 
     def flush(self) -> None:
-        """It comes back empty."""
+        """Lose all data, as after a restart."""
         state = self.truth._state
         for number in list(state.registrations):
             state.end(number)
 
     def remember(self) -> None:
-        """What a later `roll_back` brings back."""
+        """Take the snapshot that a later `roll_back` restores."""
         self._snapshot = self.locations()
 
     def roll_back(self) -> None:
-        """A failover to a replica that was behind: later changes are lost, old ones are back."""
+        """A failover to a lagging replica: changes after the snapshot are lost."""
         state = self.truth._state
         for number, registration in list(state.registrations.items()):
             if number not in self._snapshot:
@@ -59,20 +59,20 @@ class DirectoryService:
             state.add(number, registration, sorted(before - registration.keys))
 
     def forge(self, keys: Sequence[bytes]) -> None:
-        """Somebody wrote into it: every node has all of these."""
+        """Forged entries: every node is listed with all of these keys."""
         state = self.truth._state
         for number, registration in state.registrations.items():
             state.add(number, registration, keys)
 
     def lose(self, keys: Sequence[bytes]) -> None:
-        """Somebody deleted these from it."""
+        """Delete the entries of these keys."""
         state = self.truth._state
         for number, registration in state.registrations.items():
             state.remove(number, registration, keys)
 
 
 class SimulatedDirectory(Directory):
-    """A handle of one process."""
+    """A process's handle on the directory."""
 
     patience_s = TIMEOUT_S + 2 * ANSWER_S[1]
 

@@ -1,8 +1,8 @@
-"""A simulated NVMe tier: slow, sometimes very, and it lives on when its node dies.
+"""A simulated NVMe tier: slow, sometimes very slow; its contents outlive the node.
 
-The product's `Tier` checks what is asked of it; `Mover` and `Node` use it unchanged. A write goes
-to the platter piece by piece, so that a crash leaves half of it; only extents that were marked
-after all of their bytes were written are found again, damaged ones included.
+The product's `Tier` checks the arguments of calls; `Mover` and `Node` use it unchanged. A write
+reaches the disk piece by piece, so that a crash may leave half of it; a restart finds only extents
+that were marked after all of their bytes were written, damaged ones included.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ SLOW_PIECE_S = (0.05, 0.4)
 
 
 class Disk:
-    """What is on the platter, whoever uses it."""
+    """The contents of the disk, which outlive the process that uses it."""
 
     def __init__(self, world: World, nbytes: int) -> None:
         self.world = world
         self.bytes = np.zeros(nbytes, np.uint8)
-        self.marks: dict[int, int] = {}  # offset -> length of what a restart finds
+        self.marks: dict[int, int] = {}  # offset -> length of extents that a restart finds
         self.slow = False
         self.failing = False
 
     def wait(self) -> None:
-        """The time that one piece takes."""
+        """Sleep for the time of one piece."""
         self.world.sleep(self.world.random.uniform(*(SLOW_PIECE_S if self.slow else PIECE_S)))
         if self.failing:
             raise TierUnavailable("the simulated disk refuses")
 
     def rot(self, dice: random.Random) -> None:
-        """One bit of one extent flips."""
+        """Flip one bit of one extent."""
         if self.marks:
             offset = dice.choice(sorted(self.marks))
             place = offset + dice.randrange(self.marks[offset])
@@ -55,7 +55,7 @@ class Disk:
 
 
 class SimulatedNvme(Tier):
-    """The tier of one node's life on its disk."""
+    """The tier of one life of a node, on the node's disk."""
 
     def __init__(self, disk: Disk) -> None:
         super().__init__(TierName.NVME, len(disk.bytes))
@@ -89,7 +89,7 @@ class SimulatedNvme(Tier):
             piece[:] = self._disk.bytes[start + at : start + at + len(piece)]
 
     def _mark(self, extent: Extent) -> None:
-        # As in a slab's map: one entry per offset, and what it overlaps is not looked at.
+        # As in a slab's map: one entry per offset; overlaps are not checked.
         self._disk.marks[extent.offset] = extent.length
 
     def _unmark(self, extent: Extent) -> None:

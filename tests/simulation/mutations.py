@@ -1,7 +1,8 @@
-"""Planted bugs: each takes one rule out of the product, and names the invariants that notice it.
+"""Planted bugs (mutations): each removes one rule from the product, and names the invariants that
+detect it.
 
 A simulation that finds nothing proves nothing unless it finds these. Each is a patch of the running
-product, as an engineer might have written it on a bad day.
+product, such as an engineer might write by mistake.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ Patches = list[tuple[Any, str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """One planted bug. `caught_by`: the kinds of violation that may notice it. `first_seed`: where
-    to begin to look for one that few seeds meet."""
+    """One planted bug. `caught_by`: the kinds of violation that may detect it. `first_seed`: the
+    first seed to try, for a bug that few seeds trigger."""
 
     name: str
     patches: Callable[[], Patches]
@@ -46,7 +47,7 @@ class Mutation:
 
 @dataclass(frozen=True, slots=True)
 class Catch:
-    """The seed that found it, and how."""
+    """The seed that detected a bug, and the violation."""
 
     seed: int
     kind: str
@@ -54,7 +55,7 @@ class Catch:
 
 
 def hunt(mutation: Mutation, seeds: range) -> Catch | None:
-    """Simulate with the bug planted until a seed notices it."""
+    """Simulate with the planted bug until a seed detects it."""
     with patched(mutation.patches()):
         for seed in seeds:
             try:
@@ -65,7 +66,7 @@ def hunt(mutation: Mutation, seeds: range) -> Catch | None:
 
 
 def _no_fence(*, writes: bool) -> Patches:
-    """A transfer relies on its lease alone: what it touches is reused when that has ended."""
+    """A transfer relies on its lease alone: its memory is reused when the lease has ended."""
 
     def begin(self: NodeCore, session: Any, lease_id: int, **kind: bool) -> Any:
         replicas = original_begin(self, session, lease_id, **kind)
@@ -88,22 +89,23 @@ def _no_fence(*, writes: bool) -> Patches:
 
 
 def _no_fence_for_reads() -> Patches:
-    """What a node sends is not held but by the reader's lease, which expires."""
+    """A block that a node sends is held only by the reader's lease, which expires."""
     return _no_fence(writes=False)
 
 
 def _no_fence_for_writes() -> Patches:
-    """Nor is what it receives: a late writer writes into somebody else's block."""
+    """A block that a node receives is held only by its lease: a late writer writes into another
+    block."""
     return _no_fence(writes=True)
 
 
 def _early_reuse() -> Patches:
-    """An extent whose block is dropped is free at once, whoever still reads it."""
+    """The extent of a dropped block is free at once, even if it is still read."""
 
     def detach(self: Residency, replica: Any) -> None:
         held, replica.holds = replica.holds, 0
         original(self, replica)
-        # Those who hold it let go of something that is nobody's any more.
+        # The remaining holders release a replica that is already detached.
         replica.holds = held + 1_000_000
 
     original = Residency._detach
@@ -111,7 +113,7 @@ def _early_reuse() -> Patches:
 
 
 def _commit_while_writing() -> Patches:
-    """A commit does not ask whether another stream of the client still writes."""
+    """A commit does not check whether another stream of the client still writes."""
     original = NodeCore.write_lease
 
     def write_lease(self: NodeCore, session: Any, lease_id: int) -> Any:
@@ -122,12 +124,12 @@ def _commit_while_writing() -> Patches:
 
 
 def _commit_unseen() -> Patches:
-    """A node publishes what a writer commits without looking at the header."""
+    """A node publishes a committed block without checking its header."""
     return [(Node, "_intact", lambda self, replica: True)]
 
 
 def _any_generation() -> Patches:
-    """A commit does not compare the generation: yesterday's header will do."""
+    """A commit does not compare the generation: an old header is accepted."""
 
     def intact(self: Node, replica: Any) -> bool:
         generation = replica.generation
@@ -145,7 +147,7 @@ def _any_generation() -> Patches:
 
 
 def _release_twice() -> Patches:
-    """A released lease stays in the book, and can be released again."""
+    """A released lease stays registered, and can be released again."""
 
     def release(self: NodeCore, session: Any, lease_id: int) -> None:
         lease = session.leases.get(lease_id)
@@ -171,7 +173,7 @@ def _removed_stays() -> Patches:
 
 
 def _publish_before_commit() -> Patches:
-    """A block is announced when its room is reserved, and an aborted one is not taken back."""
+    """A block is published when its room is reserved, and not withdrawn after an abort."""
 
     def begin_write(self: Residency, key: bytes, *rest: Any) -> Any:
         replica = original(self, key, *rest)
@@ -205,7 +207,7 @@ def _visible_before_commit() -> Patches:
 
 
 def _overwrite_in_place() -> Patches:
-    """A put of a resident block writes over it where it is."""
+    """A put of a resident block overwrites it in place."""
 
     def reserve(self: NodeCore, session: Any, keys: Any, *rest: Any) -> Any:
         made = original(self, session, keys, *rest)
@@ -233,7 +235,7 @@ def _overwrite_in_place() -> Patches:
 
 
 def _leases_for_ever() -> Patches:
-    """A remote client's lease has no end: nobody can tell that it is dead."""
+    """A remote client's lease never expires, even if the client is dead."""
     return [(NodeCore, "_expire_at", lambda self, lease, when: None)]
 
 
@@ -259,7 +261,7 @@ def _outage_forgets() -> Patches:
 
 
 def _removals_unsaid() -> Patches:
-    """The directory is told what comes, and not what goes."""
+    """Additions are published to the directory, removals are not."""
 
     def take(self: PublisherCore) -> Any:
         batch = original(self)
@@ -270,7 +272,7 @@ def _removals_unsaid() -> Patches:
 
 
 def _deaf_to_flushes() -> Patches:
-    """A directory that has forgotten the node is not told anew."""
+    """A node does not register again with a directory that lost its data."""
     original = PublisherCore.heard
     return [(PublisherCore, "heard", lambda self, alive, now: original(self, True, now))]
 
@@ -301,7 +303,7 @@ def _promotion_too_early() -> Patches:
 
 
 def _patience() -> Patches:
-    """A read waits for its node as long as it takes."""
+    """A read waits for its node without a limit."""
 
     def at_once(peer: Any, prefix: Any, arrivals: Any, deadline: float, stall_s: Any) -> None:
         original(peer, prefix, arrivals, deadline + 60.0, None)
@@ -311,7 +313,8 @@ def _patience() -> Patches:
 
 
 def _home_forgotten() -> Patches:
-    """What home had is not counted when nothing had to be read elsewhere (found by a seed)."""
+    """Blocks of the home node are not counted if none had to be read elsewhere (a bug that a seed
+    once found)."""
 
     def at_home(outcome: Any, prefix: Any, deadline: float) -> Any:
         here = yield from original(outcome, prefix, deadline)
@@ -323,7 +326,7 @@ def _home_forgotten() -> Patches:
 
 
 def _no_end() -> Patches:
-    """Each wait of a call is as long as it says, whatever was spent before it."""
+    """Each wait of a call has the full timeout, not the time that is left of it."""
     return [(deadlines, "OVERRUN_S", 60.0)]
 
 

@@ -1,8 +1,8 @@
 """A simulated network: byte pipes with delay, limited buffers, partitions and breaks.
 
-The product's own `Listener`, `Stream`, `StreamPool` and frames run on it unchanged; only what would
-be a socket is an `Endpoint`. A connection never reorders, loses or repeats bytes, as TCP does not;
-different connections overtake each other, and what a partition holds back arrives when it heals.
+The product's own `Listener`, `Stream`, `StreamPool` and frames run on it unchanged; only sockets
+are replaced by `Endpoint`. Like TCP, a connection never reorders, loses or repeats bytes; different
+connections overtake each other, and bytes that a partition delays arrive when it heals.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .world import Fiber, Process, World
 
 DELAY_S = (0.00005, 0.002)
-# Little, so that a reader that stops soon stops its writer in the middle of a block.
+# Small, so that a stopped reader soon blocks its writer in the middle of a block.
 BUFFER_BYTES = (4096, 32768)
 PIECE_BYTES = 4096
 BYTES_S = (10e6, 200e6)
@@ -40,8 +40,8 @@ class Pipe:
         self._delay_s = dice.uniform(*DELAY_S)
         self._room_bytes = dice.randint(*BUFFER_BYTES)
         self._bytes_s = dice.uniform(*BYTES_S)
-        self._pieces: deque[tuple[float, memoryview]] = deque()  # (when it is there, bytes)
-        self._held: deque[memoryview] = deque()  # what a partition holds back
+        self._pieces: deque[tuple[float, memoryview]] = deque()  # (time of arrival, bytes)
+        self._held: deque[memoryview] = deque()  # delayed by a partition
         self._last = 0.0
         self.ended = False  # the writer has closed it
         self.broken = False
@@ -49,7 +49,7 @@ class Pipe:
         self._writer: Fiber | None = None
 
     def send(self, views: list[memoryview], wait_s: float) -> int:
-        """Bytes taken, 0 after `wait_s`. The bytes are copied now, and never looked at again."""
+        """Bytes taken, 0 after `wait_s`. The bytes are copied now, and never read again."""
         deadline = self._world.now + wait_s
         while self._room_bytes <= 0 and not self.broken:
             left_s = deadline - self._world.now
@@ -70,7 +70,7 @@ class Pipe:
         if len(data) == PIECE_BYTES:
             self._network.spring(self)
         self._put(memoryview(bytes(data)))
-        # The wire is taken for so long; who writes a block is in the middle of it meanwhile.
+        # The wire is busy for this time; a writer is in the middle of its block meanwhile.
         self._world.sleep(len(data) / self._bytes_s)
         return len(data)
 
@@ -84,7 +84,7 @@ class Pipe:
         self._world.call_at(when, self._tell)
 
     def heal(self) -> None:
-        """The partition is over: what it held back goes on its way."""
+        """The partition is over: the delayed bytes are sent on."""
         held, self._held = self._held, deque()
         for data in held:
             self._put(data)
@@ -106,7 +106,7 @@ class Pipe:
         return self._take(views)
 
     def ready(self) -> bool:
-        """Whether bytes are there."""
+        """Whether bytes have arrived."""
         return not self.broken and bool(self._pieces) and self._pieces[0][0] <= self._world.now
 
     def _take(self, views: list[memoryview]) -> int:
@@ -128,12 +128,12 @@ class Pipe:
         return taken
 
     def end(self) -> None:
-        """The writer closes it; the reader gets what is on its way."""
+        """The writer closes it; the reader still gets the bytes in flight."""
         self.ended = True
         self._tell()
 
     def break_(self) -> None:
-        """Nobody gets anything any more."""
+        """Break the pipe: the bytes in flight are lost."""
         self.broken = True
         self._pieces.clear()
         self._held.clear()
@@ -149,7 +149,7 @@ class Pipe:
 
 
 class Endpoint(socket.socket):
-    """One end of a simulated connection, where the product has a socket: no descriptor is open."""
+    """One end of a simulated connection, in place of a socket; it has no descriptor."""
 
     def __init__(
         self, network: Network, incoming: Pipe, outgoing: Pipe, address: tuple[str, int]
@@ -161,22 +161,22 @@ class Endpoint(socket.socket):
         self._address = address
 
     def getpeername(self) -> tuple[str, int]:
-        """Of the end that has connected: where to."""
+        """The address that the connecting end connected to."""
         return self._address
 
     def getsockname(self) -> tuple[str, int]:
-        """Of the end that was accepted: where."""
+        """The address at which the accepted end was accepted."""
         return self._address
 
     def setsockopt(self, *_: Any) -> None:
-        """Real sockets have options."""
+        """Accepted and ignored."""
 
     def settimeout(self, timeout: float | None) -> None:
-        """Streams pass their deadlines along with every wait."""
+        """Ignored: streams pass a deadline with every wait."""
 
     def hang_up(self) -> None:
-        """The other side reads to the end of what is on its way, and can send no more. What a dead
-        process does while its fibers unwind, nobody sees."""
+        """The other side can read the bytes in flight, and send no more. What the fibers of a dead
+        process do while they unwind has no effect."""
         current = self.network.world.current
         if current is not None and current.process.dead:
             return
@@ -192,7 +192,7 @@ class SimulatedStream(Stream):
     """The product's framing on an `Endpoint`."""
 
     _socket: Endpoint
-    # A slow client waits so long before every piece that it sends, or receives.
+    # The pause of a slow client before every piece that it sends, or receives.
     pause_s = 0.0
     sip_s = 0.0
 
@@ -231,7 +231,7 @@ class SimulatedStream(Stream):
 
 
 class ListenSocket(socket.socket):
-    """What `Listener` accepts connections on."""
+    """The socket on which `Listener` accepts connections."""
 
     def __init__(self, network: Network, process: Process, address: tuple[str, int]) -> None:
         self.process = process
@@ -246,7 +246,7 @@ class ListenSocket(socket.socket):
         return self.address
 
     def offer(self, endpoint: Endpoint) -> None:
-        """Somebody connects."""
+        """Queue a new connection for `accept`."""
         self._waiting.append(endpoint)
         self._wake()
 
@@ -276,18 +276,18 @@ class ListenSocket(socket.socket):
 
 
 class Network:
-    """Who can reach whom, and every connection that is open."""
+    """The open connections, and the partitions between processes."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.listeners: dict[tuple[str, int], ListenSocket] = {}
         self.connections: list[tuple[Endpoint, Endpoint]] = []
-        # Of names, so that a process that starts again is cut off as the one before it was.
+        # Pairs of names, so that a restarted process is cut off like the one before it.
         self._walls: set[tuple[str, str]] = set()
         self._traps: dict[str, Callable[[str], None]] = {}
 
     def patches(self) -> list[tuple[Any, str, Any]]:
-        """What makes the product use this network."""
+        """The patches that make the product use this network."""
         return [
             (tcp_client, "_open_socket", self._connect),
             (tcp_client, "PlainStream", SimulatedStream),
@@ -304,7 +304,7 @@ class Network:
         return sock
 
     def _connect(self, address: tuple[str, int], deadline: float) -> Endpoint:
-        """A round trip, if the other side listens. Raises OSError."""
+        """Connect, in one round trip, if the other side listens. Raises OSError."""
         assert self.world.current is not None
         me = self.world.current.process
         self.world.sleep(2 * self.world.random.uniform(*DELAY_S))
@@ -322,31 +322,31 @@ class Network:
         return near
 
     def _silent(self, one: Process, other: Process) -> bool:
-        # A process that is stopped still has a kernel that accepts for it.
+        # The kernel of a stopped process still accepts connections for it.
         return other.dead or self.blocked(one, other) or self.blocked(other, one)
 
     # -- faults ----------------------------------------------------------------------------------
 
     def blocked(self, source: Process, target: Process) -> bool:
-        """Whether what `source` sends does not reach `target` now."""
+        """Whether a partition keeps bytes of `source` from `target` now."""
         return (source.name, target.name) in self._walls
 
     def trap(self, name: str, action: Callable[[str], None]) -> None:
-        """Call `action` when `name` is next sent a piece of a block, with the sender's name."""
+        """Call `action` with the sender's name when the next piece of a block is sent to `name`."""
         self._traps[name] = action
 
     def spring(self, pipe: Pipe) -> None:
-        """A piece of a block is on its way through `pipe`."""
+        """Called when a piece of a block is sent through `pipe`."""
         action = self._traps.pop(pipe.target.name, None)
         if action is not None:
             action(pipe.source.name)
 
     def wall(self, source: str, target: str) -> None:
-        """Nothing passes in this direction until `heal`."""
+        """Partition in this direction, until `heal`."""
         self._walls.add((source, target))
 
     def heal(self, source: str = "", target: str = "") -> None:
-        """This wall falls, or all of them, and what was held back arrives."""
+        """End this partition, or all of them; the delayed bytes arrive."""
         if source:
             self._walls.discard((source, target))
         else:
@@ -364,7 +364,7 @@ class Network:
         return True
 
     def forget(self, name: str) -> None:
-        """A machine of this name has started: what its last life had open is refused now."""
+        """A machine of this name has restarted: it resets connections of its previous life."""
         for pair in self.connections:
             if any(end.outgoing.source.name == name for end in pair):
                 _break(pair)
@@ -373,7 +373,7 @@ class Network:
                 del self.listeners[address]
 
     def hang_up(self, process: Process) -> None:
-        """Its kernel closes all connections of a dead process."""
+        """Close all connections of a dead process, as its kernel does."""
         for pair in self.connections:
             if process in (pair[0].incoming.source, pair[0].incoming.target):
                 _break(pair)

@@ -40,7 +40,7 @@ PUBLISHER = PublisherOptions(
 
 
 class SimulatedNode:
-    """One node through all its lives; `disk` outlasts them."""
+    """One node through all its lives; `disk` outlives them."""
 
     def __init__(self, cluster: Machinery, number: int) -> None:
         dice = cluster.world.random
@@ -63,7 +63,7 @@ class SimulatedNode:
         )
         self.process: Process | None = None
         self.node: Node | None = None
-        self.number = lambda: 0  # what the directory calls it
+        self.number = lambda: 0  # its number in the directory
         self.lives = 0
 
     @property
@@ -72,7 +72,7 @@ class SimulatedNode:
         return self.node is not None and self.process is not None and not self.process.dead
 
     def start(self) -> None:
-        """Power on."""
+        """Start a new life."""
         assert self.process is None or self.process.dead
         self.lives += 1
         world = self.cluster.world
@@ -81,7 +81,8 @@ class SimulatedNode:
         world.spawn(self.process, self._live, f"{self.name}.{self.lives}")
 
     def crash(self, *, silently: bool) -> None:
-        """The process dies; `silently`: its machine does, and no kernel tells the peers."""
+        """The process dies; `silently`: the whole machine does, so that no kernel closes its
+        connections."""
         process, node = self.process, self.node
         assert process is not None
         self.node = None
@@ -106,10 +107,10 @@ class SimulatedNode:
                 self.node = node
                 threading.Event().wait()
 
-    # -- looking, from outside all processes -------------------------------------------------------
+    # -- checks, from outside all processes --------------------------------------------------------
 
     def published_number(self) -> int:
-        """What the directory calls it; 0 if nothing yet."""
+        """Its number in the directory; 0 if it has none yet."""
         return int(self.number()["number"]) if self.up else 0  # type: ignore[index]
 
     def check(self) -> None:
@@ -126,7 +127,7 @@ class SimulatedNode:
                 self._check_bytes(node, block.dram)
 
     def _check_bytes(self, node: Node, replica: Replica) -> None:
-        """What can be found is whole: its own header, its own bytes."""
+        """A block that can be found has its own header and its own bytes."""
         view = node.dram.view(extent_of(replica))
         try:
             header = read_header(view, offset_expected=replica.offset)
@@ -138,7 +139,7 @@ class SimulatedNode:
             raise Violation("findable", f"{self.name}: {replica} has other bytes than its key's")
 
     def check_empty_handed(self) -> None:
-        """After everybody has left: nothing is held, written or on its way."""
+        """After all clients have left: nothing is held, written or in flight."""
         node = self.node
         assert node is not None
         core = node.core
@@ -154,7 +155,7 @@ class SimulatedNode:
 
 
 class Machinery:
-    """What all simulated processes stand on, and the patches that put the product there."""
+    """The environment of all simulated processes, and the patches that make the product use it."""
 
     def __init__(self, world: World, network: Network) -> None:
         self.world = world
@@ -163,7 +164,7 @@ class Machinery:
         self.nodes: list[SimulatedNode] = []
 
     def patches(self) -> list[tuple[Any, str, Any]]:
-        """Where the product meets the outside world."""
+        """The patches of all points where the product uses the outside world."""
         return [
             *self.network.patches(),
             (node_module, "NvmeTier", self._open_nvme),
@@ -181,12 +182,12 @@ class Machinery:
 
 
 def _publisher(feed: Any, directory: Any, make_record: Any, *_: Any, **__: Any) -> Publisher:
-    """A publisher in a hurry: what takes minutes outside takes seconds here."""
+    """A publisher with short intervals: seconds instead of minutes."""
     return Publisher(feed, directory, make_record, PUBLISHER)
 
 
 def _executors() -> list[tuple[Any, str, Any]]:
-    """Wherever the pool's modules have imported thread pools: fibers instead."""
+    """Patches that replace the pool's thread pools by fibers, in every module that imports them."""
     stand_ins = {"ThreadPoolExecutor": VExecutor, "wait": wait}
     return [
         (module, name, stand_in)
@@ -197,8 +198,8 @@ def _executors() -> list[tuple[Any, str, Any]]:
 
 
 class NodeOfAnotherProcess:
-    """A node as its clients reach it: what they submit waits until the node's process takes it, and
-    that may have been stopped."""
+    """A node as its clients reach it: a request waits until the node's process, which may be
+    stopped, takes it."""
 
     def __init__(self, home: SimulatedNode) -> None:
         assert home.node is not None
@@ -230,7 +231,7 @@ class NodeOfAnotherProcess:
 
 
 class HomeLink:
-    """A client's way to the node on its host: what `SocketLink` does, without a socket.
+    """A client's link to the node on its host: like `SocketLink`, without a socket.
 
     The node and the client are two processes. When the node dies, calls raise NodeUnavailable until
     it is up again; the memory stays mapped. When the client dies, the node learns it later.
@@ -268,12 +269,12 @@ class HomeLink:
         return answer
 
     def post(self, request: Any) -> None:
-        """See `NodeLink.post`. What a dead node granted has gone with it."""
+        """See `NodeLink.post`. The leases of a dead node have ended with it."""
         if self._link is not None and self._home.up and self._node is self._home.node:
             self._link.post(request)
 
     def run(self, action: Any) -> Any:
-        """See `CallGate.run`: copying a block takes its time."""
+        """See `CallGate.run`: copying a block takes time."""
         world = self._process.world
         world.sleep(world.random.uniform(0, 0.003))
         result = action()
@@ -286,7 +287,7 @@ class HomeLink:
             self._link.close()
 
     def died(self) -> None:
-        """The client was killed: the node's kernel says so, sooner or later."""
+        """The client was killed: the node's kernel reports it after a delay."""
         if self._link is None or self._node is not self._home.node:
             return
         node, session = self._link._node, self._link._session

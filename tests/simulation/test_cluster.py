@@ -1,7 +1,7 @@
-"""A whole pool under every fault that a seed can think of. How it works: docs/simulation.md.
+"""A whole pool under faults drawn from a seed keeps its invariants. See docs/simulation.md.
 
-What runs here is the product: nodes with their caretakers and publishers, the network service, the
-pool's client. Only clocks, threads, sockets, disks and the directory's distance are simulated. A
+The code under test is the product: nodes with their caretakers and publishers, the network service,
+the pool's client. Only clocks, threads, sockets, disks and the directory's delays are simulated. A
 failure prints its seed and the last events; `python -m tests.simulation SEED` repeats it.
 """
 
@@ -22,12 +22,12 @@ from . import clients
 from .cluster import INVARIANTS, simulate
 from .world import Violation, World
 
-# Of the slow suite; 25 tests, so that one that fails says roughly where.
+# The seeds of the slow suite, in 25 tests, so that a failed test gives a range of seeds.
 SLOW_SEEDS, SLOW_TESTS = 2000, 25
 
 
 def failures(seeds: range) -> list[str]:
-    """What went wrong in these seeds."""
+    """The failures of these seeds."""
     found = []
     for seed in seeds:
         try:
@@ -88,7 +88,7 @@ def test_every_kind_of_violation_is_explained():
 
 
 def test_time_is_given_back():
-    """A world leaves the clock, the threads and the dice of the process as they were."""
+    """A world restores the clock, the threads and the random generator of the process."""
     before = time.monotonic, time.sleep, threading.Thread, threading.Lock, random.Random
     simulate(0)
     after = time.monotonic, time.sleep, threading.Thread, threading.Lock, random.Random
@@ -133,7 +133,7 @@ def test_a_killed_process_unwinds_and_touches_nothing_more():
                 seen.append("woke")
             finally:
                 seen.append("unwound")
-                world.sleep(1.0)  # dies here, once more
+                world.sleep(1.0)  # raises ProcessDied again
                 seen.append("slept")
 
         world.spawn(process, sleeper, "sleeper")

@@ -1,4 +1,4 @@
-"""The simulation finds planted bugs: each of them within 200 seeds, by the invariant it breaks."""
+"""The simulation detects each planted bug within 200 seeds, by the invariant that it breaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in for `threading` and `concurrent.futures`: as far as the product uses them."""
+"""Replacements for `threading` and `concurrent.futures`, as far as the product uses them."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class VRLock:
             self._lock.release()
 
     def drop(self) -> int:
-        """Release it whatever its depth, which is returned."""
+        """Release it completely; returns its depth."""
         depth, self._depth, self._owner = self._depth, 0, None
         self._lock.release()
         return depth
@@ -279,7 +279,7 @@ class VFuture:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Carry it out, unless it was cancelled."""
+        """Run the action, unless it was cancelled."""
         if self._cancelled:
             return
         self._begun = True
@@ -314,7 +314,7 @@ class VFuture:
 
 
 class Waited(NamedTuple):
-    """What `wait` returns."""
+    """The result of `wait`."""
 
     done: set[VFuture]
     not_done: set[VFuture]
@@ -329,7 +329,7 @@ def wait(futures: Iterable[VFuture], timeout: float | None = None) -> Waited:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             future.settled(left_s)
     except ProcessDied:
-        # Who waits until nothing runs any more need not: nothing does.
+        # The process has died, so none of its fibers runs any more: all futures count as done.
         return Waited(set(futures), set())
     done = {future for future in futures if future.done()}
     return Waited(done, set(futures) - done)

@@ -1,12 +1,12 @@
-"""Virtual time, and threads that are fibers: the ground that the simulated cluster stands on.
+"""Virtual time, and threads as fibers: the base of the simulated cluster.
 
-The product's blocking code runs as it is. While a `World` runs, `time.monotonic`, `time.sleep`,
-`threading.Thread`, `Lock`, `Event` and the like are this file's, so what would wait in the kernel
-parks a greenlet instead, and the next event of the agenda goes on: a second of waiting costs
-nothing, one fiber runs at a time, and who runs next follows from the seed alone.
+The product's blocking code runs unchanged. While a `World` runs, `time.monotonic`, `time.sleep`,
+`threading.Thread`, `Lock`, `Event` and the like are replaced by those of the world, so a call that
+would wait in the kernel parks a greenlet instead, and the next event of the agenda runs: a second
+of waiting costs nothing, one fiber runs at a time, and the seed alone decides which runs next.
 
-Events of the same moment are shuffled, because what wakes somebody takes up to WAKE_S_MAX: that is
-where the interleavings come from.
+Events of the same moment are shuffled, because a wake-up takes a random time up to WAKE_S_MAX: that
+is the source of interleavings.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tiffin.messenger import signal_safe
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# How long a thread takes to notice what it waited for.
+# The longest time that a thread takes to wake up.
 WAKE_S_MAX = 0.0001
-# The least that a wait takes: a loop that waits for nothing must not stop the clock.
+# The shortest wait: a loop of waits of no time must not stop the clock.
 WAIT_S_MIN = 1e-6
 # The clock at the beginning, and the date that goes with it.
 START_S = 1000.0
 EPOCH_S = 1_700_000_000.0
-# What a failure prints.
+# How many of the last events a failure prints.
 EVENTS_SHOWN = 40
 # A run of a few virtual minutes has some ten thousand steps; a fiber that spins never ends.
 STEPS_MAX = 1_000_000
@@ -46,7 +46,7 @@ _RealRandom = random.Random
 
 
 class Violation(AssertionError):
-    """An invariant does not hold. `kind` says which one; see `INVARIANTS` in `cluster.py`."""
+    """An invariant does not hold. `kind` names it; see `INVARIANTS` in `cluster.py`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
@@ -54,12 +54,12 @@ class Violation(AssertionError):
 
 
 class ProcessDied(BaseException):
-    """Unwinds the fibers of a process that was killed. Nothing they do on the way has an effect
-    outside: every primitive of the world raises this again."""
+    """Unwinds the fibers of a killed process. Nothing that they do meanwhile has an effect outside:
+    every primitive of the world raises this again."""
 
 
 class Process:
-    """What dies, stops and continues as one: its fibers."""
+    """A process: its fibers are killed, stopped and continued together."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -76,7 +76,7 @@ class Process:
         self.stops += 1
 
     def go_on(self) -> None:
-        """SIGCONT: all that happened meanwhile is noticed now."""
+        """SIGCONT: the fibers get the wake-ups of the meantime now."""
         self.stopped = False
         backlog, self.backlog = self.backlog, []
         for fiber, ticket, value in backlog:
@@ -87,7 +87,7 @@ class Process:
 
 
 class Fiber:
-    """A thread. `ticket` numbers its waits, so that what wakes an earlier one has no effect."""
+    """A thread. `ticket` numbers its waits, so that a wake-up for an earlier wait has no effect."""
 
     __slots__ = ("done", "greenlet", "joiners", "name", "process", "ticket")
 
@@ -101,7 +101,7 @@ class Fiber:
 
 
 class World:
-    """The agenda. Everything random comes from `random`, so from the seed."""
+    """The agenda of events. All randomness comes from `random`, and so from the seed."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -124,7 +124,7 @@ class World:
         return self.now
 
     def jitter(self) -> float:
-        """How late a thread notices something."""
+        """A random delay of a wake-up."""
         return self.random.random() * WAKE_S_MAX
 
     def push(self, when: float, what: Any) -> None:
@@ -132,11 +132,12 @@ class World:
         heapq.heappush(self._agenda, (when, next(self._order), what))
 
     def call_at(self, when: float, action: Callable[[], None]) -> None:
-        """Call `action` then: the hand of fate, which belongs to no process."""
+        """Call `action` at the time `when`, outside all processes, for example to inject a
+        fault."""
         self.push(when, action)
 
     def run(self, until: float) -> None:
-        """Let it happen until then. Raises what any fiber failed with."""
+        """Run all events up to the time `until`. Raises the exception of any fiber that failed."""
         while self._agenda and self._agenda[0][0] <= until and self.failure is None:
             when, _, what = heapq.heappop(self._agenda)
             self.now = max(self.now, when)
@@ -152,13 +153,13 @@ class World:
         self.now = max(self.now, until)
 
     def note(self, text: str) -> None:
-        """Something worth telling when the run fails."""
+        """Add an event to those that a failure prints."""
         line = f"{self.now - START_S:9.4f} {text}"
         self.events.append(line)
         self.trace = zlib.crc32(line.encode(), self.trace)
 
     def fail(self, error: BaseException) -> None:
-        """End the run with this; the first one counts."""
+        """End the run with this error; only the first one counts."""
         if self.failure is None:
             self.failure = error
 
@@ -182,7 +183,7 @@ class World:
                 pass
             except Violation as error:
                 self.fail(error)
-            except BaseException as error:  # noqa: BLE001 - any way a thread can end is a finding
+            except BaseException as error:  # noqa: BLE001 - any exception of a thread is a finding
                 failure = Violation("exception", f"{fiber.name} ended with {error!r}")
                 failure.__cause__ = error
                 self.fail(failure)
@@ -214,7 +215,7 @@ class World:
             self.current = before
 
     def park(self, timeout_s: float | None = None) -> bool:
-        """Wait until somebody calls `wake` (True), or for this long (False)."""
+        """Wait until a call of `wake` (True), or for `timeout_s` (False)."""
         fiber = self.current
         assert fiber is not None, "the hand of fate never waits"
         if fiber.process.dead:
@@ -228,7 +229,7 @@ class World:
         return value
 
     def wake(self, fiber: Fiber) -> None:
-        """End its wait, a moment later."""
+        """End the fiber's wait, a moment later."""
         self.push(self.now + self.jitter(), (fiber, fiber.ticket, True))
 
     def sleep(self, seconds: float) -> None:
@@ -236,14 +237,14 @@ class World:
         self.park(seconds)
 
     def kill(self, process: Process) -> None:
-        """SIGKILL. Called by the hand of fate only."""
+        """SIGKILL. Call it only outside all processes (see `call_at`)."""
         assert self.current is None
         process.dead = True
         for fiber in list(process.fibers):
             assert fiber.greenlet is not None
             self.current = fiber
             try:
-                # One that has not begun ends without running at all.
+                # A fiber that has not begun ends without running at all.
                 fiber.greenlet.throw(ProcessDied)
             except ProcessDied:
                 fiber.done = True
@@ -255,7 +256,7 @@ class World:
 
     @contextlib.contextmanager
     def rules(self) -> Iterator[None]:
-        """While the block runs, this world's clock and threads are everybody's."""
+        """While the `with` block runs, all code uses this world's clock and threads."""
         from .threads import stand_ins
 
         threads = stand_ins(self)
@@ -292,7 +293,7 @@ class World:
 
 @contextlib.contextmanager
 def patched(patches: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Attributes replaced for the block: (object, name, value)."""
+    """Replace attributes for the `with` block: (object, name, value)."""
     with contextlib.ExitStack() as stack:
         for target, name, value in patches:
             stack.callback(setattr, target, name, getattr(target, name))
@@ -301,23 +302,23 @@ def patched(patches: list[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 class _Workers:
-    """In place of those threads that do what must not be interrupted: a fiber for each task."""
+    """Replaces the threads for tasks that must not be interrupted, by a fiber for each task."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def begin(self) -> None:
-        """They are there."""
+        """Nothing to start."""
 
     def put(self, action: Callable[[], object]) -> None:
-        """Do it soon, in the process that asks for it, if that lives."""
+        """Run `action` soon, in the calling process, if it is alive."""
         fiber = self._world.current
         if fiber is not None and not fiber.process.dead:
             self._world.spawn(fiber.process, action, "worker")
 
 
 class _Exceptions(logging.Handler):
-    """Product code logs what it did not expect and goes on; here it ends the run."""
+    """Product code logs unexpected exceptions and goes on; here they end the run."""
 
     def __init__(self, world: World) -> None:
         super().__init__(logging.ERROR)
@@ -337,7 +338,7 @@ def _exceptions_to(world: World) -> Iterator[None]:
     logger, handler = logging.getLogger("tiffin"), _Exceptions(world)
     before = logger.level, logger.propagate
     logger.addHandler(handler)
-    # Formatting what nobody reads would take a third of the time.
+    # Formatting unread log records would take a third of the time.
     logger.level, logger.propagate = logging.ERROR, False
     logger.manager._clear_cache()  # type: ignore[attr-defined]
     try:

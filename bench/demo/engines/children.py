@@ -1,6 +1,6 @@
-"""Engine processes: started, spoken to in lines of JSON, and never left behind.
+"""Engine processes, which receive and send lines of JSON, and never outlive the demo.
 
-A child has the demo at the other end of its stdin and ends when that does, whatever ended the demo.
+The demo holds the other end of a child's stdin: the child ends when the demo does, for any reason.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 STOP_S = 10.0
-DEATH_S = 1.0  # from a child's last word to its end
+DEATH_S = 1.0  # from a child's last output to its end
 LOOK_S = 0.5  # how soon the death of a node, or of the conductor, is noticed
 STDERR_TAIL_BYTES = 4000
 
-# Lines of all children that nobody has read yet. Each child says a few per request, and the demo
-# has some hundred requests in flight at most.
+# Unread lines of all children. Each child sends a few per request, and the demo has some hundred
+# requests in flight at most.
 EVENTS_MAX = 4096
 
 
 class DemoFailed(Exception):
-    """A process died or stopped answering; the message has the end of what it said."""
+    """A process died or stopped answering; the message has the end of its standard error."""
 
 
 class EngineProcess:
-    """A process of ours that ends when its stdin does, or when asked, or when killed."""
+    """A child process, which ends when its stdin does, on SIGTERM, or when killed."""
 
     def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
         self.name = name
@@ -51,12 +51,12 @@ class EngineProcess:
                     "OMP_NUM_THREADS": "1",
                     "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
                 },
-                # Ctrl-C is for the demo, which then stops its children in order.
+                # Ctrl-C reaches only the demo, which then stops its children in order.
                 start_new_session=True,
             )
 
     def send(self, message: dict[str, Any]) -> None:
-        """One JSON line. Raises DemoFailed if it died, or does not read any more."""
+        """Send a line of JSON. Raises DemoFailed if the process died, or stopped reading."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(message) + "\n")
@@ -65,8 +65,8 @@ class EngineProcess:
             raise self.failed("stopped reading", if_dead="died") from error
 
     def failed(self, what: str, *, if_dead: str | None = None) -> DemoFailed:
-        """The error to raise, with what the process said last. It has a moment to end in: one whose
-        pipe breaks may be about to."""
+        """The error to raise, with the end of the process's standard error. Waits for the process
+        up to DEATH_S: one whose pipe broke may be about to end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(DEATH_S)
         code = self.process.poll()
@@ -77,7 +77,7 @@ class EngineProcess:
         return DemoFailed(f"{self.name} {what} and {state}; its last words:\n{tail}")
 
     def stop(self) -> None:
-        """End it and collect it."""
+        """End the process and wait for it."""
         self.process.terminate()
         try:
             self.process.wait(STOP_S)
@@ -91,10 +91,10 @@ class EngineProcess:
 
 
 class Crew:
-    """Several children, and one queue of what they say and of who died.
+    """Several children, and one queue of their messages and deaths.
 
-    `look` is called twice a second while nobody says anything; it raises DemoFailed if something
-    else that the demo needs has died.
+    `look` is called twice a second while no message comes; it raises DemoFailed if something else
+    that the demo needs has died.
     """
 
     def __init__(self, children: Sequence[EngineProcess], look: Callable[[], None]) -> None:
@@ -105,20 +105,20 @@ class Crew:
             threading.Thread(target=self._listen, args=(child,), daemon=True).start()
 
     def send(self, name: str, message: dict[str, Any]) -> None:
-        """To one of them. Raises DemoFailed."""
+        """Send a message to one child. Raises DemoFailed."""
         self.children[name].send(message)
 
     def ask(self, names: Sequence[str], message: dict[str, Any], timeout_s: float) -> list[Any]:
-        """Send the same to each and wait for one answer of each, in the order of the names: what
-        is under the key "done". Raises DemoFailed."""
+        """Send the same message to each child and wait for their answers: the values under the key
+        "done", in the order of the names. Raises DemoFailed."""
         for name in names:
             self.send(name, message)
         answers = self.wait_for("done", names, timeout_s)
         return [answers[name] for name in names]
 
     def wait_for(self, event: str, names: Sequence[str], timeout_s: float) -> dict[str, Any]:
-        """What each of them says under this key. Raises DemoFailed if one dies, stays silent, or
-        says something else."""
+        """The value that each child sends under this key. Raises DemoFailed if one dies, sends
+        nothing in time, or sends something else."""
         answers: dict[str, Any] = {}
         while len(answers) < len(names):
             name, message = self.next(timeout_s)
@@ -128,7 +128,7 @@ class Crew:
         return answers
 
     def next(self, timeout_s: float) -> tuple[str, dict[str, Any]]:
-        """The next that somebody says. Raises DemoFailed if nobody does for so long."""
+        """The next message and its child. Raises DemoFailed if none comes within `timeout_s`."""
         said = self.poll(timeout_s)
         if said is None:
             raise next(iter(self.children.values())).failed(
@@ -137,7 +137,7 @@ class Crew:
         return said
 
     def poll(self, timeout_s: float) -> tuple[str, dict[str, Any]] | None:
-        """The same, or None if nobody says anything for so long."""
+        """The next message and its child, or None if none comes within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = deadline - time.monotonic()

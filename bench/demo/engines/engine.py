@@ -1,6 +1,6 @@
-"""The transformer as an engine: a prompt into a cache, token after token, and how long it takes.
+"""An engine over transformers: fills a cache with a prompt, generates tokens, and measures both.
 
-Everything is one sequence at a time, greedy, on one core.
+One sequence at a time, greedy, on one core.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
     from .model import ModelSize
 
-# With a part of the prompt in the cache, transformers' attention on CPUs computes the masked half
-# too, for all new tokens at once; in chunks it computes little of it. A prompt that starts from
-# nothing is faster in one piece. So each pass runs as is best for it.
+# If part of the prompt is in the cache, transformers' attention on CPUs also computes the masked
+# half, for all new tokens at once; in chunks it computes little of it. Without anything in the
+# cache a prompt is faster in one piece. So each prefill runs in the way that is faster for it.
 CHUNK_TOKENS = 512
 
-# What a profile is fitted to: (prompt, cached) tokens, and (requests, context of each).
+# Points to which a profile is fitted: (prompt, cached) tokens, and (requests, context of each).
 PREFILL_POINTS = (
     (128, 0), (512, 0), (1024, 0), (2048, 0), (3072, 0),
     (1024, 512), (2048, 1536), (3072, 2048), (4096, 3584),
 )  # fmt: skip
 DECODE_POINTS = ((1, 256), (1, 3072), (2, 1024), (4, 256), (4, 3072))
-_STEPS = 3  # of each decode point
+_STEPS = 3  # per decode point
 
 
 class FirstTokenClock:
-    """A streamer, as `generate` takes them, that only notes when the first new token came."""
+    """A streamer for `generate` that only records the time of the first new token."""
 
     def __init__(self) -> None:
         self.first_token_s = 0.0
@@ -58,8 +58,8 @@ class TransformersEngine:
         self.answer([0] * 64)
 
     def answer(self, tokens: Sequence[int]) -> tuple[float, list[int]]:
-        """All of it in this process, by the library's own `generate`: seconds to the first token,
-        and all new tokens."""
+        """Answer a prompt in this process by the library's own `generate`: seconds to the first
+        token, and all new tokens."""
         ids = as_ids(tokens)
         clock, started_s = FirstTokenClock(), time.perf_counter()
         output = self.model.generate(
@@ -73,7 +73,7 @@ class TransformersEngine:
         return clock.first_token_s - started_s, output[0, ids.shape[1] :].tolist()
 
     def extend(self, cache: Any, ids: Any) -> int:
-        """Compute what `cache` lacks of `ids` [1, n], into it; the token that comes next."""
+        """Compute the part of `ids` [1, n] that `cache` lacks, into it; returns the next token."""
         held = cache.get_seq_length()
         with torch.no_grad():
             for start in range(held, ids.shape[1], CHUNK_TOKENS):
@@ -108,7 +108,7 @@ class TransformersEngine:
         return rows
 
     def _filled(self, tokens: int) -> Any:
-        """A cache of so many tokens. What they are costs nothing."""
+        """A cache of `tokens` tokens; which ones does not change the times."""
         config, cache = self.model.config, DynamicCache(config=self.model.config)
         width = config.hidden_size // config.num_attention_heads
         shape = (1, config.num_key_value_heads, tokens, width)
@@ -118,5 +118,5 @@ class TransformersEngine:
 
 
 def as_ids(tokens: Sequence[int]) -> Any:
-    """[1, n], as the model takes them."""
+    """The tokens as the model's input, [1, n]."""
     return torch.tensor([list(tokens)], dtype=torch.long)

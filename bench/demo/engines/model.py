@@ -1,8 +1,8 @@
 """A small Llama with random weights: the architecture is real, the answers are nonsense.
 
 Nothing is downloaded, and every process that builds it from one seed has the same weights, so their
-blocks are interchangeable. The pool's share of the work is the same as for a model that was
-trained; only the time that a block saves is smaller here than on a real one.
+blocks are interchangeable. The pool does the same work as for a trained model; only the time that a
+block saves is smaller here than with a real model.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ NEW_TOKENS = 8  # of each answer
 class ModelSize:
     """What differs between the demo and its quick version.
 
-    Wide for its depth, because attention grows with the square of the prompt and the rest with its
-    width: a narrow model would spend most of a long prompt in attention, as no real one does.
+    Wide for its depth, because the time of attention grows with the square of the prompt and the
+    rest with the width: a narrow model would spend most of a long prompt in attention, unlike any
+    real one.
     """
 
     layers: int
@@ -47,7 +48,8 @@ def build(size: ModelSize, seed: int) -> Any:
         num_attention_heads=size.heads,
         num_key_value_heads=size.kv_heads,
         max_position_embeddings=8192,
-        # Larger than a trained model's, so that random weights still tell prompts apart.
+        # Larger than a trained model's, so that different prompts get different answers even with
+        # random weights.
         initializer_range=0.1,
         bos_token_id=None,
         eos_token_id=None,

@@ -1,5 +1,4 @@
-"""What an engine process tells the conductor: that it is there, how busy it is, what became of
-requests."""
+"""An engine process's reports to the conductor: registration, load, and events of requests."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ HEARTBEAT_S = 1.0
 
 
 class Presence:
-    """Registers an instance, and again with every heartbeat, until it is closed.
+    """Registers an instance, and sends heartbeats with its registration until it is closed.
 
-    `load` is called from a thread of its own. A conductor that does not answer is no reason to stop
-    working: it is logged, and tried again a second later. Raises ConductorError if the first
-    registration fails.
+    `load` is called from a thread of its own. If the conductor does not answer, the engine goes on:
+    the error is logged, and the heartbeat repeated a second later. Raises ConductorError if the
+    first registration fails.
     """
 
     def __init__(self, url: str, spec: InstanceSpec, load: Callable[[], Load]) -> None:
@@ -42,14 +41,14 @@ class Presence:
         self._thread.start()
 
     def say(self, request: str, kind: str, tokens: int = 0) -> None:
-        """An event of a request. From one thread."""
+        """Report an event of a request. Call it from one thread only."""
         try:
             self._events.observe(RequestEvent(request, kind, tokens))
         except ConductorError as error:
             log.warning("the conductor did not take %r of %r: %s", kind, request, error)
 
     def close(self) -> None:
-        """No more heartbeats."""
+        """Stop the heartbeats."""
         self._closing.set()
         self._thread.join()
         self._close_clients()

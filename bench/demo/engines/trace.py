@@ -1,12 +1,12 @@
 """The shipped slice of a real trace, and prompts made from it.
 
 A trace line has no text, only a hash id for each 512 tokens of the prompt. Equal ids mean equal
-tokens (and equal tokens before them), which is all that a prefix cache can see. So each id seeds
+tokens (and equal tokens before them), and nothing else matters to a prefix cache. So each id seeds
 the tokens of its block, and the prompts share exactly the prefixes that the real ones shared.
 
     python -m tiffin.bench.demo.engines.trace conversation_trace.jsonl > conversation_slice.jsonl
 
-makes the shipped slice from the full trace again.
+makes the shipped slice again from the full trace.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def select(trace: Iterable[TraceRequest]) -> list[TraceRequest]:
     """Every 40th conversation of the whole trace, with all its requests of at most 4,096 tokens.
 
     Whole conversations, because consecutive requests of a busy service are of many users, and a
-    slice of a minute has almost nobody's second question in it. Conversations are told apart by
-    their first two blocks (the first is a system prompt that all share) and counted in order of
-    appearance; nothing is looked at but that position and the length.
+    slice of a minute has almost no second question of the same user. Conversations are identified
+    by their first two blocks (the first is a system prompt that all share) and counted in order of
+    appearance; only that position and the length decide.
     """
     short = [request for request in trace if request.input_length <= MAX_PROMPT_TOKENS]
     order: dict[tuple[int, ...], int] = {}
@@ -85,7 +85,7 @@ def tokens_of(request: TraceRequest, *, seed: int, vocab: int) -> NDArray[np.int
 
 def reusable_tokens(requests: Sequence[TraceRequest]) -> int:
     """Prompt tokens that a pool without limits would save if requests came one after the other:
-    full blocks seen before, but for the last token, which always has to be computed."""
+    full blocks seen before, except the last token of a prompt, which always has to be computed."""
     seen: set[int] = set()
     reused = 0
     for request in requests:

@@ -1,4 +1,4 @@
-"""One engine process: answers alone, or does one half of what the conductor decides.
+"""One engine process: it answers requests alone, or does prefill or decode under a conductor.
 
 The first line on stdin is a `Job`. Each later one is an order, an object with one key:
 
@@ -7,10 +7,10 @@ The first line on stdin is a `Job`. Each later one is an order, an object with o
     {"join": Membership}        open the pool, register with the conductor
     {"prefill": Order}          compute a prompt, put its blocks into the pool: a "prefilled"
     {"decode": Order}           get the blocks, compute the rest, answer: a "decoded"
-    {"network": null}           what came over the network so far
+    {"network": null}           blocks and bytes read over the network so far
 
-On stdout goes one JSON object per line, with the key that is named above, else "done". It ends when
-stdin does.
+It writes one JSON object per line to stdout, with the key in quotes above, else "done". It ends
+when stdin does.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ if TYPE_CHECKING:
     from tiffin.conductor.records import Load
 
 MODEL = "demo-llama"
-# As many as the conductor lets wait at one instance; the reader stops reading beyond it.
+# The most that the conductor lets wait at one instance; beyond it stdin is not read.
 WAITING_MAX = 1024
-# Prefill and decode share the cores of one machine here, which on two machines they would not. So
-# prefill goes first: how long it takes is then its own matter, as its profile says.
+# Here prefill and decode share the cores of one machine; in production they have separate machines.
+# So prefill has priority: its times then do not depend on decode, as its profile assumes.
 DECODE_NICENESS = 10
-# The directory hears of new blocks a moment after their node has them, and another prefill may be
-# writing some of them. So long is waited for blocks that prefill has handed over; what is not found
-# by then is computed.
+# How long decode waits for blocks that prefill has handed over, before it computes them: nodes
+# publish new blocks to the directory with a delay, and another prefill may still be writing some.
 HANDOVER_S = 5.0
 HANDOVER_POLL_S = 0.025
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a worker is for."""
+    """The task of a worker: its name, role and model."""
 
     name: str
     role: str  # "prefill" or "decode"
@@ -64,7 +63,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Where its pool, its node and its conductor are."""
+    """The addresses of a worker's pool, node and conductor."""
 
     pool: str
     node: str
@@ -74,9 +73,9 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A request to prefill or to decode. `cached_tokens` need no computing, the conductor thinks.
-    `first_token` is what prefill found; `handed_over` says that its blocks are in the pool, or
-    about to be."""
+    """A request to prefill or to decode. `cached_tokens` is the conductor's estimate of the tokens
+    that need no computing. `first_token` is the result of prefill; `handed_over` says that its
+    blocks are in the pool, or soon will be."""
 
     id: str
     tokens: list[int]
@@ -100,7 +99,7 @@ class Decoding:
 
 def main() -> None:
     """Serve until stdin ends."""
-    # Only events may reach the real stdout; whatever a library prints goes to stderr.
+    # Only events may reach the real stdout; the output of libraries goes to stderr.
     events = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     job = Job.from_json(sys.stdin.readline())
@@ -113,7 +112,7 @@ def main() -> None:
 
 
 class Worker:
-    """A model and what is to be done with it."""
+    """A model and its queue of orders."""
 
     def __init__(self, job: Job, events: TextIO, stack: ExitStack) -> None:
         from .engine import TransformersEngine
@@ -121,19 +120,19 @@ class Worker:
         self._job, self._events, self._stack = job, events, stack
         self._driver = TransformersEngine(job.size, job.seed)
         self._orders: queue.Queue[dict[str, Any] | None] = queue.Queue(WAITING_MAX)
-        self._queued: dict[str, int] = {}  # tokens to compute of what has to be prefilled
+        self._queued: dict[str, int] = {}  # tokens to compute, per request to prefill
         self._running: dict[str, Decoding] = {}
-        self._handed: dict[str, int] = {}  # tokens of what has to be decoded
+        self._handed: dict[str, int] = {}  # tokens, per request to decode
         self._client: Any = None
         self._cached: Any = None
         self._presence: Any = None
 
     def send(self, event: dict[str, Any]) -> None:
-        """One line for the demo."""
+        """Send one line to the demo."""
         self._events.write(json.dumps(event) + "\n")
 
     def serve(self) -> None:
-        """Carry out orders: prefills one after the other, decodes a token each in turn."""
+        """Carry out orders: prefills one after the other, decodes one token of each in turn."""
         threading.Thread(target=self._read, daemon=True).start()
         while True:
             try:
@@ -148,7 +147,7 @@ class Worker:
             self._step()
 
     def _read(self) -> None:
-        """Counts what waits, so that heartbeats know while the engine computes."""
+        """Read orders and count the waiting ones, for heartbeats while the engine computes."""
         for line in sys.stdin:
             order = json.loads(line)
             if "prefill" in order:
@@ -204,8 +203,8 @@ class Worker:
         self.send({"done": schema.canonical_bytes().decode("ascii")})
 
     def _prefill(self, order: Order) -> None:
-        """The whole prompt and the first token of the answer. Blocks that the pool has are taken
-        from there, full ones that it lacks are put there."""
+        """Compute a prompt and the first token of the answer. Blocks that the pool has are read
+        from it, full ones that it lacks are put into it."""
         from .engine import as_ids
 
         ids = as_ids(order.tokens)
@@ -232,7 +231,7 @@ class Worker:
         )
 
     def _decode(self, order: Order) -> None:
-        """Begin to answer: load what prefill has put into the pool, compute what fills no block."""
+        """Begin to answer: load the blocks that prefill put into the pool, compute the rest."""
         from .engine import as_ids
 
         ids = as_ids([*order.tokens, order.first_token])
@@ -249,7 +248,7 @@ class Worker:
         del self._handed[order.id]
 
     def _step(self) -> None:
-        """A token for each that runs."""
+        """Compute one token of each running request."""
         import torch
 
         for one in list(self._running.values()):
@@ -277,13 +276,13 @@ class Worker:
         )
 
     def _network(self, _: None) -> None:
-        # A client of a single node has no ways to others.
+        # A client of a single node has no links.
         ways = self._client.statistics().get("links", {}).values()
         nbytes = int(sum(way["bytes"] for way in ways))
         self.send({"done": {"bytes": nbytes, "blocks": nbytes // self._cached.schema.extent_bytes}})
 
     def _load(self) -> Load:
-        """For heartbeats, from their thread."""
+        """The load, for heartbeats; called from their thread."""
         from tiffin.conductor.records import Load
 
         if self._job.role == "prefill":

@@ -124,7 +124,7 @@ class Serving(Response):
                     assert refusal is not None
                     await self._respond(refusal, scope, receive, send)
                 elif isinstance(answer, Whole):
-                    # A head that is sent already was that of a stream: the answer becomes an event.
+                    # If a head was already sent, it was a stream's: the answer becomes an event.
                     good = answer.good and not self._sent_head
                     await self._respond(self._whole(answer), scope, receive, send)
                     ended = "finished" if good else "cancelled"

@@ -1,4 +1,4 @@
-"""Who is taken, who is refused, and when the refused should come back."""
+"""Admission: which requests are accepted, which are rejected, and when rejected ones may retry."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_only_the_baseline_refuses_after_the_prefill() -> None:
         mode: decide_decode(full, AdmissionSettings(mode=mode), random.Random(1)) for mode in MODES
     }
     assert [mode for mode, verdict in verdicts.items() if not verdict.admitted] == ["baseline"]
-    assert verdicts["baseline"].reason == "tbt"  # and not for the TTFT, which it has had
+    assert verdicts["baseline"].reason == "tbt"  # not the TTFT, which is over by then
 
 
 def test_an_objective_that_is_just_met_is_met() -> None:
@@ -310,7 +310,7 @@ def help_of(
 
 
 def exceeds(forecast: AdmissionForecast, objectives: Objectives, mode: Mode, scale: float) -> bool:
-    """The rule in plain words."""
+    """The rule as a plain expression."""
     if not forecast.room and mode != "baseline":
         return True
     if objectives.ttft_s is not None and forecast.ttft_s / objectives.ttft_s > scale:

@@ -1,4 +1,4 @@
-"""What became of the admitted, and what would have become of the refused."""
+"""The shadow account: outcomes of admitted requests, estimated outcomes of rejected ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def serve(shadow: Shadow, name: str, at: float, done_at: float, own_s: float = 1
 
 
 def calibrated() -> Shadow:
-    """One request has shown that the model of prefill is right."""
+    """A Shadow in which one request has shown that the model of prefill is right."""
     shadow = Shadow()
     serve(shadow, "first", -2.0, -1.0)
     return shadow
@@ -97,7 +97,8 @@ def test_who_comes_after_it_is_not_waited_for() -> None:
 
 
 def test_a_wrong_model_does_not_judge_a_second_time() -> None:
-    """Prefill was thought to be ten times as slow as it is: what it refused would have been met."""
+    """The model took prefill for ten times as slow as it is: the rejected request would have met
+    its objective."""
     shadow = Shadow()
     serve(shadow, "a", 0.0, 1.0, own_s=10.0)
     shadow.rejected(ghost(at=2.0, own_s=15.0))
@@ -231,7 +232,7 @@ def test_an_instance_that_leaves_takes_its_ghosts_with_it() -> None:
     assert shadow.counts == ShadowCounts(rejected_unknown=1, ghosts=1)
     shadow.forget_row(D)
     shadow.check()
-    shadow.first_token("a", 9.0)  # of no use as a ratio: it may have waited for anybody
+    shadow.first_token("a", 9.0)  # of no use as a ratio: it may have waited for other requests
     shadow.finished("a", 0.2, 10.0)
     assert shadow.counts == ShadowCounts(admitted_missed=1, rejected_unknown=2)
 
@@ -257,8 +258,8 @@ QUARTERS = st.integers(1, 40).map(lambda count: count / 4)
 def test_one_refused_request_is_judged_as_if_it_had_been_let_in(
     arrivals: list[tuple[int, float]], which: int, bias: float, objective_s: float
 ) -> None:
-    """A queue in order of arrival, with one of its requests left out, against the same queue with
-    it: for one alone, and a model that is off by a factor, the estimate is what happens."""
+    """A queue in order of arrival, without one of its requests, against the same queue with it: for
+    a single rejected request, and a model that is off by a factor, the estimate is exact."""
     arrivals = [(float(at), took) for at, took in sorted(arrivals)]
     which %= len(arrivals)
     done_at, free_at = [], 0.0

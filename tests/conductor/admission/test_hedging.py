@@ -1,4 +1,4 @@
-"""Races: one winner, each loser cancelled once, and never more than the budget."""
+"""Hedged requests (races): one winner, each loser cancelled once, never more than the budget."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_only_urgent_requests_and_only_when_it_is_switched_on() -> None:
 
 
 def test_the_share_holds_in_the_long_run() -> None:
-    """Of 1,000 urgent requests a quarter is raced, and the two that were saved."""
+    """Of 1,000 urgent requests a quarter is raced, plus the two that were saved up."""
     races, raced = Races(ON), 0
     for number in range(1000):
         races.scheduled()
@@ -200,7 +200,7 @@ class RaceMachine(RuleBasedStateMachine):
 
     def cancel(self, request_id: str, routes: tuple[HedgedRoute, ...]) -> None:
         for route in routes:
-            self.open[request_id].remove(route)  # KeyError: cancelled what had ended
+            self.open[request_id].remove(route)  # an error here: cancelled after its end
 
     @rule()
     def start(self) -> None:
@@ -259,7 +259,7 @@ TestRaceMachine = RaceMachine.TestCase
 TestRaceMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-# -- what the conductor is told --------------------------------------------------------------------
+# -- reports to the conductor ----------------------------------------------------------------------
 
 KEYS = tuple(bytes([number]) * 16 for number in range(8))
 
@@ -287,7 +287,7 @@ class TestWhichRouteWon:
         assert decision.prefill in made.calibration.factors()
 
     def test_the_second(self) -> None:
-        """It has the blocks now, and its time teaches nothing about the one that was predicted."""
+        """Its instance has the blocks now, and its time does not calibrate the predicted route."""
         made, decision = self.race()
         (other,) = decision.alternatives
         made.observe(RequestEvent("r", "prefill_done", route=other), 29.0)
@@ -300,7 +300,7 @@ class TestWhichRouteWon:
         assert made.statistics()["in_flight"] == 0
 
     def test_one_that_does_not_run(self) -> None:
-        """As after the request was decided anew: it is heard of, and teaches nothing."""
+        """A report of an unknown route, as after a new decision, is accepted but not used."""
         made, _ = self.race()
         made.observe(RequestEvent("r", "first_token", route=("elsewhere", "d")), 30.0)
         assert made.races.statistics().finished == 0

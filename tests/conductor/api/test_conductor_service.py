@@ -1,5 +1,5 @@
-"""The service around the core: what other conductors say ends nothing here, and everybody hears
-what became of requests."""
+"""The service around the core: no record of another conductor ends the process, and followers hear
+the outcome of requests."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ PUBLISHES = {EVENTS_LABEL: "tcp://127.0.0.1:9"}
 def record(
     name: str, block_tokens: int = 16, schema_of: int | None = 16, **labels: str
 ) -> InstanceRecord:
-    """An instance, with the schema of a model with so many tokens in a block."""
+    """The record of an instance, with the schema of a model with this number of tokens in a
+    block."""
     said = "" if schema_of is None else text(schema_of)
     return InstanceRecord(name, spec(name, block_tokens, **labels), "mixed", schema=said)
 
 
 class Hash:
-    """The records, as others have written them."""
+    """A double of the shared hash: records that other conductors have written."""
 
     def __init__(self) -> None:
         self.records: dict[str, bytes] = {}
@@ -67,7 +68,7 @@ class Hash:
 
 
 class Home:
-    """A conductor, its service and feeding, that shares a hash."""
+    """A conductor that shares a hash, its service and its feeds."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.core = SharedConductor("us", dice=random.Random(1), profile=profile)
@@ -77,7 +78,7 @@ class Home:
         self.now = loop.time
 
     async def hears(self, *records: InstanceRecord) -> None:
-        """Takes in these records, in the task that the process would end with."""
+        """Reads these records, in the task whose failure would end the process."""
         self.hash.records |= {one.instance: pack(one) for one in records}
         before = self.hash.exchanges
         task = asyncio.create_task(
@@ -133,7 +134,7 @@ class TestWhatOthersSay:
         assert caplog.text.count("keys its blocks by another schema") == 1, "once per cause"
 
     def test_a_model_that_comes_back_is_keyed_as_it_says(self) -> None:
-        """Who joins by the same word doesn't stand for the schema of before."""
+        """An instance that joins with a new schema does not keep the old schema in use."""
 
         async def scenario(home: Home) -> None:
             home.service.models.learn(MODEL, schema(16), set)

@@ -1,4 +1,4 @@
-"""Decisions to many followers: nobody waits for a slow one, and it is told what it missed."""
+"""The stream of decisions: a slow follower delays nothing, and hears how many it missed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiffin.conductor.records import InstanceSpec, Request, Role
 
 
 class Item:
-    """A decision that is a number."""
+    """A decision with only a number."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -96,10 +96,10 @@ def test_a_closed_broadcast_ends_streams_at_once() -> None:
 
 
 def test_a_decision_is_encoded_once_for_all_who_follow() -> None:
-    """Each with as many candidates as it asked for."""
+    """Each follower gets the number of candidates that it asked for."""
     encoded = 0
 
-    def wall() -> float:  # asked for the time of each decision that is encoded
+    def wall() -> float:  # called once per encoded decision
         nonlocal encoded
         encoded += 1
         return 1e9

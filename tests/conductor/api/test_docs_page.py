@@ -1,4 +1,4 @@
-"""The page `/docs`: all of it comes from the conductor; a browser without a network shows it."""
+"""The page `/docs`: all of it comes from the conductor; a browser without a network renders it."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_all_of_it_comes_from_here(url: str) -> None:
 
 
 def test_browsers_ask_nobody_else(url: str) -> None:
-    """By the page's own policy: only this host, of scripts in the page only this one, in nobody's
-    frame."""
+    """By the page's content security policy: requests only to this host, only this inline script,
+    no frames around it."""
     page = httpx.get(f"{url}/docs", trust_env=False)
     policy = page.headers["content-security-policy"]
     (script,) = re.findall(r"<script>(.*?)</script>", page.text, re.S)
@@ -85,7 +85,7 @@ def test_a_browser_shows_it(url: str, tmp_path: Path) -> None:
         [
             CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-sync",
             "--disable-background-networking", "--disable-component-update", "--no-first-run",
-            # It looks up nothing, neither for the page nor for itself.
+            # No name is resolved, neither for the page nor for the browser itself.
             "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
             f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000", "--dump-dom",
             f"{url}/docs",

@@ -1,4 +1,4 @@
-"""Predictions beside what happened, and what Prometheus is told."""
+"""Predictions against observations, and the metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def decision(name: str = "r", ttft_s: float = 0.5, tbt_s: float = 0.02) -> Decis
 
 
 def samples(metrics: ConductorMetrics) -> dict[str, float]:
-    """Sample by name and labels."""
+    """The samples by name and labels."""
     return {
         sample.name.removeprefix("tiffin_conductor_")
         + "".join(f" {value}" for _, value in sorted(sample.labels.items())): sample.value
@@ -88,7 +88,7 @@ class TestTimings:
         )
 
     def test_another_decision_about_the_same_request_begins_anew(self) -> None:
-        """It was preempted, for one, and sent again."""
+        """For example after a preemption."""
         timings = Timings(watched_max=2)
         timings.begin(decision(), now=0.0)
         timings.begin(decision("other"), now=1.0)
@@ -160,7 +160,7 @@ class TestMetrics:
 
 
 def test_many_requests_cost_no_more_than_their_numbers() -> None:
-    """Every series that requests can make: a bounded number, whatever comes."""
+    """The number of series that requests can create is bounded, whatever they contain."""
     metrics, dice = ConductorMetrics(), random.Random(7)
     for number in range(500):
         name = f"r{number}"

@@ -1,5 +1,5 @@
-"""The service's description is true: the page is up to date, routes answer as described, and
-whatever is sent, no answer is a defect."""
+"""The OpenAPI description is true: the page is up to date, routes answer as described, and no
+request gets a server error."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ core.register(InstanceSpec("i1", "llama-3-8b", Role.MIXED, "test"), 0.0)
 core.steering.tick({"n1": NodeSpace("n1", 1 << 30, 1 << 29)}, 0.0)
 app = create_app(core)
 schema = schemathesis.openapi.from_asgi("/openapi.json", app)
-# A stream has no end to wait for.
+# All operations but the stream, which never ends.
 finite = schema.exclude(operation_id="stream")
 
 
 def no_defect(context: Any, response: Any, case: Any) -> None:
-    """503 is an answer: nothing is ready. The others mean that the code has failed."""
+    """503 is allowed: no instance is ready. Any other 5xx means that the code has failed."""
     assert response.status_code < 500 or response.status_code == 503
 
 
 def call(case: Any) -> None:
-    """Send it, and compare the answer with the description."""
+    """Send a request, and compare the answer with the description."""
     case.call_and_validate(
         headers={"host": "localhost"},
         checks=(
@@ -87,7 +87,7 @@ def test_the_file_of_tokens_is_one(tmp_path: Path) -> None:
 def test_every_code_is_documented() -> None:
     page = (DOCS / "rest.md").read_text(encoding="utf-8")
     for _, _, code in error_codes._CODES[:-1]:
-        if code != "unavailable":  # which only clients raise
+        if code != "unavailable":  # only clients raise this one
             assert f"`{code}`" in page
 
 
@@ -132,7 +132,7 @@ def test_every_route_that_is_served_is_described() -> None:
 
 
 def operations() -> dict[str, dict[str, Any]]:
-    """By their ids, in the order of the page."""
+    """The operations by id, in the order of the page."""
     return {
         operation["operationId"]: operation
         for methods in app.openapi()["paths"].values()
@@ -153,13 +153,13 @@ def test_answers_are_as_described_at_length(case: Any) -> None:
     call(case)
 
 
-# What stands in the paths of the examples.
+# Path parameters of the examples.
 IN_PATHS = {"request_id": "chatcmpl-7f3a", "event": "tokens", "node": "node-a"}
 
 
 @pytest.fixture
 def as_started() -> Iterator[TestClient]:
-    """A conductor with the settings that it starts with, and a node of its pool."""
+    """A conductor with its default settings, and a node of its pool."""
     core = Conductor()
     core.steering.tick({"node-a": NodeSpace("node-a", 1 << 30, 1 << 29)}, 0.0)
     with TestClient(create_app(core), base_url="http://localhost") as http:
@@ -167,7 +167,7 @@ def as_started() -> Iterator[TestClient]:
 
 
 def examples() -> dict[str, tuple[str, str, Any]]:
-    """Of OpenAPI: method, path and body of each operation that shows one."""
+    """From OpenAPI: method, path and body of each operation that has an example."""
     return {
         operation["operationId"]: (method, path, content["example"])
         for path, methods in app.openapi()["paths"].items()
@@ -193,7 +193,7 @@ def test_the_examples_are_taken_as_they_stand(as_started: TestClient) -> None:
 
 
 def test_the_examples_of_fields_are_taken(as_started: TestClient) -> None:
-    """A model with the schema that is shown, and a prompt of the tokens that are."""
+    """A model with the example schema, and a prompt of the example tokens."""
     schemas = app.openapi()["components"]["schemas"]
 
     def shown(kind: str, field: str) -> Any:
@@ -221,7 +221,7 @@ def test_the_examples_of_fields_are_taken(as_started: TestClient) -> None:
 
 
 def test_the_examples_of_answers_are_ones() -> None:
-    """All fields, and none besides, with values that they can have."""
+    """They have all fields, no other ones, and valid values."""
     for name, example in ANSWERS.items():
         content = operations()[name]["responses"]["200"]["content"][JSON]
         assert content["example"] == example
@@ -232,7 +232,7 @@ def test_the_examples_of_answers_are_ones() -> None:
 
 
 def test_the_page_shows_no_other_json(as_started: TestClient) -> None:
-    """But an error, which is what is answered."""
+    """Except an error, which is a real answer."""
     page = (DOCS / "rest.md").read_text(encoding="utf-8")
     first, *others = map(json.loads, re.findall(r"^```json\n(.*?)^```$", page, re.M | re.S))
     assert as_started.get("/v1/instances/i1").json() == first

@@ -1,4 +1,4 @@
-"""Ids of requests belong to a tenant: at the service, at several conductors, at the gateway."""
+"""Request ids are per tenant: at the service, at several conductors, at the gateway."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TestTheService:
         assert ask(http, "acme", tokens=700).status_code == 409, "its own is not"
 
     def test_nobody_ends_what_is_anothers(self, http: TestClient) -> None:
-        """The same prompt under the same id, by two tenants: two requests, not one."""
+        """The same prompt with the same id from two tenants is two requests."""
         for tenant in ("acme", "evil"):
             assert ask(http, tenant).json()["request_id"] == ID
         assert tell(http, "cancelled", "evil").status_code == 204
@@ -87,7 +87,7 @@ class TestTheService:
         ]  # fmt: skip
 
     def test_why_goes_with_the_log(self, http: TestClient) -> None:
-        """Of a decision that the log has no more, an id finds nothing either."""
+        """The id of a decision that has left the log finds nothing."""
         http.patch("/v1/policy", json={"core": {"log_max": 2}})
         assert ask(http, "acme").status_code == 200
         for number in range(2):
@@ -123,7 +123,7 @@ class TestTheGateway:
     def test_an_id_in_flight_is_not_in_the_way_of_others(
         self, tmp_path: Path, claimed: dict[str, str]
     ) -> None:
-        """Neither by their own keys, nor where both claim to be one tenant."""
+        """Neither if clients are told apart by their keys, nor if both claim the same tenant."""
 
         async def scenario() -> None:
             engine = Engine("m0", hold_at=1)
@@ -140,7 +140,7 @@ class TestTheGateway:
                     text = "".join([piece async for piece in first.aiter_text()])
                 assert "[DONE]" in text
                 await it.idle()
-                # Bob's were cancelled, and the conductor heard to the end of Alice's.
+                # Bob's requests were cancelled; the conductor got all events of Alice's.
                 assert it.core.kinds.count("finished") == 1
                 ids = [headers["x-request-id"] for _, _, headers in engine.calls
                        if "x-request-id" in headers]  # fmt: skip
@@ -165,7 +165,7 @@ class TestTheGateway:
         run(scenario)
 
     def test_one_key_is_one_tenant(self, tmp_path: Path) -> None:
-        """However its header is written: who has several shares has an unfair part."""
+        """However its header is written: a client with several tenants would get several shares."""
 
         async def scenario() -> None:
             async with cluster(Engine("m0"), auth=self.keys(tmp_path)) as it:

@@ -1,4 +1,5 @@
-"""Both clients against a service on a port: the same verbs, the same errors, safe repetitions."""
+"""Both clients (blocking, asyncio) against a service on a port: same verbs, same errors, safe
+retries."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def service() -> Iterator[tuple[Recorder, str]]:
 
 
 class Both:
-    """Calls a verb of either client; coroutines are run."""
+    """Calls verbs of either client; runs coroutines."""
 
     def __init__(self, kind: str, url: str, **options: Any) -> None:
         self.kind, self.url, self.options = kind, url, options
@@ -196,7 +197,7 @@ def test_a_node_is_drained_and_opened_again(
 
 
 class TestSeveralConductors:
-    """The client's own is `service`; another one decides."""
+    """The client's own conductor is `service`; another one decides."""
 
     @pytest.fixture
     def other(self) -> Iterator[SharedConductor]:
@@ -289,7 +290,7 @@ def test_nobody_there(kind: str) -> None:
 
 
 class Flaky:
-    """Hangs up on the first connections after reading their requests, then answers `answer`."""
+    """Closes the first connections after reading their requests, then answers `answer`."""
 
     def __init__(self, hang_up: int, answer: bytes) -> None:
         self._left, self._answer = hang_up, answer

@@ -1,4 +1,4 @@
-"""The conductor as a whole: what it promises is kept, whatever happens in whatever order."""
+"""The conductor as a whole: its invariants hold after any events in any order."""
 
 from __future__ import annotations
 
@@ -465,7 +465,8 @@ class TestSettings:
 
 
 class Life(RuleBasedStateMachine):
-    """Requests, events, instances and time, in any order, repeated, too late, and for nothing."""
+    """Requests, events, instances and time, in any order, repeated, too late, or of unknown
+    requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -588,8 +589,8 @@ def test_what_was_decided_stands_unless_it_names_an_excluded_instance() -> None:
 
 
 def test_a_hot_prompt_does_not_fill_whoever_was_measured_to_be_the_fastest() -> None:
-    """Of equal instances, one is found to be a little faster than its profile. Requests come one
-    at a time, so that nobody ever waits, and decode for long."""
+    """Of equal instances, one is measured to be a little faster than its profile. Requests come one
+    at a time, so that none ever waits, and decode for long."""
     made = conductor(*(spec(f"i{number}") for number in range(8)))
     for _ in range(200):
         made.calibration.observe_ttft("i3", 1.0, 0.999)

@@ -1,4 +1,4 @@
-"""What a decision sees of the index, compared with asking for each instance and block."""
+"""A decision's view of the index equals a look-up of each instance and block."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tiffin.conductor.records import InstanceSpec, Request, Role
 BLOCKS, BLOCK_TOKENS = 12, 16
 KEYS = tuple(bytes([number]) * 16 for number in range(BLOCKS))
 
-# More instances than are looked up one by one; two on each node.
+# More instances than the view looks up one by one; two on each node.
 INSTANCES = 40
 
 held = st.sets(st.integers(0, BLOCKS - 1))
-# A prefix that many have, and whatever some have besides.
+# A prefix that many instances have, and further blocks that some have.
 SHARED = st.tuples(st.integers(0, BLOCKS), st.sets(st.integers(0, INSTANCES - 1)))
 OWN = st.dictionaries(st.integers(0, INSTANCES - 1), held, max_size=6)
 NODES = st.dictionaries(
@@ -74,7 +74,7 @@ def test_leading_blocks_are_those_of_each_instance_and_its_node(
     assert question.hbm_blocks.tolist() == [leading(hbm[row]) for row in rows.tolist()]
     assert question.dram_blocks.tolist() == [leading(one) for one in dram]
     assert question.local_blocks.tolist() == [leading(one) for one in local]
-    # Again: by now sets of holders are remembered.
+    # A second time, now with cached sets of holders.
     again = parts.view.question(
         request, rows, core.transfers, core.computing, core.queues, core.settings, parts.dice, 0.0
     )
@@ -82,7 +82,7 @@ def test_leading_blocks_are_those_of_each_instance_and_its_node(
 
 
 def test_models_that_nobody_serves_are_not_remembered() -> None:
-    """Their names come from whoever asks: there is no end of them."""
+    """Clients choose the names, so their number is unbounded."""
     core = Conductor(dice=random.Random(0))
     core.register(InstanceSpec("i", "m", Role.MIXED, DEFAULT), 0.0)
     for number in range(20):

@@ -1,4 +1,4 @@
-"""Factors find a constant error, keep their bounds, and do not follow outliers."""
+"""Calibration factors converge to a constant error, keep their bounds, and ignore outliers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECONDS = st.floats(1e-6, 1e6)
 
 
 def settle(one: Calibration, ratio: float, count: int = 100) -> float:
-    """The instance takes `ratio` times what its profile says, again and again."""
+    """The instance repeatedly takes `ratio` times as long as its profile says; the last factor."""
     for _ in range(count):
         one.observe_ttft("a", one.factor("a") * 0.5, ratio * 0.5)
     return one.factor("a")
@@ -55,7 +55,7 @@ def test_one_observation_moves_it_by_a_step_at_most(
 
 @given(st.lists(SECONDS, min_size=1, max_size=7), st.floats(0.3, 3.5))
 def test_outliers_do_not_move_it(outliers: list[float], ratio: float) -> None:
-    """Fewer than half of the window: whatever they are."""
+    """Outliers of any size, if they are fewer than half of the window."""
     one = Calibration()
     settled = settle(one, ratio)
     for observed_s in outliers:
@@ -74,7 +74,7 @@ def test_noise_settles_at_the_median() -> None:
     one = Calibration()
     found = []
     for _ in range(600):
-        slow = 20.0 if dice.random() < 0.1 else 1.0  # a tenth waited for something
+        slow = 20.0 if dice.random() < 0.1 else 1.0  # a tenth is delayed
         observed_s = 0.5 * 1.6 * slow * dice.lognormvariate(0, 0.2)
         found.append(one.observe_ttft("a", 0.5 * one.factor("a"), observed_s))
     late = found[100:]
@@ -85,8 +85,8 @@ def test_noise_settles_at_the_median() -> None:
 
 @given(st.integers(0, 300), st.floats(0.3, 3.5))
 def test_requests_in_flight_do_not_make_it_swing(in_flight: int, ratio: float) -> None:
-    """Observations that come long after their predictions: the factor goes to where it belongs, and
-    never beyond. Without the factor that a prediction was made with, it would overshoot."""
+    """If observations come long after their predictions, the factor converges to the true ratio and
+    never overshoots. It would, if the factor that each prediction used were ignored."""
     one = Calibration()
     flying: deque[float] = deque()
     low, high = sorted((1.0, ratio))

@@ -1,4 +1,4 @@
-"""The formulas say what they should of caches, lengths and batches, and what papers measured."""
+"""The latency formulas: effects of caches, lengths and batches, and values measured in papers."""
 
 from __future__ import annotations
 

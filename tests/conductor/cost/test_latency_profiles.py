@@ -1,4 +1,4 @@
-"""Profiles that ship are as good as they say; one that is wrong says what is wrong with it."""
+"""Shipped profiles have the errors that they state; a wrong profile gets a precise error."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ERRORS = {
     "qwen3-32b.h200.tp2.vllm": (5.1, 19, 1.9, 7),
 }
 
-# (name, n, p, milliseconds) that the tables say and papers print.
+# (name, n, p, milliseconds) from the tables and papers.
 POINTS = (
     ("llama-3.1-70b.a100.tp8.vllm", 8192, 0, 832),
     ("llama-3.1-70b.a100.tp8.vllm", 131072, 0, 28190),
@@ -95,7 +95,7 @@ def test_fits_are_as_good_as_published(name: str) -> None:
     assert prefill is not None
     assert decode is not None
     found = [prefill.error_mean, prefill.error_max, decode.error_mean, decode.error_max]
-    # Half of the last digit that is printed, of means and of maxima.
+    # Half a unit of the last printed digit, of means and of maxima.
     allowed = (0.06, 0.6, 0.06, 0.6)
     for value, expected, slack in zip(found, ERRORS[name], allowed, strict=True):
         assert 100 * value == pytest.approx(expected, abs=slack)
@@ -246,7 +246,8 @@ def test_a_profile_made_in_python_is_checked_too(bad: float) -> None:
 
 
 def test_a_profile_of_what_a_user_measured() -> None:
-    """Times of another model's formula, a few percent off: the fit predicts lengths between."""
+    """Times of another model's formula with a few percent of noise: the fit predicts the lengths
+    in between."""
     truth = load("llama-3.1-8b.h100.tp1.vllm")
     wobble: Callable[[int], float] = lambda at: 1 + 0.02 * (-1) ** at  # noqa: E731
     lengths = ((n, p) for n in (512, 2048, 8192, 32768) for p in (0, n // 2))

@@ -1,4 +1,4 @@
-"""A fit finds the coefficients that made the points, or says what is missing."""
+"""A fit finds the coefficients of generated points, or its error says what is missing."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_no_other_coefficients_are_closer(
 
 
 def test_errors_count_relative() -> None:
-    """A few percent of noise everywhere: short prompts are met as well as long ones."""
+    """With a few percent of noise everywhere, short prompts are fitted as well as long ones."""
     dice = np.random.default_rng(7)
     points = [
         (n, p, float(prefill_s(0.05, 1e-4, 1e-9, n, p)) * dice.uniform(0.97, 1.03))

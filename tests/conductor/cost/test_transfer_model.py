@@ -1,4 +1,4 @@
-"""Estimates of transfers: measured links, tiers, what is in flight; against plain loops."""
+"""Estimates of transfers (measured links, tiers, transfers in flight) against plain loops."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_promises_fade_as_time_goes_by() -> None:
 
 
 def test_waits_are_those_of_a_queue() -> None:
-    """Transfers at random times to one sender take as long as an M/D/1 queue says:
+    """Transfers at random times from one sender take as long as in an M/D/1 queue:
     1 + u / (2 (1 - u)) times that of an idle one."""
     dice = np.random.default_rng(5)
     ways, now, ended = made(), 0.0, []

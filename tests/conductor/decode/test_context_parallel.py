@@ -1,4 +1,4 @@
-"""WaterFill against every possible split, and what is built on it."""
+"""WaterFill against every possible split, and context parallelism, which uses it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ON = SpreadSettings(enabled=True)
 
 
 def splits(units: int, vessels: int) -> list[tuple[int, ...]]:
-    """Every way to put so many units into so many vessels."""
+    """Every way to put `units` units into `vessels` vessels."""
     return [
         parts
         for parts in itertools.product(range(units + 1), repeat=vessels)
@@ -39,7 +39,7 @@ def splits(units: int, vessels: int) -> list[tuple[int, ...]]:
 
 
 def test_the_drawing() -> None:
-    """Held 1, 2, 1, 3, 2; three tokens: the two lowest rise to 2, and one of those at 2 to 3."""
+    """Vessels at 1, 2, 1, 3, 2 and three tokens: the two lowest rise to 2, one at 2 to 3."""
     poured = waterfill([1, 2, 1, 3, 2], 3)
     assert poured is not None
     assert int((np.array([1, 2, 1, 3, 2]) + poured).max()) == 3
@@ -80,7 +80,7 @@ def test_no_split_of_tokens_has_a_lower_level(vessels: list[tuple[int, int]], to
         assert not possible
         return
     assert tuple(poured.tolist()) in possible
-    # A vessel that gets nothing does not count: its height is not this request's doing.
+    # A vessel that gets nothing does not count: this request does not change its height.
     best = min(
         max(h + part for h, part in zip(held, parts, strict=True) if part) for parts in possible
     )
@@ -141,7 +141,7 @@ def test_members_by_length(tokens: int, members: int) -> None:
 
 
 def test_no_instance_gives_more_than_its_share() -> None:
-    """60,000 tokens are one instance's by the buckets, but it only has 50,000 to give."""
+    """By the buckets 60,000 tokens are for one instance, but it only has 50,000 to give."""
     assert members_wanted(60_000, 100_000, ON) == 2
     assert members_wanted(60_000, 10_000, ON) == 8, "and never more than members_max"
 
@@ -218,7 +218,7 @@ def test_no_other_set_of_members_has_a_lower_level(thousands: list[int], prompt:
 
 
 def test_members_without_anything_are_none() -> None:
-    """Two were wanted, but one stands so high that the other takes it all."""
+    """Two members are wanted, but one has so much load that the other takes all."""
     fixed = SpreadSettings(enabled=True, buckets=((10_000_000, 2),), instance_share=1.0)
     result = spread_of(question_of([0, 900_000], prompt=50_000), fixed)
     assert result.members == (0,)
@@ -233,7 +233,7 @@ def test_more_members_when_these_have_no_room() -> None:
 
 
 def test_who_has_room_serves_when_the_least_loaded_have_not() -> None:
-    """Attention's load and the room of KV are two things: cached prefixes take only room."""
+    """The load of attention and the room for KV differ: cached prefixes take only room."""
     question = question_of([0, 0, 500_000, 500_000], prompt=99_000)
     question.cluster.kv_used_tokens[question.rows] = [999_000, 999_000, 500_000, 500_000]
     fixed = SpreadSettings(enabled=True, buckets=((10_000_000, 2),), members_max=2)
@@ -247,7 +247,7 @@ def test_no_room_at_all() -> None:
 
 
 def test_more_members_when_these_are_too_slow() -> None:
-    """0.02 s, and 5 ms per 100,000 tokens of a shard."""
+    """A step takes 0.02 s, and 5 ms per 100,000 tokens of a shard."""
     for tbt_s, members in ((0.031, 1), (0.026, 2), (0.0234, 4)):
         settings = SpreadSettings(
             enabled=True, buckets=((10_000_000, 1),), instance_share=1.0, exchange_s=0.0
@@ -295,7 +295,7 @@ def test_a_binding_moves_only_if_it_is_better_off() -> None:
 
 @given(st.lists(st.integers(0, 50), min_size=2, max_size=8), st.data())
 def test_a_binding_comes_to_rest(batch: list[int], data: st.DataObject) -> None:
-    """Moved once, it stays until something else changes."""
+    """After one move the binding is stable until something else changes."""
     start = data.draw(st.integers(0, len(batch) - 1))
     there = rebind(batch, start)
     assert rebind(batch, there) == there

@@ -1,4 +1,4 @@
-"""What will be decoded when: against a list of all stays, and through whole lives of requests."""
+"""The forecast of decode load against a list of all stays, and over whole lives of requests."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_prefill_that_ends_early_or_late_moves_the_decode() -> None:
     it.start("a", 1.0)
     assert [batch_at(it, t, 1.0)[0] for t in (1, 2, 3, 4, 5)] == [1, 1, 0, 0, 0]
     it.promise("b", 1, 1, starts_at=2.0, decode_s=2.0, now=1.0)
-    # Late: it may come at any moment, and then stays as long as it would have.
+    # It is late: it may come at any moment, and then stays as long as planned.
     assert batch_at(it, 4.5, 3.0)[1] == 0
     assert batch_at(it, 5.5, 4.0)[1] == 1
     it.start("b", 5.0)
@@ -150,7 +150,7 @@ def test_a_ring_needs_buckets() -> None:
 
 @dataclass
 class Stay:
-    """The reference: one request, in whole seconds."""
+    """A request of the reference, in whole seconds."""
 
     row: int
     context: int
@@ -161,7 +161,7 @@ class Stay:
 
 
 class Listed:
-    """All stays in a list that is gone through for each question; time passes second by second."""
+    """The reference: a list of all stays, scanned for each question; time in whole seconds."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -203,7 +203,7 @@ EVENTS = st.one_of(
     ),
     st.tuples(st.just("start"), NAMES),
     st.tuples(st.just("end"), NAMES),
-    # Less than the ring: what is skipped as a whole is prolonged once and not each time.
+    # Less than the ring: skipping all of it would prolong late stays once, not at each step.
     st.tuples(st.just("pass"), st.integers(0, BUCKETS - 1)),
 )
 

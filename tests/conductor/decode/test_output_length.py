@@ -1,4 +1,4 @@
-"""Who says how long an answer will be, and that quantiles are exact."""
+"""The source of an answer's predicted length, and exact quantiles."""
 
 from __future__ import annotations
 

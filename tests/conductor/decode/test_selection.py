@@ -1,4 +1,4 @@
-"""The choice of a decode instance, against one written with plain loops."""
+"""The choice of a decode instance, against a reference of plain loops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tiffin.conductor.decode.selection import (
 from tiffin.conductor.records import InstanceSpec, Objectives, Request, Role
 from tiffin.conductor.state.instance_table import Cluster
 
-# LLaMA3-70B on eight A800, of Mooncake's figures: d0 s, d1 s per request, d2 s per token.
+# LLaMA3-70B on eight A800, from Mooncake's figures; the last three: d0 s, d1 s per request, d2 s
+# per token.
 LATENCY = (0.0982, 1.0428e-4, 9.229e-10, 0.0262, 1.4e-4, 3.6e-8)
 
 
@@ -193,7 +194,7 @@ def test_calibration_can_turn_the_choice() -> None:
 
 
 def test_bringing_the_context_there_counts_by_the_token_of_the_answer() -> None:
-    """Half a second is nothing for a long answer, and more than all of a short one."""
+    """Half a second of transfer is negligible for a long answer, and not for a short one."""
     two = [Instance(batch=0), Instance(batch=20)]
     for answer, at in ((20, 1), (2000, 0)):
         question = question_of(two, answer=answer)
@@ -202,7 +203,7 @@ def test_bringing_the_context_there_counts_by_the_token_of_the_answer() -> None:
 
 
 def test_what_will_run_counts_and_not_what_runs() -> None:
-    """The caller may know how many will have come and gone by then."""
+    """The caller may know the batch at the time when decode will begin."""
     question = question_of([Instance(batch=50), Instance(batch=5)])
     assert chosen(question).at == 1
     later = DecodeQuestion(
@@ -241,7 +242,7 @@ def test_without_admission_the_fastest_is_taken_all_the_same() -> None:
 
 
 def test_context_and_answer_must_fit_with_a_reserve() -> None:
-    """100,000 tokens, 5 % reserved: 95,000 may be taken."""
+    """Of 100,000 tokens 5 % are reserved: 95,000 may be used."""
     for used, fits in ((86_800, True), (86_801, False)):
         result = choose(question_of([Instance(used=used, capacity=100_000)]))
         assert isinstance(result, DecodeChoice) is fits
@@ -312,7 +313,7 @@ def test_a_slow_instance_is_not_taken_for_its_balance() -> None:
 
 
 def test_two_level_takes_the_lighter_of_two_and_does_not_always_meet_the_best() -> None:
-    """One light instance of ten is in a pair of two with probability 1/5."""
+    """The one light instance of ten is in a random pair with probability 1/5."""
     ten = [Instance(batch=10, heavy=5) for _ in range(9)] + [Instance(batch=10, heavy=0)]
     settings = DecodeSettings(policy="two-level")
     question = question_of(ten, settings=settings, heavy=True, seed=7)
@@ -330,7 +331,7 @@ def test_two_level_with_one_candidate_left() -> None:
 
 @pytest.mark.parametrize("policy", ["two-level", "tbt"])
 def test_heavy_and_light_decodes_are_evened_out(policy: Literal["two-level", "tbt"]) -> None:
-    """A third of 900 requests is heavy. Nobody leaves, so what drifts apart stays apart."""
+    """A third of 900 requests is heavy. None of them ends, so any imbalance remains."""
     columns = {}
     for choices in (policy, "random"):
         cluster = cluster_of([Instance() for _ in range(10)])

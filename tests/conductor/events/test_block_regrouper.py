@@ -1,4 +1,5 @@
-"""Parts of an engine against the plainest reference: which prompts' parts are all held."""
+"""The regrouper of an engine's blocks against a simple reference: pool blocks whose parts are all
+held."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def prompt_of(*seeds: int) -> list[int]:
 
 
 def hashes_of(prompt: list[int], salt: str = "") -> list[int]:
-    """What an engine calls the parts: opaque, chained."""
+    """The engine's hashes of the parts: opaque, chained."""
     names, before = [], hash(salt)
     for at in range(0, len(prompt) - PART + 1, PART):
         before = hash((before, *prompt[at : at + PART])) & (1 << 64) - 1
@@ -86,7 +87,7 @@ def test_a_key_is_lost_with_any_of_its_parts_and_can_come_back() -> None:
     assert folder.stored(stored(prompt, 6, 7), 0.0) == [Change("hbm", True, keys[1:])]
     folder.removed(EngineRemoved(names))
     assert (len(folder), folder.keys("hbm")) == (0, [])
-    # The same again, from nothing: hashes are no one-way street.
+    # The same blocks again, from an empty state.
     assert folder.stored(stored(prompt), 0.0) == [Change("hbm", True, keys)]
 
 
@@ -110,7 +111,7 @@ def test_what_comes_before_its_parent_waits_for_it() -> None:
     assert folder.stored(stored(prompt, 8), 0.0) == []
     assert folder.stored(stored(prompt, 3, 8), 0.0) == []
     assert folder.waiting_parts == 9
-    folder.removed(EngineRemoved(hashes_of(prompt)[11:]))  # the last part goes while it waits
+    folder.removed(EngineRemoved(hashes_of(prompt)[11:]))  # the last part is evicted while waiting
     assert folder.stored(stored(prompt, 0, 3), 0.0)[0] == Change("hbm", True, keys)
     assert folder.keys("hbm") == keys[:2]
     assert (folder.waiting_parts, folder.counts.unknown_parents) == (0, 9)
@@ -125,7 +126,7 @@ def test_who_listens_late_hears_of_no_roots_and_waits_within_bounds(
         prompt = prompt_of(seed, 1, 2, 3)
         assert folder.stored(stored(prompt, 1), float(seed)) == []
         assert folder.waiting_parts <= 100
-    # Nothing of a repetition piles up either.
+    # Repetitions do not accumulate memory either.
     for _ in range(100):
         folder.stored(stored(prompt, 1), 100.0)
         assert folder.waiting_parts <= 100
@@ -135,7 +136,7 @@ def test_who_listens_late_hears_of_no_roots_and_waits_within_bounds(
 
 
 def test_copies_are_counted_unless_told_otherwise() -> None:
-    """An engine may hold the same block several times, and tells of every eviction."""
+    """An engine may hold the same block several times, and reports every eviction."""
     prompt = prompt_of(*range(4))
     lost = [Change("hbm", False, keys_of(prompt))]
     event, removal = stored(prompt), EngineRemoved(hashes_of(prompt)[3:])
@@ -147,7 +148,7 @@ def test_copies_are_counted_unless_told_otherwise() -> None:
     assert folder.removed(removal) == lost
     folder.stored(stored(prompt, 3), 0.0)
     folder.stored(stored(prompt, 3), 0.0)
-    # An event that says how many are left is believed.
+    # An event that says how many copies are left overrides the count.
     assert folder.removed(EngineRemoved(hashes_of(prompt)[3:], copies=[0])) == lost
     folder = Folder(CHAIN, counts_copies=False)
     folder.stored(event, 0.0)
@@ -186,7 +187,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         folder.stored(EngineStored([1, 2], None, tokens_of(prompt), PART), 0.0)
     with pytest.raises(InvalidRequest, match="no tier"):
         folder.stored(EngineStored([1], None, b"", 0, "tape"), 0.0)
-    # Blocks of 24 tokens are no parts of blocks of 64, and sizes cannot be mixed.
+    # Blocks of 24 tokens do not divide blocks of 64, and sizes cannot be mixed.
     assert folder.stored(EngineStored([1], None, tokens_of(list(range(24))), 24), 0.0) == []
     folder.stored(stored(prompt), 0.0)
     assert folder.stored(EngineStored([5], None, tokens_of(list(range(32))), 32), 0.0) == []
@@ -213,7 +214,7 @@ def test_a_block_of_the_engine_may_be_as_large_as_ours() -> None:
 
 @dataclass
 class Reference:
-    """Prompts that were ever seen, and how many copies of each part are held."""
+    """The reference: all prompts ever seen, and the number of held copies of each part."""
 
     copies: dict[int, int] = field(default_factory=dict)
 
@@ -232,7 +233,7 @@ class Reference:
 def test_any_history_of_an_engine_gives_the_keys_whose_parts_are_all_held(
     seed: int, events: int
 ) -> None:
-    """An engine stores behind what it has, evicts what it likes, and may do both again."""
+    """An engine stores blocks after those that it has, evicts any, and may repeat both."""
     dice = random.Random(seed)
     prompts = [
         prompt_of(*(dice.choice((0, 1, 2 + at)) for at in range(dice.randrange(1, 11))))

@@ -1,4 +1,4 @@
-"""Nodes' events and inventories: the cursor by itself, and the feed with real nodes."""
+"""Nodes' events and inventories: the cursor alone, and the feed with real nodes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def page(seq: int, *numbers: int, more: bool = False) -> messages.KeyPage:
 
 
 def events(first: int, *signed: int, gap: bool = False) -> messages.EventPage:
-    """A positive number was added, a negative one removed."""
+    """A page of events: a positive number was added, a negative one removed."""
     flags = bytes(number > 0 for number in signed)
     return messages.EventPage(1, first, flags, b"".join(key(abs(n)) for n in signed), gap)
 
@@ -118,7 +118,7 @@ def test_a_node_says_which_tier_a_block_is_in() -> None:
 
 
 def test_a_disk_that_is_gone_has_nothing() -> None:
-    """The node has come back without one, or is one of before, which says nothing of tiers."""
+    """The node has restarted without one, or has an old version, which reports no tiers."""
     for later in (tiered(3, {5: 1}), page(3, 5)):
         follower, holdings = cursor(), Holdings(PrefixIndex())
         for update in follower.answered(tiered(7, {1: 1, 2: 2}), 0.0):
@@ -201,7 +201,7 @@ def test_answers_that_cannot_be_are_refused(synced: bool, reply: Any) -> None:
     "nonsense", [messages.Done(1), messages.KeyPage(1, 7, b"short", False), events(9, 1)]
 )
 def test_nonsense_is_no_answer(nonsense: Any) -> None:
-    """Who sends nothing else is asked less and less, and after a while has nothing."""
+    """A node that sends nothing else is asked less and less often, and its blocks are cleared."""
     follower = cursor()
     follower.answered(page(7, 1), 0.0)
     now, asked, told = 0.0, 0, []
@@ -218,7 +218,7 @@ def test_nonsense_is_no_answer(nonsense: Any) -> None:
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("tiers", [b"\1", b"\1\2"], ids=["memory", "memory and disk"])
 def test_a_follower_ends_up_with_what_the_node_has(tiers: bytes, seed: int) -> None:
-    """Against a node's own log, with all that can come in between."""
+    """Against a node's own log, with changes, gaps and errors in between."""
     dice, log, has = random.Random(seed), EventLog(events_kept=20), dict[bytes, int]()
     follower, holdings = cursor(), Holdings(PrefixIndex())
     snapshot: tuple[int, list[bytes], bytes] = (0, [], b"")
@@ -267,7 +267,7 @@ def test_a_follower_ends_up_with_what_the_node_has(tiers: bytes, seed: int) -> N
 
 
 class World:
-    """Nodes, a feed that follows them, and what it feeds."""
+    """Nodes, a feed that follows them, and the index that it feeds."""
 
     def __init__(self, cluster: Cluster, members: Any, credentials: Credentials) -> None:
         self.cluster = cluster
@@ -344,7 +344,7 @@ def test_a_block_is_where_it_is_read_from(cluster: Cluster, world: World, tmp_pa
     world.await_held(old, "one", 2)
     new = one.put(fresh_prefix(3, LARGE))
     world.await_held(old, "one", 2, "nvme")
-    world.await_held(old, "one", 0)  # it was demoted, and is in its new tier first
+    world.await_held(old, "one", 0)  # it was demoted, and added to its new tier first
     wait_until(lambda: world.held(new, "one") >= 1, "what took its place is")
     with Client.attach(one.node) as client, client.get(old):
         world.await_held(old, "one", 2)
@@ -431,7 +431,7 @@ def test_a_feed_without_the_token_says_so(cluster: Cluster) -> None:
 
 
 class Faulty:
-    """Members whose directory, or one of its records, is broken in a way that nobody foresaw."""
+    """Members whose directory, or one of its records, raises unexpected exceptions."""
 
     def __init__(self, members: Any) -> None:
         self._members = members
@@ -446,7 +446,7 @@ class Faulty:
 def test_what_nobody_foresaw_ends_no_thread(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """More faults than threads, in each of the places where one could end."""
+    """More faults than threads, in each of the places where a thread could end."""
     monkeypatch.setattr(nodes_feed, "FAULT_S", 0.01)
     members = Faulty(cluster.flaky())
     world = World(cluster, members, cluster.credentials)
@@ -498,7 +498,7 @@ def test_the_feed_speaks_of_what_nodes_have_only(cluster: Cluster, world: World)
 def test_a_node_that_left_is_let_go_of_though_nobody_takes_what_it_said(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It left while it was asked, and the feed ends before that is said."""
+    """The node left during a request, and the feed ends before its update is taken."""
     one, closed = cluster.start("one"), list[str]()
     close = nodes_feed._Node.close
     monkeypatch.setattr(
@@ -521,7 +521,7 @@ def test_a_node_that_left_is_let_go_of_though_nobody_takes_what_it_said(
 
 
 def test_who_leaves_when_it_has_been_asked_is_said_to_be_gone_once(cluster: Cluster) -> None:
-    """A second time might come after the first words of another one of its name."""
+    """A second removal could come after the first events of a new node with the same name."""
     one, updates = cluster.start("one"), list[Any]()
     with NodesFeed(cluster.flaky(), cluster.credentials, updates.append, threads=0) as feed:
         feed._look_at_members()
@@ -530,7 +530,7 @@ def test_who_leaves_when_it_has_been_asked_is_said_to_be_gone_once(cluster: Clus
         class Changed(threading.Condition):
             def __exit__(self, *error: Any) -> None:
                 super().__exit__(*error)
-                if feed._due:  # it waits for its next turn, and another thread looks
+                if feed._due:  # it waits for its next turn; another thread reads the members
                     one.stop()
                     feed._look_at_members()
 

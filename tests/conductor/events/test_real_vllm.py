@@ -1,4 +1,4 @@
-"""Two real vLLMs behind a real gateway and a real conductor, all in processes of their own.
+"""Two real vLLMs behind a real gateway and a real conductor, each in a process of its own.
 
 TIFFIN_VLLM=/path/to/venv/bin/python pytest -m slow tests/conductor/events/test_real_vllm.py
 """
@@ -41,7 +41,8 @@ KINDS = ("ids", "text", "chat")
 
 @dataclass
 class Answer:
-    """What a client got. `tokens` are ids; `error` is a stream's last event, if it is one."""
+    """The answer that a client got. `tokens` are ids; `error` is a stream's last event, if that is
+    an error."""
 
     status: int
     headers: httpx.Headers
@@ -60,7 +61,7 @@ class Answer:
 
 @dataclass
 class World:
-    """All that runs."""
+    """All running processes."""
 
     engines: dict[str, Vllm]
     conductor: ConductorClient
@@ -75,7 +76,7 @@ class World:
         seen: Callable[[str], None] | None = None,
         **more: Any,
     ) -> Answer:
-        """Through the gateway. `seen` is called once, with the instance, when a stream has
+        """Ask through the gateway. `seen` is called once, with the instance, when a stream has
         begun."""
         body = body_of(kind, ids, **more)
         if not stream:
@@ -103,7 +104,7 @@ class World:
                 answer.tokens += choice.get("token_ids") or []
 
     def held(self, ids: Sequence[int]) -> dict[str, int]:
-        """Blocks of a prompt, per instance that has any."""
+        """The number of blocks of a prompt, per instance that has any."""
         holders = self.conductor.match(SCHEMA.prefix(ids).keys).holders
         return {one.holder.removesuffix("/hbm"): one.blocks for one in holders}
 
@@ -139,7 +140,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             engine.start()
         urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
         listens = [url.removeprefix("http://") for url in urls]
-        # There is no pool: nobody fetches what another one has.
+        # There is no pool: no instance fetches another's blocks.
         conductor = stack.enter_context(Process("--listen", listens[0]))
         conductor.wait_until_it_answers(urls[0])
         options = ("--listen", listens[1], "--conductor", urls[0], "--config", str(config))
@@ -178,7 +179,7 @@ def body_of(kind: str, ids: Sequence[int], **more: Any) -> dict[str, Any]:
 def test_prompts_with_one_beginning_go_to_one_instance(
     world: World, kind: str, stream: bool
 ) -> None:
-    """And the answers are those of vLLM asked directly, and so are the blocks."""
+    """The answers and the blocks are those of vLLM asked directly."""
     seed = 10 * KINDS.index(kind) + stream
     start = prompt(seed, 2 * BLOCK + 6)
     first = world.ask(kind, [*start, *prompt(seed + 100, 60)], stream=stream)
@@ -230,7 +231,7 @@ def test_after_evictions_and_clients_that_left_the_index_is_what_vllm_has(world:
         assert set(pool.map(one, range(100, 130))) == {200}
     for start in starts:
         for name, engine in world.engines.items():
-            # A batch of events comes after the answer; what is asked here drives others out.
+            # A batch of events comes after the answer; these prompts evict other blocks.
             until(lambda: _quiet(world), "nothing runs")
             believed, before = world.held(start).get(name, 0), engine.hit_tokens()
             engine.answer(path_of("ids"), body_of("ids", [*start, 7], max_tokens=1))
@@ -243,7 +244,7 @@ def _quiet(world: World) -> bool:
 
 
 def test_an_engine_that_dies_before_the_first_token(world: World) -> None:
-    """The client sees nothing of it; and when it is back, it is believed to have nothing."""
+    """The client does not notice; after its restart the engine counts as empty."""
     ids = prompt(60, 1100)
     for engine in world.engines.values():
         engine.pause()
@@ -254,7 +255,7 @@ def test_an_engine_that_dies_before_the_first_token(world: World) -> None:
     dying = _placed(world)
     alive = world.other(dying)
     world.engines[alive].go_on()
-    for seed in range(50, 58):  # of the test before; what it holds of them has to go
+    for seed in range(50, 58):  # of the test before; their blocks have to be evicted
         if dying in world.held(prompt(seed, BLOCK)):
             break
     else:
@@ -272,7 +273,7 @@ def test_an_engine_that_dies_before_the_first_token(world: World) -> None:
 
 
 def _placed(world: World) -> str:
-    """Where what runs was placed; "" if nothing runs."""
+    """The instance of the running request; "" if none runs."""
     return next((one.id for one in world.conductor.instances() if one.load["queued"]), "")
 
 
@@ -286,7 +287,7 @@ def test_one_that_dies_in_the_middle_of_a_stream(world: World, what: str) -> Non
 
     answer = world.ask("ids", ids, stream=True, max_tokens=2000, seen=kill)
     assert answer.error is not None
-    # vLLM says itself that its engine has died, if it can.
+    # If its HTTP server lives, vLLM itself reports that its engine has died.
     assert answer.error["code"] == (500 if what == "engine" else "engine_failed")
     assert answer.done == (what == "engine")
     again = world.ask("ids", ids)

@@ -1,4 +1,4 @@
-"""What is guessed, what is said, and how one becomes the other."""
+"""Blocks guessed from routing, blocks reported by the engine, and how a guess is confirmed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_what_was_routed_is_there_until_it_was_long_ago(holdings: Holdings) -> N
     assert held(holdings, prompt) == 2
     assert holdings.expire(60.0 + ROUTED_S) == 4
     assert (len(holdings.index), holdings.guessed_blocks) == (0, 0)
-    # A guess is not news: nobody has heard of this engine.
+    # A guess does not count as a report of this engine.
     number = holdings.index.find("e", "hbm")
     assert number is not None
     assert holdings.index.age_s(number, 60.0) == float("inf")
@@ -69,7 +69,7 @@ def test_an_engine_that_speaks_is_guessed_about_for_seconds_only(holdings: Holdi
     holdings.apply(Added("e", "hbm", other[:2]), 6.5)
     holdings.expire(2.0 + PREDICTED_S)
     assert held(holdings, other) == 2
-    # What it has said is not a guess, however often it is routed to.
+    # A reported block does not become a guess, however often the engine is routed to.
     holdings.routed("e", [*prompt[:1], *other[:2]], 8.0)
     holdings.expire(1e6)
     assert (held(holdings, prompt), held(holdings, other)) == (1, 2)
@@ -91,7 +91,7 @@ def test_what_is_doubted_ends_unless_it_is_used(holdings: Holdings) -> None:
     holdings.apply(Doubted("e", "hbm", [*prompt, *keys(2, "never held")]), 1.0)
     assert (len(holdings.index), holdings.guessed_blocks) == (4, 4)
     holdings.routed("e", prompt[:2], 50.0)
-    holdings.apply(Added("e", "hbm", prompt[2:3]), 60.0)  # said again
+    holdings.apply(Added("e", "hbm", prompt[2:3]), 60.0)  # reported again
     holdings.expire(1.0 + ROUTED_S)
     assert held(holdings, prompt) == 3
     holdings.expire(50.0 + ROUTED_S)
@@ -126,7 +126,7 @@ def test_clearing_and_leaving_take_guesses_along(holdings: Holdings) -> None:
     holdings.apply(Gone("e"), 3.0)
     assert (len(holdings.index), holdings.guessed_blocks, holdings.index.numbers()) == (0, 0, [])
     assert not holdings.speaks("e")
-    # Its successor in the same number loses nothing when the guesses would have ended.
+    # Its successor with the same number loses nothing when the guesses would have expired.
     holdings.apply(Added("f", "hbm", prompt), 4.0)
     assert holdings.expire(1e6) == 0
     assert held(holdings, prompt, "f") == 3

@@ -1,4 +1,5 @@
-"""Whatever is lost, repeated or late: batches are applied in order, each once, or are doubted."""
+"""Lost, repeated or late batches: batches are applied in order, each once, or the state is marked
+as doubtful."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def test_a_gap_is_replayed() -> None:
 
 def test_what_cannot_be_replayed_is_doubted() -> None:
     without = Numbering(replays=False, now=0.0)
-    assert live(without, 7) == apply(7)  # nothing is known yet that could be wrong
+    assert live(without, 7) == apply(7)  # there is no state yet that could be wrong
     assert live(without, 9) == [Doubt(), *apply(9)]
     forgotten = Numbering(replays=True, now=0.0)
     forgotten.begin(0.0)
@@ -102,11 +103,11 @@ def test_a_quiet_publisher_is_asked_whether_it_said_anything() -> None:
     assert replayed(follower, 1, 2, now=7.0) == apply(2)
     assert follower.replay_ended(7.0) == [Current()]
     assert follower.look(7.0 + PROBE_S) == [ReplayRequest(2)]
-    assert follower.look(7.0 + PROBE_S + PATIENCE_S) == []  # no answer says nothing
+    assert follower.look(7.0 + PROBE_S + PATIENCE_S) == []  # no answer proves nothing
 
 
 def asked(follower: Numbering, now: float) -> None:
-    """A follower that has applied 0 to 2, replayed, and asks again."""
+    """Bring a follower to: applied 0 to 2, replayed, and asking again."""
     follower.begin(0.0)
     replayed(follower, 0, 1, 2)
     follower.replay_ended(0.0)
@@ -114,7 +115,7 @@ def asked(follower: Numbering, now: float) -> None:
 
 
 def test_a_restarted_publisher_that_has_said_nothing_yet_is_noticed() -> None:
-    """Else a router believes for hours that it has what it had."""
+    """Otherwise a router would assume its old blocks for hours."""
     follower = Numbering(replays=True, now=0.0)
     asked(follower, PROBE_S)
     assert follower.replay_ended(PROBE_S) == [Restarted(), Current()]
@@ -125,7 +126,7 @@ def test_a_restarted_publisher_that_says_as_much_again_is_noticed() -> None:
     follower = Numbering(replays=True, now=0.0)
     asked(follower, PROBE_S)
     assert follower.replayed(2, b"other", PROBE_S) == [Restarted()]
-    assert follower.replayed(3, b"more", PROBE_S) == []  # what came before it is needed
+    assert follower.replayed(3, b"more", PROBE_S) == []  # the batches before it are needed
     assert live(follower, 4) == []
     assert follower.replay_ended(PROBE_S) == [ReplayRequest(0)]
     assert replayed(follower, 0, 1, 2, 3, 4) == apply(0, 1, 2, 3, 4)
@@ -133,7 +134,8 @@ def test_a_restarted_publisher_that_says_as_much_again_is_noticed() -> None:
 
 
 def test_a_busy_publisher_shows_once_that_it_keeps_what_it_says() -> None:
-    """Without that, an empty replay says nothing; and it may die before it is ever quiet."""
+    """Without that, an empty replay proves nothing; and the publisher may die before it is ever
+    quiet."""
     follower = Numbering(replays=True, now=0.0)
     follower.begin(0.0)
     follower.replay_ended(0.0)
@@ -167,11 +169,11 @@ def test_what_is_held_during_a_replay_is_bounded() -> None:
 
 @given(st.integers(0, 2**32), st.booleans())
 def test_against_a_publisher_that_loses_and_restarts(seed: int, replays: bool) -> None:
-    """What was applied since the last restart is in order; holes in it were doubted; and with a
-    replay that forgets nothing there are none, nor is there anything of an earlier life.
+    """Batches applied since the last restart are in order; gaps in them were marked as doubtful;
+    with a complete replay there are no gaps, and nothing of an earlier life.
 
-    A publisher that restarts in no time at all is heard at once: had its first batches been lost
-    until just the expected number came, nothing could tell it from its earlier life."""
+    A publisher that restarts at once is heard at once here: if its first batches were lost until
+    just the expected number came, it could not be distinguished from its earlier life."""
     dice, now = random.Random(seed), 0.0
     follower, log = Numbering(replays=replays, now=0.0), [b"0/0"]
     applied: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Feeds wait for the owner of the index, and are let go when there is none."""
+"""Feeds wait while the inbox is full, and end when the owner of the index closes it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_who_puts_too_much_waits() -> None:
     assert inbox.take() == [added(8)]
     put.result()
     assert inbox.take() == [added(3)]
-    inbox(added(11))  # larger than the inbox: alone in it
+    inbox(added(11))  # larger than the inbox: accepted when it is empty
     assert len(inbox) == 1
 
 

@@ -1,4 +1,4 @@
-"""Engines' events as they are on the wire, from a real publisher to a real index."""
+"""Engines' events on the wire, from a publisher with real sockets to a real index."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _encode = msgspec.msgpack.encode
 
 
 def stored(prompt: list[int], start: int = 0, **fields: Any) -> dict[str, Any]:
-    """What vLLM 0.32 says of the parts of a prompt from `start` on; hashes follow from tokens."""
+    """vLLM 0.32's event for the parts of a prompt from `start` on; hashes derive from tokens."""
     names = hashes(prompt)
     return {
         "type": "BlockStored",
@@ -87,7 +87,7 @@ def token_bytes(prompt: list[int]) -> bytes:
 
 
 def test_maps_and_arrays_say_the_same() -> None:
-    """vLLM changed from one to the other between 0.21 and 0.26."""
+    """vLLM changed from arrays to maps between 0.21 and 0.26: both are decoded."""
     prompt = list(range(32))
     names = hashes(prompt)
     expected = [
@@ -122,7 +122,7 @@ def test_media_are_tiers_and_unknown_ones_are_nobodys() -> None:
 
 
 def test_only_groups_that_keep_every_token_are_followed() -> None:
-    """Groups share hashes: a window that moves on must not take the prompt with it."""
+    """Groups share hashes: an eviction from a sliding window must not remove the prompt."""
     prompt, reader = list(range(16)), EventReader()
     window = stored(prompt, group_idx=1, kv_cache_spec_kind="sliding_window")
     assert reader.read(payload(window)) == []
@@ -191,9 +191,9 @@ def test_what_is_no_batch_is_refused(wrong: bytes) -> None:
 
 
 class Engine:
-    """Publishes and replays as vLLM's publisher does, from the thread of the test.
+    """Publishes and replays like vLLM's publisher, from the thread of the test.
 
-    Batches that are `lose`d are in the replay only. A replay is answered by a thread.
+    Batches published with `lose` are only in the replay. A thread answers replays.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Engine:
         endpoint: str = "tcp://127.0.0.1:*",
         replays: bool = True,
     ) -> None:
-        self._pub = context.socket(zmq.XPUB)  # a PUB that tells its subscriptions
+        self._pub = context.socket(zmq.XPUB)  # a PUB that reports its subscriptions
         self._pub.setsockopt(zmq.LINGER, 0)
         self._pub.bind(endpoint)
         self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -255,7 +255,7 @@ class Engine:
 
 
 class World:
-    """A feed and what it feeds."""
+    """A feed and the index that it feeds."""
 
     def __init__(self) -> None:
         self.inbox = UpdateInbox()
@@ -264,7 +264,7 @@ class World:
         self._now = itertools.count(1)
 
     def held(self, prompt: list[int], name: str = "engine", tier: str = "hbm") -> int:
-        """Leading blocks of a prompt, after all that has come."""
+        """The number of leading blocks of a prompt that are held, after all received events."""
         index = self.holdings.index
         for update in self.inbox.take():
             self.holdings.apply(update, float(next(self._now)))
@@ -374,14 +374,14 @@ def test_a_restarted_engine_has_nothing(world: World, start: Callable[..., Engin
 def test_a_restarted_engine_that_says_nothing_has_nothing(
     world: World, start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says something with its first request, which would be sent there for nothing."""
+    """It publishes only with its first request, which would be sent there in vain."""
     monkeypatch.setattr(sequence_numbers, "PROBE_S", 0.0)
     engine, prompt = start(), list(range(128))
     world.feed.follow(engine.publisher())
     engine.wait_for_subscriber()
     engine.publish(stored(prompt))
     world.await_held(prompt, 2)
-    world.await_count("asked", 3)  # it was quiet, and is still the same
+    world.await_count("asked", 3)  # it was quiet, but did not restart
     assert world.held(prompt) == 2
     engine.restart()
     world.await_held(prompt, 0)
@@ -419,7 +419,7 @@ class TestWhatVllmSent:
         assert after[0] == self.keys(self.FIRST)
         assert after[1] == after[2] == self.keys(self.FIRST, self.SECOND)
         assert after[4] == self.keys(self.FIRST, self.SECOND, *self.OTHERS[:2])
-        # The third takes seven blocks: the first prompt's last four, and three of the second's.
+        # The third evicts seven blocks: the first prompt's last four, and three of the second's.
         assert after[5] == self.keys(self.FIRST[:512], *self.OTHERS[:3])
         assert after[7] == after[8] == set()
 
@@ -449,7 +449,7 @@ def test_garbage_is_counted_and_what_is_known_doubted(
 def test_what_one_engine_says_does_not_end_the_feed_of_the_others(
     world: World, start: Callable[..., Engine]
 ) -> None:
-    """An adapter's name that is no namespace; keys that can't be made; and a fault of the feed."""
+    """An adapter's name that is not a valid namespace; keys that can't be made; a feed's fault."""
 
     def refuse(namespace: str) -> bytes:
         if namespace == "lora:fault":
@@ -528,7 +528,7 @@ def test_engines_are_told_apart_and_topics_chosen(
     one.publish(stored(prompt))
     world.await_held(prompt, 1, name="one")
     assert world.held(prompt, name="two") == 0
-    # Of the same name the last one counts.
+    # Of two publishers with the same name the last one counts.
     world.feed.follow(two.publisher("one"))
     two.wait_for_subscriber()
     world.await_held(prompt, 0, name="one")

@@ -1,4 +1,4 @@
-"""The gateway between clients, a real conductor and stub engines: what everybody gets to see."""
+"""The gateway between clients, a real conductor and stub engines: what each of them receives."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TestPassingThrough:
         run(scenario)
 
     def test_a_chat_is_sent_as_it_came(self) -> None:
-        """Fields that the gateway does not know are the engine's business."""
+        """Fields that the gateway does not know are passed on to the engine."""
 
         async def scenario() -> None:
             engine = Engine("m0")
@@ -95,7 +95,7 @@ class TestPassingThrough:
         ("path", "kind"), [("completions", "cmpl-"), ("chat/completions", "chatcmpl-")]
     )
     def test_the_answer_of_vllm_has_the_id_of_the_request(self, path: str, kind: str) -> None:
-        """vLLM puts the kind before the id that it is given."""
+        """vLLM puts the kind before the id that it receives."""
 
         async def scenario() -> None:
             engine = Engine("m0")
@@ -124,7 +124,7 @@ class TestPassingThrough:
         run(scenario)
 
     def test_the_clients_key_stays_here(self, tmp_path: Path) -> None:
-        """Engines see the gateway's key for them, not the client's for the gateway."""
+        """Engines get the gateway's key for engines, not the client's key for the gateway."""
         keys, engine_key = tmp_path / "keys", tmp_path / "engine"
         for path, text in ((keys, "client-key-0123456789"), (engine_key, "engine-key-0123456789")):
             path.write_text(text)
@@ -192,7 +192,7 @@ class TestDisaggregated:
         run(scenario)
 
     def test_what_must_be_computed_in_one_place_is(self) -> None:
-        """vLLM has one set of transfer parameters per request, and one prompt."""
+        """vLLM has one set of transfer parameters per request, and so one prompt."""
 
         async def scenario() -> None:
             prefill, decode = pair()
@@ -218,7 +218,7 @@ class TestDisaggregated:
         run(scenario)
 
     def test_the_conductor_may_refuse_after_the_prefill(self) -> None:
-        """Admission in the mode "baseline" looks at decode only then."""
+        """Admission in the mode "baseline" checks decode only then."""
 
         async def scenario() -> None:
             prefill, decode = pair()
@@ -373,7 +373,7 @@ class TestWhatTheConductorIsAsked:
         run(scenario)
 
     def test_an_answer_that_the_conductor_cuts(self) -> None:
-        """Admission may shorten answers before it rejects; the engine has to know."""
+        """Admission may shorten answers before it rejects; the engine gets the new limit."""
 
         class Cutting(Heard):
             def schedule(self, request: Any, now: float) -> Any:
@@ -426,7 +426,7 @@ class TestTheDoor:
         ],
     )
     def test_clients_do_not_say_where_blocks_come_from(self, smuggled: dict[str, Any]) -> None:
-        """An engine would connect to whatever address a client names."""
+        """Otherwise an engine would connect to any address that a client names."""
 
         async def scenario() -> None:
             engine = Engine("m0")
@@ -525,7 +525,8 @@ class TestTheDoor:
 
 
 def test_a_long_answer_in_one_piece_keeps_its_place() -> None:
-    """The conductor forgets what it does not hear of; an answer that is not streamed is silent."""
+    """The conductor forgets requests without events, and an answer that is not streamed makes
+    none by itself."""
 
     async def scenario() -> None:
         engine = Engine("m0", hold_at=0)

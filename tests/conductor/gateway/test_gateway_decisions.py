@@ -1,5 +1,5 @@
-"""The gateway does what a decision says: requests that wait for others' blocks, contexts over
-several instances; and streams that say that they are still being worked on."""
+"""The gateway carries out decisions: requests that wait for other requests' blocks, contexts over
+several instances; and keep-alive comments in slow streams."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LONG_S = 60.0
 
 
 def deciding(change: Callable[[Decision], dict[str, Any]]) -> type[Heard]:
-    """A conductor whose decisions have other fields."""
+    """A conductor whose decisions are changed by `change`."""
 
     class Changed(Heard):
         def schedule(self, request: Any, now: float) -> Any:
@@ -73,7 +73,7 @@ class TestWaitingForAnothersBlocks:
     async def both(
         self, change: Callable[[Decision], dict[str, Any]] = b_waits_for_a, **options: Any
     ) -> AsyncIterator[tuple[Cluster, Engine, Engine, asyncio.Task[Any], asyncio.Task[Any]]]:
-        """Request a is being prefilled, and b, which waits for it, is held."""
+        """Request a is being prefilled, and b, which waits for a's blocks, is held."""
         prefill, decode = Engine("p0", Role.PREFILL), Engine("d0", Role.DECODE)
         prefill.compute.clear()
         async with decided(change, prefill, decode, settings=SPLIT, **options) as it:
@@ -86,7 +86,7 @@ class TestWaitingForAnothersBlocks:
     def test_until_the_other_is_prefilled(self) -> None:
         async def scenario() -> None:
             async with self.both() as (it, prefill, decode, a, b):
-                decode.hold_at = 0  # the prefill is enough: nobody waits for an answer
+                decode.hold_at = 0  # the prefill is enough: no answer is awaited
                 assert len(prefill.completions) == 1
                 prefill.compute.set()
                 await until(lambda: len(prefill.completions) == 2)
@@ -116,7 +116,7 @@ class TestWaitingForAnothersBlocks:
         run(scenario)
 
     def test_an_answer_in_one_piece_shows_no_first_token(self) -> None:
-        """Its prefill is taken to be over when that was predicted."""
+        """Its prefill counts as done at the predicted time."""
 
         async def scenario() -> None:
             engine = Engine("m0", hold_at=0)
@@ -173,7 +173,7 @@ class TestWaitingForAnothersBlocks:
         async def scenario() -> None:
             async with self.both() as (_, prefill, _, a, b):
                 if how == "fails":
-                    prefill.odd = ("text/html", b"")  # whoever comes next
+                    prefill.odd = ("text/html", b"")  # for the next request
                     prefill.die_at = -1
                     prefill.compute.set()
                     assert (await a).status_code == 503
@@ -216,7 +216,7 @@ class TestWaitingForAnothersBlocks:
         run(scenario)
 
     def test_how_long_it_waits_at_most(self) -> None:
-        """As long as the conductor itself believes in a request that is late."""
+        """As long as the conductor itself waits for a late request."""
         route = InstanceRoute(CallTarget("m0", ""), CallTarget("m0", ""))
         for predicted_s, most_s in ((None, 1.0), (0.2, 1.2), (5.0, 10.0)):
             placed = Placement((route,), wait_for="a", predicted_ttft_s=predicted_s)
@@ -237,7 +237,7 @@ class TestWaitingForAnothersBlocks:
 
 
 class TestPlacedAgain:
-    """What the conductor says when the instance that it has chosen is gone."""
+    """The conductor's new decision when the chosen instance is gone."""
 
     @asynccontextmanager
     async def pool(self, schedule: Callable[[Heard, Any, float], Any]) -> AsyncIterator[Cluster]:
@@ -266,7 +266,7 @@ class TestPlacedAgain:
         run(scenario)
 
     def test_the_same_as_before(self) -> None:
-        """It does not know that it should avoid anybody; trying again would change nothing."""
+        """The conductor avoids no instance, so trying again would change nothing."""
 
         async def scenario() -> None:
             def schedule(core: Heard, request: Any, now: float) -> Any:
@@ -292,7 +292,7 @@ class TestContextsOverSeveralInstances:
     async def pool(
         self, *able: str, **options: Any
     ) -> AsyncIterator[tuple[Cluster, Engine, Engine, Engine]]:
-        """Of two that decode, those that are `able` say so."""
+        """Two decode instances, of which the `able` ones can share a context."""
         engines = Engine("p0", Role.PREFILL), Engine("d0", Role.DECODE), Engine("d1", Role.DECODE)
         async with decided(spread, *engines, settings=SPLIT, **options) as it:
             for name in able:
@@ -327,7 +327,7 @@ class TestContextsOverSeveralInstances:
         run(scenario)
 
     def test_if_one_of_them_can_not_it_is_refused(self, caplog: pytest.LogCaptureFixture) -> None:
-        """It would not have the room for the context, or be slower than was promised."""
+        """A single instance might lack room for the context, or be slower than promised."""
 
         async def scenario() -> None:
             async with self.pool("d0") as (it, prefill, decode, _):
@@ -349,10 +349,10 @@ def events_of(body: bytes) -> list[bytes]:
 
 
 class TestLongWaits:
-    """The conductor forgets what it does not hear of for `decision_ttl_s`."""
+    """The conductor forgets a request after `decision_ttl_s` without events."""
 
     SETTINGS: ClassVar = {"core": {"decision_ttl_s": 4.5}}
-    ALIVE_S = 1.5  # as often it hears of it
+    ALIVE_S = 1.5  # the interval of the gateway's reports
 
     @pytest.mark.parametrize("stream", [True, False])
     def test_one_that_waits_for_its_first_token_keeps_its_place(self, stream: bool) -> None:
@@ -411,7 +411,7 @@ class TestLongWaits:
 
 
 class TestStreamsThatTakeLong:
-    """Something comes every few seconds, or proxies end the connection."""
+    """Bytes have to come every few seconds, or proxies end the connection."""
 
     CONFIG = changed(keepalive_s=0.02)
 

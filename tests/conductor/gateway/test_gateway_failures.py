@@ -1,4 +1,5 @@
-"""What a client sees, and what the conductor hears, when somebody in the middle goes away."""
+"""What a client sees, and what the conductor hears, when an engine, the conductor or a client
+disappears."""
 
 from __future__ import annotations
 
@@ -43,13 +44,13 @@ def times(**changes: float) -> GatewayTimeouts:
 
 
 def move(it: Cluster, name: str, url: str) -> None:
-    """The conductor believes that the instance is somewhere else."""
+    """Register the instance with another URL at the conductor."""
     spec = dataclasses.replace(it.core.cluster.spec(name), url=url)
     it.core.register(spec, asyncio.get_running_loop().time())
 
 
 def lose_answers(it: Cluster) -> None:
-    """The conductor decides, and nobody hears what."""
+    """The conductor decides, but its answers are lost."""
     client = it.gateway._client
     schedule = client.schedule
 
@@ -123,7 +124,7 @@ class TestAnInstanceIsGone:
         run(scenario)
 
     def test_it_is_not_tried_forever(self) -> None:
-        """It may be the request that ends instances."""
+        """It may be the request itself that crashes instances."""
 
         async def scenario() -> None:
             engines = [Engine(f"m{i}", die_at=-1) for i in range(6)]
@@ -138,7 +139,7 @@ class TestAnInstanceIsGone:
         run(scenario)
 
     def test_before_the_first_token_of_a_stream(self) -> None:
-        """The client has not seen anything, so it does not see this either."""
+        """The client has got nothing yet, so it does not notice the failure."""
 
         async def scenario() -> None:
             engines = Engine("m0", die_at=0), Engine("m1", die_at=0)
@@ -155,7 +156,7 @@ class TestAnInstanceIsGone:
         run(scenario)
 
     def test_in_the_middle_of_a_stream(self) -> None:
-        """What was sent can't be taken back: the stream says that it broke, after whole events."""
+        """Sent tokens can't be taken back: the stream ends with an error, after whole events."""
 
         async def scenario() -> None:
             async with cluster(Engine("m0", die_at=3), Engine("m1", die_at=3)) as it:
@@ -187,7 +188,7 @@ class TestAnInstanceIsGone:
         run(scenario)
 
     def test_decode_is_gone_after_the_prefill(self) -> None:
-        """What was prefilled for it is prefilled again, for another."""
+        """The prompt is prefilled again, for another decode instance."""
 
         async def scenario() -> None:
             prefill = Engine("p0", Role.PREFILL)
@@ -463,7 +464,7 @@ class TestTheConductorIsGone:
         async def scenario() -> None:
             async with cluster(Engine("m0"), config=changed(fallback=False)) as it:
                 await it.stop_conductor()
-                for _ in range(2):  # one that finds out, one that is told
+                for _ in range(2):  # the first one notices the failure, the second one knows of it
                     response = await it.post({"prompt": PROMPT})
                     assert response.status_code == 503
                     assert int(response.headers["retry-after"]) >= 1
@@ -474,7 +475,7 @@ class TestTheConductorIsGone:
 
     @pytest.mark.parametrize("fallback", [True, False])
     def test_after_it_had_decided_it_hears_of_the_end(self, fallback: bool) -> None:
-        """Its answer was late: it keeps a place until it hears otherwise."""
+        """Its answer was late: it keeps the reservation until the gateway reports the end."""
 
         async def scenario() -> None:
             async with cluster(Engine("m0"), config=changed(fallback=fallback)) as it:
@@ -489,7 +490,7 @@ class TestTheConductorIsGone:
 
     @pytest.mark.parametrize("asked", [True, False])
     def test_after_the_first_of_two_places(self, asked: bool) -> None:
-        """The second one is by turns, whether it was asked for or not."""
+        """The second one is chosen round-robin, whether the conductor was asked or not."""
 
         async def scenario() -> None:
             first, second = Engine("m0", die_at=-1), Engine("m1")
@@ -544,7 +545,7 @@ class TestTheConductorIsGone:
         run(scenario)
 
     def test_it_does_not_let_the_gateway_in(self, tmp_path: Path) -> None:
-        """A defect of the installation, which no client can do anything about."""
+        """A wrong configuration, which no client can mend."""
         known, ours = tmp_path / "known", tmp_path / "ours"
         for path, text in ((known, "conductors-0123456789"), (ours, "gateways-0123456789")):
             path.write_text(text)
@@ -564,7 +565,7 @@ URGENT = {"x-tiffin-urgent": "true", "x-request-id": "r"}
 
 
 class TestRaces:
-    """Two routes: over either prefill instance to the one that decodes."""
+    """Two routes: over either prefill instance to the same decode instance."""
 
     SETTINGS: dict[str, Any] = {  # noqa: RUF012 # read only
         **SPLIT,

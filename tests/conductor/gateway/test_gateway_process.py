@@ -1,4 +1,4 @@
-"""`tiffin gateway` as its users start it: a process with options, which signals end."""
+"""`tiffin gateway` as users start it: a process with options, ended by signals."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A gateway before several conductors: events go to the one that has decided.
+"""A gateway with several conductors: events go to the conductor that has decided.
 
-One core decides here, and says that it is at the address of a double, which notes what it is told.
+Here one core decides, with the address of a double, which records the events that it gets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROMPT = {"prompt": "Who carries the lunch of Mumbai?"}
 
 @asynccontextmanager
 async def noting() -> AsyncIterator[tuple[str, list[str]]]:
-    """The address of a double of a conductor, and the events that it was told."""
+    """The address of a double of a conductor, and the events that it got."""
     told: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -58,7 +58,7 @@ def test_one_that_is_gone_harms_no_answer() -> None:
                 assert answer.status_code == 200
                 await answer.aread()
             await it.idle()
-            # The gateway's own conductor is told; here it is the one that has decided.
+            # The event goes to the gateway's own conductor, which has decided here.
             assert it.core.kinds[-1] == "finished"
             assert len(it.core.ledger) == 0
 

@@ -1,4 +1,4 @@
-"""The next number of a series; never absurd, whatever came before."""
+"""Forecasts of the next number of a series are plausible for any series."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class TestPredictors:
 
     def test_linear_goes_on_with_a_line(self) -> None:
         assert forecast("linear", [1.0, 2.0, 3.0, 4.0]) == pytest.approx(5.0)
-        assert forecast("linear", [4.0, 3.0, 2.0, 1.0, 0.0]) == 0.0  # not below
+        assert forecast("linear", [4.0, 3.0, 2.0, 1.0, 0.0]) == 0.0  # not negative
         assert forecast("linear", [1.0, 9.0]) == 9.0  # two points are no trend
 
     def test_holt_winters_knows_the_season(self) -> None:
-        """A day of 12 intervals, three times: the constant predictor is half a day late."""
+        """Three days of 12 intervals: the constant predictor is half a day late."""
         pytest.importorskip("statsmodels")
         day = [10 + 8 * math.sin(2 * math.pi * i / 12) for i in range(12)]
         series = day * 3
@@ -62,7 +62,7 @@ class TestPredictors:
 
 
 class TestApart:
-    """In a process of its own."""
+    """Forecasts in a process of their own."""
 
     QUESTION = DemandQuestion("linear", ((1.0, 2.0, 3.0, 4.0), (5.0,)))
 

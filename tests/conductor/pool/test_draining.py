@@ -1,4 +1,4 @@
-"""What is hot and unique leaves first, and nothing hangs: every drain ends, one way or another."""
+"""Draining nodes: hot unique blocks are moved first, and every drain ends, by success or error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def world(nodes: str = "abc") -> World:
 
 
 def leaving(pool: World, *, deadline_s: float = 100.0, **numbers: int) -> NodeDrain:
-    """Node a has three prefixes, of which b has one as well."""
+    """The drain of node a, which has three prefixes, one of them also on node b."""
     for keys in (HOT, WARM, SHARED):
         pool.has("a", keys)
     pool.has("b", SHARED)
@@ -43,7 +43,7 @@ def leaving(pool: World, *, deadline_s: float = 100.0, **numbers: int) -> NodeDr
 
 
 def run(pool: World, drain: NodeDrain, *, seconds: int = 100, evacuated: int = 9) -> None:
-    """Let it end; every order is carried out within a second."""
+    """Run a drain to its end; every order is carried out within a second."""
     for _ in range(seconds):
         orders = drain.step(pool.pool, pool.now)
         for order in orders:
@@ -107,7 +107,7 @@ class TestNodes:
         (admit,) = drain.step(pool.pool, 0.0)
         drain.ended(Ended(admit.number), 0.5)
         assert len(drain.step(pool.pool, 1.0)) == 2
-        assert drain.step(pool.pool, 5.0) == []  # they are under way
+        assert drain.step(pool.pool, 5.0) == []  # the orders are in progress
         assert drain.step(pool.pool, 10.0) == []
         progress = drain.progress(10.0)
         assert (progress.phase, progress.unique_blocks) == (DrainPhase.LATE, 5)
@@ -165,7 +165,7 @@ class TestNodes:
         copies = [line for line in pool.transcript if "copy hot" in line]
         assert [line.split("copy ")[1].split(",")[0] for line in copies] == [
             "hot:0..2 a -> b",
-            "hot:0..2 a -> c",  # which took one; for the others nobody is left
+            "hot:0..2 a -> c",  # c took one block; no node is left for the others
         ]
         assert drain.phase is DrainPhase.DONE  # the node itself hands over the rest
         assert drain.progress(pool.now).unique_blocks > 0
@@ -186,7 +186,7 @@ class TestNodes:
         drain = leaving(pool, deadline_s=10_000.0, hot_max=0)
         assert len(drain.step(pool.pool, 0.0)) == 1
         assert drain.step(pool.pool, LOST_S - 1) == []
-        assert len(drain.step(pool.pool, LOST_S)) == 1  # it is told again
+        assert len(drain.step(pool.pool, LOST_S)) == 1  # the order is sent again
         assert drain.progress(LOST_S).failures == 1
 
     def test_a_node_that_goes_away_is_lost(self) -> None:
@@ -254,7 +254,7 @@ class TestNodes:
         drain = leaving(pool)
         (admit,) = drain.step(pool.pool, 0.0)
         drain.ended(Ended(admit.number), 0.0)
-        assert drain.step(pool.pool, 1.0) != []  # the directory does not know yet that it is closed
+        assert drain.step(pool.pool, 1.0) != []  # in the directory the node is not closed yet
         pool.spaces["a"] = NodeSpace("a", 1024 * MIB, 512 * MIB, draining=True)
         drain.step(pool.pool, 2.0)
         assert drain.phase is DrainPhase.HOT
@@ -323,7 +323,7 @@ class TestNodes:
         assert found == expected
 
     def test_a_step_looks_once_at_each_hot_block(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """However many prefixes begin with it, and the prefixes once for all that are drained."""
+        """However many prefixes begin with the block; the prefixes are read once for all drains."""
         pool = world()
         for node in "ab":
             pool.spaces[node] = NodeSpace(node, 1024 * MIB, 512 * MIB, draining=True)
@@ -349,7 +349,7 @@ class TestNodes:
             pool.popularity, "finding_hot", lambda n, at: listed.append(n) or hot(n, at)
         )
         one_moment = pool.pool
-        # Four copies each; for the place of each its prefix is looked up once more.
+        # Four copies each; to place each copy its prefix is looked up once more.
         assert [len(drain.step(one_moment, 1.0)) for drain in drains] == [4, 4]
         assert len(listed) == 1
         assert len(matched) <= 2 * (len(head) + sum(map(len, tails)) + 4 * len(head))
@@ -388,7 +388,8 @@ class TestInstances:
         assert finished(unique_in_hbm(hot, pool.pool)) == {"p1": 1}  # the rest of it is at p2 too
 
     def test_a_shared_head_is_looked_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A thousand prompts behind one system prompt of a hundred blocks are not 100,000 looks."""
+        """A thousand prompts with the same system prompt of a hundred blocks are not 100,000
+        look-ups."""
         pool = world()
         head, tails = prompt("system", 20), [prompt(f"user {n}", 1) for n in range(10)]
         for tail in tails:

@@ -1,4 +1,4 @@
-"""Of several conductors one leads: it orders what all plan, and ends what the dead have begun."""
+"""Of several conductors one leads: it alone sends orders, and ends flips of dead conductors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestLease:
         flips = FlipsElsewhere(alive, 2.0)
         flips.put("i1", D, "b", 1.0)
         flips.put("i2", P, "c", 1.0)
-        assert flips.orphans(2.9) == []  # c may not have been heard yet
+        assert flips.orphans(2.9) == []  # c's state may not have been received yet
         assert flips.orphans(3.0) == [("i2", P)]
         alive.clear()
         assert flips.orphans(3.0) == [("i1", D), ("i2", P)]
@@ -88,7 +88,7 @@ def test_who_can_not_renew_leads_no_more_and_nobody_does() -> None:
     assert len(town.leaders) == 1
 
 
-# -- what is ordered -------------------------------------------------------------------------------
+# -- orders ----------------------------------------------------------------------------------------
 
 
 def test_only_the_leader_copies_and_its_heir_does_at_once() -> None:
@@ -164,7 +164,7 @@ def test_what_others_are_asked_counts_in_the_plan() -> None:
 
 
 class Flipping:
-    """A leads, B does not; p1 is to be told its role."""
+    """A leads, B does not; p1 has to get a new role."""
 
     def __init__(self) -> None:
         self.town = town = Town.of("a", "b")
@@ -212,7 +212,7 @@ def test_one_that_may_have_been_told_is_told_again() -> None:
 
 def test_who_does_not_lead_leaves_it() -> None:
     it = Flipping()
-    it.b.flip("p1", D, it.town.now)  # whoever is asked carries it out
+    it.b.flip("p1", D, it.town.now)  # the conductor that was asked carries it out
     it.town.exchange()
     assert it.tick(it.a) == []  # b lives
     it.town.kill("b")
@@ -303,7 +303,7 @@ def test_what_is_registered_anew_meanwhile_is_still_flipped() -> None:
 
 
 def test_a_flip_has_ended_although_another_one_spoke_of_its_instance_meanwhile() -> None:
-    """What it says of itself comes to b, which has not heard yet that a is done."""
+    """The instance's own report comes to b, which has not heard yet that a is done."""
     it = Flipping()
     it.a.flip("p1", D, it.town.now)
     it.town.exchange()
@@ -331,7 +331,7 @@ def test_an_instance_that_leaves_is_flipped_by_nobody() -> None:
     assert it.b.steering.flipping() == {}
 
 
-# -- what was found beside -------------------------------------------------------------------------
+# -- further tests ---------------------------------------------------------------------------------
 
 
 def test_orders_end_for_one_that_leads_no_more() -> None:

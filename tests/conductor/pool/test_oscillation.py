@@ -1,9 +1,10 @@
-"""The two pools swing against each other if admission looks at the load of now, and less so if it
-looks at the load of then: figures 9 and 10 of "Mooncake" (arXiv 2407.00079), in small.
+"""Oscillation: the loads of both pools swing against each other if admission uses the present load
+of decode, and less if it uses the predicted load: figures 9 and 10 of "Mooncake" (arXiv
+2407.00079), on a small scale.
 
 Four prefill and four decode instances, as queues and batches, in steps of a tenth of a second; more
-requests than decode can take. A prefill queue may be 8 s long, so what is let in arrives at decode
-that much later.
+requests than decode can take. A prefill queue may be 8 s long, so an admitted request arrives at
+decode that much later.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ class Running:
 
 @dataclass
 class Outcome:
-    """Mean load of all decode instances at each step, and what became of requests."""
+    """Mean load of all decode instances at each step, and the outcomes of requests."""
 
     decode_loads: list[float] = field(default_factory=list)
     prefill_loads: list[float] = field(default_factory=list)
     rejected: int = 0
-    wasted: int = 0  # prefills of those who were rejected after it
+    wasted: int = 0  # prefills of requests that were rejected after them
     in_time: int = 0
     late: int = 0
 
@@ -96,7 +97,7 @@ class Simulated:
         return self.outcome
 
     def arrivals(self) -> int:
-        """Poisson, as a sum of coins."""
+        """A Poisson number, as a sum of coin tosses."""
         return sum(self.dice.random() < ARRIVALS_S * STEP_S / 20 for _ in range(20))
 
     def arrive(self) -> None:
@@ -117,7 +118,7 @@ class Simulated:
             self.outcome.rejected += 1
             return
         self.free_at[instance] = ends_at
-        # Who predicts lengths is right to a factor of two, at random.
+        # Predictions of lengths are off by a random factor of up to two.
         guess = int(tokens * 2 ** self.dice.uniform(-1, 1))
         decode_s = expected_decode_s(self.settings, guess, float(then_s[row]))
         self.horizon.promise(request.id, row, 0, ends_at, decode_s, self.now)
@@ -151,7 +152,7 @@ class Simulated:
                 self.decoding.remove(one)
                 self.cluster.batch[one.row] -= 1
                 self.horizon.end(one.name, self.now)
-                # A tenth is what the worst of the loads that are aimed at is off by.
+                # With a tolerance of a tenth: so far off is the worst of the loads aimed at.
                 in_time = sum(one.tbt_s) / len(one.tbt_s) <= 0.1 * 1.1
                 self.outcome.in_time += in_time
                 self.outcome.late += not in_time
@@ -159,7 +160,7 @@ class Simulated:
 
 @cache
 def simulate(mode: Mode, seed: int, use_lengths: bool = False) -> Outcome:
-    # t_d: the mean answer at the TBT of a decode instance that is as full as it may be.
+    # t_d: the time of a mean answer at a decode instance with the largest allowed batch.
     settings = AdmissionSettings(
         mode=mode, use_lengths=use_lengths, decode_s=TOKENS_MEAN * 0.1, class_scales={}
     )

@@ -1,4 +1,4 @@
-"""Plans: what should be done, why, and above all when nothing should be."""
+"""Plans: which flips to make, why, and above all when to make none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiffin.conductor.pool.role_flip import Assign, FleetMember, FlipSettings, S
 def carry_out(
     one: Planner, plan: FleetPlan | None, members: list[FleetMember], now: float
 ) -> list[FleetMember]:
-    """A flip that goes well, within the interval."""
+    """The fleet after a flip that succeeds within the interval."""
     actions = list(plan.actions) if plan else []
     by_id = {m.id: m for m in members}
     while actions:
@@ -133,9 +133,9 @@ class TestScenarios:
 
     def test_nothing_to_plan_by(self) -> None:
         one = planner()
-        assert one.plan(fleet(1, 1), 0.0) is None  # no interval
+        assert one.plan(fleet(1, 1), 0.0) is None  # no interval yet
         one.observe(interval(0.0))
-        assert one.plan(fleet(1, 1), 0.0) is None  # no request ever
+        assert one.plan(fleet(1, 1), 0.0) is None  # no request yet
         one.observe(interval(1.0))
         assert one.plan([], 0.0) is None
         assert planner(mode="off").plan(fleet(1, 1), 0.0) is None
@@ -215,8 +215,9 @@ class TestScale:
 class TestStability:
     @pytest.mark.parametrize("seed", range(5))
     def test_noise_around_the_threshold_does_not_flap(self, seed: int) -> None:
-        """For two days load is at the threshold give or take a third, and answers vary as much. The
-        fleet is at its best split within a margin: nothing is gained by flipping, so none is."""
+        """For two days the load is at the threshold, plus or minus a third, and answers vary as
+        much. The fleet is at its best split within a margin: no flip would gain anything, so there
+        is none."""
         dice = random.Random(seed)
         one, members = planner(cooldown_s=0.0, confirm=2), fleet(5, 1)
         flips = 0
@@ -235,7 +236,7 @@ class TestStability:
         assert at[-1] < 20
 
     def test_without_a_margin_it_would_not(self) -> None:
-        """What the test above is worth."""
+        """Shows that the test above can fail."""
         assert len(_flips_of_a_shift(0, margin=0.0)) > 10
 
     @given(seed=st.integers(0, 1 << 32))
@@ -256,8 +257,8 @@ class TestStability:
 
 
 def _flips_of_a_shift(seed: int, margin: float) -> list[int]:
-    """When instances were flipped, of six that began as 1:5. Answers of 150 to 185 tokens are
-    where 3:3 and 2:4 serve about the same."""
+    """The times of flips in a fleet of six that begins as 1:5. With answers of 150 to 185 tokens
+    3:3 and 2:4 serve about the same."""
     dice = random.Random(seed)
     one, members = planner(cooldown_s=0.0, confirm=1, margin=margin, flip_above=0.5), fleet(1, 5)
     at = []

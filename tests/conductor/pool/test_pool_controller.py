@@ -1,4 +1,4 @@
-"""Copies, drains, plans and flips, brought together: what is ordered when, and what comes of it."""
+"""The controller of copies, drains, plans and flips: when it sends orders, and their outcomes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TestReplication:
         assert len({copy.number for copy in copies}) == 2
         for copy in copies:
             made.steering.ended(Ended(copy.number, blocks=4), 3.0)
-            made.steering.ended(Ended(copy.number, blocks=4), 3.0)  # said twice
+            made.steering.ended(Ended(copy.number, blocks=4), 3.0)  # reported twice
             made.apply(Added(copy.target, "dram", copy.keys), 3.0)
         assert made.steering.replication.numbers.copied_blocks == 8
         assert made.steering.tick(NODES, 4.0).orders == []
@@ -262,7 +262,7 @@ class TestFlips:
         assert made.steering.committed("p1", 5.0) == [Verify("p1", Role.DECODE)]
         assert made.steering.verified("p1", 6.0) == []
         assert (made.cluster.status[0], made.cluster.role(0)) == (Status.DRAINING, Role.DECODE)
-        # Whoever registers it again lets it work, and so does the next flip.
+        # A new registration lets it work again, and so does the next flip.
         made.register(told, 7.0)
         made.flip("p1", Role.DECODE, 8.0)
         made.steering.tick({}, 9.0)
@@ -272,7 +272,7 @@ class TestFlips:
 
 
 class TestPieces:
-    """A tick goes on in pieces, and others have their turn in between."""
+    """A tick runs in pieces, with other work of the event loop in between."""
 
     def test_what_is_asked_in_between_does_no_harm(self) -> None:
         def between(made: Conductor, piece: int) -> None:
@@ -331,7 +331,7 @@ class TestPlanning:
         assert made.steering.plans()["m"].at > 29.0
 
     def test_a_slow_forecast_can_be_made_elsewhere(self) -> None:
-        """The plan of an interval waits for it, and nothing else does."""
+        """Only the plan of the interval waits for it."""
         made = conductor(spec("a"), planner={"interval_s": 10.0, "predictor": "holt-winters"})
         made.schedule(prompt("x"), 1.0)
         assert made.steering.tick({}, 5.0, ask=True).questions == {}
@@ -343,7 +343,7 @@ class TestPlanning:
         made.steering.forecasted("m", asked["m"].stand_in("it is slow"), 24.0)
         assert made.steering.plans()["m"].at == 24.0
         assert "holt-winters failed" in str(made.steering.plans()["m"])
-        made.steering.forecasted("m", asked["m"].stand_in(""), 25.0)  # nobody asked
+        made.steering.forecasted("m", asked["m"].stand_in(""), 25.0)  # not asked for
         made.steering.forecasted("gone", asked["m"].stand_in(""), 25.0)
         assert made.steering.plans()["m"].at == 24.0
         assert list(made.steering.tick({}, 34.0, ask=True).questions) == ["m"]

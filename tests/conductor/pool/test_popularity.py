@@ -1,4 +1,4 @@
-"""Counts that fade: never too low, tails never above heads, and never more memory than said."""
+"""Counts of popularity, which decay: never too low, tails never above heads, bounded memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def popularity(tracked_max: int = 1024, columns_log2: int = 16) -> Popularity:
 
 
 def chain(path: Sequence[int]) -> tuple[bytes, ...]:
-    """Keys of a prompt: each names the path so far, as chained keys do."""
+    """The keys of a prompt: each contains the path so far, like chained keys."""
     return tuple(_key(tuple(path[: i + 1])) for i in range(len(path)))
 
 
@@ -54,7 +54,7 @@ class TestAgainstCountingAll:
     def test_never_too_low(
         self, came: list[tuple[float, list[int], str]], columns_log2: int
     ) -> None:
-        """With 8 columns nearly everything collides; with 65,536 nothing does."""
+        """With 8 columns nearly all keys collide; with 65,536 none do."""
         counted = popularity(columns_log2=columns_log2)
         now, seen, on = 0.0, defaultdict[bytes, list[float]](list), defaultdict(list)
         for pause_s, path, node in came:
@@ -85,8 +85,8 @@ class TestAgainstCountingAll:
     def test_hot_prefixes_are_the_most_popular_blocks(
         self, came: list[tuple[float, list[int], str]]
     ) -> None:
-        """Every block that was seen often enough is in a listed prefix that is within a factor of
-        two as popular."""
+        """Every block that was seen often enough is in a listed prefix whose popularity is within a
+        factor of two."""
         counted = popularity()
         now, seen = 0.0, defaultdict[bytes, list[float]](list)
         for pause_s, path, _ in came:
@@ -147,7 +147,7 @@ class TestFading:
 
 class TestHotPrefixes:
     def test_where_prompts_part_the_common_prefix_ends(self) -> None:
-        """A system prompt of 3 blocks; 16 prompts go on 16 ways, 10 others one way."""
+        """A system prompt of 3 blocks; after it 16 prompts differ, 10 others continue alike."""
         counted = popularity()
         for i in range(16):
             counted.seen(chain([0, 0, 0, 10 + i]), 0.0, model="m")
@@ -216,7 +216,7 @@ class TestTheSketch:
             chosen = sorted({int(dice.paretovariate(0.6)) % len(keys) for _ in range(500)})
             for i in chosen:
                 counts[i] += 1
-            # One at a time: these are no chains.
+            # One at a time: they do not form chains.
             for i in chosen[:20]:
                 sketch.add(sketch.places(words([keys[i]])), 0.0)
         popular = sorted(counts, key=lambda i: -counts[i])[:15]
@@ -231,7 +231,7 @@ class TestTheSketch:
         assert len({tuple(column) for column in places[0].T.tolist()}) == 64
 
     def test_a_chain_corrects_itself(self) -> None:
-        """Eight columns, sixty strangers: a tail that shares all its cells is still not counted for
+        """Eight columns, sixty other prompts: a tail that shares all its cells still does not count
         more than its head."""
         dice = random.Random(5)
         sketch = Sketch(1e6, dice, 3)
@@ -251,8 +251,8 @@ class TestArrivals:
         assert counted.demand_each(chain([0]), ["n"], 0.0).tolist() == [COUNTED_MAX - 1]
 
     def test_of_many_some_stand_for_all(self) -> None:
-        """A third of 1,200 prompts begins with the same block. The others share nothing, and get
-        no names, although each of them that is counted stands for many."""
+        """A third of 1,200 prompts begins with the same block. The others share nothing, and are
+        not listed, although each of them that is counted represents many."""
         counted, arrivals, spec = self.made()
         for tick in range(30):
             for prompt in range(40):

@@ -1,4 +1,4 @@
-"""Copies of hot prefixes: made ahead of need, within every budget, and given up when cold."""
+"""Copies of hot prefixes: made before they are needed, within all budgets, dropped when cold."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def quiet_traffic(pool: World, times: int) -> None:
 class TestScenarios:
     def test_a_hot_prefix_is_spread_before_it_queues(self) -> None:
         """40 % of all prompts begin with it: it belongs on 1.5 x 0.4 of ten nodes. Each node sends
-        two copies at a time, so the spreading speeds up as it goes."""
+        two copies at a time, so copying gets faster with each copy."""
         pool = world()
         pool.has("n0", SYSTEM)
         pool.come(SYSTEM, 40)
@@ -60,7 +60,7 @@ class TestScenarios:
         """)
 
     def test_a_node_that_wants_it_gets_it(self) -> None:
-        """Two in a hundred is no reason to spread; that all of them go to n7 is one to follow."""
+        """Two prompts in a hundred are no reason for more copies, but all of them go to n7."""
         pool = world()
         question = prompt("doc", 3)
         pool.has("n0", question, "nvme")
@@ -146,7 +146,7 @@ def _first(pool: World) -> list[str]:
 
 
 class TestSampling:
-    """Of many prompts at a time some are counted, each for several."""
+    """Of many prompts at a time only some are counted, each for several."""
 
     def test_what_came_twice_is_not_hot_because_each_stood_for_many(self) -> None:
         pool = world(["a", "b"])
@@ -167,7 +167,7 @@ class TestSampling:
         assert "copy sys:0..3 a -> b, 4 MiB (wanted" in pool.transcript[0]
 
     def come(self, pool: World, batch: Sequence[tuple[bytes, ...]]) -> None:
-        """All at a time, to an instance on b."""
+        """All prompts at a time, to an instance on b."""
         arrivals = ArrivalBuffer(pool.popularity, random.Random(1))
         spec = InstanceSpec("i", "m", Role.MIXED, "p", node="b", block_bytes=MIB)
         for keys in batch:
@@ -178,7 +178,7 @@ class TestSampling:
 
 class TestLimits:
     def test_bandwidth(self) -> None:
-        """2 MiB per second, one second saved up: what is left of a prefix goes on later."""
+        """2 MiB per second, with one second saved up: the rest of a prefix is copied later."""
         pool = world(["a", "b"], bandwidth_bytes_s=2.0 * MIB)
         pool.has("a", SYSTEM)
         pool.come(SYSTEM, 10)
@@ -244,7 +244,7 @@ class TestLimits:
 
 
 class TestCost:
-    """Of a tick with many hot prefixes in a pool of many nodes."""
+    """The cost of a tick with many hot prefixes in a pool of many nodes."""
 
     PREFIXES, NODES = 50, 200
 
@@ -328,7 +328,7 @@ class TestTrouble:
         pool.come(SYSTEM, 500)
         pool.tick()
         pool.lacks("b", SYSTEM)
-        assert pool.tick(SETTLED_S - 1) == []  # the index may only not have heard of it
+        assert pool.tick(SETTLED_S - 1) == []  # the copy may not have reached the index yet
         assert pool.tick() == []
         assert pool.replication.numbers.evicted_blocks == 4
         assert pool.tick(250) == []
@@ -347,15 +347,15 @@ class TestTrouble:
 class TestProperties:
     @pytest.mark.parametrize("seed", range(3))
     def test_noise_around_a_threshold_does_not_flap(self, seed: int) -> None:
-        """A share of 1/3 of ten nodes is at the step from 5 to 6 nodes. For an hour it is 1/3 give
-        or take a sixth: what was copied stays, and the number of copies is settled early."""
+        """A share of 1/3 of ten nodes is at the step from 5 to 6 nodes. For an hour it is 1/3, plus
+        or minus a sixth: copies are kept, and their number settles early."""
         early, late = _an_hour_of_noise(seed, shrink=2.0)
         assert not [line for line in late if "drop" in line]
         assert len(late) <= len(early) + 2
 
     def test_without_hysteresis_it_would(self) -> None:
-        """What the test above is worth: the same hour, copies given up as soon as one is too
-        many."""
+        """Shows that the test above can fail: the same hour, with copies dropped as soon as one is
+        too many."""
         _, late = _an_hour_of_noise(0, shrink=1.0)
         assert len([line for line in late if "drop" in line]) > 5
 
@@ -364,7 +364,7 @@ class TestProperties:
     def test_never_above_any_budget_and_never_without_a_replica(
         self, seed: int, budget: int, rate: int
     ) -> None:
-        """Random prompts, evictions, refusals, departures and changes of what is hot."""
+        """Random prompts, evictions, refusals, departures and changes of the hot prefixes."""
         dice = random.Random(seed)
         nodes = [f"n{i}" for i in range(5)]
         pool = world(
@@ -385,7 +385,7 @@ class TestProperties:
         for _ in range(100):
             pool.now += dice.choice([0.0, 0.5, 2.0, 30.0])
             pool.come(dice.choice(prefixes), dice.randint(0, 5), node=dice.choice(nodes))
-            if dice.random() < 0.1:  # a node evicts what others have
+            if dice.random() < 0.1:  # a node evicts blocks that other nodes have
                 node, keys = dice.choice(nodes), dice.choice(prefixes)
                 pool.lacks(node, [key for key in keys if pool.holders(key) - {node}])
             for order in pool.replication.plan(pool.pool, pool.now):
@@ -400,7 +400,7 @@ class TestProperties:
                     if dice.random() < 0.7:
                         pool.lacks(order.node, order.keys)
             own = pool.replication
-            # Nobody reported on these for so long that they are taken for lost.
+            # Orders without a report for so long that they count as lost.
             begun |= {order.number: pool.now for order in pending if order.number not in begun}
             pending = [one for one in pending if pool.now - begun[one.number] < LOST_S]
             assert own.bytes_used <= budget * MIB
@@ -419,8 +419,8 @@ class TestProperties:
 
 
 def _an_hour_of_noise(seed: int, shrink: float) -> tuple[list[str], list[str]]:
-    """The transcript of the first ten minutes, and of the hour. Nobody wants it on one node more
-    than elsewhere: only its share decides."""
+    """The transcripts of the first ten minutes, and of the hour. Requests are equally distributed
+    over nodes, so only the share of the prefix decides."""
     dice = random.Random(seed)
     pool = world(keep_s=30.0, shrink=shrink)
     pool.full = True

@@ -1,4 +1,4 @@
-"""Role flips: no request is cut, no role is left empty, and whatever fails ends somewhere known."""
+"""Role flips: no request is cut, no role is left empty, and every failure ends in a known state."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TestOneFlip:
         flips, members = Flips(), changed(THREE, "p1", requests=2)
         assert says(flips.begin("p1", D, members, 0.0, "more decode")) == ["assign p1 False"]
         members = changed(members, "p1", ready=False)
-        assert flips.tick(members, 10.0) == []  # two requests are there
+        assert flips.tick(members, 10.0) == []  # it still has two requests
         members = changed(members, "p1", requests=0)
         assert says(flips.tick(members, 20.0)) == ["set role p1 decode"]
         assert flips.tick(members, 21.0) == []
@@ -64,7 +64,7 @@ class TestOneFlip:
         assert flips.under_way == []
 
     def test_one_that_falls_silent_while_it_is_drained_goes_on_as_before(self) -> None:
-        """As soon as it is heard of. It was told nothing, so it is what it was."""
+        """As soon as it sends a heartbeat. It got no new role, so it still has the old one."""
         flips = Flips()
         flips.begin("p1", D, THREE, 0.0)
         silent = changed(THREE, "p1", ready=False, lost=True)
@@ -73,7 +73,7 @@ class TestOneFlip:
         assert (flip.step, flip.why) == (Step.LOST, "it fell silent")
 
     def test_one_may_be_silent_while_it_takes_its_role(self) -> None:
-        """It may have to load its weights anew."""
+        """It may have to reload its weights."""
         flips = Flips(FlipSettings(commit_s=60.0))
         flips.begin("p1", D, THREE, 0.0)
         assert says(flips.tick(THREE, 1.0)) == ["set role p1 decode"]
@@ -125,7 +125,7 @@ class TestOneFlip:
         assert not flips.cancel("p1", 3.0, "twice")
 
     def test_one_that_was_told_goes_on(self) -> None:
-        """Given up now, nobody would know what it has become."""
+        """If the flip were cancelled now, the instance's role would be unknown."""
         flips = Flips()
         flips.begin("p1", D, THREE, 0.0)
         assert says(flips.tick(THREE, 1.0)) == ["set role p1 decode"]
@@ -150,7 +150,7 @@ class TestRefusals:
             ("d1", P, THREE, "0 could decode without it, 1 have to"),
             ("p1", D, fleet(p1=P, d1=D), "0 could prefill without it"),
             ("p1", D, fleet(p1=P, m1=M), ""),  # the mixed one does both
-            ("p1", D, fleet(p1=P, p2=P), ""),  # nobody decodes: this is how somebody will
+            ("p1", D, fleet(p1=P, p2=P), ""),  # no instance decodes before this flip
             ("m1", P, fleet(m1=M, p1=P), "0 could decode"),
         ],
         ids=str,
@@ -189,8 +189,8 @@ class TestProperties:
     def test_no_flip_takes_a_role_below_its_minimum(
         self, seed: int, least: tuple[int, int], at_once: int
     ) -> None:
-        """Random flips, on a fleet where nothing fails but the flips themselves: the instances that
-        are assigned to in a role never become fewer than the minimum because of a flip."""
+        """Random flips, in a fleet where only flips fail: a flip never reduces the instances of a
+        role that get requests below the minimum."""
         dice = random.Random(seed)
         flips = Flips(FlipSettings(prefill_min=least[0], decode_min=least[1], at_once=at_once))
         names = [f"i{i}" for i in range(6)]

@@ -1,4 +1,4 @@
-"""When a prompt is prefilled elsewhere: the rule and the score, at their edges."""
+"""When a prompt is prefilled on another instance: edge cases of the rule and of the score."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def situation(tokens: int, cached: int = 0, queue: int = 0, decodes: int = 0) ->
     [
         (situation(256), True, "long"),
         (situation(255), False, "short"),
-        (situation(10_000, cached=9_800), False, "short"),  # most of it is there
+        (situation(10_000, cached=9_800), False, "short"),  # most of it is cached
         (situation(256, queue=9), True, "long"),
         (situation(256, queue=10), False, "queue"),
         (situation(64, decodes=8), True, "busy"),
@@ -47,7 +47,7 @@ def test_the_rule(asked: Situation, remote: bool, reason: str) -> None:
 
 @given(st.integers(1, 2_000), st.integers(0, 2_000), st.integers(0, 20))
 def test_dynamos_own_rule_is_a_setting(tokens: int, cached: int, queue: int) -> None:
-    """remote iff (prefill_len - prefix_hit) > max_local and queue < max_queue."""
+    """Remote if and only if (prefill_len - prefix_hit) > max_local and queue < max_queue."""
     dynamo = DisaggregationSettings(remote_tokens_min=513, queue_max=2, busy_decodes=None)
     expected = tokens - cached > 512 and queue < 2
     assert place(dynamo, situation(tokens, cached, queue, decodes=99)).remote is expected

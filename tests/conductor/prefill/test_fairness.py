@@ -55,7 +55,7 @@ def test_equal_sizes_keep_their_order() -> None:
 
 
 def test_those_who_left_do_not_fill_the_memory() -> None:
-    """One waits for ever, a thousand come and go behind it."""
+    """One waiter waits for ever, a thousand come and go after it."""
     line = line_of("shortest-first", {"a": 1})
     for number in range(1000):
         line.push(waiter(str(number), 5.0))
@@ -79,7 +79,8 @@ def test_who_came_back_is_where_it_came_back() -> None:
 def test_nobody_is_overtaken_by_who_came_much_later(
     order: Order, arrivals: list[tuple[float, float]], aging_s: float
 ) -> None:
-    """One server, always busy: whoever is served before me came at most `aging_s` after me."""
+    """One server, always busy: a waiter that is served before another one came at most `aging_s`
+    after it."""
     line, left, now, at = Line(order, aging_s), [], 0.0, 0.0
     coming = []
     for number, (seconds, gap_s) in enumerate(arrivals):
@@ -189,7 +190,7 @@ def test_turns_are_those_of_plain_rounds(
 def test_two_tenants_who_always_wait_are_served_the_same(
     sizes: list[list[float]], quantum_s: float, order: Order
 ) -> None:
-    """To within a quantum and two waiters, at any time while all of them wait."""
+    """Within a quantum and two waiters, at any time while all of them wait."""
     ring = Ring(order, 1e9, quantum_s)
     for tenant, seconds in enumerate(sizes):
         for number, one in enumerate(seconds):

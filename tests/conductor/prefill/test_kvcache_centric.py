@@ -1,4 +1,4 @@
-"""`kvcache_centric` is Algorithm 1, written here as the paper writes it."""
+"""`kvcache_centric` is Algorithm 1; the reference here follows the paper."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Place = tuple[str, frozenset[int], int, str, str]
 
 
 def places(world: World) -> dict[str, Place]:
-    """Name: node, blocks in the faster tier, leading ones in both, and what the tiers are."""
+    """By name: node, blocks in the faster tier, leading ones in both tiers, names of the tiers."""
     found = {}
     for number, inst in enumerate(world.instances):
         if inst.hbm:
@@ -52,8 +52,8 @@ def places(world: World) -> dict[str, Place]:
 
 
 def transfer_s(world: World, place: Place, target: str, start: int) -> float:
-    """What is beyond block `start`, each block from the faster tier that has it; one read for
-    neighbours in the same tier."""
+    """The transfer of the blocks from `start` on, each from the fastest tier that has it; one read
+    for neighbours in the same tier."""
     node, fast, whole, fast_tier, slow_tier = place
     bandwidth, latency_s, wait_s = world.way(node, target)
     tiers = [fast_tier if block in fast else slow_tier for block in range(start, whole)]
@@ -84,8 +84,8 @@ def algorithm_1(world: World, source: str | None, threshold: float, overlap: boo
 
 
 def agrees(choice: policy_registry.Choice, ttfts: list[float]) -> bool:
-    """Whether a choice is the reference's. Where nobody wins by fetching, the others' fetching is
-    not computed: they may seem slower than they are, and the chosen one may not."""
+    """Whether a choice is the reference's. If no instance wins by fetching, fetches of the others
+    are not computed: their times may be too high, the chosen one's may not."""
     if choice.ttft_s == pytest.approx(ttfts, rel=1e-5):
         return True
     chosen_s = choice.ttft_s[choice.at]
@@ -101,7 +101,7 @@ def test_it_is_algorithm_1(world: World, threshold: float, overlap: bool) -> Non
     longest = max((place[2] for place in places(world).values()), default=0)
     able = [name for name, place in places(world).items() if longest and place[2] == longest]
     told = [algorithm_1(world, source, threshold, overlap) for source in able or [None]]
-    # Of several with the longest prefix, one is asked.
+    # Any of the holders of the longest prefix may be the source.
     assert any(agrees(choice, ttfts) for ttfts in told)
     assert choice.ttft_s[choice.at] == choice.ttft_s.min()
     if not overlap:
@@ -135,8 +135,9 @@ def test_its_orders_lead_to_what_it_predicts(world: World, threshold: float) -> 
 @settings(max_examples=80)
 @given(worlds(), st.integers(0, 6), st.integers(0, 6))
 def test_a_better_cache_never_predicts_a_worse_ttft(world: World, has: int, more: int) -> None:
-    """Of an instance that could have all that anybody has. A threshold above 1 gives this up: who
-    has nearly the longest prefix does not fetch the rest, even if that would be faster."""
+    """For an instance with any part of the longest prefix. A threshold above 1 does not promise
+    this: an instance with nearly the longest prefix does not fetch the rest, even if that would be
+    faster."""
     longest = max((place[2] for place in places(world).values()), default=0)
     has = min(has, longest)
 
@@ -148,7 +149,7 @@ def test_a_better_cache_never_predicts_a_worse_ttft(world: World, has: int, more
     assert ttft_s(min(has + more, longest)) <= ttft_s(has) * (1 + 1e-6)
 
 
-# One instance has all, two have nothing, and the ways are fast: 1 ms a block, and 10 to compute it.
+# One instance has all, two have nothing; links are fast: 1 ms per block, and 10 ms to compute it.
 THREE = World(
     blocks=6,
     instances=[Inst("a", hbm=frozenset(range(6))), Inst("b"), Inst("c")],
@@ -192,7 +193,7 @@ def test_nearly_the_longest_prefix_is_good_enough() -> None:
 
 
 def test_the_prompt_may_end_with_its_last_block() -> None:
-    """Its last token is computed all the same, on top of all blocks but one token."""
+    """Its last token is computed nevertheless, all others are cached."""
     world = replace(THREE, tail_tokens=0)
     choice = choose(world)
     assert choice.cached_blocks == 6
@@ -207,7 +208,7 @@ def test_nothing_is_known() -> None:
 
 
 def test_a_plain_question_fetches_nothing() -> None:
-    """One that does not say where blocks may come from."""
+    """A question without sources of blocks."""
     full = queued(0.5, 0.5, 0).question(centric())
     names = [field.name for field in fields(policy_registry.PolicyQuestion)]
     plain = policy_registry.PolicyQuestion(**{name: getattr(full, name) for name in names})
@@ -227,7 +228,8 @@ def test_equal_instances_and_senders_share() -> None:
 
 
 def test_of_equally_quick_ones_who_decodes_least_is_chosen() -> None:
-    """An instance that is found to be a millionth faster than the others must not get it all."""
+    """An instance that is measured as a millionth faster than the others must not get all
+    requests."""
     latency = Inst().latency
     quick = (latency[0] * (1 - 1e-6), *latency[1:])
     slow = (latency[0] * 1.5, *latency[1:])
@@ -262,5 +264,5 @@ def test_who_makes_more_work_is_not_as_good() -> None:
     brings = choice()
     assert brings.ttft_s[0] < brings.ttft_s[1] < brings.ttft_s[0] * 1.2
     assert (brings.at, brings.fetches) == (0, ())
-    world.instances[1] = Inst("n", hbm=everything, queue_s=0.025)  # as late, and brings nothing
+    world.instances[1] = Inst("n", hbm=everything, queue_s=0.025)  # as late, without a fetch
     assert choice().at == 1

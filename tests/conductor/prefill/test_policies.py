@@ -1,4 +1,4 @@
-"""The policies to compare with: each against loops that say the same, and what all promise."""
+"""The baseline policies, each against plain loops, and promises of all policies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOADS = st.tuples(st.integers(0, 200), st.integers(0, 200), st.integers(0, 100_0
 def loaded(
     world: World, loads: list[tuple[int, int, int]], options: PolicySettings | None = None
 ) -> PlacedQuestion:
-    """With (queued requests, running ones, tokens of context) of each instance."""
+    """A question with (queued requests, running ones, tokens of context) of each instance."""
     question = world.question(options)
     for row, (queued, running, context) in enumerate(loads):
         question.cluster.queued[row] = queued
@@ -57,7 +57,7 @@ def loaded_worlds(draw: st.DrawFn) -> tuple[World, list[tuple[int, int, int]]]:
     return world, draw(st.lists(LOADS, min_size=count, max_size=count))
 
 
-# -- what all promise ------------------------------------------------------------------------------
+# -- promises of all policies ----------------------------------------------------------------------
 
 
 def test_all_are_there_by_name() -> None:
@@ -82,7 +82,7 @@ def test_each_explains_its_choice_in_finite_numbers(
         assert column.shape == (count,)
         assert np.isfinite(column).all()
     assert 0 <= choice.cached_blocks <= world.blocks
-    # Whatever the order of choice: the time in the queue and the last token are always there.
+    # Whatever a policy's criterion, a TTFT includes the queue and the last token.
     least_s = [inst.queue_s + world.compute_s(inst, world.blocks) for inst in world.instances]
     assert (choice.ttft_s >= np.array(least_s) * (1 - 1e-9)).all()
 
@@ -284,9 +284,9 @@ def test_preble_is_e2(
 
 @pytest.mark.parametrize("name", ["kvcache_centric", "joint", "kv_cost", "preble", "prefix_aware"])
 def test_a_hot_prefix_does_not_herd(name: str) -> None:
-    """200 requests for one prefix that one of 8 instances has. Each takes its place in a queue, and
-    whoever has fetched or computed the prefix has it from then on. Nobody may get more than twice
-    its share (25); those who only look at the cache would send all 200 to the first."""
+    """200 requests for one prefix that one of 8 instances has. Each request joins a queue, and an
+    instance that has fetched or computed the prefix has it from then on. No instance may get more
+    than twice its share (25); a policy that only uses the cache would send all 200 to the first."""
     count, blocks = 8, 40
     everything = frozenset(range(blocks))
     holders, queues = [everything, *[frozenset()] * (count - 1)], [0.0] * count

@@ -1,4 +1,4 @@
-"""One instance's prefill queue: classes, reserved shares, preemption; and against a naive model."""
+"""One instance's prefill queue: classes, reserved shares, preemption; and a naive reference."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_higher_classes_first() -> None:
 
 
 def test_a_reserved_share_is_served_ahead() -> None:
-    """A quarter of all seconds, once the first second has been saved."""
+    """It gets a quarter of all seconds, once its first second has been saved."""
     queue = queue_of(classes=classes(0, 0, 0.25))
     for number in range(30):
         fill(queue, waiter(f"h{number}", "high"), waiter(f"l{number}", "low"))
@@ -110,8 +110,8 @@ shares = st.sampled_from([(0.0, 0.0, 0.0), (0.0, 0.25, 0.125), (0.0, 0.0, 0.5), 
 def test_priorities_are_not_inverted_beyond_the_shares(
     work: list[tuple[str, float, bool]], reserved: tuple[float, float, float]
 ) -> None:
-    """At any time, what a class was served ahead of waiting higher ones is at most its share of
-    all that was served."""
+    """At any time, the seconds that a class was served before waiting higher classes are at most
+    its share of all served seconds."""
     queue = queue_of(classes=classes(*reserved))
     ahead_s, all_s = dict.fromkeys(NAMES, 0.0), 0.0
     for number, (priority, seconds, take) in enumerate(work):
@@ -131,7 +131,7 @@ def test_priorities_are_not_inverted_beyond_the_shares(
 
 @given(st.lists(SECONDS, min_size=40, max_size=40), st.lists(SECONDS, min_size=40, max_size=40))
 def test_who_always_waits_gets_its_share(high: list[float], low: list[float]) -> None:
-    """Less the waiter that it saves for."""
+    """Less the waiter that the class is saving for."""
     queue = queue_of(classes=classes(0, 0, 0.25), quantum_s=0.0)
     for number, (one, other) in enumerate(zip(high, low, strict=True)):
         fill(queue, waiter(f"h{number}", "high", one), waiter(f"l{number}", "low", other))
@@ -148,7 +148,7 @@ def test_who_always_waits_gets_its_share(high: list[float], low: list[float]) ->
 def test_nobody_is_lost(
     work: list[tuple[str, float, bool]], reserved: tuple[float, float, float], quantum_s: float
 ) -> None:
-    """However small the queue is: each waiter is refused, preempted or served, and once."""
+    """However small the queue is, each waiter is refused, preempted or served exactly once."""
     queue = queue_of(classes=classes(*reserved), quantum_s=quantum_s, waiting_max=5)
     left: list[str] = []
     for number, (priority, seconds, take) in enumerate(work):
@@ -271,7 +271,7 @@ def test_the_schedule_is_what_happens_and_changes_nothing() -> None:
 
 
 class Model:
-    """The rules again, with lists, sorting and one round at a time."""
+    """The reference: the same rules with lists, sorting and one round at a time."""
 
     def __init__(self, settings: QueueSettings) -> None:
         self.settings = settings
@@ -351,7 +351,7 @@ class Model:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Whatever is done, queue and model agree on who is next."""
+    """After any operations, queue and model agree on the next waiter."""
 
     @initialize(
         order=st.sampled_from(["fcfs", "shortest-first", "longest-first"]),

@@ -1,4 +1,4 @@
-"""Waits that are estimated from sums, against queues that are played out."""
+"""Waits estimated from sums, against simulated queues."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def waits(queues: Queues, one: Waiter, rows: int = 4, now: float = 0.0) -> list[
 
 
 def played_out(queues: Queues, row: int, one: Waiter) -> float:
-    """When this one would really begin, if it waited there."""
+    """The true wait of this waiter in the queue of `row`, by simulation."""
     assert queues.push(row, one).accepted
     queue = queues.at(row)
     assert queue is not None
@@ -85,8 +85,8 @@ def test_without_shares_and_tenants_estimates_are_exact(
 def test_with_shares_and_tenants_they_are_near(
     items: list[tuple[int, str, float, str]], priority: str, seconds: float, tenant: str
 ) -> None:
-    """To within the largest waiter of each tenant and class, and a quantum: what decides whose
-    turn it is when two are nearly even."""
+    """Within the largest waiter of each tenant and class, and a quantum, which decide the order of
+    tenants that are nearly even."""
     queues = queues_of(settings_of(0.0, 0.25, 0.125, quantum_s=0.5), items)
     one = waiter("new", priority, seconds, tenant)
     for row, wait_s in enumerate(waits(queues, one)):
@@ -98,7 +98,7 @@ def test_with_shares_and_tenants_they_are_near(
 
 
 def test_the_flood_of_one_tenant_is_not_the_wait_of_another() -> None:
-    """100 s of a's work: b's second waits for about one of a's."""
+    """With 100 s of a's work queued, one second of b's waits for about one second of a's."""
     items = [(0, "normal", 1.0, "a") for _ in range(100)]
     queues = queues_of(settings_of(quantum_s=0.5), items)
     assert waits(queues, waiter("new", tenant="b"), rows=1) == [1.0]
@@ -106,7 +106,8 @@ def test_the_flood_of_one_tenant_is_not_the_wait_of_another() -> None:
 
 
 def test_a_tenant_waits_for_as_much_of_others_as_it_gets_itself() -> None:
-    """a has 2 s there, and the new one takes 1: three of b's 100 are served meanwhile, at most."""
+    """a has 2 s queued, and its new one takes 1 s: at most three of b's 100 s are served
+    meanwhile."""
     items = [(0, "normal", 1.0, "b") for _ in range(100)] + [(0, "normal", 2.0, "a")]
     queues = queues_of(settings_of(quantum_s=0.5), items)
     assert waits(queues, waiter("new", tenant="a"), rows=1) == [2.0 + 3.0]
@@ -152,7 +153,7 @@ def test_unknown_classes_are_refused() -> None:
         Queues(settings_of()).wait_s(np.arange(2), "urgent", 1.0, 0.0)
 
 
-# -- nobody is lost --------------------------------------------------------------------------------
+# -- no waiter is lost -----------------------------------------------------------------------------
 
 
 def test_a_lost_instance_gives_back_who_waited_there() -> None:
@@ -200,7 +201,7 @@ def test_classes_may_change_while_requests_wait() -> None:
 
 
 class BooksMachine(RuleBasedStateMachine):
-    """Sums are those of who waits, whatever came and went."""
+    """The sums are those of the present waiters, after any arrivals and departures."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +273,7 @@ TestBooksMachine.settings = settings(max_examples=60, stateful_step_count=40, de
 
 
 def test_a_thousand_instances_with_ten_thousand_waiting() -> None:
-    """Sums stay right when much has come and gone."""
+    """Sums remain right after many arrivals and departures."""
     dice = random.Random(4)
     queues = Queues(settings_of())
     for number in range(20_000):
@@ -284,12 +285,13 @@ def test_a_thousand_instances_with_ten_thousand_waiting() -> None:
     for row in range(1000):
         queue = queues.at(row)
         exact[row] = math.fsum(one.seconds for one in queue) if queue else 0.0
-    # A low one waits for all of them, and by then all that was taken has been computed.
+    # A low one waits for all of them; by then all begun work has been computed.
     np.testing.assert_allclose(queues.wait_s(np.arange(1000), "low", 1.0, 1e9), exact, atol=1e-6)
 
 
 def test_beginning_at_once_is_waiting_and_being_taken() -> None:
-    """Whoever comes to an idle instance leaves nothing behind that a later one could notice."""
+    """A request that begins at once on an idle instance leaves the same state as one that was
+    queued and taken."""
     one, other = Queues(QueueSettings()), Queues(QueueSettings())
     rows = np.arange(3)
     for at, (row, seconds, now) in enumerate([(0, 2.0, 1.0), (2, 5.0, 2.0), (0, 1.0, 6.0)]):

@@ -1,4 +1,4 @@
-"""How the promises of other conductors are counted, and what travels."""
+"""The load promised by other conductors: how it is counted, and how it is encoded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def a_cluster(*names: str) -> Cluster:
 
 
 def report(cluster: Cluster, loads: PeerLoads, name: str, load: Load, now: float) -> None:
-    """A heartbeat."""
+    """Send a heartbeat."""
     cluster.heard(name, load, now)
     loads.report(cluster.row(name), load)
     loads.blend(now)
@@ -50,7 +50,7 @@ def test_a_report_and_a_state_of_the_same_requests_count_once() -> None:
     loads = PeerLoads(cluster)
     loads.tell("a", [LoadRow("i0", batch=8)], 0.0)
     report(cluster, loads, "i0", Load(running=10), 0.0)
-    assert cluster.batch[0] == 10  # eight of them are conductor a's, two are strangers'
+    assert cluster.batch[0] == 10  # eight are conductor a's, two are unknown
     loads.tell("a", [LoadRow("i0", batch=12)], 1.0)
     loads.blend(1.0)
     assert cluster.batch[0] == 14
@@ -87,7 +87,7 @@ def test_queued_seconds_pass() -> None:
     assert seen == pytest.approx([4.0, 3.0, 1.0, 0.0])
 
 
-# -- whatever happens ------------------------------------------------------------------------------
+# -- random events ---------------------------------------------------------------------------------
 
 counts = st.integers(0, 50)
 rows = st.builds(
@@ -97,7 +97,7 @@ rows = st.builds(
 
 
 class Columns(RuleBasedStateMachine):
-    """Two others, three instances that come and go, reports of anything, in any order."""
+    """Two other conductors, three instances that come and go, random reports, in any order."""
 
     @initialize()
     def begin(self) -> None:
@@ -158,7 +158,7 @@ class Columns(RuleBasedStateMachine):
                 assert getattr(self.cluster, of)[row] == known + self.strangers[name][at]
 
     def teardown(self) -> None:
-        """In the end nothing is left."""
+        """At the end no load is left."""
         if not hasattr(self, "cluster"):
             return
         for peer in self.told:
@@ -177,7 +177,7 @@ class Columns(RuleBasedStateMachine):
 TestColumns = Columns.TestCase
 
 
-# -- what travels ----------------------------------------------------------------------------------
+# -- encoding --------------------------------------------------------------------------------------
 
 STATE = State(
     "a",

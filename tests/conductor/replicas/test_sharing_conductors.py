@@ -1,4 +1,5 @@
-"""Several conductors that hear each other: one load and one set of instances, whoever dies."""
+"""Several conductors that hear each other have one load and one set of instances, even if some
+die."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def test_what_one_promises_the_other_counts() -> None:
     both.exchange()
     for name in ("queued", "queued_tokens", "kv_used_tokens"):
         assert column(a, name) == column(b, name) != {}
-    assert column(b, "batch") == {decision.decode: 1}  # it will run there
+    assert column(b, "batch") == {decision.decode: 1}  # the request will run there
     assert b.cluster.others_s.max() > 0.1
     assert own_is_zero([b])
     for name in (decision.prefill, decision.decode):
@@ -149,7 +150,7 @@ def test_without_redis_each_goes_on_alone_and_they_find_together_again() -> None
     assert a.peers == b.peers == []
     assert sum(column(b, "queued").values()) == 1
     both.deaf = set()
-    both.board.records.clear()  # nor does Redis know what it knew
+    both.board.records.clear()  # Redis has lost its data, too
     both.pass_s(0.2)
     assert a.peers == ["b"]
     assert column(a, "queued") == column(b, "queued")
@@ -266,7 +267,7 @@ def test_two_changes_at_the_same_time_both_stand() -> None:
 
 
 def test_what_changes_while_it_is_written_is_not_undone() -> None:
-    """An exchange takes its time, in which the conductor goes on."""
+    """An exchange takes time, during which the conductor changes its records."""
     both = town("a", "b")
     a = both["a"]
     a.cluster.assign("p0", on=False)
@@ -295,7 +296,7 @@ def test_an_instance_that_one_hears_from_is_silent_for_nobody() -> None:
 @pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "cut off"])
 @pytest.mark.parametrize("for_s", [12, 1200], ids=["briefly", "for long"])
 def test_one_that_was_away_takes_no_instance_for_gone(stopped: bool, for_s: int) -> None:
-    """Instances have sent their heartbeats to the other one, but p0."""
+    """All instances but p0 have sent their heartbeats to the other conductor."""
     both = town("a", "b")
     a, b = both["a"], both["b"]
     both.pass_s(0.1)
@@ -351,8 +352,8 @@ def test_a_model_is_unknown_only_until_the_others_were_heard() -> None:
 
 
 def herd(sharing: bool, conductors: int = 4, idle_s: float = 8.0) -> np.ndarray:
-    """Everybody is busy but one instance; many requests come to all conductors at once. Seconds of
-    prefill that each instance has then been given: the idle one is "p0"."""
+    """All instances but one are busy; many requests come to all conductors at once. Returns the
+    seconds of prefill that each instance then got; the idle one is "p0"."""
     names = [f"c{number}" for number in range(conductors)]
     made = town(*names, policy={"name": "least_loaded"})
     for core in made.conductors:
@@ -370,7 +371,7 @@ def herd(sharing: bool, conductors: int = 4, idle_s: float = 8.0) -> np.ndarray:
             flight = core.ledger.get(decision.request_id)
             assert flight is not None
             given[decision.prefill] += flight.prefill_s
-        made.exchange()  # an interval, in which nothing is computed
+        made.exchange()  # an interval without any computing
     return np.array(list(given.values()))
 
 
@@ -380,7 +381,7 @@ def test_conductors_that_hear_each_other_do_not_all_fill_the_same_instance() -> 
     one_s = together.sum() / 120
     busy_s = np.array([0.0, 8.0, 8.0])
     fair_s = (together.sum() + busy_s.sum()) / 3 - busy_s
-    # Too much for the idle one, at most what the others decide before they hear of it.
+    # The idle one gets too much, at most what the other conductors decide before they hear of it.
     assert np.abs(together - fair_s).max() <= 4 * one_s
     assert (alone - fair_s)[0] > 3 * np.abs(together - fair_s).max()
 
@@ -398,7 +399,7 @@ def test_decodes_that_others_have_promised_are_kept_clear_of() -> None:
     assert max(used.values()) - min(used.values()) <= 2 * 4100
 
 
-# -- whatever happens ------------------------------------------------------------------------------
+# -- random events ---------------------------------------------------------------------------------
 
 IDS = [f"r{number}" for number in range(8)]
 ids = st.sampled_from(IDS)
@@ -407,7 +408,7 @@ instances = st.sampled_from(POOL)
 
 
 class Towns(RuleBasedStateMachine):
-    """Requests, events, changes of instances, deaths, restarts and silence, anywhere."""
+    """Requests, events, changes of instances, deaths, restarts and outages at any conductor."""
 
     @initialize()
     def begin(self) -> None:
@@ -419,7 +420,7 @@ class Towns(RuleBasedStateMachine):
 
     @rule(number=who, name=ids)
     def schedule(self, number: int, name: str) -> None:
-        with contextlib.suppress(UnknownModel):  # a newcomer has not heard of it yet
+        with contextlib.suppress(UnknownModel):  # a new conductor has not heard of it yet
             outcome = self.core(number).schedule(request(name), self.town.now)
             assert outcome.request_id == name
 
@@ -460,7 +461,7 @@ class Towns(RuleBasedStateMachine):
 
     @rule(number=who)
     def replace_one(self, number: int) -> None:
-        """kill -9, and another one is started."""
+        """kill -9 a conductor, and start another one."""
         self.born += 1
         name = self.core(number).name
         self.town.deaf.discard(name)
@@ -476,11 +477,11 @@ class Towns(RuleBasedStateMachine):
         for core in self.town.conductors if hasattr(self, "town") else ():
             reserved = sum(sum(flight.shares.values()) for flight in core.ledger)
             here = sum(core.cluster.own_kv_used_tokens)
-            assert here <= reserved  # of an instance that was removed nothing is left
+            assert here <= reserved  # nothing is left of a removed instance
             core.horizon.check()
 
     def teardown(self) -> None:
-        """When all hear each other for a while, they know the same; in the end nothing is left."""
+        """After exchanges among all, they agree; after the end of all requests no load is left."""
         if not hasattr(self, "town"):
             return
         self.town.deaf = set()

@@ -1,4 +1,4 @@
-"""What conductors share over a real Redis: keys, the lease, and what happens without it."""
+"""Conductors that share over a real Redis: its keys, the lease of the leader, and outages."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def pool() -> str:
 
 @pytest.fixture
 def link(pool: str) -> Iterator[Callable[..., RedisLink]]:
-    """Opens links of one pool. They are patient, for a Redis that is slow is not away, unless their
-    URL says how long they wait."""
+    """Opens links of one pool. Their timeouts are long, as a slow Redis is not down, unless their
+    URL sets another."""
     with contextlib.ExitStack() as stack:
 
         def open_link(url: str, **named: Any) -> RedisLink:
@@ -137,7 +137,8 @@ def test_what_somebody_else_put_there_is_replaced(
 def test_only_what_has_the_stamp_of_the_pools_token_is_heard(
     server: RedisServer, link: Callable[..., RedisLink], pool: str
 ) -> None:
-    """Else who can write there registers an engine of his, and is sent prompts."""
+    """Otherwise a client that can write to Redis could register an engine, and would get
+    prompts."""
     token = b"our token of thirty-two bytes..."
     mine = link(server.url, token=token)
     meet(mine, "mine", Change("i1", b"", b"genuine"))
@@ -151,7 +152,7 @@ def test_only_what_has_the_stamp_of_the_pools_token_is_heard(
         assert list(met.states) == ["mine"]
         assert met.records == {"i1": b"genuine"}
         assert mine.statistics()["forged"] > before
-    # A genuine value is none under another name, nor in another pool.
+    # A genuine value is not valid under another name, or in another pool.
     client = server.client()
     value = client.get(mine._states + "mine")
     elsewhere = link(server.url, token=token, pool=f"{pool}-2")
@@ -162,7 +163,7 @@ def test_only_what_has_the_stamp_of_the_pools_token_is_heard(
 
 
 def copied(link: RedisLink) -> tuple[str, str, str]:
-    """The names of its keys, which whoever can read Redis knows."""
+    """The names of its keys, which any client that can read Redis knows."""
     return link._names, link._states, link._instances
 
 
@@ -215,7 +216,7 @@ def test_one_has_the_lease_until_it_ends_or_is_given_back(
 ) -> None:
     a, b = link(server.url), link(server.url)
     assert (meet(a, "a").leader, meet(b, "b").leader) == ("a", "a")
-    b.leave("b")  # which has none
+    b.leave("b")  # b does not have the lease
     assert meet(b, "b").leader == "a"
     a.leave("a")
     assert meet(b, "b", lead_s=0.05).leader == "b"
@@ -235,7 +236,7 @@ async def until(holds: Callable[[], bool]) -> None:
 def test_in_a_loop_without_redis_and_with_it_again(
     tmp_path: Path, pool: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Decisions are made all the time; what was learnt comes out; one leads, and gives it back."""
+    """Decisions never stop; the feed's findings reach REST; one leads, and gives up its lease."""
     found: list[News] = []
 
     async def run(own: RedisServer) -> None:

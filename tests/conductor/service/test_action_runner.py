@@ -1,4 +1,4 @@
-"""Instances are told their roles, and asked whether they have taken them."""
+"""The service sends roles to instances, and asks whether they have taken them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Instance(HTTPServer):
-    """Takes roles, unless it `refuses`, and says what it does."""
+    """Takes roles, unless it `refuses`, and reports its role."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Not on stderr."""
+        """Log nothing on stderr."""
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def instance() -> Iterator[Instance]:
 
 
 def flipped(instance: Instance, url: str | None = None) -> tuple[Recorder, list[str]]:
-    """Flip `i1` to decode, and let the conductor steer until it has said how it went."""
+    """Flip `i1` to decode, and let the conductor steer until the flip has ended."""
     core, ends = Recorder(), list[str]()
 
     async def scenario() -> None:

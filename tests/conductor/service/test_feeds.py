@@ -1,4 +1,4 @@
-"""What feeds say reaches the index of a running conductor, in the loop's thread."""
+"""Updates of feeds reach the index of a running conductor, in the loop's thread."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ SCHEMA = KVSchema.gqa(
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Let the loop run until something is true."""
+    """Let the loop run until `true()`."""
     async with asyncio.timeout(20):
-        while not true():  # noqa: ASYNC110 - nothing tells when an index has changed
+        while not true():  # noqa: ASYNC110 - an index does not signal its changes
             await asyncio.sleep(0.01)
 
 
@@ -102,7 +102,7 @@ def test_without_a_directory_nothing_is_missing() -> None:
 
 
 class TestInstances:
-    """Engines that say in their labels where they publish."""
+    """Engines with the address of their publisher in their labels."""
 
     def spec(self, **labels: str) -> InstanceSpec:
         return InstanceSpec("i1", MODEL, Role.MIXED, "test", block_tokens=16, labels=labels)
@@ -124,7 +124,7 @@ class TestInstances:
             service.remove("i1")
             assert feeding.followed == []
             service.announce(self.spec(**where), "i1", None)
-            core.remove("i1", service.clock())  # as others may
+            core.remove("i1", service.clock())  # another conductor may do that
             service.tick()
             assert feeding.followed == []
             await feeding.close()
@@ -187,7 +187,8 @@ class TestInstances:
         ],
     )
     def test_what_is_taken_zeromq_takes_too(self, endpoint: str) -> None:
-        """Otherwise its thread would give it up, and nobody would follow what is said to be."""
+        """Otherwise the feed's thread would give it up, and an engine that is listed as followed
+        would not be."""
 
         async def scenario() -> None:
             feeding = Feeding(lambda update: None, asyncio.get_running_loop())

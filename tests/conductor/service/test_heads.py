@@ -1,6 +1,6 @@
-"""What may come before a request is known: heads, trailers, and connections that say nothing.
+"""Limits of data before a request is complete: heads, trailers, and silent connections.
 
-Everything here is sent over raw sockets: no client would.
+All tests use raw sockets, because no HTTP client would send this.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNKED = (
     b"POST /v1/schedule HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n"
 )
-# More than any buffer between two sockets has room for.
+# More than fits into the buffers between two sockets.
 ENDLESS_BYTES = 64 << 20
 
 
@@ -42,7 +42,7 @@ def connect(url: str) -> socket.socket:
 
 
 def rest(client: socket.socket) -> bytes:
-    """All that comes until the server closes the connection."""
+    """All bytes until the server closes the connection."""
     received = b""
     with contextlib.suppress(ConnectionError):
         while more := client.recv(65536):
@@ -65,7 +65,7 @@ def answer(client: socket.socket) -> bytes:
 
 
 def is_open(client: socket.socket) -> bool:
-    """Whether nothing has come and the connection is not closed."""
+    """Whether the connection is open, without any received bytes."""
     client.setblocking(False)
     try:
         return client.recv(1, socket.MSG_PEEK) != b""
@@ -145,7 +145,7 @@ class TestSize:
             assert status(rest(client)) == 431
 
     def test_a_body_is_no_head(self, url: str) -> None:
-        """However large it is, and in however small chunks."""
+        """However large the body is, and however small its chunks."""
         body = b'{"request_id": "' + b"a" * 200 * KIB + b'"}'
         with connect(url) as client:
             client.sendall(CHUNKED)
@@ -155,7 +155,7 @@ class TestSize:
             assert status(answer(client)) == 200
 
     def test_trailers_are_no_headers(self) -> None:
-        """A token that comes after the body lets nobody in."""
+        """A token after the body does not authorise the request."""
         with served(Recorder(), TOKENS) as url, connect(url) as client:
             client.sendall(
                 CHUNKED + b"2\r\n{}\r\n0\r\nAuthorization: Bearer " + TOKEN + b"\r\n\r\n"
@@ -210,12 +210,13 @@ class TestTime:
         with connect(url) as client:
             client.sendall(LIVE)
             assert status(answer(client)) == 200
-            time.sleep(2 * self.HEAD_S)  # between requests there is more time
+            time.sleep(2 * self.HEAD_S)  # the time between requests has another limit
             client.sendall(START)
             assert status(rest(client)) == 408
 
     def test_a_body_that_nobody_waits_for_has_a_deadline(self, url: str) -> None:
-        """It is refused before it is read, and what comes then keeps nothing open."""
+        """The request is refused before its body is read; later bytes don't keep the connection
+        open."""
         with connect(url) as client:
             client.sendall(
                 b"POST /v1/schedule HTTP/1.1\r\nHost: h\r\nContent-Length: 1000000\r\n\r\n"
@@ -272,7 +273,7 @@ class TestRoom:
             with connect(url) as client:
                 client.sendall(LIVE)
                 assert status(answer(client)) == 200
-            assert all(map(is_open, flood))  # who connects at once with others may be slow
+            assert all(map(is_open, flood))  # one of many simultaneous clients may be slow
             time.sleep(1.1)
             self.half_open(url, 1, stack)
             with connect(url) as client:
@@ -298,7 +299,7 @@ class TestRoom:
                 assert status(answer(fourth)) == 200
 
     def test_who_leaves_at_once_takes_no_place(self, url: str) -> None:
-        """Its request may be looked at when its connection has ended."""
+        """The server may handle a request when its connection has already ended."""
         at_once = struct.pack("ii", 1, 0)
         for _ in range(20 * self.LIMITS.connections):
             with connect(url) as client:
@@ -306,7 +307,7 @@ class TestRoom:
                 client.sendall(AUTHORISED)
         said = 503
         give_up = time.monotonic() + 10
-        while said == 503 and time.monotonic() < give_up:  # until it has seen that they have left
+        while said == 503 and time.monotonic() < give_up:  # until the server noticed their end
             with connect(url) as client:
                 client.sendall(AUTHORISED)
                 said = status(answer(client))

@@ -1,4 +1,4 @@
-"""Nodes of a real pool, emptied over REST: the whole way from the route to the last block."""
+"""Draining nodes of a real pool over REST: the whole way from the route to the last block."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAMES = ("a", "b", "c")
 
 @dataclass
 class World:
-    """A conductor with a pool, and a client of it. It steers when it is told to."""
+    """A conductor with a pool, and a client of it. It steers only when the test says so."""
 
     pool: Cluster
     core: Recorder
@@ -41,14 +41,14 @@ class World:
     client: AsyncConductorClient
 
     def ask_for(self, prefix: Prefix, times: int) -> None:
-        """Requests come whose prompts begin so, and end."""
+        """`times` requests whose prompts begin with `prefix` come and end."""
         for number in range(times):
             name = f"{prefix.keys[-1].hex()}-{number}"
             now = asyncio.get_running_loop().time()
             tokens = len(prefix) * LARGE.block_tokens + 7
             asked = Request(name, MODEL, tokens, tuple(prefix.keys))
             assert isinstance(self.core.schedule(asked, now), Decision)
-            self.core.arrivals.count(now)  # of many at a time, only some are
+            self.core.arrivals.count(now)  # of many requests at a time only some are counted
 
     async def knows(self, *prefixes: Prefix) -> None:
         for prefix in prefixes:
@@ -56,11 +56,11 @@ class World:
         await self.acting.step()
 
     async def drain(self, node: str) -> DrainReply:
-        """How far it is."""
+        """The state of the node's drain."""
         return next(one for one in await self.client.drains() if one.name == node)
 
     async def steer(self, node: str, *phases: str) -> DrainReply:
-        """Until the node's drain is in one of these phases."""
+        """Steer until the node's drain is in one of these phases."""
         async with asyncio.timeout(30):
             while (found := await self.drain(node)).phase not in phases:
                 await self.acting.step()
@@ -171,7 +171,8 @@ def test_cancelled_it_takes_new_blocks_again(pool: Cluster) -> None:
 
 
 def test_any_conductor_can_end_a_drain(pool: Cluster) -> None:
-    """Also one that knows nothing of it: whoever empties the node sees that it is open."""
+    """Also one that does not know of it: the conductor that drains the node notices that the node
+    is open again."""
     a = pool.members["a"]
 
     async def scenario() -> None:
@@ -180,7 +181,7 @@ def test_any_conductor_can_end_a_drain(pool: Cluster) -> None:
             drain = it.core.steering._node_drains["a"]
             drain._hand_over = lambda now: []  # type: ignore[method-assign]
             async with asyncio.timeout(20):
-                while not drain._was_closed:  # until the directory knows
+                while not drain._was_closed:  # until the directory lists it as closed
                     await it.acting.step()
                     await asyncio.sleep(0.01)
             assert [one.name for one in await other.client.drains()] == []

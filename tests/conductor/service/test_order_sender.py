@@ -1,4 +1,4 @@
-"""Orders carried out by real nodes: bytes that arrive are right, and what fails is only counted."""
+"""Orders carried out by real nodes: copied bytes are right, and failures are only counted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _numbers = count(1)
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """Nodes, and no thread or descriptor that outlives the test."""
+    """Nodes; checks that no thread or descriptor outlives the test."""
     threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     pool = Cluster()
     try:
@@ -62,7 +62,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def carry(cluster: Cluster) -> Iterator[Callable[..., OrderCarrier]]:
-    """Carriers for the cluster, closed before it."""
+    """Makes carriers for the cluster, closed before it."""
     with contextlib.ExitStack() as stack:
 
         def make(**options: Any) -> OrderCarrier:
@@ -82,7 +82,7 @@ def copy(prefix: Prefix, source: str, target: str) -> Copy:
 
 
 def outcome(carrier: OrderCarrier, *orders: Order) -> list[Ended]:
-    """What became of these, in the order in which they were given."""
+    """The outcomes of these orders, in their order."""
     carrier.submit(orders)
     found: list[Ended] = []
     wait_until(lambda: found.extend(carrier.finished()) or len(found) >= len(orders), "they end")
@@ -104,7 +104,7 @@ class TestCopies:
         assert a.node.pinned_keys() == []
         (ended,) = outcome(carrier, Drop(next(_numbers), tuple(prefix.keys), "b", "cold"))
         assert (ended.blocks, b.node.pinned_keys()) == (4, [])
-        assert b.has(prefix) == [True] * 4  # it may stay as long as there is room
+        assert b.has(prefix) == [True] * 4  # it may remain while there is room
         assert carrier.statistics() == {
             "waiting": 0,
             "done": {"copy": 1, "drop": 1},
@@ -132,7 +132,7 @@ class TestCopies:
     def test_what_was_there_is_not_pinned_nor_unpinned(
         self, cluster: Cluster, carry: Callable[..., OrderCarrier]
     ) -> None:
-        """A pin of somebody else's is not ours to lift."""
+        """The conductor does not remove another client's pin."""
         a, b = cluster.start("a"), cluster.start("b")
         prefix = a.put(fresh_prefix(2, LARGE))
         b.put(prefix)
@@ -148,7 +148,7 @@ class TestCopies:
     def test_a_pin_that_has_ended_is_nobody_s_to_lift(
         self, cluster: Cluster, carry: Callable[..., OrderCarrier]
     ) -> None:
-        """It may have been set again, by somebody else."""
+        """Another client may have set the pin again."""
         a, b = cluster.start("a"), cluster.start("b")
         prefix = a.put(fresh_prefix(2, LARGE))
         cluster.settle()
@@ -222,10 +222,10 @@ class TestTrouble:
 
 
 class TestWithTheCore:
-    """Decisions and doing, together."""
+    """Decisions and their execution together."""
 
     def pool(self, cluster: Cluster, popularity: Popularity) -> PoolView:
-        """What a feed would know."""
+        """The view of the pool that a feed would give."""
         index, spaces = PrefixIndex(), {}
         for name, member in cluster.members.items():
             capacity = member.node.options.dram_bytes

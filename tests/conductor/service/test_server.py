@@ -1,4 +1,4 @@
-"""The conductor as a process: it starts, refuses what it must, stops cleanly, and comes back."""
+"""The conductor as a process: it starts, refuses wrong options, stops cleanly, and restarts."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class TestOptions:
 
 
 class TestOnAPort:
-    """What a client in the same process can't show."""
+    """Tests that need a real port."""
 
     def test_a_huge_body_is_refused_before_it_is_sent(self) -> None:
         with served(Recorder()) as url:
@@ -148,7 +148,7 @@ class TestOnAPort:
 
 class TestProcess:
     def test_what_serving_does_not_need_is_not_loaded(self) -> None:
-        """Most of the time until a restarted one serves is for imports."""
+        """Imports are most of the time until a restarted conductor serves."""
         code = "import sys; import tiffin.conductor.service.server; print(*sys.modules)"
         done = subprocess.run(
             [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
@@ -183,7 +183,7 @@ class TestProcess:
             assert "Traceback" not in log
 
     def test_forecasts_are_made_in_another_process(self, tmp_path: Path) -> None:
-        """Importing and fitting statsmodels would hold up all decisions for seconds."""
+        """Importing and fitting statsmodels would delay all decisions by seconds."""
         pytest.importorskip("statsmodels")
         config = tmp_path / "settings.toml"
         config.write_text('[planner]\npredictor = "holt-winters"\ninterval_s = 1\n')
@@ -224,11 +224,10 @@ class TestUnderLoad:
         self, tmp_path: Path, record_property: Callable[[str, object], None]
     ) -> None:
         """Kill -9 under 16 connections: every call ends with an answer or ConductorUnavailable, and
-        a new process answers and schedules within two seconds of its time. How long that takes by
-        the clock, from the kill on, is a matter of who else uses the machine: it is recorded, and
-        shown by `pytest -s`."""
+        a new process answers and schedules within two seconds of its CPU time. The wall time from
+        the kill on depends on the load of the machine: it is recorded, and shown by `pytest -s`."""
         port, config = free_port(), tmp_path / "settings.toml"
-        # The instance says once that it is there; it is not lost however long this takes.
+        # The instance sends one heartbeat only; it is not lost however long this takes.
         config.write_text("[core]\nheartbeat_timeout_s = 600\n")
         url = f"http://127.0.0.1:{port}"
         options = ("--listen", f"127.0.0.1:{port}", "--config", str(config))
@@ -239,7 +238,7 @@ class TestUnderLoad:
                 with ConductorClient(url, timeout_s=5) as client:
                     while not stop.is_set():
                         done[number] += self._one_request(client, f"c{number}-{done[number]}")
-            except Exception as error:  # noqa: BLE001 - whatever it is, the test shows it
+            except Exception as error:  # noqa: BLE001 - the test shows any exception
                 errors.append(error)
 
         clients = [
@@ -276,7 +275,7 @@ class TestUnderLoad:
 
     @staticmethod
     def _one_request(client: ConductorClient, name: str) -> int:
-        """1 if it went from its decision to its end."""
+        """Run one request from its decision to its end; 1, or 0 if the conductor lost it."""
         try:
             placed: Any = client.schedule(Request(name, MODEL, 100))
             if not hasattr(placed, "prefill"):

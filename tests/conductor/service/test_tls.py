@@ -1,4 +1,4 @@
-"""TLS as operators set it up: a certificate of a CA of their own, and what is wrong with others."""
+"""TLS as operators set it up: a certificate of their own CA, and errors for other ones."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class TestTheConductor:
     def test_ciphers_are_of_today(
         self, conductor: str, ours: Authority, version: ssl.TLSVersion
     ) -> None:
-        """The context of older versions of uvicorn has nothing but SHA-1 and CBC for TLS 1.2."""
+        """The context of older versions of uvicorn has only SHA-1 and CBC for TLS 1.2."""
         context = trusting(ours)
         context.maximum_version = version
         address = ("127.0.0.1", int(conductor.rpartition(":")[2]))
@@ -166,7 +166,7 @@ class TestTheGateway:
     def test_from_the_client_to_the_conductor(
         self, conductor: str, ours: Authority, theirs: Authority, tmp_path: Path
     ) -> None:
-        """With its CA it hears of instances; with another one it says that it hears nothing."""
+        """With the right CA it gets the instances; with another one it logs that it gets none."""
         config = tmp_path / "gateway.json"
         config.write_text('{"fallback": false, "refresh_s": 0.05, "reschedules": 0}')
         with ConductorClient(conductor, tls_ca=ours.ca) as client:
@@ -181,7 +181,7 @@ class TestTheGateway:
                 with GatewayProcess(*options, *towards, *files(ours)) as process:
                     url = f"https://127.0.0.1:{port}"
                     process.wait_until_it_answers(url, trusting(ours))
-                    client.register(spec)  # only now: it is lost if it is silent for long
+                    client.register(spec)  # only now: without heartbeats it is soon lost
                     with httpx.Client(base_url=url, trust_env=False, verify=trusting(ours)) as http:
                         body = {"model": MODEL, "prompt": "a"}
                         error = http.post("/v1/completions", json=body).json()["error"]

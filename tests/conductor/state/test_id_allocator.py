@@ -1,4 +1,5 @@
-"""Names come and go for ever: numbers are given again, and nobody looks like whoever was before."""
+"""Numbers of names are reused, and a new name inherits nothing from the previous owner of its
+number."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ FAST = [100e9, 0.0]
 
 
 def follow(made: Conductor, node: str, now: float) -> None:
-    """A feed speaks of a node, which has nothing."""
+    """A feed reports a node without blocks."""
     made.apply(HolderInventory(node, "dram", [], first=True, last=True), now)
 
 
@@ -44,7 +45,7 @@ def sweep_at(made: Conductor, now: float) -> float:
 
 
 class NumbersMachine(RuleBasedStateMachine):
-    """Against a dict and a set."""
+    """The allocator against a dict and a set."""
 
     NAMES = st.sampled_from("abcdefgh")
 
@@ -97,7 +98,7 @@ TestNumbers = NumbersMachine.TestCase
 
 class TestNodes:
     def test_thousands_come_and_go(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Pods have new names every day. What is live has its own ways, and a new one none."""
+        """Pods get new names daily. Live nodes keep their measured links, new ones have none."""
         monkeypatch.setattr(cluster_module, "NODES_MAX", 64)
         made, now = conductor(spec("stays", node="stays")), 0.0
         for day in range(150):
@@ -164,10 +165,10 @@ class TestNodes:
         made = conductor(spec("a", node="a"), spec("b", node="b"))
         made.links("a", {f"made up {i}": FAST for i in range(5000)} | {"b": FAST})
         assert made.transfers.ways() == {"b": {"a": (pytest.approx(100e9), 0.0)}}
-        assert made.cluster.names_numbered == 3  # and a model
+        assert made.cluster.names_numbered == 3  # two nodes and a model
 
     def test_names_may_come_faster_than_time_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Whoever registers one instance again and again, on another node each time."""
+        """A client registers one instance repeatedly, on another node each time."""
         monkeypatch.setattr(names_module, "CROWDED_MIN", 50)
         made = conductor()
         made.names.sweep()
@@ -192,8 +193,8 @@ class TestNodes:
 
     @pytest.mark.parametrize("seed", range(10))
     def test_against_a_dict(self, seed: int) -> None:
-        """Instances, feeds, reports, requests and time in any order: who is live has the ways that
-        were reported since it came, and no others."""
+        """Instances, feeds, reports, requests and time in any order: a live node has the links that
+        were reported since it came, and no other ones."""
         life = _Life(seed)
         for _ in range(400):
             life.step()
@@ -246,7 +247,7 @@ class _Life:
         self.now = 0.0
         self.beside: dict[str, str] = {}  # instance: node
         self.followed: set[str] = set()
-        self.ways: dict[tuple[str, str], float] = {}  # measured since both came
+        self.ways: dict[tuple[str, str], float] = {}  # links measured since both nodes came
         self.requests = 0
 
     @property
@@ -291,7 +292,7 @@ class _Life:
                 for known in self.beside:
                     made.heartbeat(known, Load(), self.now)
                 made.tick(self.now)
-        # What has gone is forgotten at the latest here, so that the dict knows when.
+        # Removed names are forgotten here at the latest, so that the dict can do the same.
         made.names.sweep()
         gone = before - self.live
         self.ways = {way: at for way, at in self.ways.items() if not gone & set(way)}

@@ -1,4 +1,4 @@
-"""Whoever computes the longest prefix is found, and nobody who has ended is."""
+"""The request that computes the longest prefix is found, and never one that has ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def chain(*tokens: int) -> tuple[bytes, ...]:
-    """Keys as they are: each names all blocks up to its own."""
+    """Chained keys: each stands for all blocks up to its own."""
     return tuple(bytes(tokens[: at + 1]).ljust(16, b"\xff") for at in range(len(tokens)))
 
 
@@ -129,7 +129,7 @@ def test_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class AgainstPlainLoops(RuleBasedStateMachine):
-    """Few tokens, so that prompts share much; and few requests, so that they begin again."""
+    """Few tokens, so that prompts share much; and few request ids, so that they are reused."""
 
     def __init__(self) -> None:
         super().__init__()

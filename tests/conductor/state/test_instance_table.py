@@ -1,4 +1,4 @@
-"""The columns of all instances: rows are given, given again, and grow together."""
+"""The columns of all instances: rows are allocated, reused, and grow together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index against the plainest thing that could be right: a set of keys per holder."""
+"""The index against a simple reference: a set of keys per holder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def keys(count: int, prompt: object = "") -> list[bytes]:
 
 
 def leading(prompt: list[bytes], held: set[bytes]) -> int:
-    """How many leading blocks of a prompt are in a set: the reference of everything here."""
+    """How many leading blocks of a prompt are in a set: the reference of all tests here."""
     for count, one in enumerate(prompt):
         if one not in held:
             return count
@@ -77,7 +77,7 @@ def test_numbers_are_given_once_and_again_after_a_departure() -> None:
     index.drop("a")
     assert index.find("a", "hbm") is index.find("a", "dram") is None
     assert index.holders_of(prompt[0]) == [b]
-    # Whoever gets the number has nothing of its predecessor's.
+    # The next owner of the number has no blocks of its predecessor.
     c = index.holder("c", "nvme")
     assert c in (a, a_dram)
     assert index.width == 3
@@ -111,13 +111,13 @@ def test_age_is_since_a_holder_was_last_heard_of() -> None:
     a = index.holder("a", "hbm")
     assert index.age_s(a, 5.0) == float("inf")
     index.add(a, keys(1), 5.0)
-    index.heard(a, 4.0)  # late news do not make it older
+    index.heard(a, 4.0)  # a late report does not set the time back
     assert index.age_s(a, 7.5) == 2.5
     assert index.age_s(a, 1.0) == 0.0
 
 
 def test_an_inventory_replaces_all_at_once() -> None:
-    """Until its end decisions see what was known before, and nothing of it twice."""
+    """Until its end decisions see the blocks known before, and none of them twice."""
     index, prompt = PrefixIndex(), keys(8)
     a, b = index.holder("a", "dram"), index.holder("b", "dram")
     index.add(a, prompt[:4], 0.0)
@@ -148,7 +148,7 @@ def test_a_holder_may_leave_during_its_inventory() -> None:
     b, c = index.holder("b", "dram"), index.holder("c", "dram")
     index.add(b, keys(3), 0.0)
     index.add(c, keys(2), 0.0)
-    assert index.match(keys(3)).blocks == 3  # the hidden number is an ordinary one again
+    assert index.match(keys(3)).blocks == 3  # the hidden number is visible again
 
 
 def test_too_many_holders_are_refused() -> None:
@@ -202,11 +202,11 @@ def test_cleared_blocks_do_not_pile_up() -> None:
 def test_a_few_cleared_blocks_are_not_worth_a_pass_over_a_full_index(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They leave in their turn, and count as nobody's loss."""
+    """They are evicted in their turn, and not counted as evictions of a holder's blocks."""
     index = PrefixIndex(max_blocks=800)
     a, b, c = (index.holder(name, "hbm") for name in "abc")
     index.add(b, keys(10, "dead"), 0.0)
-    index.match(keys(10, "dead"))  # asked for when somebody had them
+    index.match(keys(10, "dead"))  # matched while b had them
     index.add(a, keys(780), 0.0)
     index.match(keys(780))
     passes, bury = [], index._bury
@@ -217,7 +217,7 @@ def test_a_few_cleared_blocks_are_not_worth_a_pass_over_a_full_index(
     assert index._dead == 0
     assert len(index._blocks) <= 800
     assert index.blocks_of(a) == len(index) == 830 - index.evicted_blocks
-    # An eighth of it is worth one, and then nobody has to leave who is held.
+    # An eighth of the index is worth a pass, and then no held block has to be evicted.
     index.add(c, keys(800 - len(index), "c"), 0.0)
     index.add(c, keys(200, "d"), 0.0)
     evicted, dead = index.evicted_blocks, index.blocks_of(c)
@@ -263,7 +263,7 @@ def test_lengths_are_what_counting_says(parts: list[tuple[int, int]]) -> None:
 
 
 def test_prompts_that_part_ways_are_remembered_up_to_there() -> None:
-    """The walk is by rows that were asked for before; a block that is gone takes its row apart."""
+    """The walk follows rows that were matched before; a removed block splits its row."""
     index, prompt = PrefixIndex(), keys(100)
     a, b = index.holder("a", "hbm"), index.holder("b", "dram")
     index.add(a, prompt, 0.0)
@@ -284,14 +284,14 @@ def test_prompts_that_part_ways_are_remembered_up_to_there() -> None:
         HolderRun(0, 20, 1 << a | 1 << b),
         HolderRun(20, 70, 1 << a),
     )
-    # Another block in the middle of a row, and whatever comes in another order, is no such row.
+    # A row with another block in the middle, or in another order, does not match.
     other = [*prompt[:5], key("other"), *prompt[6:20]]
     assert index.match(other).runs == (HolderRun(0, 5, 1 << a | 1 << b),)
     assert index.match(prompt[:5][::-1]).blocks == 5
 
 
 def test_keys_of_rows_are_kept_once() -> None:
-    """However prompts part ways: each block could be the last of a row as long as the prompt."""
+    """Wherever prompts diverge: each block could be the last of a row as long as the prompt."""
     index, prompt = PrefixIndex(), keys(400)
     holders = [index.holder(f"i{number}", "hbm") for number in range(100)]
     for at, holder in enumerate(holders):
@@ -303,7 +303,7 @@ def test_keys_of_rows_are_kept_once() -> None:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Any order of calls leaves the index with what a set per holder has."""
+    """After any order of calls the index has the same blocks as a set per holder."""
 
     universe = keys(48)
     some = st.lists(st.integers(0, 47), max_size=12) | st.builds(
@@ -333,7 +333,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(stop=st.integers(16, 48), other=st.booleans())
     def ask(self, stop: int, other: bool) -> None:
-        """What was asked for before, by prompts that part ways anywhere, changes no answer."""
+        """Earlier matches, by prompts that diverge anywhere, change no answer."""
         prompt = self.universe[:stop] + keys(3, "other") * other
         runs = self.index.match(prompt).runs
         holders = [set(self.index.holders_of(one)) for one in prompt]

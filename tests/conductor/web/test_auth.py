@@ -1,4 +1,4 @@
-"""Tokens: who may do what, and what is refused at start."""
+"""Tokens: the rights of each, and configurations that are refused at start."""
 
 from __future__ import annotations
 
