@@ -106,7 +106,13 @@ def _tensor(block: Any, *, written: bool) -> Any:
         )
     if written and not block.flags.writeable:
         raise LayoutError("a block that is to be filled is memory that can't be written")
-    return torch.from_numpy(block if block.flags.writeable else np.asarray(_Bytes(block)))
+    return host_tensor(block)
+
+
+def host_tensor(array: NDArray[Any]) -> Any:
+    """A tensor over an array's memory. If the array is read-only, only read the tensor: torch knows
+    no read-only tensors."""
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Bytes(array)))
 
 
 def _check_reach(elsewhere: Sequence[Any], device: Any, pinned: bool) -> None:

@@ -72,10 +72,22 @@ class _Chain:
 
     Invariants: len(keys) == len(chunks); every chunk is exactly one block of tokens; tail is less
     than one block. Chunks are the hashed slices, kept because writers put them in headers and
-    readers compare them with headers.
+    readers compare them with headers. `first` is the index of the first block within the prompt and
+    `before` the key before it: not 0 and the root if this was unpickled from a slice.
     """
 
-    __slots__ = ("chunks", "digest", "keys", "name", "name_print", "root", "schema", "tail")
+    __slots__ = (
+        "before",
+        "chunks",
+        "digest",
+        "first",
+        "keys",
+        "name",
+        "name_print",
+        "root",
+        "schema",
+        "tail",
+    )
 
     def __init__(self, schema: "KVSchema", namespace: str, secret: bytes) -> None:
         self.root = root_key(schema, namespace, secret)
@@ -86,6 +98,8 @@ class _Chain:
         self.keys: list[bytes] = []
         self.chunks: list[bytes] = []
         self.tail = b""
+        self.first = 0
+        self.before = self.root
 
     def append(self, token_bytes: bytes) -> int:
         """Add tokens; return how many blocks they completed."""
@@ -93,7 +107,7 @@ class _Chain:
         chunk_bytes = self.schema.block_tokens * TOKEN_BYTES
         end = len(data) - len(data) % chunk_bytes
         digest, keys, chunks = self.digest, self.keys, self.chunks
-        key = keys[-1] if keys else self.root
+        key = keys[-1] if keys else self.before
         for offset in range(0, end, chunk_bytes):
             chunk = data[offset : offset + chunk_bytes]
             key = digest(key + chunk)
@@ -109,6 +123,8 @@ class Prefix:
     `len()` counts blocks; `prefix[a:b]` and `prefix[i]` are prefixes over a part of the same chain,
     made without a copy. Only the object that was built from tokens can be extended; slices taken
     earlier stay unchanged. A prompt shorter than one block has length 0 and a tail.
+
+    Pickled, it becomes a slice with its blocks' tokens and keys, without tail and secret.
 
     Raises TokenError for bad token ids, InvalidInput for a bad namespace or secret. Not thread-safe
     while a thread extends it.
@@ -162,7 +178,7 @@ class Prefix:
         if not isinstance(other, Prefix):
             return NotImplemented
         return (
-            self._start == other._start
+            self.start == other.start
             and self.schema_fingerprint == other.schema_fingerprint
             and self.namespace_fingerprint == other.namespace_fingerprint
             and self.keys == other.keys
@@ -174,7 +190,7 @@ class Prefix:
 
     def __repr__(self) -> str:
         last = self.keys[-1].hex() if len(self) else "none"
-        blocks = f"blocks {self._start}:{self._start + len(self)}"
+        blocks = f"blocks {self.start}:{self.start + len(self)}"
         namespace = f" namespace={self.namespace!r}" if self.namespace else ""
         model = self.schema.model
         return f"<Prefix {model!r}{namespace} {blocks}, {self.token_count} tokens, last key {last}>"
@@ -195,12 +211,12 @@ class Prefix:
     @property
     def parent(self) -> bytes:
         """The key before this slice's first block; the root at the start of the prompt."""
-        return self._chain.keys[self._start - 1] if self._start else self._chain.root
+        return self._chain.keys[self._start - 1] if self._start else self._chain.before
 
     @property
     def start(self) -> int:
         """Index of the first block within the whole prompt."""
-        return self._start
+        return self._chain.first + self._start
 
     @property
     def schema_fingerprint(self) -> bytes:
@@ -263,8 +279,38 @@ class Prefix:
             self._forget()
         return completed
 
+    def __reduce__(self) -> "tuple[Callable[..., Prefix], tuple[Any, ...]]":
+        chain = self._chain
+        identity = (chain.schema, chain.name, chain.root, chain.name_print)
+        tokens = b"".join(self.token_chunks())
+        return _unpickled, (*identity, self.start, self.parent, self.key_bytes, tokens)
+
     def _tail(self) -> bytes:
         return self._chain.tail if self._stop is None else b""
+
+
+def _unpickled(
+    schema: "KVSchema",
+    namespace: str,
+    root: bytes,
+    name_print: bytes,
+    start: int,
+    parent: bytes,
+    key_bytes: bytes,
+    tokens: bytes,
+) -> Prefix:
+    """The slice that `Prefix.__reduce__` took apart."""
+    chain = _Chain.__new__(_Chain)
+    chain.schema, chain.name = schema, namespace
+    chain.root, chain.name_print = root, name_print
+    chain.first, chain.before = start, parent
+    chunk_bytes = schema.block_tokens * TOKEN_BYTES
+    chain.keys = [key_bytes[at : at + KEY_BYTES] for at in range(0, len(key_bytes), KEY_BYTES)]
+    chain.chunks = [tokens[at : at + chunk_bytes] for at in range(0, len(tokens), chunk_bytes)]
+    chain.tail = b""
+    prefix = Prefix.__new__(Prefix)
+    prefix._init(chain, 0, len(chain.keys))  # a slice: no `extend`, which needs the digest
+    return prefix
 
 
 def digest_of(name: str, secret: bytes) -> Digest:

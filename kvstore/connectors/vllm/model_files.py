@@ -1,0 +1,46 @@
+"""A fingerprint of a model's files: engines share blocks only if they compute the same numbers.
+
+A model's name does not show that: a checkpoint may be retrained under its old name, and the same
+checkpoint may lie at two paths.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from ...errors import InvalidInput
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+SAMPLES = 64  # pieces of each file, at even distances, the first and the last included
+SAMPLE_BYTES = 4096
+
+
+def files_fingerprint(folder: Path) -> str:
+    """32 hexadecimal digits over the weights' files of `folder`, by name, size and samples.
+
+    A training step changes almost every number, so samples show it; an edit of a few numbers
+    between the samples does not show. Takes about 1 ms per file. Raises InvalidInput if there are
+    no such files, or if one can't be read.
+    """
+    digest = blake2b(digest_size=16)
+    try:
+        found = sorted(path for path in folder.iterdir() if path.suffix in WEIGHTS)
+        for path in found:
+            size = path.stat().st_size
+            digest.update(f"\n{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                for sample in range(SAMPLES):
+                    file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+                    digest.update(file.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise InvalidInput(f"the model's files can't be read: {error}") from error
+    if not found:
+        raise InvalidInput(
+            f'no weights ({", ".join(WEIGHTS)}) in {folder}; name them by "model_fingerprint" in '
+            "kv_connector_extra_config, the same for every engine with the same weights"
+        )
+    return digest.hexdigest()

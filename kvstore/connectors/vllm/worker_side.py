@@ -1,0 +1,237 @@
+"""The connector in a worker: fills the engine's pages from the pool and stores them there.
+
+Asynchronous loads and all saves run in threads of their own. A save copies pages whose tokens are
+confirmed, so that no forward pass writes them any more, until the engine gives them to another
+request: `drain` comes before that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+from ...errors import TiffinError
+from .orders import StepReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from concurrent.futures import Future
+
+    from ...client.client import Client
+    from .orders import LoadOrder, SaveOrder, StepOrders
+    from .page_copier import PageCopier
+    from .pool_link import PoolLink
+    from .settings import Settings
+
+log = logging.getLogger(__name__)
+
+_LOADERS = 2
+_SAVERS = 1
+
+
+class _Stage(Enum):
+    WAITING = auto()  # the pages have not been read yet
+    COPYING = auto()
+    COPIED = auto()  # the pages are not needed any more
+    GIVEN_UP = auto()
+
+
+class _Save:
+    """One save, and how far it is. The engine's thread may give it up until its copy begins."""
+
+    def __init__(self, order: SaveOrder) -> None:
+        self.order = order
+        self._stage = _Stage.WAITING
+        self._changed = threading.Condition()
+
+    def begin_copy(self) -> bool:
+        """Whether the pages may be read; if so, `end_copy` must follow."""
+        with self._changed:
+            if self._stage is _Stage.GIVEN_UP:
+                return False
+            self._stage = _Stage.COPYING
+            return True
+
+    def end_copy(self) -> None:
+        """The pages have been read."""
+        with self._changed:
+            self._stage = _Stage.COPIED
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Give the save up, or wait until its copy, which is only a memcpy, has ended."""
+        with self._changed:
+            if self._stage is _Stage.WAITING:
+                self._stage = _Stage.GIVEN_UP
+            while self._stage is _Stage.COPYING:
+                self._changed.wait()
+
+
+class WorkerSide:
+    """Loads and saves of one worker. Its methods are called by the worker's thread only."""
+
+    def __init__(self, settings: Settings, link: PoolLink, rank: int = 0, ranks: int = 1) -> None:
+        self._settings = settings
+        self._link = link
+        self._shard = (rank, ranks) if ranks > 1 else None
+        self._heads = (rank, rank + 1) if ranks > 1 else None
+        self._copier: PageCopier | None = None
+        self._loaders = ThreadPoolExecutor(_LOADERS, thread_name_prefix="tiffin-load")
+        self._savers = ThreadPoolExecutor(_SAVERS, thread_name_prefix="tiffin-save")
+        self._loading: dict[str, list[tuple[LoadOrder, Future[int]]]] = {}
+        self._saving: dict[str, list[tuple[_Save, Future[None]]]] = {}
+        self._finished: set[str] = set()
+        self._bad_pages: set[int] = set()
+        self._report = StepReport()
+
+    def register(self, copier: PageCopier) -> None:
+        """Set what copies the engine's pages, once they exist."""
+        self._copier = copier
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def drain(self, request_ids: Iterable[str]) -> None:
+        """Return when no save reads pages of these requests any more."""
+        for request_id in request_ids:
+            for save, _ in self._saving.get(request_id, ()):
+                save.drain()
+
+    def begin(self, orders: StepOrders) -> None:
+        """Start the saves and the asynchronous loads of a step, and do its synchronous loads."""
+        self._finished.update(orders.finished)
+        for order in orders.saves:
+            save = _Save(order)
+            saving = self._savers.submit(self._save, save)
+            self._saving.setdefault(order.request_id, []).append((save, saving))
+        for load in orders.loads:
+            if not load.synchronous:
+                loading = self._loaders.submit(self._load, load)
+                self._loading.setdefault(load.request_id, []).append((load, loading))
+        for load in orders.loads:
+            if load.synchronous:
+                bad = self._note_load(load, self._load(load))
+                self._report.tainted_pages.update(bad)
+
+    def ended(self) -> tuple[set[str], set[str]]:
+        """Requests whose pages the engine may free, as all their saves have ended, and requests
+        whose asynchronous loads have ended; each is returned once."""
+        for request_id, saves in list(self._saving.items()):
+            for save, saving in list(saves):
+                if saving.done():
+                    saves.remove((save, saving))
+                    self._report.ended_saves[save.order.number] = 1
+            if not saves:
+                del self._saving[request_id]
+        saved = self._finished - self._saving.keys()
+        self._finished -= saved
+        loaded = set()
+        for request_id, loads in list(self._loading.items()):
+            if all(loading.done() for _, loading in loads):
+                for load, loading in self._loading.pop(request_id):
+                    self._note_load(load, loading.result())
+                loaded.add(request_id)
+        return saved, loaded
+
+    def take_bad_pages(self) -> set[int]:
+        """Pages that were to be loaded and are not, of loads that have ended."""
+        bad, self._bad_pages = self._bad_pages, set()
+        return bad
+
+    def take_report(self) -> StepReport:
+        """The report since the last one."""
+        report, self._report = self._report, StepReport()
+        return report
+
+    def close(self) -> None:
+        """Give up what has not begun, wait for the rest, close the connection."""
+        for saves in self._saving.values():
+            for save, _ in saves:
+                save.drain()
+        self._savers.shutdown(wait=True, cancel_futures=True)
+        self._loaders.shutdown(wait=True, cancel_futures=True)
+        self._link.close()
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def _note_load(self, order: LoadOrder, blocks: int) -> list[int]:
+        """Note that only the first `blocks` blocks were loaded; returns the pages that were not."""
+        if blocks == len(order.prefix):
+            return []
+        assert self._copier is not None
+        first = max(0, blocks * self._copier.pages - order.skipped_pages)
+        bad = list(order.pages[first:])
+        self._bad_pages.update(bad)
+        position = order.prefix.start + blocks
+        known = self._report.failed.get(order.request_id, position)
+        self._report.failed[order.request_id] = min(position, known)
+        return bad
+
+    def _load(self, order: LoadOrder) -> int:
+        """How many leading blocks of the order are in the pages now. Raises nothing: what it can't
+        load, the engine computes."""
+        copier = self._copier
+        assert copier is not None
+        timeout_s = self._settings.load_timeout_s
+
+        def get(client: Client) -> int:
+            with client.get(order.prefix, heads=self._heads, timeout_s=timeout_s) as blocks:
+                memories = [blocks[index].memory for index in range(len(blocks))]
+                copier.scatter(memories, order.pages, order.skipped_pages)
+                if not blocks.complete:
+                    log.warning("%s: a block could not be loaded: %s", order.request_id,
+                                blocks.reason)  # fmt: skip
+                return len(blocks)
+
+        try:
+            return self._link.call(get, wait_s=timeout_s)
+        except TiffinError as error:
+            log.warning("%s: not loaded: %s", order.request_id, error)
+        except Exception:
+            log.exception("%s: not loaded", order.request_id)
+        return 0
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def _save(self, save: _Save) -> None:
+        """Store the blocks of the order that the pool lacks. Raises nothing."""
+        copier, order = self._copier, save.order
+        assert copier is not None
+        # `reserve` of a pool has more arguments than a node's; these both have.
+        options: dict[str, Any] = {"shard": self._shard, "timeout_s": self._settings.save_timeout_s}
+
+        def put(client: Client) -> None:
+            slots = client.reserve(order.prefix, **options)
+            try:
+                if not save.begin_copy():
+                    slots.abort()
+                    return
+                try:
+                    for slot in slots:
+                        copier.gather([slot.view], self._pages_of(order, slot.index))
+                finally:
+                    save.end_copy()
+            except BaseException:
+                slots.abort()
+                raise
+            slots.commit()
+
+        began = time.monotonic()
+        try:
+            self._link.call(put)
+        except TiffinError as error:
+            log.debug("%s: not saved: %s", order.request_id, error)
+        except Exception:
+            log.exception("%s: not saved", order.request_id)
+        finally:
+            save.drain()
+        log.debug("%s: %d blocks in %.3f s", order.request_id, len(order.prefix),
+                  time.monotonic() - began)  # fmt: skip
+
+    def _pages_of(self, order: SaveOrder, block: int) -> tuple[int, ...]:
+        assert self._copier is not None
+        count = self._copier.pages
+        return order.pages[block * count : (block + 1) * count]
