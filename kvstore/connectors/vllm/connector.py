@@ -18,9 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.platforms import current_platform
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...errors import InvalidInput
 from .compatibility import cache_shape, check_engine, check_version
+from .metrics import PromMetrics, Statistics
 from .model_files import files_fingerprint
 from .orders import StepOrders, StepReport
 from .page_copier import PageCopier
@@ -34,6 +36,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 log = logging.getLogger(__name__)
+
+_SOURCES = {
+    "dram": CacheHitSource.HOST,
+    "nvme": CacheHitSource.DISK,
+    "peer": CacheHitSource.P2P,
+}
 
 
 @dataclass
@@ -189,6 +197,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for request_id in orders.finished:
             self._requests.remove(request_id)
         self._scheduler.tracker.decoding = 1 in scheduled.values()
+        self._scheduler.idle = not scheduled
         return Metadata(orders)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -255,6 +264,38 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._worker is not None
         report = self._worker.take_report()
         return WorkerMetadata(report) if report else None
+
+    # -- statistics ------------------------------------------------------------------------------
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Where the tokens to load are: this host's memory, its disk, or another node."""
+        assert self._scheduler is not None
+        found = self._scheduler.tracker.hit_tokens(request.request_id, num_external_tokens)
+        return {_SOURCES[tier]: tokens for tier, tokens in found.items()}
+
+    def get_kv_connector_stats(self) -> Statistics | None:
+        """The counts of this side since the last call."""
+        side = self._scheduler or self._worker
+        counts = side.counters.take() if side is not None else {}
+        return Statistics(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Statistics:
+        """Statistics with these counts."""
+        return Statistics(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        """The counts as Prometheus metrics."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """End threads and connections."""

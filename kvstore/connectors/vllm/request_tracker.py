@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from .orders import LoadOrder, SaveOrder, StepOrders, StepReport
 
@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from ...format.keys import Prefix
 
 
+Tier: TypeAlias = Literal["dram", "nvme", "peer"]
+
+
 @dataclass(slots=True)
 class TrackedRequest:
     """A request that is in the engine. Positions of blocks count from the start of its prompt.
 
-    `hit_blocks`: the pool's answer, None while it is awaited. `failed_from`: the first block that
+    `hit_blocks`: the pool's answer, None while it is awaited; `tiers`: where each of them is, in
+    this host's DRAM, its NVMe or on another node. `failed_from`: the first block that
     could not be loaded, which is not offered again. `computed_from`: the first token that the
     engine computed for this request; what is before it came from the pool or the engine's cache.
     """
@@ -33,7 +37,7 @@ class TrackedRequest:
     prefix: Prefix
     lookup_until: float
     hit_blocks: int | None = None
-    at_home: bool = False
+    tiers: tuple[Tier, ...] = ()
     failed_from: float = math.inf
     local_tokens: int = 0
     synchronous: bool = False
@@ -93,11 +97,11 @@ class RequestTracker:
         """Track a request whose lookup in the pool has begun."""
         self._requests[request_id] = TrackedRequest(prefix, lookup_until)
 
-    def answered(self, request_id: str, hit_blocks: int, *, at_home: bool) -> None:
-        """The pool has the first `hit_blocks` blocks; `at_home`: all in the DRAM of this host."""
+    def answered(self, request_id: str, hit_blocks: int, tiers: tuple[Tier, ...] = ()) -> None:
+        """The pool has the first `hit_blocks` blocks, in these tiers."""
         request = self._requests.get(request_id)
         if request is not None and request.hit_blocks is None:
-            request.hit_blocks, request.at_home = hit_blocks, at_home
+            request.hit_blocks, request.tiers = hit_blocks, tiers
 
     def look_again(self, request_id: str, lookup_until: float) -> Prefix | None:
         """Forget the pool's answer, because the engine has given up the request's pages and will
@@ -135,7 +139,22 @@ class RequestTracker:
     def _synchronous(self, request: TrackedRequest) -> bool:
         if self._options.loading != "auto":
             return self._options.loading == "synchronous"
-        return request.at_home and not self.decoding
+        return not self.decoding and all(tier == "dram" for tier in request.tiers)
+
+    def hit_tokens(self, request_id: str, external_tokens: int) -> dict[Tier, int]:
+        """In which tiers the `external_tokens` tokens after the request's local ones are."""
+        request = self._requests.get(request_id)
+        found: dict[Tier, int] = {}
+        if request is None:
+            return found
+        block, begin = self._options.block_tokens, request.local_tokens
+        end = begin + external_tokens
+        for index in range(begin // block, -(-end // block)):
+            if index < len(request.tiers):
+                tokens = min(end, (index + 1) * block) - max(begin, index * block)
+                tier = request.tiers[index]
+                found[tier] = found.get(tier, 0) + tokens
+        return found
 
     def allocated(
         self, request_id: str, pages: Sequence[int], external_tokens: int, computed_tokens: int

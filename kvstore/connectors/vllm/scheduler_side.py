@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from ...errors import TiffinError
 from ...node.core.records import IN_DRAM
 from ...pool.client import IN_PEER
 from .request_tracker import RequestTracker, TrackerOptions
+from .transfer_counters import TransferCounters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -23,13 +24,16 @@ if TYPE_CHECKING:
     from ...verbs.block_verbs import Hit
     from .orders import StepOrders, StepReport
     from .pool_link import PoolLink
-    from .request_tracker import EngineState
+    from .request_tracker import EngineState, Tier
     from .settings import Settings
 
 log = logging.getLogger(__name__)
 
 # Lookups at a time: one takes 0.3 ms at home, and waits for the network elsewhere.
 _LOOKUPS = 2
+# How long an idle scheduler waits for an answer. Without requests to run it would ask again at
+# once, in a loop that leaves the GIL to the lookup only every 5 ms.
+_IDLE_WAIT_S = 0.002
 
 
 class SchedulerSide:
@@ -63,6 +67,8 @@ class SchedulerSide:
                 settings.save_tokens_min,
             )
         )
+        self.idle = True  # whether the last step ran no request
+        self.counters = TransferCounters()
         self._lookups: dict[str, Future[Hit]] = {}
         self._threads = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="tiffin-lookup")
 
@@ -79,11 +85,14 @@ class SchedulerSide:
     def matched(
         self, request_id: str, local_tokens: int, total_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `RequestTracker.matched`; asks nobody, as it is called in every step."""
+        """See `RequestTracker.matched`; sends nothing, as it is called in every step."""
         lookup = self._lookups.get(request_id)
-        if lookup is not None and lookup.done():
-            del self._lookups[request_id]
-            self._note(request_id, lookup)
+        if lookup is not None:
+            if self.idle:
+                wait([lookup], _IDLE_WAIT_S)
+            if lookup.done():
+                del self._lookups[request_id]
+                self._note(request_id, lookup)
         return self.tracker.matched(request_id, local_tokens, total_tokens, time.monotonic())
 
     def allocated(
@@ -92,6 +101,9 @@ class SchedulerSide:
         """See `RequestTracker.allocated`."""
         self._lookups.pop(request_id, None)  # too late: the engine computes, or loads
         self.tracker.allocated(request_id, pages, external_tokens, computed_tokens)
+        if external_tokens:
+            for tier, tokens in self.tracker.hit_tokens(request_id, external_tokens).items():
+                self.counters.add("hit_tokens", tokens, tier)
 
     def plan(
         self,
@@ -130,7 +142,7 @@ class SchedulerSide:
 
     def _look_up(self, request_id: str, prefix: Prefix) -> None:
         if not self._loads or not len(prefix):
-            self.tracker.answered(request_id, 0, at_home=False)
+            self.tracker.answered(request_id, 0)
             return
         blocks = prefix[: len(prefix)]  # the tracker extends the prefix meanwhile
         timeout_s = self._settings.lookup_timeout_s
@@ -138,18 +150,30 @@ class SchedulerSide:
         def match(client: Client) -> Hit:
             return client.match(blocks, timeout_s=timeout_s)
 
-        self._lookups[request_id] = self._threads.submit(_called, self._link.call, match)
+        self._lookups[request_id] = self._threads.submit(self._matched, match)
+
+    def _matched(self, match: Callable[[Client], Hit]) -> Hit:
+        began = time.monotonic()
+        try:
+            return self._link.call(match, wait_s=self._settings.lookup_timeout_s)
+        finally:
+            self.counters.add("lookups")
+            self.counters.add("lookup_seconds", time.monotonic() - began)
 
     def _note(self, request_id: str, lookup: Future[Hit]) -> None:
         try:
             hit = lookup.result()
         except TiffinError as error:
             log.debug("not looked up: %s", error)
-            self.tracker.answered(request_id, 0, at_home=False)
+            self.counters.add("lookup_failures", label=type(error).__name__)
+            self.tracker.answered(request_id, 0)
             return
-        at_home = all(flag & IN_DRAM and not flag & IN_PEER for flag in hit.where)
-        self.tracker.answered(request_id, hit.blocks, at_home=at_home)
+        tiers = tuple(_tier(flag) for flag in hit.where)
+        self.tracker.answered(request_id, hit.blocks, tiers)
 
 
-def _called(call: Callable[[Callable[[Client], Hit]], Hit], match: Callable[[Client], Hit]) -> Hit:
-    return call(match)
+def _tier(flag: int) -> Tier:
+    """Where a block is, by its flag in a `Hit`."""
+    if flag & IN_PEER:
+        return "peer"
+    return "dram" if flag & IN_DRAM else "nvme"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import TiffinError
 from .orders import StepReport
+from .transfer_counters import TransferCounters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -87,6 +88,7 @@ class WorkerSide:
         self._finished: set[str] = set()
         self._bad_pages: set[int] = set()
         self._report = StepReport()
+        self.counters = TransferCounters()
 
     def register(self, copier: PageCopier) -> None:
         """Set what copies the engine's pages, once they exist."""
@@ -182,17 +184,23 @@ class WorkerSide:
                 memories = [blocks[index].memory for index in range(len(blocks))]
                 copier.scatter(memories, order.pages, order.skipped_pages)
                 if not blocks.complete:
+                    self.counters.add("load_failures", label=blocks.reason or "miss")
                     log.warning("%s: a block could not be loaded: %s", order.request_id,
                                 blocks.reason)  # fmt: skip
                 return len(blocks)
 
+        began, loaded = time.monotonic(), 0
         try:
-            return self._link.call(get, wait_s=timeout_s)
+            loaded = self._link.call(get, wait_s=timeout_s)
         except TiffinError as error:
+            self.counters.add("load_failures", label=type(error).__name__)
             log.warning("%s: not loaded: %s", order.request_id, error)
-        except Exception:
+        except Exception as error:
+            self.counters.add("load_failures", label=type(error).__name__)
             log.exception("%s: not loaded", order.request_id)
-        return 0
+        self.counters.add("loaded_tokens", loaded * order.prefix.schema.block_tokens)
+        self.counters.add("load_seconds", time.monotonic() - began)
+        return loaded
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -218,18 +226,21 @@ class WorkerSide:
                 slots.abort()
                 raise
             slots.commit()
+            tokens = len(slots.stored) * order.prefix.schema.block_tokens
+            self.counters.add("saved_tokens", tokens)
 
         began = time.monotonic()
         try:
             self._link.call(put)
         except TiffinError as error:
+            self.counters.add("save_failures", label=type(error).__name__)
             log.debug("%s: not saved: %s", order.request_id, error)
-        except Exception:
+        except Exception as error:
+            self.counters.add("save_failures", label=type(error).__name__)
             log.exception("%s: not saved", order.request_id)
         finally:
             save.drain()
-        log.debug("%s: %d blocks in %.3f s", order.request_id, len(order.prefix),
-                  time.monotonic() - began)  # fmt: skip
+        self.counters.add("save_seconds", time.monotonic() - began)
 
     def _pages_of(self, order: SaveOrder, block: int) -> tuple[int, ...]:
         assert self._copier is not None
