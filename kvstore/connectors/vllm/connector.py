@@ -237,7 +237,8 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """See `WorkerSide.begin`."""
         assert self._worker is not None
-        self._worker.begin(self._get_connector_metadata().orders)
+        orders = self._get_connector_metadata().orders
+        self._worker.begin(orders, idle=forward_context.attn_metadata is None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to do: loads are of whole blocks."""
