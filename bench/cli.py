@@ -10,6 +10,7 @@ from .hbm.cli import commands as hbm_commands
 from .kernels.cli import commands as kernels_commands
 from .network.cli import commands as network_commands
 from .store.cli import commands as store_commands
+from .vllm.cli import commands as vllm_commands
 
 if TYPE_CHECKING:
     import typer
@@ -23,3 +24,4 @@ def commands(app: typer.Typer) -> None:
     conductor_commands(app)
     kernels_commands(app)
     hbm_commands(app)
+    vllm_commands(app)

@@ -98,6 +98,12 @@ class RemoteNode:
         return f"tiffin://{self.address[0]}:{self.address[1]}{token}"
 
 
+def node_command(dram_bytes: int, path: Path) -> list[str]:
+    """The command line of a node with this much DRAM, at this socket."""
+    node = ["node", "--dram", str(dram_bytes), "--socket", str(path), "--log-level", "error"]
+    return [sys.executable, "-c", _COMMANDS, *node]
+
+
 @contextlib.contextmanager
 def remote_node(
     dram_bytes: int, options: Sequence[str] = (), token_file: Path | None = None
@@ -105,11 +111,8 @@ def remote_node(
     """A `tiffin node` process with this much DRAM, all of it touched, that listens on loopback."""
     with tempfile.TemporaryDirectory(prefix="tiffin-bench-") as folder:
         address = (LOOPBACK, free_port(LOOPBACK))
-        command = [
-            *(sys.executable, "-c", _COMMANDS, "node", "--dram", str(dram_bytes)),
-            *("--socket", str(Path(folder) / "node.sock"), "--log-level", "error"),
-            *("--listen", f"{address[0]}:{address[1]}", *options),
-        ]
+        command = node_command(dram_bytes, Path(folder) / "node.sock")
+        command += ["--listen", f"{address[0]}:{address[1]}", *options]
         if token_file is not None:
             command += ["--token-file", str(token_file)]
         with running(command) as process:

@@ -5,23 +5,37 @@ Both are pickled: in vLLM's default mode the two sides are processes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ...format.keys import Prefix
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
     """Fill `pages` from the blocks of `prefix`, in order, without the first `skipped_pages` pages
-    of the first block, which the engine has. `synchronous`: before this step's forward pass."""
+    of the first block, which the engine has. `synchronous`: before this step's forward pass.
+    `remote`: other nodes have blocks of it, so that their bytes come over the network."""
 
     request_id: str
     prefix: Prefix
     skipped_pages: int
     pages: tuple[int, ...]
     synchronous: bool
+    remote: bool = False
+
+    def parts(self, blocks: int, block_pages: int) -> Iterator[LoadOrder]:
+        """The same as orders of at most `blocks` blocks of `block_pages` pages."""
+        page = 0
+        for first in range(0, len(self.prefix), blocks):
+            prefix = self.prefix[first : first + blocks]
+            skipped = self.skipped_pages if first == 0 else 0
+            end = page + len(prefix) * block_pages - skipped
+            yield replace(self, prefix=prefix, skipped_pages=skipped, pages=self.pages[page:end])
+            page = end
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class PageCopier:
         self._page_bytes = self._layer_bytes // self.pages
         self._schema = schema
         self._rank, self._ranks = rank, ranks
+        self.block_bytes = self._layer_bytes * len(schema.layers)  # of this rank
         if len(layers) != len(schema.layers):
             raise InvalidInput(f"{len(layers)} layers; the blocks have {len(schema.layers)}")
         self._rows = [self._rows_of(index, layer) for index, layer in enumerate(layers)]

@@ -171,13 +171,14 @@ class RequestTracker:
             self._computes_from(request, begin)
             return
         begin, end = request.local_tokens, request.local_tokens + external_tokens
-        first = begin // block
+        first, last = begin // block, -(-end // block)
         self._loads[request_id] = LoadOrder(
             request_id,
-            request.prefix[first : -(-end // block)],
+            request.prefix[first:last],
             (begin - first * block) // page,
             tuple(pages[begin // page : end // page]),
             request.synchronous,
+            remote="peer" in request.tiers[first:last],
         )
         self._computes_from(request, end)
         # Pages beyond the engine's own prefix are new to this request.

@@ -12,7 +12,11 @@ import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from enum import Enum, auto
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ...errors import TiffinError
 from .orders import StepReport
@@ -21,6 +25,8 @@ from .transfer_counters import TransferCounters
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from concurrent.futures import Future
+
+    from numpy.typing import NDArray
 
     from ...client.client import Client
     from .orders import LoadOrder, SaveOrder, StepOrders
@@ -36,6 +42,10 @@ _SAVERS = 1
 # step again at once, in a loop that leaves the GIL to these threads only every 5 ms: a load of
 # 32 MiB over TCP then took 400 ms.
 _IDLE_WAIT_S = 0.005
+# The longest synchronous load: the engine stands still for it. To compute a prompt takes longer.
+SYNCHRONOUS_S = 0.5
+# Memory of one load from other nodes at a time; each loading thread has such a stage.
+_STAGE_BYTES = 64 << 20
 
 
 class _Stage(Enum):
@@ -93,6 +103,7 @@ class WorkerSide:
         self._bad_pages: set[int] = set()
         self._report = StepReport()
         self._idle = False
+        self._stages: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
         self.counters = TransferCounters()
 
     def register(self, copier: PageCopier) -> None:
@@ -190,23 +201,15 @@ class WorkerSide:
     def _load(self, order: LoadOrder) -> int:
         """How many leading blocks of the order are in the pages now. Raises nothing: what it can't
         load, the engine computes."""
-        copier = self._copier
-        assert copier is not None
         timeout_s = self._settings.load_timeout_s
-
-        def get(client: Client) -> int:
-            with client.get(order.prefix, heads=self._heads, timeout_s=timeout_s) as blocks:
-                memories = [blocks[index].memory for index in range(len(blocks))]
-                copier.scatter(memories, order.pages, order.skipped_pages)
-                if not blocks.complete:
-                    self.counters.add("load_failures", label=blocks.reason or "miss")
-                    log.warning("%s: a block could not be loaded: %s", order.request_id,
-                                blocks.reason)  # fmt: skip
-                return len(blocks)
-
+        if order.synchronous:
+            timeout_s = min(timeout_s, SYNCHRONOUS_S)
         began, loaded = time.monotonic(), 0
         try:
-            loaded = self._link.call(get, wait_s=timeout_s)
+            if order.remote:
+                loaded = self._load_staged(order, began + timeout_s)
+            else:
+                loaded = self._link.call(partial(self._get, order, None, timeout_s), timeout_s)
         except TiffinError as error:
             self.counters.add("load_failures", label=type(error).__name__)
             log.warning("%s: not loaded: %s", order.request_id, error)
@@ -216,6 +219,41 @@ class WorkerSide:
         self.counters.add("loaded_tokens", loaded * order.prefix.schema.block_tokens)
         self.counters.add("load_seconds", time.monotonic() - began)
         return loaded
+
+    def _load_staged(self, order: LoadOrder, deadline: float) -> int:
+        """`_load` through memory that is used again: memory from the system costs more than the
+        transfer, as each page of it is first cleared."""
+        assert self._copier is not None
+        block_bytes, loaded = self._copier.block_bytes, 0
+        try:
+            stage = self._stages.get_nowait()
+        except Empty:
+            blocks = max(1, _STAGE_BYTES // block_bytes)
+            stage = np.empty((blocks, block_bytes), np.uint8)
+        try:
+            for part in order.parts(len(stage), self._copier.pages):
+                left_s = max(0.0, deadline - time.monotonic())
+                get = partial(self._get, part, stage[: len(part.prefix)], left_s)
+                got = self._link.call(get, left_s)
+                loaded += got
+                if got < len(part.prefix):
+                    break
+        finally:
+            self._stages.put(stage)
+        return loaded
+
+    def _get(self, order: LoadOrder, into: Any, timeout_s: float, client: Client) -> int:
+        """Fill the order's pages; returns how many of its leading blocks are in them."""
+        assert self._copier is not None
+        options: dict[str, Any] = {"heads": self._heads, "timeout_s": timeout_s}
+        with client.get(order.prefix, into=into, **options) as blocks:
+            memories = [blocks[index].memory for index in range(len(blocks))]
+            self._copier.scatter(memories, order.pages, order.skipped_pages)
+            if not blocks.complete:
+                reason = blocks.reason or "miss"
+                self.counters.add("load_failures", label=reason)
+                log.warning("%s: a block could not be loaded: %s", order.request_id, reason)
+            return len(blocks)
 
     # -- saving ----------------------------------------------------------------------------------
 

@@ -1,0 +1,50 @@
+"""`tiffin bench vllm`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..display import AsJson, AsMarkdown, add_command, carry_out, out_option, row_option
+from .setting import Setting, Sizes
+from .suite import SUITE
+
+
+def commands(app: typer.Typer) -> None:
+    """Add `bench vllm` to the program."""
+    add_command(app, "vllm", vllm)
+
+
+def vllm(
+    quick: Annotated[bool, typer.Option(help="Fewer rounds: five minutes, not ten.")] = False,
+    as_json: AsJson = False,
+    as_markdown: AsMarkdown = False,
+    out: Annotated[Path, out_option(SUITE)] = Path("out"),
+    row: Annotated[list[str] | None, row_option(SUITE)] = None,
+    vllm: Annotated[
+        Path | None,
+        typer.Option(help="Python of an environment that has vLLM and tiffin."),
+    ] = None,
+) -> None:
+    """Measure the time to the first token of a real vLLM that loads a prompt from the pool, beside
+    its own prefix cache in the same run.
+
+    Timings are not assertions: it exits with 1 only when a measurement crashed. Rows that need what
+    is not here are left out, and named at the end.
+
+    **Examples**
+
+    `tiffin bench vllm --vllm .venv-engines/bin/python`, `tiffin bench vllm --quick --row home`
+    """
+    setting = partial(Setting, Sizes.quick() if quick else Sizes(), vllm)
+    carry_out(
+        SUITE,
+        setting,
+        row or list(SUITE.measurements),
+        out,
+        as_json=as_json,
+        as_markdown=as_markdown,
+    )
