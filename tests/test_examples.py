@@ -42,6 +42,7 @@ ELSEWHERE = {
     "pip ": "it installs",
     "tiffin demo": "minutes; tests/bench/test_demo_processes.py",
     "tiffin bench": "it measures; tests/bench runs the same, small",
+    "python docs/examples/vllm": "it takes a vLLM",
 }
 
 
@@ -250,6 +251,16 @@ def _beside_vllm(stage: Stage, command: str) -> None:
         assert set(one.labels) == {"kv_events", "kv_events_replay"}
 
 
+def _vllm_flags(stage: Stage, command: str) -> None:
+    """With a node at the socket that it names, and a model of the name."""
+    stage.files()
+    stage.file("models/llama-3-8b/config.json", json.dumps({"model_type": "llama"}))
+    stage.file("models/llama-3-8b/model.safetensors", "weights")
+    socket = "--socket /run/tiffin/node.sock" if "/run/tiffin" in command else ""
+    with stage.running(f"tiffin node --dram 1GiB {socket}", r"at unix:"):
+        assert "TiffinConnector" in stage.run(command)
+
+
 def _timeit(stage: Stage, command: str) -> None:
     """Run it once: the time that it measures is not checked."""
     assert "loop" in stage.run(command.replace("-n 100 -r 20", "-n 1 -r 1"))
@@ -268,6 +279,7 @@ PLAYS: dict[str, Callable[[Stage, str], None]] = {
     'tiffin status "redis://..."': _status_of_what_is_up,
     "python beside_vllm.py": _beside_vllm,
     "python -m timeit": _timeit,
+    "tiffin vllm-flags": _vllm_flags,
 }
 
 

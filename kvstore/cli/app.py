@@ -43,6 +43,7 @@ from .daemon import DaemonOptions, serve
 from .operate import drain, token
 from .status import status
 from .up import up
+from .vllm_flags import vllm_flags
 
 
 def main(*, installed: bool = True) -> None:
@@ -97,6 +98,7 @@ def commands(app: typer.Typer) -> None:
     app.command("drain")(drain)
     app.command("token")(token)
     app.command("inspect")(inspect)
+    app.command("vllm-flags")(vllm_flags)
 
 
 # -- tiffin node -----------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ...errors import InvalidInput
 from .model_files import files_fingerprint
 from .page_schema import CacheShape
@@ -72,7 +70,7 @@ def cache_shape(config: Any, cache: Any, settings: Settings, version: str) -> Ca
     return CacheShape(
         weights=settings.model_fingerprint or files_fingerprint(_folder(model)),
         config=_config_text(model),
-        backend=f"cpu {torch.backends.cpu.get_cpu_capability()} vllm {version}",
+        backend=f"cpu {_cpu_capability()} vllm {version}",
         dtype=str(model.dtype),
         cache_dtype=str(config.cache_config.cache_dtype),
         layout=str(cache.kv_cache_layout),
@@ -81,6 +79,12 @@ def cache_shape(config: Any, cache: Any, settings: Settings, version: str) -> Ca
         page_bytes=int(spec.page_size_bytes),
         ranks=int(config.parallel_config.tensor_parallel_size),
     )
+
+
+def _cpu_capability() -> str:
+    import torch  # here, because the rest of this module needs neither torch nor vLLM
+
+    return str(torch.backends.cpu.get_cpu_capability())
 
 
 def _folder(model: Any) -> Path:

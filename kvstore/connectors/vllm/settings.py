@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Loading = Literal["auto", "synchronous", "asynchronous"]
+
+# Secrets that somebody may write into a URL, and the parameters that name a file with them instead.
+_FILES = {
+    "token": "token_file",
+    "password": "password_file",
+    "sentinel_password": "sentinel_password_file",
+}
+_OF_NETWORK = ("tiffin", "redis", "rediss", "valkey", "valkeys")
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -62,6 +71,7 @@ def read(extra: Mapping[str, Any]) -> Settings:
         settings = msgspec.convert(dict(extra), Settings)
     except msgspec.ValidationError as error:
         raise InvalidInput(f"kv_connector_extra_config: {error}") from error
+    _check_no_secret(settings.url)
     parse_url(settings.url)
     if settings.verify not in VERIFY:
         raise InvalidInput(f"verify={settings.verify!r}; choose one of {', '.join(VERIFY)}")
@@ -71,3 +81,31 @@ def read(extra: Mapping[str, Any]) -> Settings:
         if getattr(settings, name) < 0:
             raise InvalidInput(f"{name}={getattr(settings, name)}; pass 0 or more tokens")
     return settings
+
+
+def _check_no_secret(url: str) -> None:
+    """Raise InvalidInput, which does not quote it, for a URL with a password or a token in it:
+    vLLM logs its configuration. A URL that is none is left to `parse_url`."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return
+    for name, _ in parse_qsl(parts.query, keep_blank_values=True):
+        if name.lower() in _FILES:
+            _refuse_secret(name, _FILES[name.lower()])
+    if parts.scheme.partition("+")[0] not in _OF_NETWORK:
+        return
+    # An unescaped / ? or # in a password ends what urlsplit takes for the host.
+    user, at, _ = parts.netloc.rpartition("@")
+    rest = parts.path + parts.query.partition("=")[0] + parts.fragment
+    if (at and ":" in user) or "@" in rest:
+        name = "token" if parts.scheme == "tiffin" else "password"
+        _refuse_secret(name, _FILES[name])
+
+
+def _refuse_secret(name: str, parameter: str) -> None:
+    raise InvalidInput(
+        f"url has a {name.replace('_', ' ')} in it, and vLLM logs its configuration: write it into "
+        f"a file that only the engine's user can read, and name that in the URL by "
+        f"?{parameter}=PATH"
+    )
