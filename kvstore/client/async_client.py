@@ -118,6 +118,7 @@ class AsyncSlots(Slots):
     ) -> None:
         """See `Slots.publish`."""
         await drive(publish(self._slots, self._lease, layer, timeout_s), self._link)
+        self._unpublished.discard(layer)
 
     async def commit(self) -> None:  # type: ignore[override]
         """See `Slots.commit`. Raises StaleLease if the reservation expired."""
@@ -136,10 +137,12 @@ class AsyncSlots(Slots):
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._ended:
             return
-        if kind is None:
-            await self.commit()
-        else:
-            self.abort()
+        try:
+            if kind is None:
+                await self.commit()
+        finally:
+            if not self._ended:
+                self.abort()
 
 
 async def open_link(target: Embedded | Daemon, name: str) -> AsyncLink:
@@ -245,13 +248,16 @@ class AsyncClient(ClientBase):
         prefix: Prefix,
         *,
         shard: Shard | None = None,
+        by_layer: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> OpeningClient[AsyncSlots]:
         """See `Client.reserve`; await it, or enter it with `async with`."""
 
         async def run() -> AsyncSlots:
             verb = block_verbs.reserve(prefix, timeout_s, shard)
-            return AsyncSlots(prefix, await drive(verb, self._link), self._link)  # type: ignore[arg-type]
+            reserved = await drive(verb, self._link)
+            slots = AsyncSlots(prefix, reserved, self._link)  # type: ignore[arg-type]
+            return slots._require_layers() if by_layer else slots
 
         return OpeningClient(_in_time(run, timeout_s))
 

@@ -17,13 +17,13 @@ from ..after_fork import OfOneProcess
 from ..blocks.block_views import Block, Blocks, Slot, select
 from ..blocks.payload_buffers import target_views
 from ..connection.node_link import LocalLink, NodeLink, SocketLink
-from ..errors import ClientClosed, StaleLease, TiffinError
+from ..errors import ClientClosed, InvalidInput, StaleLease, TiffinError
 from ..node.core import messages
 from ..node.core.records import Kept, PinLevel
 from ..node.node import Node
 from ..streaming.layer_stream import LayerStream
 from ..streaming.local_source import LocalSource
-from ..streaming.publish import publish
+from ..streaming.publish import publish, published_segments
 from ..url import Daemon, Embedded, Pool, parse_url
 from ..verbs import block_verbs
 from ..verbs.arguments import Verify, check_verify, opening, verb
@@ -124,6 +124,7 @@ class Slots(OfOneProcess, Sequence[Slot]):
         self._lease = reserved.lease
         self._link = link
         self._ended = False
+        self._unpublished: set[int] = set()  # layers that the commit requires to be published
 
     @overload
     def __getitem__(self, index: int) -> Slot: ...
@@ -145,7 +146,23 @@ class Slots(OfOneProcess, Sequence[Slot]):
         if self._ended:
             raise StaleLease("this reservation was committed or aborted before")
 
+    def _require_layers(self) -> Self:
+        """Refuse the commit until every layer that this writer has was published."""
+        if self._slots:
+            selection = self._slots[0].selection
+            layers = range(len(selection.schema.layers))
+            self._unpublished = {n for n in layers if published_segments(selection, n)}
+        return self
+
+    def _check_published(self) -> None:
+        if self._unpublished and not all(slot.skipped for slot in self._slots):
+            raise InvalidInput(
+                f"layers {sorted(self._unpublished)} were not published: publish them first, or "
+                "abort; slots reserved by_layer are never stored half written"
+            )
+
     def _begin_commit(self) -> None:
+        self._check_published()
         self._end()
         # Raises ClientClosed after `close`: the node may have given the extents to another writer.
         _ = self._link.mapping
@@ -163,10 +180,12 @@ class Slots(OfOneProcess, Sequence[Slot]):
         so the writer must not change it any more. Raises StaleLease, SchemaError and, for a layer
         that was published before, InvalidInput."""
         drive(publish(self._slots, self._lease, layer, timeout_s), self._link)
+        self._unpublished.discard(layer)
 
     def commit(self) -> None:
         """Checksum the written blocks and make them visible to readers. Raises StaleLease if the
-        reservation expired."""
+        reservation expired; InvalidInput, and ends nothing, if it was made `by_layer` and a layer
+        was not published."""
         self._begin_commit()
         try:
             self._settle(
@@ -197,10 +216,12 @@ class Slots(OfOneProcess, Sequence[Slot]):
     ) -> None:
         if self._ended:
             return
-        if kind is None:
-            self.commit()
-        else:
-            self.abort()
+        try:
+            if kind is None:
+                self.commit()
+        finally:
+            if not self._ended:
+                self.abort()
 
     def __repr__(self) -> str:
         return (
@@ -331,16 +352,19 @@ class Client(ClientBase):
         prefix: Prefix,
         *,
         shard: Shard | None = None,
+        by_layer: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Slots:
         """Reserve slots for the blocks that are not resident, to be written in place.
 
         `shard`: (rank, ranks), to write only this rank's heads of each layer; see `put`. All ranks
-        get the same slots, each in its own process. Raises NoRoom when the node had room for no
-        block within `timeout_s`.
+        get the same slots, each in its own process. `by_layer`: the slots can be committed only
+        when every layer was published, so that a writer that stops half way stores nothing. Raises
+        NoRoom when the node had room for no block within `timeout_s`.
         """
         verb = block_verbs.reserve(prefix, timeout_s, shard)
-        return Slots(prefix, drive(verb, self._link), self._link)
+        slots = Slots(prefix, drive(verb, self._link), self._link)
+        return slots._require_layers() if by_layer else slots
 
     @verb
     def stream(

@@ -144,6 +144,7 @@ class AsyncPoolClient(AsyncClient):
         prefix: Prefix,
         *,
         shard: Shard | None = None,
+        by_layer: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         node: int | None = None,
     ) -> OpeningClient[AsyncSlots]:
@@ -151,7 +152,12 @@ class AsyncPoolClient(AsyncClient):
 
         async def run() -> AsyncSlots:
             slots = await self._call(
-                self._client.reserve, prefix, shard=shard, timeout_s=timeout_s, node=node
+                self._client.reserve,
+                prefix,
+                shard=shard,
+                by_layer=by_layer,
+                timeout_s=timeout_s,
+                node=node,
             )
             return _AsyncPoolSlots(slots, self._run)
 
@@ -240,6 +246,7 @@ class _AsyncPoolSlots(AsyncSlots):
 
     async def commit(self) -> None:  # type: ignore[override]
         """Commit the slots: send the bytes that were written and are not sent yet."""
+        self._check_published()
         self._end()
         await self._run(self._inner.commit)
         self.stored, self.pending = self._inner.stored, self._inner.pending

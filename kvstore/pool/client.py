@@ -302,6 +302,7 @@ class PoolClient(Client):
         prefix: Prefix,
         *,
         shard: Shard | None = None,
+        by_layer: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         node: int | None = None,
     ) -> Slots:
@@ -309,10 +310,17 @@ class PoolClient(Client):
         memory. Without a home node, with another `node`, or when the home node does not answer or
         has no room while another node could have some, they are memory of this process, which is
         sent when they are published or committed (which raises NoRoom if no node has any). `shard`
-        as in `put`. `slots.node` is the number of the node that has the slots, for readers that
-        stream them. A block is resident if that node has it; for slots in memory of this process
-        without a named node, if any node has it. Raises NodeUnavailable or DeadlineExceeded when
-        the node is silent and no other node may take the blocks."""
+        as in `put`, `by_layer` as in `Client.reserve`. `slots.node` is the number of the node that
+        has the slots, for readers that stream them. A block is resident if that node has it; for
+        slots in memory of this process without a named node, if any node has it. Raises
+        NodeUnavailable or DeadlineExceeded when the node is silent and no other node may take the
+        blocks."""
+        slots = self._reserve(prefix, shard, timeout_s, node)
+        return slots._require_layers() if by_layer else slots
+
+    def _reserve(
+        self, prefix: Prefix, shard: Shard | None, timeout_s: float, node: int | None
+    ) -> Slots:
         deadline = time.monotonic() + timeout_s
         shard = prefix.schema.check_shard(shard)
         # To one node: other ranks and readers would not find the slots elsewhere.

@@ -128,6 +128,7 @@ class StagedSlots(Slots):
                 raise StaleLease(f"layer {layer} was not published: {error}") from error
             raise
         self._published.add(layer)
+        self._unpublished.discard(layer)
 
     def _give_up(self, error: BaseException) -> None:
         """Abort the reservation, and with it its followers' streams: it is unknown how much of the
@@ -223,6 +224,7 @@ class StagedSlots(Slots):
         """Send the written bytes that the node does not have yet (for a rank, of its slice), and
         commit. Raises NoRoom, NodeUnavailable; StaleLease for a rank whose reservation was lost:
         then the other ranks' reservations are lost as well."""
+        self._check_published()
         self._end()
         try:
             deadline = time.monotonic() + self._timeout_s

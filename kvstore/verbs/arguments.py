@@ -224,6 +224,7 @@ _OF_VERBS: Mapping[str, Check] = {
     "ttl_s": check_ttl,
     "hard": _flag("hard"),
     "sync": _flag("sync"),
+    "by_layer": _flag("by_layer"),
     "verify": lambda verify: None if verify is None else check_verify(verify),
     "layers": _part("layers"),
     "heads": _part("heads"),

@@ -51,7 +51,7 @@ from tiffin.messenger.errors import GrantError
 from tiffin.messenger.transport import Range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator
     from pathlib import Path
 
 BLOCKS = 16
@@ -165,6 +165,84 @@ def test_a_layer_is_read_before_the_next_is_written(writer: Client, reader: Clie
                 slots.commit()
     assert written == LAYERS
     assert reader.match(prefix).blocks == 3
+
+
+class TestSlotsByLayer:
+    """Slots that were reserved `by_layer` are stored only once every layer was published."""
+
+    @pytest.fixture(params=["node", "staged"])
+    def layered(self, request: pytest.FixtureRequest, node: Node) -> Iterator[Client]:
+        """A writer whose slots lie in the node, or in its own process."""
+        if request.param == "node":
+            with Client.attach(node) as client:
+                yield client
+        else:
+            with url_of(node) as url, Client.open(f"{url}?home=none") as client:
+                yield client
+
+    def test_all_layers_published_are_stored(self, layered: Client) -> None:
+        prefix = fresh_prefix(2, STREAMED)
+        with layered.reserve(prefix, by_layer=True) as slots:
+            for layer in range(LAYERS):
+                fill(slots, layer)
+                slots.publish(layer)
+        assert slots.stored == (0, 1)
+        assert layered.match(prefix).blocks == 2
+
+    def test_the_commit_names_the_layers_that_are_missing(self, layered: Client) -> None:
+        prefix = fresh_prefix(1, STREAMED)
+        slots = layered.reserve(prefix, by_layer=True)
+        fill(slots, 0)
+        slots.publish(0)
+        with pytest.raises(InvalidInput, match=r"layers \[1, .* were not published"):
+            slots.commit()
+        for layer in range(1, LAYERS):
+            fill(slots, layer)
+            slots.publish(layer)
+        slots.commit()
+        assert slots.stored == (0,)
+
+    def test_leaving_half_way_stores_nothing(self, layered: Client) -> None:
+        prefix = fresh_prefix(1, STREAMED)
+
+        def leave_half_way() -> None:
+            with layered.reserve(prefix, by_layer=True) as slots:
+                fill(slots, 0)
+                slots.publish(0)
+
+        with pytest.raises(InvalidInput, match="not published"):
+            leave_half_way()
+        assert layered.match(prefix).blocks == 0
+        assert layered.put(prefix, payloads_of(prefix)).stored == (0,), "the slots were given back"
+
+    @pytest.mark.parametrize("over_tcp", [False, True])
+    def test_the_asynchronous_client_refuses_likewise(self, node: Node, over_tcp: bool) -> None:
+        prefix = fresh_prefix(1, STREAMED)
+
+        async def leave_half_way(client: AsyncClient) -> None:
+            async with client.reserve(prefix, by_layer=True) as slots:
+                fill(slots, 0)
+                await slots.publish(0)
+
+        async def run(client: AsyncClient) -> None:
+            with pytest.raises(InvalidInput, match="not published"):
+                await leave_half_way(client)
+            assert (await client.match(prefix)).blocks == 0
+            await client.close()
+
+        if over_tcp:
+            with url_of(node) as url:
+                asyncio.run(opened_and(run, f"{url}?home=none"))
+        else:
+            asyncio.run(attached_and(run, node))
+
+
+async def opened_and(action: Callable[[AsyncClient], Awaitable[None]], url: str) -> None:
+    await action(await AsyncClient.open(url))
+
+
+async def attached_and(action: Callable[[AsyncClient], Awaitable[None]], node: Node) -> None:
+    await action(await AsyncClient.attach(node))
 
 
 def test_a_writer_that_publishes_nothing_is_followed_to_its_commit(
