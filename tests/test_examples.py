@@ -42,7 +42,6 @@ ELSEWHERE = {
     "pip ": "it installs",
     "tiffin demo": "minutes; tests/bench/test_demo_processes.py",
     "tiffin bench": "it measures; tests/bench runs the same, small",
-    "python docs/examples/vllm": "it takes a vLLM",
 }
 
 

@@ -12,7 +12,7 @@ VOCABULARY = 1024
 
 
 def make_model(folder: Path) -> Path:
-    """A Llama with 7 million random weights, and a tokenizer of the words w0, w1, ..."""
+    """A Llama with 6.5 million random weights, and a tokenizer of the words w0, w1, ..."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
