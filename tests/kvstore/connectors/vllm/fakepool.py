@@ -77,6 +77,15 @@ class FakePool:
         for index, key in enumerate(prefix.keys):
             self.right[key] = content[index * BLOCK : (index + 1) * BLOCK]
 
+    def fill(self, tokens: Sequence[int]) -> None:
+        """Store the blocks of these tokens, as another engine would."""
+        prefix = SCHEMA.prefix(tokens)
+        self.expect(prefix, tokens)
+        for key in prefix.keys:
+            right = self.right[key]
+            pages = [right[at : at + PAGE] for at in range(0, BLOCK, PAGE)]
+            self._parts[key] = dict.fromkeys(range(self._ranks), pages)
+
     def has(self, key: bytes) -> bool:
         """Whether all ranks have stored their parts."""
         return len(self._parts.get(key, ())) == self._ranks

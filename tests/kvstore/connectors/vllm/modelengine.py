@@ -1,4 +1,4 @@
-"""A small engine that schedules as vLLM 0.32 does, around the real tracker and the real worker side.
+"""A small engine that schedules as vLLM 0.32 does, with the real tracker and the real worker side.
 
 It has what makes saves dangerous: chunks of prompts, pages that requests share, preemption, aborts,
 loads that fail, tokens taken back after that, and a step in flight while the next is planned.
@@ -69,9 +69,7 @@ class ModelEngine:
         self.requests: dict[str, ModelRequest] = {}
         self.finished: list[ModelRequest] = []
         self._random = random
-        self.tracker = tracker(
-            TrackerOptions(BLOCK, PAGE, options.ranks, loading=options.loading)
-        )
+        self.tracker = tracker(TrackerOptions(BLOCK, PAGE, options.ranks, loading=options.loading))
         self.cache = PageCache(options.pages)
         self._waiting: list[ModelRequest] = []
         self._holding: list[ModelRequest] = []  # those that wait and have pages
@@ -158,8 +156,7 @@ class ModelEngine:
         if not step.preempted:
             self._plan_waiting(step)
         confirmed = [
-            (name, request.computed - request.in_flight)
-            for name, request in step.requests.items()
+            (name, request.computed - request.in_flight) for name, request in step.requests.items()
         ]
         step.orders = self.tracker.plan(confirmed, self, step.preempted, step.appended)
         for name in step.preempted:
@@ -467,5 +464,6 @@ class ModelEngine:
                     request.computed = index * PAGE
                 marked.add(page)
             if request.name in affected and not cut:
-                request.computed = computed
+                # vLLM does not take back a step in flight here; one token is left to compute.
+                request.computed = min(computed, len(request.tokens) - 1)
         return affected

@@ -10,14 +10,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from fakepool import BLOCK, PAGE, SCHEMA, BrokenPromise, FakePool, SteppedExecutor
+from fakepool import PAGE, SCHEMA, BrokenPromise, FakePool, SteppedExecutor
 from modelengine import EngineOptions, ModelEngine
 
 from tiffin.kvstore.connectors.vllm import worker_side
 from tiffin.kvstore.connectors.vllm.request_tracker import RequestTracker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from modelpages import ModelStep
 
@@ -48,6 +48,8 @@ def prompts_of(random: Random) -> list[list[int]]:
 def run(engine: ModelEngine, random: Random) -> None:
     """Let all requests arrive and end. Raises BrokenPromise."""
     prompts = prompts_of(random)
+    for prompt in random.sample(prompts, random.randrange(REQUESTS)):
+        engine.pool.fill(prompt)
     queue: list[ModelStep] = []
     options = engine.options
     for _ in range(STEPS_MAX):
