@@ -9,53 +9,22 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from pagesupport import (  # noqa: E402
+    BLOCK_PAGES,
+    ENGINE_PAGES,
+    LAYERS,
+    PAGE_BYTES,
+    PAGE_SHAPE,
+    PAGE_TOKENS,
+    Rank,
+    schema_of,
+)
+
 from tiffin.kvstore.connectors.vllm.page_copier import PageCopier  # noqa: E402
-from tiffin.kvstore.connectors.vllm.page_schema import CacheShape, page_schema  # noqa: E402
 from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from tiffin.kvstore import KVSchema
-
-LAYERS, PAGE_TOKENS, BLOCK_PAGES, ENGINE_PAGES = 3, 4, 4, 20
-PAGE_SHAPE = (2, PAGE_TOKENS, 8)  # of one layer and rank, float16
-PAGE_BYTES = 2 * PAGE_TOKENS * 8 * 2
-
-
-def schema_of(ranks: int, block_pages: int = BLOCK_PAGES) -> KVSchema:
-    shape = CacheShape(
-        weights="w",
-        config="{}",
-        backend="cpu",
-        dtype="float16",
-        cache_dtype="auto",
-        layout="NHD",
-        layers=LAYERS,
-        page_tokens=PAGE_TOKENS,
-        page_bytes=PAGE_BYTES,
-        ranks=ranks,
-    )
-    return page_schema(shape, block_pages * PAGE_TOKENS)
-
-
-class Rank:
-    """One rank's pages, random, and their copier."""
-
-    def __init__(self, schema: KVSchema, rank: int = 0, ranks: int = 1) -> None:
-        torch.manual_seed(rank + 1)
-        self.layers = [
-            torch.randint(0, 255, (ENGINE_PAGES, *PAGE_SHAPE)).to(torch.float16)
-            for _ in range(LAYERS)
-        ]
-        self.copier = PageCopier(self.layers, schema, PAGE_TOKENS, rank, ranks)
-
-    def page(self, layer: int, page: int) -> bytes:
-        return bytes(self.layers[layer][page].contiguous().view(torch.uint8).numpy().tobytes())
-
-    def clear(self) -> None:
-        for layer in self.layers:
-            layer.zero_()
 
 
 def ranks_of(ranks: int, block_pages: int = BLOCK_PAGES) -> list[Rank]:
