@@ -183,8 +183,13 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._scheduler is not None
         scheduled = scheduler_output.num_scheduled_tokens
         cached = scheduler_output.scheduled_cached_reqs
+        # Of a request that goes on after a preemption these are all pages, also those that it
+        # shares; `update_state_after_alloc` was told of them.
         new_pages = (
-            page for groups in cached.new_block_ids if groups is not None for page in groups[0]
+            page
+            for request_id, groups in zip(cached.req_ids, cached.new_block_ids, strict=True)
+            if groups is not None and request_id not in cached.resumed_req_ids
+            for page in groups[0]
         )
         self._requests.block_state = scheduler_output.kv_connector_block_state
         orders = self._scheduler.plan(

@@ -166,11 +166,15 @@ class RequestTracker:
         if request is None:
             return
         page, block = self._options.page_tokens, self._options.block_tokens
+        begin = request.local_tokens
         if not external_tokens:
-            begin = max(request.local_tokens, computed_tokens)
-            self._computes_from(request, begin)
+            begin = max(begin, computed_tokens)
+        # Pages beyond the engine's own prefix are new to this request.
+        self._tainted.difference_update(pages[begin // page :])
+        end = begin + external_tokens
+        self._computes_from(request, end)
+        if not external_tokens:
             return
-        begin, end = request.local_tokens, request.local_tokens + external_tokens
         first, last = begin // block, -(-end // block)
         self._loads[request_id] = LoadOrder(
             request_id,
@@ -180,9 +184,6 @@ class RequestTracker:
             request.synchronous,
             remote="peer" in request.tiers[first:last],
         )
-        self._computes_from(request, end)
-        # Pages beyond the engine's own prefix are new to this request.
-        self._tainted.difference_update(pages[begin // page :])
 
     def _computes_from(self, request: TrackedRequest, token: int) -> None:
         request.computed_from = token
@@ -209,6 +210,9 @@ class RequestTracker:
             request = self._requests.get(request_id)
             if request is not None and request.pending_saves:
                 orders.preempted.append(request_id)
+                # Its pages are gone. Should it end while new ones are loaded, the end of that load
+                # frees them, and the engine must not hear of the request's end once more.
+                request.pending_saves.clear()
         orders.saves = [order for order, pages in self._last_saves if self._clean(pages)]
         self._last_saves.clear()
         for request_id, tokens in confirmed:

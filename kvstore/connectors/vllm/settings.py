@@ -9,11 +9,12 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 
 from ...errors import InvalidInput
+from ...format.keys import namespace_fingerprint
 from ...url import parse_url
-from ...verbs.arguments import VERIFY, Verify, check_timeout
+from ...verbs.arguments import Verify, check_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 Loading = Literal["auto", "synchronous", "asynchronous"]
 
@@ -24,6 +25,8 @@ _FILES = {
     "sentinel_password": "sentinel_password_file",
 }
 _OF_NETWORK = ("tiffin", "redis", "rediss", "valkey", "valkeys")
+# A request's adapter and salt are appended to the namespace: a zero byte and 32 digits.
+_LONGEST_SUFFIX = "\0" + 32 * "0"
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -51,13 +54,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     save_timeout_s: float = 10.0
 
     def secret(self) -> bytes:
-        """The namespace's secret. Raises InvalidInput if its file can't be read."""
+        """The namespace's secret. Raises InvalidInput if its file can't be read, or has no secret
+        that keys can have."""
         if self.secret_file is None:
             return b""
         try:
-            return Path(self.secret_file).read_bytes().strip()
-        except OSError as error:
+            secret = Path(self.secret_file).read_bytes().strip()
+            namespace_fingerprint(secret=secret)
+        except (OSError, InvalidInput) as error:
             raise InvalidInput(f"secret_file: {error}") from error
+        return secret
 
 
 def read(extra: Mapping[str, Any]) -> Settings:
@@ -73,13 +79,12 @@ def read(extra: Mapping[str, Any]) -> Settings:
         raise InvalidInput(f"kv_connector_extra_config: {error}") from error
     _check_no_secret(settings.url)
     parse_url(settings.url)
-    if settings.verify not in VERIFY:
-        raise InvalidInput(f"verify={settings.verify!r}; choose one of {', '.join(VERIFY)}")
+    for name, lowest in (("block_tokens", 1), ("load_tokens_min", 0), ("save_tokens_min", 0)):
+        if getattr(settings, name) < lowest:
+            raise InvalidInput(f"{name}={getattr(settings, name)}; pass {lowest} or more tokens")
     for name in ("lookup_timeout_s", "load_timeout_s", "save_timeout_s"):
-        check_timeout(getattr(settings, name))
-    for name in ("load_tokens_min", "save_tokens_min"):
-        if getattr(settings, name) < 0:
-            raise InvalidInput(f"{name}={getattr(settings, name)}; pass 0 or more tokens")
+        _check(name, check_timeout, getattr(settings, name))
+    _check("namespace", namespace_fingerprint, settings.namespace + _LONGEST_SUFFIX)
     return settings
 
 
@@ -109,3 +114,11 @@ def _refuse_secret(name: str, parameter: str) -> None:
         f"a file that only the engine's user can read, and name that in the URL by "
         f"?{parameter}=PATH"
     )
+
+
+def _check(name: str, check: Callable[[Any], object], value: object) -> None:
+    """Raise InvalidInput, with the setting's name, if `check` refuses its value."""
+    try:
+        check(value)
+    except InvalidInput as error:
+        raise InvalidInput(f"{name}: {error}") from error

@@ -1,0 +1,193 @@
+"""Random schedules of a model engine: what the connector promises holds in all of them, and each
+part of the tracker that keeps a promise is missed when it is taken away."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from fakepool import PAGE, SCHEMA, BrokenPromise, FakePool, SteppedExecutor
+from modelengine import EngineOptions, ModelEngine
+
+from tiffin.kvstore.connectors.vllm import worker_side
+from tiffin.kvstore.connectors.vllm.request_tracker import RequestTracker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from modelpages import ModelStep
+
+    from tiffin.kvstore.connectors.vllm.orders import StepOrders, StepReport
+    from tiffin.kvstore.connectors.vllm.request_tracker import EngineState
+
+STEPS_MAX = 1500
+REQUESTS = 14
+
+
+@pytest.fixture(autouse=True)
+def _stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_side, "ThreadPoolExecutor", SteppedExecutor)
+
+
+def prompts_of(random: Random) -> list[list[int]]:
+    """Prompts that begin alike, and part at any token."""
+    bases = [[random.randrange(3) for _ in range(40)] for _ in range(2)]
+    found = []
+    for _ in range(REQUESTS):
+        base = random.choice(bases)
+        same = random.randrange(1, len(base))
+        own = [random.randrange(3) for _ in range(random.randrange(10))]
+        found.append(base[:same] + own)
+    return found
+
+
+def run(engine: ModelEngine, random: Random) -> None:
+    """Let all requests arrive and end. Raises BrokenPromise."""
+    prompts = prompts_of(random)
+    for prompt in random.sample(prompts, random.randrange(REQUESTS)):
+        engine.pool.fill(prompt)
+    queue: list[ModelStep] = []
+    options = engine.options
+    for _ in range(STEPS_MAX):
+        while prompts and random.random() < 0.4:
+            engine.add(f"r{len(prompts)}", prompts.pop(), random.randrange(1, 20))
+        if random.random() < options.evictions:
+            engine.pool.evict_one()
+        queue.append(engine.plan())
+        if random.random() < 0.5:
+            engine.execute(queue[-1]) if len(queue) == 1 else None
+        if options.overlapped and len(queue) < 2 and random.random() < 0.8:
+            continue
+        finish_one(engine, queue, random)
+        if not prompts and not engine.requests:
+            while queue:
+                finish_one(engine, queue, random)
+            return
+    raise BrokenPromise(f"{len(engine.requests)} requests did not end")
+
+
+def finish_one(engine: ModelEngine, queue: list[ModelStep], random: Random) -> None:
+    step = queue.pop(0)
+    if step.output is None:
+        engine.execute(step)
+    if random.random() < engine.options.aborts:
+        engine.abort_one()
+    engine.update(step)
+
+
+def engine_of(seed: int, tracker: Any = RequestTracker, **fixed: Any) -> tuple[ModelEngine, Random]:
+    random = Random(seed)
+    chosen: dict[str, Any] = {
+        "pages": random.choice([18, 24, 40]),
+        "ranks": random.choice([1, 1, 2]),
+        "overlapped": random.random() < 0.5,
+        "loading": random.choice(["auto", "synchronous", "asynchronous"]),
+        "pace": random.choice([0.5, 0.1]),
+        "failures": random.choice([0.05, 0.3]),
+        "aborts": random.choice([0, 0.05]),
+        "preemptions": random.choice([0, 0.1]),
+        "evictions": random.choice([0, 0.2]),
+    }
+    options = EngineOptions(**{**chosen, **fixed})
+    pool = FakePool(options.ranks, random, options.failures)
+    return ModelEngine(random, options, pool, tracker), random
+
+
+@pytest.mark.parametrize("seeds", range(0, 400, 50))
+def test_whatever_happens_only_right_blocks_are_stored(seeds: int) -> None:
+    for seed in range(seeds, seeds + 50):
+        engine, random = engine_of(seed)
+        try:
+            run(engine, random)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {engine.options}") from error
+        assert not any(engine.cache.references), f"seed {seed}: pages were not freed"
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_failures_every_block_is_stored(overlapped: bool, ranks: int) -> None:
+    for seed in range(40):
+        engine, random = engine_of(
+            seed,
+            pages=400,
+            ranks=ranks,
+            overlapped=overlapped,
+            failures=0,
+            aborts=0,
+            preemptions=0,
+            evictions=0,
+        )
+        run(engine, random)
+        assert len(engine.finished) == REQUESTS
+        for request in engine.finished:
+            prefix = SCHEMA.prefix(request.tokens[:-1])  # the last token is not computed
+            assert engine.pool.hit(prefix) == len(prefix), (seed, request)
+
+
+# -- controls: trackers without one of their precautions -------------------------------------------
+
+
+class Unconfirmed(RequestTracker):
+    """Saves what is scheduled, before its step has ended."""
+
+    def plan(
+        self,
+        confirmed: Iterable[tuple[str, int]],
+        engine: EngineState,
+        preempted: Iterable[str] = (),
+        new_pages: Iterable[int] = (),
+    ) -> StepOrders:
+        hasty = [(name, len(engine.pages_of(name)) * PAGE) for name, _ in confirmed]
+        known = [(name, min(tokens, len(engine.tokens_of(name)))) for name, tokens in hasty]
+        return super().plan(known, engine, preempted, new_pages)
+
+
+class Untainted(RequestTracker):
+    """Saves pages that others may have computed with a failed load."""
+
+    def _clean(self, pages: Iterable[int]) -> bool:
+        return True
+
+
+class Unkept(RequestTracker):
+    """Lets the engine free pages that are still being saved."""
+
+    def finished(self, request_id: str, confirmed: int, engine: EngineState) -> bool:
+        super().finished(request_id, confirmed, engine)
+        self._finished.clear()
+        return False
+
+
+class Undrained(RequestTracker):
+    """Does not tell the workers which requests were preempted."""
+
+    def plan(self, *arguments: Any) -> StepOrders:
+        orders = super().plan(*arguments)
+        orders.preempted = []
+        return orders
+
+
+class Stubborn(RequestTracker):
+    """Offers a block again that could not be loaded."""
+
+    def reported(self, report: StepReport) -> None:
+        report.failed = {}
+        super().reported(report)
+
+
+@pytest.mark.parametrize("tracker", [Unconfirmed, Untainted, Unkept, Undrained, Stubborn])
+def test_a_tracker_without_one_precaution_is_caught(tracker: type[RequestTracker]) -> None:
+    def is_caught(seed: int) -> bool:
+        engine, random = engine_of(seed, tracker)
+        try:
+            run(engine, random)
+        except BrokenPromise:
+            return True
+        return False
+
+    assert any(map(is_caught, range(200)))

@@ -1,0 +1,190 @@
+"""The link of an engine's process to its pool: it costs nothing while the pool is away."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from fakepool import SCHEMA
+from kvsupport import Background, Daemon, wait_until
+
+from tiffin.kvstore import Client
+from tiffin.kvstore.connectors.vllm import pool_link
+from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
+from tiffin.kvstore.errors import InvalidInput, NodeUnavailable, NoRoom
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+URL = "embedded:?dram=1MiB&prefault=false"
+PREFIX = SCHEMA.prefix(range(24))
+LONG_S = 3600.0
+
+
+def blocks(client: Client) -> int:
+    return client.match(PREFIX).blocks
+
+
+def answers(link: PoolLink) -> bool:
+    try:
+        link.call(blocks)
+    except NodeUnavailable:
+        return False
+    return True
+
+
+def unexpected(_: Client) -> Any:
+    raise AssertionError("the pool was asked")
+
+
+@pytest.fixture
+def link() -> Iterator[PoolLink]:
+    link = PoolLink.shared(URL, "always")
+    yield link
+    link.close()
+
+
+@pytest.fixture
+def long_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_link, "FIRST_REST_S", LONG_S)
+    monkeypatch.setattr(pool_link, "LONGEST_REST_S", LONG_S)
+
+
+@pytest.fixture
+def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_link, "FIRST_REST_S", 0.01)
+    monkeypatch.setattr(pool_link, "LONGEST_REST_S", 0.01)
+
+
+def test_it_connects_in_the_background(link: PoolLink) -> None:
+    wait_until(lambda: answers(link), "the link is there")
+
+
+def test_a_call_can_wait_for_the_connection(link: PoolLink) -> None:
+    assert link.call(blocks, wait_s=30.0) == 0
+
+
+def test_sides_of_one_process_share_a_client(link: PoolLink) -> None:
+    other = PoolLink.shared(URL, "always")
+    assert other is link
+    mine = link.call(lambda client: client, wait_s=30.0)
+    other.close()
+    assert link.call(lambda client: client) is mine
+
+
+def test_links_that_verify_otherwise_are_others(link: PoolLink) -> None:
+    other = PoolLink.shared(URL, "off")
+    assert other is not link
+    other.close()
+
+
+def test_a_closed_link_asks_nobody_and_opens_nothing() -> None:
+    link = PoolLink.shared(URL, "always")
+    link.call(blocks, wait_s=30.0)
+    link.close()
+    with pytest.raises(NodeUnavailable):
+        link.call(unexpected, wait_s=30.0)
+    assert (os.getpid(), URL, "always") not in PoolLink._links
+
+
+def test_a_link_that_is_closed_while_it_opens_closes_its_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opening, may_open, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Late:
+        def close(self) -> None:
+            closed.set()
+
+    def open_late(*_: object, **__: object) -> Late:
+        opening.set()
+        may_open.wait(30)
+        return Late()
+
+    monkeypatch.setattr(pool_link.Client, "open", open_late)
+    link = PoolLink.shared(URL, "always")
+    opening.wait(30)
+    link.close()
+    may_open.set()
+    assert closed.wait(30)
+
+
+def test_a_pool_that_is_not_there_at_the_start_is_found_later(
+    tmp_path: Path, short_rests: None
+) -> None:
+    daemon = Daemon(tmp_path, options=["--no-prefault"])
+    daemon.kill()
+    link = PoolLink.shared(daemon.url, "always")
+    with pytest.raises(NodeUnavailable):
+        link.call(unexpected, wait_s=30.0)
+    daemon.start()
+    wait_until(lambda: answers(link), "the link comes back")
+    link.close()
+    daemon.close()
+
+
+def test_while_the_pool_rests_it_is_not_asked(long_rests: None) -> None:
+    link = PoolLink.shared(URL, "always")
+    link.call(blocks, wait_s=30.0)
+
+    def fail(_: Client) -> None:
+        raise NodeUnavailable("gone")
+
+    with pytest.raises(NodeUnavailable, match="gone"):
+        link.call(fail)
+    with pytest.raises(NodeUnavailable, match="rest"):
+        link.call(unexpected, wait_s=LONG_S)
+    link.close()
+
+
+@pytest.mark.parametrize("error", [NoRoom("full"), InvalidInput("bad"), RuntimeError("torch")])
+def test_an_answer_that_is_an_error_is_no_reason_to_rest(link: PoolLink, error: Exception) -> None:
+    link.call(blocks, wait_s=30.0)
+
+    def fail(_: Client) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        link.call(fail)
+    assert link.call(blocks) == 0
+
+
+def test_a_killed_node_fails_calls_and_comes_back_after_its_restart(
+    tmp_path: Path, short_rests: None
+) -> None:
+    daemon = Daemon(tmp_path, options=["--no-prefault"])
+    link = PoolLink.shared(daemon.url, "always")
+    before = link.call(lambda client: client, wait_s=30.0)
+    daemon.kill()
+    with pytest.raises(NodeUnavailable):
+        link.call(blocks)
+    assert not answers(link)
+    daemon.start()
+    wait_until(lambda: answers(link), "the link comes back")
+    assert link.call(lambda client: client) is not before
+    link.close()
+    daemon.close()
+
+
+def test_calls_of_several_threads_open_one_client(
+    monkeypatch: pytest.MonkeyPatch, short_rests: None
+) -> None:
+    opened: list[object] = []
+    real_open = Client.open
+
+    def count(*arguments: Any, **options: Any) -> Client:
+        opened.append(arguments)
+        return real_open(*arguments, **options)
+
+    monkeypatch.setattr(pool_link.Client, "open", count)
+    link = PoolLink.shared(URL, "always")
+    calls = [Background(lambda: link.call(blocks, wait_s=30.0)) for _ in range(8)]
+    assert [call.result() for call in calls] == [0] * 8
+    assert len(opened) == 1
+    link.close()
