@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 from array import array
 from collections import deque
 from pathlib import Path
@@ -378,6 +379,69 @@ def test_prompts_shorter_than_a_block(count: int) -> None:
     assert prefix.tail.tolist() == list(range(count))
     assert prefix.parent == prefix.root
     assert not prefix
+
+
+# -- in another process ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(0, 2), slice(1, 3), slice(2, 2), slice(2, 9)])
+@pytest.mark.parametrize("name", HASHES)
+def test_a_slice_arrives_in_another_process_as_it_was(name: str, part: slice) -> None:
+    prefix = tiny(hash=name).prefix(range(17), "tenant", b"secret")[part]
+    found = pickle.loads(pickle.dumps(prefix))
+    assert found == prefix
+    assert (found.keys, found.key_bytes) == (prefix.keys, prefix.key_bytes)
+    assert (found.parent, found.root, found.start) == (prefix.parent, prefix.root, prefix.start)
+    assert (found.namespace, found.schema) == (prefix.namespace, prefix.schema)
+    assert found.tokens.tolist() == prefix.tokens.tolist()
+    assert found.token_count == prefix.token_count
+    assert repr(found) == repr(prefix)
+
+
+def test_parts_of_what_arrived_are_those_of_what_was_sent() -> None:
+    prefix = tiny().prefix(range(20))
+    found = pickle.loads(pickle.dumps(prefix[1:]))
+    for first in range(4):
+        assert found[first:] == prefix[1 + first :]
+        assert found[first:].parent == prefix.keys[first]
+        assert found[first].token_bytes(0) == prefix[1 + first].token_bytes(0)
+    assert [part.start for part in found] == [1, 2, 3, 4]
+    again = pickle.loads(pickle.dumps(found[2:]))
+    assert again == prefix[3:]
+    assert again.parent == prefix.keys[2]
+
+
+def test_what_arrived_has_no_tail_and_can_not_be_extended() -> None:
+    found = pickle.loads(pickle.dumps(tiny().prefix(range(7))))
+    assert (len(found), found.token_count, found.tail.tolist()) == (1, 4, [])
+    with pytest.raises(InvalidInput, match="slice"):
+        found.extend([1])
+
+
+def test_a_prompt_shorter_than_a_block_arrives_empty() -> None:
+    prefix = tiny().prefix(range(3))
+    found = pickle.loads(pickle.dumps(prefix))
+    assert (len(found), found.parent, found.root) == (0, prefix.root, prefix.root)
+
+
+def test_a_secret_is_not_sent() -> None:
+    for name in HASHES:
+        prefix = tiny(hash=name).prefix(range(8), "tenant", b"a secret of sixteen")
+        assert b"a secret of sixteen" not in pickle.dumps(prefix)
+
+
+def test_only_the_slices_blocks_are_sent() -> None:
+    prefix = tiny().prefix(range(4000))
+    one, two = (len(pickle.dumps(prefix[first : first + 1])) for first in (1, 900))
+    assert abs(one - two) <= 8
+    assert one < 1000
+
+
+def test_what_was_sent_is_not_changed_by_extending_its_origin() -> None:
+    prefix = tiny().prefix(range(8))
+    sent = pickle.dumps(prefix)
+    prefix.extend(range(8))
+    assert pickle.loads(sent) == tiny().prefix(range(8))[:2]
 
 
 def test_equality() -> None:
