@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiffin.kvstore import Prefix
+    from tiffin.kvstore.connectors.vllm.orders import LoadOrder
 
 PAGE_TOKENS = 4
 BLOCK_TOKENS = 16
@@ -184,7 +185,6 @@ def _configs(options: Options) -> tuple[VllmConfig, KVCacheConfig]:
             max_model_len=4096,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
-            async_scheduling=options.ahead,
         ),
         kv_transfer_config=KVTransferConfig(
             kv_connector="TiffinConnector",
@@ -194,6 +194,7 @@ def _configs(options: Options) -> tuple[VllmConfig, KVCacheConfig]:
             kv_load_failure_policy=options.policy,
         ),
     )
+    config.scheduler_config.async_scheduling = options.ahead  # vLLM has it off on a CPU
     # One word per token: K and V of one head with one number of 32 bits.
     spec = FullAttentionSpec(
         block_size=PAGE_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
@@ -220,7 +221,8 @@ class Told:
 
 
 class Engine:
-    """An engine without weights. `told`: all requests. `tasks`: lookups, loads and saves."""
+    """An engine without weights. `told`: all requests. `lookups`, `loads`, `saves`: the connector's
+    threads, in the test's hands. `ordered`: all loads. `preempted`: how often that happened."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -237,6 +239,8 @@ class Engine:
         self.faults = Faults(options.seed)
         self.lookups, self.loads, self.saves = HeldTasks(), HeldTasks(), HeldTasks()
         self.saved: dict[bytes, str] = {}  # keys of blocks, and the request that saved them
+        self.ordered: list[LoadOrder] = []
+        self.preempted = 0
         worker = TiffinConnector(config, KVConnectorRole.WORKER, cache)
         self.pages = Pages(options.pages, PAGE_TOKENS)
         self.runner = Runner(worker, self.pages)
@@ -287,7 +291,7 @@ class Engine:
         is that of this step or, with asynchronous scheduling, of the one before."""
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
-            self._note_saves(scheduled.kv_connector_metadata.orders)
+            self._note(scheduled)
             self._steps.append((scheduled, self.runner.step(scheduled)))
             if self.options.ahead and len(self._steps) < 2 and scheduled.num_scheduled_tokens:
                 return
@@ -304,10 +308,19 @@ class Engine:
                 if one.finish_reason is not None:
                     told.reason = str(one.finish_reason)
 
-    def finish(self) -> None:
-        """Let everything end; then check what was told and what was stored."""
+    def hold(self, held: bool = True) -> None:
+        """Whether lookups, loads and saves wait for the test."""
         for tasks in (self.lookups, self.loads, self.saves):
-            tasks.held = False
+            tasks.held = held
+
+    def free_pages(self) -> int:
+        """How many pages no request has."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def finish(self) -> None:
+        """Let everything end; then check what was told, what was stored, and that no request left
+        a page behind."""
+        self.hold(False)
         for _ in range(10_000):
             for tasks in (self.lookups, self.loads, self.saves):
                 tasks.run()
@@ -316,6 +329,7 @@ class Engine:
             self.step()
         assert not self.scheduler.has_requests(), "requests that never end"
         assert all(told.reason for told in self.told.values())
+        assert self.free_pages() == self.options.pages - 1  # one is vLLM's null page
         for told in self.told.values():
             told.check()
         self._check_saved()
@@ -337,7 +351,10 @@ class Engine:
         schema = self._connector._schema
         return schema.prefix(list(tokens), namespace=self.options.namespace)
 
-    def _note_saves(self, orders: Any) -> None:
+    def _note(self, scheduled: Any) -> None:
+        orders = scheduled.kv_connector_metadata.orders
+        self.preempted += len(scheduled.preempted_req_ids or ())
+        self.ordered += orders.loads
         for order in orders.saves:
             self.saved.update(dict.fromkeys(order.prefix.keys, order.request_id))
 

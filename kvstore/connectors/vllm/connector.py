@@ -27,7 +27,7 @@ from .page_copier import PageCopier
 from .page_schema import page_schema
 from .pool_link import PoolLink
 from .scheduler_side import SchedulerSide
-from .settings import read
+from .settings import read, when_scheduled_ahead
 from .worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -110,6 +110,8 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         check_engine(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         settings = read(transfer.kv_connector_extra_config)
+        if vllm_config.scheduler_config.async_scheduling:
+            settings = when_scheduled_ahead(settings)
         shape = cache_shape(vllm_config, kv_cache_config, settings, version)
         self._schema = page_schema(shape, settings.block_tokens)
         self._page_tokens, self._ranks = shape.page_tokens, shape.ranks
