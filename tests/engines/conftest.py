@@ -24,7 +24,6 @@ sys.path.insert(0, str(HERE))
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # engines in this process: seconds instead of a minute
     VLLM_CPU_OMP_THREADS_BIND="nobind",  # the tests' nodes need a core too
-    VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_LEVEL="WARNING",
     HF_HUB_OFFLINE="1",
