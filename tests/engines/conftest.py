@@ -1,5 +1,5 @@
-"""Tests with a real vLLM on the CPU: `make test-engines`, in an environment of its own. Where vLLM is
-not installed, this folder has no tests."""
+"""Tests with a real vLLM on the CPU: `make test-engines`, in an environment of its own. Where vLLM
+is not installed, this folder has no tests."""
 
 from __future__ import annotations
 

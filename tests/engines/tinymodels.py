@@ -1,5 +1,5 @@
-"""Models of a million random weights. Their tokens are w0 to w1019, as ids from 4 on, so that a test
-names a prompt by its ids."""
+"""Models of a million random weights. Their tokens are w0 to w1019, as ids from 4 on, so that a
+test names a prompt by its ids."""
 
 from __future__ import annotations
 

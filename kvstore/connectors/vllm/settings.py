@@ -71,18 +71,3 @@ def read(extra: Mapping[str, Any]) -> Settings:
         if getattr(settings, name) < 0:
             raise InvalidInput(f"{name}={getattr(settings, name)}; pass 0 or more tokens")
     return settings
-
-
-def when_scheduled_ahead(settings: Settings) -> Settings:
-    """The settings for an engine with asynchronous scheduling: it loads asynchronously.
-
-    There a synchronous load's failure shows when the next step is scheduled already, and vLLM
-    0.32 gives out the token which that step computes from pages that were not loaded. Raises
-    InvalidInput for `loading="synchronous"`.
-    """
-    if settings.loading == "synchronous":
-        raise InvalidInput(
-            'loading="synchronous" and asynchronous scheduling: vLLM would answer with wrong tokens'
-            " after a load that failed. Choose another loading, or --no-async-scheduling"
-        )
-    return msgspec.structs.replace(settings, loading="asynchronous")
