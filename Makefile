@@ -4,6 +4,8 @@
 #                 transformer, one pool over two nodes, and an overload
 #   make test     the tests that fit in ten minutes on two cores
 #   make coverage   the same, and which lines they did not run: a third longer
+#   make engines  an environment with a real vLLM on the CPU, 3 GB in .venv-engines
+#   make test-engines  the same, and the tests with it: some ten minutes
 #   make test-slow  the kill -9 and corruption campaigns
 #   make test-campaign  half a million checked gets under kills, stops and a relay, and interrupts at
 #                 random times; half an hour. GETS=, INTERRUPTS= (of each kind of client), SEED=
@@ -21,6 +23,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+ENGINES ?= .venv-engines
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 comma := ,
@@ -32,7 +35,7 @@ EXTRAS := $(if $(strip $(TORCH)),engines$(comma)kernels$(comma))authenticate,ben
 PARALLEL := --numprocesses logical --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test coverage test-slow test-campaign lint format bench clean
+.PHONY: help venv demo test coverage engines test-engines test-slow test-campaign lint format bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -43,6 +46,10 @@ $(VENV)/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(if $(strip $(TORCH)),"$(TORCH)") --editable ".[$(EXTRAS)]"
+	touch $@
+
+$(ENGINES)/.ready: pyproject.toml Makefile tests/engines/install.sh
+	tests/engines/install.sh $(PYTHON) $(ENGINES)
 	touch $@
 
 # Type checkers do not follow editable installs: they read this folder of links instead.
@@ -59,6 +66,11 @@ test: venv
 
 coverage: venv
 	$(BIN)/pytest $(PARALLEL) --cov --cov-report=term-missing:skip-covered
+
+engines: $(ENGINES)/.ready
+
+test-engines: engines
+	$(ENGINES)/bin/python -m pytest tests/engines
 
 test-slow: venv
 	$(BIN)/pytest -m slow
@@ -85,4 +97,4 @@ bench: venv
 	$(BIN)/tiffin bench hbm
 
 clean:
-	rm -rf $(VENV) build out
+	rm -rf $(VENV) $(ENGINES) build out

@@ -1,0 +1,323 @@
+"""The connector under vLLM's own scheduler and cache manager, with a model that is arithmetic."""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from schedulersupport import Engine, Options
+
+from tiffin.kvstore.connectors.vllm import TiffinConnector
+from tiffin.kvstore.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from kvsupport import Daemon
+
+
+@pytest.fixture
+def start(
+    shared_node: Daemon, model_folders: Path, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Engine]]:
+    """A function that starts engines, all with one pool."""
+    # vLLM's groups of tensor-parallel workers need processes.
+    monkeypatch.setattr(TiffinConnector, "_rank", lambda self: 0)
+    with ExitStack() as stack:
+
+        def start(**changes: Any) -> Engine:
+            options = Options(shared_node.url, namespace, model_folders / "llama", **changes)
+            engine = Engine(options)
+            stack.callback(engine.close)
+            return engine
+
+        yield start
+
+
+def prompt(count: int, seed: int = 0) -> list[int]:
+    return [(index * 7919 + seed * 104729 + 13) % 997 for index in range(count)]
+
+
+AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["one-by-one", "ahead"])
+# Where vLLM's cache and scheduler bear it, loads are synchronous.
+WAYS = pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param({"loading": "synchronous", "caching": False}, id="synchronous"),
+        pytest.param({"loading": "synchronous", "policy": "fail"}, id="synchronous-fail"),
+        pytest.param({"loading": "asynchronous"}, id="asynchronous"),
+        pytest.param({"ahead": True}, id="ahead"),
+    ],
+)
+Way = dict[str, Any]
+
+
+@WAYS
+def test_an_engine_loads_what_another_computed(start: Callable[..., Engine], way: Way) -> None:
+    tokens = prompt(100)
+    assert start(**way).answer(tokens).cached == 0
+    assert start(**way).answer(tokens).cached == 96
+
+
+# -- hits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loading", ["synchronous", "asynchronous"])
+def test_a_local_hit_that_ends_inside_a_block_is_filled_up(
+    start: Callable[..., Engine], loading: str
+) -> None:
+    tokens = prompt(100)
+    start().answer(tokens)
+    engine = start(loading=loading, policy="fail")
+    engine.answer([*tokens[:40], *prompt(10, seed=1)])
+    assert engine.answer(tokens).cached == 96
+    load = engine.ordered[-1]
+    assert (load.prefix.start, load.skipped_pages, len(load.pages)) == (2, 2, 14)
+
+
+@WAYS
+def test_a_prompt_that_is_whole_blocks_leaves_a_token_to_compute(
+    start: Callable[..., Engine], way: Way
+) -> None:
+    tokens = prompt(96)
+    start().answer(tokens)
+    assert start(**way).answer(tokens).cached == 92
+
+
+@WAYS
+def test_chunked_prefills_store_and_load(start: Callable[..., Engine], way: Way) -> None:
+    tokens = prompt(200)
+    chunked = start(batch_tokens=24, **way)
+    chunked.answer(tokens)
+    assert len(chunked.saved) == 12
+    assert start(batch_tokens=24, **way).answer(tokens).cached == 192
+
+
+@AHEAD
+def test_what_was_said_is_stored_for_the_next_turn(
+    start: Callable[..., Engine], ahead: bool
+) -> None:
+    engine = start(ahead=ahead)
+    tokens = prompt(20)
+    said = engine.answer(tokens, 30)
+    turn = [*tokens, *said.tokens]
+    # The last token that is said has no entry yet.
+    assert start(ahead=ahead).answer([*turn, 5, 6, 7], 4).cached == 48
+
+
+def test_without_an_own_cache_the_pool_serves_alone(start: Callable[..., Engine]) -> None:
+    engine = start(caching=False)
+    engine.answer(prompt(100))
+    assert engine.answer(prompt(100)).cached == 96
+
+
+def test_a_request_waits_for_its_lookup_while_others_run(start: Callable[..., Engine]) -> None:
+    start().answer(prompt(100))
+    engine = start()
+    engine.lookups.held = True
+    waiting = engine.add(prompt(100))
+    engine.step()
+    assert engine.status(waiting) == "WAITING"
+    engine.lookups.held = False
+    engine.answer(prompt(50, seed=1))
+    assert engine.told[waiting].cached == 96
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+@WAYS
+@pytest.mark.parametrize("blocks", [0, 1, 3, 5])
+def test_what_could_not_be_loaded_is_computed(
+    start: Callable[..., Engine], way: Way, blocks: int
+) -> None:
+    tokens = prompt(100)
+    start().answer(tokens)
+    engine = start(**way)
+    engine.faults.next_gets.append(blocks)
+    reason = engine.answer(tokens, 8).reason
+    assert reason == ("error" if way.get("policy") == "fail" else "length")
+
+
+@WAYS
+def test_under_the_policy_fail_only_the_request_ends(
+    start: Callable[..., Engine], way: Way
+) -> None:
+    tokens = prompt(100)
+    start().answer(tokens)
+    engine = start(**{**way, "policy": "fail"})
+    engine.faults.next_gets.append(2)
+    assert engine.answer(tokens, 8).reason == "error"
+    assert engine.answer(tokens, 8).reason == "length"
+
+
+@WAYS
+def test_requests_that_share_a_failed_load_are_right(
+    start: Callable[..., Engine], way: Way
+) -> None:
+    tokens = prompt(100)
+    start().answer(tokens)
+    engine = start(**way)
+    engine.faults.next_gets += [3, 3]
+    for tail in range(3):
+        engine.add([*tokens, *prompt(40, seed=tail)], 20)
+    engine.finish()
+
+
+@AHEAD
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_vllms_cache_never_offers_pages_whose_load_failed(
+    start: Callable[..., Engine], ahead: bool, policy: str
+) -> None:
+    tokens = prompt(100)
+    start().answer(tokens)
+    engine = start(ahead=ahead, policy=policy)
+    engine.faults.next_gets.append(2)
+    request = engine.add(tokens)
+    engine.step()
+    engine.abort(request)  # nobody computes what its load has left out
+    assert engine.answer(tokens, 8).reason == "length"
+
+
+def test_pages_of_a_failed_load_are_saved_from_once_others_have_them(
+    start: Callable[..., Engine],
+) -> None:
+    start().answer(prompt(100))
+    engine = start(loading="synchronous", caching=False, pages=60)
+    engine.faults.next_gets.append(0)
+    engine.answer(prompt(100))
+    engine.answer(prompt(200, seed=1))
+    assert start().answer(prompt(200, seed=1)).cached == 192
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"ahead": True, "policy": "fail"}, "--no-async-scheduling"),
+        ({"policy": "recompute", "caching": True}, "--no-enable-prefix-caching"),
+    ],
+)
+def test_synchronous_loads_are_refused_where_vllm_would_give_out_wrong_tokens(
+    start: Callable[..., Engine], changes: dict[str, Any], remedy: str
+) -> None:
+    with pytest.raises(InvalidInput, match=remedy):
+        start(loading="synchronous", **changes)
+
+
+# -- requests that leave ---------------------------------------------------------------------------
+
+
+@AHEAD
+def test_a_request_that_is_aborted_while_it_loads_gives_its_pages_back(
+    start: Callable[..., Engine], ahead: bool
+) -> None:
+    tokens = prompt(100)
+    start().answer(tokens)
+    engine = start(loading="asynchronous", ahead=ahead)
+    engine.loads.held = True
+    request = engine.add(tokens)
+    engine.step()
+    assert engine.status(request) == "WAITING_FOR_REMOTE_KVS"
+    engine.abort(request)
+    engine.step()
+    assert engine.free_pages() < engine.options.pages - 1  # the load may still write them
+    engine.finish()
+
+
+def test_the_pages_of_a_save_are_kept_until_it_ends(start: Callable[..., Engine]) -> None:
+    engine = start()
+    engine.saves.held = True
+    request = engine.add(prompt(100))
+    for _ in range(5):
+        engine.step()
+    assert engine.status(request) == "FINISHED_LENGTH_CAPPED"
+    assert engine.free_pages() < engine.options.pages - 1
+    engine.finish()
+    assert start().answer(prompt(100)).cached == 96
+
+
+@WAYS
+def test_preempted_requests_load_again_and_end_right(
+    start: Callable[..., Engine], way: Way
+) -> None:
+    engine = start(pages=60, **way)
+    for seed in range(4):
+        engine.add(prompt(50, seed), 60)
+    engine.finish()
+    assert engine.preempted
+    assert engine.ordered
+
+
+def test_a_save_of_a_preempted_request_is_given_up(start: Callable[..., Engine]) -> None:
+    engine = start(pages=60)
+    engine.saves.held = True
+    for seed in range(4):
+        engine.add(prompt(50, seed), 60)
+    while not engine.preempted:
+        engine.step()
+    engine.finish()
+
+
+# -- all of it at once -----------------------------------------------------------------------------
+
+
+class Crowd:
+    """Requests with shared beginnings that come, go and fail at random, in two engines."""
+
+    def __init__(self, engines: list[Engine], seed: int) -> None:
+        self._engines = engines
+        self._dice = random.Random(seed)
+        self._roots = [prompt(self._dice.randrange(20, 120), index) for index in range(4)]
+        for engine in engines:
+            engine.hold()
+            engine.faults.chance = 0.15
+
+    def run(self, requests: int) -> None:
+        """Let so many requests come, and all end."""
+        for _ in range(requests):
+            engine = self._dice.choice(self._engines)
+            request = engine.add(self._prompt(), self._dice.randrange(1, 40))
+            for _ in range(self._dice.randrange(8)):
+                self._move(self._dice.choice(self._engines))
+            if self._dice.random() < 0.1 and not engine.told[request].reason:
+                engine.abort(request)
+        for engine in self._engines:
+            engine.finish()
+
+    def _move(self, engine: Engine) -> None:
+        for tasks in (engine.lookups, engine.loads, engine.saves):
+            tasks.run(self._dice.randrange(3))
+        engine.step()
+
+    def _prompt(self) -> list[int]:
+        root = self._dice.choice(self._roots)
+        shared = root[: self._dice.randrange(len(root))]
+        return [*shared, *prompt(self._dice.randrange(1, 60), self._dice.randrange(6))]
+
+
+@WAYS
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_wrong_block_is_ever_stored_whatever_fails(
+    start: Callable[..., Engine], way: Way, policy: str, seed: int
+) -> None:
+    way = {"policy": policy, "pages": 60, "batch_tokens": 64, "seed": seed, **way}
+    engines = [start(**way), start(**{**way, "loading": "auto"})]
+    Crowd(engines, seed).run(60)
+    assert all(engine.preempted and engine.ordered and engine.saved for engine in engines)
+
+
+def test_a_load_that_fails_unreported_would_be_seen(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control of these tests themselves."""
+    tokens = prompt(100)
+    start().answer(tokens)
+    engine = start(loading="asynchronous")
+    engine.faults.next_gets.append(2)
+    monkeypatch.setattr(TiffinConnector, "get_block_ids_with_load_errors", lambda self: set())
+    with pytest.raises(AssertionError):
+        engine.answer(tokens, 8)
