@@ -112,10 +112,11 @@ class ModelEngine:
         self._lookups[name] = prefix
 
     def abort_one(self) -> None:
-        """Abort some request, also while it loads or is in a step."""
+        """Abort some request, rather one that loads, also one in a step."""
         alive = [one for one in self.requests.values() if one.status is not Status.FINISHED]
+        loading = [one for one in alive if one.status is Status.LOADING]
         if alive:
-            request = self._random.choice(alive)
+            request = self._random.choice(loading or alive)
             request.aborted = True
             self._finish(request)
 
