@@ -17,7 +17,7 @@ from .model_files import files_fingerprint
 from .page_schema import CacheShape
 
 if TYPE_CHECKING:
-    from .settings import Settings
+    from .settings import Loading, Settings
 
 # Releases of vLLM that this connector was run with, by their first two numbers.
 VERSIONS = ("0.32",)
@@ -61,6 +61,24 @@ def check_engine(config: Any, cache: Any) -> None:
             f"layer {group.layer_names[0]} has a {type(group.kv_cache_spec).__name__}; the "
             f"connector stores layers with a {_SPEC}: K and V of every token"
         )
+
+
+def loading_of(config: Any, settings: Settings) -> Loading:
+    """How this engine loads. Raises InvalidInput for synchronous loads in an engine that ends
+    requests whose load fails.
+
+    Such an engine keeps in its prefix cache what other requests of the step computed with the
+    pages of a failed load, without those pages: nothing shows any more that it is wrong. Pages of
+    an asynchronous load are shared only once it has gone well.
+    """
+    if config.kv_transfer_config.kv_load_failure_policy == "recompute":
+        return settings.loading
+    if settings.loading == "synchronous":
+        raise InvalidInput(
+            'loading="synchronous" needs "kv_load_failure_policy": "recompute" in the '
+            "kv_transfer_config; set it, or another loading"
+        )
+    return "asynchronous"
 
 
 def cache_shape(config: Any, cache: Any, settings: Settings, version: str) -> CacheShape:

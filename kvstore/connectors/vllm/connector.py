@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from msgspec.structs import replace
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -20,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 
 from ...errors import InvalidInput
-from .compatibility import cache_shape, check_engine, check_version
+from .compatibility import cache_shape, check_engine, check_version, loading_of
 from .model_files import files_fingerprint
 from .orders import StepOrders, StepReport
 from .page_copier import PageCopier
@@ -110,6 +111,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         check_engine(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         settings = read(transfer.kv_connector_extra_config)
+        settings = replace(settings, loading=loading_of(vllm_config, settings))
         shape = cache_shape(vllm_config, kv_cache_config, settings, version)
         self._schema = page_schema(shape, settings.block_tokens)
         self._page_tokens, self._ranks = shape.page_tokens, shape.ranks

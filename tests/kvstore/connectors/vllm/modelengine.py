@@ -47,6 +47,7 @@ class EngineOptions:
     step_tokens: int = 12
     overlapped: bool = False
     loading: str = "auto"
+    recompute: bool = True
     pace: float = 0.5
     failures: float = 0.0
     aborts: float = 0.0
@@ -116,9 +117,11 @@ class ModelEngine:
         alive = [one for one in self.requests.values() if one.status is not Status.FINISHED]
         loading = [one for one in alive if one.status is Status.LOADING]
         if alive:
-            request = self._random.choice(loading or alive)
-            request.aborted = True
-            self._finish(request)
+            self._fail(self._random.choice(loading or alive))
+
+    def _fail(self, request: ModelRequest) -> None:
+        request.aborted = True
+        self._finish(request)
 
     def _finish(self, request: ModelRequest) -> None:
         for queue in (self._waiting, self._holding, self._running):
@@ -402,6 +405,9 @@ class ModelEngine:
             request.in_flight -= count
             if name not in taken_back and request.status is not Status.FINISHED:
                 self._take_output(step, request)
+        if not self.options.recompute:
+            for name in taken_back:
+                self._fail(self.requests[name])
         if output.report:
             self.tracker.reported(output.report)
         for name in output.loaded:
@@ -430,12 +436,16 @@ class ModelEngine:
             self._finish(request)
 
     def _take_back(self, step: ModelStep, bad: set[int]) -> set[str]:
-        """vLLM's `_handle_invalid_blocks` with the policy "recompute"."""
+        """vLLM's `_handle_invalid_blocks`: the requests whose outputs of this step do not count."""
         for request in self.requests.values():
             self._limit_offers(request, bad)
         loading = [one for one in self._holding if one.status is Status.LOADING]
-        self._failed |= self._roll_back(step, loading, bad)
-        names = self._roll_back(step, self._running, bad)
+        failed, _ = self._roll_back(step, loading, bad)
+        names, evicted = self._roll_back(step, self._running, bad)
+        if not self.options.recompute:
+            self.cache.evict(evicted)
+            return failed | names
+        self._failed |= failed
         for name in names:
             request = self.requests[name]
             request.epoch += 1
@@ -449,9 +459,11 @@ class ModelEngine:
                 limit = index // BLOCK_PAGES * BLOCK
                 request.offer_limit = min(request.offer_limit, limit)
 
-    def _roll_back(self, step: ModelStep, requests: list[ModelRequest], bad: set[int]) -> set[str]:
+    def _roll_back(
+        self, step: ModelStep, requests: list[ModelRequest], bad: set[int]
+    ) -> tuple[set[str], set[int]]:
         """vLLM's `_update_requests_with_invalid_blocks`."""
-        affected, marked = set(), set()
+        affected, marked, evicted = set(), set(), set()
         for request in requests:
             _, count = step.scheduled.get(request.name, (0, 0))
             computed, cut = request.computed - count, False
@@ -463,8 +475,9 @@ class ModelEngine:
                 if page not in marked and not cut:
                     cut = True
                     request.computed = index * PAGE
+                    evicted.update(request.pages[index:])
                 marked.add(page)
             if request.name in affected and not cut:
                 # vLLM does not take back a step in flight here; one token is left to compute.
                 request.computed = min(computed, len(request.tokens) - 1)
-        return affected
+        return affected, evicted

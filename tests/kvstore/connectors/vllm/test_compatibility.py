@@ -13,6 +13,7 @@ from tiffin.kvstore.connectors.vllm.compatibility import (  # noqa: E402
     cache_shape,
     check_engine,
     check_version,
+    loading_of,
 )
 from tiffin.kvstore.connectors.vllm.model_files import files_fingerprint  # noqa: E402
 from tiffin.kvstore.connectors.vllm.settings import Settings  # noqa: E402
@@ -20,6 +21,8 @@ from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tiffin.kvstore.connectors.vllm.settings import Loading
 
 
 class FullAttentionSpec(SimpleNamespace):
@@ -103,6 +106,25 @@ def test_layers_that_forget_tokens_are_refused_by_name() -> None:
         check_engine(config_of(), cache_of(window))
     with pytest.raises(InvalidInput, match=r"FullAttentionSpec in layers\.0; SlidingWindowSpec"):
         check_engine(config_of(), cache_of(FULL, window))
+
+
+def transfer_of(policy: str) -> Any:
+    return SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy))
+
+
+@pytest.mark.parametrize("loading", ["auto", "synchronous", "asynchronous"])
+def test_an_engine_that_recomputes_loads_as_it_is_set(loading: Loading) -> None:
+    assert loading_of(transfer_of("recompute"), Settings(url="x", loading=loading)) == loading
+
+
+@pytest.mark.parametrize("loading", ["auto", "asynchronous"])
+def test_an_engine_that_ends_requests_loads_asynchronously(loading: Loading) -> None:
+    assert loading_of(transfer_of("fail"), Settings(url="x", loading=loading)) == "asynchronous"
+
+
+def test_synchronous_loads_need_an_engine_that_recomputes() -> None:
+    with pytest.raises(InvalidInput, match="kv_load_failure_policy"):
+        loading_of(transfer_of("fail"), Settings(url="x", loading="synchronous"))
 
 
 def test_the_shape_is_what_the_engine_says(tmp_path: Path) -> None:
