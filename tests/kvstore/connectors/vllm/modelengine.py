@@ -290,9 +290,8 @@ class ModelEngine:
         if hits:
             request.cached_pages = len(hits)
         request.pages += hits + pages
-        if external:
-            loaded = request.pages[len(hits) : computed // PAGE]
-            request.loaded_pages = frozenset(loaded)
+        loaded = request.pages[len(hits) : computed // PAGE] if external else []
+        request.loaded_pages = frozenset(loaded)
         self._lookups.pop(request.name, None)
         self.tracker.allocated(request.name, request.pages, external, request.computed)
         (self._holding if request in self._holding else self._waiting).remove(request)

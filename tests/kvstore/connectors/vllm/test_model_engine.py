@@ -7,9 +7,6 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 from fakepool import PAGE, SCHEMA, BrokenPromise, FakePool, SteppedExecutor
 from modelengine import EngineOptions, ModelEngine
 
