@@ -268,28 +268,17 @@ class ModelEngine:
     def _admit(self, step: ModelStep, request: ModelRequest) -> bool:
         """Begin a waiting request; False if there are no pages for it, and so for none after it."""
         hits: list[int] = []
-        computed, external, asynchronous = request.computed, 0, False
-        if not computed:
+        external: int | None = 0
+        asynchronous = False
+        if not request.computed:
             hits = self.cache.hits(request.tokens)
-            computed = len(hits) * PAGE
-            answer, asynchronous = self.tracker.matched(
-                request.name, computed, len(request.tokens), self._planned
-            )
-            if answer is None:
-                return True
-            external = answer
-            self._check_offer(request, computed, external)
-            computed += external
+            external, asynchronous = self._match(request, len(hits) * PAGE)
+        if external is None:
+            return True
+        computed = request.computed + len(hits) * PAGE + external
         count = 0 if asynchronous else min(len(request.tokens) - computed, step.budget)
-        lacking = max(0, -(-(computed + count) // PAGE) - len(hits) - len(request.pages))
-        if not self.cache.room_for(lacking + self._reserved_by_others(request), hits):
+        if not self._allocate(step, request, hits, computed + count):
             return False
-        self.cache.touch(hits)
-        pages = self.cache.take(lacking)
-        step.taken += pages
-        if hits:
-            request.cached_pages = len(hits)
-        request.pages += hits + pages
         loaded = request.pages[len(hits) : computed // PAGE] if external else []
         request.loaded_pages = frozenset(loaded)
         self._lookups.pop(request.name, None)
@@ -304,6 +293,29 @@ class ModelEngine:
         request.status = Status.RUNNING
         self._running.append(request)
         self._schedule(step, request, count)
+        return True
+
+    def _match(self, request: ModelRequest, local: int) -> tuple[int | None, bool]:
+        """What the tracker offers beyond `local` tokens."""
+        known = len(request.tokens)
+        external, asynchronous = self.tracker.matched(request.name, local, known, self._planned)
+        if external is not None:
+            self._check_offer(request, local, external)
+        return external, asynchronous
+
+    def _allocate(
+        self, step: ModelStep, request: ModelRequest, hits: list[int], tokens: int
+    ) -> bool:
+        """Give a waiting request the cached pages `hits`, and new ones for so many tokens."""
+        lacking = max(0, -(-tokens // PAGE) - len(hits) - len(request.pages))
+        if not self.cache.room_for(lacking + self._reserved_by_others(request), hits):
+            return False
+        self.cache.touch(hits)
+        pages = self.cache.take(lacking)
+        step.taken += pages
+        if hits:
+            request.cached_pages = len(hits)
+        request.pages += hits + pages
         return True
 
     def _reserved_by_others(self, request: ModelRequest) -> int:
