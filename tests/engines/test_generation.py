@@ -156,7 +156,7 @@ def test_requests_outlive_their_node(
     start: Start, script: Script, node: Daemon, loading: str
 ) -> None:
     first, second, _ = script("llama")
-    with start(url=node.url, settings={"loading": loading}) as engine:
+    with start(url=node.url, enable_prefix_caching=False, settings={"loading": loading}) as engine:
         engine.play([first])
         engine.start(second.prompts)
         answers = run_steps(engine, 2)

@@ -47,7 +47,9 @@ WAYS = pytest.mark.parametrize(
     "way",
     [
         pytest.param({"loading": "synchronous", "caching": False}, id="synchronous"),
-        pytest.param({"loading": "synchronous", "policy": "fail"}, id="synchronous-fail"),
+        pytest.param(
+            {"loading": "synchronous", "policy": "fail", "caching": False}, id="synchronous-fail"
+        ),
         pytest.param({"loading": "asynchronous"}, id="asynchronous"),
         pytest.param({"ahead": True}, id="ahead"),
     ],
@@ -65,13 +67,13 @@ def test_an_engine_loads_what_another_computed(start: Callable[..., Engine], way
 # -- hits ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loading", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_local_hit_that_ends_inside_a_block_is_filled_up(
-    start: Callable[..., Engine], loading: str
+    start: Callable[..., Engine], policy: str
 ) -> None:
     tokens = prompt(100)
     start().answer(tokens)
-    engine = start(loading=loading, policy="fail")
+    engine = start(policy=policy)
     engine.answer([*tokens[:40], *prompt(10, seed=1)])
     assert engine.answer(tokens).cached == 96
     load = engine.ordered[-1]
@@ -198,6 +200,7 @@ def test_pages_of_a_failed_load_are_saved_from_once_others_have_them(
     [
         ({"ahead": True, "policy": "fail"}, "--no-async-scheduling"),
         ({"policy": "recompute", "caching": True}, "--no-enable-prefix-caching"),
+        ({"policy": "fail", "caching": True}, "--no-enable-prefix-caching"),
     ],
 )
 def test_synchronous_loads_are_refused_where_vllm_would_give_out_wrong_tokens(

@@ -68,15 +68,15 @@ def safe_loading(config: Any, settings: Settings) -> Settings:
     InvalidInput for `loading="synchronous"` in an engine that must load asynchronously.
 
     vLLM 0.32 goes on while it mends a synchronous load that failed. With asynchronous scheduling
-    it gives out what the next step computed from the pages, and under the policy "recompute" its
-    prefix cache offers the pages to other requests before anybody has computed them.
+    it gives out what the next step computed from the pages. Its prefix cache offers the pages to
+    other requests before they are computed anew (policy "recompute"), and keeps what other requests
+    of the step computed with them (policy "fail"). Pages of an asynchronous load are shared only
+    once it has gone well.
     """
-    offers = config.cache_config.enable_prefix_caching
-    recomputes = config.kv_transfer_config.kv_load_failure_policy == "recompute"
     if config.scheduler_config.async_scheduling:
         remedy = "--no-async-scheduling"
-    elif offers and recomputes:
-        remedy = '--no-enable-prefix-caching, or "kv_load_failure_policy": "fail"'
+    elif config.cache_config.enable_prefix_caching:
+        remedy = "--no-enable-prefix-caching"
     else:
         return settings
     if settings.loading == "synchronous":

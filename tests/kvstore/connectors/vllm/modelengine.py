@@ -47,6 +47,7 @@ class EngineOptions:
     step_tokens: int = 12
     overlapped: bool = False
     loading: str = "auto"
+    recompute: bool = True
     pace: float = 0.5
     failures: float = 0.0
     aborts: float = 0.0
@@ -112,12 +113,15 @@ class ModelEngine:
         self._lookups[name] = prefix
 
     def abort_one(self) -> None:
-        """Abort some request, also while it loads or is in a step."""
+        """Abort some request, rather one that loads, also one in a step."""
         alive = [one for one in self.requests.values() if one.status is not Status.FINISHED]
+        loading = [one for one in alive if one.status is Status.LOADING]
         if alive:
-            request = self._random.choice(alive)
-            request.aborted = True
-            self._finish(request)
+            self._fail(self._random.choice(loading or alive))
+
+    def _fail(self, request: ModelRequest) -> None:
+        request.aborted = True
+        self._finish(request)
 
     def _finish(self, request: ModelRequest) -> None:
         for queue in (self._waiting, self._holding, self._running):
@@ -264,31 +268,19 @@ class ModelEngine:
     def _admit(self, step: ModelStep, request: ModelRequest) -> bool:
         """Begin a waiting request; False if there are no pages for it, and so for none after it."""
         hits: list[int] = []
-        computed, external, asynchronous = request.computed, 0, False
-        if not computed:
+        external: int | None = 0
+        asynchronous = False
+        if not request.computed:
             hits = self.cache.hits(request.tokens)
-            computed = len(hits) * PAGE
-            answer, asynchronous = self.tracker.matched(
-                request.name, computed, len(request.tokens), self._planned
-            )
-            if answer is None:
-                return True
-            external = answer
-            self._check_offer(request, computed, external)
-            computed += external
+            external, asynchronous = self._match(request, len(hits) * PAGE)
+        if external is None:
+            return True
+        computed = request.computed + len(hits) * PAGE + external
         count = 0 if asynchronous else min(len(request.tokens) - computed, step.budget)
-        lacking = max(0, -(-(computed + count) // PAGE) - len(hits) - len(request.pages))
-        if not self.cache.room_for(lacking + self._reserved_by_others(request), hits):
+        if not self._allocate(step, request, hits, computed + count):
             return False
-        self.cache.touch(hits)
-        pages = self.cache.take(lacking)
-        step.taken += pages
-        if hits:
-            request.cached_pages = len(hits)
-        request.pages += hits + pages
-        if external:
-            loaded = request.pages[len(hits) : computed // PAGE]
-            request.loaded_pages = frozenset(loaded)
+        loaded = request.pages[len(hits) : computed // PAGE] if external else []
+        request.loaded_pages = frozenset(loaded)
         self._lookups.pop(request.name, None)
         self.tracker.allocated(request.name, request.pages, external, request.computed)
         (self._holding if request in self._holding else self._waiting).remove(request)
@@ -301,6 +293,29 @@ class ModelEngine:
         request.status = Status.RUNNING
         self._running.append(request)
         self._schedule(step, request, count)
+        return True
+
+    def _match(self, request: ModelRequest, local: int) -> tuple[int | None, bool]:
+        """What the tracker offers beyond `local` tokens."""
+        known = len(request.tokens)
+        external, asynchronous = self.tracker.matched(request.name, local, known, self._planned)
+        if external is not None:
+            self._check_offer(request, local, external)
+        return external, asynchronous
+
+    def _allocate(
+        self, step: ModelStep, request: ModelRequest, hits: list[int], tokens: int
+    ) -> bool:
+        """Give a waiting request the cached pages `hits`, and new ones for so many tokens."""
+        lacking = max(0, -(-tokens // PAGE) - len(hits) - len(request.pages))
+        if not self.cache.room_for(lacking + self._reserved_by_others(request), hits):
+            return False
+        self.cache.touch(hits)
+        pages = self.cache.take(lacking)
+        step.taken += pages
+        if hits:
+            request.cached_pages = len(hits)
+        request.pages += hits + pages
         return True
 
     def _reserved_by_others(self, request: ModelRequest) -> int:
@@ -401,6 +416,9 @@ class ModelEngine:
             request.in_flight -= count
             if name not in taken_back and request.status is not Status.FINISHED:
                 self._take_output(step, request)
+        if not self.options.recompute:
+            for name in taken_back:
+                self._fail(self.requests[name])
         if output.report:
             self.tracker.reported(output.report)
         for name in output.loaded:
@@ -429,12 +447,16 @@ class ModelEngine:
             self._finish(request)
 
     def _take_back(self, step: ModelStep, bad: set[int]) -> set[str]:
-        """vLLM's `_handle_invalid_blocks` with the policy "recompute"."""
+        """vLLM's `_handle_invalid_blocks`: the requests whose outputs of this step do not count."""
         for request in self.requests.values():
             self._limit_offers(request, bad)
         loading = [one for one in self._holding if one.status is Status.LOADING]
-        self._failed |= self._roll_back(step, loading, bad)
-        names = self._roll_back(step, self._running, bad)
+        failed, _ = self._roll_back(step, loading, bad)
+        names, evicted = self._roll_back(step, self._running, bad)
+        if not self.options.recompute:
+            self.cache.evict(evicted)
+            return failed | names
+        self._failed |= failed
         for name in names:
             request = self.requests[name]
             request.epoch += 1
@@ -448,9 +470,11 @@ class ModelEngine:
                 limit = index // BLOCK_PAGES * BLOCK
                 request.offer_limit = min(request.offer_limit, limit)
 
-    def _roll_back(self, step: ModelStep, requests: list[ModelRequest], bad: set[int]) -> set[str]:
+    def _roll_back(
+        self, step: ModelStep, requests: list[ModelRequest], bad: set[int]
+    ) -> tuple[set[str], set[int]]:
         """vLLM's `_update_requests_with_invalid_blocks`."""
-        affected, marked = set(), set()
+        affected, marked, evicted = set(), set(), set()
         for request in requests:
             _, count = step.scheduled.get(request.name, (0, 0))
             computed, cut = request.computed - count, False
@@ -462,8 +486,9 @@ class ModelEngine:
                 if page not in marked and not cut:
                     cut = True
                     request.computed = index * PAGE
+                    evicted.update(request.pages[index:])
                 marked.add(page)
             if request.name in affected and not cut:
                 # vLLM does not take back a step in flight here; one token is left to compute.
                 request.computed = min(computed, len(request.tokens) - 1)
-        return affected
+        return affected, evicted

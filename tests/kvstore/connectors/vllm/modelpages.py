@@ -134,6 +134,11 @@ class PageCache:
                 self._by_hash.setdefault(value, {})[page] = None
         request.cached_pages = end
 
+    def evict(self, pages: Iterable[int]) -> None:
+        """These pages can't be hit any more; requests that have them keep them."""
+        for page in pages:
+            self._forget(page)
+
     def _forget(self, page: int) -> None:
         value, self._hashes[page] = self._hashes[page], None
         if value is not None:

@@ -7,9 +7,6 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 from fakepool import PAGE, SCHEMA, BrokenPromise, FakePool, SteppedExecutor
 from modelengine import EngineOptions, ModelEngine
 
@@ -58,8 +55,8 @@ def run(engine: ModelEngine, random: Random) -> None:
         if random.random() < options.evictions:
             engine.pool.evict_one()
         queue.append(engine.plan())
-        if random.random() < 0.5:
-            engine.execute(queue[-1]) if len(queue) == 1 else None
+        if len(queue) == 1 and random.random() < 0.5:
+            engine.execute(queue[0])
         if options.overlapped and len(queue) < 2 and random.random() < 0.8:
             continue
         finish_one(engine, queue, random)
@@ -86,15 +83,24 @@ def engine_of(seed: int, tracker: Any = RequestTracker, **fixed: Any) -> tuple[M
         "ranks": random.choice([1, 1, 2]),
         "overlapped": random.random() < 0.5,
         "loading": random.choice(["auto", "synchronous", "asynchronous"]),
-        "pace": random.choice([0.5, 0.1]),
+        "pace": random.choice([0.5, 0.1, 0.03]),
         "failures": random.choice([0.05, 0.3]),
-        "aborts": random.choice([0, 0.05]),
-        "preemptions": random.choice([0, 0.1]),
+        "aborts": random.choice([0, 0.05, 0.3]),
+        "preemptions": random.choice([0, 0.1, 0.3]),
         "evictions": random.choice([0, 0.2]),
     }
     options = EngineOptions(**{**chosen, **fixed})
     pool = FakePool(options.ranks, random, options.failures)
     return ModelEngine(random, options, pool, tracker), random
+
+
+def breaks(seed: int, tracker: Any = RequestTracker, **fixed: Any) -> bool:
+    """Whether a promise is broken in this schedule."""
+    try:
+        run(*engine_of(seed, tracker, **fixed))
+    except BrokenPromise:
+        return True
+    return False
 
 
 @pytest.mark.parametrize("seeds", range(0, 400, 50))
@@ -106,6 +112,18 @@ def test_whatever_happens_only_right_blocks_are_stored(seeds: int) -> None:
         except Exception as error:
             raise AssertionError(f"seed {seed}: {engine.options}") from error
         assert not any(engine.cache.references), f"seed {seed}: pages were not freed"
+
+
+def test_an_engine_that_ends_requests_stores_right_blocks_if_it_loads_asynchronously() -> None:
+    for seed in range(100):
+        engine, random = engine_of(seed, recompute=False, loading="asynchronous")
+        run(engine, random)
+
+
+def test_such_an_engine_that_loads_synchronously_would_store_wrong_ones() -> None:
+    """See `safe_loading`: what is wrong here is vLLM's prefix cache, and no tracker sees it."""
+    options = {"recompute": False, "loading": "synchronous", "failures": 0.3}
+    assert any(breaks(seed, **options) for seed in range(500))
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -136,19 +154,17 @@ class Unconfirmed(RequestTracker):
     """Saves what is scheduled, before its step has ended."""
 
     def plan(
-        self,
-        confirmed: Iterable[tuple[str, int]],
-        engine: EngineState,
-        preempted: Iterable[str] = (),
-        new_pages: Iterable[int] = (),
+        self, confirmed: Iterable[tuple[str, int]], engine: EngineState, *others: Any
     ) -> StepOrders:
-        hasty = [(name, len(engine.pages_of(name)) * PAGE) for name, _ in confirmed]
-        known = [(name, min(tokens, len(engine.tokens_of(name)))) for name, tokens in hasty]
-        return super().plan(known, engine, preempted, new_pages)
+        known = [
+            (name, min(len(engine.pages_of(name)) * PAGE, len(engine.tokens_of(name))))
+            for name, _ in confirmed
+        ]
+        return super().plan(known, engine, *others)
 
 
 class Untainted(RequestTracker):
-    """Saves pages that others may have computed with a failed load."""
+    """Saves pages that requests may have computed with although their load failed."""
 
     def _clean(self, pages: Iterable[int]) -> bool:
         return True
@@ -172,6 +188,23 @@ class Undrained(RequestTracker):
         return orders
 
 
+class Lingering(RequestTracker):
+    """Keeps pages for saves of a request that has lost them to a preemption."""
+
+    def plan(
+        self,
+        confirmed: Iterable[tuple[str, int]],
+        engine: EngineState,
+        preempted: Iterable[str] = (),
+        new_pages: Iterable[int] = (),
+    ) -> StepOrders:
+        pending = {name: set(self._requests[name].pending_saves) for name in preempted}
+        orders = super().plan(confirmed, engine, preempted, new_pages)
+        for name, saves in pending.items():
+            self._requests[name].pending_saves |= saves
+        return orders
+
+
 class Stubborn(RequestTracker):
     """Offers a block again that could not be loaded."""
 
@@ -180,14 +213,21 @@ class Stubborn(RequestTracker):
         super().reported(report)
 
 
-@pytest.mark.parametrize("tracker", [Unconfirmed, Untainted, Unkept, Undrained, Stubborn])
-def test_a_tracker_without_one_precaution_is_caught(tracker: type[RequestTracker]) -> None:
-    def is_caught(seed: int) -> bool:
-        engine, random = engine_of(seed, tracker)
-        try:
-            run(engine, random)
-        except BrokenPromise:
-            return True
-        return False
+HARSH = {"pace": 0.03, "aborts": 0.2, "preemptions": 0.3, "loading": "asynchronous"}
 
-    assert any(map(is_caught, range(200)))
+
+@pytest.mark.parametrize(
+    ("tracker", "options"),
+    [
+        (Unconfirmed, {}),
+        (Untainted, {}),
+        (Unkept, {}),
+        (Undrained, {}),
+        (Lingering, HARSH),
+        (Stubborn, {}),
+    ],
+)
+def test_a_tracker_without_one_precaution_is_caught(
+    tracker: type[RequestTracker], options: dict[str, Any]
+) -> None:
+    assert any(breaks(seed, tracker, **options) for seed in range(400))

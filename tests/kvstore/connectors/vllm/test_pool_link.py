@@ -7,9 +7,6 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 from fakepool import SCHEMA
 from kvsupport import Background, Daemon, wait_until
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from fakepool import BLOCK, PAGE, SCHEMA
 
-from tiffin.kvstore.connectors.vllm.orders import LoadOrder, StepOrders, StepReport
+from tiffin.kvstore.connectors.vllm.orders import LoadOrder, SaveOrder, StepOrders, StepReport
 from tiffin.kvstore.connectors.vllm.request_tracker import RequestTracker, TrackerOptions
 
 if TYPE_CHECKING:
@@ -407,6 +408,13 @@ def test_a_load_failed_if_it_failed_in_any_rank() -> None:
     other = StepReport({"a": 2, "c": 0}, {6}, {1: 1, 2: 1})
     joined = StepReport({"a": 2, "b": 1, "c": 0}, {5, 6}, {1: 2, 2: 1})
     assert one.joined(other) == other.joined(one) == joined
+
+
+def test_orders_arrive_in_another_process_as_they_were() -> None:
+    prefix = SCHEMA.prefix(PROMPT)
+    load = LoadOrder("a", prefix[1:3], 1, (1, 2, 3), synchronous=True)
+    orders = StepOrders(7, [load], [SaveOrder(1, "b", prefix[:2], (1, 2, 3, 4))], ["c"], ["d"])
+    assert pickle.loads(pickle.dumps(orders)) == orders
 
 
 def test_an_empty_report_is_false() -> None:

@@ -6,9 +6,6 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 from fakepool import BLOCK, PAGE, SCHEMA
 from kvsupport import payloads_of, wait_until
 
