@@ -193,7 +193,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for request_id in orders.finished:
             self._requests.remove(request_id)
         self._scheduler.tracker.decoding = 1 in scheduled.values()
-        self._scheduler.idle = not scheduled
+        self._scheduler.idle = orders.idle = not scheduled
         return Metadata(orders)
 
     def _new_pages(self, scheduler_output: Any) -> Iterator[int]:
@@ -246,8 +246,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """See `WorkerSide.begin`."""
         assert self._worker is not None
-        orders = self._get_connector_metadata().orders
-        self._worker.begin(orders, idle=forward_context.attn_metadata is None)
+        self._worker.begin(self._get_connector_metadata().orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to do: loads are of whole blocks."""

@@ -52,9 +52,11 @@ class SaveOrder:
 class StepOrders:
     """The orders of one step. `preempted`: requests whose pages the engine may overwrite in this
     step, so saves from them must have been copied, or be given up, before. `finished`: requests
-    whose pages the engine keeps until the worker reports that their saves have ended."""
+    whose pages the engine keeps until the worker reports that their saves have ended. `idle`: the
+    step has no forward pass."""
 
     step: int = 0
+    idle: bool = False
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)

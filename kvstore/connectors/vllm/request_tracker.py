@@ -204,7 +204,7 @@ class RequestTracker:
         `new_pages`: pages that the engine gives to running requests in this step, to be computed.
         """
         self._step += 1
-        orders = StepOrders(self._step, list(self._loads.values()))
+        orders = StepOrders(self._step, loads=list(self._loads.values()))
         self._loads.clear()
         for request_id in preempted:
             request = self._requests.get(request_id)

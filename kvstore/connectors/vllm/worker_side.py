@@ -118,10 +118,9 @@ class WorkerSide:
             for save, _ in self._saving.get(request_id, ()):
                 save.drain()
 
-    def begin(self, orders: StepOrders, *, idle: bool = False) -> None:
-        """Start the saves and the asynchronous loads of a step, and do its synchronous loads.
-        `idle`: the step has no forward pass."""
-        self._idle = idle
+    def begin(self, orders: StepOrders) -> None:
+        """Start the saves and the asynchronous loads of a step, and do its synchronous loads."""
+        self._idle = orders.idle
         self._finished.update(orders.finished)
         for order in orders.saves:
             save = _Save(order)

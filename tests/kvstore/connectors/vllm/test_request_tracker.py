@@ -413,7 +413,8 @@ def test_a_load_failed_if_it_failed_in_any_rank() -> None:
 def test_orders_arrive_in_another_process_as_they_were() -> None:
     prefix = SCHEMA.prefix(PROMPT)
     load = LoadOrder("a", prefix[1:3], 1, (1, 2, 3), synchronous=True)
-    orders = StepOrders(7, [load], [SaveOrder(1, "b", prefix[:2], (1, 2, 3, 4))], ["c"], ["d"])
+    saves = [SaveOrder(1, "b", prefix[:2], (1, 2, 3, 4))]
+    orders = StepOrders(7, True, [load], saves, ["c"], ["d"])
     assert pickle.loads(pickle.dumps(orders)) == orders
 
 
