@@ -5,7 +5,7 @@
 #   make test     the tests that fit in ten minutes on two cores
 #   make coverage   the same, and which lines they did not run: a third longer
 #   make engines  an environment with a real vLLM on the CPU, 3 GB in .venv-engines
-#   make test-engines  the same, and the tests with it: some ten minutes
+#   make test-engines  the same, and the tests with it: five minutes on two cores
 #   make test-slow  the kill -9 and corruption campaigns
 #   make test-campaign  half a million checked gets under kills, stops and a relay, and interrupts at
 #                 random times; half an hour. GETS=, INTERRUPTS= (of each kind of client), SEED=

@@ -88,17 +88,17 @@ class Engine:
         name = connector._scheduler._settings.namespace
         return connector._schema.prefix(list(tokens), namespace=name)
 
-    def generate(self, prompts: list[Tokens]) -> list[Answer]:
+    def generate(self, prompts: list[Tokens], salt: str = "") -> list[Answer]:
         """Greedy answers, in order, once all that they store is stored."""
-        self.start(prompts)
+        self.start(prompts, salt)
         answers = self.finish()
         return [answers[str(index)] for index in range(len(prompts))]
 
-    def start(self, prompts: list[Tokens]) -> None:
+    def start(self, prompts: list[Tokens], salt: str = "") -> None:
         """Start requests named "0", "1" and so on."""
         parameters = SamplingParams(temperature=0, max_tokens=SAID, ignore_eos=True)
         for index, tokens in enumerate(prompts):
-            prompt = {"prompt_token_ids": tokens}
+            prompt = {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}
             self._llm.llm_engine.add_request(str(index), prompt, parameters)
 
     def step(self) -> dict[str, Answer]:

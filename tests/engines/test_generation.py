@@ -8,6 +8,7 @@ import pytest
 import vllm
 from generationsupport import Answer, Engine, Turn, converse, loadable, transfer
 from kvsupport import damage, wait_until
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from tiffin.kvstore import Client
 from tiffin.kvstore.errors import InvalidInput, NodeUnavailable
@@ -86,7 +87,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pages-of-64": ("llama", {"block_size": 64, "enable_prefix_caching": False}),
     "chunked-prefill": ("llama", {"max_num_batched_tokens": 256, "block_size": 64}),
     "whole-prefill": ("llama", {"enable_chunked_prefill": False, "max_num_batched_tokens": 8192}),
-    "few-pages": ("llama", {"kv_cache_memory_bytes": 9 << 20, "block_size": 32}),
     "bfloat16": ("llama-bfloat16", {}),
     "qwen2": ("qwen2", {}),
 }
@@ -104,6 +104,36 @@ def test_the_pool_changes_no_token(start: Start, script: Script, variant: str) -
     page_tokens = changes.get("block_size", 128)
     for tokens, prompt in zip(cached, prompts, strict=True):
         assert tokens >= loadable(prompt, page_tokens)  # more, where it has them itself
+
+
+def test_preempted_requests_say_what_they_would_have_said(
+    start: Start, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preempted = []
+    preempt = Scheduler._preempt_request
+
+    def noted(self: Scheduler, request: Any, *arguments: Any, **named: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(self, request, *arguments, **named)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", noted)
+    few = {"kv_cache_memory_bytes": 7 << 20, "max_model_len": 3200, "block_size": 32}
+    for _ in range(2):  # what is stored, and what is loaded
+        with start(enable_prefix_caching=False, **few) as engine:
+            engine.play(script("llama"))
+    assert preempted
+
+
+def test_a_salt_keeps_requests_apart(start: Start, script: Script) -> None:
+    (turn, *_) = script("llama")
+    with start(enable_prefix_caching=False) as engine:
+        cached = []
+        for salt in ("one", "other", "one"):
+            answers = engine.generate(turn.prompts, salt)
+            assert [answer.tokens for answer in answers] == turn.said
+            cached.append([answer.cached for answer in answers])
+    expected = [loadable(prompt, 128) for prompt in turn.prompts]
+    assert cached == [[0] * 4, [0] * 4, expected]
 
 
 def test_another_model_never_reads_these_blocks(start: Start, script: Script) -> None:
@@ -151,12 +181,15 @@ def run_steps(engine: Engine, steps: int) -> dict[str, Answer]:
     return answers
 
 
-@pytest.mark.parametrize("loading", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("caching", [True, False], ids=["asynchronous", "synchronous"])
 def test_requests_outlive_their_node(
-    start: Start, script: Script, node: Daemon, loading: str
+    start: Start, script: Script, node: Daemon, caching: bool
 ) -> None:
     first, second, _ = script("llama")
-    with start(url=node.url, enable_prefix_caching=False, settings={"loading": loading}) as engine:
+    loading = "asynchronous" if caching else "synchronous"
+    with start(
+        url=node.url, settings={"loading": loading}, enable_prefix_caching=caching
+    ) as engine:
         engine.play([first])
         engine.start(second.prompts)
         answers = run_steps(engine, 2)
@@ -210,9 +243,3 @@ def test_an_unknown_release_of_vllm_is_refused_by_name(
 def test_an_unknown_setting_is_refused_by_name(start: Start) -> None:
     with pytest.raises(InvalidInput, match="hurry"):
         start(settings={"hurry": True})
-
-
-def test_speculative_decoding_is_refused_by_name(start: Start) -> None:
-    speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    with pytest.raises(InvalidInput, match="speculative_config"):
-        start(speculative_config=speculative)

@@ -145,6 +145,18 @@ def test_what_could_not_be_loaded_is_computed(
 
 
 @WAYS
+def test_a_block_that_can_never_be_loaded_is_asked_for_once(
+    start: Callable[..., Engine], way: Way
+) -> None:
+    tokens = prompt(100)
+    start().answer(tokens)
+    engine = start(**way)
+    engine.faults.next_gets += [0] * 20_000
+    engine.answer(tokens, 8)
+    assert len(engine.ordered) == 1
+
+
+@WAYS
 def test_under_the_policy_fail_only_the_request_ends(
     start: Callable[..., Engine], way: Way
 ) -> None:
