@@ -40,8 +40,8 @@ _LOADERS = 2
 _SAVERS = 1
 # How long a step without a forward pass waits for a load or save to end. Otherwise the engine would
 # step again at once, in a loop that leaves the GIL to these threads only every 5 ms: a load of
-# 32 MiB over TCP then took 400 ms.
-_IDLE_WAIT_S = 0.005
+# 32 MiB over TCP then took 400 ms. A request that arrives meanwhile waits as well.
+_IDLE_WAIT_S = 0.02
 # The longest synchronous load: the engine stands still for it. To compute a prompt takes longer.
 SYNCHRONOUS_S = 0.5
 # Memory of one load from other nodes at a time; each loading thread has such a stage.
