@@ -78,7 +78,8 @@ def _second_engine(setting: Setting, folder: str, url: str, *, in_process: bool)
     setting.tell("the engine that loads")
     second = measure(setting, folder, transfer, in_process=in_process, computes=False)
     assert list(second.tokens) == list(first.tokens), "other tokens than were computed"
-    assert min(second.cached) >= setting.sizes.tokens // 512 * 512, "not all was loaded"
+    missed = f"not all was loaded: {second.cached}"
+    assert min(second.cached) >= setting.sizes.tokens // 512 * 512, missed
     return Times(first.cold, second.loaded, second.own, second.cached, second.tokens)
 
 
