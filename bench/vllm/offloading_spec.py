@@ -1,7 +1,7 @@
 """Lets vLLM's own `OffloadingConnector` run on a CPU, to be compared with: its copies are torch's.
 
 In vLLM the connector copies between a GPU and pinned memory, and refuses other platforms. Here its
-scheduler, its manager and its region of shared memory are used as they are, with another worker.
+scheduler and its manager are used as they are, with another worker, whose host memory is torch's.
 Imported by vLLM, by the name in `spec_module_path`.
 """
 
@@ -12,24 +12,22 @@ from typing import Any
 
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class HostWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies all pages of a job in one call of torch, as ours does."""
 
-    def __init__(self, caches: Any, pages_per_chunk: int, region: Any) -> None:
+    def __init__(self, caches: Any, pages_per_chunk: int, chunks: int) -> None:
         self._groups = caches.group_data_refs
         self._pages_per_chunk = pages_per_chunk
-        self._region = region
         self._done: list[Any] = []
         self._engine = [
             tensor.tensor.view(torch.int8).view(-1, tensor.page_size_bytes)
             for tensor in caches.tensors
         ]
         self._host = [
-            region.create_next_worker_view(tensor.page_size_bytes * pages_per_chunk)
+            torch.zeros((chunks, tensor.page_size_bytes * pages_per_chunk), dtype=torch.int8)
             for tensor in caches.tensors
         ]
 
@@ -80,9 +78,8 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
         """Jobs have ended when they were submitted."""
 
     def shutdown(self) -> None:
-        """Unmap the region."""
+        """Let the memory go."""
         self._host.clear()
-        self._region.cleanup()
 
 
 class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
@@ -90,13 +87,6 @@ class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
     def get_worker(self, kv_caches: Any) -> Any:
         """The worker, made once."""
-        if not getattr(self, "_host_worker", None):
-            region = SharedOffloadRegion(
-                engine_id=self._engine_id,
-                num_chunks=self.num_chunks,
-                rank=self.config.parallel.rank,
-                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-                cpu_page_size=self.cpu_page_size_per_worker,
-            )
-            self._host_worker = HostWorker(kv_caches, self.blocks_per_chunk, region)
-        return self._host_worker
+        if self._worker is None:
+            self._worker: Any = HostWorker(kv_caches, self.blocks_per_chunk, self.num_chunks)
+        return self._worker
