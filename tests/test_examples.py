@@ -350,7 +350,7 @@ def test_rows_of_benchmarks_are_ones(example: Example) -> None:
     with pytest.raises(typer.BadParameter) as refused:
         program().main(["bench", name, "--row", "nosuch"], standalone_mode=False)
     rows = refused.value.message.partition("there are: ")[2].split(", ")
-    assert len(rows) > 5
+    assert len(rows) >= 3
     assert set(re.findall(r"--row (\S+)", example.command)) <= set(rows)
 
 
