@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+ADAPTER = "adapter_config.json"
 SAMPLES = 64  # pieces of each file, at even distances, the first and the last included
 SAMPLE_BYTES = 4096
 
 
 def files_fingerprint(folder: Path) -> str:
-    """32 hexadecimal digits over the weights' files of `folder`, by name, size and samples.
+    """32 hexadecimal digits over the weights' files of `folder`, by name, size and samples, and an
+    adapter's configuration, which scales its weights.
 
     A training step changes almost every number, so samples show it; an edit of a few numbers
     between the samples does not show. Takes about 1 ms per file. Raises InvalidInput if there are
@@ -29,7 +31,7 @@ def files_fingerprint(folder: Path) -> str:
     digest = blake2b(digest_size=16)
     try:
         found = sorted(path for path in folder.iterdir() if path.suffix in WEIGHTS)
-        for path in found:
+        for path in [*found, *folder.glob(ADAPTER)]:
             size = path.stat().st_size
             digest.update(f"\n{path.name} {size}\n".encode())
             with path.open("rb") as file:

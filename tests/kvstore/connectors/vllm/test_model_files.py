@@ -78,3 +78,13 @@ def test_a_folder_without_weights_is_refused_with_what_would_work(tmp_path: Path
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="can't be read"):
         files_fingerprint(tmp_path / "none")
+
+
+def test_an_adapter_with_another_scale_is_another_adapter(tmp_path: Path) -> None:
+    """The same weights with another `lora_alpha` compute other numbers."""
+    folder = folder_of(tmp_path, "adapter")
+    found = {files_fingerprint(folder)}
+    for alpha in (8, 16):
+        (folder / "adapter_config.json").write_text(f'{{"lora_alpha": {alpha}}}')
+        found.add(files_fingerprint(folder))
+    assert len(found) == 3
