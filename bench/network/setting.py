@@ -117,12 +117,13 @@ def remote_node(
             command += ["--token-file", str(token_file)]
         with running(command) as process:
             node = RemoteNode(address, process.pid, token_file)
-            await_answer(process, lambda: _greet(node), "the node")
+            await_answer(process, lambda: greets(node.url), "the node")
             yield node
 
 
-def _greet(node: RemoteNode) -> bool:
-    with contextlib.suppress(NodeUnavailable), Client.open(node.url):
+def greets(url: str) -> bool:
+    """Whether the node at `url` takes a client."""
+    with contextlib.suppress(NodeUnavailable), Client.open(url):
         return True
     return False
 

@@ -7,10 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiffin.kvstore.client.client import Client
-from tiffin.kvstore.errors import NodeUnavailable
-
-from ..network.setting import await_answer, node_command, remote_node, running
+from ..network.setting import await_answer, greets, node_command, remote_node, running
 from ..store.rows import Row, Spread, Target
 from ..store.setting import MIB
 from .setting import Setting, Times, measure, model
@@ -122,12 +119,6 @@ def _node() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="tiffin-bench-") as folder:
         socket = Path(folder) / "node.sock"
         url = f"unix:{socket}"
-
-        def greets() -> bool:
-            with contextlib.suppress(NodeUnavailable), Client.open(url):
-                return True
-            return False
-
         with running(node_command(_NODE_BYTES, socket)) as process:
-            await_answer(process, greets, "the node")
+            await_answer(process, lambda: greets(url), "the node")
             yield url

@@ -190,8 +190,6 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._new_pages(scheduler_output),
         )
         self._requests.block_state = None
-        for request_id in orders.finished:
-            self._requests.remove(request_id)
         self._scheduler.tracker.decoding = 1 in scheduled.values()
         self._scheduler.idle = orders.idle = not scheduled
         return Metadata(orders)
@@ -317,13 +315,18 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def _namespace(self, request: Any) -> str | None:
         """What beside its tokens decides a request's cache; None for a request that is not looked
-        up or stored, since its tokens do not decide it."""
+        up or stored, as its tokens do not decide it or its adapter's files can't be read."""
         if request.mm_features or request.prompt_embeds is not None:
             return None
         adapter, salt = request.lora_request, request.cache_salt
         if adapter is None and not salt:
             return ""
-        content = json.dumps(["" if adapter is None else self._adapter(adapter), salt or ""])
+        try:
+            weights = "" if adapter is None else self._adapter(adapter)
+        except InvalidInput as error:
+            log.warning("%s is computed without the KV pool: %s", request.request_id, error)
+            return None
+        content = json.dumps([weights, salt or ""])
         return blake2b(content.encode(), digest_size=16).hexdigest()
 
     def _adapter(self, adapter: Any) -> str:

@@ -88,7 +88,6 @@ class PoolLink:
     def _connected(self, wait_s: float) -> Client:
         with self._lock:
             client, resting = self._client, self._health.rests(time.monotonic())
-            opening = self._opening
         if client is not None and not resting:
             return client
         if resting:

@@ -29,9 +29,9 @@ class TrackedRequest:
     """A request that is in the engine. Positions of blocks count from the start of its prompt.
 
     `hit_blocks`: the pool's answer, None while it is awaited; `tiers`: where each of them is, in
-    this host's DRAM, its NVMe or on another node. `failed_from`: the first block that
-    could not be loaded, which is not offered again. `computed_from`: the first token that the
-    engine computed for this request; what is before it came from the pool or the engine's cache.
+    this host's DRAM, its NVMe or on another node. `failed_from`: the first block that could not be
+    loaded, which is not offered again. `next_save`: the first block to save; what is before it came
+    from the pool or the engine's cache, or is saved.
     """
 
     prefix: Prefix
@@ -41,7 +41,6 @@ class TrackedRequest:
     failed_from: float = math.inf
     local_tokens: int = 0
     synchronous: bool = False
-    computed_from: float = math.inf
     next_save: int = 0
     pending_saves: set[int] = field(default_factory=set)
 
@@ -172,7 +171,7 @@ class RequestTracker:
         # Pages beyond the engine's own prefix are new to this request.
         self._tainted.difference_update(pages[begin // page :])
         end = begin + external_tokens
-        self._computes_from(request, end)
+        request.next_save = end // block
         if not external_tokens:
             return
         first, last = begin // block, -(-end // block)
@@ -184,10 +183,6 @@ class RequestTracker:
             request.synchronous,
             remote="peer" in request.tiers[first:last],
         )
-
-    def _computes_from(self, request: TrackedRequest, token: int) -> None:
-        request.computed_from = token
-        request.next_save = token // self._options.block_tokens
 
     # -- a step ----------------------------------------------------------------------------------
 
