@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 from tiffin.messenger.signal_safe import uninterrupted
 
 from ..after_fork import OfOneProcess
+from ..blocks.block_places import BlockPlaces, MappedRegion
 from ..blocks.block_views import Block, Blocks, Slot, select
 from ..blocks.payload_buffers import target_views
 from ..connection.node_link import LocalLink, NodeLink, SocketLink
@@ -82,6 +83,19 @@ class LeasedBlocks(OfOneProcess, Blocks):
         """Whether `release` was called."""
         return self._released
 
+    def places(self) -> BlockPlaces:
+        """Where the blocks lie, for other processes of this host that have mapped the same node's
+        memory (`Client.region`); valid until `release`. Raises InvalidInput for copies, StaleLease
+        if the node was restarted, and ClientClosed after `release`."""
+        if self._link is None:
+            raise InvalidInput("these blocks are copies in this process's own memory")
+        mapped, block_bytes = self._link.mapping.mapped, self.prefix.schema.block_bytes
+        base = _address(mapped.memory)
+        offsets = tuple(_address(self[index].memory) - base for index in range(len(self)))
+        if not all(0 <= offset <= len(mapped.memory) - block_bytes for offset in offsets):
+            raise StaleLease("these blocks are of a node that was restarted")
+        return BlockPlaces(mapped.identity, offsets, block_bytes)
+
     def release(self) -> None:
         """Release the lease and invalidate its views. Raises StaleLease the second time."""
         if self._released:
@@ -98,6 +112,10 @@ class LeasedBlocks(OfOneProcess, Blocks):
     def __exit__(self, *_: object) -> None:
         if not self._released:
             self.release()
+
+
+def _address(memory: Any) -> int:
+    return int(memory.__array_interface__["data"][0])
 
 
 class Slots(OfOneProcess, Sequence[Slot]):
@@ -422,6 +440,13 @@ class Client(ClientBase):
     def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """The node's tiers, counters and sessions."""
         return drive(block_verbs.statistics(timeout_s), self._link)
+
+    def region(self) -> MappedRegion | None:
+        """This process's mapping of the memory of the node on this host, in which other processes'
+        leased blocks can be read (`LeasedBlocks.places`). None for a pool without a node here; a
+        restarted node has another one. Raises ClientClosed."""
+        self._check_open()
+        return self._link.mapping.mapped
 
     def close(self) -> None:
         """Release all leases and reservations of this client; its views are invalid afterwards."""

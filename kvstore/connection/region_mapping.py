@@ -18,6 +18,7 @@ from tiffin.messenger.errors import RegionError
 from tiffin.messenger.shm.region import Region
 from tiffin.messenger.signal_safe import uninterrupted
 
+from ..blocks.block_places import MappedRegion, RegionId
 from ..errors import TierUnavailable
 from ..node.core import messages
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 class Mapping:
     """`region`, a read-only mapping, and a writable mapping of the same memory beside it.
-    Thread-safe.
+    Thread-safe. `mapped`: the read-only one as it may be kept after `close`.
 
     `owned`: the node's own writable mapping, where the node runs in this process; a client there
     never needs a third mapping.
@@ -40,6 +41,8 @@ class Mapping:
 
     def __init__(self, region: Region, owned: Region | None = None) -> None:
         self.memory: Bytes = region.array
+        status = os.fstat(region.fd)
+        self.mapped = MappedRegion(RegionId(status.st_dev, status.st_ino), self.memory)
         self._region = region
         self._owned = owned
         self._second: Region | None = None  # the client's own writable mapping

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from ..blocks.block_places import MappedRegion
     from ..connection.node_link import NodeLink
     from ..format.keys import Prefix
     from ..format.schema import HeadRange, LayerRange, Shard
@@ -450,6 +451,11 @@ class PoolClient(Client):
         }
         home = self._home_number
         return {"nodes": nodes, "links": links, "home": names.get(home) if home else None}
+
+    def region(self) -> MappedRegion | None:
+        """See `Client.region`."""
+        self._check_open()
+        return None if self._home is None else self._home.mapping.mapped
 
     def close(self) -> None:
         """Release every lease and reservation of this client, wait up to 5 s for replications in

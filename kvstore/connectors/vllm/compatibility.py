@@ -10,8 +10,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from ...errors import InvalidInput
 from .model_files import files_fingerprint
 from .page_schema import CacheShape
@@ -61,30 +59,6 @@ def check_engine(config: Any, cache: Any) -> None:
             f"layer {group.layer_names[0]} has a {type(group.kv_cache_spec).__name__}; the "
             f"connector stores layers with a {_SPEC}: K and V of every token"
         )
-
-
-def safe_loading(config: Any, settings: Settings) -> Settings:
-    """The settings with `loading` as the engine bears it; `config` is a VllmConfig. Raises
-    InvalidInput for `loading="synchronous"` in an engine that must load asynchronously.
-
-    vLLM 0.32 goes on while it mends a synchronous load that failed. With asynchronous scheduling
-    it gives out what the next step computed from the pages. Its prefix cache offers the pages to
-    other requests before they are computed anew (policy "recompute"), and keeps what other requests
-    of the step computed with them (policy "fail"). Pages of an asynchronous load are shared only
-    once it has gone well.
-    """
-    if config.scheduler_config.async_scheduling:
-        remedy = "--no-async-scheduling"
-    elif config.cache_config.enable_prefix_caching:
-        remedy = "--no-enable-prefix-caching"
-    else:
-        return settings
-    if settings.loading == "synchronous":
-        raise InvalidInput(
-            'loading="synchronous": after a load that failed, vLLM would give out wrong tokens. '
-            f"Choose another loading, or {remedy}"
-        )
-    return msgspec.structs.replace(settings, loading="asynchronous")
 
 
 def cache_shape(config: Any, cache: Any, settings: Settings, version: str) -> CacheShape:

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...errors import InvalidInput
-from .compatibility import cache_shape, check_engine, check_version, safe_loading
+from .compatibility import cache_shape, check_engine, check_version
 from .metrics import PromMetrics, Statistics
 from .model_files import files_fingerprint
 from .orders import StepOrders, StepReport
@@ -117,7 +117,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
             )
         check_engine(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        settings = safe_loading(vllm_config, read(transfer.kv_connector_extra_config))
+        settings = read(transfer.kv_connector_extra_config)
         shape = cache_shape(vllm_config, kv_cache_config, settings, version)
         self._schema = page_schema(shape, settings.block_tokens)
         self._page_tokens, self._ranks = shape.page_tokens, shape.ranks
@@ -187,25 +187,11 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._requests.confirmed(scheduled),
             self._requests,
             scheduler_output.preempted_req_ids or (),
-            self._new_pages(scheduler_output),
         )
         self._requests.block_state = None
         self._scheduler.tracker.decoding = 1 in scheduled.values()
         self._scheduler.idle = orders.idle = not scheduled
         return Metadata(orders)
-
-    def _new_pages(self, scheduler_output: Any) -> Iterator[int]:
-        """The pages that the engine gives away in this step, to be computed. A request that begins
-        or resumes names all its pages: what it has already is not new."""
-        for new in scheduler_output.scheduled_new_reqs:
-            yield from new.block_ids[0][-(-new.num_computed_tokens // self._page_tokens) :]
-        cached = scheduler_output.scheduled_cached_reqs
-        for request_id, groups, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if groups is not None:
-                known = -(-computed // self._page_tokens)
-                yield from groups[0][known if request_id in cached.resumed_req_ids else 0 :]
 
     def update_connector_output(self, connector_output: Any) -> None:
         """See `RequestTracker.reported`."""

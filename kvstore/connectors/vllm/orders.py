@@ -5,26 +5,34 @@ Both are pickled: in vLLM's default mode the two sides are processes.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ...blocks.block_places import BlockPlaces, RegionId
     from ...format.keys import Prefix
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
     """Fill `pages` from the blocks of `prefix`, in order, without the first `skipped_pages` pages
-    of the first block, which the engine has. `synchronous`: before this step's forward pass.
-    `remote`: other nodes have blocks of it, so that their bytes come over the network."""
+    of the first block, which the engine has. `number` is unique.
 
+    `held`: where the blocks lie in this host's memory, if the scheduler side has leased and
+    verified them: it keeps the lease until all workers report the end of the load, which can't
+    fail. `synchronous`: before this step's forward pass; only what is held. `remote`: other nodes
+    have blocks of it, so that their bytes come over the network."""
+
+    number: int
     request_id: str
     prefix: Prefix
     skipped_pages: int
     pages: tuple[int, ...]
-    synchronous: bool
+    held: BlockPlaces | None = None
+    synchronous: bool = False
     remote: bool = False
 
     def parts(self, blocks: int, block_pages: int) -> Iterator[LoadOrder]:
@@ -53,7 +61,8 @@ class StepOrders:
     """The orders of one step. `preempted`: requests whose pages the engine may overwrite in this
     step, so saves from them must have been copied, or be given up, before. `finished`: requests
     whose pages the engine keeps until the worker reports that their saves have ended. `idle`: the
-    step has no forward pass."""
+    step has no forward pass. `left_regions`: memory in which no blocks will be held any more, of
+    nodes that are gone."""
 
     step: int = 0
     idle: bool = False
@@ -61,30 +70,35 @@ class StepOrders:
     saves: list[SaveOrder] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
+    left_regions: list[RegionId] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class StepReport:
-    """What happened in one worker since its last report.
+    """What happened in one worker since its last report, or in several workers.
 
     `failed`: by request, the position in its prompt of the first block that could not be loaded.
-    `tainted_pages`: pages that a step may have computed with although their load had failed.
     `ended_saves`: numbers of save orders that have ended, whether or not blocks were stored.
+    `ended_loads`: those of load orders with held blocks. `mapped`: memory of nodes of this host
+    that can be read now. The last three say how many workers report it.
     """
 
     failed: dict[str, int] = field(default_factory=dict)
-    tainted_pages: set[int] = field(default_factory=set)
-    ended_saves: dict[int, int] = field(default_factory=dict)  # number: how many ranks ended it
+    ended_saves: Counter[int] = field(default_factory=Counter)
+    ended_loads: Counter[int] = field(default_factory=Counter)
+    mapped: Counter[RegionId] = field(default_factory=Counter)
 
     def __bool__(self) -> bool:
-        return bool(self.failed or self.tainted_pages or self.ended_saves)
+        return bool(self.failed or self.ended_saves or self.ended_loads or self.mapped)
 
     def joined(self, other: StepReport) -> StepReport:
         """The report of two ranks together: a load has failed if any rank's has."""
         failed = dict(self.failed)
         for request_id, block in other.failed.items():
             failed[request_id] = min(block, failed.get(request_id, block))
-        ended = dict(self.ended_saves)
-        for number, ranks in other.ended_saves.items():
-            ended[number] = ended.get(number, 0) + ranks
-        return StepReport(failed, self.tainted_pages | other.tainted_pages, ended)
+        return StepReport(
+            failed,
+            self.ended_saves + other.ended_saves,
+            self.ended_loads + other.ended_loads,
+            self.mapped + other.mapped,
+        )

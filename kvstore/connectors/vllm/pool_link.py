@@ -16,6 +16,7 @@ from ...health import Health
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ...blocks.block_places import MappedRegion
     from ...verbs.arguments import Verify
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,17 @@ class PoolLink:
         with self._lock:
             self._health.answered()
         return result
+
+    def region(self) -> MappedRegion | None:
+        """The memory of the node on this host, if the pool is connected and has one; does not
+        wait."""
+        client = self._client
+        if client is None:
+            return None
+        try:
+            return client.region()
+        except ClientClosed:
+            return None
 
     def close(self) -> None:
         """Close the client when no user of the process is left."""

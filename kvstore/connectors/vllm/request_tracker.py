@@ -1,10 +1,11 @@
 """Decides what an engine loads from the pool and saves to it. Pure: no I/O, no clock, no vLLM.
 
+What makes loads safe: the engine computes beside an asynchronous load, and shares its pages once it
+has gone well. It would compute with the pages of a synchronous load that failed, so blocks are
+loaded synchronously only if they are *held*: leased and verified, and readable by all workers.
+
 What makes saves safe: a block is saved only when the engine has *confirmed* its tokens, which is
-when the outputs of the steps that computed them have been processed. A load that failed shows in
-the output of its own step, so nothing that was computed behind it is ever confirmed: the engine
-takes the tokens back first. Pages that other requests may have computed with stay *tainted* until
-the engine gives them to another request, and no block of a request with a tainted page is saved.
+when the outputs of the steps that computed them have been processed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .orders import LoadOrder, SaveOrder, StepOrders, StepReport
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from ...blocks.block_places import BlockPlaces
     from ...format.keys import Prefix
 
 
@@ -29,15 +31,19 @@ class TrackedRequest:
     """A request that is in the engine. Positions of blocks count from the start of its prompt.
 
     `hit_blocks`: the pool's answer, None while it is awaited; `tiers`: where each of them is, in
-    this host's DRAM, its NVMe or on another node. `failed_from`: the first block that could not be
-    loaded, which is not offered again. `next_save`: the first block to save; what is before it came
-    from the pool or the engine's cache, or is saved.
+    this host's DRAM, its NVMe or on another node. `hold`: whether they were asked to be held;
+    `held`: where they lie, from block `held_from` on, while they are. `failed_from`: the first
+    block that could not be loaded, which is not offered again. `next_save`: the first block to
+    save; what is before it came from the pool or the engine's cache, or is saved.
     """
 
     prefix: Prefix
     lookup_until: float
     hit_blocks: int | None = None
     tiers: tuple[Tier, ...] = ()
+    hold: Literal["none", "asked", "answered"] = "none"
+    held: BlockPlaces | None = None
+    held_from: int = 0
     failed_from: float = math.inf
     local_tokens: int = 0
     synchronous: bool = False
@@ -77,10 +83,8 @@ class RequestTracker:
         self._options = options
         self._block_pages = options.block_tokens // options.page_tokens
         self._requests: dict[str, TrackedRequest] = {}
-        self._tainted: set[int] = set()
         self._loads: dict[str, LoadOrder] = {}
-        # Saves of requests that finished since the last step, with all pages that they depend on.
-        self._last_saves: list[tuple[SaveOrder, tuple[int, ...]]] = []
+        self._last_saves: list[SaveOrder] = []  # of requests that finished since the last step
         self._finished: list[str] = []
         self._unended: dict[int, tuple[str, int]] = {}  # by save: its request, ranks still at it
         self._number = 0
@@ -109,6 +113,7 @@ class RequestTracker:
         if request is None:
             return None
         request.hit_blocks, request.lookup_until = None, lookup_until
+        request.hold, request.held = "none", None
         return request.prefix
 
     def matched(
@@ -123,22 +128,68 @@ class RequestTracker:
         request.local_tokens = local_tokens
         if not self._options.loads:
             return 0, False
-        if request.hit_blocks is None:
-            if now < request.lookup_until:
-                return None, False
-            request.hit_blocks = 0
-        usable = int(min(request.hit_blocks, request.failed_from)) * self._options.block_tokens
-        page = self._options.page_tokens
-        usable = min(usable, (total_tokens - 1) // page * page)
-        if usable - local_tokens < max(1, self._options.load_tokens_min):
+        waits = request.hit_blocks is None or request.hold == "asked"
+        if waits and now < request.lookup_until:
+            return None, False
+        request.hit_blocks = request.hit_blocks or 0
+        tokens = self._to_load(request, local_tokens, total_tokens)
+        if not tokens:
             return 0, False
         request.synchronous = self._synchronous(request)
-        return usable - local_tokens, not request.synchronous
+        return tokens, not request.synchronous
+
+    def _to_load(self, request: TrackedRequest, local_tokens: int, total_tokens: int) -> int:
+        blocks = min(request.hit_blocks or 0, request.failed_from)
+        page = self._options.page_tokens
+        usable = min(int(blocks) * self._options.block_tokens, (total_tokens - 1) // page * page)
+        tokens = usable - local_tokens
+        return tokens if tokens >= max(1, self._options.load_tokens_min) else 0
 
     def _synchronous(self, request: TrackedRequest) -> bool:
-        if self._options.loading != "auto":
-            return self._options.loading == "synchronous"
-        return not self.decoding and all(tier == "dram" for tier in request.tiers)
+        if self._held(request) is None or self._options.loading == "asynchronous":
+            return False
+        return self._options.loading == "synchronous" or not self.decoding
+
+    def _held(self, request: TrackedRequest) -> BlockPlaces | None:
+        """Where the blocks after the request's local tokens lie, if all of them are held."""
+        skipped = request.local_tokens // self._options.block_tokens - request.held_from
+        if request.held is None or skipped < 0:
+            return None
+        return request.held.part(skipped, len(request.held))
+
+    # -- holding ---------------------------------------------------------------------------------
+
+    def to_hold(self, request_id: str, local_tokens: int, total_tokens: int) -> Prefix | None:
+        """The blocks that the request will load, if they are to be held: all lie in this host's
+        DRAM, and were not asked for before."""
+        request = self._requests.get(request_id)
+        if request is None or request.hold != "none" or not self._options.loads:
+            return None
+        if not self._to_load(request, local_tokens, total_tokens):
+            return None
+        first, last = local_tokens // self._options.block_tokens, request.hit_blocks
+        if request.failed_from < math.inf or any(tier != "dram" for tier in request.tiers[first:]):
+            return None
+        return request.prefix[first:last]
+
+    def hold_asked(self, request_id: str, prefix: Prefix, until: float) -> None:
+        """The blocks of `to_hold` are being leased; the request waits for that until then."""
+        request = self._requests[request_id]
+        request.hold, request.held_from, request.lookup_until = "asked", prefix.start, until
+
+    def held(self, request_id: str, places: BlockPlaces | None) -> None:
+        """The first of these blocks are held at these places and the others are gone; None: they
+        can't be held."""
+        request = self._requests[request_id]
+        request.hold, request.held = "answered", places
+        if places is not None:
+            request.hit_blocks = request.held_from + len(places)
+
+    def unheld(self, request_id: str) -> None:
+        """The request's blocks are not held any more: they may be gone when they are loaded."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.held = None
 
     def hit_tokens(self, request_id: str, external_tokens: int) -> dict[Tier, int]:
         """In which tiers the `external_tokens` tokens after the request's local ones are."""
@@ -168,18 +219,20 @@ class RequestTracker:
         begin = request.local_tokens
         if not external_tokens:
             begin = max(begin, computed_tokens)
-        # Pages beyond the engine's own prefix are new to this request.
-        self._tainted.difference_update(pages[begin // page :])
         end = begin + external_tokens
         request.next_save = end // block
         if not external_tokens:
             return
         first, last = begin // block, -(-end // block)
+        held = self._held(request)
+        assert held is not None or not request.synchronous, "a synchronous load that may fail"
         self._loads[request_id] = LoadOrder(
+            self._next_number(),
             request_id,
             request.prefix[first:last],
             (begin - first * block) // page,
             tuple(pages[begin // page : end // page]),
+            held.part(0, last - first) if held is not None else None,
             request.synchronous,
             remote="peer" in request.tiers[first:last],
         )
@@ -191,13 +244,9 @@ class RequestTracker:
         confirmed: Iterable[tuple[str, int]],
         engine: EngineState,
         preempted: Iterable[str] = (),
-        new_pages: Iterable[int] = (),
     ) -> StepOrders:
-        """The orders of the next step.
-
-        `confirmed`: for the requests in the step, how many of their leading tokens are confirmed.
-        `new_pages`: pages that the engine gives to running requests in this step, to be computed.
-        """
+        """The orders of the next step. `confirmed`: for the requests in the step, how many of their
+        leading tokens are confirmed."""
         self._step += 1
         orders = StepOrders(self._step, loads=list(self._loads.values()))
         self._loads.clear()
@@ -208,15 +257,11 @@ class RequestTracker:
                 # Its pages are gone. Should it end while new ones are loaded, the end of that load
                 # frees them, and the engine must not hear of the request's end once more.
                 request.pending_saves.clear()
-        orders.saves = [order for order, pages in self._last_saves if self._clean(pages)]
-        self._last_saves.clear()
+        orders.saves, self._last_saves = self._last_saves, []
         for request_id, tokens in confirmed:
             request = self._requests.get(request_id)
             if request is not None and tokens >= self._due(request):
-                ordered = self._save(request_id, request, tokens, engine)
-                if ordered is not None:
-                    orders.saves.append(ordered[0])
-        self._tainted.difference_update(new_pages)
+                orders.saves.append(self._save(request_id, request, tokens, engine))
         for order in orders.saves:
             self._unended[order.number] = order.request_id, self._options.ranks
         orders.finished, self._finished = self._finished, []
@@ -229,15 +274,11 @@ class RequestTracker:
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
-        order = None
         if confirmed >= self._due(request):
-            order = self._save(request_id, request, confirmed, engine)
-        if order is not None:
-            self._last_saves.append(order)
-        keeps = order is not None or bool(request.pending_saves)
-        if keeps:
+            self._last_saves.append(self._save(request_id, request, confirmed, engine))
+        if request.pending_saves:
             self._finished.append(request_id)
-        return keeps
+        return bool(request.pending_saves)
 
     def reported(self, report: StepReport) -> None:
         """Take in what the workers report of the last steps."""
@@ -245,7 +286,6 @@ class RequestTracker:
             request = self._requests.get(request_id)
             if request is not None:
                 request.failed_from = min(request.failed_from, block)
-        self._tainted |= report.tainted_pages
         for number, ranks in report.ended_saves.items():
             request_id, left = self._unended.pop(number, ("", 0))
             if left > ranks:
@@ -264,22 +304,18 @@ class RequestTracker:
 
     def _save(
         self, request_id: str, request: TrackedRequest, tokens: int, engine: EngineState
-    ) -> tuple[SaveOrder, tuple[int, ...]] | None:
-        """Order the blocks of the first `tokens` tokens that are not saved yet; returns the order
-        and all pages that their content depends on. None if one of them is tainted."""
+    ) -> SaveOrder:
+        """Order the blocks of the first `tokens` tokens that are not saved yet."""
         first, end = request.next_save, tokens // self._options.block_tokens
         request.next_save = end
-        pages = tuple(engine.pages_of(request_id)[: end * self._block_pages])
-        if not self._clean(pages):
-            return None
+        pages = engine.pages_of(request_id)[first * self._block_pages : end * self._block_pages]
         known = request.prefix.token_count
         if len(request.prefix) < end:
             request.prefix.extend(engine.tokens_of(request_id)[known:tokens])
-        self._number += 1
-        mine = pages[first * self._block_pages :]
-        order = SaveOrder(self._number, request_id, request.prefix[first:end], mine)
+        order = SaveOrder(self._next_number(), request_id, request.prefix[first:end], tuple(pages))
         request.pending_saves.add(order.number)
-        return order, pages
+        return order
 
-    def _clean(self, pages: Iterable[int]) -> bool:
-        return not self._tainted or self._tainted.isdisjoint(pages)
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number

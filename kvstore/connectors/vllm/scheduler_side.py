@@ -1,16 +1,21 @@
-"""The connector in the engine's scheduler: looks prompts up in the pool in the background, and
-hands the tracker's orders to the workers. Knows no vLLM class."""
+"""The connector in the engine's scheduler. Knows no vLLM class.
+
+It looks prompts up in the pool, in the background, leases what the engine is about to load, and
+hands the tracker's orders to the workers.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from ...errors import TiffinError
+from ...errors import InvalidInput, StaleLease, TiffinError
 from ...node.core.records import IN_DRAM
 from ...pool.client import IN_PEER
+from .held_leases import Held, HeldLeases
 from .request_tracker import RequestTracker, TrackerOptions
 from .transfer_counters import TransferCounters
 
@@ -29,11 +34,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Lookups at a time: one takes 0.3 ms at home, and waits for the network elsewhere.
+# Lookups and leases at a time: a lookup takes 0.3 ms at home, and waits for the network elsewhere.
 _LOOKUPS = 2
-# How long an idle scheduler waits for an answer. Without requests to run it would ask again at
-# once, in a loop that leaves the GIL to the lookup only every 5 ms.
-_IDLE_WAIT_S = 0.002
+# How long an idle scheduler waits for answers in a step. Without requests to run it would ask again
+# at once, in a loop that leaves the GIL to the lookup only every 5 ms.
+_IDLE_WAIT_S = 0.02
+# The largest load whose blocks are leased before: one thread here verifies them, some 20 ms. Of a
+# larger one each worker verifies what it reads.
+_HELD_BYTES = 256 << 20
+# At most this share of a node's memory is under leases: leased blocks can't be evicted.
+_HELD_SHARE = 4
 
 
 class SchedulerSide:
@@ -67,9 +77,11 @@ class SchedulerSide:
                 settings.save_tokens_min,
             )
         )
-        self.idle = True  # whether the last step ran no request
+        self.idle = True  # whether this thread may wait: the last step ran no request
         self.counters = TransferCounters()
+        self._leases = HeldLeases(ranks)
         self._lookups: dict[str, Future[Hit]] = {}
+        self._holds: dict[str, Future[Held | None]] = {}
         self._threads = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="tiffin-lookup")
 
     def add(self, request_id: str, tokens: Sequence[int], namespace: str) -> None:
@@ -86,22 +98,36 @@ class SchedulerSide:
         self, request_id: str, local_tokens: int, total_tokens: int
     ) -> tuple[int | None, bool]:
         """See `RequestTracker.matched`; sends nothing, as it is called in every step."""
-        lookup = self._lookups.get(request_id)
+        lookup = self._answer(self._lookups, request_id)
         if lookup is not None:
-            if self.idle:
-                wait([lookup], _IDLE_WAIT_S)
-            if lookup.done():
-                del self._lookups[request_id]
-                self._note(request_id, lookup)
+            self._note(request_id, lookup)
+        to_hold = self.tracker.to_hold(request_id, local_tokens, total_tokens)
+        if to_hold is not None and self._may_hold(to_hold):
+            self._hold(request_id, to_hold)
+        hold = self._answer(self._holds, request_id)
+        if hold is not None:
+            self._note_held(request_id, hold)
         return self.tracker.matched(request_id, local_tokens, total_tokens, time.monotonic())
+
+    def _answer(self, asked: dict[str, Future[Any]], request_id: str) -> Future[Any] | None:
+        """What a thread has found out for a request; None if it is not done."""
+        answer = asked.get(request_id)
+        if answer is None:
+            return None
+        if self.idle:
+            wait([answer], _IDLE_WAIT_S)
+            self.idle = answer.done()
+        return asked.pop(request_id) if answer.done() else None
 
     def allocated(
         self, request_id: str, pages: Sequence[int], external_tokens: int, computed_tokens: int
     ) -> None:
         """See `RequestTracker.allocated`."""
-        self._lookups.pop(request_id, None)  # too late: the engine computes, or loads
+        self._forget(request_id)  # too late: the engine computes, or loads
         self.tracker.allocated(request_id, pages, external_tokens, computed_tokens)
-        if external_tokens:
+        if not external_tokens:
+            self._leases.drop(request_id)
+        else:
             for tier, tokens in self.tracker.hit_tokens(request_id, external_tokens).items():
                 self.counters.add("hit_tokens", tokens, tier)
 
@@ -110,12 +136,17 @@ class SchedulerSide:
         confirmed: Iterable[tuple[str, int]],
         engine: EngineState,
         preempted: Iterable[str],
-        new_pages: Iterable[int],
     ) -> StepOrders:
         """See `RequestTracker.plan`. Looks up again what was preempted."""
         preempted = list(preempted)
-        orders = self.tracker.plan(confirmed, engine, preempted, new_pages)
+        orders = self.tracker.plan(confirmed, engine, preempted)
+        self._leases.ordered(orders.loads)
+        for request_id in self._leases.expire(time.monotonic()):
+            self.tracker.unheld(request_id)
+        orders.left_regions = self._leases.leave_regions()
         for request_id in preempted:
+            self._forget(request_id)
+            self._leases.drop(request_id)
             prefix = self.tracker.look_again(request_id, self._lookup_until())
             if prefix is not None:
                 self._look_up(request_id, prefix)
@@ -123,16 +154,22 @@ class SchedulerSide:
 
     def finished(self, request_id: str, confirmed: int, engine: EngineState) -> bool:
         """See `RequestTracker.finished`."""
-        self._lookups.pop(request_id, None)
+        self._forget(request_id)
+        self._leases.drop(request_id)
         return self.tracker.finished(request_id, confirmed, engine)
 
     def reported(self, report: StepReport) -> None:
         """See `RequestTracker.reported`."""
+        self._leases.mapped(report.mapped)
+        self._leases.ended(report.ended_loads)
         self.tracker.reported(report)
 
     def close(self) -> None:
         """End the lookups and the connection."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for request_id in list(self._holds):
+            self._forget(request_id)
+        self._leases.close()
         self._link.close()
 
     # -- lookups ---------------------------------------------------------------------------------
@@ -170,6 +207,61 @@ class SchedulerSide:
             return
         tiers = tuple(_tier(flag) for flag in hit.where)
         self.tracker.answered(request_id, hit.blocks, tiers)
+
+    # -- leases ----------------------------------------------------------------------------------
+
+    def _may_hold(self, prefix: Prefix) -> bool:
+        nbytes = len(prefix) * prefix.schema.block_bytes
+        return self._leases.readable() and nbytes <= _HELD_BYTES
+
+    def _hold(self, request_id: str, prefix: Prefix) -> None:
+        self.tracker.hold_asked(request_id, prefix, self._lookup_until())
+        held_bytes = self._leases.held_bytes
+        self._holds[request_id] = self._threads.submit(self._leased, prefix, held_bytes)
+
+    def _leased(self, prefix: Prefix, held_bytes: int) -> Held | None:
+        """Lease and verify the blocks; None if they are not to be held. Raises TiffinError."""
+        return self._link.call(partial(self._lease, prefix, held_bytes))
+
+    def _lease(self, prefix: Prefix, held_bytes: int, client: Client) -> Held | None:
+        region = client.region()
+        nbytes = held_bytes + len(prefix) * prefix.schema.block_bytes
+        if region is None or nbytes > region.memory.nbytes // _HELD_SHARE:
+            return None
+        leased = client.get(prefix, timeout_s=self._settings.lookup_timeout_s)
+        try:
+            return Held(leased, leased.places())
+        except (InvalidInput, StaleLease):  # a part of them is elsewhere meanwhile
+            leased.release()
+            return None
+        except BaseException:
+            leased.release()
+            raise
+
+    def _note_held(self, request_id: str, hold: Future[Held | None]) -> None:
+        try:
+            held = hold.result()
+        except TiffinError as error:
+            log.debug("not leased: %s", error)
+            self.counters.add("lookup_failures", label=type(error).__name__)
+            held = None
+        kept = held is not None and self._leases.keep(request_id, held, time.monotonic())
+        self.tracker.held(request_id, held.places if held is not None and kept else None)
+
+    def _forget(self, request_id: str) -> None:
+        """Drop the answers that a request waits for."""
+        self._lookups.pop(request_id, None)
+        hold = self._holds.pop(request_id, None)
+        if hold is not None:
+            hold.add_done_callback(_released)
+
+
+def _released(hold: Future[Held | None]) -> None:
+    """Release a lease that nobody waits for."""
+    if not hold.cancelled() and hold.exception() is None:
+        held = hold.result()
+        if held is not None:
+            held.leased.release()
 
 
 def _tier(flag: int) -> Tier:

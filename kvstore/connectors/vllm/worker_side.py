@@ -1,8 +1,9 @@
 """The connector in a worker: fills the engine's pages from the pool and stores them there.
 
-Asynchronous loads and all saves run in threads of their own. A save copies pages whose tokens are
-confirmed, so that no forward pass writes them any more, until the engine gives them to another
-request: `drain` comes before that.
+Blocks that the scheduler side holds are copied from this process's own mapping of the node's
+memory, without a word to the node. Asynchronous loads and all saves run in threads of their own. A
+save copies pages whose tokens are confirmed, so that no forward pass writes them any more, until
+the engine gives them to another request: `drain` comes before that.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ...blocks.block_places import BlockPlaces, MappedRegion, RegionId
     from ...client.client import Client
     from .orders import LoadOrder, SaveOrder, StepOrders
     from .page_copier import PageCopier
@@ -42,8 +44,6 @@ _SAVERS = 1
 # step again at once, in a loop that leaves the GIL to these threads only every 5 ms: a load of
 # 32 MiB over TCP then took 400 ms. A request that arrives meanwhile waits as well.
 _IDLE_WAIT_S = 0.02
-# The longest synchronous load: the engine stands still for it. To compute a prompt takes longer.
-SYNCHRONOUS_S = 0.5
 # Memory of one load from other nodes at a time; each loading thread has such a stage.
 _STAGE_BYTES = 64 << 20
 
@@ -101,6 +101,8 @@ class WorkerSide:
         self._saving: dict[str, list[tuple[_Save, Future[None]]]] = {}
         self._finished: set[str] = set()
         self._bad_pages: set[int] = set()
+        self._regions: dict[RegionId, MappedRegion] = {}
+        self._left: set[RegionId] = set()
         self._report = StepReport()
         self._idle = False
         self._stages: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
@@ -126,14 +128,25 @@ class WorkerSide:
             save = _Save(order)
             saving = self._savers.submit(self._save, save)
             self._saving.setdefault(order.request_id, []).append((save, saving))
+        self._map_region(orders.left_regions)
         for load in orders.loads:
             if not load.synchronous:
                 loading = self._loaders.submit(self._load, load)
                 self._loading.setdefault(load.request_id, []).append((load, loading))
         for load in orders.loads:
             if load.synchronous:
-                bad = self._note_load(load, self._load(load))
-                self._report.tainted_pages.update(bad)
+                self._note_load(load, self._load(load))
+
+    def _map_region(self, left: Iterable[RegionId]) -> None:
+        """Keep the memory of the node on this host, once it is known, and report that held blocks
+        can be read in it. It outlives the connection, until the scheduler side has `left` it."""
+        for identity in left:
+            self._regions.pop(identity, None)
+        self._left.update(left)
+        region = self._link.region()
+        if region is not None and region.identity not in self._regions.keys() | self._left:
+            self._regions[region.identity] = region
+            self._report.mapped[region.identity] += 1
 
     def ended(self) -> tuple[set[str], set[str]]:
         """Requests whose pages the engine may free, as all their saves have ended, and requests
@@ -144,7 +157,7 @@ class WorkerSide:
             for save, saving in list(saves):
                 if saving.done():
                     saves.remove((save, saving))
-                    self._report.ended_saves[save.order.number] = 1
+                    self._report.ended_saves[save.order.number] += 1
             if not saves:
                 del self._saving[request_id]
         saved = self._finished - self._saving.keys()
@@ -184,40 +197,50 @@ class WorkerSide:
 
     # -- loading ---------------------------------------------------------------------------------
 
-    def _note_load(self, order: LoadOrder, blocks: int) -> list[int]:
-        """Note that only the first `blocks` blocks were loaded; returns the pages that were not."""
+    def _note_load(self, order: LoadOrder, blocks: int) -> None:
+        """Note that only the first `blocks` blocks were loaded."""
+        if order.held is not None:
+            self._report.ended_loads[order.number] += 1
         if blocks == len(order.prefix):
-            return []
+            return
         assert self._copier is not None
         first = max(0, blocks * self._copier.pages - order.skipped_pages)
-        bad = list(order.pages[first:])
-        self._bad_pages.update(bad)
+        self._bad_pages.update(order.pages[first:])
         position = order.prefix.start + blocks
         known = self._report.failed.get(order.request_id, position)
         self._report.failed[order.request_id] = min(position, known)
-        return bad
 
     def _load(self, order: LoadOrder) -> int:
-        """How many leading blocks of the order are in the pages now. Raises nothing: what it can't
-        load, the engine computes."""
-        timeout_s = self._settings.load_timeout_s
-        if order.synchronous:
-            timeout_s = min(timeout_s, SYNCHRONOUS_S)
+        """How many leading blocks of the order are in the pages now. What it can't load
+        asynchronously, the engine computes; for a synchronous load, which is of held blocks, it
+        raises: the engine ends rather than computes with anything else."""
         began, loaded = time.monotonic(), 0
         try:
-            if order.remote:
-                loaded = self._load_staged(order, began + timeout_s)
+            if order.held is not None:
+                loaded = self._copy_held(order, order.held)
             else:
-                loaded = self._link.call(partial(self._get, order, None, timeout_s), timeout_s)
-        except TiffinError as error:
-            self.counters.add("load_failures", label=type(error).__name__)
-            log.warning("%s: not loaded: %s", order.request_id, error)
+                loaded = self._get_all(order, began + self._settings.load_timeout_s)
         except Exception as error:
+            if order.synchronous:
+                raise
             self.counters.add("load_failures", label=type(error).__name__)
-            log.exception("%s: not loaded", order.request_id)
+            expected = isinstance(error, TiffinError)
+            log.warning("%s: not loaded: %s", order.request_id, error, exc_info=not expected)
         self.counters.add("loaded_tokens", loaded * order.prefix.schema.block_tokens)
         self.counters.add("load_seconds", time.monotonic() - began)
         return loaded
+
+    def _copy_held(self, order: LoadOrder, held: BlockPlaces) -> int:
+        assert self._copier is not None
+        blocks = self._regions[held.region].views(held)
+        self._copier.scatter(blocks, order.pages, order.skipped_pages)
+        return len(blocks)
+
+    def _get_all(self, order: LoadOrder, deadline: float) -> int:
+        left_s = max(0.0, deadline - time.monotonic())
+        if order.remote:
+            return self._load_staged(order, deadline)
+        return self._link.call(partial(self._get, order, None, left_s), left_s)
 
     def _load_staged(self, order: LoadOrder, deadline: float) -> int:
         """`_load` through memory that is used again: memory from the system costs more than the

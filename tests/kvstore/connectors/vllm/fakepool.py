@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tiffin.kvstore import KVSchema
+from tiffin.kvstore.blocks.block_places import BlockPlaces, RegionId
+from tiffin.kvstore.connectors.vllm.held_leases import Held
 from tiffin.kvstore.errors import NodeUnavailable
 
 if TYPE_CHECKING:
@@ -71,6 +73,9 @@ class FakePool:
         self._parts: dict[bytes, dict[int, Any]] = {}
         self.right: dict[bytes, list[int]] = {}  # every prompt's keys, and what belongs there
         self.broken: list[str] = []
+        self.region = RegionId(0, 0)
+        self.leased: dict[tuple[RegionId, int], dict[int, Any]] = {}  # by place: each rank's part
+        self._offset = 0
 
     def expect(self, prefix: Prefix, tokens: Sequence[int]) -> None:
         """Note what the blocks of these tokens have to contain."""
@@ -101,6 +106,20 @@ class FakePool:
         if self._parts:
             del self._parts[self.random.choice(list(self._parts))]
 
+    def lease(self, prefix: Prefix) -> Held:
+        """Hold the leading blocks, as `SchedulerSide._lease` does."""
+        offsets = []
+        for key in prefix.keys[: self.hit(prefix)]:
+            self._offset += 1
+            self.leased[self.region, self._offset] = dict(self._parts[key])
+            offsets.append(self._offset)
+        places = BlockPlaces(self.region, tuple(offsets), BLOCK)
+        return Held(FakeLease(self, places), places)  # type: ignore[arg-type]
+
+    def restart(self) -> None:
+        """As if the node were restarted: its memory is another, the old one is kept by readers."""
+        self.region = RegionId(0, self.region.inode + 1)
+
     def fails(self) -> bool:
         return self.random.random() < self.failures
 
@@ -115,6 +134,36 @@ class FakePool:
         return self._parts[key][rank]
 
 
+class FakeLease:
+    def __init__(self, pool: FakePool, places: BlockPlaces) -> None:
+        self._pool = pool
+        self._places = [(places.region, offset) for offset in places.offsets]
+        self._released = False
+
+    def release(self) -> None:
+        """The memory is anybody's from now on."""
+        assert not self._released, "a lease was released twice"
+        self._released = True
+        for place in self._places:
+            del self._pool.leased[place]
+
+
+class FakeRegion:
+    """One rank's mapping of the memory of a node."""
+
+    def __init__(self, pool: FakePool, rank: int) -> None:
+        self.identity = pool.region
+        self._pool = pool
+        self._rank = rank
+
+    def views(self, places: BlockPlaces) -> list[Any]:
+        """See `MappedRegion.views`; GARBAGE where there is no lease."""
+        assert places.region == self.identity
+        garbage = dict.fromkeys([self._rank], [[GARBAGE] * PAGE] * BLOCK_PAGES)
+        found = [self._pool.leased.get((places.region, at), garbage) for at in places.offsets]
+        return [parts[self._rank] for parts in found]
+
+
 class FakeLink:
     """In place of `PoolLink`, and the client that it passes: one rank's view of the pool."""
 
@@ -126,6 +175,9 @@ class FakeLink:
         if self._pool.fails():
             raise NodeUnavailable("no answer")
         return action(self)
+
+    def region(self) -> FakeRegion | None:
+        return None if self._pool.fails() else FakeRegion(self._pool, self._rank)
 
     def close(self) -> None:
         pass

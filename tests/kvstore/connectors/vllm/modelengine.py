@@ -23,6 +23,7 @@ from fakepool import (
 )
 from modelpages import ModelRequest, ModelStep, PageCache, Status, StepOutput
 
+from tiffin.kvstore.connectors.vllm.held_leases import HeldLeases
 from tiffin.kvstore.connectors.vllm.orders import StepReport
 from tiffin.kvstore.connectors.vllm.request_tracker import RequestTracker, TrackerOptions
 from tiffin.kvstore.connectors.vllm.settings import Settings
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from tiffin.kvstore import Prefix
+    from tiffin.kvstore.connectors.vllm.held_leases import Held
 
 LOOKUP_STEPS = 4
 
@@ -53,10 +55,11 @@ class EngineOptions:
     aborts: float = 0.0
     preemptions: float = 0.0
     evictions: float = 0.0
+    restarts: float = 0.0
 
 
 class ModelEngine:
-    """One engine. `tracker`: makes the tracker. The pool may be used by others."""
+    """One engine. `tracker`, `leases`: make these. The pool may be used by others."""
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class ModelEngine:
         options: EngineOptions,
         pool: FakePool,
         tracker: Callable[[TrackerOptions], RequestTracker] = RequestTracker,
+        leases: Callable[[int], HeldLeases] = HeldLeases,
     ) -> None:
         self.options = options
         self.pool = pool
@@ -78,6 +82,9 @@ class ModelEngine:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._lookups: dict[str, Prefix] = {}
+        self._holds: dict[str, Held | None] = {}
+        self.leases = leases(options.ranks)
+        self.synchronous = 0  # how many loads were
         self._deferred: list[tuple[int, list[int]]] = []
         self._planned = self._processed = 0
         self._saved_by: dict[str, int] = {}
@@ -131,7 +138,8 @@ class ModelEngine:
         self._received.discard(request.name)
         self._failed.discard(request.name)
         request.status = Status.FINISHED
-        self._lookups.pop(request.name, None)
+        self._forget(request.name)
+        self.leases.drop(request.name)
         confirmed = request.computed - request.in_flight
         keeps = self.tracker.finished(request.name, confirmed, self)
         if not (delay or keeps):
@@ -162,8 +170,15 @@ class ModelEngine:
         confirmed = [
             (name, request.computed - request.in_flight) for name, request in step.requests.items()
         ]
-        step.orders = self.tracker.plan(confirmed, self, step.preempted, step.appended)
+        step.orders = orders = self.tracker.plan(confirmed, self, step.preempted)
+        self.leases.ordered(orders.loads)
+        for name in self.leases.expire(self._planned):
+            self.tracker.unheld(name)
+        orders.left_regions = self.leases.leave_regions()
+        self.synchronous += sum(load.synchronous for load in orders.loads)
         for name in step.preempted:
+            self._forget(name)
+            self.leases.drop(name)
             prefix = self.tracker.look_again(name, self._lookup_until())
             if prefix is not None:
                 self._lookups[name] = prefix[: len(prefix)]
@@ -189,7 +204,10 @@ class ModelEngine:
         for name, prefix in list(self._lookups.items()):
             if self._random.random() < 0.6:
                 del self._lookups[name]
-                hit, tier = self.pool.hit(prefix), self._random.choice(["dram", "nvme", "peer"])
+                hit, tier = (
+                    self.pool.hit(prefix),
+                    self._random.choice(["dram", "dram", "dram", "nvme", "peer"]),
+                )
                 self.tracker.answered(name, hit, (tier,) * hit)
 
     def _plan_running(self, step: ModelStep) -> None:
@@ -214,7 +232,6 @@ class ModelEngine:
                 return False
         pages = self.cache.take(lacking)
         step.taken += pages
-        step.appended += pages
         request.pages += pages
         self.cache.cache(request, request.computed + count)
         self._schedule(step, request, count)
@@ -281,8 +298,10 @@ class ModelEngine:
             return False
         loaded = request.pages[len(hits) : computed // PAGE] if external else []
         request.loaded_pages = frozenset(loaded)
-        self._lookups.pop(request.name, None)
+        self._forget(request.name)
         self.tracker.allocated(request.name, request.pages, external, request.computed)
+        if not external:
+            self.leases.drop(request.name)
         (self._holding if request in self._holding else self._waiting).remove(request)
         request.computed = computed
         if asynchronous:
@@ -298,10 +317,28 @@ class ModelEngine:
     def _match(self, request: ModelRequest, local: int) -> tuple[int | None, bool]:
         """What the tracker offers beyond `local` tokens."""
         known = len(request.tokens)
+        self._hold(request.name, local, known)
         external, asynchronous = self.tracker.matched(request.name, local, known, self._planned)
         if external is not None:
             self._check_offer(request, local, external)
         return external, asynchronous
+
+    def _hold(self, name: str, local: int, known: int) -> None:
+        """What `SchedulerSide.matched` does about leases."""
+        prefix = self.tracker.to_hold(name, local, known)
+        if prefix is not None and self.leases.readable():
+            self.tracker.hold_asked(name, prefix, self._planned + LOOKUP_STEPS)
+            self._holds[name] = None if self.pool.fails() else self.pool.lease(prefix)
+        if name in self._holds and self._random.random() < 0.6:
+            held = self._holds.pop(name)
+            kept = held is not None and self.leases.keep(name, held, self._planned)
+            self.tracker.held(name, held.places if held is not None and kept else None)
+
+    def _forget(self, name: str) -> None:
+        self._lookups.pop(name, None)
+        held = self._holds.pop(name, None)
+        if held is not None:
+            held.leased.release()
 
     def _allocate(
         self, step: ModelStep, request: ModelRequest, hits: list[int], tokens: int
@@ -419,8 +456,9 @@ class ModelEngine:
         if not self.options.recompute:
             for name in taken_back:
                 self._fail(self.requests[name])
-        if output.report:
-            self.tracker.reported(output.report)
+        self.leases.mapped(output.report.mapped)
+        self.leases.ended(output.report.ended_loads)
+        self.tracker.reported(output.report)
         for name in output.loaded:
             request = self._request(name)
             if request.status is Status.LOADING:

@@ -60,7 +60,6 @@ class ModelStep:
     samples: set[str] = field(default_factory=set)
     preempted: list[str] = field(default_factory=list)
     taken: list[int] = field(default_factory=list)  # pages that get another content
-    appended: list[int] = field(default_factory=list)  # those of them of running requests
     orders: StepOrders | None = None
     output: StepOutput | None = None
 

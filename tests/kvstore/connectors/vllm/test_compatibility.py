@@ -13,7 +13,6 @@ from tiffin.kvstore.connectors.vllm.compatibility import (  # noqa: E402
     cache_shape,
     check_engine,
     check_version,
-    safe_loading,
 )
 from tiffin.kvstore.connectors.vllm.model_files import files_fingerprint  # noqa: E402
 from tiffin.kvstore.connectors.vllm.settings import Settings  # noqa: E402
@@ -21,8 +20,6 @@ from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from tiffin.kvstore.connectors.vllm.settings import Loading
 
 
 class FullAttentionSpec(SimpleNamespace):
@@ -106,28 +103,6 @@ def test_layers_that_forget_tokens_are_refused_by_name() -> None:
         check_engine(config_of(), cache_of(window))
     with pytest.raises(InvalidInput, match=r"FullAttentionSpec in layers\.0; SlidingWindowSpec"):
         check_engine(config_of(), cache_of(FULL, window))
-
-
-def engine_of(*, scheduled_ahead: bool = False, prefix_cache: bool = False) -> Any:
-    return SimpleNamespace(
-        scheduler_config=SimpleNamespace(async_scheduling=scheduled_ahead),
-        cache_config=SimpleNamespace(enable_prefix_caching=prefix_cache),
-    )
-
-
-@pytest.mark.parametrize("loading", ["auto", "synchronous", "asynchronous"])
-def test_an_engine_without_a_prefix_cache_loads_as_it_is_set(loading: Loading) -> None:
-    assert safe_loading(engine_of(), Settings(url="x", loading=loading)).loading == loading
-
-
-@pytest.mark.parametrize("feature", ["scheduled_ahead", "prefix_cache"])
-def test_engines_that_would_use_pages_of_a_failed_load_load_asynchronously(feature: str) -> None:
-    engine = engine_of(**{feature: True})
-    for loading in ("auto", "asynchronous"):
-        settings = Settings(url="x", loading=loading)  # type: ignore[arg-type]
-        assert safe_loading(engine, settings).loading == "asynchronous"
-    with pytest.raises(InvalidInput, match="--no-"):
-        safe_loading(engine, Settings(url="x", loading="synchronous"))
 
 
 def test_the_shape_is_what_the_engine_says(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from fakepool import BLOCK, PAGE, SCHEMA
 
+from tiffin.kvstore.blocks.block_places import BlockPlaces, RegionId
 from tiffin.kvstore.connectors.vllm.orders import LoadOrder, SaveOrder, StepOrders, StepReport
 from tiffin.kvstore.connectors.vllm.request_tracker import RequestTracker, TrackerOptions
 
@@ -17,6 +19,12 @@ if TYPE_CHECKING:
     from tiffin.kvstore.connectors.vllm.request_tracker import Tier
 
 PROMPT = list(range(40))  # five blocks, ten pages
+REGION = RegionId(1, 2)
+
+
+def places(first: int, stop: int) -> BlockPlaces:
+    """Where a prompt's blocks lie: at the thousands."""
+    return BlockPlaces(REGION, tuple(range(1000 * first, 1000 * stop, 1000)), 64)
 
 
 class Engine:
@@ -46,6 +54,14 @@ class Case:
 
     def answer(self, blocks: int, name: str = "r", *, tier: Tier = "peer") -> None:
         self.tracker.answered(name, blocks, (tier,) * blocks)
+
+    def hold(self, found: int | None, local: int = 0, *, until: float = 20.0) -> None:
+        """The blocks that are to be loaded are asked for; `found` of them are held."""
+        prefix = self.tracker.to_hold("r", local, len(self.engine.tokens["r"]))
+        assert prefix is not None
+        self.tracker.hold_asked("r", prefix, until)
+        if found is not None:
+            self.tracker.held("r", places(prefix.start, prefix.start + found))
 
     def match(
         self, local: int = 0, name: str = "r", *, now: float = 0.0
@@ -86,7 +102,8 @@ def test_what_the_pool_has_is_loaded_into_the_requests_pages() -> None:
     assert case.match() == (24, True)
     case.allocate(range(100, 110), 24)
     (order,) = case.plan().loads
-    assert order == LoadOrder("r", SCHEMA.prefix(PROMPT)[:3], 0, tuple(range(100, 106)), False)
+    pages = tuple(range(100, 106))
+    assert order == LoadOrder(order.number, "r", SCHEMA.prefix(PROMPT)[:3], 0, pages)
     assert case.plan().loads == []
 
 
@@ -152,28 +169,145 @@ def test_an_unknown_request_loads_and_saves_nothing() -> None:
     assert not case.finish(40)
 
 
+# -- what is held ----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ("loading", "tier", "decoding", "asynchronous"),
+    ("loading", "decoding", "synchronous"),
     [
-        ("auto", "dram", False, False),
-        ("auto", "dram", True, True),
-        ("auto", "nvme", False, True),
-        ("auto", "peer", False, True),
-        ("synchronous", "peer", True, False),
-        ("asynchronous", "dram", False, True),
+        ("auto", False, True),
+        ("auto", True, False),
+        ("synchronous", True, True),
+        ("asynchronous", False, False),
     ],
 )
-def test_a_load_is_synchronous_if_it_is_fast_and_delays_no_decoding(
-    loading: str, tier: Tier, decoding: bool, asynchronous: bool
+def test_held_blocks_are_loaded_synchronously_if_that_delays_no_decoding(
+    loading: str, decoding: bool, synchronous: bool
 ) -> None:
     case = Case(loading=loading)
     case.add()
-    case.answer(2, tier=tier)
+    case.answer(2, tier="dram")
+    case.hold(2)
     case.tracker.decoding = decoding
-    assert case.match() == (16, asynchronous)
+    assert case.match() == (16, not synchronous)
     case.allocate(range(10), 16)
     (order,) = case.plan().loads
-    assert order.synchronous is not asynchronous
+    assert (order.synchronous, order.held) == (synchronous, places(0, 2))
+
+
+@pytest.mark.parametrize("loading", ["auto", "synchronous"])
+def test_what_is_not_held_is_never_loaded_synchronously(loading: str) -> None:
+    case = Case(loading=loading)
+    case.add()
+    case.answer(2, tier="dram")
+    assert case.match() == (16, True)
+    case.allocate(range(10), 16)
+    (order,) = case.plan().loads
+    assert (order.synchronous, order.held) == (False, None)
+
+
+def test_only_what_the_engine_lacks_is_held() -> None:
+    case = Case()
+    case.add()
+    case.answer(4, tier="dram")
+    prefix = case.tracker.to_hold("r", 12, 40)
+    assert prefix is not None
+    assert (prefix.start, len(prefix)) == (1, 3)
+    assert case.tracker.to_hold("r", 32, 40) is None
+    assert case.tracker.to_hold("unknown", 0, 40) is None
+
+
+@pytest.mark.parametrize("tiers", [("dram", "nvme"), ("dram", "peer")])
+def test_blocks_that_do_not_all_lie_in_this_hosts_memory_are_not_held(tiers: Any) -> None:
+    case = Case()
+    case.add()
+    case.tracker.answered("r", 2, tiers)
+    assert case.tracker.to_hold("r", 0, 40) is None
+    assert case.match() == (16, True)
+
+
+def test_what_lies_elsewhere_does_not_matter_if_the_engine_has_it_itself() -> None:
+    case = Case()
+    case.add()
+    case.tracker.answered("r", 3, ("peer", "dram", "dram"))
+    assert case.tracker.to_hold("r", 8, 40) is not None
+
+
+def test_a_request_waits_for_its_lease_until_the_deadline() -> None:
+    case = Case()
+    case.add()
+    case.answer(2, tier="dram")
+    case.hold(None, until=20.0)
+    assert case.match(now=19.9) == (None, False)
+    assert case.tracker.to_hold("r", 0, 40) is None  # asked once
+    assert case.match(now=20.0) == (16, True)
+
+
+def test_blocks_that_are_gone_when_they_are_leased_are_computed() -> None:
+    case = Case()
+    case.add()
+    case.answer(4, tier="dram")
+    case.hold(3, local=8)  # blocks 1 to 3 of the four
+    assert case.match(local=8) == (24, False)
+    case.tracker.held("r", places(1, 3))
+    assert case.match(local=8) == (16, False)
+    case.tracker.held("r", places(1, 1))
+    assert case.match(local=8) == (0, False)
+
+
+def test_a_longer_local_hit_loads_the_rest_of_what_is_held() -> None:
+    case = Case()
+    case.add()
+    case.answer(4, tier="dram")
+    case.hold(4)
+    assert case.match(local=12) == (20, False)
+    case.allocate(range(10), 20)
+    (order,) = case.plan().loads
+    assert (order.prefix.start, order.held) == (1, places(1, 4))
+
+
+def test_a_shorter_local_hit_needs_more_than_is_held() -> None:
+    case = Case()
+    case.add()
+    case.answer(4, tier="dram")
+    case.hold(2, local=16)
+    assert case.match(local=0) == (32, True)
+    case.allocate(range(10), 32)
+    assert case.plan().loads[0].held is None
+
+
+def test_without_its_lease_a_request_loads_asynchronously() -> None:
+    case = Case()
+    case.add()
+    case.answer(2, tier="dram")
+    case.hold(2)
+    assert case.match() == (16, False)
+    case.tracker.unheld("r")
+    case.tracker.unheld("unknown")
+    assert case.match() == (16, True)
+
+
+def test_a_preempted_request_has_its_blocks_held_anew() -> None:
+    case = Case()
+    case.add()
+    case.answer(2, tier="dram")
+    case.hold(2)
+    case.tracker.look_again("r", 20.0)
+    case.answer(2, tier="dram")
+    assert case.match() == (16, True)
+    case.hold(2)
+    assert case.match() == (16, False)
+
+
+def test_a_block_that_could_not_be_loaded_is_not_held_again() -> None:
+    case = Case()
+    case.add()
+    case.answer(4, tier="dram")
+    case.tracker.reported(StepReport(failed={"r": 2}))
+    assert case.tracker.to_hold("r", 0, 40) is None
+
+
+# -- where it comes from ---------------------------------------------------------------------------
 
 
 def test_a_load_is_remote_if_another_node_has_one_of_its_blocks() -> None:
@@ -295,7 +429,7 @@ def test_pages_are_kept_while_an_earlier_save_is_not_ended_by_every_rank() -> No
         case = Case(ranks=2)
         case.begin()
         (order,) = case.plan(40).saves
-        case.tracker.reported(StepReport(ended_saves={order.number: ranks}))
+        case.tracker.reported(StepReport(ended_saves=Counter({order.number: ranks})))
         assert case.finish(40) is kept
 
 
@@ -342,84 +476,27 @@ def test_a_preempted_request_is_looked_up_again() -> None:
     assert case.tracker.look_again("unknown", 20.0) is None
 
 
-# -- failed loads ----------------------------------------------------------------------------------
-
-
-def loaded_badly(**options: Any) -> Case:
-    """A request whose synchronous load of pages 100 to 105 failed from page 102 on, while another
-    request in the same step computed with them."""
-    case = Case(loading="synchronous", **options)
-    case.add()
-    case.answer(3)
-    case.match()
-    case.allocate(range(100, 110), 24)
-    case.begin([100, 101, 102, 103, 104, 105, 206, 207, 208, 209], "shares", local=24)
-    case.plan()
-    case.tracker.reported(StepReport(failed={"r": 1}, tainted_pages={102, 103, 104, 105}))
-    return case
-
-
-@pytest.mark.parametrize("name", ["r", "shares"])
-def test_nothing_behind_a_tainted_page_is_saved(name: str) -> None:
-    case = loaded_badly()
-    assert case.plan(40, name).saves == []
-    assert not case.finish(40, name)
-
-
-def test_a_last_save_is_dropped_if_its_pages_turn_out_to_be_tainted() -> None:
-    case = Case()
-    case.begin()
-    assert case.finish(40)
-    case.tracker.reported(StepReport(tainted_pages={3}))
-    orders = case.plan()
-    assert (orders.saves, orders.finished) == ([], ["r"])
-
-
-def test_a_tainted_page_is_clean_when_a_running_request_gets_it_to_compute() -> None:
-    case = loaded_badly()
-    case.begin([300, 301, 302, 303, 304, 305, 306, 307], "next")
-    case.engine.pages["next"] += [102, 103]
-    case.plan(32, "next", new_pages=[102, 103])
-    assert blocks_of(case.plan(40, "next")) == [(4, 1)]
-
-
-@pytest.mark.parametrize("external", [0, 8])
-def test_a_tainted_page_is_clean_when_a_new_request_gets_it(external: int) -> None:
-    case = loaded_badly()
-    case.add("next")
-    case.answer(external // BLOCK, "next")
-    case.match(name="next")
-    case.allocate([102, 103, 104, 105, *range(300, 306)], external, "next")
-    case.plan()
-    assert blocks_of(case.plan(40, "next")) == [(external // BLOCK, 5 - external // BLOCK)]
-
-
-def test_a_tainted_page_stays_tainted_for_a_request_that_shares_it() -> None:
-    case = loaded_badly()
-    case.begin([100, 101, 102, 103, *range(300, 306)], "next", local=16)
-    assert case.plan(40, "next").saves == []
-
-
 # -- reports of several ranks ----------------------------------------------------------------------
 
 
 def test_a_load_failed_if_it_failed_in_any_rank() -> None:
-    one = StepReport({"a": 3, "b": 1}, {5}, {1: 1})
-    other = StepReport({"a": 2, "c": 0}, {6}, {1: 1, 2: 1})
-    joined = StepReport({"a": 2, "b": 1, "c": 0}, {5, 6}, {1: 2, 2: 1})
-    assert one.joined(other) == other.joined(one) == joined
+    one = StepReport({"a": 3, "b": 1}, Counter([1]), Counter([5]), Counter([REGION]))
+    other = StepReport({"a": 2, "c": 0}, Counter([1, 2]), Counter([5]), Counter([REGION]))
+    both = Counter({1: 2, 2: 1}), Counter({5: 2}), Counter({REGION: 2})
+    assert one.joined(other) == other.joined(one) == StepReport({"a": 2, "b": 1, "c": 0}, *both)
 
 
 def test_orders_arrive_in_another_process_as_they_were() -> None:
     prefix = SCHEMA.prefix(PROMPT)
-    load = LoadOrder("a", prefix[1:3], 1, (1, 2, 3), synchronous=True)
+    load = LoadOrder(3, "a", prefix[1:3], 1, (1, 2, 3), places(1, 3), synchronous=True)
     saves = [SaveOrder(1, "b", prefix[:2], (1, 2, 3, 4))]
-    orders = StepOrders(7, True, [load], saves, ["c"], ["d"])
+    orders = StepOrders(7, True, [load], saves, ["c"], ["d"], [REGION])
     assert pickle.loads(pickle.dumps(orders)) == orders
 
 
 def test_an_empty_report_is_false() -> None:
     assert not StepReport()
     assert StepReport(failed={"a": 0})
-    assert StepReport(tainted_pages={0})
-    assert StepReport(ended_saves={0: 1})
+    assert StepReport(ended_saves=Counter([0]))
+    assert StepReport(ended_loads=Counter([0]))
+    assert StepReport(mapped=Counter([REGION]))

@@ -78,7 +78,7 @@ def answered(side: SchedulerSide, name: str = "r", local: int = 0) -> int:
 
 
 def plan(side: SchedulerSide, tokens: int = 0, preempted: Sequence[str] = ()) -> StepOrders:
-    return side.plan([("r", tokens)], Engine(), preempted, ())
+    return side.plan([("r", tokens)], Engine(), preempted)
 
 
 def test_a_prompt_is_looked_up_in_the_background(
@@ -88,7 +88,7 @@ def test_a_prompt_is_looked_up_in_the_background(
     side = make()
     side.add("r", PROMPT, "")
     assert answered(side) == 24
-    assert side.matched("r", 8, len(PROMPT)) == (16, False)  # in the DRAM of this host
+    assert side.matched("r", 8, len(PROMPT)) == (16, True)
 
 
 @pytest.mark.parametrize("namespace", ["", "other", "tenant\0adapter"])

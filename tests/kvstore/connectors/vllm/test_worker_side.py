@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +14,7 @@ pytest.importorskip("torch")
 from kvsupport import Background, damage, fresh_prefix, wait_until
 from pagesupport import BLOCK_PAGES, LAYERS, Rank, schema_of
 
+from tiffin.kvstore.blocks.block_places import RegionId
 from tiffin.kvstore.connectors.vllm.orders import LoadOrder, SaveOrder, StepOrders
 from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
 from tiffin.kvstore.connectors.vllm.settings import Settings
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tiffin.kvstore import Prefix
+    from tiffin.kvstore.client.client import LeasedBlocks
 
 URL = "embedded:?dram=16MiB&prefault=false"
 BLOCKS = 3
@@ -51,6 +55,9 @@ class GatedLink:
         self.before()
         return self._link.call(action, wait_s)
 
+    def region(self) -> Any:
+        return self._link.region()
+
     def close(self) -> None:
         pass
 
@@ -75,12 +82,14 @@ class Worker:
 
         wait_until(is_reported, "the save ends")
 
-    def load(self, prefix: Prefix, *, synchronous: bool, skipped: int = 0) -> None:
+    def load(self, prefix: Prefix, *, held: LeasedBlocks | None = None, **order: Any) -> None:
         """A load, until its end; pages are cleared before."""
         self.pages.clear()
-        order = LoadOrder("r", prefix, skipped, OTHERS[skipped:], synchronous)
-        self.side.begin(StepOrders(loads=[order]))
-        if not synchronous:
+        places = held.places() if held is not None else None
+        skipped = order.pop("skipped", 0)
+        load = LoadOrder(7, "r", prefix, skipped, OTHERS[skipped:], places, **order)
+        self.side.begin(StepOrders(loads=[load]))
+        if not load.synchronous:
             wait_until(lambda: "r" in self.side.ended()[1], "the load ends")
 
     def contents(self, pages: tuple[int, ...]) -> list[list[bytes]]:
@@ -114,7 +123,18 @@ def prefix() -> Prefix:
     return fresh_prefix(BLOCKS, schema_of(1))
 
 
-both_ways = pytest.mark.parametrize("synchronous", [False, True])
+# Whether the blocks are held, and so, whether they are loaded synchronously.
+WAYS = pytest.mark.parametrize("way", ["asynchronous", "held", "synchronous"])
+
+
+@contextlib.contextmanager
+def held(link: GatedLink, prefix: Prefix, way: str) -> Iterator[dict[str, Any]]:
+    """The arguments of `Worker.load` for a load in this way."""
+    if way == "asynchronous":
+        yield {}
+        return
+    with link.call(lambda client: client.get(prefix)) as leased:
+        yield {"held": leased, "synchronous": way == "synchronous"}
 
 
 def hit(link: GatedLink, prefix: Prefix) -> int:
@@ -124,22 +144,24 @@ def hit(link: GatedLink, prefix: Prefix) -> int:
 # -- what goes well --------------------------------------------------------------------------------
 
 
-@both_ways
+@WAYS
 @pytest.mark.parametrize("skipped", [0, 1, 3])
 def test_what_one_worker_saves_another_loads(
-    worker: Worker, reader: Worker, prefix: Prefix, synchronous: bool, skipped: int
+    worker: Worker, reader: Worker, link: GatedLink, prefix: Prefix, way: str, skipped: int
 ) -> None:
     right = worker.contents(PAGES)
     worker.save(prefix)
     worker.saved()
-    reader.load(prefix, synchronous=synchronous, skipped=skipped)
+    with held(link, prefix, way) as order:
+        reader.load(prefix, skipped=skipped, **order)
     assert reader.contents(OTHERS[skipped:]) == [pages[skipped:] for pages in right]
     assert reader.side.take_bad_pages() == set()
-    assert not reader.side.take_report()
+    report = reader.side.take_report()
+    assert (report.failed, report.ended_loads) == ({}, Counter([7] if "held" in order else []))
 
 
-@both_ways
-def test_a_block_is_there_once_all_ranks_have_saved_it(link: GatedLink, synchronous: bool) -> None:
+@WAYS
+def test_a_block_is_there_once_all_ranks_have_saved_it(link: GatedLink, way: str) -> None:
     prefix = fresh_prefix(BLOCKS, schema_of(2))
     workers = [Worker(link, rank, 2) for rank in range(2)]
     right = [worker.contents(PAGES) for worker in workers]
@@ -149,8 +171,9 @@ def test_a_block_is_there_once_all_ranks_have_saved_it(link: GatedLink, synchron
     workers[1].save(prefix)
     workers[1].saved()
     assert hit(link, prefix) == BLOCKS
-    for worker in workers:
-        worker.load(prefix, synchronous=synchronous)
+    with held(link, prefix, way) as order:
+        for worker in workers:
+            worker.load(prefix, **order)
     assert [worker.contents(OTHERS) for worker in workers] == right
     for worker in workers:
         worker.side.close()
@@ -164,7 +187,7 @@ def test_blocks_that_are_there_are_not_written_again(
     worker.saved()
     worker.save(prefix, number=2)
     worker.saved(number=2)
-    reader.load(prefix, synchronous=True)
+    reader.load(prefix)
     assert reader.contents(OTHERS) == right
 
 
@@ -195,35 +218,83 @@ def test_a_finished_request_without_saves_is_freed_at_once(worker: Worker) -> No
     assert worker.side.ended() == ({"r"}, set())
 
 
+# -- held blocks -----------------------------------------------------------------------------------
+
+
+def begin(worker: Worker, **orders: Any) -> Counter[RegionId]:
+    """A step without loads; what can be read since then."""
+    worker.side.begin(StepOrders(**orders))
+    return worker.side.take_report().mapped
+
+
+def test_a_worker_reports_once_which_memory_it_can_read(worker: Worker, link: GatedLink) -> None:
+    region = link.call(lambda client: client.region())
+    assert begin(worker) == Counter([region.identity])
+    assert begin(worker) == Counter()
+
+
+def test_memory_that_is_left_is_not_mapped_again(worker: Worker, link: GatedLink) -> None:
+    region = link.call(lambda client: client.region())
+    begin(worker)
+    assert begin(worker, left_regions=[region.identity, RegionId(0, 0)]) == Counter()
+    assert begin(worker) == Counter()
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_held_blocks_are_loaded_without_the_node(
+    worker: Worker, reader: Worker, link: GatedLink, prefix: Prefix, synchronous: bool
+) -> None:
+    right = worker.contents(PAGES)
+    worker.save(prefix)
+    worker.saved()
+    begin(reader)
+    with link.call(lambda client: client.get(prefix)) as leased:
+        link.before = lambda: (_ for _ in ()).throw(NodeUnavailable("none"))
+        reader.load(prefix, held=leased, synchronous=synchronous)
+    assert reader.contents(OTHERS) == right
+    assert not reader.side.take_bad_pages()
+
+
+def test_an_error_of_a_synchronous_load_ends_the_engine(
+    worker: Worker, link: GatedLink, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step would compute with pages that have anything."""
+    worker.save(prefix)
+    worker.saved()
+    monkeypatch.setattr(worker.pages.copier, "scatter", torch_says_no)
+    with held(link, prefix, "synchronous") as order, pytest.raises(RuntimeError, match="torch"):
+        worker.load(prefix, **order)
+
+
+def torch_says_no(*_: object) -> None:
+    raise RuntimeError("torch says no")
+
+
 # -- loads that fail -------------------------------------------------------------------------------
 
 
-def assert_failed_from(worker: Worker, block: int, *, skipped: int = 0, tainted: bool) -> None:
+def assert_failed_from(worker: Worker, block: int, *, skipped: int = 0) -> None:
     bad = set(OTHERS[max(skipped, block * BLOCK_PAGES) :])
     assert worker.side.take_bad_pages() == bad
-    report = worker.side.take_report()
-    assert report.failed == {"r": block}
-    assert report.tainted_pages == (bad if tainted else set())
+    assert worker.side.take_report().failed == {"r": block}
     assert worker.side.take_bad_pages() == set()
 
 
-@both_ways
 @pytest.mark.parametrize("skipped", [0, 2])
 def test_a_missing_block_ends_a_load_before_it(
-    worker: Worker, reader: Worker, prefix: Prefix, synchronous: bool, skipped: int
+    worker: Worker, reader: Worker, prefix: Prefix, skipped: int
 ) -> None:
     right = worker.contents(PAGES)
     worker.save(prefix[:2], pages=PAGES[: 2 * BLOCK_PAGES])
     worker.saved()
-    reader.load(prefix, synchronous=synchronous, skipped=skipped)
+    reader.load(prefix, skipped=skipped)
     loaded = slice(skipped, 2 * BLOCK_PAGES)
     assert reader.contents(OTHERS[loaded]) == [pages[loaded] for pages in right]
-    assert_failed_from(reader, 2, skipped=skipped, tainted=synchronous)
+    assert_failed_from(reader, 2, skipped=skipped)
 
 
-@both_ways
 def test_a_corrupt_block_ends_a_load_before_it(
-    worker: Worker, reader: Worker, link: GatedLink, prefix: Prefix, synchronous: bool
+    worker: Worker, reader: Worker, link: GatedLink, prefix: Prefix
 ) -> None:
     worker.save(prefix)
     worker.saved()
@@ -233,40 +304,37 @@ def test_a_corrupt_block_ends_a_load_before_it(
             damage(blocks[1].memory, 5)
 
     link.call(flip)
-    reader.load(prefix, synchronous=synchronous)
-    assert_failed_from(reader, 1, tainted=synchronous)
+    reader.load(prefix)
+    assert_failed_from(reader, 1)
 
 
-@both_ways
 def test_a_pool_that_is_not_there_fails_a_load_as_a_whole(
-    worker: Worker, link: GatedLink, prefix: Prefix, synchronous: bool
+    worker: Worker, link: GatedLink, prefix: Prefix
 ) -> None:
     link.before = lambda: (_ for _ in ()).throw(NodeUnavailable("none"))
-    worker.load(prefix, synchronous=synchronous, skipped=1)
-    assert_failed_from(worker, 0, skipped=1, tainted=synchronous)
+    worker.load(prefix, skipped=1)
+    assert_failed_from(worker, 0, skipped=1)
 
 
 def test_positions_of_failed_blocks_count_from_the_begin_of_the_prompt(
     worker: Worker, prefix: Prefix
 ) -> None:
-    order = LoadOrder("r", prefix[1:], 0, OTHERS[BLOCK_PAGES:], synchronous=True)
+    order = LoadOrder(1, "r", prefix[1:], 0, OTHERS[BLOCK_PAGES:])
     worker.side.begin(StepOrders(loads=[order]))
-    assert_failed_from(worker, 1, tainted=True)
+    wait_until(lambda: "r" in worker.side.ended()[1], "the load ends")
+    assert_failed_from(worker, 1)
 
 
-@both_ways
+@pytest.mark.parametrize("way", ["asynchronous", "held"])
 def test_an_error_in_a_copy_is_a_failed_load(
-    worker: Worker, prefix: Prefix, synchronous: bool, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, link: GatedLink, prefix: Prefix, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker.save(prefix)
     worker.saved()
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("torch says no")
-
-    monkeypatch.setattr(worker.pages.copier, "scatter", fail)
-    worker.load(prefix, synchronous=synchronous)
-    assert_failed_from(worker, 0, tainted=synchronous)
+    monkeypatch.setattr(worker.pages.copier, "scatter", torch_says_no)
+    with held(link, prefix, way) as order:
+        worker.load(prefix, **order)
+    assert_failed_from(worker, 0)
 
 
 # -- saves that fail or are given up ---------------------------------------------------------------
@@ -285,10 +353,7 @@ def test_a_save_to_a_pool_that_is_not_there_ends(
 def test_an_error_in_a_copy_stores_nothing(
     worker: Worker, link: GatedLink, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("torch says no")
-
-    monkeypatch.setattr(worker.pages.copier, "gather", fail)
+    monkeypatch.setattr(worker.pages.copier, "gather", torch_says_no)
     worker.save(prefix)
     worker.saved()
     assert hit(link, prefix) == 0
@@ -335,7 +400,7 @@ def test_a_drain_waits_for_a_copy_that_has_begun(
     gate.opened.set()
     draining.result()
     worker.saved()
-    worker.load(prefix, synchronous=True)
+    worker.load(prefix)
     assert worker.contents(OTHERS) == right
 
 
