@@ -53,7 +53,8 @@ init_none_hash(sha256)
 @dataclass(frozen=True)
 class Options:
     """Of an engine. `ahead`: asynchronous scheduling, a step is scheduled before the last one's
-    output is known. `caching`: vLLM's own prefix cache."""
+    output is known. `caching`: vLLM's own prefix cache. `holds`: blocks are leased before they are
+    loaded."""
 
     url: str
     namespace: str
@@ -62,6 +63,7 @@ class Options:
     loading: str = "auto"
     ahead: bool = False
     caching: bool = True
+    holds: bool = True
     pages: int = 400
     batch_tokens: int = 512
     seed: int = 0
@@ -92,7 +94,10 @@ class HeldTasks:
         """Run up to so many waiting tasks, the oldest first."""
         for _ in range(min(count, len(self._waiting))):
             future, call = self._waiting.popleft()
-            future.set_result(call())
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001 - of whoever asks for the result
+                future.set_exception(error)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         if cancel_futures:
@@ -125,6 +130,9 @@ class _FaultyClient:
         self._client = client
         self._faults = faults
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
     def get(self, prefix: Prefix, **options: Any) -> Any:
         count = self._faults.blocks_of_get(len(prefix))
         if not count:
@@ -138,7 +146,7 @@ class _FaultyClient:
 
 
 class _FaultyLink:
-    """A worker's link to the pool, with faults behind it: the link itself sees none."""
+    """A link to the pool with faults behind it: the link itself sees none."""
 
     def __init__(self, link: Any, faults: Faults) -> None:
         self._link = link
@@ -155,6 +163,9 @@ class _FaultyLink:
         if error is not None:
             raise error
         return result
+
+    def region(self) -> Any:
+        return self._link.region()
 
     def close(self) -> None:
         self._link.close()
@@ -247,6 +258,7 @@ class Engine:
         self._steps: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._connector = self.scheduler.connector
         self._take_in_hand(self._connector._scheduler, worker._worker)
+        self.answer([1])  # from now on the scheduler knows which memory the worker can read
 
     def _take_in_hand(self, scheduler: Any, worker: Any) -> None:
         """Let the test decide when the connector's threads run and what fails."""
@@ -255,7 +267,10 @@ class Engine:
             executor.shutdown()
         scheduler._threads = self.lookups
         worker._loaders, worker._savers = self.loads, self.saves
-        worker._link = _FaultyLink(worker._link, self.faults)
+        for side in (scheduler, worker):
+            side._link = _FaultyLink(side._link, self.faults)
+        if not self.options.holds:
+            scheduler._may_hold = lambda prefix: False
 
     def add(self, prompt: Sequence[int], count: int = 2) -> str:
         """Start a request for `count` tokens; returns its id."""
@@ -330,6 +345,7 @@ class Engine:
         assert not self.scheduler.has_requests(), "requests that never end"
         assert all(told.reason for told in self.told.values())
         assert self.free_pages() == self.options.pages - 1  # one is vLLM's null page
+        assert not self._connector._scheduler._leases.held_bytes
         for told in self.told.values():
             told.check()
         self._check_saved()

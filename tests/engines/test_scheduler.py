@@ -7,10 +7,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from schedulersupport import Engine, Options
+from arithmetic import LAYERS, WORD_BYTES
+from schedulersupport import BLOCK_TOKENS, Engine, Options
 
+from tiffin.kvstore import Client
 from tiffin.kvstore.connectors.vllm import TiffinConnector
-from tiffin.kvstore.errors import InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,19 +43,20 @@ def prompt(count: int, seed: int = 0) -> list[int]:
 
 
 AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["one-by-one", "ahead"])
-# Where vLLM's cache and scheduler bear it, loads are synchronous.
-WAYS = pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param({"loading": "synchronous", "caching": False}, id="synchronous"),
-        pytest.param(
-            {"loading": "synchronous", "policy": "fail", "caching": False}, id="synchronous-fail"
-        ),
-        pytest.param({"loading": "asynchronous"}, id="asynchronous"),
-        pytest.param({"ahead": True}, id="ahead"),
-    ],
-)
+# Blocks are leased before they are loaded, or not.
+HELD = [
+    pytest.param({"loading": "synchronous"}, id="synchronous"),
+    pytest.param({"loading": "synchronous", "ahead": True}, id="synchronous-ahead"),
+    pytest.param({"loading": "asynchronous"}, id="asynchronous"),
+]
+UNHELD = [
+    pytest.param({"holds": False}, id="unheld"),
+    pytest.param({"holds": False, "ahead": True}, id="unheld-ahead"),
+]
+WAYS = pytest.mark.parametrize("way", [*HELD, *UNHELD])
+POLICIES = pytest.mark.parametrize("policy", ["recompute", "fail"])
 Way = dict[str, Any]
+BLOCK_BYTES = LAYERS * BLOCK_TOKENS * WORD_BYTES
 
 
 @WAYS
@@ -67,7 +69,7 @@ def test_an_engine_loads_what_another_computed(start: Callable[..., Engine], way
 # -- hits ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@POLICIES
 def test_a_local_hit_that_ends_inside_a_block_is_filled_up(
     start: Callable[..., Engine], policy: str
 ) -> None:
@@ -131,20 +133,80 @@ def test_a_request_waits_for_its_lookup_while_others_run(start: Callable[..., En
 # -- failures --------------------------------------------------------------------------------------
 
 
-@WAYS
-@pytest.mark.parametrize("blocks", [0, 1, 3, 5])
-def test_what_could_not_be_loaded_is_computed(
-    start: Callable[..., Engine], way: Way, blocks: int
+@pytest.mark.parametrize("way", HELD)
+def test_blocks_are_held_and_loaded_as_it_is_set(start: Callable[..., Engine], way: Way) -> None:
+    start().answer(prompt(100))
+    engine = start(**way)
+    engine.answer(prompt(100))
+    (load,) = engine.ordered
+    assert load.held is not None
+    assert load.synchronous is (way["loading"] == "synchronous")
+
+
+@pytest.mark.parametrize("way", HELD)
+@POLICIES
+@pytest.mark.parametrize("blocks", [1, 3, 5])
+def test_what_could_not_be_leased_is_computed(
+    start: Callable[..., Engine], way: Way, policy: str, blocks: int
+) -> None:
+    """Also under the policy `fail`: the engine was not promised these blocks."""
+    tokens = prompt(100)
+    start().answer(tokens)
+    engine = start(policy=policy, **way)
+    engine.faults.next_gets.append(blocks)
+    told = engine.answer(tokens, 8)
+    assert (told.reason, told.cached) == ("length", 16 * blocks)
+
+
+@pytest.mark.parametrize("way", HELD)
+def test_without_a_lease_blocks_are_loaded_asynchronously(
+    start: Callable[..., Engine], way: Way
 ) -> None:
     tokens = prompt(100)
     start().answer(tokens)
     engine = start(**way)
+    engine.faults.next_gets.append(0)
+    assert engine.answer(tokens, 8).cached == 96
+    (load,) = engine.ordered
+    assert (load.held, load.synchronous) == (None, False)
+
+
+@pytest.mark.parametrize("way", HELD)
+@POLICIES
+def test_what_is_held_is_loaded_although_the_pool_forgets_it(
+    start: Callable[..., Engine], way: Way, policy: str
+) -> None:
+    tokens = prompt(100)
+    start().answer(tokens)
+    engine = start(policy=policy, batch_tokens=24, **way)
+    engine.loads.held = True
+    request = engine.add(tokens, 8)
+    if way["loading"] == "asynchronous":
+        engine.step()
+        assert engine.ordered[0].held is not None
+        with Client.open(engine.options.url) as client:
+            client.remove(engine.prefix(tokens))
+            client.put(engine.prefix(prompt(5000, seed=9)), [bytes(BLOCK_BYTES)] * 312)
+    engine.finish()
+    assert engine.told[request].cached == 96
+    assert engine.told[request].reason == "length"
+
+
+@pytest.mark.parametrize("way", UNHELD)
+@POLICIES
+@pytest.mark.parametrize("blocks", [0, 1, 3, 5])
+def test_what_could_not_be_loaded_is_computed(
+    start: Callable[..., Engine], way: Way, policy: str, blocks: int
+) -> None:
+    tokens = prompt(100)
+    start().answer(tokens)
+    engine = start(policy=policy, **way)
     engine.faults.next_gets.append(blocks)
     reason = engine.answer(tokens, 8).reason
-    assert reason == ("error" if way.get("policy") == "fail" else "length")
+    assert reason == ("error" if policy == "fail" else "length")
 
 
-@WAYS
+@pytest.mark.parametrize("way", UNHELD)
 def test_a_block_that_can_never_be_loaded_is_asked_for_once(
     start: Callable[..., Engine], way: Way
 ) -> None:
@@ -156,13 +218,13 @@ def test_a_block_that_can_never_be_loaded_is_asked_for_once(
     assert len(engine.ordered) == 1
 
 
-@WAYS
+@pytest.mark.parametrize("way", UNHELD)
 def test_under_the_policy_fail_only_the_request_ends(
     start: Callable[..., Engine], way: Way
 ) -> None:
     tokens = prompt(100)
     start().answer(tokens)
-    engine = start(**{**way, "policy": "fail"})
+    engine = start(policy="fail", **way)
     engine.faults.next_gets.append(2)
     assert engine.answer(tokens, 8).reason == "error"
     assert engine.answer(tokens, 8).reason == "length"
@@ -182,44 +244,18 @@ def test_requests_that_share_a_failed_load_are_right(
 
 
 @AHEAD
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@POLICIES
 def test_vllms_cache_never_offers_pages_whose_load_failed(
     start: Callable[..., Engine], ahead: bool, policy: str
 ) -> None:
     tokens = prompt(100)
     start().answer(tokens)
-    engine = start(ahead=ahead, policy=policy)
+    engine = start(ahead=ahead, policy=policy, holds=False)
     engine.faults.next_gets.append(2)
     request = engine.add(tokens)
     engine.step()
     engine.abort(request)  # nobody computes what its load has left out
     assert engine.answer(tokens, 8).reason == "length"
-
-
-def test_pages_of_a_failed_load_are_saved_from_once_others_have_them(
-    start: Callable[..., Engine],
-) -> None:
-    start().answer(prompt(100))
-    engine = start(loading="synchronous", caching=False, pages=60)
-    engine.faults.next_gets.append(0)
-    engine.answer(prompt(100))
-    engine.answer(prompt(200, seed=1))
-    assert start().answer(prompt(200, seed=1)).cached == 192
-
-
-@pytest.mark.parametrize(
-    ("changes", "remedy"),
-    [
-        ({"ahead": True, "policy": "fail"}, "--no-async-scheduling"),
-        ({"policy": "recompute", "caching": True}, "--no-enable-prefix-caching"),
-        ({"policy": "fail", "caching": True}, "--no-enable-prefix-caching"),
-    ],
-)
-def test_synchronous_loads_are_refused_where_vllm_would_give_out_wrong_tokens(
-    start: Callable[..., Engine], changes: dict[str, Any], remedy: str
-) -> None:
-    with pytest.raises(InvalidInput, match=remedy):
-        start(loading="synchronous", **changes)
 
 
 # -- requests that leave ---------------------------------------------------------------------------
@@ -314,7 +350,7 @@ class Crowd:
 
 
 @WAYS
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@POLICIES
 @pytest.mark.parametrize("seed", range(5))
 def test_no_wrong_block_is_ever_stored_whatever_fails(
     start: Callable[..., Engine], way: Way, policy: str, seed: int
@@ -323,6 +359,8 @@ def test_no_wrong_block_is_ever_stored_whatever_fails(
     engines = [start(**way), start(**{**way, "loading": "auto"})]
     Crowd(engines, seed).run(60)
     assert all(engine.preempted and engine.ordered and engine.saved for engine in engines)
+    if way.get("loading") == "synchronous":
+        assert any(load.synchronous for load in engines[0].ordered)
 
 
 def test_a_load_that_fails_unreported_would_be_seen(
@@ -331,7 +369,7 @@ def test_a_load_that_fails_unreported_would_be_seen(
     """A control of these tests themselves."""
     tokens = prompt(100)
     start().answer(tokens)
-    engine = start(loading="asynchronous")
+    engine = start(holds=False)
     engine.faults.next_gets.append(2)
     monkeypatch.setattr(TiffinConnector, "get_block_ids_with_load_errors", lambda self: set())
     with pytest.raises(AssertionError):

@@ -32,7 +32,7 @@ from tiffin.kvstore import Client, KVSchema
 from tiffin.kvstore.connection.node_link import SocketLink
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.directory import EmbeddedDirectory
-from tiffin.kvstore.errors import DeadlineExceeded, NodeUnavailable
+from tiffin.kvstore.errors import DeadlineExceeded, InvalidInput, NodeUnavailable
 from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.pool.async_client import AsyncPoolClient
 from tiffin.kvstore.pool.client import PoolClient
@@ -374,3 +374,31 @@ def test_a_rank_reserves_at_home_or_nowhere(
         client.reserve(prefix, shard=(0, 2), timeout_s=0.5)
     is_back(client)
     client.reserve(prefix, shard=(0, 2)).abort()
+
+
+# -- for other processes ---------------------------------------------------------------------------
+
+
+def test_blocks_at_home_have_places_and_blocks_of_others_have_none(
+    client: PoolClient, daemon: Daemon, cluster: Cluster, far: Member
+) -> None:
+    both, elsewhere = on_both(cluster, daemon, far), far.put(fresh_prefix(3))
+    cluster.settle()
+    region = client.region()
+    assert region is not None
+
+    def reads_in_place() -> bool:
+        with client.get(both) as blocks:
+            if not lies_at_home(client, blocks[0].memory):
+                return False
+            views = region.views(blocks.places())
+            assert [bytes(one) for one in views] == [bytes(one) for one in payloads_of(both)]
+            return True
+
+    wait_until(reads_in_place, "home serves its blocks")
+    with client.get(elsewhere) as copies, pytest.raises(InvalidInput, match="copies"):
+        copies.places()
+
+
+def test_a_pool_without_a_home_has_no_region(cluster: Cluster) -> None:
+    assert cluster.open().region() is None

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from fakepool import BLOCK, PAGE, SCHEMA
-from kvsupport import payloads_of, wait_until
+from kvsupport import damage, payloads_of, wait_until
 
+from tiffin.kvstore.connectors.vllm import scheduler_side
+from tiffin.kvstore.connectors.vllm.held_leases import HOLD_S
+from tiffin.kvstore.connectors.vllm.orders import StepReport
 from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
 from tiffin.kvstore.connectors.vllm.scheduler_side import SchedulerSide
 from tiffin.kvstore.connectors.vllm.settings import Settings
@@ -18,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from tiffin.kvstore.connectors.vllm.orders import StepOrders
+    from tiffin.kvstore.blocks.block_places import RegionId
+    from tiffin.kvstore.connectors.vllm.orders import LoadOrder, StepOrders
 
 URL = "embedded:?dram=1MiB&prefault=false"
 PROMPT = list(range(40))
@@ -220,3 +226,182 @@ def test_last_blocks_of_a_finished_request_are_ordered(
     orders = plan(side)
     assert [len(order.prefix) for order in orders.saves] == [5]
     assert orders.finished == ["r"]
+
+
+# -- leases ----------------------------------------------------------------------------------------
+
+
+def readable(side: SchedulerSide, link: PoolLink) -> RegionId:
+    """The worker reports that it can read the node's memory."""
+    region = link.call(lambda client: client.region())
+    side.reported(StepReport(mapped=Counter([region.identity])))
+    return region.identity  # type: ignore[no-any-return]
+
+
+def leases(link: PoolLink) -> int:
+    """How many read leases the node has given."""
+    sessions = link.call(lambda client: client.statistics())["sessions"]
+    return sum(session["read_leases"] for session in sessions)
+
+
+def no_lease_is_left(link: PoolLink) -> None:
+    wait_until(lambda: leases(link) == 0, "the leases are given back")
+
+
+def ordered(side: SchedulerSide, tokens: int) -> LoadOrder:
+    """The request gets its pages; returns its load."""
+    side.allocated("r", range(10), tokens, 0)
+    (load,) = plan(side).loads
+    return load
+
+
+def test_what_is_about_to_be_loaded_is_leased_until_the_worker_has_read_it(
+    make: Callable[..., SchedulerSide], link: PoolLink
+) -> None:
+    store(link, 3)
+    side = make()
+    region = readable(side, link)
+    side.add("r", PROMPT, "")
+    assert answered(side) == 24
+    assert side.matched("r", 0, len(PROMPT)) == (24, False)
+    load = ordered(side, 24)
+    assert load.held is not None
+    assert load.synchronous
+    assert (load.held.region, len(load.held)) == (region, 3)
+    assert not side.finished("r", 0, Engine())  # aborted: the worker may still read
+    plan(side)
+    assert leases(link) == 1
+    side.reported(StepReport(ended_loads=Counter([load.number])))
+    no_lease_is_left(link)
+
+
+def test_nothing_is_leased_before_the_worker_can_read_it(
+    make: Callable[..., SchedulerSide], link: PoolLink
+) -> None:
+    store(link, 3)
+    side = make()
+    side.add("r", PROMPT, "")
+    assert answered(side) == 24
+    assert leases(link) == 0
+    assert ordered(side, 24).held is None
+
+
+def test_a_corrupt_block_is_found_before_it_is_offered(
+    make: Callable[..., SchedulerSide], link: PoolLink
+) -> None:
+    store(link, 3)
+    side = make()
+    readable(side, link)
+
+    def flip(client: Any) -> None:
+        with client.get(SCHEMA.prefix(PROMPT, namespace="tenant")[:3], verify="off") as blocks:
+            damage(blocks[1].memory, 5)
+
+    link.call(flip)
+    side.add("r", PROMPT, "")
+    assert answered(side) == 8
+
+
+@pytest.mark.parametrize("end", ["finished", "preempted", "computed", "closed"])
+def test_a_lease_that_is_not_used_is_given_back(
+    make: Callable[..., SchedulerSide], link: PoolLink, end: str
+) -> None:
+    store(link, 3)
+    side = make(link=PoolLink.shared(URL, "always"))
+    readable(side, link)
+    side.add("r", PROMPT, "")
+    assert answered(side) == 24
+    assert leases(link) == 1
+    if end == "finished":
+        side.finished("r", 0, Engine())
+    elif end == "preempted":
+        plan(side, preempted=["r"])
+    elif end == "computed":
+        side.allocated("r", range(10), 0, 0)
+    else:
+        side._leases.close()
+    no_lease_is_left(link)
+
+
+def test_a_lease_that_comes_too_late_is_given_back(
+    make: Callable[..., SchedulerSide], link: PoolLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(link, 3)
+    side = make()
+    readable(side, link)
+    reached, opened = threading.Event(), threading.Event()
+    lease = SchedulerSide._lease
+
+    def slow(*arguments: Any) -> Any:
+        reached.set()
+        opened.wait(30)
+        return lease(*arguments)
+
+    monkeypatch.setattr(SchedulerSide, "_lease", slow)
+    side.add("r", PROMPT, "")
+    wait_until(lambda: side.matched("r", 0, len(PROMPT)) and reached.is_set(), "it is asked for")
+    assert side.matched("r", 0, len(PROMPT)) == (None, False)
+    side.finished("r", 0, Engine())
+    opened.set()
+    side._threads.shutdown(wait=True)
+    no_lease_is_left(link)
+
+
+def test_a_request_that_waits_for_pages_loses_its_lease_and_loads_without(
+    make: Callable[..., SchedulerSide], link: PoolLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(link, 3)
+    side = make()
+    readable(side, link)
+    side.add("r", PROMPT, "")
+    assert answered(side) == 24
+    now = time.monotonic
+    monkeypatch.setattr(scheduler_side.time, "monotonic", lambda: now() + HOLD_S)
+    plan(side)
+    no_lease_is_left(link)
+    assert side.matched("r", 0, len(PROMPT)) == (24, True)
+    assert ordered(side, 24).held is None
+
+
+def test_at_most_a_share_of_the_nodes_memory_is_leased(
+    make: Callable[..., SchedulerSide], link: PoolLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(link, 3)
+    side = make()
+    readable(side, link)
+    monkeypatch.setattr(scheduler_side, "_HELD_SHARE", 1 << 40)
+    side.add("r", PROMPT, "")
+    assert answered(side) == 24
+    assert leases(link) == 0
+    assert side.matched("r", 0, len(PROMPT)) == (24, True)
+
+
+def test_a_load_that_takes_long_anyway_is_not_leased(
+    make: Callable[..., SchedulerSide], link: PoolLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(link, 3)
+    side = make()
+    readable(side, link)
+    monkeypatch.setattr(scheduler_side, "_HELD_BYTES", 3 * SCHEMA.block_bytes - 1)
+    side.add("r", PROMPT, "")
+    assert answered(side) == 24
+    assert side.matched("r", 0, len(PROMPT)) == (24, True)
+    assert answered(side, local=BLOCK) == 16
+    assert leases(link) == 1  # two blocks are not too much
+
+
+def test_a_pool_that_stops_answering_is_no_reason_not_to_load(
+    make: Callable[..., SchedulerSide], link: PoolLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(link, 3)
+    side = make()
+    readable(side, link)
+
+    def fail(*_: Any) -> Any:
+        raise NodeUnavailable("none")
+
+    monkeypatch.setattr(SchedulerSide, "_lease", fail)
+    side.add("r", PROMPT, "")
+    assert answered(side) == 24
+    assert side.matched("r", 0, len(PROMPT)) == (24, True)
+    assert side.counters.take()["lookup_failures/NodeUnavailable"] == 1
