@@ -1,11 +1,12 @@
 """Block keys: the chained hash of everything that determines a block's bytes.
 
     key[-1] = H(format version, model, schema fingerprint, namespace, secret)     the root
-    key[i]  = H(key[i-1] ‖ tokens[i])                        tokens as little-endian uint32
+    key[i]  = H(key[i-1] ‖ tokens[i] ‖ extra[i])             tokens as little-endian uint32
 
-Two prompts share key i when they share the root and their first (i+1) × block_tokens tokens, and
-otherwise only if H collides. Equality of prefixes thus becomes equality of 16 bytes, and a lookup
-needs no tree. `docs/key-format.md` has the root byte by byte, the choice of H, and test vectors.
+Two prompts share key i when they share the root, their first (i+1) × block_tokens tokens and what
+else decides these blocks' content (`extra`, empty for text), and otherwise only if H collides.
+Equality of prefixes thus becomes equality of 16 bytes, and a lookup needs no tree.
+`docs/key-format.md` has the root byte by byte, the choice of H, and test vectors.
 
 This module is written for speed: every request hashes its prompt, of up to 128k tokens, before
 anything else can happen. So tokens are converted to bytes once and checked in bulk, and the loop
@@ -13,7 +14,7 @@ over blocks only slices, hashes and appends.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b, sha256
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 KEY_FORMAT_VERSION: Final = 1
 MAX_SECRET_BYTES: Final = 64  # the longest key of blake2b
 MAX_NAMESPACE_BYTES: Final = 1024  # a tenant, an adapter and a few digests, with room
+MAX_EXTRA_BYTES: Final = 1 << 16  # digests of a block's images, with room
 TOKEN_LIMIT: Final = 2**32
 
 _TOKEN: Final = np.dtype("<u4")
@@ -47,6 +49,8 @@ class Tensor(Protocol):
 
 
 TokenIds: TypeAlias = Sequence[int] | NDArray[Any] | Tensor
+# By block: what beside its tokens decides its content, such as digests of images.
+Extras: TypeAlias = Mapping[int, bytes]
 Digest: TypeAlias = Callable[[bytes], bytes]
 
 
@@ -80,6 +84,7 @@ class _Chain:
         "before",
         "chunks",
         "digest",
+        "extras",
         "first",
         "keys",
         "name",
@@ -89,7 +94,8 @@ class _Chain:
         "tail",
     )
 
-    def __init__(self, schema: "KVSchema", namespace: str, secret: bytes) -> None:
+    def __init__(self, schema: "KVSchema", namespace: str, secret: bytes, extras: Extras) -> None:
+        self.extras = _check_extras(extras)
         self.root = root_key(schema, namespace, secret)
         self.name_print = namespace_fingerprint(namespace, secret)
         self.digest = digest_of(schema.hash, secret)
@@ -108,9 +114,10 @@ class _Chain:
         end = len(data) - len(data) % chunk_bytes
         digest, keys, chunks = self.digest, self.keys, self.chunks
         key = keys[-1] if keys else self.before
+        extras = self.extras
         for offset in range(0, end, chunk_bytes):
             chunk = data[offset : offset + chunk_bytes]
-            key = digest(key + chunk)
+            key = digest(key + chunk + extras[len(keys)] if len(keys) in extras else key + chunk)
             chunks.append(chunk)
             keys.append(key)
         self.tail = data[end:]
@@ -126,8 +133,12 @@ class Prefix:
 
     Pickled, it becomes a slice with its blocks' tokens and keys, without tail and secret.
 
-    Raises TokenError for bad token ids, InvalidInput for a bad namespace or secret. Not thread-safe
-    while a thread extends it.
+    `extras`: for blocks that their tokens do not decide, what else does, at most MAX_EXTRA_BYTES:
+    digests of the images behind their placeholders, and where these begin. It is part of the
+    block's key and so of all keys after it.
+
+    Raises TokenError for bad token ids, InvalidInput for a bad namespace, secret or extra. Not
+    thread-safe while a thread extends it.
     """
 
     __slots__ = ("_chain", "_key_bytes", "_keys", "_start", "_stop", "_tokens")
@@ -138,8 +149,9 @@ class Prefix:
         token_ids: TokenIds,
         namespace: str = "",
         secret: bytes = b"",
+        extras: Extras | None = None,
     ) -> None:
-        chain = _Chain(schema, namespace, secret)
+        chain = _Chain(schema, namespace, secret, extras or {})
         chain.append(_as_uint32(token_ids).tobytes())  # tobytes copies: later changes do no harm
         self._init(chain, 0, None)
 
@@ -307,7 +319,7 @@ def _unpickled(
     chunk_bytes = schema.block_tokens * TOKEN_BYTES
     chain.keys = [key_bytes[at : at + KEY_BYTES] for at in range(0, len(key_bytes), KEY_BYTES)]
     chain.chunks = [tokens[at : at + chunk_bytes] for at in range(0, len(tokens), chunk_bytes)]
-    chain.tail = b""
+    chain.tail, chain.extras = b"", {}
     prefix = Prefix.__new__(Prefix)
     prefix._init(chain, 0, len(chain.keys))  # a slice: no `extend`, which needs the digest
     return prefix
@@ -354,6 +366,15 @@ def _check_secret(secret: bytes) -> None:
         raise InvalidInput(f"a secret is bytes, not {type(secret).__name__}")
     if len(secret) > MAX_SECRET_BYTES:
         raise InvalidInput(f"a secret has at most {MAX_SECRET_BYTES} bytes, not {len(secret)}")
+
+
+def _check_extras(extras: Extras) -> dict[int, bytes]:
+    for block, extra in extras.items():
+        if not isinstance(block, int) or isinstance(block, bool) or block < 0:
+            raise InvalidInput(f"extras[{block!r}]: name blocks by their index in the prompt")
+        if not isinstance(extra, bytes) or len(extra) > MAX_EXTRA_BYTES:
+            raise InvalidInput(f"extras[{block}] must be bytes, {MAX_EXTRA_BYTES} at most")
+    return dict(extras)
 
 
 def _as_uint32(token_ids: TokenIds) -> NDArray[np.uint32]:

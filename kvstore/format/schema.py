@@ -36,7 +36,7 @@ from .header import (
     HeaderShape,
     header_bytes,
 )
-from .keys import Prefix, TokenIds
+from .keys import Extras, Prefix, TokenIds
 from .layer_spec import (
     DTYPES,
     MAX_BLOCK_BYTES,
@@ -387,9 +387,15 @@ class KVSchema:
         rank, ranks = shard
         return ByteRange(whole.offset + rank * (whole.length // ranks), whole.length // ranks)
 
-    def prefix(self, token_ids: TokenIds, namespace: str = "", secret: bytes = b"") -> Prefix:
+    def prefix(
+        self,
+        token_ids: TokenIds,
+        namespace: str = "",
+        secret: bytes = b"",
+        extras: Extras | None = None,
+    ) -> Prefix:
         """The blocks of a prompt and their keys. Raises TokenError and InvalidInput."""
-        return Prefix(self, token_ids, namespace=namespace, secret=secret)
+        return Prefix(self, token_ids, namespace=namespace, secret=secret, extras=extras)
 
     def _spans(self, layer: int, heads: HeadRange | None) -> Iterable[ByteRange]:
         if heads is None or not self.layers[layer].has_heads:

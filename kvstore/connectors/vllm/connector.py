@@ -3,11 +3,8 @@ each worker. It turns vLLM's objects into the plain ones of `scheduler_side` and
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -23,11 +20,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from ...errors import InvalidInput
 from .compatibility import cache_shape, check_engine, check_version
 from .metrics import PromMetrics, Statistics
-from .model_files import files_fingerprint
 from .orders import StepOrders, StepReport
 from .page_copier import PageCopier
 from .page_schema import page_schema
 from .pool_link import PoolLink
+from .request_identity import RequestIdentities
 from .scheduler_side import SchedulerSide
 from .settings import read
 from .worker_side import WorkerSide
@@ -123,7 +120,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._page_tokens, self._ranks = shape.page_tokens, shape.ranks
         (group,) = kv_cache_config.kv_cache_groups
         self._layers = list(group.layer_names)
-        self._adapters: dict[str, str] = {}
+        self._identities = RequestIdentities(settings.block_tokens)
         self._requests = _Requests()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -158,11 +155,14 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         """Begin the lookup of a request."""
         assert self._scheduler is not None
-        namespace = self._namespace(request)
-        if namespace is None:
+        try:
+            identity = self._identities.of(request)
+        except InvalidInput as error:
+            log.warning("%s is computed without the KV pool: %s", request.request_id, error)
             return
-        self._requests.add(request)
-        self._scheduler.add(request.request_id, request.all_token_ids, namespace)
+        if identity is not None:
+            self._requests.add(request)
+            self._scheduler.add(request.request_id, request.all_token_ids, identity)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -296,28 +296,3 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
             if side is not None:
                 side.close()
         self._scheduler = self._worker = None
-
-    # -- small -----------------------------------------------------------------------------------
-
-    def _namespace(self, request: Any) -> str | None:
-        """What beside its tokens decides a request's cache; None for a request that is not looked
-        up or stored, as its tokens do not decide it or its adapter's files can't be read."""
-        if request.mm_features or request.prompt_embeds is not None:
-            return None
-        adapter, salt = request.lora_request, request.cache_salt
-        if adapter is None and not salt:
-            return ""
-        try:
-            weights = "" if adapter is None else self._adapter(adapter)
-        except InvalidInput as error:
-            log.warning("%s is computed without the KV pool: %s", request.request_id, error)
-            return None
-        content = json.dumps([weights, salt or ""])
-        return blake2b(content.encode(), digest_size=16).hexdigest()
-
-    def _adapter(self, adapter: Any) -> str:
-        """An adapter's fingerprint; its files are read once."""
-        path = str(adapter.lora_path)
-        if path not in self._adapters:
-            self._adapters[path] = files_fingerprint(Path(path))
-        return self._adapters[path]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ...verbs.block_verbs import Hit
     from .orders import StepOrders, StepReport
     from .pool_link import PoolLink
+    from .request_identity import Identity
     from .request_tracker import EngineState, Tier
     from .settings import Settings
 
@@ -84,13 +85,12 @@ class SchedulerSide:
         self._holds: dict[str, Future[Held | None]] = {}
         self._threads = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="tiffin-lookup")
 
-    def add(self, request_id: str, tokens: Sequence[int], namespace: str) -> None:
-        """A request has arrived: begin its lookup. `namespace`: of its adapter and salt, within the
-        engine's own."""
+    def add(self, request_id: str, tokens: Sequence[int], identity: Identity) -> None:
+        """A request has arrived: begin its lookup."""
         name = self._settings.namespace
-        if namespace:
-            name = f"{name}\0{namespace}"
-        prefix = self._schema.prefix(list(tokens), namespace=name, secret=self._secret)
+        if identity.namespace:
+            name = f"{name}\0{identity.namespace}"
+        prefix = self._schema.prefix(list(tokens), name, self._secret, identity.extras)
         self.tracker.add(request_id, prefix, self._lookup_until())
         self._look_up(request_id, prefix)
 

@@ -14,6 +14,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from xxhash import xxh3_128_digest
 
 from tiffin.kvstore.errors import InvalidInput, SchemaError, TokenError
 from tiffin.kvstore.format.keys import Prefix, namespace_fingerprint, root_key
@@ -129,6 +130,40 @@ def test_a_changed_token_changes_its_key_and_all_later_ones(
     first = index // 4
     assert before[:first] == after[:first]
     assert not set(before[first:]) & set(after[first:])
+
+
+@given(
+    tokens=st.lists(token, min_size=4, max_size=24),
+    cut=st.integers(0, 24),
+    extras=st.dictionaries(st.integers(0, 7), st.binary(min_size=1, max_size=20), max_size=3),
+)
+def test_an_extra_changes_its_key_and_all_later_ones(
+    tokens: list[int], cut: int, extras: dict[int, bytes]
+) -> None:
+    plain, prefix = tiny().prefix(tokens), tiny().prefix(tokens[:cut], extras=extras)
+    prefix.extend(tokens[cut:])
+    key = plain.root
+    for index, chunk in enumerate(plain.token_chunks()):
+        key = xxh3_128_digest(key + chunk + extras.get(index, b""))
+        assert prefix.keys[index] == key
+    first = min(extras, default=len(plain))
+    assert prefix.keys[:first] == plain.keys[:first]
+    assert not set(prefix.keys[first:]) & set(plain.keys)
+
+
+def test_an_extra_is_that_of_its_block() -> None:
+    one = tiny().prefix(range(12), extras={1: b"a"})
+    assert one.keys == tiny().prefix(range(12), extras={1: b"a", 2: b""}).keys
+    others = [{0: b"a"}, {2: b"a"}, {1: b"b"}, {1: b"aa"}, {1: b"a", 2: b"a"}]
+    assert all(tiny().prefix(range(12), extras=other).keys != one.keys for other in others)
+
+
+@pytest.mark.parametrize(
+    "extras", [{-1: b"a"}, {"0": b"a"}, {True: b"a"}, {0: "a"}, {0: bytes(65537)}]
+)
+def test_bad_extras_are_refused(extras: Any) -> None:
+    with pytest.raises(InvalidInput, match="extras"):
+        tiny().prefix(range(4), extras=extras)
 
 
 def test_fields_cannot_run_into_each_other() -> None:

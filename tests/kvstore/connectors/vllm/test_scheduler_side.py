@@ -15,6 +15,7 @@ from tiffin.kvstore.connectors.vllm import scheduler_side
 from tiffin.kvstore.connectors.vllm.held_leases import HOLD_S
 from tiffin.kvstore.connectors.vllm.orders import StepReport
 from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
+from tiffin.kvstore.connectors.vllm.request_identity import Identity
 from tiffin.kvstore.connectors.vllm.scheduler_side import SchedulerSide
 from tiffin.kvstore.connectors.vllm.settings import Settings
 from tiffin.kvstore.errors import InvalidInput, NodeUnavailable
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 URL = "embedded:?dram=1MiB&prefault=false"
 PROMPT = list(range(40))
+TEXT = Identity("", {})
 PATIENT = Settings(url=URL, block_tokens=BLOCK, lookup_timeout_s=60.0, namespace="tenant")
 
 
@@ -92,7 +94,7 @@ def test_a_prompt_is_looked_up_in_the_background(
 ) -> None:
     store(link, 3)
     side = make()
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert answered(side) == 24
     assert side.matched("r", 8, len(PROMPT)) == (16, True)
 
@@ -103,7 +105,7 @@ def test_another_namespace_shares_nothing(
 ) -> None:
     store(link, 3, namespace)
     side = make()
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert answered(side) == 0
 
 
@@ -112,7 +114,7 @@ def test_an_adapter_has_a_namespace_within_the_engines(
 ) -> None:
     store(link, 3, "tenant\0adapter")
     side = make()
-    side.add("r", PROMPT, "adapter")
+    side.add("r", PROMPT, Identity("adapter", {}))
     assert answered(side) == 24
 
 
@@ -123,7 +125,7 @@ def test_the_secret_of_the_settings_is_in_the_keys(
     store(link, 2, secret=b"0123456789abcdef")
     store(link, 1)
     side = make(Settings(**{**_fields(PATIENT), "secret_file": str(tmp_path / "secret")}))
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert answered(side) == 16
 
 
@@ -158,7 +160,7 @@ def test_without_a_pool_a_request_is_computed(make: Callable[..., SchedulerSide]
     link = NoLink()
     link.opened.set()
     side = make(link=link)
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert answered(side) == 0
 
 
@@ -167,10 +169,10 @@ def test_a_pool_that_does_not_answer_delays_a_request_until_the_deadline_only(
 ) -> None:
     link = NoLink()
     side = make(Settings(**{**_fields(PATIENT), "lookup_timeout_s": 0.0}), link)
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert side.matched("r", 0, len(PROMPT)) == (0, False)
     patient = make(link=link)
-    patient.add("r", PROMPT, "")
+    patient.add("r", PROMPT, TEXT)
     assert patient.matched("r", 0, len(PROMPT)) == (None, False)
 
 
@@ -179,7 +181,7 @@ def test_a_prompt_shorter_than_a_block_is_not_looked_up(
 ) -> None:
     link = NoLink()
     side = make(link=link)
-    side.add("r", PROMPT[: BLOCK - 1], "")
+    side.add("r", PROMPT[: BLOCK - 1], TEXT)
     assert side.matched("r", 0, BLOCK - 1) == (0, False)
     assert not link.asked.is_set()
 
@@ -187,7 +189,7 @@ def test_a_prompt_shorter_than_a_block_is_not_looked_up(
 def test_an_engine_that_only_saves_asks_nothing(make: Callable[..., SchedulerSide]) -> None:
     link = NoLink()
     side = make(link=link, loads=False)
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert side.matched("r", 0, len(PROMPT)) == (0, False)
     assert not link.asked.is_set()
     side.allocated("r", range(10), 0, 0)
@@ -198,7 +200,7 @@ def test_a_preempted_request_is_looked_up_again(
     make: Callable[..., SchedulerSide], link: PoolLink
 ) -> None:
     side = make()
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert answered(side) == 0
     side.allocated("r", range(10), 0, 0)
     store(link, 2)
@@ -209,7 +211,7 @@ def test_a_preempted_request_is_looked_up_again(
 def test_a_finished_request_is_forgotten(make: Callable[..., SchedulerSide]) -> None:
     link = NoLink()
     side = make(link=link)
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert not side.finished("r", 0, Engine())
     assert side.matched("r", 0, len(PROMPT)) == (0, False)
     assert "r" not in side.tracker
@@ -219,7 +221,7 @@ def test_last_blocks_of_a_finished_request_are_ordered(
     make: Callable[..., SchedulerSide],
 ) -> None:
     side = make()
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert answered(side) == 0
     side.allocated("r", range(10), 0, 0)
     assert side.finished("r", 40, Engine())
@@ -261,7 +263,7 @@ def test_what_is_about_to_be_loaded_is_leased_until_the_worker_has_read_it(
     store(link, 3)
     side = make()
     region = readable(side, link)
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert answered(side) == 24
     assert side.matched("r", 0, len(PROMPT)) == (24, False)
     load = ordered(side, 24)
@@ -280,7 +282,7 @@ def test_nothing_is_leased_before_the_worker_can_read_it(
 ) -> None:
     store(link, 3)
     side = make()
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert answered(side) == 24
     assert leases(link) == 0
     assert ordered(side, 24).held is None
@@ -298,7 +300,7 @@ def test_a_corrupt_block_is_found_before_it_is_offered(
             damage(blocks[1].memory, 5)
 
     link.call(flip)
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert answered(side) == 8
 
 
@@ -309,7 +311,7 @@ def test_a_lease_that_is_not_used_is_given_back(
     store(link, 3)
     side = make(link=PoolLink.shared(URL, "always"))
     readable(side, link)
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert answered(side) == 24
     assert leases(link) == 1
     if end == "finished":
@@ -338,7 +340,7 @@ def test_a_lease_that_comes_too_late_is_given_back(
         return lease(*arguments)
 
     monkeypatch.setattr(SchedulerSide, "_lease", slow)
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     wait_until(lambda: side.matched("r", 0, len(PROMPT)) and reached.is_set(), "it is asked for")
     assert side.matched("r", 0, len(PROMPT)) == (None, False)
     side.finished("r", 0, Engine())
@@ -353,7 +355,7 @@ def test_a_request_that_waits_for_pages_loses_its_lease_and_loads_without(
     store(link, 3)
     side = make()
     readable(side, link)
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert answered(side) == 24
     now = time.monotonic
     monkeypatch.setattr(scheduler_side.time, "monotonic", lambda: now() + HOLD_S)
@@ -370,7 +372,7 @@ def test_at_most_a_share_of_the_nodes_memory_is_leased(
     side = make()
     readable(side, link)
     monkeypatch.setattr(scheduler_side, "_HELD_SHARE", 1 << 40)
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert answered(side) == 24
     assert leases(link) == 0
     assert side.matched("r", 0, len(PROMPT)) == (24, True)
@@ -383,7 +385,7 @@ def test_a_load_that_takes_long_anyway_is_not_leased(
     side = make()
     readable(side, link)
     monkeypatch.setattr(scheduler_side, "_HELD_BYTES", 3 * SCHEMA.block_bytes - 1)
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert answered(side) == 24
     assert side.matched("r", 0, len(PROMPT)) == (24, True)
     assert answered(side, local=BLOCK) == 16
@@ -401,7 +403,7 @@ def test_a_pool_that_stops_answering_is_no_reason_not_to_load(
         raise NodeUnavailable("none")
 
     monkeypatch.setattr(SchedulerSide, "_lease", fail)
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert answered(side) == 24
     assert side.matched("r", 0, len(PROMPT)) == (24, True)
     assert side.counters.take()["lookup_failures/NodeUnavailable"] == 1

@@ -1,0 +1,64 @@
+"""What beside its tokens decides a request's KV cache: its adapter, its salt, its images."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .model_files import files_fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Identity(NamedTuple):
+    """`namespace`: within the engine's own, of all blocks of the request. `extras`: of single
+    blocks (`Prefix`)."""
+
+    namespace: str
+    extras: dict[int, bytes]
+
+
+class RequestIdentities:
+    """The identities of vLLM's requests. Each adapter's files are read once."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._adapters: dict[str, str] = {}
+
+    def of(self, request: Any) -> Identity | None:
+        """The identity of a request; None if nothing here decides its content, so that it can be
+        neither looked up nor stored. Raises InvalidInput for an adapter whose files can't be read.
+        """
+        if request.prompt_embeds is not None:
+            return None
+        adapter, salt = request.lora_request, request.cache_salt
+        namespace = ""
+        if adapter is not None or salt:
+            weights = "" if adapter is None else self._adapter(str(adapter.lora_path))
+            content = json.dumps([weights, salt or ""])
+            namespace = blake2b(content.encode(), digest_size=16).hexdigest()
+        return Identity(namespace, _extras(request.mm_features or (), self._block_tokens))
+
+    def _adapter(self, path: str) -> str:
+        if path not in self._adapters:
+            self._adapters[path] = files_fingerprint(Path(path))
+        return self._adapters[path]
+
+
+def _extras(features: Iterable[Any], block_tokens: int) -> dict[int, bytes]:
+    """For each block with placeholders of images, sounds or videos: their hashes in vLLM's prefix
+    cache, and where each begins, counted from the block's first token."""
+    found: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    for feature in features:
+        begin, length = feature.mm_position.offset, feature.mm_position.length
+        for block in range(begin // block_tokens, -(-(begin + length) // block_tokens)):
+            found[block].append((str(feature.identifier), begin - block * block_tokens))
+    return {block: _digest(content) for block, content in found.items()}
+
+
+def _digest(content: object) -> bytes:
+    return blake2b(json.dumps(content).encode(), digest_size=16).digest()
