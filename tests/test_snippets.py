@@ -70,6 +70,7 @@ RUN: dict[str, tuple[str, list[str]]] = {
         [
             THERE,
             THERE,
+            THERE + "; other = client",
             "!of two ranks: tests/kvstore/client/test_shards.py",
             "fresh()",
             "fresh()",

@@ -5,12 +5,15 @@ has gone well. It would compute with the pages of a synchronous load that failed
 loaded synchronously only if they are *held*: leased and verified, and readable by all workers.
 
 What makes saves safe: a block is saved only when the engine has *confirmed* its tokens, which is
-when the outputs of the steps that computed them have been processed.
+when the outputs of the steps that computed them have been processed. Tokens that a request got from
+the engine's own cache are confirmed with the first token that it computes itself: whoever computed
+them did so in the same step or before.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from ...format.keys import Prefix
 
 
+# How many blocks the policy "second" remembers: of 33 million tokens.
+_SEEN_KEYS = 65_536
+
 Tier: TypeAlias = Literal["dram", "nvme", "peer"]
 
 
@@ -34,7 +40,7 @@ class TrackedRequest:
     this host's DRAM, its NVMe or on another node. `hold`: whether they were asked to be held;
     `held`: where they lie, from block `held_from` on, while they are. `failed_from`: the first
     block that could not be loaded, which is not offered again. `next_save`: the first block to
-    save; what is before it came from the pool or the engine's cache, or is saved.
+    save; what is before it is in the pool, or is being saved.
     """
 
     prefix: Prefix
@@ -74,6 +80,7 @@ class TrackerOptions:
     loading: str = "auto"
     load_tokens_min: int = 1
     save_tokens_min: int = 0
+    save: str = "always"
 
 
 class RequestTracker:
@@ -87,6 +94,7 @@ class RequestTracker:
         self._last_saves: list[SaveOrder] = []  # of requests that finished since the last step
         self._finished: list[str] = []
         self._unended: dict[int, tuple[str, int]] = {}  # by save: its request, ranks still at it
+        self._seen: OrderedDict[bytes, None] = OrderedDict()  # keys that were used once
         self._number = 0
         self._step = 0
         self.decoding = False  # whether the last step decoded for any request
@@ -139,11 +147,16 @@ class RequestTracker:
         return tokens, not request.synchronous
 
     def _to_load(self, request: TrackedRequest, local_tokens: int, total_tokens: int) -> int:
-        blocks = min(request.hit_blocks or 0, request.failed_from)
         page = self._options.page_tokens
-        usable = min(int(blocks) * self._options.block_tokens, (total_tokens - 1) // page * page)
+        last = (total_tokens - 1) // page * page
+        usable = min(self._hit(request) * self._options.block_tokens, last)
         tokens = usable - local_tokens
         return tokens if tokens >= max(1, self._options.load_tokens_min) else 0
+
+    @staticmethod
+    def _hit(request: TrackedRequest) -> int:
+        """How many leading blocks can be had from the pool."""
+        return int(min(request.hit_blocks or 0, request.failed_from))
 
     def _synchronous(self, request: TrackedRequest) -> bool:
         if self._held(request) is None or self._options.loading == "asynchronous":
@@ -220,7 +233,7 @@ class RequestTracker:
         if not external_tokens:
             begin = max(begin, computed_tokens)
         end = begin + external_tokens
-        request.next_save = end // block
+        request.next_save = min(end // block, self._hit(request))
         if not external_tokens:
             return
         first, last = begin // block, -(-end // block)
@@ -261,7 +274,7 @@ class RequestTracker:
         for request_id, tokens in confirmed:
             request = self._requests.get(request_id)
             if request is not None and tokens >= self._due(request):
-                orders.saves.append(self._save(request_id, request, tokens, engine))
+                orders.saves += self._save(request_id, request, tokens, engine)
         for order in orders.saves:
             self._unended[order.number] = order.request_id, self._options.ranks
         orders.finished, self._finished = self._finished, []
@@ -275,7 +288,7 @@ class RequestTracker:
         if request is None:
             return False
         if confirmed >= self._due(request):
-            self._last_saves.append(self._save(request_id, request, confirmed, engine))
+            self._last_saves += self._save(request_id, request, confirmed, engine)
         if request.pending_saves:
             self._finished.append(request_id)
         return bool(request.pending_saves)
@@ -300,21 +313,38 @@ class RequestTracker:
         if not self._options.saves:
             return math.inf
         block_end = (request.next_save + 1) * self._options.block_tokens
-        return max(block_end, self._options.save_tokens_min)
+        return max(block_end, self._options.save_tokens_min, request.local_tokens + 1)
 
     def _save(
         self, request_id: str, request: TrackedRequest, tokens: int, engine: EngineState
-    ) -> SaveOrder:
-        """Order the blocks of the first `tokens` tokens that are not saved yet."""
+    ) -> list[SaveOrder]:
+        """Order the blocks of the first `tokens` tokens that are not saved yet; none of them if
+        they were not used before and that is asked for."""
         first, end = request.next_save, tokens // self._options.block_tokens
         request.next_save = end
-        pages = engine.pages_of(request_id)[first * self._block_pages : end * self._block_pages]
         known = request.prefix.token_count
         if len(request.prefix) < end:
             request.prefix.extend(engine.tokens_of(request_id)[known:tokens])
-        order = SaveOrder(self._next_number(), request_id, request.prefix[first:end], tuple(pages))
+        prefix = request.prefix[first:end]
+        if self._options.save == "second":
+            prefix = prefix[: self._used_before(prefix)]
+        if not len(prefix):
+            return []
+        stop = first + len(prefix)
+        pages = engine.pages_of(request_id)[first * self._block_pages : stop * self._block_pages]
+        order = SaveOrder(self._next_number(), request_id, prefix, tuple(pages))
         request.pending_saves.add(order.number)
-        return order
+        return [order]
+
+    def _used_before(self, prefix: Prefix) -> int:
+        """How many leading blocks were used before; the others are from now on."""
+        count = next((n for n, key in enumerate(prefix.keys) if key not in self._seen), len(prefix))
+        for key in prefix.keys:
+            self._seen[key] = None
+            self._seen.move_to_end(key)
+        while len(self._seen) > _SEEN_KEYS:
+            self._seen.popitem(last=False)
+        return count
 
     def _next_number(self) -> int:
         self._number += 1

@@ -76,6 +76,7 @@ class SchedulerSide:
                 settings.loading,
                 settings.load_tokens_min,
                 settings.save_tokens_min,
+                settings.save,
             )
         )
         self.idle = True  # whether this thread may wait: the last step ran no request

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 Loading = Literal["auto", "synchronous", "asynchronous"]
+Saving = Literal["always", "second"]
 
 # Secrets that somebody may write into a URL, and the parameters that name a file with them instead.
 _FILES = {
@@ -36,8 +37,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     within it. `secret_file`: a file with the namespace's secret; the secret itself must not stand
     in a configuration that vLLM logs. `model_fingerprint`: what identifies the weights, if they are
     not files that can be read here. `loading`: "auto" loads synchronously what lies in the DRAM of
-    this host while nothing decodes, else asynchronously. `load_tokens_min`: fewer tokens are
-    computed rather than loaded; `save_tokens_min`: shorter prompts are not saved.
+    this host while nothing decodes, else asynchronously. `save`: "second" saves a block when this
+    engine uses it for the second time. `load_tokens_min`: fewer tokens are computed rather than
+    loaded; `save_tokens_min`: shorter prompts are not saved.
     """
 
     url: str
@@ -47,6 +49,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     block_tokens: int = 512
     verify: Verify = "always"
     loading: Loading = "auto"
+    save: Saving = "always"
     load_tokens_min: int = 1
     save_tokens_min: int = 0
     lookup_timeout_s: float = 0.25

@@ -10,6 +10,7 @@ import pytest
 from fakepool import BLOCK, PAGE, SCHEMA
 
 from tiffin.kvstore.blocks.block_places import BlockPlaces, RegionId
+from tiffin.kvstore.connectors.vllm import request_tracker
 from tiffin.kvstore.connectors.vllm.orders import LoadOrder, SaveOrder, StepOrders, StepReport
 from tiffin.kvstore.connectors.vllm.request_tracker import RequestTracker, TrackerOptions
 
@@ -380,9 +381,59 @@ def test_what_was_loaded_is_not_saved_again() -> None:
 
 def test_a_block_that_was_computed_in_part_is_saved_as_a_whole() -> None:
     case = Case()
-    case.begin(range(100, 110), local=12)
+    case.add()
+    case.answer(1)
+    assert case.match(local=12) == (0, False)
+    case.allocate(range(100, 110))
     (order,) = case.plan(16).saves
     assert (order.prefix.start, order.pages) == (1, (102, 103))
+
+
+def test_what_the_pool_lacks_of_the_engines_own_cache_is_saved_with_the_first_computed_token() -> (
+    None
+):
+    case = Case()
+    case.add()
+    case.answer(1)
+    assert case.match(local=24) == (0, False)
+    case.allocate(range(10))
+    assert case.plan(24).saves == []  # who computed these may be in a step that has not ended
+    (order,) = case.plan(25).saves
+    assert (order.prefix.start, len(order.prefix), order.pages) == (1, 2, (2, 3, 4, 5))
+
+
+def test_a_block_whose_load_failed_is_saved_once_it_is_computed() -> None:
+    case = Case()
+    case.add()
+    case.answer(4)
+    case.match()
+    case.allocate(range(10), 32)
+    case.plan()
+    case.tracker.reported(StepReport(failed={"r": 2}))
+    case.tracker.allocated("r", range(10), 0, 16)
+    assert blocks_of(case.plan(40)) == [(2, 3)]
+
+
+def test_a_block_is_saved_at_its_second_use_if_that_is_asked_for() -> None:
+    case = Case(save="second")
+    case.begin(name="first")
+    assert case.plan(40, "first").saves == []
+    assert not case.finish(40, "first")
+    case.add("second", [*PROMPT[:24], *range(100, 116)])
+    case.answer(0, "second")
+    assert case.match(16, "second") == (0, False)
+    case.allocate(range(10), name="second")
+    (order,) = case.plan(40, "second").saves
+    assert (order.prefix.start, len(order.prefix), order.pages) == (0, 3, (0, 1, 2, 3, 4, 5))
+    assert case.plan(40, "second").saves == []
+
+
+def test_only_the_last_blocks_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_tracker, "_SEEN_KEYS", 4)
+    case = Case(save="second")
+    for name in ("first", "second"):
+        case.begin(name=name)
+        assert case.plan(40, name).saves == []  # its first block is forgotten each time
 
 
 def test_blocks_of_generated_tokens_are_saved() -> None:

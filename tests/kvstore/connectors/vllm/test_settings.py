@@ -30,6 +30,7 @@ def test_all_settings_can_be_set() -> None:
         "block_tokens": 256,
         "verify": "sampled",
         "loading": "asynchronous",
+        "save": "second",
         "load_tokens_min": 64,
         "save_tokens_min": 128,
         "lookup_timeout_s": 0.1,
