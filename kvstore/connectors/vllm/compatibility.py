@@ -34,6 +34,7 @@ _UNQUANTISED = ("float32", "bfloat16", "float16")
 # `--kv-cache-dtype` by what the rows are then. Only fp8 with one scale for each layer, which is in
 # the model's files or 1, so that equal bytes are equal numbers.
 _FP8 = {"fp8": "float8_e4m3", "fp8_e4m3": "float8_e4m3", "fp8_e5m2": "float8_e5m2"}
+_FP8_OF_MODEL = "float8_e4m3"  # where "auto" leaves it to the checkpoint, vLLM takes "fp8"
 
 
 def check_version(version: str) -> None:
@@ -190,8 +191,8 @@ def _cache_dtype(config: Any, group: Any) -> str:
     number, mode = str(spec.dtype).removeprefix("torch."), int(spec.kv_quant_mode)
     if mode == _UNSCALED and number in _UNQUANTISED:
         return number
-    if mode == _SCALED_BY_LAYER and asked in _FP8:
-        return _FP8[asked]
+    if mode == _SCALED_BY_LAYER and asked in (*_FP8, "auto"):
+        return _FP8.get(asked, _FP8_OF_MODEL)
     raise InvalidInput(
         f"layer {group.layer_names[0]} has a cache of {number}, --kv-cache-dtype {asked}; the "
         f"connector stores {', '.join(_UNQUANTISED)} and {', '.join(_FP8)}: other rows have scales "
