@@ -128,7 +128,8 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._copier: Copier | None = None
-        link = PoolLink.shared(settings.url, settings.verify)
+        self._settings = settings
+        self._link = link = PoolLink.shared(settings.url, settings.verify)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 settings,
@@ -233,7 +234,8 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Take the engine's pages."""
         assert self._worker is not None
         layers = {name: kv_caches[name] for name in self._layers}
-        self._copier = engine_copier(self._blocks, layers, self._rank())
+        pinned = self._link if self._settings.pin_memory else None
+        self._copier = engine_copier(self._blocks, layers, self._rank(), pinned)
         self._worker.register(self._copier)
 
     def handle_preemptions(self, kv_connector_metadata: Metadata) -> None:
@@ -312,7 +314,9 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
-        self._scheduler = self._worker = None
+        if self._copier is not None:
+            self._copier.close()
+        self._scheduler = self._worker = self._copier = None
 
     # -- small -----------------------------------------------------------------------------------
 

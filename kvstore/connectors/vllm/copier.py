@@ -24,6 +24,9 @@ class Copier(Protocol):
         """The engine has ordered loads. Call it in the engine's thread: later scatters write only
         when all steps that it had begun before have ended."""
 
+    def close(self) -> None:
+        """No call follows, and none is in progress."""
+
     def scatter(self, blocks: Sequence[Bytes], pages: Sequence[int], skipped: int = 0) -> None:
         """Fill `pages`, in order, from the blocks without their first `skipped` pages. A block is
         its whole payload, or only this rank's bytes."""

@@ -15,6 +15,7 @@ so that one is on the link while the other is scattered or gathered. What is ord
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from contextlib import contextmanager
 from functools import partial
@@ -30,9 +31,10 @@ from tiffin.messenger.gpu.pipeline import until
 
 from ...errors import InvalidInput
 from .block_pieces import block_pieces
+from .pool_pinning import PoolPinning
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from ...format.schema import KVSchema
     from .block_pieces import BlockPiece
     from .device_queue import Device, Queue
+    from .pool_link import PoolLink
 
     Bytes = NDArray[np.uint8]
 
@@ -139,6 +142,27 @@ class DevicePageCopier:
         for _ in range(STAGES):
             self._stages.put(_Stage(device, room_bytes))
         self._steps = device.steps()
+        self._pinning: PoolPinning | None = None
+        self._lock = threading.Lock()
+        self._calls = 0  # in progress; protected by _lock
+
+    def pin(self, link: PoolLink) -> None:
+        """Pin the pool's memory from the first copy on, until `close`."""
+        self._pinning = PoolPinning(link, str(self._cache.device), self.while_idle)
+
+    def while_idle(self, action: Callable[[], None]) -> bool:
+        """Run `action` if no copy is in progress, and let none begin meanwhile. Returns whether it
+        ran."""
+        with self._lock:
+            if self._calls:
+                return False
+            action()
+            return True
+
+    def close(self) -> None:
+        """See `Copier.close`."""
+        if self._pinning is not None:
+            self._pinning.close()
 
     def step_begins(self) -> None:
         """See `Copier.step_begins`."""
@@ -175,13 +199,19 @@ class DevicePageCopier:
 
     @contextmanager
     def _stage(self) -> Iterator[_Stage]:
+        if self._pinning is not None:
+            self._pinning.follow_soon()
         stage = self._stages.get()
+        with self._lock:
+            self._calls += 1
         try:
             try:
                 yield stage
             finally:
                 stage.settle()
         finally:
+            with self._lock:
+                self._calls -= 1
             self._stages.put(stage)
 
     def _load(self, stage: _Stage, memory: Bytes, table: PageMap, skipped_tokens: int) -> None:

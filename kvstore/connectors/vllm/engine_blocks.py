@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .copier import Copier
     from .engine_pages import PageFormat
     from .page_schema import CacheShape
+    from .pool_link import PoolLink
     from .settings import Settings
     from .token_schema import ModelShape
 
@@ -56,9 +57,12 @@ def engine_blocks(
     return EngineBlocks(shape, schema, form.page_tokens, ranks, form)
 
 
-def engine_copier(blocks: EngineBlocks, layers: Mapping[str, Any], rank: int) -> Copier:
+def engine_copier(
+    blocks: EngineBlocks, layers: Mapping[str, Any], rank: int, link: PoolLink | None = None
+) -> Copier:
     """What copies a rank's pages. `layers`: its tensors by name, in the order of the model's
-    layers. Raises InvalidInput for tensors that are not what the engine's configuration says."""
+    layers. `link`: to the pool whose memory is to be pinned, for a GPU. Raises InvalidInput for
+    tensors that are not what the engine's configuration says."""
     # Here, as they need torch, which the scheduler's side can do without.
     if blocks.form is None:
         from .page_copier import PageCopier
@@ -74,4 +78,6 @@ def engine_copier(blocks: EngineBlocks, layers: Mapping[str, Any], rank: int) ->
     device = device_of(cache.device)
     copier = DevicePageCopier(cache, blocks.schema, blocks.page_tokens, device)
     copier.warm_up()
+    if link is not None:
+        copier.pin(link)
     return copier

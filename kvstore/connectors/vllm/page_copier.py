@@ -64,6 +64,9 @@ class PageCopier:
     def step_begins(self) -> None:
         """See `Copier.step_begins`: on a CPU a step has ended before the next is ordered."""
 
+    def close(self) -> None:
+        """See `Copier.close`: nothing is to be given back."""
+
     def scatter(self, blocks: Sequence[Bytes], pages: Sequence[int], skipped: int = 0) -> None:
         """Fill `pages`, in order, from the blocks without their first `skipped` pages. A block is
         its whole payload, or only this rank's bytes."""

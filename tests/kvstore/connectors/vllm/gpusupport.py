@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tiffin.kvstore.connectors.vllm.device_page_copier import DevicePageCopier
-from tiffin.kvstore.connectors.vllm.device_queue import Device, HostDevice
+from tiffin.kvstore.connectors.vllm.device_queue import Device, device_of
 from tiffin.kvstore.connectors.vllm.engine_pages import PageFormat, paged_cache
 from tiffin.kvstore.connectors.vllm.rank_share import rank_share
 from tiffin.kvstore.connectors.vllm.token_schema import ModelShape, token_schema
@@ -49,7 +49,9 @@ def shape_of(**changes: Any) -> ModelShape:
 SCHEMA = token_schema(shape_of(), BLOCK_TOKENS, 1)
 
 
-def tensors(layout: str, form: PageFormat, pages: int, split: int = 1) -> list[Any]:
+def tensors(
+    layout: str, form: PageFormat, pages: int, split: int = 1, where: str = "cpu"
+) -> list[Any]:
     """Random bfloat16 [pages x split, heads, tokens, K | V] per layer, in this order in memory."""
     content = form.head_dim + form.v_head_dim
     size = {
@@ -59,21 +61,21 @@ def tensors(layout: str, form: PageFormat, pages: int, split: int = 1) -> list[A
         "N": form.page_tokens // split,
         "C": content,
     }
-    physical = _random(*(size[axis] for axis in layout))
+    physical = _random(*(size[axis] for axis in layout)).to(where)
     logical = physical.permute(*(layout.index(axis) for axis in "LBHNC"))
     return list(logical.unbind(0))
 
 
-def planes(form: PageFormat, pages: int) -> list[Any]:
+def planes(form: PageFormat, pages: int, where: str = "cpu") -> list[Any]:
     """Random bfloat16 [pages, 2, tokens, heads x dim] per layer, as of the backend B12X."""
     shape = (pages, 2, form.page_tokens, form.heads * form.head_dim)
-    return [_random(*shape) for _ in range(LAYERS)]
+    return [_random(*shape).to(where) for _ in range(LAYERS)]
 
 
-def padded(form: PageFormat, pages: int, padding: int = 24) -> list[Any]:
+def padded(form: PageFormat, pages: int, where: str = "cpu", padding: int = 24) -> list[Any]:
     """As LBHNC, with unused elements behind each page."""
     page = (form.heads, form.page_tokens, form.head_dim + form.v_head_dim)
-    rows = _random(LAYERS, pages, math.prod(page) + padding)
+    rows = _random(LAYERS, pages, math.prod(page) + padding).to(where)
     return [layer[:, : math.prod(page)].unflatten(1, page) for layer in rows.unbind(0)]
 
 
@@ -84,7 +86,8 @@ def _random(*shape: int) -> Any:
 
 
 class GpuRank:
-    """One rank's pages and their copier. `layout`: one of LAYOUTS, "planes" or "padded"."""
+    """One rank's pages and their copier. `layout`: one of LAYOUTS, "planes" or "padded". `where`:
+    torch's name of the device."""
 
     def __init__(
         self,
@@ -96,6 +99,7 @@ class GpuRank:
         split: int = 1,
         schema: KVSchema = SCHEMA,
         device: Device | None = None,
+        where: str = "cpu",
         piece_bytes: int = 1 << 20,
     ) -> None:
         first, end = rank_share(KV_HEADS, rank, ranks).heads
@@ -106,16 +110,15 @@ class GpuRank:
         )
         self.form = form
         if layout == "planes":
-            self.layers = planes(form, self.pages)
+            self.layers = planes(form, self.pages, where)
         elif layout == "padded":
-            self.layers = padded(form, self.pages)
+            self.layers = padded(form, self.pages, where)
         else:
-            self.layers = tensors(layout, form, self.pages, split)
+            self.layers = tensors(layout, form, self.pages, split, where)
         named = {f"layers.{index}": layer for index, layer in enumerate(self.layers)}
         cache = paged_cache(named, form, first)
-        self.copier = DevicePageCopier(
-            cache, schema, page_tokens, device or HostDevice(), piece_bytes
-        )
+        device = device or device_of(cache.device)
+        self.copier = DevicePageCopier(cache, schema, page_tokens, device, piece_bytes)
 
     def row(self, layer: int, part: int, head: int, page: int, slot: int) -> bytes:
         """K or V of one token, `slot` of `page`, and one of the rank's heads."""
@@ -125,7 +128,7 @@ class GpuRank:
         else:
             page, slot = divmod(page * self.form.page_tokens + slot, tensor.shape[2])
             row = tensor[page, head, slot].unflatten(0, (2, HEAD_DIM))[part]
-        return bytes(row.contiguous().view(torch.uint8).numpy().tobytes())
+        return bytes(row.contiguous().view(torch.uint8).cpu().numpy().tobytes())
 
     def share(self, pages: Sequence[int]) -> bytes:
         """This rank's bytes of the block of the tokens in `pages`: layer, part, head, token."""
