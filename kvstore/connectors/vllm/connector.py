@@ -120,7 +120,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         settings = safe_loading(vllm_config, read(transfer.kv_connector_extra_config))
         blocks = engine_blocks(_device(), vllm_config, kv_cache_config, settings, version)
-        self._blocks, self._page_tokens = blocks, blocks.page_tokens
+        self._blocks, self._schema, self._page_tokens = blocks, blocks.schema, blocks.page_tokens
         (group,) = kv_cache_config.kv_cache_groups
         self._layers = list(group.layer_names)
         self._adapters: dict[str, str] = {}
@@ -133,8 +133,8 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 settings,
-                blocks.schema,
-                blocks.page_tokens,
+                self._schema,
+                self._page_tokens,
                 blocks.ranks,
                 link,
                 loads=transfer.is_kv_consumer,
