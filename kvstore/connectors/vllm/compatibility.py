@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidInput
+from ...format.layer_spec import DTYPES
+from .engine_pages import PageFormat
 from .model_files import files_fingerprint
 from .page_schema import CacheShape
+from .rank_share import rank_share
+from .token_schema import ModelShape
 
 if TYPE_CHECKING:
     from .settings import Settings
@@ -20,6 +24,15 @@ if TYPE_CHECKING:
 # Releases of vLLM that this connector was run with, by their first two numbers.
 VERSIONS = ("0.32",)
 _SPEC = "FullAttentionSpec"
+# Devices whose pages can be copied, as vLLM's platforms name them: opaque pages of a CPU, rows of
+# K and V of a GPU. ROCm calls itself cuda too, but has other layouts, and no copies are written.
+DEVICES = ("cpu", "cuda")
+_UNSCALED, _SCALED_BY_LAYER = 0, 1  # vLLM's KVQuantMode: NONE, FP8_PER_TENSOR
+_UNQUANTISED = ("float32", "bfloat16", "float16")
+# `--kv-cache-dtype` by what the rows are then. Only fp8 with one scale for each layer, which is in
+# the model's files or 1, so that equal bytes are equal numbers.
+_FP8 = {"fp8": "float8_e4m3", "fp8_e4m3": "float8_e4m3", "fp8_e5m2": "float8_e5m2"}
+_FP8_OF_MODEL = "float8_e4m3"  # where "auto" leaves it to the checkpoint, vLLM takes "fp8"
 
 
 def check_version(version: str) -> None:
@@ -28,6 +41,15 @@ def check_version(version: str) -> None:
         raise InvalidInput(
             f"vLLM {version}; this release of tiffin works with {', '.join(VERSIONS)}: install "
             f"vllm=={VERSIONS[-1]}.* or another release of tiffin"
+        )
+
+
+def check_device(device: str) -> None:
+    """Raise InvalidInput for a device whose pages the connector can't copy."""
+    if device not in DEVICES:
+        raise InvalidInput(
+            f"vLLM on {device}: this release of tiffin moves the pages of engines on "
+            f"{' and '.join(DEVICES)}"
         )
 
 
@@ -77,7 +99,78 @@ def cache_shape(config: Any, cache: Any, settings: Settings, version: str) -> Ca
         layers=len(group.layer_names),
         page_tokens=int(spec.block_size),
         page_bytes=int(spec.page_size_bytes),
-        ranks=int(config.parallel_config.tensor_parallel_size),
+        ranks=_ranks(config),
+    )
+
+
+def model_shape(config: Any, cache: Any, settings: Settings) -> ModelShape:
+    """What decides the numbers in the cache of a CUDA engine. Raises InvalidInput for a cache whose
+    rows are not plain K and V of the model's heads, or if the model's files can't be read."""
+    model = config.model_config
+    (group,) = cache.kv_cache_groups
+    spec = group.kv_cache_spec
+    kv_heads, ranks = int(model.get_total_num_kv_heads()), _ranks(config)
+    _, held = rank_share(kv_heads, 0, ranks).heads
+    if spec.num_kv_heads != held:
+        raise InvalidInput(
+            f"layer {group.layer_names[0]} has {spec.num_kv_heads} KV heads on each of {ranks} "
+            f"ranks; of a model of {kv_heads}, {held} were expected"
+        )
+    return ModelShape(
+        weights=settings.model_fingerprint or files_fingerprint(_folder(model)),
+        config=_config_text(model),
+        dtype=str(model.dtype),
+        cache_dtype=_cache_dtype(config, group),
+        layers=len(group.layer_names),
+        kv_heads=kv_heads,
+        head_dim=int(spec.head_size),
+        v_head_dim=int(spec.head_size_v),
+    )
+
+
+def page_format(config: Any, cache: Any) -> PageFormat:
+    """The pages of one rank of a CUDA engine. Raises InvalidInput that names a layer, for pages
+    that its attention backend packs in a way of its own."""
+    (group,) = cache.kv_cache_groups
+    spec = group.kv_cache_spec
+    itemsize = DTYPES[_cache_dtype(config, group)].itemsize
+    form = PageFormat(
+        page_tokens=int(spec.block_size),
+        heads=int(spec.num_kv_heads),
+        head_dim=int(spec.head_size),
+        v_head_dim=int(spec.head_size_v),
+        itemsize=itemsize,
+        planes=spec.num_head_slots == 2,
+    )
+    # A backend that packs its pages itself says so in these two fields (`customize_spec`).
+    packed = spec.num_head_slots, spec.state_content_bytes
+    plane_bytes = form.heads * form.head_dim * itemsize
+    planes = (2, plane_bytes) if form.head_dim == form.v_head_dim else None
+    if spec.tokens_per_state != 1 or packed not in ((None, None), planes):
+        raise InvalidInput(
+            f"layer {group.layer_names[0]}: its attention backend packs pages in a way of its own "
+            f"({packed[0]} slots of {packed[1]} bytes per token); choose another "
+            "--attention-backend"
+        )
+    return form
+
+
+def _ranks(config: Any) -> int:
+    return int(config.parallel_config.tensor_parallel_size)
+
+
+def _cache_dtype(config: Any, group: Any) -> str:
+    """The dtype of the cache's rows, as schemas name it. Raises InvalidInput."""
+    spec, asked = group.kv_cache_spec, str(config.cache_config.cache_dtype)
+    number, mode = str(spec.dtype).removeprefix("torch."), int(spec.kv_quant_mode)
+    if mode == _UNSCALED and number in _UNQUANTISED:
+        return number
+    if mode == _SCALED_BY_LAYER and asked in (*_FP8, "auto"):
+        return _FP8.get(asked, _FP8_OF_MODEL)
+    raise InvalidInput(
+        f"layer {group.layer_names[0]} has a cache of {number}, --kv-cache-dtype {asked}; the "
+        f"connector stores {', '.join(_UNQUANTISED)} and {', '.join(_FP8)}: other rows have scales "
+        "that are not part of the model"
     )
 
 

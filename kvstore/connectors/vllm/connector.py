@@ -18,11 +18,10 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...errors import InvalidInput
-from .compatibility import cache_shape, check_engine, check_version
+from .compatibility import check_engine, check_version
+from .engine_blocks import engine_blocks, engine_copier
 from .metrics import PromMetrics, Statistics
 from .orders import StepOrders, StepReport
-from .page_copier import PageCopier
-from .page_schema import page_schema
 from .pool_link import PoolLink
 from .request_identity import RequestIdentities
 from .scheduler_side import SchedulerSide
@@ -31,6 +30,8 @@ from .worker_side import WorkerSide
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    from .copier import Copier
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,11 @@ class _Requests:
                 yield request_id, _confirmed(request)
 
 
+def _device() -> str:
+    """The device of vLLM's platform; ROCm's platform calls it cuda."""
+    return "rocm" if current_platform.is_rocm() else str(current_platform.device_type)
+
+
 def _confirmed(request: Any) -> int:
     return int(request.num_computed_tokens - request.num_in_flight_tokens)
 
@@ -107,37 +113,34 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         version = str(vllm.__version__)
         check_version(version)
-        if current_platform.device_type != "cpu":
-            raise InvalidInput(
-                f"vLLM on {current_platform.device_type}: this release of tiffin moves the pages "
-                "of engines on a CPU"
-            )
         check_engine(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         settings = read(transfer.kv_connector_extra_config)
-        shape = cache_shape(vllm_config, kv_cache_config, settings, version)
-        self._schema = page_schema(shape, settings.block_tokens)
-        self._page_tokens, self._ranks = shape.page_tokens, shape.ranks
+        blocks = engine_blocks(_device(), vllm_config, kv_cache_config, settings, version)
+        self._blocks, self._schema, self._page_tokens = blocks, blocks.schema, blocks.page_tokens
         (group,) = kv_cache_config.kv_cache_groups
         self._layers = list(group.layer_names)
         self._identities = RequestIdentities(settings.block_tokens)
         self._requests = _Requests()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        link = PoolLink.shared(settings.url, settings.verify)
+        self._copier: Copier | None = None
+        self._settings = settings
+        self._link = link = PoolLink.shared(settings.url, settings.verify)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 settings,
                 self._schema,
                 self._page_tokens,
-                self._ranks,
+                blocks.ranks,
                 link,
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
             )
-            log.info("KV blocks of %s", shape)
+            log.info("KV blocks of %s", blocks.shape)
         else:
-            self._worker = WorkerSide(settings, link, self._rank(), self._ranks)
+            rank = self._rank()
+            self._worker = WorkerSide(settings, link, rank, blocks.ranks, blocks.kv_heads)
 
     @staticmethod
     def _rank() -> int:
@@ -216,11 +219,10 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Take the engine's pages."""
         assert self._worker is not None
-        layers = [kv_caches[name] for name in self._layers]
-        rank = self._rank()
-        self._worker.register(
-            PageCopier(layers, self._schema, self._page_tokens, rank, self._ranks)
-        )
+        layers = {name: kv_caches[name] for name in self._layers}
+        pinned = self._link if self._settings.pin_memory else None
+        self._copier = engine_copier(self._blocks, layers, self._rank(), pinned)
+        self._worker.register(self._copier)
 
     def handle_preemptions(self, kv_connector_metadata: Metadata) -> None:
         """See `WorkerSide.drain`."""
@@ -230,7 +232,10 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """See `WorkerSide.begin`."""
         assert self._worker is not None
-        self._worker.begin(self._get_connector_metadata().orders)
+        orders = self._get_connector_metadata().orders
+        if orders.loads and self._copier is not None:
+            self._copier.step_begins()  # in this thread: its stream has the engine's steps
+        self._worker.begin(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to do: loads are of whole blocks."""
@@ -295,4 +300,6 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
-        self._scheduler = self._worker = None
+        if self._copier is not None:
+            self._copier.close()
+        self._scheduler = self._worker = self._copier = None

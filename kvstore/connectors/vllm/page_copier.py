@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class PageCopier:
-    """Copies pages of one rank. `layers`: the engine's tensors, [pages, ...] each, whose pages are
-    contiguous; `rank` of `ranks` tensor-parallel ones. Thread-safe.
+    """Copies pages of one rank; see `copier.Copier`. `layers`: the engine's tensors, [pages, ...]
+    each, whose pages are contiguous; `rank` of `ranks` tensor-parallel ones. Thread-safe.
 
     Raises InvalidInput for tensors that are not what the schema says.
     """
@@ -60,6 +60,12 @@ class PageCopier:
             layer, (layer.shape[0], page.numel()), (layer.stride(0), 1), layer.storage_offset()
         )
         return flat.view(torch.uint8)
+
+    def step_begins(self) -> None:
+        """See `Copier.step_begins`: on a CPU a step has ended before the next is ordered."""
+
+    def close(self) -> None:
+        """See `Copier.close`: nothing is to be given back."""
 
     def scatter(self, blocks: Sequence[Bytes], pages: Sequence[int], skipped: int = 0) -> None:
         """Fill `pages`, in order, from the blocks without their first `skipped` pages. A block is

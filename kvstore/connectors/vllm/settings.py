@@ -39,7 +39,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     not files that can be read here. `loading`: "auto" loads synchronously what lies in the DRAM of
     this host while nothing decodes, else asynchronously. `save`: "second" saves a block when this
     engine uses it for the second time. `load_tokens_min`: fewer tokens are computed rather than
-    loaded; `save_tokens_min`: shorter prompts are not saved.
+    loaded; `save_tokens_min`: shorter prompts are not saved. `pin_memory`: register the pool's
+    memory on this host with CUDA; on a CPU it does nothing.
     """
 
     url: str
@@ -55,6 +56,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     lookup_timeout_s: float = 0.25
     load_timeout_s: float = 5.0
     save_timeout_s: float = 10.0
+    pin_memory: bool = True
 
     def secret(self) -> bytes:
         """The namespace's secret. Raises InvalidInput if its file can't be read, or has no secret

@@ -21,6 +21,7 @@ import numpy as np
 
 from ...errors import TiffinError
 from .orders import StepReport
+from .rank_share import rank_share
 from .transfer_counters import TransferCounters
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
     from ...blocks.block_places import BlockPlaces, MappedRegion, RegionId
     from ...client.client import Client
+    from .copier import Copier
     from .orders import LoadOrder, SaveOrder, StepOrders
-    from .page_copier import PageCopier
     from .pool_link import PoolLink
     from .settings import Settings
 
@@ -87,14 +88,25 @@ class _Save:
 
 
 class WorkerSide:
-    """Loads and saves of one worker. Its methods are called by the worker's thread only."""
+    """Loads and saves of one worker. Its methods are called by the worker's thread only.
 
-    def __init__(self, settings: Settings, link: PoolLink, rank: int = 0, ranks: int = 1) -> None:
+    `kv_heads`: of the blocks, which the ranks divide among them; by default one for each rank.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        link: PoolLink,
+        rank: int = 0,
+        ranks: int = 1,
+        kv_heads: int | None = None,
+    ) -> None:
         self._settings = settings
         self._link = link
-        self._shard = (rank, ranks) if ranks > 1 else None
-        self._heads = (rank, rank + 1) if ranks > 1 else None
-        self._copier: PageCopier | None = None
+        share = rank_share(kv_heads or ranks, rank, ranks)
+        self._shard, self._writes = share.shard, share.writes
+        self._heads = share.heads if share.shard else None
+        self._copier: Copier | None = None
         self._loaders = ThreadPoolExecutor(_LOADERS, thread_name_prefix="tiffin-load")
         self._savers = ThreadPoolExecutor(_SAVERS, thread_name_prefix="tiffin-save")
         self._loading: dict[str, list[tuple[LoadOrder, Future[int]]]] = {}
@@ -108,7 +120,7 @@ class WorkerSide:
         self._stages: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
         self.counters = TransferCounters()
 
-    def register(self, copier: PageCopier) -> None:
+    def register(self, copier: Copier) -> None:
         """Set what copies the engine's pages, once they exist."""
         self._copier = copier
 
@@ -281,6 +293,9 @@ class WorkerSide:
 
     def _save(self, save: _Save) -> None:
         """Store the blocks of the order that the pool lacks. Raises nothing."""
+        if not self._writes:  # another rank has the same heads
+            save.drain()
+            return
         copier, order = self._copier, save.order
         assert copier is not None
         # `reserve` of a pool has more arguments than a node's; these both have.

@@ -6,3 +6,5 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+# The simulated device of the tests of copies.
+sys.path.insert(0, str(Path(__file__).parents[3] / "messenger"))

@@ -36,6 +36,7 @@ def test_all_settings_can_be_set() -> None:
         "lookup_timeout_s": 0.1,
         "load_timeout_s": 2,
         "save_timeout_s": 3.5,
+        "pin_memory": False,
     }
     settings = read(chosen)
     assert {name: getattr(settings, name) for name in chosen} == chosen

@@ -1,0 +1,318 @@
+"""Copies between pages in CUDA's layouts and blocks, against blocks put together row by row."""
+
+from __future__ import annotations
+
+import random
+import threading
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from gpusupport import (  # noqa: E402
+    BLOCK_TOKENS,
+    KV_HEADS,
+    LAYOUTS,
+    ROW_BYTES,
+    SCHEMA,
+    GpuRank,
+    blocks,
+    united,
+)
+
+from tiffin.kernels.errors import PageError  # noqa: E402
+from tiffin.kvstore.connectors.vllm.device_page_copier import STAGES  # noqa: E402
+from tiffin.kvstore.connectors.vllm.device_queue import device_of  # noqa: E402
+from tiffin.kvstore.connectors.vllm.token_schema import token_schema  # noqa: E402
+from tiffin.kvstore.errors import InvalidInput  # noqa: E402
+from tiffin.messenger.errors import RangeError  # noqa: E402
+from tiffin.messenger.gpu.pinning import Pinned  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+ALL = (*LAYOUTS, "planes", "padded")
+every_layout = pytest.mark.parametrize("layout", ALL)
+
+
+def gathered(ranks: Sequence[GpuRank], pages: Sequence[int]) -> list[NDArray[np.uint8]]:
+    """The blocks of these pages, read-only as leased ones are."""
+    each = ranks[0].copier.pages
+    found = blocks(len(pages) // each)
+    for rank in ranks:
+        rank.copier.gather(found, pages)
+    for block in found:
+        block.flags.writeable = False
+    return found
+
+
+@every_layout
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_all_ranks_together_fill_a_block_as_it_is_defined(layout: str, ranks: int) -> None:
+    mine = [GpuRank(layout, 4, rank, ranks) for rank in range(ranks)]
+    pages = [17, 2, 9, 4, 0, 13, 5, 11]
+    one, other = gathered(mine, pages)
+    assert one.tobytes() == united(mine, pages[:4])
+    assert other.tobytes() == united(mine, pages[4:])
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_what_one_engine_writes_another_of_any_kind_reads(data: st.DataObject) -> None:
+    """Other layout, other page size, other number of ranks, pieces of any size."""
+    draw = data.draw
+    page_tokens = st.sampled_from([1, 2, 4, 8, 16])
+    piece_bytes = st.sampled_from([1, 700, 3000, 1 << 20])
+    ranks = st.sampled_from([1, 2, 4])
+
+    def engine() -> list[GpuRank]:
+        layout, tokens, count = draw(st.sampled_from(ALL)), draw(page_tokens), draw(ranks)
+        compact = layout in ("LBHNC", "LBNHC")  # vLLM splits pages only where they are dense
+        split = draw(st.sampled_from([n for n in (1, 2, 4) if tokens % n == 0])) if compact else 1
+        piece = draw(piece_bytes)
+        return [
+            GpuRank(layout, tokens, rank, count, split=split, piece_bytes=piece)
+            for rank in range(count)
+        ]
+
+    def table(of: GpuRank) -> list[int]:
+        count = 2 * of.copier.pages
+        return draw(st.permutations(range(of.pages)))[:count]
+
+    writers, readers = engine(), engine()
+    written, read = table(writers[0]), table(readers[0])
+    found = gathered(writers, written)
+    skipped = draw(st.integers(0, readers[0].copier.pages - 1))
+    left_out = draw(st.integers(0, readers[0].copier.pages - 1))  # the engine computes the rest
+    kept = read[skipped : len(read) - left_out]
+    untouched = [page for page in range(readers[0].pages) if page not in kept]
+    right = b"".join(block.tobytes() for block in found)
+    for reader in readers:
+        before = reader.rows(untouched)
+        reader.copier.scatter(found, kept, skipped)
+        assert reader.rows(untouched) == before
+    for index, page in enumerate(kept, skipped):
+        tokens = readers[0].form.page_tokens
+        block, at = divmod(index * tokens, BLOCK_TOKENS)
+        payload = np.frombuffer(right, np.uint8).reshape(2, -1, BLOCK_TOKENS, ROW_BYTES)
+        assert united(readers, [page]) == payload[block, :, at : at + tokens].tobytes()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_rank_reads_a_block_of_its_own_bytes_only(ranks: int) -> None:
+    """As a pool sends it from another host; eight ranks share four heads."""
+    source = GpuRank("LBHNC")
+    whole = gathered([source], [3, 9, 1, 0])[0]
+    for number in range(ranks):
+        rank = GpuRank("BLNHC", 8, number, ranks)
+        heads = (rank.heads.start, rank.heads.stop)
+        parts = [whole[span.offset : span.end] for span in SCHEMA.ranges(heads=heads)]
+        packed = np.concatenate(parts)
+        assert len(packed) == rank.copier.block_bytes
+        rank.copier.scatter([packed], [6, 2])
+        assert rank.share([6, 2]) == packed.tobytes()
+
+
+def test_a_rank_alone_leaves_the_bytes_of_the_others() -> None:
+    rank = GpuRank("LBNHC", 4, 1, 2)
+    (block,) = gathered([rank], [5, 1, 0, 9])
+    mine = np.concatenate(
+        [np.arange(span.offset, span.end) for span in SCHEMA.ranges(heads=(2, 4))]
+    )
+    others = np.setdiff1d(np.arange(len(block)), mine)
+    assert (block[others] == 0xEE).all()
+    assert block[mine].tobytes() == rank.share([5, 1, 0, 9])
+
+
+def test_fewer_blocks_than_pages_fill_the_first_pages() -> None:
+    rank = GpuRank("LBNHC")
+    found = gathered([rank], list(range(8)))
+    rank.clear()
+    rank.copier.scatter(found[:1], [10, 11, 12, 13, 14, 15])
+    assert any(rank.rows([13])[0])
+    assert not any(b"".join(rank.rows([14, 15])))
+    rank.copier.scatter([], [20])
+    assert not any(rank.rows([20])[0])
+
+
+def test_pages_and_blocks_that_are_not_there_are_refused_and_the_copier_goes_on() -> None:
+    rank = GpuRank("LBNHC")
+    before = rank.rows(range(rank.pages))
+    for _ in range(STAGES + 1):  # a stage that was not given back would be missed
+        with pytest.raises(PageError):
+            rank.copier.scatter(blocks(1), [0, 1, 2, rank.pages])
+        with pytest.raises(RangeError):
+            rank.copier.scatter(blocks(1, 100), [0, 1, 2, 3])
+    assert rank.rows(range(rank.pages)) == before
+    assert gathered([rank], [7, 3, 2, 1])[0].tobytes() == rank.share([7, 3, 2, 1])
+
+
+@every_layout
+def test_a_warm_up_changes_no_page(layout: str) -> None:
+    rank = GpuRank(layout)
+    before = rank.rows(range(rank.pages))
+    rank.copier.warm_up()
+    assert rank.rows(range(rank.pages)) == before
+
+
+def test_threads_share_a_copier() -> None:
+    """As many as a worker has, and one more, each with pages of its own."""
+    rank = GpuRank("LBNHC", piece_bytes=700)
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        mine, others = range(number * 8, number * 8 + 4), range(number * 8 + 4, number * 8 + 8)
+        for _ in range(20):
+            right = rank.share(mine)
+            (block,) = gathered([rank], mine)
+            rank.copier.scatter([block], others)
+            if block.tobytes() != right or rank.share(others) != right:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(STAGES + 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_another_number_of_layers_is_refused() -> None:
+    from gpusupport import shape_of
+
+    with pytest.raises(InvalidInput, match="3 layers; the blocks have 4"):
+        GpuRank(schema=token_schema(shape_of(layers=4), BLOCK_TOKENS, 4))
+
+
+def test_pages_on_another_device_are_refused_by_name() -> None:
+    assert device_of(torch.device("cpu")).copier is not None
+    with pytest.raises(InvalidInput, match="pages on meta"):
+        device_of(torch.device("meta"))
+
+
+# -- the order of what a device does ---------------------------------------------------------------
+
+
+class LateQueue:
+    """A queue of a simulated device."""
+
+    def __init__(self, lanes: Any) -> None:
+        self._lanes, self.lane = lanes, lanes.lane()
+
+    def run(self, launch: Any) -> None:
+        self.lane.todo.append((None, lambda: launch(None)))
+
+    def wait(self, event: Any) -> None:
+        self._lanes.wait(self.lane, event)
+
+    def record(self) -> Any:
+        return self._lanes.record(self.lane)
+
+
+class LateDevice:
+    """A device that does everything late, in any order that events allow. `engine` is the queue of
+    the engine's steps."""
+
+    def __init__(self, seed: int) -> None:
+        from lanesupport import SimulatedLanes
+
+        from tiffin.messenger.gpu.copier import DeviceCopier
+
+        self.lanes = SimulatedLanes(random.Random(seed).randrange)
+        self.copier = DeviceCopier("cpu", lanes=self.lanes)
+        self.engine = LateQueue(self.lanes)
+
+    def queue(self) -> LateQueue:
+        return LateQueue(self.lanes)
+
+    def steps(self) -> Any:
+        return self.engine.record()
+
+    def buffer(self, nbytes: int) -> Any:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def ended(self) -> bool:
+        """Whether nothing is queued but for the engine."""
+        return not [
+            lane for lane in self.lanes._lanes if lane.todo and lane is not self.engine.lane
+        ]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_load_is_written_after_the_steps_that_were_launched_before_it(
+    seed: int, pinned: bool, skipped: int
+) -> None:
+    """A step that was launched for a request that is gone still writes to its pages."""
+    source = GpuRank("LBHNC")
+    (block,) = gathered([source], [3, 9, 1, 0])
+    device = LateDevice(seed)
+    rank = GpuRank("LBNHC", device=device, piece_bytes=700)
+    for _ in range(3):
+        device.engine.run(lambda _: rank.clear())
+    rank.copier.step_begins()
+    targets = [5, 6, 7, 8][skipped:]
+    with Pinned(block, "cpu") if pinned else nullcontext():
+        rank.copier.scatter([block], targets, skipped)
+    assert rank.share(targets) == source.share([3, 9, 1, 0][skipped:])
+    assert device.ended()
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_save_has_been_copied_when_it_returns(seed: int, pinned: bool) -> None:
+    device = LateDevice(seed)
+    rank = GpuRank("LBNHC", device=device, piece_bytes=700)
+    right = rank.share([3, 9, 1, 0])
+    (block,) = blocks(1)
+    with Pinned(block, "cpu") if pinned else nullcontext():
+        rank.copier.gather([block], [3, 9, 1, 0])
+    assert device.ended()
+    rank.clear()
+    assert block.tobytes() == right
+
+
+def test_a_save_waits_for_no_step() -> None:
+    """Its tokens are confirmed; the steps that were launched since may take long."""
+    device = LateDevice(1)
+    rank = GpuRank("LBNHC", device=device)
+    never = device.lanes.record(device.lanes.lane())  # of a lane that is stopped:
+    device.lanes._lanes[-1].todo.clear()
+    device.engine.wait(never)
+    rank.copier.step_begins()
+    (block,) = gathered([rank], [3, 9, 1, 0])
+    assert block.tobytes() == rank.share([3, 9, 1, 0])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_load_that_fails_leaves_nothing_queued(seed: int) -> None:
+    """Its pages are computed next, and blocks and buffers are used by others."""
+    device = LateDevice(seed)
+    rank = GpuRank("LBNHC", device=device, piece_bytes=700)
+    (block,) = gathered([GpuRank("LBHNC")], [3, 9, 1, 0])
+    queued = device.copier.submit
+
+    def fail_later(*arguments: Any, **options: Any) -> Any:
+        if device.lanes.log:
+            raise RangeError("a copy is refused")
+        return queued(*arguments, **options)
+
+    device.copier.submit = fail_later  # type: ignore[method-assign]
+    with pytest.raises(RangeError):
+        rank.copier.scatter([block], [5, 6, 7, 8])
+    assert device.ended()
+    device.copier.submit = queued  # type: ignore[method-assign]
+    rank.copier.scatter([block], [5, 6, 7, 8])
+    assert rank.share([5, 6, 7, 8]) == block.tobytes()
+
+
+def test_four_heads_are_four_groups() -> None:
+    assert SCHEMA.shards == KV_HEADS

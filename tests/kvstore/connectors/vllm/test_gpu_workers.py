@@ -1,0 +1,173 @@
+"""Workers of GPU engines that differ in all but their model, on one embedded node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from gpusupport import (
+    BLOCK_TOKENS,
+    KV_HEADS,
+    LAYERS,
+    ROW_BYTES,
+    SCHEMA,
+    GpuRank,
+    shape_of,
+    united,
+)
+from kvsupport import fresh_prefix, wait_until
+
+from tiffin.kvstore.connectors.vllm.orders import LoadOrder, SaveOrder, StepOrders
+from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
+from tiffin.kvstore.connectors.vllm.settings import Settings
+from tiffin.kvstore.connectors.vllm.token_schema import token_schema
+from tiffin.kvstore.connectors.vllm.worker_side import WorkerSide
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tiffin.kvstore import Prefix
+
+URL = "embedded:?dram=16MiB&prefault=false"
+BLOCKS = 3
+TOKENS = BLOCKS * BLOCK_TOKENS
+
+
+class WaitingLink:
+    """The node of a test, which calls wait for."""
+
+    def __init__(self, link: PoolLink) -> None:
+        self._link = link
+
+    def call(self, action: Any, wait_s: float = 30.0) -> Any:
+        return self._link.call(action, wait_s)
+
+    def close(self) -> None:
+        pass
+
+
+class Engine:
+    """The workers of one engine."""
+
+    def __init__(self, link: WaitingLink, ranks: int, layout: str, page_tokens: int) -> None:
+        self.ranks = [GpuRank(layout, page_tokens, rank, ranks) for rank in range(ranks)]
+        self.block_pages = BLOCK_TOKENS // page_tokens
+        self.sides = []
+        for rank, pages in enumerate(self.ranks):
+            side = WorkerSide(Settings(url=URL), link, rank, ranks, KV_HEADS)  # type: ignore[arg-type]
+            side.register(pages.copier)
+            self.sides.append(side)
+
+    def table(self, seed: int) -> tuple[int, ...]:
+        """The pages of a prompt, anywhere."""
+        pages = np.random.default_rng(seed).permutation(self.ranks[0].pages)
+        return tuple(pages[: BLOCKS * self.block_pages].tolist())
+
+    def save(self, prefix: Prefix, pages: tuple[int, ...]) -> None:
+        """A save on all ranks, each of which reports its end."""
+        for side in self.sides:
+            side.begin(StepOrders(saves=[SaveOrder(1, "r", prefix, pages)]))
+            ended: dict[int, int] = {}
+
+            def is_reported(side: WorkerSide = side, ended: dict[int, int] = ended) -> bool:
+                side.ended()
+                ended.update(side.take_report().ended_saves)
+                return ended == {1: 1}
+
+            wait_until(is_reported, "the save ends")
+
+    def load(
+        self, prefix: Prefix, pages: tuple[int, ...], *, skipped: int, remote: bool
+    ) -> set[int]:
+        """A load on all ranks; returns the pages that were not loaded."""
+        order = LoadOrder("r", prefix, skipped, pages, synchronous=False, remote=remote)
+        bad: set[int] = set()
+        for side in self.sides:
+            side.begin(StepOrders(loads=[order]))
+            wait_until(lambda side=side: "r" in side.ended()[1], "the load ends")
+            bad |= side.take_bad_pages()
+        return bad
+
+    def rows(self, pages: Sequence[int]) -> Any:
+        """What stands in the pages, uint8 [layers, K and V, heads, tokens, row bytes]."""
+        copies = len(self.ranks) // min(len(self.ranks), KV_HEADS)  # ranks with the same heads
+        content = np.frombuffer(united(self.ranks[::copies], pages), np.uint8)
+        return content.reshape(LAYERS, 2, KV_HEADS, -1, ROW_BYTES)
+
+    def close(self) -> None:
+        for side in self.sides:
+            side.close()
+
+
+@pytest.fixture
+def link() -> Iterator[WaitingLink]:
+    link = PoolLink.shared(URL, "always")
+    yield WaitingLink(link)
+    link.close()
+
+
+@pytest.fixture
+def engine(link: WaitingLink) -> Iterator[Any]:
+    made: list[Engine] = []
+
+    def make(ranks: int, layout: str, page_tokens: int) -> Engine:
+        made.append(Engine(link, ranks, layout, page_tokens))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("readers", [1, 2, 4, 8])
+@pytest.mark.parametrize("writers", [1, 2, 4, 8])
+def test_what_so_many_ranks_write_any_number_reads(
+    engine: Any, writers: int, readers: int, remote: bool
+) -> None:
+    """Eight ranks share four heads. Pages of 4 and 8 tokens, and another layout."""
+    prefix = fresh_prefix(BLOCKS, SCHEMA)
+    writer, reader = engine(writers, "LBNHC", 4), engine(readers, "BLHNC", 8)
+    written, read = writer.table(writers), reader.table(readers)
+    writer.save(prefix, written)
+    assert reader.load(prefix, read[1:], skipped=1, remote=remote) == set()
+    assert (reader.rows(read[1:]) == writer.rows(written)[:, :, :, 8:]).all()
+
+
+def test_all_ranks_with_the_same_heads_load_them(engine: Any) -> None:
+    prefix = fresh_prefix(BLOCKS, SCHEMA)
+    writer, reader = engine(2, "LBNHC", 4), engine(8, "LBHNC", 16)
+    written, read = writer.table(1), reader.table(2)
+    writer.save(prefix, written)
+    assert reader.load(prefix, read, skipped=0, remote=False) == set()
+    for one, other in zip(reader.ranks[::2], reader.ranks[1::2], strict=True):
+        assert one.heads == other.heads
+        assert one.share(read) == other.share(read)
+
+
+def test_a_block_is_there_once_all_heads_are_saved(engine: Any, link: WaitingLink) -> None:
+    prefix = fresh_prefix(BLOCKS, SCHEMA)
+    writer = engine(2, "LBNHC", 4)
+    pages = writer.table(1)
+    writer.sides, both = writer.sides[:1], writer.sides
+    writer.save(prefix, pages)
+    assert link.call(lambda client: client.match(prefix)).blocks == 0
+    writer.sides = both[1:]
+    writer.save(prefix, pages)
+    assert link.call(lambda client: client.match(prefix)).blocks == BLOCKS
+    writer.sides = both
+
+
+def test_another_models_blocks_are_not_loaded(engine: Any) -> None:
+    prefix = fresh_prefix(BLOCKS, SCHEMA)
+    other = token_schema(shape_of(weights="other"), BLOCK_TOKENS, 4).prefix(prefix.tokens)
+    writer = engine(1, "LBNHC", 4)
+    pages = writer.table(1)
+    writer.save(prefix, pages)
+    before = writer.rows(range(40)).copy()
+    assert writer.load(other, pages, skipped=0, remote=False) == set(pages)
+    assert (writer.rows(range(40)) == before).all()
