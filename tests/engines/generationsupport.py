@@ -101,6 +101,11 @@ class Engine:
             prompt = {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}
             self._llm.llm_engine.add_request(str(index), prompt, parameters)
 
+    def counter(self, name: str) -> float:
+        """One of the connector's counters since the engine's start, over all labels."""
+        found = self._llm.get_metrics()
+        return float(sum(one.value for one in found if one.name == f"vllm:tiffin_{name}"))
+
     def step(self) -> dict[str, Answer]:
         """Run one step; returns the answers that it ended."""
         return {
@@ -166,6 +171,28 @@ def converse(engine: Engine, seed: int, turns: int = 3) -> list[Turn]:
         system + random_tokens(dice, 900),
         random_tokens(dice, BLOCK_TOKENS),
         random_tokens(dice, 60),
+    ]
+    script = []
+    for _ in range(turns):
+        said = [answer.tokens for answer in engine.generate(prompts)]
+        script.append(Turn(prompts, said))
+        prompts = [
+            [*prompt, *answer, *random_tokens(dice, dice.randrange(50, 400))]
+            for prompt, answer in zip(prompts, said, strict=True)
+        ]
+    return script
+
+
+def converse_with_many(
+    engine: Engine, seed: int, conversations: int = 50, turns: int = 4
+) -> list[Turn]:
+    """Conversations of some 600 to 2,400 tokens, with an engine without a pool. Each begins with
+    one of five system prompts, and goes on with what the engine said and new words."""
+    dice = random.Random(seed)
+    systems = [random_tokens(dice, dice.randrange(512, 800)) for _ in range(5)]
+    prompts = [
+        systems[index % 5] + random_tokens(dice, dice.randrange(90, 400))
+        for index in range(conversations)
     ]
     script = []
     for _ in range(turns):

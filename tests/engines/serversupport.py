@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import socket
+import signal
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import psutil
+from directory.ports import free_port
 from generationsupport import SAID, Answer
 from kvsupport import wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.config import KVTransferConfig
 
 START_TIMEOUT_S = 300.0  # three processes import vLLM, on two cores
 REQUEST_TIMEOUT_S = 120.0
+CLIENTS = 8  # requests of `generate` at a time
 
 
 class Server:
-    """A server of a model, with the pool; `options` go to `vllm serve`."""
+    """A server of a model, with the pool; `options` go to `vllm serve`, after those of all."""
 
     def __init__(self, model: Path, pool: KVTransferConfig, log: Path, *options: str) -> None:
         self._log = log
-        port = _free_port()
-        self._url = f"http://127.0.0.1:{port}"
+        self._served = False
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
         settings = {
             name: getattr(pool, name)
             for name in (
@@ -50,11 +58,14 @@ class Server:
         # The default: the scheduler and each worker are processes.
         environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         with log.open("wb") as file:
-            self._process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+            # A group of its own: `close` ends what a killed server has left as well.
+            self._process = subprocess.Popen(
+                command, env=environment, stdout=file, stderr=file, start_new_session=True
+            )
 
     def __enter__(self) -> Self:
         try:
-            wait_until(self._answers, "the server answers", START_TIMEOUT_S)
+            wait_until(self.healthy, "the server answers", START_TIMEOUT_S)
         except BaseException:
             self.close()
             raise
@@ -63,21 +74,45 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _answers(self) -> bool:
-        assert self._process.poll() is None, self._log.read_text()[-8000:]
+    def healthy(self) -> bool:
+        """Whether it serves. While it starts, its end is an error."""
+        assert self._served or self._process.poll() is None, self._log.read_text()[-8000:]
         try:
-            with urllib.request.urlopen(f"{self._url}/health", timeout=5) as answer:
-                return bool(answer.status == 200)
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                self._served = bool(answer.status == 200)
+                return self._served
         except (urllib.error.URLError, OSError):
             return False
 
     def close(self) -> None:
         self._process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def generate(self, prompts: Sequence[list[int]]) -> list[Answer]:
+        """Greedy answers, in order, to several clients at a time."""
+        with ThreadPoolExecutor(CLIENTS) as clients:
+            return list(clients.map(self.complete, prompts))
+
+    def counter(self, name: str, label: str = "") -> float:
+        """One of the connector's counters since the server's start, over all labels or for one,
+        such as `reason="corrupt"`."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=REQUEST_TIMEOUT_S) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith(f"vllm:tiffin_{name}_total{{") and label in line
+        )
+
+    def kill_engine(self) -> None:
+        """SIGKILL to the process with the scheduler; the HTTP server notices it, and ends."""
+        children = psutil.Process(self._process.pid).children()
+        (engine,) = (one for one in children if one.name().startswith("VLLM::Engine"))
+        engine.kill()
 
     def complete(self, prompt: list[int]) -> Answer:
         """A greedy answer."""
@@ -90,7 +125,7 @@ class Server:
             "return_token_ids": True,
         }
         request = urllib.request.Request(
-            f"{self._url}/v1/completions",
+            f"{self.url}/v1/completions",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
@@ -101,9 +136,3 @@ class Server:
         return Answer(
             choice["token_ids"], details.get("cached_tokens") or 0, choice["finish_reason"]
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -305,6 +305,13 @@ class Daemon:
             )
         wait_until(self._answers, f"the daemon answers; its log:\n{self.log()}", 30.0)
 
+    def restart(self, *, dram: int | None = None) -> None:
+        """SIGKILL, and start again, with another size of DRAM if there is one."""
+        self.kill()
+        if dram is not None:
+            self._arguments[self._arguments.index("--dram") + 1] = str(dram)
+        self.start()
+
     def _answers(self) -> bool:
         assert self.process.poll() is None, f"the daemon ended:\n{self.log()}"
         try:

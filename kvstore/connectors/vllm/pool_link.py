@@ -120,8 +120,7 @@ class PoolLink:
             if self._client is not None or self._opening is not None or self._users <= 0:
                 return
             self._opening = threading.Thread(target=self._open, name="tiffin-open", daemon=True)
-            thread = self._opening
-        thread.start()
+            self._opening.start()  # here, because others may join it from now on
 
     def _open(self) -> None:
         try:

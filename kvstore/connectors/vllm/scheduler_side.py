@@ -206,6 +206,11 @@ class SchedulerSide:
             self.counters.add("lookup_failures", label=type(error).__name__)
             self.tracker.answered(request_id, 0)
             return
+        except Exception as error:
+            log.exception("%s: not looked up", request_id)
+            self.counters.add("lookup_failures", label=type(error).__name__)
+            self.tracker.answered(request_id, 0)
+            return
         tiers = tuple(_tier(flag) for flag in hit.where)
         self.tracker.answered(request_id, hit.blocks, tiers)
 

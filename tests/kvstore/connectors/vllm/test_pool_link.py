@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -65,6 +66,27 @@ def test_it_connects_in_the_background(link: PoolLink) -> None:
 
 def test_a_call_can_wait_for_the_connection(link: PoolLink) -> None:
     assert link.call(blocks, wait_s=30.0) == 0
+
+
+def test_a_call_can_wait_for_a_connection_that_has_hardly_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Thread.start
+
+    def start_late(thread: threading.Thread) -> None:
+        if thread.name == "tiffin-open":
+            beginning.set()
+            time.sleep(0.1)  # the system runs other threads first
+        start(thread)
+
+    beginning = threading.Event()
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    opening = Background(lambda: PoolLink.shared(URL, "always"))
+    beginning.wait(30.0)
+    link = PoolLink.shared(URL, "always")
+    assert link.call(blocks, wait_s=30.0) == 0
+    opening.result().close()
+    link.close()
 
 
 def test_sides_of_one_process_share_a_client(link: PoolLink) -> None:

@@ -164,6 +164,20 @@ def test_without_a_pool_a_request_is_computed(make: Callable[..., SchedulerSide]
     assert answered(side) == 0
 
 
+def test_a_lookup_that_fails_unexpectedly_costs_the_pool_and_not_the_engine(
+    make: Callable[..., SchedulerSide], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a mistake of this release")
+
+    link = NoLink()
+    monkeypatch.setattr(link, "call", broken)
+    side = make(link=link)
+    side.add("r", PROMPT, "")
+    assert answered(side) == 0
+    assert side.counters.take()["lookup_failures/RuntimeError"] == 1
+
+
 def test_a_pool_that_does_not_answer_delays_a_request_until_the_deadline_only(
     make: Callable[..., SchedulerSide],
 ) -> None:

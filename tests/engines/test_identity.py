@@ -1,0 +1,192 @@
+"""200 prompts in ten configurations: with the pool, vLLM says what it says without."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from itertools import combinations, product
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pytest
+from generationsupport import Answer, Engine, Turn, converse_with_many, loadable, transfer
+from serversupport import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from kvsupport import Daemon
+    from vllm.config import KVTransferConfig
+
+pytestmark = pytest.mark.timeout(900)
+
+SEQUENCES = 8  # that an engine runs at a time
+CACHE_TOKENS = 32 << 10  # the conversations have three times as many different ones
+# On a busy machine all is found and loaded too.
+PATIENT = {"lookup_timeout_s": 10.0, "load_timeout_s": 30.0, "save_timeout_s": 30.0}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """`served`: the engine that loads is a `vllm serve`, which has processes for its scheduler and
+    its workers. With several `ranks` the workers are processes in any case."""
+
+    model: str
+    dtype: str
+    page_tokens: int
+    chunked: bool
+    caching: bool
+    served: bool = False
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        words = [self.model, self.dtype, f"pages-of-{self.page_tokens}"]
+        words += ["chunked"] * self.chunked + ["caching"] * self.caching
+        words += ["served"] * self.served + ["ranks"] * (self.ranks > 1)
+        return "-".join(words)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """vLLM's, by their names in Python."""
+        number_bytes = 2 if self.dtype == "bfloat16" else 4
+        return {
+            "dtype": self.dtype,
+            "block_size": self.page_tokens,
+            "max_num_seqs": SEQUENCES,
+            "enable_chunked_prefill": self.chunked,
+            "max_num_batched_tokens": 256 if self.chunked else 8192,
+            "enable_prefix_caching": self.caching,
+            "kv_cache_memory_bytes": CACHE_TOKENS * 512 * number_bytes,
+            "tensor_parallel_size": self.ranks,
+            "distributed_executor_backend": "mp" if self.ranks > 1 else "uni",
+        }
+
+    @property
+    def flags(self) -> list[str]:
+        """The same for `vllm serve`, which chooses how its workers run."""
+        flags = []
+        for name, value in self.options.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{flag}" if value else f"--no-{flag}")
+            elif name != "distributed_executor_backend":
+                flags += [f"--{flag}", str(value)]
+        return flags
+
+
+CONFIGURATIONS = [
+    Configuration("llama", "float32", 128, chunked=True, caching=True),
+    Configuration("llama", "float32", 64, chunked=True, caching=False),
+    Configuration("llama", "bfloat16", 32, chunked=False, caching=True),
+    Configuration("llama", "float32", 64, chunked=False, caching=False),
+    Configuration("qwen2", "bfloat16", 32, chunked=True, caching=False),
+    Configuration("qwen2", "bfloat16", 128, chunked=False, caching=True),
+    Configuration("llama", "float32", 128, chunked=True, caching=False, served=True),
+    Configuration("qwen2", "float32", 64, chunked=False, caching=True, served=True),
+    Configuration("llama", "float32", 32, chunked=False, caching=False, ranks=2),
+    Configuration("qwen2", "bfloat16", 64, chunked=True, caching=True, ranks=2),
+]
+VALUES: list[tuple[Any, ...]] = [
+    ("llama", "qwen2"),
+    ("float32", "bfloat16"),
+    (32, 64, 128),
+    (False, True),
+    (False, True),
+    (False, True),
+    (1, 2),
+]
+
+
+def test_every_pair_of_values_is_in_a_configuration() -> None:
+    rows = [astuple(one) for one in CONFIGURATIONS]
+    missing = [
+        (first, second)
+        for (i, firsts), (j, seconds) in combinations(enumerate(VALUES), 2)
+        for first, second in product(firsts, seconds)
+        if not any((row[i], row[j]) == (first, second) for row in rows)
+    ]
+    # These take a minute to start. test_server.py has two ranks in a server, with pages of 128.
+    assert missing == [("bfloat16", True), (32, True), (128, 2), (True, 2)]
+
+
+Script: TypeAlias = "Callable[[Configuration], list[Turn]]"
+
+
+@pytest.fixture(scope="module")
+def script(model_folders: Path) -> Script:
+    """A function that has the conversations with an engine without a pool and a prefix cache."""
+    scripts: dict[tuple[str, str], list[Turn]] = {}
+
+    def script(of: Configuration) -> list[Turn]:
+        if (of.model, of.dtype) not in scripts:
+            with Engine(
+                model_folders / of.model,
+                dtype=of.dtype,
+                enable_prefix_caching=False,
+                max_num_seqs=SEQUENCES,
+            ) as engine:
+                scripts[of.model, of.dtype] = converse_with_many(engine, seed=3)
+        return scripts[of.model, of.dtype]
+
+    return script
+
+
+@contextmanager
+def second_engine(
+    of: Configuration, model: Path, pool: KVTransferConfig, log: Path
+) -> Iterator[Engine | Server]:
+    """The engine that finds what another stored."""
+    if of.served:
+        with Server(model, pool, log, *of.flags) as server:
+            yield server
+    else:
+        with Engine(model, pool, **of.options) as engine:
+            yield engine
+
+
+def answers_of(engine: Engine | Server, turns: Sequence[Turn]) -> list[Answer]:
+    return [answer for turn in turns for answer in engine.generate(turn.prompts)]
+
+
+def differences(answers: Sequence[Answer], turns: Sequence[Turn]) -> int:
+    said = [tokens for turn in turns for tokens in turn.said]
+    return sum(one.tokens != tokens for one, tokens in zip(answers, said, strict=True))
+
+
+def own_differences(of: Configuration, model: Path, turns: Sequence[Turn]) -> int:
+    """How many answers vLLM's prefix cache changes, without a pool: sums of bfloat16 depend on
+    what is computed at once."""
+    if of.dtype == "float32":
+        return 0
+    with Engine(model, **{**of.options, "enable_prefix_caching": True}) as engine:
+        return differences(answers_of(engine, turns), turns)
+
+
+@pytest.mark.parametrize("of", CONFIGURATIONS, ids=str)
+def test_answers_are_those_without_a_pool(
+    of: Configuration,
+    script: Script,
+    model_folders: Path,
+    node: Daemon,
+    namespace: str,
+    tmp_path: Path,
+) -> None:
+    turns, model = script(of), model_folders / of.model
+    prompts = [prompt for turn in turns for prompt in turn.prompts]
+    assert len(prompts) == 200
+    pool = transfer(node.url, namespace, **PATIENT)
+    allowed = own_differences(of, model, turns)
+    with Engine(model, pool, **of.options) as engine:
+        assert differences(answers_of(engine, turns), turns) <= allowed
+    with second_engine(of, model, pool, tmp_path / "log") as engine:
+        answers = answers_of(engine, turns)
+        loaded_tokens = engine.counter("loaded_tokens") / of.ranks
+    assert differences(answers, turns) <= allowed
+    cached = [answer.cached for answer in answers]
+    expected = [loadable(prompt, of.page_tokens) for prompt in prompts]
+    if of.caching:  # it has some of them itself
+        assert all(map(int.__ge__, cached, expected))
+        assert loaded_tokens > 0.1 * sum(map(len, prompts))
+    else:
+        assert cached == expected
+        assert loaded_tokens > 0.7 * sum(map(len, prompts))
