@@ -10,11 +10,12 @@ import logging
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...errors import InvalidInput, StaleLease, TiffinError
 from ...node.core.records import IN_DRAM
 from ...pool.client import IN_PEER
+from ...verbs.block_verbs import Hit
 from .held_leases import Held, HeldLeases
 from .request_tracker import RequestTracker, TrackerOptions
 from .transfer_counters import TransferCounters
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from ...client.client import Client
     from ...format.keys import Prefix
     from ...format.schema import KVSchema
-    from ...verbs.block_verbs import Hit
     from .orders import StepOrders, StepReport
     from .pool_link import PoolLink
     from .request_identity import Identity
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Lookups and leases at a time: a lookup takes 0.3 ms at home, and waits for the network elsewhere.
 _LOOKUPS = 2
@@ -199,20 +200,19 @@ class SchedulerSide:
             self.counters.add("lookup_seconds", time.monotonic() - began)
 
     def _note(self, request_id: str, lookup: Future[Hit]) -> None:
-        try:
-            hit = lookup.result()
-        except TiffinError as error:
-            log.debug("not looked up: %s", error)
-            self.counters.add("lookup_failures", label=type(error).__name__)
-            self.tracker.answered(request_id, 0)
-            return
-        except Exception as error:
-            log.exception("%s: not looked up", request_id)
-            self.counters.add("lookup_failures", label=type(error).__name__)
-            self.tracker.answered(request_id, 0)
-            return
+        hit = self._result(request_id, lookup) or Hit(0, 0)
         tiers = tuple(_tier(flag) for flag in hit.where)
         self.tracker.answered(request_id, hit.blocks, tiers)
+
+    def _result(self, request_id: str, asked: Future[T]) -> T | None:
+        """What a thread has found; None, and a count of the reason, if it has failed."""
+        try:
+            return asked.result()
+        except Exception as error:
+            self.counters.add("lookup_failures", label=type(error).__name__)
+            level = logging.DEBUG if isinstance(error, TiffinError) else logging.ERROR
+            log.log(level, "%s: not looked up", request_id, exc_info=error)
+            return None
 
     # -- leases ----------------------------------------------------------------------------------
 
@@ -245,12 +245,7 @@ class SchedulerSide:
             raise
 
     def _note_held(self, request_id: str, hold: Future[Held | None]) -> None:
-        try:
-            held = hold.result()
-        except TiffinError as error:
-            log.debug("not leased: %s", error)
-            self.counters.add("lookup_failures", label=type(error).__name__)
-            held = None
+        held = self._result(request_id, hold)
         kept = held is not None and self._leases.keep(request_id, held, time.monotonic())
         self.tracker.held(request_id, held.places if held is not None and kept else None)
 

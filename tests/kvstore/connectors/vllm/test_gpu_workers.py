@@ -46,6 +46,9 @@ class WaitingLink:
     def call(self, action: Any, wait_s: float = 30.0) -> Any:
         return self._link.call(action, wait_s)
 
+    def region(self) -> Any:
+        return self._link.region()
+
     def close(self) -> None:
         pass
 
@@ -54,6 +57,7 @@ class Engine:
     """The workers of one engine."""
 
     def __init__(self, link: WaitingLink, ranks: int, layout: str, page_tokens: int) -> None:
+        self._link = link
         self.ranks = [GpuRank(layout, page_tokens, rank, ranks) for rank in range(ranks)]
         self.block_pages = BLOCK_TOKENS // page_tokens
         self.sides = []
@@ -81,15 +85,21 @@ class Engine:
             wait_until(is_reported, "the save ends")
 
     def load(
-        self, prefix: Prefix, pages: tuple[int, ...], *, skipped: int, remote: bool
+        self, prefix: Prefix, pages: tuple[int, ...], *, skipped: int = 0, way: str = "home"
     ) -> set[int]:
         """A load on all ranks; returns the pages that were not loaded."""
-        order = LoadOrder("r", prefix, skipped, pages, synchronous=False, remote=remote)
+        leased, places = None, None
+        if way == "held":
+            leased = self._link.call(lambda client: client.get(prefix))
+            places = leased.places()
+        order = LoadOrder(1, "r", prefix, skipped, pages, places, remote=way == "remote")
         bad: set[int] = set()
         for side in self.sides:
             side.begin(StepOrders(loads=[order]))
             wait_until(lambda side=side: "r" in side.ended()[1], "the load ends")
             bad |= side.take_bad_pages()
+        if leased is not None:
+            leased.release()
         return bad
 
     def rows(self, pages: Sequence[int]) -> Any:
@@ -123,18 +133,18 @@ def engine(link: WaitingLink) -> Iterator[Any]:
         one.close()
 
 
-@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("way", ["home", "held", "remote"])
 @pytest.mark.parametrize("readers", [1, 2, 4, 8])
 @pytest.mark.parametrize("writers", [1, 2, 4, 8])
 def test_what_so_many_ranks_write_any_number_reads(
-    engine: Any, writers: int, readers: int, remote: bool
+    engine: Any, writers: int, readers: int, way: str
 ) -> None:
     """Eight ranks share four heads. Pages of 4 and 8 tokens, and another layout."""
     prefix = fresh_prefix(BLOCKS, SCHEMA)
     writer, reader = engine(writers, "LBNHC", 4), engine(readers, "BLHNC", 8)
     written, read = writer.table(writers), reader.table(readers)
     writer.save(prefix, written)
-    assert reader.load(prefix, read[1:], skipped=1, remote=remote) == set()
+    assert reader.load(prefix, read[1:], skipped=1, way=way) == set()
     assert (reader.rows(read[1:]) == writer.rows(written)[:, :, :, 8:]).all()
 
 
@@ -143,7 +153,7 @@ def test_all_ranks_with_the_same_heads_load_them(engine: Any) -> None:
     writer, reader = engine(2, "LBNHC", 4), engine(8, "LBHNC", 16)
     written, read = writer.table(1), reader.table(2)
     writer.save(prefix, written)
-    assert reader.load(prefix, read, skipped=0, remote=False) == set()
+    assert reader.load(prefix, read) == set()
     for one, other in zip(reader.ranks[::2], reader.ranks[1::2], strict=True):
         assert one.heads == other.heads
         assert one.share(read) == other.share(read)
@@ -169,5 +179,5 @@ def test_another_models_blocks_are_not_loaded(engine: Any) -> None:
     pages = writer.table(1)
     writer.save(prefix, pages)
     before = writer.rows(range(40)).copy()
-    assert writer.load(other, pages, skipped=0, remote=False) == set(pages)
+    assert writer.load(other, pages) == set(pages)
     assert (writer.rows(range(40)) == before).all()

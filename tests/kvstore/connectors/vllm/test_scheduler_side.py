@@ -173,7 +173,7 @@ def test_a_lookup_that_fails_unexpectedly_costs_the_pool_and_not_the_engine(
     link = NoLink()
     monkeypatch.setattr(link, "call", broken)
     side = make(link=link)
-    side.add("r", PROMPT, "")
+    side.add("r", PROMPT, TEXT)
     assert answered(side) == 0
     assert side.counters.take()["lookup_failures/RuntimeError"] == 1
 
