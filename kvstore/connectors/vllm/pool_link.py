@@ -147,7 +147,9 @@ class PoolLink:
         """Give the pool a rest, and drop a client that lost its node: only a pool's client connects
         again by itself."""
         with self._lock:
-            self._health.failed(time.monotonic())
+            now = time.monotonic()
+            if not self._health.rests(now):  # calls that fail together are one failure
+                self._health.failed(now)
             gone = isinstance(error, ConnectionError | ClientClosed)
             lost = gone and self._client is client and type(client) is Client
             if lost:

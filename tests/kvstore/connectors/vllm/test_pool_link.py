@@ -162,6 +162,25 @@ def test_while_the_pool_rests_it_is_not_asked(long_rests: None) -> None:
     link.close()
 
 
+def test_calls_that_fail_together_are_one_failure(link: PoolLink) -> None:
+    """Else a few threads that wait for one hanging node would make it rest for long."""
+    link.call(blocks, wait_s=30.0)
+    together = threading.Barrier(4)
+
+    def fail(_: Client) -> None:
+        together.wait(30)
+        raise NodeUnavailable("none")
+
+    def call() -> None:
+        with pytest.raises(NodeUnavailable):
+            link.call(fail)
+
+    for calling in [Background(call) for _ in range(4)]:
+        calling.result()
+    assert link._health.failures == 1
+
+
+
 @pytest.mark.parametrize("error", [NoRoom("full"), InvalidInput("bad"), RuntimeError("torch")])
 def test_an_answer_that_is_an_error_is_no_reason_to_rest(link: PoolLink, error: Exception) -> None:
     link.call(blocks, wait_s=30.0)
