@@ -161,8 +161,9 @@ class DevicePageCopier:
 
     def close(self) -> None:
         """See `Copier.close`."""
-        if self._pinning is not None:
-            self._pinning.close()
+        pinning, self._pinning = self._pinning, None
+        if pinning is not None:
+            pinning.close()
 
     def step_begins(self) -> None:
         """See `Copier.step_begins`."""
@@ -193,14 +194,17 @@ class DevicePageCopier:
         tokens = self._cache.pages * self._cache.page_tokens
         table = self._map(range(min(self.pages, tokens // self._page_tokens)))
         with self._stage() as stage:
-            buffer, piece = stage.buffer(), self._pieces[0]
-            for move in (gather, scatter):
-                stage.queue.run(partial(self._move, move, table, buffer.memory, piece, 0))
+            stage.queue.wait(self._steps)  # and for what clears a new cache
+            buffer = stage.buffer()
+            for piece in self._pieces:
+                for move in (gather, scatter):
+                    stage.queue.run(partial(self._move, move, table, buffer.memory, piece, 0))
 
     @contextmanager
     def _stage(self) -> Iterator[_Stage]:
-        if self._pinning is not None:
-            self._pinning.follow_soon()
+        pinning = self._pinning
+        if pinning is not None:
+            pinning.follow_soon()
         stage = self._stages.get()
         with self._lock:
             self._calls += 1

@@ -267,6 +267,16 @@ def test_a_load_is_written_after_the_steps_that_were_launched_before_it(
 
 
 @pytest.mark.parametrize("seed", range(12))
+def test_a_warm_up_comes_after_what_clears_a_new_cache(seed: int) -> None:
+    device = LateDevice(seed)
+    rank = GpuRank("LBNHC", device=device, piece_bytes=700)
+    device.engine.run(lambda _: rank.clear())
+    rank.copier.step_begins()
+    rank.copier.warm_up()
+    assert not any(b"".join(rank.rows(range(rank.pages))))
+
+
+@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_save_has_been_copied_when_it_returns(seed: int, pinned: bool) -> None:
     device = LateDevice(seed)
