@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from gpusupport import (  # noqa: E402
 
 from tiffin.kernels.errors import PageError  # noqa: E402
 from tiffin.kvstore.connectors.vllm.device_page_copier import STAGES  # noqa: E402
-from tiffin.kvstore.connectors.vllm.device_queue import device_of  # noqa: E402
+from tiffin.kvstore.connectors.vllm.device_queue import CudaQueue, device_of  # noqa: E402
 from tiffin.kvstore.connectors.vllm.token_schema import token_schema  # noqa: E402
 from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 from tiffin.messenger.errors import RangeError  # noqa: E402
@@ -195,6 +196,25 @@ def test_pages_on_another_device_are_refused_by_name() -> None:
     assert device_of(torch.device("cpu")).copier is not None
     with pytest.raises(InvalidInput, match="pages on meta"):
         device_of(torch.device("meta"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_a_gpu_that_torch_does_not_see_is_refused_at_the_start() -> None:
+    with pytest.raises(InvalidInput, match="no copies to or from cuda:0"):
+        device_of(torch.device("cuda:0"))
+
+
+def test_a_queue_of_a_gpu_is_a_stream() -> None:
+    """Kernels are launched on it, and events order it."""
+    calls: list[object] = []
+    stream = SimpleNamespace(
+        wait_event=lambda event: calls.append(("wait", event)), record_event=lambda: "recorded"
+    )
+    queue = CudaQueue(stream)
+    queue.run(lambda on: calls.append(("launch", on)))
+    queue.wait("event")
+    assert calls == [("launch", stream), ("wait", "event")]
+    assert queue.record() == "recorded"
 
 
 # -- the order of what a device does ---------------------------------------------------------------
