@@ -27,6 +27,7 @@ from gpusupport import (  # noqa: E402
 )
 
 from tiffin.kernels.errors import PageError  # noqa: E402
+from tiffin.kvstore.connectors.vllm import device_queue  # noqa: E402
 from tiffin.kvstore.connectors.vllm.device_page_copier import STAGES  # noqa: E402
 from tiffin.kvstore.connectors.vllm.device_queue import CudaQueue, device_of  # noqa: E402
 from tiffin.kvstore.connectors.vllm.token_schema import token_schema  # noqa: E402
@@ -200,7 +201,14 @@ def test_pages_on_another_device_are_refused_by_name() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_a_gpu_that_torch_does_not_see_is_refused_at_the_start() -> None:
+    pytest.importorskip("triton")
     with pytest.raises(InvalidInput, match="no copies to or from cuda:0"):
+        device_of(torch.device("cuda:0"))
+
+
+def test_a_gpu_without_kernels_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_queue, "available", lambda device_type: False)
+    with pytest.raises(InvalidInput, match=r"no kernels on cuda:0: .* a C compiler"):
         device_of(torch.device("cuda:0"))
 
 
