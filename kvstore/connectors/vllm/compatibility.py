@@ -105,10 +105,16 @@ def cache_shape(config: Any, cache: Any, settings: Settings, version: str) -> Ca
 
 def model_shape(config: Any, cache: Any, settings: Settings) -> ModelShape:
     """What decides the numbers in the cache of a CUDA engine. Raises InvalidInput for a cache whose
-    rows are not plain K and V of the model's heads, or if the model's files can't be read."""
+    rows are not plain K and V of the model's heads, for sleep mode, or if the model's files can't
+    be read."""
     model = config.model_config
     (group,) = cache.kv_cache_groups
     spec = group.kv_cache_spec
+    if model.enable_sleep_mode:
+        raise InvalidInput(
+            "enable_sleep_mode is set: a sleeping engine gives up its pages, perhaps while they "
+            "are copied, and may wake with other weights"
+        )
     kv_heads, ranks = int(model.get_total_num_kv_heads()), _ranks(config)
     _, held = rank_share(kv_heads, 0, ranks).heads
     if spec.num_kv_heads != held:

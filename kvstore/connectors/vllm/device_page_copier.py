@@ -14,23 +14,21 @@ so that one is on the link while the other is scattered or gathered. What is ord
 
 from __future__ import annotations
 
-import math
 import threading
-from collections import deque
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tiffin.kernels.layout.transfer_plan import PageMap
 from tiffin.kernels.paged.gather_scatter import gather, scatter
-from tiffin.messenger.gpu.copier import StillCopying
-from tiffin.messenger.gpu.pipeline import until
 
 from ...errors import InvalidInput
 from .block_pieces import block_pieces
+from .device_stage import Stage
 from .pool_pinning import PoolPinning
 
 if TYPE_CHECKING:
@@ -39,12 +37,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiffin.kernels.layout.engine_cache import PagedCache
-    from tiffin.messenger.gpu.copier import Copies, DeviceTransfer
-    from tiffin.messenger.gpu.copy_streams import Event
 
     from ...format.schema import KVSchema
     from .block_pieces import BlockPiece
-    from .device_queue import Device, Queue
+    from .device_queue import Device
     from .pool_link import PoolLink
 
     Bytes = NDArray[np.uint8]
@@ -57,55 +53,15 @@ STAGES = 3
 # Programs of a kernel: 64 move 750 GB/s, an estimate, and leave most of a GPU to the engine
 # (docs/kernels.md).
 _PROGRAMS = 64
-# How long a copy may be queued. The copies before it wait for no step, so that takes milliseconds;
-# a device that needs longer has hung, and the engine with it.
-_QUEUE_TIMEOUT_S = 60.0
 
 
-class _Buffer:
-    """Memory on the device for one piece, and the event after which it is free."""
+class _Batch(NamedTuple):
+    """Blocks that are copied together: their memories and pages, and how many tokens the first, and
+    then only, block is without."""
 
-    def __init__(self, memory: Any) -> None:
-        self.memory = memory
-        self.free: Event | None = None
-
-
-class _Stage:
-    """What one call uses at a time: a queue, two buffers, and the transfers that it began."""
-
-    def __init__(self, device: Device, nbytes: int) -> None:
-        self.queue: Queue = device.queue()
-        self._copier = device.copier
-        self._buffers = deque(_Buffer(device.buffer(nbytes)) for _ in range(2))
-        self._begun: list[DeviceTransfer] = []
-
-    def buffer(self) -> _Buffer:
-        """The buffer that was used longest ago, once it is free."""
-        buffer = self._buffers[0]
-        self._buffers.rotate(-1)
-        if buffer.free is not None:
-            until(buffer.free.query, math.inf)
-            buffer.free = None
-        return buffer
-
-    def copy(self, copies: Copies, after: Event | None = None) -> Event:
-        """Queue copies between a buffer and the host; returns their end."""
-        try:
-            transfer = self._copier.submit([[copies]], after=after, timeout_s=_QUEUE_TIMEOUT_S)
-        except StillCopying as error:
-            self._begun.append(error.transfer)
-            raise
-        self._begun.append(transfer)
-        assert transfer.event is not None  # it was queued
-        return transfer.event
-
-    def settle(self) -> None:
-        """Return when the device uses neither pages nor blocks nor buffers any more. There is no
-        deadline: what it does can't be taken back, and would go to memory of others."""
-        until(self.queue.record().query, math.inf)
-        begun, self._begun = self._begun, []
-        for transfer in begun:
-            transfer.wait(math.inf)
+    memories: Sequence[Bytes]
+    table: PageMap
+    skipped_tokens: int
 
 
 class DevicePageCopier:
@@ -137,10 +93,13 @@ class DevicePageCopier:
         self._pieces = block_pieces(schema, heads, piece_bytes)
         self.pages = schema.block_tokens // page_tokens
         self.block_bytes = sum(piece.nbytes for piece in self._pieces)
+        # Blocks that are smaller than a piece: each copy and launch costs the host some 0.1 ms.
+        self._together = max(1, piece_bytes // self.block_bytes)
         room_bytes = max(piece.room_bytes for piece in self._pieces)
-        self._stages: SimpleQueue[_Stage] = SimpleQueue()
+        room_bytes = max(room_bytes, self._together * self.block_bytes)
+        self._stages: SimpleQueue[Stage] = SimpleQueue()
         for _ in range(STAGES):
-            self._stages.put(_Stage(device, room_bytes))
+            self._stages.put(Stage(device, room_bytes))
         self._steps = device.steps()
         self._pinning: PoolPinning | None = None
         self._lock = threading.Lock()
@@ -161,8 +120,9 @@ class DevicePageCopier:
 
     def close(self) -> None:
         """See `Copier.close`."""
-        if self._pinning is not None:
-            self._pinning.close()
+        pinning, self._pinning = self._pinning, None
+        if pinning is not None:
+            pinning.close()
 
     def step_begins(self) -> None:
         """See `Copier.step_begins`."""
@@ -173,34 +133,35 @@ class DevicePageCopier:
         RangeError for blocks of another size, CudaError."""
         with self._stage() as stage:
             stage.queue.wait(self._steps)
-            for index, memory in enumerate(blocks):
-                first = skipped if index == 0 else 0
-                at = index * self.pages + first - skipped
-                mine = pages[at : at + self.pages - first]
-                if mine:
-                    self._load(stage, memory, self._map(mine), first * self._page_tokens)
+            for batch in self._batches(blocks, pages, skipped):
+                self._load(stage, batch)
 
     def gather(self, blocks: Sequence[Bytes], pages: Sequence[int]) -> None:
         """See `Copier.gather`. Raises as `scatter` does."""
         with self._stage() as stage:
-            for index, memory in enumerate(blocks):
-                mine = pages[index * self.pages : (index + 1) * self.pages]
-                self._save(stage, memory, self._map(mine))
+            for batch in self._batches(blocks, pages, 0):
+                self._save(stage, batch)
 
     def warm_up(self) -> None:
         """Compile the kernels, and have what the device needs: copies the first pages to a buffer
         and back. Call it before the engine's first step. Raises the kernels' errors."""
-        tokens = self._cache.pages * self._cache.page_tokens
-        table = self._map(range(min(self.pages, tokens // self._page_tokens)))
+        held = self._cache.pages * self._cache.page_tokens // self._page_tokens
+        most = max(1, min(self._together, held // self.pages))
         with self._stage() as stage:
-            buffer, piece = stage.buffer(), self._pieces[0]
-            for move in (gather, scatter):
-                stage.queue.run(partial(self._move, move, table, buffer.memory, piece, 0))
+            stage.queue.wait(self._steps)  # and for what clears a new cache
+            buffer = stage.buffer()
+            # One block and several: Triton compiles both.
+            for count, piece in product({1, most}, self._pieces):
+                table = self._map(range(min(count * self.pages, held)), count)
+                for move in (gather, scatter):
+                    batch = _Batch((), table, 0)
+                    stage.queue.run(partial(self._move, move, batch, buffer.memory, piece))
 
     @contextmanager
-    def _stage(self) -> Iterator[_Stage]:
-        if self._pinning is not None:
-            self._pinning.follow_soon()
+    def _stage(self) -> Iterator[Stage]:
+        pinning = self._pinning
+        if pinning is not None:
+            pinning.follow_soon()
         stage = self._stages.get()
         with self._lock:
             self._calls += 1
@@ -214,42 +175,67 @@ class DevicePageCopier:
                 self._calls -= 1
             self._stages.put(stage)
 
-    def _load(self, stage: _Stage, memory: Bytes, table: PageMap, skipped_tokens: int) -> None:
-        whole = len(memory) == self._whole_bytes
+    def _batches(
+        self, blocks: Sequence[Bytes], pages: Sequence[int], skipped: int
+    ) -> Iterator[_Batch]:
+        """The blocks that have pages, as many at a time as a buffer has room for. A first block
+        without its first pages comes alone: its rows lie elsewhere."""
+        index = at = 0
+        while index < len(blocks) and at < len(pages):
+            first = skipped if index == 0 else 0
+            count = 1 if first else self._together
+            mine = pages[at : at + count * self.pages - first]
+            count = -(-(len(mine) + first) // self.pages)
+            memories = blocks[index : index + count]
+            mine = mine[: len(memories) * self.pages - first]
+            yield _Batch(memories, self._map(mine, len(memories)), first * self._page_tokens)
+            index, at = index + len(memories), at + len(mine)
+
+    def _load(self, stage: Stage, batch: _Batch) -> None:
         for piece in self._pieces:
             buffer = stage.buffer()
-            packed = buffer.memory[: piece.nbytes]
-            stage.queue.wait(stage.copy(piece.load(packed, memory, whole=whole)))
-            move = partial(self._move, scatter, table, buffer.memory, piece, skipped_tokens)
-            stage.queue.run(move)
+            copies = [
+                piece.load(packed, memory, whole=self._is_whole(memory))
+                for memory, packed in self._packed(batch, buffer.memory, piece)
+            ]
+            stage.queue.wait(stage.copy(copies))
+            stage.queue.run(partial(self._move, scatter, batch, buffer.memory, piece))
             buffer.free = stage.queue.record()
 
-    def _save(self, stage: _Stage, memory: Bytes, table: PageMap) -> None:
-        whole = len(memory) == self._whole_bytes
+    def _save(self, stage: Stage, batch: _Batch) -> None:
         for piece in self._pieces:
             buffer = stage.buffer()
-            packed = buffer.memory[: piece.nbytes]
-            stage.queue.run(partial(self._move, gather, table, buffer.memory, piece, 0))
-            copies = piece.save(memory, packed, whole=whole)
+            stage.queue.run(partial(self._move, gather, batch, buffer.memory, piece))
+            copies = [
+                piece.save(memory, packed, whole=self._is_whole(memory))
+                for memory, packed in self._packed(batch, buffer.memory, piece)
+            ]
             buffer.free = stage.copy(copies, after=stage.queue.record())
 
-    def _move(
-        self,
-        move: Any,
-        table: PageMap,
-        buffer: Any,
-        piece: BlockPiece,
-        skipped_tokens: int,
-        stream: Any,
-    ) -> None:
-        """Launch a gather or scatter of one piece of one block."""
-        layout = piece.layout(skipped_tokens)
-        block = buffer[: layout.nbytes].unsqueeze(0)
-        move(self._cache, table, block, layout, stream=stream, programs=_PROGRAMS)
+    def _is_whole(self, memory: Bytes) -> bool:
+        return len(memory) == self._whole_bytes
 
-    def _map(self, pages: Sequence[int]) -> PageMap:
-        """The cache's pages of one block."""
+    def _packed(self, batch: _Batch, buffer: Any, piece: BlockPiece) -> Iterator[tuple[Bytes, Any]]:
+        """The blocks' memories, and where a piece of each lies in a buffer."""
+        for index, memory in enumerate(batch.memories):
+            yield memory, buffer[index * piece.nbytes : (index + 1) * piece.nbytes]
+
+    def _move(self, move: Any, batch: _Batch, buffer: Any, piece: BlockPiece, stream: Any) -> None:
+        """Launch a gather or scatter of one piece of the blocks."""
+        layout = piece.layout(batch.skipped_tokens)
+        count = len(batch.table)
+        blocks = buffer[: count * layout.nbytes].view(count, layout.nbytes)
+        move(self._cache, batch.table, blocks, layout, stream=stream, programs=_PROGRAMS)
+
+    def _map(self, pages: Sequence[int], blocks: int) -> PageMap:
+        """The cache's pages of so many blocks, of which the last may have fewer."""
         tokens = self._cache.page_tokens
         split = self._page_tokens // tokens
-        ids = np.asarray(pages, np.int64)[:, None] * split + np.arange(split)
-        return PageMap(ids.reshape(1, -1), page_tokens=tokens)
+        width = len(pages) if blocks == 1 else self.pages
+        ids = np.zeros((blocks * width, split), np.int64)
+        ids[: len(pages)] = np.asarray(pages, np.int64)[:, None] * split + np.arange(split)
+        counts = np.full(blocks, width)
+        counts[-1] = len(pages) - (blocks - 1) * width
+        return PageMap(
+            ids.reshape(blocks, -1), page_tokens=tokens, tokens=counts * self._page_tokens
+        )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from tiffin.kernels.ranges.copy_ranges import available
 from tiffin.messenger.errors import MessengerError
 from tiffin.messenger.gpu.copier import DeviceCopier
 from tiffin.messenger.gpu.copy_streams import DoneEvent
@@ -95,9 +96,13 @@ class CudaQueue:
 
 class CudaDevice:
     """An NVIDIA GPU, torch's device `device`. Raises InvalidInput if nothing can be copied there:
-    no driver, or torch is for another vendor."""
+    no driver, no kernels, or torch is for another vendor."""
 
     def __init__(self, device: Any) -> None:
+        if not available("cuda"):
+            raise InvalidInput(
+                f"no kernels on {device}: they need Triton, a C compiler and Python's headers"
+            )
         self._device = device
         try:
             self.copier = DeviceCopier(str(device))

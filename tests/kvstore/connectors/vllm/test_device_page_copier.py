@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +27,9 @@ from gpusupport import (  # noqa: E402
 )
 
 from tiffin.kernels.errors import PageError  # noqa: E402
+from tiffin.kvstore.connectors.vllm import device_queue  # noqa: E402
 from tiffin.kvstore.connectors.vllm.device_page_copier import STAGES  # noqa: E402
-from tiffin.kvstore.connectors.vllm.device_queue import device_of  # noqa: E402
+from tiffin.kvstore.connectors.vllm.device_queue import CudaQueue, device_of  # noqa: E402
 from tiffin.kvstore.connectors.vllm.token_schema import token_schema  # noqa: E402
 from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 from tiffin.messenger.errors import RangeError  # noqa: E402
@@ -197,6 +199,32 @@ def test_pages_on_another_device_are_refused_by_name() -> None:
         device_of(torch.device("meta"))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_a_gpu_that_torch_does_not_see_is_refused_at_the_start() -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(InvalidInput, match="no copies to or from cuda:0"):
+        device_of(torch.device("cuda:0"))
+
+
+def test_a_gpu_without_kernels_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_queue, "available", lambda device_type: False)
+    with pytest.raises(InvalidInput, match=r"no kernels on cuda:0: .* a C compiler"):
+        device_of(torch.device("cuda:0"))
+
+
+def test_a_queue_of_a_gpu_is_a_stream() -> None:
+    """Kernels are launched on it, and events order it."""
+    calls: list[object] = []
+    stream = SimpleNamespace(
+        wait_event=lambda event: calls.append(("wait", event)), record_event=lambda: "recorded"
+    )
+    queue = CudaQueue(stream)
+    queue.run(lambda on: calls.append(("launch", on)))
+    queue.wait("event")
+    assert calls == [("launch", stream), ("wait", "event")]
+    assert queue.record() == "recorded"
+
+
 # -- the order of what a device does ---------------------------------------------------------------
 
 
@@ -255,7 +283,7 @@ def test_a_load_is_written_after_the_steps_that_were_launched_before_it(
     source = GpuRank("LBHNC")
     (block,) = gathered([source], [3, 9, 1, 0])
     device = LateDevice(seed)
-    rank = GpuRank("LBNHC", device=device, piece_bytes=700)
+    rank = GpuRank("LBNHC", device=device, piece_bytes=1 << 20 if seed % 3 == 0 else 700)
     for _ in range(3):
         device.engine.run(lambda _: rank.clear())
     rank.copier.step_begins()
@@ -264,6 +292,16 @@ def test_a_load_is_written_after_the_steps_that_were_launched_before_it(
         rank.copier.scatter([block], targets, skipped)
     assert rank.share(targets) == source.share([3, 9, 1, 0][skipped:])
     assert device.ended()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_warm_up_comes_after_what_clears_a_new_cache(seed: int) -> None:
+    device = LateDevice(seed)
+    rank = GpuRank("LBNHC", device=device, piece_bytes=700)
+    device.engine.run(lambda _: rank.clear())
+    rank.copier.step_begins()
+    rank.copier.warm_up()
+    assert not any(b"".join(rank.rows(range(rank.pages))))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -53,6 +53,7 @@ def config_of(cache_dtype: str = "auto", ranks: int = 2) -> Any:
             quantization=None,
             hf_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1.0}),
             get_total_num_kv_heads=lambda: 4,
+            enable_sleep_mode=False,
         ),
     )
 
@@ -173,6 +174,13 @@ def test_numbers_of_ranks_that_do_not_fit_the_heads_are_refused() -> None:
         model_shape(config_of(ranks=3), gpu_cache(), SETTINGS)
     with pytest.raises(InvalidInput, match=r"layers\.0 has 2 KV heads on each of 1 ranks"):
         model_shape(config_of(ranks=1), gpu_cache(), SETTINGS)
+
+
+def test_an_engine_that_may_sleep_is_refused() -> None:
+    config = config_of()
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(InvalidInput, match="enable_sleep_mode"):
+        engine_blocks("cuda", config, gpu_cache(), SETTINGS, "0.32.0")
 
 
 def test_an_engines_copier_is_of_its_device() -> None:
