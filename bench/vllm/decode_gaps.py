@@ -1,0 +1,98 @@
+"""The gaps between the tokens of an answer while other requests load from the pool."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..store.rows import Row, Spread, Target
+from ..store.setting import MIB
+from . import contenders
+from .engine.engine import EngineOptions
+from .engine_process import engine, model
+
+if TYPE_CHECKING:
+    from .setting import Setting, Sizes
+
+# Eight prompts of 32 MiB do not fit in the engine's own cache.
+_PROMPTS = 8
+_CACHE_BYTES = 160 * MIB
+_BESIDE = 1
+_QUIET, _OWN, _POOL = "nothing", "own", "pool"
+
+
+def decode_gaps(setting: Setting) -> list[Row]:
+    """One answer's gaps, in turns: quiet, beside requests whose prompt is in the engine's own
+    cache, and beside requests that load theirs from the pool."""
+    sizes = setting.sizes
+    turns: dict[str, list[dict[str, Any]]] = {_QUIET: [], _OWN: [], _POOL: []}
+    with model(setting) as folder, contenders.node() as ours:
+        options = EngineOptions(
+            folder, ours.transfer, False, sizes.tokens + 64, cache_bytes=_CACHE_BYTES
+        )
+        with engine(setting, options) as process:
+            process.tell(
+                "decode_gaps",
+                gaps=sizes.gaps,
+                tokens=sizes.tokens,
+                prompts=_PROMPTS,
+                beside=_BESIDE,
+            )
+            for turn in range(sizes.gap_turns):
+                setting.tell(f"turn {turn + 1} of {sizes.gap_turns}")
+                for beside, found in turns.items():
+                    found.append(process.tell("gaps", beside=beside))
+    return rows(sizes, turns)
+
+
+def rows(sizes: Sizes, turns: dict[str, list[dict[str, Any]]]) -> list[Row]:
+    """The rows, of the turns beside nothing, the engine's own cache, and the pool."""
+    mib = sizes.tokens // 512 * 4
+    return [
+        _row(
+            "decode-gaps",
+            f"p99 of {sizes.gaps} gaps between the tokens of an answer, while requests load {mib} "
+            "MiB each from the node on this host, one after the other",
+            turns[_POOL],
+            turns[_QUIET],
+            (Target("ratio", "<=", 1.5),),
+        ),
+        _row(
+            "decode-gaps-own-cache",
+            "the same while the prompts of these requests are in vLLM's own prefix cache",
+            turns[_OWN],
+            turns[_QUIET],
+            (),
+        ),
+    ]
+
+
+def _row(
+    name: str,
+    what: str,
+    found: list[dict[str, Any]],
+    quiet: list[dict[str, Any]],
+    targets: tuple[Target, ...],
+) -> Row:
+    return Row(
+        name=name,
+        what=what,
+        unit="ms",
+        value=_p99s(found),
+        limit_what="p99 of as many gaps of the same engine with nothing beside them, in turns",
+        limit=_p99s(quiet),
+        targets=targets,
+        note=_note(found),
+    )
+
+
+def _note(turns: list[dict[str, Any]]) -> str:
+    requests = sum(turn["requests"] for turn in turns)
+    computed = sum(turn["computed"] for turn in turns)
+    loaded = sum(turn["loaded"] for turn in turns)
+    note = f"{len(turns)} turns; {requests} requests beside them; {loaded} tokens loaded"
+    return f"{note}; {computed} prompts computed, as not all was loaded" if computed else note
+
+
+def _p99s(turns: list[dict[str, Any]]) -> Spread:
+    slow = [sorted(turn["gaps"])[len(turn["gaps"]) * 99 // 100] for turn in turns]
+    return Spread.of(slow, lower_is_better=True)
