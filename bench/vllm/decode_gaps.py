@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..store.rows import Row, Spread, Target
-from ..store.setting import MIB
 from . import contenders
 from .engine.engine import EngineOptions
 from .engine_process import engine, model
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 # Eight prompts of 32 MiB do not fit in the engine's own cache.
 _PROMPTS = 8
-_CACHE_BYTES = 160 * MIB
+_PAGES = 160
 _BESIDE = 1
 _QUIET, _OWN, _POOL = "nothing", "own", "pool"
 
@@ -26,9 +25,7 @@ def decode_gaps(setting: Setting) -> list[Row]:
     sizes = setting.sizes
     turns: dict[str, list[dict[str, Any]]] = {_QUIET: [], _OWN: [], _POOL: []}
     with model(setting) as folder, contenders.node() as ours:
-        options = EngineOptions(
-            folder, ours.transfer, False, sizes.tokens + 64, cache_bytes=_CACHE_BYTES
-        )
+        options = EngineOptions(folder, ours.transfer, False, sizes.tokens + 64, _PAGES)
         with engine(setting, options) as process:
             process.tell(
                 "decode_gaps",
@@ -45,7 +42,11 @@ def decode_gaps(setting: Setting) -> list[Row]:
 
 
 def rows(sizes: Sizes, turns: dict[str, list[dict[str, Any]]]) -> list[Row]:
-    """The rows, of the turns beside nothing, the engine's own cache, and the pool."""
+    """The rows, of the turns beside nothing, the engine's own cache, and the pool. Raises
+    AssertionError if requests had found in the engine's own cache what they had to load."""
+    for turn in turns[_POOL]:
+        least = (turn["requests"] - turn["computed"]) * (sizes.tokens // 512 * 512)
+        assert turn["loaded"] >= least, f"only {turn['loaded']} of {least} tokens were loaded"
     mib = sizes.tokens // 512 * 4
     return [
         _row(

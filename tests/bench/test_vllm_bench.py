@@ -261,6 +261,12 @@ def test_gaps_are_judged_by_their_slowest_hundredth() -> None:
     assert "computed" not in own.note
 
 
+def test_prompts_that_came_from_the_engines_own_cache_are_an_error() -> None:
+    pool = turn_of_gaps([5.0], requests=20, computed=1, loaded=18 * 4096)
+    with pytest.raises(AssertionError, match="only 73728 of 77824 tokens were loaded"):
+        decode_gaps.rows(Sizes(), {"nothing": [], "own": [], "pool": [pool]})
+
+
 def turn_of_gaps(
     gaps: list[float], requests: int = 0, computed: int = 0, loaded: int = 0
 ) -> dict[str, Any]:

@@ -18,13 +18,14 @@ _EMPTYING = 200
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """`transfer`: the fields of vLLM's KVTransferConfig. `in_process`: the engine's core is in this
-    process, which vLLM's servers have apart. `context_tokens`: the longest request."""
+    process, which vLLM's servers have apart. `context_tokens`: the longest request. `pages`: of the
+    engine's own cache, a MiB each."""
 
     model: str
     transfer: dict[str, Any] | None
     in_process: bool
     context_tokens: int
-    cache_bytes: int = 1 << 30
+    pages: int = 1024
     seed: int = 1
 
 
@@ -47,7 +48,9 @@ class Engine:
             max_model_len=options.context_tokens,
             max_num_batched_tokens=options.context_tokens,
             block_size=PAGE_TOKENS,
-            kv_cache_memory_bytes=options.cache_bytes,
+            kv_cache_memory_bytes=options.pages << 20,
+            # On a CPU vLLM does not heed the bytes.
+            num_gpu_blocks_override=options.pages,
             max_num_seqs=4,
             enable_prefix_caching=True,
             disable_log_stats=False,
