@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from itertools import cycle, pairwise
+from itertools import cycle, pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from .engine import Engine
 
 # Tokens of an answer that are not measured: its prompt is computed, and the requests beside it
@@ -31,14 +33,17 @@ class DecodeGaps:
         # More than the engine's own cache has room for: none of them is there when it is asked for
         # again.
         self._prompts = [engine.prompt(tokens) for _ in range(prompts)]
-        self._settle(tokens // 512 * 512)
+        self._pool = cycle(self._prompts)
+        self._own = engine.prompt(tokens)
+        self._loadable = tokens // 512 * 512
+        self._settle()
 
-    def _settle(self, loadable: int) -> None:
+    def _settle(self) -> None:
         """Compute the prompts, and return when all of them can be loaded."""
         until = time.monotonic() + _SAVED_S
         for prompt in self._prompts:
             self._engine.first_token(prompt)
-        while min(self._engine.first_token(prompt)[2] for prompt in self._prompts) < loadable:
+        while min(self._engine.first_token(prompt)[2] for prompt in self._prompts) < self._loadable:
             if time.monotonic() > until:
                 raise AssertionError(f"the prompts were not saved within {_SAVED_S:g} s")
 
@@ -47,14 +52,14 @@ class DecodeGaps:
         the "pool", or requests whose prompt is in the engine's "own" cache. `requests`: how many of
         them ended meanwhile; `computed`: of these, whose prompt was not in a cache; `loaded`:
         tokens that came from the pool."""
-        chosen = {"nothing": [], "own": self._prompts[:1], "pool": self._prompts}[beside]
+        chosen = {"nothing": None, "own": repeat(self._own), "pool": self._pool}[beside]
         if beside == "own":
-            self._engine.first_token(chosen[0])
+            self._engine.first_token(self._own)
         self._cached = []
         before = self._loaded_tokens()
         decoded = self._add(self._engine.prompt(_DECODED_PROMPT_TOKENS), self._gaps + _WARM_TOKENS)
-        times_ms = self._decode(decoded, cycle(chosen) if chosen else None)
-        short = sum(cached < len(self._prompts[0]) // 512 * 512 for cached in self._cached)
+        times_ms = self._decode(decoded, chosen)
+        short = sum(cached < self._loadable for cached in self._cached)
         return {
             "gaps": [b - a for a, b in pairwise(times_ms)][-self._gaps :],
             "requests": len(self._cached),
@@ -62,7 +67,7 @@ class DecodeGaps:
             "loaded": self._loaded_tokens() - before,
         }
 
-    def _decode(self, decoded: str, prompts: Any) -> list[float]:
+    def _decode(self, decoded: str, prompts: Iterator[list[int]] | None) -> list[float]:
         """When each token of the request came, in milliseconds."""
         times_ms: list[float] = []
         beside: deque[str] = deque()
