@@ -19,7 +19,7 @@ def commands(app: typer.Typer) -> None:
 
 
 def vllm(
-    quick: Annotated[bool, typer.Option(help="Fewer rounds: ten minutes, not twenty.")] = False,
+    quick: Annotated[bool, typer.Option(help="Fewer rounds; an engine's start takes most of the time.")] = False,
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
     out: Annotated[Path, out_option(SUITE)] = Path("out"),

@@ -248,7 +248,9 @@ def test_what_loading_adds_stands_beside_what_a_peer_adds() -> None:
 
 def test_gaps_are_judged_by_their_slowest_hundredth() -> None:
     quiet = turn_of_gaps([5.0] * 198 + [6.0, 7.0])
-    pool = turn_of_gaps([5.0] * 197 + [8.0, 9.0, 50.0], requests=20, computed=1, loaded=80_000)
+    pool = turn_of_gaps(
+        [5.0] * 197 + [8.0, 9.0, 50.0], requests=20, computed=1, loaded=80_000, repeated=2
+    )
     row, own = decode_gaps.rows(
         Sizes(), {"nothing": [quiet] * 3, "own": [quiet] * 3, "pool": [pool] * 3}
     )
@@ -256,7 +258,8 @@ def test_gaps_are_judged_by_their_slowest_hundredth() -> None:
     assert row.met
     assert "60 requests" in row.note
     assert "240000 tokens loaded" in row.note
-    assert "3 prompts computed" in row.note
+    assert "6 turns measured again" in row.note
+    assert "3 prompts computed all the same" in row.note
     assert (own.name, own.ratio, own.met) == ("decode-gaps-own-cache", 1.0, None)
     assert "computed" not in own.note
 
@@ -268,9 +271,37 @@ def test_prompts_that_came_from_the_engines_own_cache_are_an_error() -> None:
 
 
 def turn_of_gaps(
-    gaps: list[float], requests: int = 0, computed: int = 0, loaded: int = 0
+    gaps: list[float], requests: int = 0, computed: int = 0, loaded: int = 0, repeated: int = 0
 ) -> dict[str, Any]:
-    return {"gaps": gaps, "requests": requests, "computed": computed, "loaded": loaded}
+    return {
+        "gaps": gaps,
+        "requests": requests,
+        "computed": computed,
+        "loaded": loaded,
+        "repeated": repeated,
+    }
+
+
+class Turns:
+    """An engine that computes so many prompts in one turn after the other."""
+
+    def __init__(self, computed: list[int]) -> None:
+        self._computed = computed
+
+    def tell(self, name: str, beside: str) -> dict[str, Any]:
+        assert (name, beside) == ("gaps", "pool")
+        return turn_of_gaps([5.0], computed=self._computed.pop(0))
+
+
+@pytest.mark.parametrize(
+    ("computed", "kept", "repeated"), [([0], 0, 0), ([2, 1, 0], 0, 2), ([2, 1, 3, 0], 3, 2)]
+)
+def test_a_turn_in_which_a_prompt_was_computed_is_measured_again(
+    computed: list[int], kept: int, repeated: int
+) -> None:
+    engine: Any = Turns(computed)
+    turn = decode_gaps._turn(engine, "pool")
+    assert (turn["computed"], turn["repeated"]) == (kept, repeated)
 
 
 class Output:
