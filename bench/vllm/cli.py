@@ -19,7 +19,9 @@ def commands(app: typer.Typer) -> None:
 
 
 def vllm(
-    quick: Annotated[bool, typer.Option(help="Fewer rounds; an engine's start takes most of the time.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help="Fewer rounds; an engine's start takes most of the time.")
+    ] = False,
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
     out: Annotated[Path, out_option(SUITE)] = Path("out"),
