@@ -19,7 +19,9 @@ def commands(app: typer.Typer) -> None:
 
 
 def vllm(
-    quick: Annotated[bool, typer.Option(help="Fewer rounds: five minutes, not ten.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help="Fewer rounds; an engine's start takes most of the time.")
+    ] = False,
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
     out: Annotated[Path, out_option(SUITE)] = Path("out"),
@@ -28,9 +30,17 @@ def vllm(
         Path | None,
         typer.Option(help="Python of an environment that has vLLM and tiffin."),
     ] = None,
+    peers: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder in which bench/vllm/install_peers.sh has installed LMCache and Mooncake;"
+            " by default they are looked for where vLLM is."
+        ),
+    ] = None,
 ) -> None:
-    """Measure the time to the first token of a real vLLM that loads a prompt from the pool, beside
-    its own prefix cache in the same run.
+    """Measure what the pool costs a real vLLM: the time to the first token of a prompt that is
+    loaded, beside vLLM's own prefix cache and other connectors in the same run; the gaps between
+    an answer's tokens beside loads; the time in the connector's hooks.
 
     Timings are not assertions: it exits with 1 only when a measurement crashed. Rows that need what
     is not here are left out, and named at the end.
@@ -38,8 +48,10 @@ def vllm(
     **Examples**
 
     `tiffin bench vllm --vllm .venv-engines/bin/python`, `tiffin bench vllm --quick --row home`
+
+    `tiffin bench vllm --vllm .venv-engines/bin/python --peers ~/peers --row lmcache`
     """
-    setting = partial(Setting, Sizes.quick() if quick else Sizes(), vllm)
+    setting = partial(Setting, Sizes.quick() if quick else Sizes(), vllm, peers)
     carry_out(
         SUITE,
         setting,

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..network.setting import await_answer, greets, node_command, remote_node, running
-from ..store.rows import Row, Spread, Target
-from ..store.setting import MIB
-from .setting import Setting, Times, measure, model
+from ..network.setting import remote_node
+from . import contenders
+from .contenders import NODE_BYTES, Contender
+from .engine.engine import EngineOptions
+from .engine_process import GroupProcess, engine, model
+from .times import Times, added
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-_NODE_BYTES = 1024 * MIB
-_OWN = "the same prompt from vLLM's own prefix cache, in turns"
+    from ..store.rows import Row
+    from .setting import Setting
 
 
 def home(setting: Setting) -> list[Row]:
@@ -25,100 +25,122 @@ def home(setting: Setting) -> list[Row]:
     rows = []
     for in_process in (False, True):
         name = "home-in-process" if in_process else "home"
-        with _node() as url, model(setting) as folder:
-            times = _second_engine(setting, folder, url, in_process=in_process)
-        rows.append(_row(setting, name, "from the node on this host", times, bound=1.4))
+        with model(setting) as folder, contenders.node() as ours:
+            times = _alone(setting, folder, ours, in_process=in_process)
+        rows.append(times.row(setting.sizes, name, "from the node on this host", bound=1.4))
     return rows
 
 
 def remote(setting: Setting) -> list[Row]:
     """A fresh engine loads from a node that it reaches by TCP."""
-    with remote_node(_NODE_BYTES) as node, model(setting) as folder:
-        times = _second_engine(setting, folder, f"{node.url}?home=none", in_process=False)
-    return [_row(setting, "remote", "from a node over loopback TCP", times, bound=2.2)]
+    with model(setting) as folder, remote_node(NODE_BYTES) as node:
+        ours = Contender(contenders.transfer(f"{node.url}?home=none"))
+        times = _alone(setting, folder, ours)
+    return [times.row(setting.sizes, "remote", "from a node over loopback TCP", bound=2.2)]
 
 
 def offloading(setting: Setting) -> list[Row]:
-    """vLLM's own offloading to host memory, which no other engine shares, and ours beside it: what
-    each adds to vLLM's own prefix cache."""
-    transfer = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "HostOffloadingSpec",
-            "spec_module_path": "offloading_spec",
-            "cpu_bytes_to_use": _NODE_BYTES,
-            "block_size": 512,
-        },
-    }
-    with _node() as url, model(setting) as folder:
-        setting.tell("vLLM's OffloadingConnector")
-        peer = measure(setting, folder, transfer, in_process=False, computes=True)
-        ours = _second_engine(setting, folder, url, in_process=False)
-    added = Row(
-        name="added-beside-offloading",
-        what="what loading from the node on this host adds to vLLM's own prefix cache",
-        unit="ms",
-        value=_added(ours),
-        limit_what="what vLLM's OffloadingConnector adds, in one engine",
-        limit=_added(peer),
-        targets=(Target("ratio", "<=", 0.7),),
-    )
-    return [_row(setting, "offloading", "by vLLM's OffloadingConnector", peer, bound=None), added]
+    """vLLM's own offloading beside ours, in one engine."""
+    return _beside(setting, "offloading", "vLLM's OffloadingConnector", contenders.offloading)
 
 
-def _second_engine(setting: Setting, folder: str, url: str, *, in_process: bool) -> Times:
-    """One engine computes the prompts and ends; another, fresh one is measured."""
-    transfer = _transfer(url)
-    setting.tell("the engine that computes")
-    first = measure(setting, folder, transfer, in_process=in_process, computes=True, rounds=0)
-    setting.tell("the engine that loads")
-    second = measure(setting, folder, transfer, in_process=in_process, computes=False)
-    assert list(second.tokens) == list(first.tokens), "other tokens than were computed"
-    missed = f"not all was loaded: {second.cached}"
-    assert min(second.cached) >= setting.sizes.tokens // 512 * 512, missed
-    return Times(first.cold, second.loaded, second.own, second.cached, second.tokens)
+def lmcache(setting: Setting) -> list[Row]:
+    """LMCache's server and connector beside ours."""
+    return _beside(setting, "lmcache", "LMCache's server", contenders.lmcache)
 
 
-def _transfer(url: str) -> dict[str, Any]:
-    return {
-        "kv_connector": "TiffinConnector",
-        "kv_connector_module_path": "tiffin.kvstore.connectors.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"url": url},
-    }
+def mooncake(setting: Setting) -> list[Row]:
+    """Mooncake Store, by vLLM's own connector, beside ours."""
+    return _beside(setting, "mooncake", "Mooncake Store over TCP", contenders.mooncake)
 
 
-def _row(setting: Setting, name: str, source: str, times: Times, bound: float | None) -> Row:
-    cold = sorted(times.cold)[len(times.cold) // 2]
-    return Row(
-        name=name,
-        what=f"first token of {setting.sizes.tokens} tokens, {max(times.cached)} of them loaded "
-        f"{source}",
-        unit="ms",
-        value=_spread(times.loaded),
-        limit_what=_OWN,
-        limit=_spread(times.own),
-        targets=(Target("ratio", "<=", bound),) if bound else (),
-        note=f"computed: {cold:.0f} ms",
-    )
+def _beside(
+    setting: Setting,
+    name: str,
+    what: str,
+    contender: Callable[[Setting], contextlib.AbstractContextManager[Contender]],
+) -> list[Row]:
+    with (
+        contender(setting) as theirs,
+        model(setting) as folder,
+        contenders.node() as ours,
+        _loader(setting, folder, theirs) as peer,
+        _loader(setting, folder, ours) as own,
+    ):
+        setting.tell(f"{what} and ours, in turns")
+        _in_turns((peer, own), setting.sizes.rounds)
+    return [
+        peer.times.row(setting.sizes, name, f"by {what}", bound=None),
+        added(name, own.times, peer.times, what),
+    ]
 
 
-def _added(times: Times) -> Spread:
-    return _spread([a - b for a, b in zip(times.loaded, times.own, strict=True)])
+def _alone(
+    setting: Setting, folder: str, contender: Contender, *, in_process: bool = False
+) -> Times:
+    with _loader(setting, folder, contender, in_process=in_process) as loader:
+        for _ in range(setting.sizes.rounds):
+            loader.turn()
+    return loader.times
 
 
-def _spread(milliseconds: Any) -> Spread:
-    return Spread.of(list(milliseconds), lower_is_better=True)
+class _Loader:
+    """An engine that loads, and what was measured with it."""
+
+    def __init__(self, contender: Contender, process: GroupProcess, times: Times) -> None:
+        self._processes = (*contender.services, process)
+        self._process = process
+        self.times = times
+
+    def turn(self) -> None:
+        """Measure every prompt once."""
+        self.times.add(self._process.tell("turn"))
+
+    def stop(self) -> None:
+        """Its processes take no more CPU time, until `resume`."""
+        for process in reversed(self._processes):
+            process.stop()
+
+    def resume(self) -> None:
+        """End a stop."""
+        for process in self._processes:
+            process.resume()
+
+
+def _in_turns(loaders: Sequence[_Loader], rounds: int) -> None:
+    """Measure each `rounds` times; meanwhile the others are stopped."""
+    for loader in loaders:
+        loader.stop()
+    try:
+        for _ in range(rounds):
+            for loader in loaders:
+                loader.resume()
+                loader.turn()
+                loader.stop()
+    finally:
+        for loader in loaders:
+            loader.resume()
 
 
 @contextlib.contextmanager
-def _node() -> Iterator[str]:
-    """The URL of a node on this host."""
-    with tempfile.TemporaryDirectory(prefix="tiffin-bench-") as folder:
-        socket = Path(folder) / "node.sock"
-        url = f"unix:{socket}"
-        with running(node_command(_NODE_BYTES, socket)) as process:
-            await_answer(process, lambda: greets(url), "the node")
-            yield url
+def _loader(
+    setting: Setting, folder: str, contender: Contender, *, in_process: bool = False
+) -> Iterator[_Loader]:
+    """An engine that can load what an engine computed: another one, where they share anything."""
+    sizes, times = setting.sizes, Times()
+    options = EngineOptions(folder, contender.transfer, in_process, sizes.tokens + 64)
+    with contextlib.ExitStack() as stack:
+
+        def start() -> GroupProcess:
+            started = stack.enter_context(engine(setting, options, contender.environment))
+            started.tell("first_tokens", tokens=sizes.tokens, prompts=sizes.prompts)
+            return started
+
+        setting.tell("the engine that computes")
+        process = start()
+        times.computed(process.tell("compute"))
+        if contender.shared:
+            stack.close()
+            setting.tell("the engine that loads")
+            process = start()
+        yield _Loader(contender, process, times)

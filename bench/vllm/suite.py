@@ -6,11 +6,23 @@ from typing import TYPE_CHECKING
 
 from ..network.setting import Missing
 from ..suite import Suite
-from .first_token import home, offloading, remote
+from .decode_gaps import decode_gaps
+from .first_token import home, lmcache, mooncake, offloading, remote
+from .hooks import hooks
 
 if TYPE_CHECKING:
     from .setting import Setting
 
 SUITE: Suite[Setting] = Suite(
-    "vllm", {"home": home, "remote": remote, "offloading": offloading}, lack=Missing
+    "vllm",
+    {
+        "home": home,
+        "remote": remote,
+        "offloading": offloading,
+        "lmcache": lmcache,
+        "mooncake": mooncake,
+        "decode-gaps": decode_gaps,
+        "hooks": hooks,
+    },
+    lack=Missing,
 )

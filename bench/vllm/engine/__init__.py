@@ -1,0 +1,1 @@
+"""What runs in the Python of an environment that has vLLM: an engine, and what is asked of it."""
