@@ -15,8 +15,8 @@ from urllib.parse import quote
 import typer
 
 from ..client.client import Client
-from ..connectors.vllm.model_config import bytes_per_token, check_config, read_config
-from ..connectors.vllm.model_files import files_fingerprint
+from ..connectors.vllm.model.model_config import bytes_per_token, check_config, read_config
+from ..connectors.vllm.model.model_files import files_fingerprint
 from ..connectors.vllm.settings import read
 from ..credentials import format_address, parse_address
 from ..errors import InvalidInput, NodeUnavailable, TiffinError

@@ -18,12 +18,12 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...errors import InvalidInput
-from .compatibility import check_engine, check_version
-from .engine_blocks import engine_blocks, engine_copier
 from .metrics import PromMetrics, Statistics
+from .model.compatibility import check_engine, check_version
+from .model.request_identity import RequestIdentities
 from .orders import StepOrders, StepReport
+from .pages.engine_blocks import engine_blocks, engine_copier
 from .pool_link import PoolLink
-from .request_identity import RequestIdentities
 from .scheduler_side import SchedulerSide
 from .settings import read
 from .worker_side import WorkerSide
@@ -31,7 +31,7 @@ from .worker_side import WorkerSide
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from .copier import Copier
+    from .pages.copier import Copier
 
 log = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from ...client.client import Client
     from ...format.keys import Prefix
     from ...format.schema import KVSchema
+    from .model.request_identity import Identity
     from .orders import StepOrders, StepReport
     from .pool_link import PoolLink
-    from .request_identity import Identity
     from .request_tracker import EngineState, Tier
     from .settings import Settings
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from ...errors import TiffinError
 from .orders import StepReport
-from .rank_share import rank_share
+from .pages.rank_share import rank_share
 from .transfer_counters import TransferCounters
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from ...blocks.block_places import BlockPlaces, MappedRegion, RegionId
     from ...client.client import Client
-    from .copier import Copier
     from .orders import LoadOrder, SaveOrder, StepOrders
+    from .pages.copier import Copier
     from .pool_link import PoolLink
     from .settings import Settings
 

@@ -278,7 +278,7 @@ def test_a_pool_that_does_not_answer(run: Run, url: str) -> None:
 def test_neither_torch_nor_vllm_is_imported() -> None:
     code = (
         "import sys\n"
-        "import tiffin.kvstore.cli.vllm_flags, tiffin.kvstore.connectors.vllm.compatibility\n"
+        "import tiffin.kvstore.cli.vllm_flags, tiffin.kvstore.connectors.vllm.model.compatibility\n"
         "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     )
     paths = os.pathsep.join(filter(None, sys.path))

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tiffin.kvstore.connectors.vllm.device_page_copier import DevicePageCopier
-from tiffin.kvstore.connectors.vllm.device_queue import Device, device_of
-from tiffin.kvstore.connectors.vllm.engine_pages import PageFormat, paged_cache
-from tiffin.kvstore.connectors.vllm.rank_share import rank_share
-from tiffin.kvstore.connectors.vllm.token_schema import ModelShape, token_schema
+from tiffin.kvstore.connectors.vllm.pages.device_page_copier import DevicePageCopier
+from tiffin.kvstore.connectors.vllm.pages.device_queue import Device, device_of
+from tiffin.kvstore.connectors.vllm.pages.engine_pages import PageFormat, paged_cache
+from tiffin.kvstore.connectors.vllm.pages.rank_share import rank_share
+from tiffin.kvstore.connectors.vllm.pages.token_schema import ModelShape, token_schema
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

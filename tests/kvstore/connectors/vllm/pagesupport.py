@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tiffin.kvstore.connectors.vllm.page_copier import PageCopier
-from tiffin.kvstore.connectors.vllm.page_schema import CacheShape, page_schema
+from tiffin.kvstore.connectors.vllm.pages.page_copier import PageCopier
+from tiffin.kvstore.connectors.vllm.pages.page_schema import CacheShape, page_schema
 
 if TYPE_CHECKING:
     from tiffin.kvstore import KVSchema

@@ -77,7 +77,7 @@ def prefix() -> Any:
 
 def test_a_load_waits_for_the_steps_before_it(connector: Any) -> None:
     calls = Calls()
-    load = LoadOrder("r", prefix(), 0, (1,), synchronous=False)
+    load = LoadOrder(1, "r", prefix(), 0, (1,))
     connector_with(connector, calls, StepOrders(loads=[load])).start_load_kv(None)
     assert calls.names == ["step_begins", "begin"]
 

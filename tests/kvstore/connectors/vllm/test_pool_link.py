@@ -180,7 +180,6 @@ def test_calls_that_fail_together_are_one_failure(link: PoolLink) -> None:
     assert link._health.failures == 1
 
 
-
 @pytest.mark.parametrize("error", [NoRoom("full"), InvalidInput("bad"), RuntimeError("torch")])
 def test_an_answer_that_is_an_error_is_no_reason_to_rest(link: PoolLink, error: Exception) -> None:
     link.call(blocks, wait_s=30.0)

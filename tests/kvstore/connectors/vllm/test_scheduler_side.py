@@ -13,9 +13,9 @@ from kvsupport import damage, payloads_of, wait_until
 
 from tiffin.kvstore.connectors.vllm import scheduler_side
 from tiffin.kvstore.connectors.vllm.held_leases import HOLD_S
+from tiffin.kvstore.connectors.vllm.model.request_identity import Identity
 from tiffin.kvstore.connectors.vllm.orders import StepReport
 from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
-from tiffin.kvstore.connectors.vllm.request_identity import Identity
 from tiffin.kvstore.connectors.vllm.scheduler_side import SchedulerSide
 from tiffin.kvstore.connectors.vllm.settings import Settings
 from tiffin.kvstore.errors import InvalidInput, NodeUnavailable

@@ -11,7 +11,7 @@ from tiffin.messenger.errors import MessengerError
 from tiffin.messenger.gpu.copier import DeviceCopier
 from tiffin.messenger.gpu.copy_streams import DoneEvent
 
-from ...errors import InvalidInput
+from ....errors import InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable

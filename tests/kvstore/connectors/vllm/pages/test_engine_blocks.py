@@ -11,17 +11,17 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tiffin.kvstore import LayerSpec  # noqa: E402
-from tiffin.kvstore.connectors.vllm.compatibility import (  # noqa: E402
+from tiffin.kvstore.connectors.vllm.model.compatibility import (  # noqa: E402
     check_engine,
     model_shape,
     page_format,
 )
-from tiffin.kvstore.connectors.vllm.engine_blocks import (  # noqa: E402
+from tiffin.kvstore.connectors.vllm.pages.engine_blocks import (  # noqa: E402
     engine_blocks,
     engine_copier,
 )
-from tiffin.kvstore.connectors.vllm.engine_pages import PageFormat  # noqa: E402
-from tiffin.kvstore.connectors.vllm.page_copier import PageCopier  # noqa: E402
+from tiffin.kvstore.connectors.vllm.pages.engine_pages import PageFormat  # noqa: E402
+from tiffin.kvstore.connectors.vllm.pages.page_copier import PageCopier  # noqa: E402
 from tiffin.kvstore.connectors.vllm.settings import Settings  # noqa: E402
 from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 

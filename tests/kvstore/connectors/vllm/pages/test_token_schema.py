@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiffin.kvstore.connectors.vllm.token_schema import (
+from tiffin.kvstore.connectors.vllm.pages.token_schema import (
     ModelShape,
     check_ranks,
     head_groups,

@@ -10,16 +10,16 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import InvalidInput
-from ...format.layer_spec import DTYPES
-from .engine_pages import PageFormat
+from ....errors import InvalidInput
+from ....format.layer_spec import DTYPES
+from ..pages.engine_pages import PageFormat
+from ..pages.page_schema import CacheShape
+from ..pages.rank_share import rank_share
+from ..pages.token_schema import ModelShape
 from .model_files import files_fingerprint
-from .page_schema import CacheShape
-from .rank_share import rank_share
-from .token_schema import ModelShape
 
 if TYPE_CHECKING:
-    from .settings import Settings
+    from ..settings import Settings
 
 # Releases of vLLM that this connector was run with, by their first two numbers.
 VERSIONS = ("0.32",)

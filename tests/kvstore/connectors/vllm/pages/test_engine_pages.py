@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from gpusupport import HEAD_DIM, ITEM_BYTES, LAYOUTS, tensors  # noqa: E402
 
-from tiffin.kvstore.connectors.vllm.engine_pages import PageFormat, paged_cache  # noqa: E402
+from tiffin.kvstore.connectors.vllm.pages.engine_pages import PageFormat, paged_cache  # noqa: E402
 from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 
 FORM = PageFormat(8, 2, HEAD_DIM, HEAD_DIM, ITEM_BYTES)

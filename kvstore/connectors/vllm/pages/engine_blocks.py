@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .compatibility import cache_shape, check_device, model_shape, page_format
+from ..model.compatibility import cache_shape, check_device, model_shape, page_format
 from .page_schema import page_schema
 from .rank_share import rank_share
 from .token_schema import check_ranks, token_schema
@@ -13,12 +13,12 @@ from .token_schema import check_ranks, token_schema
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ...format.schema import KVSchema
+    from ....format.schema import KVSchema
+    from ..pool_link import PoolLink
+    from ..settings import Settings
     from .copier import Copier
     from .engine_pages import PageFormat
     from .page_schema import CacheShape
-    from .pool_link import PoolLink
-    from .settings import Settings
     from .token_schema import ModelShape
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tiffin.kernels.errors import KernelError
 from tiffin.kernels.layout.engine_cache import PagedCache
 
-from ...errors import InvalidInput
+from ....errors import InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

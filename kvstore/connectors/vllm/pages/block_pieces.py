@@ -13,7 +13,7 @@ from tiffin.messenger.gpu.copier import Copies
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ...format.schema import KVSchema
+    from ....format.schema import KVSchema
 
     Numbers = NDArray[np.int64]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiffin.kvstore.connectors.vllm.rank_share import rank_share
+from tiffin.kvstore.connectors.vllm.pages.rank_share import rank_share
 from tiffin.kvstore.errors import InvalidInput
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tiffin.kernels.layout.block_addresses import host_tensor
 
-from ...errors import InvalidInput
+from ....errors import InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ...format.schema import KVSchema
+    from ....format.schema import KVSchema
 
     Bytes = NDArray[np.uint8]
 

@@ -12,9 +12,9 @@ import json
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 
-from ...errors import InvalidInput
-from ...format.header import MAX_SEGMENTS
-from ...format.schema import KVSchema
+from ....errors import InvalidInput
+from ....format.header import MAX_SEGMENTS
+from ....format.schema import KVSchema
 
 _PARTS = 2  # K and V
 

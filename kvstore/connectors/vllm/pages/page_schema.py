@@ -16,8 +16,8 @@ import json
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 
-from ...errors import InvalidInput
-from ...format.schema import KVSchema
+from ....errors import InvalidInput
+from ....format.schema import KVSchema
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,10 @@ from gpusupport import (  # noqa: E402
 )
 
 from tiffin.kernels.errors import PageError  # noqa: E402
-from tiffin.kvstore.connectors.vllm import device_queue  # noqa: E402
-from tiffin.kvstore.connectors.vllm.device_page_copier import STAGES  # noqa: E402
-from tiffin.kvstore.connectors.vllm.device_queue import CudaQueue, device_of  # noqa: E402
-from tiffin.kvstore.connectors.vllm.token_schema import token_schema  # noqa: E402
+from tiffin.kvstore.connectors.vllm.pages import device_queue  # noqa: E402
+from tiffin.kvstore.connectors.vllm.pages.device_page_copier import STAGES  # noqa: E402
+from tiffin.kvstore.connectors.vllm.pages.device_queue import CudaQueue, device_of  # noqa: E402
+from tiffin.kvstore.connectors.vllm.pages.token_schema import token_schema  # noqa: E402
 from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 from tiffin.messenger.errors import RangeError  # noqa: E402
 from tiffin.messenger.gpu.pinning import Pinned  # noqa: E402

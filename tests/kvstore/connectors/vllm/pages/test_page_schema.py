@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiffin.kvstore.connectors.vllm.page_schema import CacheShape, page_schema
+from tiffin.kvstore.connectors.vllm.pages.page_schema import CacheShape, page_schema
 from tiffin.kvstore.errors import InvalidInput
 
 SHAPE = CacheShape(

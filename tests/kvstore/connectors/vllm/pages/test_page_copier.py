@@ -20,7 +20,7 @@ from pagesupport import (  # noqa: E402
     schema_of,
 )
 
-from tiffin.kvstore.connectors.vllm.page_copier import PageCopier  # noqa: E402
+from tiffin.kvstore.connectors.vllm.pages.page_copier import PageCopier  # noqa: E402
 from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 
 if TYPE_CHECKING:

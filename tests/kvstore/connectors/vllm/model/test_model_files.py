@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tiffin.kvstore.connectors.vllm.model_files import (
+from tiffin.kvstore.connectors.vllm.model.model_files import (
     SAMPLE_BYTES,
     SAMPLES,
     files_fingerprint,

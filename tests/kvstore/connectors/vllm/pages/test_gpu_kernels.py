@@ -16,7 +16,7 @@ from gpusupport import SCHEMA, GpuRank, blocks, united  # noqa: E402
 
 from tiffin.kernels.backend import interpreted  # noqa: E402
 from tiffin.kernels.paged import gather_scatter  # noqa: E402
-from tiffin.kvstore.connectors.vllm import device_page_copier  # noqa: E402
+from tiffin.kvstore.connectors.vllm.pages import device_page_copier  # noqa: E402
 from tiffin.messenger.gpu.pinning import Pinned  # noqa: E402
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from ...errors import InvalidInput
+from ....errors import InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

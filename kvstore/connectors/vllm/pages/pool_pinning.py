@@ -12,13 +12,13 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from ...errors import TiffinError
-from ...hbm.device.host_pinning import PinnedPool
+from ....errors import TiffinError
+from ....hbm.device.host_pinning import PinnedPool
 
 if TYPE_CHECKING:
-    from ...client.client import Client
-    from ...hbm.device.host_pinning import WhileIdle
-    from .pool_link import PoolLink
+    from ....client.client import Client
+    from ....hbm.device.host_pinning import WhileIdle
+    from ..pool_link import PoolLink
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ import numpy as np
 from tiffin.kernels.layout.transfer_plan import PageMap
 from tiffin.kernels.paged.gather_scatter import gather, scatter
 
-from ...errors import InvalidInput
+from ....errors import InvalidInput
 from .block_pieces import block_pieces
 from .device_stage import Stage
 from .pool_pinning import PoolPinning
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
     from tiffin.kernels.layout.engine_cache import PagedCache
 
-    from ...format.schema import KVSchema
+    from ....format.schema import KVSchema
+    from ..pool_link import PoolLink
     from .block_pieces import BlockPiece
     from .device_queue import Device
-    from .pool_link import PoolLink
 
     Bytes = NDArray[np.uint8]
 

@@ -9,12 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tiffin.kvstore.connectors.vllm.compatibility import (  # noqa: E402
+from tiffin.kvstore.connectors.vllm.model.compatibility import (  # noqa: E402
     cache_shape,
     check_engine,
     check_version,
 )
-from tiffin.kvstore.connectors.vllm.model_files import files_fingerprint  # noqa: E402
+from tiffin.kvstore.connectors.vllm.model.model_files import files_fingerprint  # noqa: E402
 from tiffin.kvstore.connectors.vllm.settings import Settings  # noqa: E402
 from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 

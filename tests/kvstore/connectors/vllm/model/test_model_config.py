@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tiffin.kvstore.connectors.vllm.model_config import bytes_per_token, check_config, read_config
+from tiffin.kvstore.connectors.vllm.model.model_config import (
+    bytes_per_token,
+    check_config,
+    read_config,
+)
 from tiffin.kvstore.connectors.vllm.settings import read
 from tiffin.kvstore.errors import InvalidInput
 

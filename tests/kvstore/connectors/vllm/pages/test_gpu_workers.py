@@ -22,9 +22,9 @@ from gpusupport import (
 from kvsupport import fresh_prefix, wait_until
 
 from tiffin.kvstore.connectors.vllm.orders import LoadOrder, SaveOrder, StepOrders
+from tiffin.kvstore.connectors.vllm.pages.token_schema import token_schema
 from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
 from tiffin.kvstore.connectors.vllm.settings import Settings
-from tiffin.kvstore.connectors.vllm.token_schema import token_schema
 from tiffin.kvstore.connectors.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING:

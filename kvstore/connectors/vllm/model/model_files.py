@@ -9,7 +9,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from ...errors import InvalidInput
+from ....errors import InvalidInput
 
 if TYPE_CHECKING:
     from pathlib import Path

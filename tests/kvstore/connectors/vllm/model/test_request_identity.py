@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fakepool import BLOCK, SCHEMA
 
-from tiffin.kvstore.connectors.vllm.request_identity import RequestIdentities
+from tiffin.kvstore.connectors.vllm.model.request_identity import RequestIdentities
 from tiffin.kvstore.errors import InvalidInput
 
 if TYPE_CHECKING:

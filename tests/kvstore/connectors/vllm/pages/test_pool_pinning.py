@@ -13,9 +13,9 @@ from gpusupport import GpuRank, blocks
 from kvsupport import wait_until
 
 from tiffin.kvstore.client.local_node import near_link
-from tiffin.kvstore.connectors.vllm import pool_pinning
+from tiffin.kvstore.connectors.vllm.pages import pool_pinning
+from tiffin.kvstore.connectors.vllm.pages.pool_pinning import PoolPinning
 from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
-from tiffin.kvstore.connectors.vllm.pool_pinning import PoolPinning
 from tiffin.kvstore.errors import NodeUnavailable
 from tiffin.messenger.gpu.pinning import registration
 

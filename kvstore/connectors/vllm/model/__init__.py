@@ -1,0 +1,1 @@
+"""What decides the bytes of a KV cache, and what is refused: engines, models, requests."""

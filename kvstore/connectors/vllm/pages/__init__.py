@@ -1,0 +1,1 @@
+"""The engine's pages: what they are in the pool's blocks, and what copies them."""
