@@ -31,7 +31,7 @@ from .worker_side import WorkerSide
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from .pages.copier import Copier
+    from .pages.copier import EngineCopier
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._requests = _Requests()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._copier: Copier | None = None
+        self._copier: EngineCopier | None = None
         self._settings = settings
         self._link = link = PoolLink.shared(settings.url, settings.verify)
         if role == KVConnectorRole.SCHEDULER:

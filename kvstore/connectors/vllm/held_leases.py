@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 HOLD_S = 2.0
 
 
-class Held(NamedTuple):
+class HeldBlocks(NamedTuple):
     """Blocks under a lease, and where they lie."""
 
     leased: LeasedBlocks
@@ -30,8 +30,8 @@ class HeldLeases:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._waiting: dict[str, tuple[Held, float]] = {}  # by request, and until when
-        self._loading: dict[int, tuple[Held, int]] = {}  # by load, and the workers still at it
+        self._waiting: dict[str, tuple[HeldBlocks, float]] = {}  # by request, and until when
+        self._loading: dict[int, tuple[HeldBlocks, int]] = {}  # by load, and workers at it
         self._mapped: Counter[RegionId] = Counter()  # how many workers can read it
         self._region: RegionId | None = None  # where the last lease was
 
@@ -45,7 +45,7 @@ class HeldLeases:
         every = [held for held, _ in (*self._waiting.values(), *self._loading.values())]
         return sum(len(held.places) * held.places.block_bytes for held in every)
 
-    def keep(self, request_id: str, held: Held, now: float) -> bool:
+    def keep(self, request_id: str, held: HeldBlocks, now: float) -> bool:
         """Keep a request's lease until its load is ordered. False, and the lease is released, if
         some worker can't read the memory."""
         self._region = held.places.region

@@ -16,7 +16,7 @@ from ...errors import InvalidInput, StaleLease, TiffinError
 from ...node.core.records import IN_DRAM
 from ...pool.client import IN_PEER
 from ...verbs.block_verbs import Hit
-from .held_leases import Held, HeldLeases
+from .held_leases import HeldBlocks, HeldLeases
 from .request_tracker import RequestTracker, TrackerOptions
 from .transfer_counters import TransferCounters
 
@@ -84,7 +84,7 @@ class SchedulerSide:
         self.counters = TransferCounters()
         self._leases = HeldLeases(ranks)
         self._lookups: dict[str, Future[Hit]] = {}
-        self._holds: dict[str, Future[Held | None]] = {}
+        self._holds: dict[str, Future[HeldBlocks | None]] = {}
         self._threads = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="tiffin-lookup")
 
     def add(self, request_id: str, tokens: Sequence[int], identity: Identity) -> None:
@@ -225,18 +225,18 @@ class SchedulerSide:
         held_bytes = self._leases.held_bytes
         self._holds[request_id] = self._threads.submit(self._leased, prefix, held_bytes)
 
-    def _leased(self, prefix: Prefix, held_bytes: int) -> Held | None:
+    def _leased(self, prefix: Prefix, held_bytes: int) -> HeldBlocks | None:
         """Lease and verify the blocks; None if they are not to be held. Raises TiffinError."""
         return self._link.call(partial(self._lease, prefix, held_bytes))
 
-    def _lease(self, prefix: Prefix, held_bytes: int, client: Client) -> Held | None:
+    def _lease(self, prefix: Prefix, held_bytes: int, client: Client) -> HeldBlocks | None:
         region = client.region()
         nbytes = held_bytes + len(prefix) * prefix.schema.block_bytes
         if region is None or nbytes > region.memory.nbytes // _HELD_SHARE:
             return None
         leased = client.get(prefix, timeout_s=self._settings.lookup_timeout_s)
         try:
-            return Held(leased, leased.places())
+            return HeldBlocks(leased, leased.places())
         except (InvalidInput, StaleLease):  # a part of them is elsewhere meanwhile
             leased.release()
             return None
@@ -244,7 +244,7 @@ class SchedulerSide:
             leased.release()
             raise
 
-    def _note_held(self, request_id: str, hold: Future[Held | None]) -> None:
+    def _note_held(self, request_id: str, hold: Future[HeldBlocks | None]) -> None:
         held = self._result(request_id, hold)
         kept = held is not None and self._leases.keep(request_id, held, time.monotonic())
         self.tracker.held(request_id, held.places if held is not None and kept else None)
@@ -257,7 +257,7 @@ class SchedulerSide:
             hold.add_done_callback(_released)
 
 
-def _released(hold: Future[Held | None]) -> None:
+def _released(hold: Future[HeldBlocks | None]) -> None:
     """Release a lease that nobody waits for."""
     if not hold.cancelled() and hold.exception() is None:
         held = hold.result()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ...blocks.block_places import BlockPlaces, MappedRegion, RegionId
     from ...client.client import Client
     from .orders import LoadOrder, SaveOrder, StepOrders
-    from .pages.copier import Copier
+    from .pages.copier import EngineCopier
     from .pool_link import PoolLink
     from .settings import Settings
 
@@ -106,7 +106,7 @@ class WorkerSide:
         share = rank_share(kv_heads or ranks, rank, ranks)
         self._shard, self._writes = share.shard, share.writes
         self._heads = share.heads if share.shard else None
-        self._copier: Copier | None = None
+        self._copier: EngineCopier | None = None
         self._loaders = ThreadPoolExecutor(_LOADERS, thread_name_prefix="tiffin-load")
         self._savers = ThreadPoolExecutor(_SAVERS, thread_name_prefix="tiffin-save")
         self._loading: dict[str, list[tuple[LoadOrder, Future[int]]]] = {}
@@ -120,7 +120,7 @@ class WorkerSide:
         self._stages: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
         self.counters = TransferCounters()
 
-    def register(self, copier: Copier) -> None:
+    def register(self, copier: EngineCopier) -> None:
         """Set what copies the engine's pages, once they exist."""
         self._copier = copier
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 
-class Copier(Protocol):
+class EngineCopier(Protocol):
     """Copies pages of one rank. `pages`: of a block. `block_bytes`: of a block, this rank's.
     Thread-safe; calls return when the bytes are where they belong."""
 

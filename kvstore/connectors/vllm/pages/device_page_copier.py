@@ -65,7 +65,7 @@ class _Batch(NamedTuple):
 
 
 class DevicePageCopier:
-    """Copies pages of one rank; see `copier.Copier`.
+    """Copies pages of one rank; see `EngineCopier`.
 
     `cache`: the rank's pages, and which heads they have. `page_tokens`: of the scheduler's pages,
     which may be several of the cache's. Allocates `STAGES` pairs of buffers of `piece_bytes`, or of
@@ -119,17 +119,17 @@ class DevicePageCopier:
             return True
 
     def close(self) -> None:
-        """See `Copier.close`."""
+        """See `EngineCopier.close`."""
         pinning, self._pinning = self._pinning, None
         if pinning is not None:
             pinning.close()
 
     def step_begins(self) -> None:
-        """See `Copier.step_begins`."""
+        """See `EngineCopier.step_begins`."""
         self._steps = self._device.steps()
 
     def scatter(self, blocks: Sequence[Bytes], pages: Sequence[int], skipped: int = 0) -> None:
-        """See `Copier.scatter`. Raises PageError for pages that the engine does not have,
+        """See `EngineCopier.scatter`. Raises PageError for pages that the engine does not have,
         RangeError for blocks of another size, CudaError."""
         with self._stage() as stage:
             stage.queue.wait(self._steps)
@@ -137,7 +137,7 @@ class DevicePageCopier:
                 self._load(stage, batch)
 
     def gather(self, blocks: Sequence[Bytes], pages: Sequence[int]) -> None:
-        """See `Copier.gather`. Raises as `scatter` does."""
+        """See `EngineCopier.gather`. Raises as `scatter` does."""
         with self._stage() as stage:
             for batch in self._batches(blocks, pages, 0):
                 self._save(stage, batch)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _QUEUE_TIMEOUT_S = 60.0
 
 
-class Buffer:
+class StageBuffer:
     """Memory on the device for one piece, and the event after which it is free."""
 
     def __init__(self, memory: Any) -> None:
@@ -36,10 +36,10 @@ class Stage:
     def __init__(self, device: Device, nbytes: int) -> None:
         self.queue: Queue = device.queue()
         self._copier = device.copier
-        self._buffers = deque(Buffer(device.buffer(nbytes)) for _ in range(2))
+        self._buffers = deque(StageBuffer(device.buffer(nbytes)) for _ in range(2))
         self._begun: list[DeviceTransfer] = []
 
-    def buffer(self) -> Buffer:
+    def buffer(self) -> StageBuffer:
         """The buffer that was used longest ago, once it is free."""
         buffer = self._buffers[0]
         self._buffers.rotate(-1)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ....format.schema import KVSchema
     from ..pool_link import PoolLink
     from ..settings import Settings
-    from .copier import Copier
+    from .copier import EngineCopier
     from .engine_pages import PageFormat
     from .page_schema import CacheShape
     from .token_schema import ModelShape
@@ -59,7 +59,7 @@ def engine_blocks(
 
 def engine_copier(
     blocks: EngineBlocks, layers: Mapping[str, Any], rank: int, link: PoolLink | None = None
-) -> Copier:
+) -> EngineCopier:
     """What copies a rank's pages. `layers`: its tensors by name, in the order of the model's
     layers. `link`: to the pool whose memory is to be pinned, for a GPU. Raises InvalidInput for
     tensors that are not what the engine's configuration says."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class PageCopier:
-    """Copies pages of one rank; see `copier.Copier`. `layers`: the engine's tensors, [pages, ...]
+    """Copies pages of one rank; see `EngineCopier`. `layers`: the engine's tensors, [pages, ...]
     each, whose pages are contiguous; `rank` of `ranks` tensor-parallel ones. Thread-safe.
 
     Raises InvalidInput for tensors that are not what the schema says.
@@ -62,10 +62,10 @@ class PageCopier:
         return flat.view(torch.uint8)
 
     def step_begins(self) -> None:
-        """See `Copier.step_begins`: on a CPU a step has ended before the next is ordered."""
+        """See `EngineCopier.step_begins`: on a CPU a step has ended before the next is ordered."""
 
     def close(self) -> None:
-        """See `Copier.close`: nothing is to be given back."""
+        """See `EngineCopier.close`: nothing is to be given back."""
 
     def scatter(self, blocks: Sequence[Bytes], pages: Sequence[int], skipped: int = 0) -> None:
         """Fill `pages`, in order, from the blocks without their first `skipped` pages. A block is

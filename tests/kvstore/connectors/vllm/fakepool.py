@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiffin.kvstore import KVSchema
 from tiffin.kvstore.blocks.block_places import BlockPlaces, RegionId
-from tiffin.kvstore.connectors.vllm.held_leases import Held
+from tiffin.kvstore.connectors.vllm.held_leases import HeldBlocks
 from tiffin.kvstore.errors import NodeUnavailable
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class FakePool:
         if self._parts:
             del self._parts[self.random.choice(list(self._parts))]
 
-    def lease(self, prefix: Prefix) -> Held:
+    def lease(self, prefix: Prefix) -> HeldBlocks:
         """Hold the leading blocks, as `SchedulerSide._lease` does."""
         offsets = []
         for key in prefix.keys[: self.hit(prefix)]:
@@ -114,7 +114,7 @@ class FakePool:
             self.leased[self.region, self._offset] = dict(self._parts[key])
             offsets.append(self._offset)
         places = BlockPlaces(self.region, tuple(offsets), BLOCK)
-        return Held(FakeLease(self, places), places)  # type: ignore[arg-type]
+        return HeldBlocks(FakeLease(self, places), places)  # type: ignore[arg-type]
 
     def restart(self) -> None:
         """As if the node were restarted: its memory is another, the old one is kept by readers."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from tiffin.kvstore import Prefix
-    from tiffin.kvstore.connectors.vllm.held_leases import Held
+    from tiffin.kvstore.connectors.vllm.held_leases import HeldBlocks
 
 LOOKUP_STEPS = 4
 
@@ -82,7 +82,7 @@ class ModelEngine:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._lookups: dict[str, Prefix] = {}
-        self._holds: dict[str, Held | None] = {}
+        self._holds: dict[str, HeldBlocks | None] = {}
         self.leases = leases(options.ranks)
         self.synchronous = 0  # how many loads were
         self._deferred: list[tuple[int, list[int]]] = []

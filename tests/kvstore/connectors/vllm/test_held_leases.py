@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tiffin.kvstore.blocks.block_places import BlockPlaces, RegionId
-from tiffin.kvstore.connectors.vllm.held_leases import HOLD_S, Held, HeldLeases
+from tiffin.kvstore.connectors.vllm.held_leases import HOLD_S, HeldBlocks, HeldLeases
 
 REGION, OTHER = RegionId(0, 1), RegionId(0, 2)
 
@@ -22,11 +22,11 @@ class Lease:
         self.releases += 1
 
 
-def held(region: RegionId = REGION, blocks: int = 2) -> Held:
-    return Held(Lease(), BlockPlaces(region, tuple(range(blocks)), 100))  # type: ignore[arg-type]
+def held(region: RegionId = REGION, blocks: int = 2) -> HeldBlocks:
+    return HeldBlocks(Lease(), BlockPlaces(region, tuple(range(blocks)), 100))  # type: ignore[arg-type]
 
 
-def released(one: Held) -> bool:
+def released(one: HeldBlocks) -> bool:
     lease: Any = one.leased
     assert lease.releases <= 1, "released twice"
     return bool(lease.releases)
