@@ -67,6 +67,8 @@ class _Requests:
 
     def __init__(self) -> None:
         self._requests: dict[str, Any] = {}
+        # Requests that were in no step since they got their pages.
+        self._fresh: set[str] = set()
         self.block_state: Any = None
         self.finished_pages: dict[str, Sequence[int]] = {}
 
@@ -75,7 +77,13 @@ class _Requests:
 
     def remove(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
+        self._fresh.discard(request_id)
         self.finished_pages.pop(request_id, None)
+
+    def allocated(self, request_id: str) -> None:
+        """The engine has given pages to a request. It counts what is to be loaded into them as
+        computed at once, and another connector beside this one may be what loads it."""
+        self._fresh.add(request_id)
 
     def pages_of(self, request_id: str) -> Sequence[int]:
         """See `EngineState.pages_of`."""
@@ -88,15 +96,19 @@ class _Requests:
         return list(self._requests[request_id].all_token_ids)
 
     def confirmed(self, request_ids: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """How many leading tokens of each request are computed, without steps in flight."""
+        """How many leading tokens of each request of a step are computed, without steps in flight
+        and without what this step loads."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                yield request_id, _confirmed(request)
+                yield request_id, self.confirmed_of(request)
+                self._fresh.discard(request_id)
 
-
-def _confirmed(request: Any) -> int:
-    return int(request.num_computed_tokens - request.num_in_flight_tokens)
+    def confirmed_of(self, request: Any) -> int:
+        """The same of one request."""
+        if request.request_id in self._fresh:
+            return 0
+        return int(request.num_computed_tokens - request.num_in_flight_tokens)
 
 
 class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -174,6 +186,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See `RequestTracker.allocated`."""
         assert self._scheduler is not None
+        self._requests.allocated(request.request_id)
         pages = blocks.get_block_ids()[0]
         computed = int(request.num_computed_tokens)
         self._scheduler.allocated(request.request_id, pages, num_external_tokens, computed)
@@ -221,7 +234,8 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._scheduler is not None
         request_id = request.request_id
         self._requests.finished_pages[request_id] = block_ids
-        keeps = self._scheduler.finished(request_id, _confirmed(request), self._requests)
+        confirmed = self._requests.confirmed_of(request)
+        keeps = self._scheduler.finished(request_id, confirmed, self._requests)
         self._requests.remove(request_id)
         return keeps, None
 
