@@ -5,7 +5,7 @@
 #   make test     the tests that fit in ten minutes on two cores
 #   make coverage   the same, and which lines they did not run: a third longer
 #   make engines  an environment with a real vLLM on the CPU, 3 GB in .venv-engines
-#   make test-engines  the same, and the tests with it: five minutes on two cores
+#   make test-engines  the same, and the tests with it: half an hour on two cores
 #   make test-slow  the kill -9 and corruption campaigns
 #   make test-campaign  half a million checked gets under kills, stops and a relay, and interrupts at
 #                 random times; half an hour. GETS=, INTERRUPTS= (of each kind of client), SEED=
@@ -69,8 +69,10 @@ coverage: venv
 
 engines: $(ENGINES)/.ready
 
-test-engines: engines
+test-engines: engines venv
 	$(ENGINES)/bin/python -m pytest tests/engines
+	TIFFIN_VLLM=$(abspath $(ENGINES)/bin/python) $(BIN)/pytest -m slow \
+		tests/conductor/events/test_real_vllm.py
 
 test-slow: venv
 	$(BIN)/pytest -m slow

@@ -7,14 +7,19 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from kvsupport import damage
 from tinymodels import FIRST_TOKEN, VOCABULARY
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
+from tiffin.kvstore import Client
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from vllm.lora.request import LoRARequest
 
     from tiffin.kvstore import Prefix
 
@@ -88,18 +93,26 @@ class Engine:
         name = connector._scheduler._settings.namespace
         return connector._schema.prefix(list(tokens), namespace=name)
 
-    def generate(self, prompts: list[Tokens], salt: str = "") -> list[Answer]:
+    def generate(
+        self, prompts: list[Tokens], salt: str = "", adapter: LoRARequest | None = None
+    ) -> list[Answer]:
         """Greedy answers, in order, once all that they store is stored."""
-        self.start(prompts, salt)
+        self.start(prompts, salt, adapter)
         answers = self.finish()
         return [answers[str(index)] for index in range(len(prompts))]
 
-    def start(self, prompts: list[Tokens], salt: str = "") -> None:
+    def start(
+        self, prompts: list[Tokens], salt: str = "", adapter: LoRARequest | None = None
+    ) -> None:
         """Start requests named "0", "1" and so on."""
         parameters = SamplingParams(temperature=0, max_tokens=SAID, ignore_eos=True)
         for index, tokens in enumerate(prompts):
             prompt = {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}
-            self._llm.llm_engine.add_request(str(index), prompt, parameters)
+            self._llm.llm_engine.add_request(str(index), prompt, parameters, lora_request=adapter)
+
+    def abort(self, names: Sequence[str]) -> None:
+        """End requests, as a server does whose clients have gone."""
+        self._llm.llm_engine.abort_request(list(names))
 
     def counter(self, name: str) -> float:
         """One of the connector's counters since the engine's start, over all labels."""
@@ -152,6 +165,17 @@ class Engine:
 def _clean_up() -> None:
     gc.collect()
     cleanup_dist_env_and_memory()
+
+
+def spoil(engine: Engine, url: str, prompts: Sequence[Tokens]) -> None:
+    """Change bytes all over the blocks of prompts, behind the node's back."""
+    with Client.open(url, verify="off") as client:
+        for prompt in prompts:
+            with client.get(engine.prefix(prompt)) as blocks:
+                for index in range(len(blocks)):
+                    memory = blocks[index].memory
+                    for at in range(3, len(memory), len(memory) // 128 // 4 * 4):
+                        damage(memory, at)  # a bit of a number's exponent
 
 
 # -- conversations ---------------------------------------------------------------------------------

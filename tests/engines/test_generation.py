@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 import vllm
-from generationsupport import Answer, Engine, Turn, converse, loadable, transfer
-from kvsupport import damage, wait_until
+from generationsupport import Answer, Engine, Turn, converse, loadable, spoil, transfer
+from kvsupport import wait_until
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tiffin.kvstore import Client
 from tiffin.kvstore.errors import InvalidInput, NodeUnavailable
 
 if TYPE_CHECKING:
@@ -149,24 +148,13 @@ def test_another_model_never_reads_these_blocks(start: Start, script: Script) ->
 # -- damage and death ------------------------------------------------------------------------------
 
 
-def spoil(engine: Engine, url: str, turn: Turn) -> None:
-    """Change bytes all over the blocks of a turn's prompts, behind the node's back."""
-    with Client.open(url, verify="off") as client:
-        for prompt in turn.prompts:
-            with client.get(engine.prefix(prompt)) as blocks:
-                for index in range(len(blocks)):
-                    memory = blocks[index].memory
-                    for at in range(3, len(memory), len(memory) // 128 // 4 * 4):
-                        damage(memory, at)  # a bit of a number's exponent
-
-
 def test_spoilt_blocks_change_the_answers_of_nobody_who_verifies(
     start: Start, script: Script, node: Daemon
 ) -> None:
     (turn, *_) = script("llama")
     with start(url=node.url) as engine:
         engine.play([turn])
-        spoil(engine, node.url, turn)
+        spoil(engine, node.url, turn.prompts)
     with start(url=node.url, settings={"verify": "off"}) as engine:
         answers = engine.generate(turn.prompts)
     assert [answer.tokens for answer in answers[:3]] != turn.said[:3]  # they are really read

@@ -5,9 +5,9 @@ has gone well. It would compute with the pages of a synchronous load that failed
 loaded synchronously only if they are *held*: leased and verified, and readable by all workers.
 
 What makes saves safe: a block is saved only when the engine has *confirmed* its tokens, which is
-when the outputs of the steps that computed them have been processed. Tokens that a request got from
-the engine's own cache are confirmed with the first token that it computes itself: whoever computed
-them did so in the same step or before.
+when the outputs of the steps that computed them have been processed. Tokens that a request had when
+it began, from the engine's own cache or from another connector, are confirmed with the first token
+that it computes itself: whoever computed or loaded them did so in the same step or before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class TrackedRequest:
     this host's DRAM, its NVMe or on another node. `hold`: whether they were asked to be held;
     `held`: where they lie, from block `held_from` on, while they are. `failed_from`: the first
     block that could not be loaded, which is not offered again. `next_save`: the first block to
-    save; what is before it is in the pool, or is being saved.
+    save; what is before it is in the pool, or is being saved. `began_with`: how many tokens the
+    request had in its first step, None before.
     """
 
     prefix: Prefix
@@ -54,6 +55,7 @@ class TrackedRequest:
     local_tokens: int = 0
     synchronous: bool = False
     next_save: int = 0
+    began_with: int | None = None
     pending_saves: set[int] = field(default_factory=set)
 
 
@@ -234,6 +236,7 @@ class RequestTracker:
             begin = max(begin, computed_tokens)
         end = begin + external_tokens
         request.next_save = min(end // block, self._hit(request))
+        request.began_with = None
         if not external_tokens:
             return
         first, last = begin // block, -(-end // block)
@@ -273,7 +276,11 @@ class RequestTracker:
         orders.saves, self._last_saves = self._last_saves, []
         for request_id, tokens in confirmed:
             request = self._requests.get(request_id)
-            if request is not None and tokens >= self._due(request):
+            if request is None:
+                continue
+            if request.began_with is None:
+                request.began_with = tokens
+            if tokens >= self._due(request):
                 orders.saves += self._save(request_id, request, tokens, engine)
         for order in orders.saves:
             self._unended[order.number] = order.request_id, self._options.ranks
@@ -310,10 +317,10 @@ class RequestTracker:
 
     def _due(self, request: TrackedRequest) -> float:
         """The number of confirmed tokens at which the request has a block to save."""
-        if not self._options.saves:
+        if not self._options.saves or request.began_with is None:
             return math.inf
         block_end = (request.next_save + 1) * self._options.block_tokens
-        return max(block_end, self._options.save_tokens_min, request.local_tokens + 1)
+        return max(block_end, self._options.save_tokens_min, request.began_with + 1)
 
     def _save(
         self, request_id: str, request: TrackedRequest, tokens: int, engine: EngineState

@@ -186,9 +186,9 @@ class Trusting(RequestTracker):
     """Saves what a request got from the engine's cache before the request computed anything."""
 
     def _due(self, request: TrackedRequest) -> float:
-        local, request.local_tokens = request.local_tokens, 0
+        began_with, request.began_with = request.began_with, 0
         due = super()._due(request)
-        request.local_tokens = local
+        request.began_with = began_with
         return due
 
 

@@ -74,18 +74,19 @@ class Case:
         self.tracker.allocated(name, pages, external, 0)
 
     def plan(self, tokens: int = 0, name: str = "r", **more: Any) -> StepOrders:
-        confirmed = [(name, tokens)] if tokens else []
+        confirmed = [(name, tokens)] if name in self.tracker else []
         return self.tracker.plan(confirmed, self.engine, **more)
 
     def finish(self, tokens: int, name: str = "r") -> bool:
         return self.tracker.finished(name, tokens, self.engine)
 
     def begin(self, pages: Sequence[int] = range(10), name: str = "r", local: int = 0) -> None:
-        """A request that the pool does not have, and that is computed from `local` on."""
+        """A request that the pool does not have, in the step that computes it from `local` on."""
         self.add(name)
         self.answer(0, name)
         assert self.match(local, name) == (0, False)
         self.allocate(pages, name=name)
+        self.plan(local, name)
 
 
 def blocks_of(orders: StepOrders) -> list[tuple[int, int]]:
@@ -385,6 +386,7 @@ def test_a_block_that_was_computed_in_part_is_saved_as_a_whole() -> None:
     case.answer(1)
     assert case.match(local=12) == (0, False)
     case.allocate(range(100, 110))
+    case.plan(12)
     (order,) = case.plan(16).saves
     assert (order.prefix.start, order.pages) == (1, (102, 103))
 
@@ -398,6 +400,7 @@ def test_what_the_pool_lacks_of_the_engines_own_cache_is_saved_with_the_first_co
     assert case.match(local=24) == (0, False)
     case.allocate(range(10))
     assert case.plan(24).saves == []  # who computed these may be in a step that has not ended
+    assert case.plan(24).saves == []
     (order,) = case.plan(25).saves
     assert (order.prefix.start, len(order.prefix), order.pages) == (1, 2, (2, 3, 4, 5))
 
@@ -411,6 +414,7 @@ def test_a_block_whose_load_failed_is_saved_once_it_is_computed() -> None:
     case.plan()
     case.tracker.reported(StepReport(failed={"r": 2}))
     case.tracker.allocated("r", range(10), 0, 16)
+    case.plan(16)
     assert blocks_of(case.plan(40)) == [(2, 3)]
 
 
@@ -423,6 +427,7 @@ def test_a_block_is_saved_at_its_second_use_if_that_is_asked_for() -> None:
     case.answer(0, "second")
     assert case.match(16, "second") == (0, False)
     case.allocate(range(10), name="second")
+    case.plan(16, "second")
     (order,) = case.plan(40, "second").saves
     assert (order.prefix.start, len(order.prefix), order.pages) == (0, 3, (0, 1, 2, 3, 4, 5))
     assert case.plan(40, "second").saves == []

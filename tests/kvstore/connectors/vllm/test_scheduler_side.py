@@ -207,6 +207,7 @@ def test_an_engine_that_only_saves_asks_nothing(make: Callable[..., SchedulerSid
     assert side.matched("r", 0, len(PROMPT)) == (0, False)
     assert not link.asked.is_set()
     side.allocated("r", range(10), 0, 0)
+    plan(side)
     assert len(plan(side, 40).saves) == 1
 
 
@@ -238,6 +239,7 @@ def test_last_blocks_of_a_finished_request_are_ordered(
     side.add("r", PROMPT, TEXT)
     assert answered(side) == 0
     side.allocated("r", range(10), 0, 0)
+    plan(side)
     assert side.finished("r", 40, Engine())
     orders = plan(side)
     assert [len(order.prefix) for order in orders.saves] == [5]

@@ -1,0 +1,81 @@
+"""Requests with LoRA adapters find what requests with the same adapter have stored, and nothing of
+others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import pytest
+from generationsupport import Engine, Tokens, Turn, converse, loadable, transfer
+from tinymodels import make_adapter
+from vllm.lora.request import LoRARequest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvsupport import Daemon
+
+pytestmark = pytest.mark.timeout(600)
+
+OPTIONS = {
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_lora_rank": 8,
+    "enable_prefix_caching": False,
+}
+Adapters: TypeAlias = "dict[str, LoRARequest | None]"
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> Adapters:
+    """None, and two with other weights."""
+    found: Adapters = {"none": None}
+    for number, name in enumerate(("one", "two"), 1):
+        make_adapter(tmp_path / name, seed=number)
+        found[name] = LoRARequest(name, number, str(tmp_path / name))
+    return found
+
+
+def renamed(adapters: Adapters) -> Adapters:
+    """The same files as another engine may name them."""
+    return {
+        name: one and LoRARequest(f"other-{name}", 10 - one.lora_int_id, one.lora_path)
+        for name, one in adapters.items()
+    }
+
+
+def say(engine: Engine, prompts: list[Tokens], adapters: Adapters) -> dict[str, list[Tokens]]:
+    return {
+        name: [answer.tokens for answer in engine.generate(prompts, adapter=adapter)]
+        for name, adapter in adapters.items()
+    }
+
+
+def cached(
+    engine: Engine, turn: Turn, adapters: Adapters, said: dict[str, list[Tokens]]
+) -> dict[str, list[int]]:
+    """Check every answer; returns how many tokens were not computed."""
+    found = {}
+    for name, adapter in adapters.items():
+        answers = engine.generate(turn.prompts, adapter=adapter)
+        assert [answer.tokens for answer in answers] == said[name]
+        found[name] = [answer.cached for answer in answers]
+    return found
+
+
+def test_each_adapter_finds_its_own_blocks(
+    adapters: Adapters, model_folders: Path, shared_node: Daemon, namespace: str
+) -> None:
+    model, pool = model_folders / "llama", transfer(shared_node.url, namespace)
+    with Engine(model, **OPTIONS) as engine:
+        (turn,) = converse(engine, seed=7, turns=1)
+        said = say(engine, turn.prompts, adapters)
+    for index in range(len(turn.prompts)):  # by another adapter's blocks they would be others
+        assert len({tuple(said[name][index]) for name in adapters}) == 3
+    with Engine(model, pool, **OPTIONS) as engine:
+        found = cached(engine, turn, adapters, said)
+    assert found == dict.fromkeys(adapters, [0] * len(turn.prompts))
+    with Engine(model, pool, **OPTIONS) as engine:
+        found = cached(engine, turn, renamed(adapters), said)
+    expected = [loadable(prompt, 128) for prompt in turn.prompts]
+    assert found == dict.fromkeys(adapters, expected)
