@@ -114,7 +114,7 @@ def _note(turns: list[dict[str, Any]]) -> str:
 
 
 def _median(turns: list[dict[str, Any]]) -> float:
-    return median(gap for turn in turns for gap in turn["gaps"])
+    return float(median(gap for turn in turns for gap in turn["gaps"]))
 
 
 def _p99s(turns: list[dict[str, Any]]) -> Spread:
