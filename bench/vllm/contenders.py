@@ -33,12 +33,12 @@ _GIB = 1024 * MIB
 @dataclass(frozen=True, slots=True)
 class Contender:
     """`transfer`: the fields of the engine's KVTransferConfig. `environment`: variables of the
-    engine. `services`: the processes that it loads from. `shared`: another engine may load what one
-    engine saved."""
+    engine. `polling`: processes that it loads from and that take CPU time when nobody asks them.
+    `shared`: another engine may load what one engine saved."""
 
     transfer: dict[str, Any]
     environment: dict[str, str] = field(default_factory=dict)
-    services: Sequence[GroupProcess] = ()
+    polling: Sequence[GroupProcess] = ()
     shared: bool = True
 
 
@@ -61,7 +61,7 @@ def node() -> Iterator[Contender]:
         url = f"unix:{path}"
         with service("the node", node_command(NODE_BYTES, path)) as process:
             await_answer(process.popen, lambda: greets(url), "the node")
-            yield Contender(transfer(url), services=(process,))
+            yield Contender(transfer(url))
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def lmcache(setting: Setting) -> Iterator[Contender]:
     with service("lmcache server", command, environment) as process:
         await_answer(process.popen, lambda: _accepts(port), "lmcache server")
         options = {"lmcache.mp.host": f"tcp://{LOOPBACK}", "lmcache.mp.port": port}
-        yield Contender(_transfer("LMCacheMPConnector", options), environment, (process,))
+        yield Contender(_transfer("LMCacheMPConnector", options), environment)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..store.rows import Row, Spread, Target
@@ -97,7 +98,7 @@ def _row(
         limit_what="p99 of as many gaps of the same engine with nothing beside them, in turns",
         limit=_p99s(quiet),
         targets=targets,
-        note=_note(found),
+        note=f"{_note(found)}; median gaps {_median(found):.1f} and {_median(quiet):.1f} ms",
     )
 
 
@@ -110,6 +111,10 @@ def _note(turns: list[dict[str, Any]]) -> str:
     if repeated:
         note += f"; {repeated} turns measured again, as a prompt was computed"
     return f"{note}; {computed} prompts computed all the same" if computed else note
+
+
+def _median(turns: list[dict[str, Any]]) -> float:
+    return float(median(gap for turn in turns for gap in turn["gaps"]))
 
 
 def _p99s(turns: list[dict[str, Any]]) -> Spread:

@@ -88,7 +88,7 @@ class _Loader:
     """An engine that loads, and what was measured with it."""
 
     def __init__(self, contender: Contender, process: GroupProcess, times: Times) -> None:
-        self._processes = (*contender.services, process)
+        self._processes = (*contender.polling, process)
         self._process = process
         self.times = times
 
@@ -97,7 +97,7 @@ class _Loader:
         self.times.add(self._process.tell("turn"))
 
     def stop(self) -> None:
-        """Its processes take no more CPU time, until `resume`."""
+        """Its processes take no more CPU time, until `resume`: vLLM's poll as well."""
         for process in reversed(self._processes):
             process.stop()
 

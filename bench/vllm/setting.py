@@ -71,7 +71,7 @@ class Setting:
             reason = (done.stderr.strip() or f"exit {done.returncode}").splitlines()[-1]
             raise Missing(
                 f"{module} can't be imported: {reason}; bench/vllm/install_peers.sh installs the "
-                "peers in a folder, for --peers"
+                "peers in a folder, for --peers, and names the libraries that they need"
             )
         return Peer(python, Path(done.stdout.splitlines()[-1]), environment)
 

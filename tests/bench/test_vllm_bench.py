@@ -260,6 +260,7 @@ def test_gaps_are_judged_by_their_slowest_hundredth() -> None:
     assert "240000 tokens loaded" in row.note
     assert "6 turns measured again" in row.note
     assert "3 prompts computed all the same" in row.note
+    assert row.note.endswith("median gaps 5.0 and 5.0 ms")
     assert (own.name, own.ratio, own.met) == ("decode-gaps-own-cache", 1.0, None)
     assert "computed" not in own.note
 
