@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,7 +16,7 @@ from generationsupport import SAID, Tokens
 from kvsupport import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from serversupport import Server
 
@@ -35,16 +36,36 @@ class Outcome:
     streamed: bool
 
 
-def ask(client: openai.OpenAI, prompt: Tokens, stream: bool) -> Tokens:
-    """A greedy answer."""
-    answer: Any = client.completions.create(
+@contextmanager
+def client_of(server: Server) -> Iterator[openai.OpenAI]:
+    """A client that asks once: it does not hide a failure by a second try."""
+    with httpx.Client(trust_env=False, timeout=DEADLINE_S) as http:
+        yield openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=http
+        )
+
+
+def begin(client: openai.OpenAI, prompt: Tokens, stream: bool, max_tokens: int = SAID) -> Any:
+    """The library's answer, or its stream of parts of one."""
+    return client.completions.create(
         model="tiny",
         prompt=prompt,
-        max_tokens=SAID,
+        max_tokens=max_tokens,
         temperature=0,
         stream=stream,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
+
+
+def leave(server: Server, prompt: Tokens) -> None:
+    """Ask for a long answer, and go away after its first part."""
+    with client_of(server) as client, begin(client, prompt, True, max_tokens=1000) as parts:
+        next(iter(parts))
+
+
+def ask(client: openai.OpenAI, prompt: Tokens, stream: bool) -> Tokens:
+    """A greedy answer."""
+    answer = begin(client, prompt, stream)
     parts = answer if stream else [answer]
     return [token for part in parts for choice in part.choices for token in choice.token_ids or ()]
 
@@ -64,10 +85,7 @@ class _Client:
         self.thread.start()
 
     def _work(self) -> None:
-        with httpx.Client(trust_env=False, timeout=DEADLINE_S) as http:
-            client = openai.OpenAI(
-                base_url=f"{self.server.url}/v1", api_key="none", max_retries=0, http_client=http
-            )
+        with client_of(self.server) as client:
             while not self._ending.is_set():
                 self.outcomes.append(self._one(client))
                 if self.outcomes[-1].error is not None:
