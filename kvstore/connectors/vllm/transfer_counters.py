@@ -46,6 +46,8 @@ class TransferCounters:
 
     def take(self) -> dict[str, float]:
         """The counts, which begin anew."""
+        if not self._counts:  # as in most steps
+            return {}
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return dict(counts)

@@ -45,6 +45,8 @@ _SAVERS = 1
 # step again at once, in a loop that leaves the GIL to these threads only every 5 ms: a load of
 # 32 MiB over TCP then took 400 ms. A request that arrives meanwhile waits as well.
 _IDLE_WAIT_S = 0.02
+# How long the end of an engine waits for its saves.
+CLOSE_S = 3.0
 # Memory of one load from other nodes at a time; each loading thread has such a stage.
 _STAGE_BYTES = 64 << 20
 
@@ -199,7 +201,9 @@ class WorkerSide:
         return report
 
     def close(self) -> None:
-        """Give up what has not begun, wait for the rest, close the connection."""
+        """End the saves, as far as that is done in `CLOSE_S`, and close the connection: an engine
+        that ends after a prompt leaves its blocks behind. No step writes pages any more."""
+        wait([saving for saves in self._saving.values() for _, saving in saves], CLOSE_S)
         for saves in self._saving.values():
             for save, _ in saves:
                 save.drain()

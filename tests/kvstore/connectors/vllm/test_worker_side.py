@@ -15,6 +15,7 @@ from kvsupport import Background, damage, fresh_prefix, wait_until
 from pagesupport import BLOCK_PAGES, LAYERS, Rank, schema_of
 
 from tiffin.kvstore.blocks.block_places import RegionId
+from tiffin.kvstore.connectors.vllm import worker_side
 from tiffin.kvstore.connectors.vllm.orders import LoadOrder, SaveOrder, StepOrders
 from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
 from tiffin.kvstore.connectors.vllm.settings import Settings
@@ -416,7 +417,23 @@ def test_a_drain_of_one_request_leaves_the_others(
     assert hit(link, prefix) == BLOCKS
 
 
-def test_closing_gives_up_saves_that_have_not_begun(link: GatedLink, prefix: Prefix) -> None:
+def test_closing_ends_saves_that_have_not_begun(link: GatedLink, prefix: Prefix) -> None:
+    worker = Worker(link)
+    later = fresh_prefix(BLOCKS, schema_of(1))
+    link.before = gate = Gate()
+    worker.save(prefix)
+    worker.save(later, number=2)
+    gate.reached.wait(30)
+    closing = Background(worker.side.close)
+    gate.opened.set()
+    closing.result()
+    assert (hit(link, prefix), hit(link, later)) == (BLOCKS, BLOCKS)
+
+
+def test_closing_gives_up_saves_that_take_too_long(
+    link: GatedLink, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_side, "CLOSE_S", 0.0)
     worker = Worker(link)
     later = fresh_prefix(BLOCKS, schema_of(1))
     link.before = gate = Gate()
