@@ -25,7 +25,7 @@ from .pages.rank_share import rank_share
 from .transfer_counters import TransferCounters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from concurrent.futures import Future
 
     from numpy.typing import NDArray
@@ -49,6 +49,9 @@ _IDLE_WAIT_S = 0.02
 CLOSE_S = 3.0
 # Memory of one load from other nodes at a time; each loading thread has such a stage.
 _STAGE_BYTES = 64 << 20
+
+
+_NOTHING = StepReport()
 
 
 class _Stage(Enum):
@@ -117,6 +120,7 @@ class WorkerSide:
         self._bad_pages: set[int] = set()
         self._regions: dict[RegionId, MappedRegion] = {}
         self._left: set[RegionId] = set()
+        self._region: MappedRegion | None = None  # the link's, in the last step
         self._report = StepReport()
         self._idle = False
         self._stages: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
@@ -151,13 +155,16 @@ class WorkerSide:
             if load.synchronous:
                 self._note_load(load, self._load(load))
 
-    def _map_region(self, left: Iterable[RegionId]) -> None:
+    def _map_region(self, left: Sequence[RegionId]) -> None:
         """Keep the memory of the node on this host, once it is known, and report that held blocks
         can be read in it. It outlives the connection, until the scheduler side has `left` it."""
+        region = self._link.region()
+        if region is self._region and not left:  # as in most steps
+            return
+        self._region = region
         for identity in left:
             self._regions.pop(identity, None)
         self._left.update(left)
-        region = self._link.region()
         if region is not None and region.identity not in self._regions.keys() | self._left:
             self._regions[region.identity] = region
             self._report.mapped[region.identity] += 1
@@ -197,6 +204,8 @@ class WorkerSide:
 
     def take_report(self) -> StepReport:
         """The report since the last one."""
+        if not self._report:  # as in most steps
+            return _NOTHING
         report, self._report = self._report, StepReport()
         return report
 
