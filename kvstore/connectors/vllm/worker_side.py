@@ -321,8 +321,8 @@ class WorkerSide:
                     slots.abort()
                     return
                 try:
-                    for slot in slots:
-                        copier.gather([slot.view], self._pages_of(order, slot.index))
+                    views = [slot.view for slot in slots]
+                    copier.gather(views, self._pages_of(order, [slot.index for slot in slots]))
                 finally:
                     save.end_copy()
             except BaseException:
@@ -345,7 +345,9 @@ class WorkerSide:
             save.drain()
         self.counters.add("save_seconds", time.monotonic() - began)
 
-    def _pages_of(self, order: SaveOrder, block: int) -> tuple[int, ...]:
+    def _pages_of(self, order: SaveOrder, blocks: Iterable[int]) -> tuple[int, ...]:
+        """The pages of some of the order's blocks."""
         assert self._copier is not None
         count = self._copier.pages
-        return order.pages[block * count : (block + 1) * count]
+        starts = [block * count for block in blocks]
+        return tuple(page for start in starts for page in order.pages[start : start + count])

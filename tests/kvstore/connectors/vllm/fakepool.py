@@ -59,8 +59,9 @@ class PageMemory:
 
     def gather(self, blocks: Sequence[Any], pages: Sequence[int]) -> None:
         """See `PageCopier.gather`."""
-        (block,) = blocks
-        block[:] = [list(self.content[page]) for page in pages]
+        for index, block in enumerate(blocks):
+            mine = pages[index * BLOCK_PAGES : (index + 1) * BLOCK_PAGES]
+            block[:] = [list(self.content[page]) for page in mine]
 
 
 class FakePool:
