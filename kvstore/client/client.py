@@ -441,6 +441,7 @@ class Client(ClientBase):
         """The node's tiers, counters and sessions."""
         return drive(block_verbs.statistics(timeout_s), self._link)
 
+    @property
     def region(self) -> MappedRegion | None:
         """This process's mapping of the memory of the node on this host, in which other processes'
         leased blocks can be read (`LeasedBlocks.places`). None for a pool without a node here; a

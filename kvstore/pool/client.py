@@ -452,6 +452,7 @@ class PoolClient(Client):
         home = self._home_number
         return {"nodes": nodes, "links": links, "home": names.get(home) if home else None}
 
+    @property
     def region(self) -> MappedRegion | None:
         """See `Client.region`."""
         self._check_open()

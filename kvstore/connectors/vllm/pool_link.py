@@ -79,7 +79,7 @@ class PoolLink:
         if client is None:
             return None
         try:
-            return client.region()
+            return client.region
         except ClientClosed:
             return None
 

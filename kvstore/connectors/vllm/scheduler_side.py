@@ -230,7 +230,7 @@ class SchedulerSide:
         return self._link.call(partial(self._lease, prefix, held_bytes))
 
     def _lease(self, prefix: Prefix, held_bytes: int, client: Client) -> HeldBlocks | None:
-        region = client.region()
+        region = client.region
         nbytes = held_bytes + len(prefix) * prefix.schema.block_bytes
         if region is None or nbytes > region.memory.nbytes // _HELD_SHARE:
             return None

@@ -27,7 +27,7 @@ READER = """
 import pickle, sys
 from tiffin.kvstore import Client
 with Client.open(sys.argv[1]) as client:
-    for view in client.region().views(pickle.load(sys.stdin.buffer)):
+    for view in client.region.views(pickle.load(sys.stdin.buffer)):
         assert not view.flags.writeable
         sys.stdout.buffer.write(view)
 """
@@ -46,7 +46,7 @@ def two(daemon: Daemon) -> Iterator[tuple[Client, Client]]:
 
 
 def region_of(client: Client) -> MappedRegion:
-    region = client.region()
+    region = client.region
     assert region is not None
     return region
 
@@ -160,4 +160,4 @@ def test_a_closed_client_has_no_region(daemon: Daemon) -> None:
     client = Client.open(daemon.url)
     client.close()
     with pytest.raises(ClientClosed):
-        client.region()
+        _ = client.region

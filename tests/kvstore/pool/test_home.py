@@ -384,7 +384,7 @@ def test_blocks_at_home_have_places_and_blocks_of_others_have_none(
 ) -> None:
     both, elsewhere = on_both(cluster, daemon, far), far.put(fresh_prefix(3))
     cluster.settle()
-    region = client.region()
+    region = client.region
     assert region is not None
 
     def reads_in_place() -> bool:
@@ -401,4 +401,4 @@ def test_blocks_at_home_have_places_and_blocks_of_others_have_none(
 
 
 def test_a_pool_without_a_home_has_no_region(cluster: Cluster) -> None:
-    assert cluster.open().region() is None
+    assert cluster.open().region is None

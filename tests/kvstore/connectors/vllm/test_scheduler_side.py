@@ -251,7 +251,7 @@ def test_last_blocks_of_a_finished_request_are_ordered(
 
 def readable(side: SchedulerSide, link: PoolLink) -> RegionId:
     """The worker reports that it can read the node's memory."""
-    region = link.call(lambda client: client.region())
+    region = link.call(lambda client: client.region)
     side.reported(StepReport(mapped=Counter([region.identity])))
     return region.identity  # type: ignore[no-any-return]
 

@@ -229,13 +229,13 @@ def begin(worker: Worker, **orders: Any) -> Counter[RegionId]:
 
 
 def test_a_worker_reports_once_which_memory_it_can_read(worker: Worker, link: GatedLink) -> None:
-    region = link.call(lambda client: client.region())
+    region = link.call(lambda client: client.region)
     assert begin(worker) == Counter([region.identity])
     assert begin(worker) == Counter()
 
 
 def test_memory_that_is_left_is_not_mapped_again(worker: Worker, link: GatedLink) -> None:
-    region = link.call(lambda client: client.region())
+    region = link.call(lambda client: client.region)
     begin(worker)
     assert begin(worker, left_regions=[region.identity, RegionId(0, 0)]) == Counter()
     assert begin(worker) == Counter()
