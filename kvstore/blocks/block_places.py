@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..errors import InvalidInput
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -52,12 +54,16 @@ class MappedRegion:
     identity: RegionId
     memory: Bytes
 
+    def has(self, offsets: Iterable[int], nbytes: int) -> bool:
+        """Whether `nbytes` bytes from each of the offsets on all lie in the region."""
+        return all(0 <= offset <= len(self.memory) - nbytes for offset in offsets)
+
     def views(self, places: BlockPlaces) -> list[Bytes]:
         """The payload of each block, read-only, without a copy; the bytes are those of the blocks
         while the lease lasts. Raises InvalidInput for places in other memory."""
         size = places.block_bytes
         if places.region != self.identity:
             raise InvalidInput(f"the blocks lie in {places.region}; this is {self.identity}")
-        if any(not 0 <= offset <= len(self.memory) - size for offset in places.offsets):
+        if not self.has(places.offsets, size):
             raise InvalidInput(f"a block lies outside the region of {len(self.memory)} bytes")
         return [self.memory[offset : offset + size] for offset in places.offsets]

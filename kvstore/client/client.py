@@ -92,7 +92,7 @@ class LeasedBlocks(OfOneProcess, Blocks):
         mapped, block_bytes = self._link.mapping.mapped, self.prefix.schema.block_bytes
         base = _address(mapped.memory)
         offsets = tuple(_address(self[index].memory) - base for index in range(len(self)))
-        if not all(0 <= offset <= len(mapped.memory) - block_bytes for offset in offsets):
+        if not mapped.has(offsets, block_bytes):
             raise StaleLease("these blocks are of a node that was restarted")
         return BlockPlaces(mapped.identity, offsets, block_bytes)
 

@@ -42,8 +42,7 @@ class HeldLeases:
     @property
     def held_bytes(self) -> int:
         """Bytes of all blocks under leases."""
-        every = [held for held, _ in (*self._waiting.values(), *self._loading.values())]
-        return sum(len(held.places) * held.places.block_bytes for held in every)
+        return sum(len(held.places) * held.places.block_bytes for held in self._every())
 
     def keep(self, request_id: str, held: HeldBlocks, now: float) -> bool:
         """Keep a request's lease until its load is ordered. False, and the lease is released, if
@@ -92,18 +91,21 @@ class HeldLeases:
     def leave_regions(self) -> list[RegionId]:
         """Memory in which no block is held, and none will be: leases come from other memory now.
         Each is returned once."""
-        every = [held for held, _ in (*self._waiting.values(), *self._loading.values())]
-        used = {held.places.region for held in every} | {self._region}
-        left = [region for region in self._mapped if region not in used]
-        if self._region is None:
+        left = [region for region in self._mapped if region != self._region]
+        if self._region is None or not left:  # as in nearly every step
             return []
+        used = {held.places.region for held in self._every()}
+        left = [region for region in left if region not in used]
         for region in left:
             del self._mapped[region]
         return left
 
     def close(self) -> None:
         """Release all leases."""
-        for held, _ in (*self._waiting.values(), *self._loading.values()):
+        for held in self._every():
             held.leased.release()
         self._waiting.clear()
         self._loading.clear()
+
+    def _every(self) -> list[HeldBlocks]:
+        return [held for held, _ in (*self._waiting.values(), *self._loading.values())]

@@ -223,13 +223,11 @@ class SchedulerSide:
     def _hold(self, request_id: str, prefix: Prefix) -> None:
         self.tracker.hold_asked(request_id, prefix, self._lookup_until())
         held_bytes = self._leases.held_bytes
-        self._holds[request_id] = self._threads.submit(self._leased, prefix, held_bytes)
-
-    def _leased(self, prefix: Prefix, held_bytes: int) -> HeldBlocks | None:
-        """Lease and verify the blocks; None if they are not to be held. Raises TiffinError."""
-        return self._link.call(partial(self._lease, prefix, held_bytes))
+        lease = partial(self._lease, prefix, held_bytes)
+        self._holds[request_id] = self._threads.submit(self._link.call, lease)
 
     def _lease(self, prefix: Prefix, held_bytes: int, client: Client) -> HeldBlocks | None:
+        """Lease and verify the blocks; None if they are not to be held. Raises TiffinError."""
         region = client.region
         nbytes = held_bytes + len(prefix) * prefix.schema.block_bytes
         if region is None or nbytes > region.memory.nbytes // _HELD_SHARE:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from typing import Any
 
 from ....errors import InvalidInput
 from ....format.schema import KVSchema
@@ -41,18 +42,13 @@ class CacheShape:
 
     def fingerprint(self) -> str:
         """32 hexadecimal digits over all fields."""
-        content = json.dumps(asdict(self), sort_keys=True).encode()
-        return blake2b(content, digest_size=16).hexdigest()
+        return shape_fingerprint(self)
 
 
 def page_schema(shape: CacheShape, block_tokens: int) -> KVSchema:
     """The schema of blocks of `block_tokens` tokens. Raises InvalidInput for pages that do not fill
     a block, or whose bytes can't be divided among the ranks."""
-    if block_tokens % shape.page_tokens:
-        raise InvalidInput(
-            f"pages of {shape.page_tokens} tokens do not fill blocks of {block_tokens}; choose "
-            "another --block-size"
-        )
+    check_pages(shape.page_tokens, block_tokens)
     pages = block_tokens // shape.page_tokens
     if shape.ranks > 1 and pages % 2:
         raise InvalidInput(
@@ -71,3 +67,18 @@ def page_schema(shape: CacheShape, block_tokens: int) -> KVSchema:
         block_tokens=block_tokens,
         shards=shape.ranks,
     )
+
+
+def check_pages(page_tokens: int, block_tokens: int) -> None:
+    """Raise InvalidInput for pages that do not fill a block."""
+    if block_tokens % page_tokens:
+        raise InvalidInput(
+            f"pages of {page_tokens} tokens do not fill blocks of {block_tokens}; choose another "
+            "--block-size"
+        )
+
+
+def shape_fingerprint(shape: Any) -> str:
+    """32 hexadecimal digits over all fields of a dataclass."""
+    content = json.dumps(asdict(shape), sort_keys=True).encode()
+    return blake2b(content, digest_size=16).hexdigest()

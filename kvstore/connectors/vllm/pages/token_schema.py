@@ -8,13 +8,12 @@ another with pages of 64 on four reads, each rank its own heads.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from hashlib import blake2b
+from dataclasses import dataclass
 
 from ....errors import InvalidInput
 from ....format.header import MAX_SEGMENTS
 from ....format.schema import KVSchema
+from .page_schema import check_pages, shape_fingerprint
 
 _PARTS = 2  # K and V
 
@@ -39,18 +38,13 @@ class ModelShape:
 
     def fingerprint(self) -> str:
         """32 hexadecimal digits over all fields."""
-        content = json.dumps(asdict(self), sort_keys=True).encode()
-        return blake2b(content, digest_size=16).hexdigest()
+        return shape_fingerprint(self)
 
 
 def token_schema(shape: ModelShape, block_tokens: int, page_tokens: int) -> KVSchema:
     """The schema of blocks of `block_tokens` tokens, the same for every number of ranks. Raises
     InvalidInput for pages that do not fill a block, SchemaError for blocks that are too large."""
-    if block_tokens % page_tokens:
-        raise InvalidInput(
-            f"pages of {page_tokens} tokens do not fill blocks of {block_tokens}; choose another "
-            "--block-size"
-        )
+    check_pages(page_tokens, block_tokens)
     return KVSchema.gqa(
         model=f"vllm:{shape.fingerprint()}",
         layers=shape.layers,

@@ -417,30 +417,28 @@ def test_a_drain_of_one_request_leaves_the_others(
     assert hit(link, prefix) == BLOCKS
 
 
-def test_closing_ends_saves_that_have_not_begun(link: GatedLink, prefix: Prefix) -> None:
+def hit_after_closing(link: GatedLink, first: Prefix) -> tuple[int, int]:
+    """A worker that ends with one save in progress and one that has not begun: how many blocks of
+    both there are then."""
     worker = Worker(link)
     later = fresh_prefix(BLOCKS, schema_of(1))
     link.before = gate = Gate()
-    worker.save(prefix)
+    worker.save(first)
     worker.save(later, number=2)
     gate.reached.wait(30)
     closing = Background(worker.side.close)
     gate.opened.set()
     closing.result()
-    assert (hit(link, prefix), hit(link, later)) == (BLOCKS, BLOCKS)
+    return hit(link, first), hit(link, later)
+
+
+def test_closing_ends_saves_that_have_not_begun(link: GatedLink, prefix: Prefix) -> None:
+    assert hit_after_closing(link, prefix) == (BLOCKS, BLOCKS)
 
 
 def test_closing_gives_up_saves_that_take_too_long(
     link: GatedLink, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_side, "CLOSE_S", 0.0)
-    worker = Worker(link)
-    later = fresh_prefix(BLOCKS, schema_of(1))
-    link.before = gate = Gate()
-    worker.save(prefix)
-    worker.save(later, number=2)
-    gate.reached.wait(30)
-    closing = Background(worker.side.close)
-    gate.opened.set()
-    closing.result()
-    assert hit(link, later) == 0
+    _, later = hit_after_closing(link, prefix)
+    assert later == 0
