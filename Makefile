@@ -28,7 +28,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 comma := ,
 PACKAGES := kvstore messenger kernels conductor bench
-EXTRAS := $(if $(strip $(TORCH)),engines$(comma)kernels$(comma))authenticate,bench,redis,conductor,dev
+EXTRAS := $(if $(strip $(TORCH)),engines$(comma)kernels$(comma))authenticate,bench,redis,conductor,tracing,dev
 # Nearly all files of tests stay whole, as their fixtures start servers. `loadfile` would keep all of
 # them whole, but runs only one of several tests with one name, as those of schemathesis have. The
 # slow campaigns measure, and have the cores alone.
@@ -72,7 +72,7 @@ engines: $(ENGINES)/.ready
 test-engines: engines venv
 	$(ENGINES)/bin/python -m pytest tests/engines
 	TIFFIN_VLLM=$(abspath $(ENGINES)/bin/python) $(BIN)/pytest -m slow \
-		tests/conductor/events/test_real_vllm.py
+		tests/conductor/events/test_real_vllm.py tests/conductor/gateway/test_split_vllm.py
 
 test-slow: venv
 	$(BIN)/pytest -m slow

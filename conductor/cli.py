@@ -17,7 +17,7 @@ from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.gc_tuning import calm_collector
 from tiffin.kvstore.text import printable
 
-from .console import explained
+from .console import OtlpOption, explained
 from .web.connection_limits import PER_PEER
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ def conductor(
         Path | None, typer.Option(help="Serve https with this certificate.")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    otlp_endpoint: OtlpOption = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run the conductor: it decides which instances serve which requests.
@@ -171,6 +172,7 @@ def conductor(
             limits=Limits(peer_connections=peer_connections),
             tls_cert=tls_cert,
             tls_key=tls_key,
+            otlp_endpoint=otlp_endpoint,
         )
         log_to_stderr(log_level)
         # Otherwise each counter has a second line with its time of creation.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 
 # What the extra `conductor` brings, and commands import when they run.
 _EXTRA = ("fastapi", "httpx", "prometheus_client", "starlette", "statsmodels", "uvicorn", "zmq")
+
+OtlpOption = Annotated[
+    str,
+    typer.Option(
+        help="Send spans of requests to this collector, as http://HOST:4318/v1/traces.",
+        metavar="URL",
+    ),
+]
 
 
 @contextlib.contextmanager

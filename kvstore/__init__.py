@@ -3,9 +3,10 @@
 from .blocks.block_views import Block, Blocks, Missing
 from .client.async_client import AsyncClient
 from .client.client import Client
+from .client.prefetch_handles import AsyncPrefetch, Prefetch
 from .errors import TiffinError
 from .format.keys import Prefix
-from .format.schema import KVSchema, LayerSpec
+from .format.schema import KVSchema, LayerSpec, Shard
 from .streaming.layer_source import StreamedLayer
 from .streaming.layer_stream import AsyncLayerStream, LayerStream
 from .verbs.block_verbs import Hit, PutResult
@@ -13,6 +14,7 @@ from .verbs.block_verbs import Hit, PutResult
 __all__ = [
     "AsyncClient",
     "AsyncLayerStream",
+    "AsyncPrefetch",
     "Block",
     "Blocks",
     "Client",
@@ -21,8 +23,10 @@ __all__ = [
     "LayerSpec",
     "LayerStream",
     "Missing",
+    "Prefetch",
     "Prefix",
     "PutResult",
+    "Shard",
     "StreamedLayer",
     "TiffinError",
 ]

@@ -42,26 +42,26 @@ class Contender:
     shared: bool = True
 
 
-def transfer(url: str) -> dict[str, Any]:
-    """Our connector, with this pool."""
+def transfer(url: str, **settings: Any) -> dict[str, Any]:
+    """Our connector, with this pool and these settings."""
     return {
         "kv_connector": "TiffinConnector",
         "kv_connector_module_path": "tiffin.kvstore.connectors.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"url": url},
+        "kv_connector_extra_config": {"url": url, **settings},
     }
 
 
 @contextlib.contextmanager
-def node() -> Iterator[Contender]:
-    """A node on this host."""
+def node(**settings: Any) -> Iterator[Contender]:
+    """A node on this host. `settings`: the connector's."""
     with tempfile.TemporaryDirectory(prefix="tiffin-bench-") as folder:
         path = Path(folder) / "node.sock"
         url = f"unix:{path}"
         with service("the node", node_command(NODE_BYTES, path)) as process:
             await_answer(process.popen, lambda: greets(url), "the node")
-            yield Contender(transfer(url))
+            yield Contender(transfer(url, **settings))
 
 
 @contextlib.contextmanager

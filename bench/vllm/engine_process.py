@@ -58,8 +58,8 @@ class GroupProcess(PeerProcess):
         super().__init__(name, self.popen, log)
 
     def tell(self, name: str, **arguments: Any) -> Any:
-        """The answer to one of `engine.peer.Commands`. Raises NodeUnavailable, with the end of its
-        log, if the process has ended."""
+        """The answer to one of `engine.commands.Commands`. Raises NodeUnavailable, with the end of
+        its log, if the process has ended."""
         return self.ask(json.dumps([name, arguments]))
 
     def answer(self) -> Any:
@@ -125,7 +125,7 @@ def engine(
     setting: Setting, options: EngineOptions, environment: Mapping[str, str] | None = None
 ) -> Iterator[GroupProcess]:
     """An engine that has started. Raises Missing, NodeUnavailable with the end of its log."""
-    command = [str(setting.python()), "-m", f"{_ENGINE}.peer", json.dumps(asdict(options))]
+    command = [str(setting.python()), "-m", f"{_ENGINE}.commands", json.dumps(asdict(options))]
     process = GroupProcess(
         "vLLM",
         command,

@@ -39,6 +39,25 @@ def remote(setting: Setting) -> list[Row]:
     return [times.row(setting.sizes, "remote", "from a node over loopback TCP", bound=2.2)]
 
 
+def layerwise(setting: Setting) -> list[Row]:
+    """Loads beside the forward pass, layer after layer, beside loads before it."""
+    with (
+        model(setting) as folder,
+        contenders.node(layerwise="never") as before,
+        contenders.node(layerwise="always") as beside,
+        _loader(setting, folder, before) as whole,
+        _loader(setting, folder, beside) as layers,
+    ):
+        setting.tell("loads before and beside the forward pass, in turns")
+        _in_turns((whole, layers), setting.sizes.rounds)
+    source = "from the node on this host, layer after layer"
+    what = "a load before the forward pass"
+    return [
+        layers.times.row(setting.sizes, "layerwise", source, bound=None),
+        added("whole-loads", layers.times, whole.times, what, bound=None),
+    ]
+
+
 def offloading(setting: Setting) -> list[Row]:
     """vLLM's own offloading beside ours, in one engine."""
     return _beside(setting, "offloading", "vLLM's OffloadingConnector", contenders.offloading)

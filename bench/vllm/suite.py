@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..network.setting import Missing
 from ..suite import Suite
 from .decode_gaps import decode_gaps
-from .first_token import home, lmcache, mooncake, offloading, remote
+from .first_token import home, layerwise, lmcache, mooncake, offloading, remote
 from .hooks import hooks
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ SUITE: Suite[Setting] = Suite(
     {
         "home": home,
         "remote": remote,
+        "layerwise": layerwise,
         "offloading": offloading,
         "lmcache": lmcache,
         "mooncake": mooncake,

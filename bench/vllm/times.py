@@ -61,8 +61,9 @@ class Times:
         return [f"{self.repeated} of {count} measured again: not all was loaded"]
 
 
-def added(name: str, ours: Times, peer: Times, peer_what: str) -> Row:
-    """What loading adds to vLLM's own prefix cache, beside what a peer adds."""
+def added(name: str, ours: Times, peer: Times, peer_what: str, bound: float | None = 0.7) -> Row:
+    """What loading adds to vLLM's own prefix cache, beside what a peer adds. `bound`: the target of
+    the ratio."""
     again = [*(f"ours: {text}" for text in ours._again()), *(f"peer: {t}" for t in peer._again())]
     return Row(
         name=f"added-beside-{name}",
@@ -71,7 +72,7 @@ def added(name: str, ours: Times, peer: Times, peer_what: str) -> Row:
         value=_added(ours),
         limit_what=f"what {peer_what} adds, in turns",
         limit=_added(peer),
-        targets=(Target("ratio", "<=", 0.7),),
+        targets=(Target("ratio", "<=", bound),) if bound else (),
         note="; ".join(again),
     )
 

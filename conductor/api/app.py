@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from ..core.conductor import Conductor
     from ..service.feeds import Feeding
+    from ..web.tracing import Tracing
     from .request_bodies import Limits
 
 _CODES = {404: "no_such_route", 405: "method_not_allowed"}
@@ -44,14 +45,17 @@ def create_app(
     reasons: tuple[Callable[[], str], ...] = (),
     clock: Callable[[], float] = time.monotonic,
     feeding: Feeding | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The ASGI application of a conductor; `app.state.service` is its `Service`.
 
     Without `auth` it admits every request whose Host header names this machine. `reasons`: health
     checks of `/readyz` besides that of the instances. `clock`: monotonic seconds. `feeding` follows
-    the events of instances that publish them.
+    the events of instances that publish them. `tracing` records spans of decisions.
     """
-    service = Service(conductor, limits, reasons=reasons, clock=clock, feeding=feeding)
+    service = Service(
+        conductor, limits, reasons=reasons, clock=clock, feeding=feeding, tracing=tracing
+    )
     app = FastAPI(title=TITLE, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.service, app.state.door = service, Door(auth or Tokens())
     app.state.intake = Intake(service.limits, "; of a prompt send block_keys, 35 for each block")

@@ -20,6 +20,7 @@ from ..records import Decision, Load, Rejection
 from ..replicas.replica import SharedConductor
 from ..state.allowed_hosts import EVENTS_LABEL, check_hosts
 from ..web.metrics import ConductorMetrics
+from ..web.tracing import Tracing
 from ..wire.block_keys import KeyedModels, parse_schema
 from ..wire.decision_text import Shown
 from .decision_stream import Broadcast
@@ -59,8 +60,10 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         feeding: Feeding | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.core = core
+        self.tracing = tracing or Tracing()
         self.limits = limits or Limits()
         self.models = KeyedModels()
         self.metrics = ConductorMetrics(self._state)

@@ -98,9 +98,11 @@ async def schedule(http: Request) -> Response:
     | `no_prefill`, `no_decode` | 503 | no instance with this role is ready |
     """
     service = service_of(http)
-    body = await body_of(http, ScheduleText)
-    tokens = await read_token_ids(body)
-    outcome = service.schedule(conversions.to_request(body, tokens, service.models))
+    with service.tracing.begin("schedule", http.headers) as span:
+        body = await body_of(http, ScheduleText)
+        tokens = await read_token_ids(body)
+        outcome = service.schedule(conversions.to_request(body, tokens, service.models))
+        span.set(conversions.span_attributes(outcome))
     if isinstance(outcome, Decision):
         decision = conversions.decision_reply(
             outcome, service.url, service.clock(), service.address

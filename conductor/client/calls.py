@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote, urlencode
 
@@ -34,7 +34,7 @@ from ..wire.models import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from httpx_sse import ServerSentEvent
 
@@ -69,6 +69,7 @@ class RestCall(Generic[T]):
     ends: Callable[[], T] | None = None
     at: str = ""
     only_there: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def answered(self, status: int, body: bytes, *, again: bool) -> T:
         """Decode an answer; `again`: it is that of a retry. Raises ConductorError."""
@@ -81,10 +82,15 @@ class RestCall(Generic[T]):
 
 
 def schedule(
-    request: Request, *, token_ids: Sequence[int] | None = None, namespace: str = ""
+    request: Request,
+    *,
+    token_ids: Sequence[int] | None = None,
+    namespace: str = "",
+    trace: Mapping[str, str] | None = None,
 ) -> RestCall[DecisionReply | Rejection]:
     """Place a request: a decision, or a rejection with its reason. With `token_ids` the client
-    does not send the keys and the length in `request`, and the conductor computes them."""
+    does not send the keys and the length in `request`, and the conductor computes them. `trace`:
+    the headers of its W3C trace context."""
     body: dict[str, Any] = {
         "request_id": request.id,
         "model": request.model,
@@ -104,7 +110,7 @@ def schedule(
         body["prompt_tokens"] = request.prompt_tokens
         if request.keys:
             body["block_keys"] = [key.hex() for key in request.keys]
-    return RestCall("POST", "/v1/schedule", _placed, _encode(body))
+    return RestCall("POST", "/v1/schedule", _placed, _encode(body), headers=trace or {})
 
 
 def observe(event: RequestEvent) -> RestCall[Rejection | None]:

@@ -238,7 +238,8 @@ class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
 
 def _request_of(own: httpx.URL, call: RestCall[Any], attempt: int) -> dict[str, Any]:
     url = _url(own, call, attempt)
-    return {"method": call.method, "url": url, "content": call.body, "headers": _HEADERS}
+    headers = {**call.headers, **_HEADERS}
+    return {"method": call.method, "url": url, "content": call.body, "headers": headers}
 
 
 def _url(own: httpx.URL, call: RestCall[Any], attempt: int) -> str:

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 _raw: Any = msgspec.json.Decoder(msgspec.Raw)
 _CODES = {404: "no_such_route", 405: "method_not_allowed"}
-# Headers for distributed tracing, which the gateway passes on to the engines.
-_TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class ModelCard(msgspec.Struct):
@@ -106,8 +104,8 @@ class _Routes:
         except BaseException:
             gate.leave(held)
             raise
-        trace = {name: http.headers[name] for name in _TRACE_HEADERS if name in http.headers}
-        return Serving(self._gateway, ask, trace, lambda: gate.leave(held))
+        span = self._gateway.tracing.begin(f"POST {http.url.path}", http.headers)
+        return Serving(self._gateway, ask, span, lambda: gate.leave(held))
 
     async def models(self, http: Request) -> Response:
         """The models that instances serve, in OpenAI's format."""

@@ -11,7 +11,7 @@ import typer
 
 from tiffin.kvstore.cli.console import check_log_level, log_to_stderr
 
-from ..console import explained
+from ..console import OtlpOption, explained
 
 
 def commands(app: typer.Typer) -> None:
@@ -47,6 +47,7 @@ def gateway(
         Path | None, typer.Option(help="Serve https with this certificate.")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    otlp_endpoint: OtlpOption = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run the gateway: an OpenAI-compatible endpoint that asks the conductor where each request
@@ -87,6 +88,7 @@ def gateway(
             tokens=load_tokens(token_file) if token_file else Tokens(),
             tls_cert=tls_cert,
             tls_key=tls_key,
+            otlp_endpoint=otlp_endpoint,
         )
         with contextlib.suppress(KeyboardInterrupt):
             uvloop.run(serve(options))

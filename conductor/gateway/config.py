@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Handoff = Literal["vllm", "pool"]
 Header = Literal["priority", "tenant", "objectives", "urgent"]
 
 
@@ -54,7 +55,7 @@ class ModelConfig(_Group, frozen=True, kw_only=True):
     secret_file: str = ""
     """The store's secret, if its keys have one."""
 
-    handoff: Literal["vllm", "pool"] = "vllm"
+    handoff: Handoff = "vllm"
     """How a prefill instance hands over to a decode instance: by `kv_transfer_params` that travel
     through the gateway, or by the pool alone, where the one puts what the other gets."""
 

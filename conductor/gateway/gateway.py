@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 from tiffin.kvstore.credentials import read_token
 
 from ..errors import ConductorError, ConductorUnavailable
+from ..web.tracing import Tracing
 from ..wire.answers import Refusal
 from .engines.engine_client import Engines
 from .engines.instance_cache import Known
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from ..client.client import AsyncConductorClient
     from ..records import Rejection
+    from ..web.tracing import Span
     from .config import GatewayConfig, GatewayLimits
     from .openai.openai_request import ClientRequest
     from .openai.tokenizing import Sized
@@ -82,7 +84,9 @@ class Gateway:
         config: GatewayConfig,
         *,
         clock: Callable[[], float] = time.monotonic,
+        tracing: Tracing | None = None,
     ) -> None:
+        self.tracing = tracing or Tracing()
         self.config, self.clock = config, clock
         self.metrics = GatewayMetrics()
         self.health = Health()
@@ -126,13 +130,14 @@ class Gateway:
         return sized
 
     async def place(
-        self, ask: ClientRequest, sized: Sized, avoid: Collection[str]
+        self, ask: ClientRequest, sized: Sized, avoid: Collection[str], span: Span
     ) -> Placement | Rejection:
         """Place the request, on none of the instances in `avoid`. Raises ConductorError,
         NoInstance, NoShards."""
         started = self.clock()
         try:
-            return await self._placing.place(ask, sized, avoid)
+            with span.call("place") as call:
+                return await self._placing.place(ask, sized, avoid, call.headers)
         finally:
             self.metrics.place_s.observe(self.clock() - started)
 
@@ -152,6 +157,7 @@ class Gateway:
             self.health.answered()
             self._complaint = ""
             self.known.update(instances, self.clock())
+            self.metrics.keep(self.known.names())
         self.metrics.conductor_up.set(self.health.up)
         self.metrics.instances.set(len(self.known))
 

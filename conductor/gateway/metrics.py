@@ -6,11 +6,17 @@ send.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from .latency_histogram import LatencyHistogram
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 PREFIX = "tiffin_gateway_"
 
-_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
 _TOTAL_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 _SHORT_S = (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.0)
 
@@ -42,8 +48,11 @@ class GatewayMetrics:
         self.held_s = self._histogram(
             "held_duration_seconds", "Time that requests waited for others' blocks.", _TOTAL_S
         )
-        self.ttft_s = self._histogram(
-            "ttft_seconds", "From a whole request to the first token of its stream.", _TTFT_S
+        self.ttft_s = self._latency(
+            "ttft_seconds", "From a whole request to the first token of its stream."
+        )
+        self.itl_s = self._latency(
+            "itl_seconds", "Between two events with tokens of a stream, each gap by itself."
         )
         self.total_s = self._histogram(
             "request_duration_seconds", "From a whole request to the end of its answer.", _TOTAL_S
@@ -54,12 +63,22 @@ class GatewayMetrics:
         self.conductor_up = self._gauge("conductor_up", "1 if the conductor answers.")
         self.instances = self._gauge("instances", "Instances that it last spoke of.")
 
+    def keep(self, instances: Collection[str]) -> None:
+        """Drop the latencies of all other instances: instances come and go."""
+        self.ttft_s.keep(instances)
+        self.itl_s.keep(instances)
+
     def text(self) -> bytes:
         """All metrics in Prometheus' text format, for a scrape."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, what, labels, registry=self.registry)
+
+    def _latency(self, name: str, what: str) -> LatencyHistogram:
+        histogram = LatencyHistogram(PREFIX + name, what)
+        self.registry.register(histogram)
+        return histogram
 
     def _gauge(self, name: str, what: str) -> Gauge:
         return Gauge(PREFIX + name, what, registry=self.registry)

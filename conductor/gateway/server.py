@@ -7,6 +7,7 @@ answers end, then sends the pending reports.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from ..client.client import AsyncConductorClient
 from ..service.web_server import announce, check_tls, listening, tls_context, web_server
 from ..web.auth import Tokens, check_listen
 from ..web.connection_limits import ConnectionLimits
+from ..web.tracing import open_tracing
 from .app import create_app
 from .config import GatewayConfig
 from .gateway import Gateway
@@ -34,8 +36,8 @@ _CONNECTIONS_PER_REQUEST = 4
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
     """The options of a gateway process. `tokens` are the clients' API keys; `conductor_token_file`
-    contains the key that the gateway presents to the conductor. Raises InvalidInput for an invalid
-    combination."""
+    contains the key that the gateway presents to the conductor; `otlp_endpoint` is for spans.
+    Raises InvalidInput for an invalid combination."""
 
     listen: tuple[str, int] = ("127.0.0.1", PORT)
     conductor: str = "http://127.0.0.1:7800"
@@ -45,6 +47,7 @@ class GatewayOptions:
     tokens: Tokens = field(default_factory=Tokens)
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    otlp_endpoint: str = ""
 
     def __post_init__(self) -> None:
         check_listen(self.listen[0], self.tokens)
@@ -75,8 +78,9 @@ async def serve(
         tls_ca=options.conductor_tls_ca,
         timeout_s=options.config.timeouts.conductor_s,
     )
-    with listening(options.listen) as door:
-        async with Gateway(client, options.config) as gateway:
+    tracing = open_tracing("tiffin-gateway", options.otlp_endpoint)
+    with listening(options.listen) as door, contextlib.closing(tracing):
+        async with Gateway(client, options.config, tracing=tracing) as gateway:
             app = create_app(gateway, auth=options.tokens)
             server = web_server(
                 app,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from tiffin.kvstore.errors import NodeUnavailable, TiffinError
+from tiffin.kvstore.errors import Draining, NodeUnavailable, NoRoom, TiffinError
 from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.pool.verb_driver import VerbDriver
 
@@ -172,7 +172,12 @@ class OrderCarrier:
         keys = b"".join(order.keys)
         before = self._engine.ask(target, messages.Exists(0, keys), ASK_TIMEOUT_S).flags
         pull = messages.Pull(0, keys, order.parent, order.depth, source, ORDER_TIMEOUT_S)
-        blocks = int(self._engine.ask(target, pull, ORDER_TIMEOUT_S).count)
+        try:
+            blocks = int(self._engine.ask(target, pull, ORDER_TIMEOUT_S).count)
+        except Draining:
+            raise
+        except NoRoom:  # an answer, and no failure
+            blocks = 0
         new = [key for key, had in zip(order.keys[:blocks], before, strict=False) if not had]
         if new and self.settings.pin_s:
             self._pin(target, new)

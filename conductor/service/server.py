@@ -29,6 +29,7 @@ from ..replicas.replica import SharedConductor
 from ..state.allowed_hosts import host_of
 from ..web.auth import Tokens, check_listen
 from ..web.connection_limits import ConnectionLimits
+from ..web.tracing import open_tracing
 from .action_runner import Acting
 from .feeds import Feeding
 from .web_server import announce, check_tls, listening, tls_context, url_of, web_server
@@ -56,8 +57,8 @@ _CONFIG_BYTES_MAX = 1 << 20
 class ConductorOptions:
     """The options of a conductor process. `directory` is a URL for `open_directory`, `share` the
     Redis of a `SharedConductor` and its peers, `advertise` the URL at which clients reach it (else
-    where it listens), `credentials` are for the pool's nodes. Raises InvalidInput for an invalid
-    combination, InvalidRequest for what is no URL."""
+    where it listens), `credentials` are for the pool's nodes, `otlp_endpoint` is for spans. Raises
+    InvalidInput for an invalid combination, InvalidRequest for what is no URL."""
 
     listen: tuple[str, int] = ("127.0.0.1", PORT)
     tokens: Tokens = field(default_factory=Tokens)
@@ -69,6 +70,7 @@ class ConductorOptions:
     limits: Limits = field(default_factory=Limits)
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    otlp_endpoint: str = ""
 
     def __post_init__(self) -> None:
         check_listen(self.listen[0], self.tokens)
@@ -111,6 +113,7 @@ async def serve(
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    tracing = open_tracing("tiffin-conductor", options.otlp_endpoint)
     with listening(options.listen) as door:
         feeding = Feeding(lambda update: core.apply(update, loop.time()), loop)
         app = create_app(
@@ -120,6 +123,7 @@ async def serve(
             reasons=(feeding.missing,),
             clock=loop.time,
             feeding=feeding,
+            tracing=tracing,
         )
         service: Service = app.state.service
         server = web_server(
@@ -157,6 +161,7 @@ async def serve(
                         task.cancel()
         finally:
             await feeding.close()
+            await asyncio.to_thread(tracing.close)
 
 
 def _connections(limits: Limits) -> ConnectionLimits:

@@ -214,6 +214,18 @@ def entry_reply(entry: Decision | Rejection, unix_s: Callable[[float], float]) -
     )
 
 
+def span_attributes(entry: Decision | Rejection) -> dict[str, str | int | float | bool]:
+    """What the span of a decision says of it."""
+    if isinstance(entry, Decision):
+        return {
+            "tiffin.prefill": entry.prefill,
+            "tiffin.decode": entry.decode,
+            "tiffin.cached_tokens": entry.cached_tokens,
+            "tiffin.predicted_ttft_s": entry.predicted_ttft_s,
+        }
+    return {"tiffin.rejected": entry.reason}
+
+
 def by_cost(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates by cost, the cheapest first; those whose cost is unknown (NaN) come last."""
     return sorted(candidates, key=lambda c: math.inf if math.isnan(c.cost) else c.cost)

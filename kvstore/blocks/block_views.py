@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import ClientClosed, InvalidInput, SchemaError
 from ..format.layer_spec import SCALE
+from .published_checksums import PublishedChecksums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from ..format.keys import Prefix
     from ..format.layer_spec import Part
-    from ..format.schema import ByteRange, HeadRange, KVSchema, LayerRange, Shard
+    from ..format.schema import AnyShard, ByteRange, HeadRange, KVSchema, LayerRange, Shard
 
     Bytes = NDArray[np.uint8]
 
@@ -50,7 +51,7 @@ class Selection:
     the size of a buffer for `get(into=...)`. `segments` are the indices of the segments that they
     touch, `spans` the (offset, length) of each whole touched segment: a checksum covers one span.
     `aligned` if the selection has whole segments only, so that its own bytes suffice to verify it.
-    `shard` is set for the slice of one tensor-parallel rank (`select_shard`).
+    `shard` is set for the slice of one of several writers (`select_shard`).
     """
 
     schema: KVSchema
@@ -120,11 +121,13 @@ def select(
     return _select(schema, _hashable(layers), _hashable(heads))
 
 
-def select_shard(schema: KVSchema, shard: Shard | None) -> Selection:
-    """The slice of a block that rank `shard[0]` of `shard[1]` writes: its heads of every layer that
-    the schema splits and, on rank 0, all of the other layers. None selects the whole block.
+def select_shard(schema: KVSchema, shard: AnyShard | None) -> Selection:
+    """The slice of a block that one of several writers writes: of its stage's layers, its rank's
+    heads of every layer that the schema splits and, on rank 0, all of the others. None selects the
+    whole block.
 
-    Raises SchemaError for ranks that the schema's `shards` do not allow.
+    Raises SchemaError for ranks that the schema's `shards` do not allow, and for stages that do not
+    have the schema's layers.
     """
     checked = schema.check_shard(shard)
     return select(schema) if checked is None else _select_shard(schema, checked)
@@ -433,7 +436,7 @@ class Slot(Payload):
     own heads in it.
     """
 
-    __slots__ = ("extent", "generation", "index", "offset", "skipped")
+    __slots__ = ("extent", "generation", "index", "offset", "published", "skipped")
 
     def __init__(
         self, extent: Bytes, selection: Selection, index: int, offset: int, generation: int
@@ -447,11 +450,19 @@ class Slot(Payload):
         self.offset = offset
         self.generation = generation
         self.skipped = False
+        # Set once a layer was published in place; what is published must not change any more.
+        self.published: PublishedChecksums | None = None
 
     @property
     def view(self) -> Bytes:
         """The block's whole payload, uint8 [block_bytes], writable."""
         return self.memory
+
+    def note_published(self, segments: Sequence[int], checksums: NDArray[np.uint64]) -> None:
+        """Keep the checksums of published segments for the commit."""
+        if self.published is None:
+            self.published = PublishedChecksums(self.selection.schema)
+        self.published.note(segments, checksums)
 
     def skip(self) -> None:
         """Do not commit this slot."""

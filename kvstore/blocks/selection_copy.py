@@ -15,7 +15,7 @@ import numpy as np
 
 from tiffin.messenger.shm import host_copy
 
-from ..format.schema import KVSchema
+from ..format.schema import KVSchema, Shard
 from .payload_buffers import payload_views
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..format.schema import Shard
+    from ..format.schema import AnyShard
     from .block_views import Piece, Selection
 
     Bytes = NDArray[np.uint8]
@@ -31,16 +31,18 @@ if TYPE_CHECKING:
 
 
 @lru_cache(maxsize=256)
-def slice_schema(schema: KVSchema, shard: Shard) -> KVSchema:
-    """The schema whose blocks are one rank's packed slices: its heads of the layers that `schema`
-    splits and, on rank 0, the other layers. Raises SchemaError."""
-    rank, ranks = schema.check_shard(shard) or (0, 1)
+def slice_schema(schema: KVSchema, shard: AnyShard) -> KVSchema:
+    """The schema whose blocks are one writer's packed slices: of its stage's layers, its rank's
+    heads of those that `schema` splits and, on rank 0, the others. Raises SchemaError."""
+    mine = schema.check_shard(shard) or Shard(0, 1)
     layers = []
     for index, spec in enumerate(schema.layers):
+        if not mine.holds(index):
+            continue
         if schema.splits(index):
-            parts = tuple(replace(part, heads=part.heads // ranks) for part in spec.parts)
+            parts = tuple(replace(part, heads=part.heads // mine.ranks) for part in spec.parts)
             layers.append(replace(spec, parts=parts))
-        elif rank == 0:
+        elif mine.rank == 0:
             layers.append(spec)
     return KVSchema.of(
         schema.model,

@@ -29,14 +29,16 @@ from ..url import Daemon, Embedded, Pool, parse_url
 from ..verbs import block_verbs
 from ..verbs.arguments import Verify, opening, verb
 from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, Call, Hit, Post, PutResult, Verb
+from ..verbs.prefetching import PrefetchState
 from .client import ClientBase, LeasedBlocks, Slots
+from .prefetch_handles import AsyncPrefetch
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Sequence
     from types import TracebackType
 
     from ..format.keys import Prefix
-    from ..format.schema import HeadRange, LayerRange, Shard
+    from ..format.schema import AnyShard, HeadRange, LayerRange
 
 T = TypeVar("T")
 
@@ -194,9 +196,17 @@ class AsyncClient(ClientBase):
         return cls(AsyncLocalLink(node, name, owns_node=False), verify)
 
     @verb
-    async def match(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hit:
+    async def match(
+        self,
+        prefix: Prefix,
+        *,
+        writing: bool = False,
+        at_least: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> Hit:
         """See `Client.match`."""
-        return await drive(block_verbs.match(prefix, timeout_s), self._link)
+        found = block_verbs.match(prefix, timeout_s, writing=writing, at_least=at_least)
+        return await drive(found, self._link)
 
     @verb
     async def exists(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
@@ -235,7 +245,7 @@ class AsyncClient(ClientBase):
         prefix: Prefix,
         payloads: Sequence[Any],
         *,
-        shard: Shard | None = None,
+        shard: AnyShard | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> PutResult:
         """See `Client.put`."""
@@ -247,7 +257,7 @@ class AsyncClient(ClientBase):
         self,
         prefix: Prefix,
         *,
-        shard: Shard | None = None,
+        shard: AnyShard | None = None,
         by_layer: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> OpeningClient[AsyncSlots]:
@@ -274,6 +284,15 @@ class AsyncClient(ClientBase):
         """See `Client.stream`; for `async for` and `async with`."""
         source = LocalSource(prefix, self._reading(verify), timeout_s, heads)
         return AsyncLayerStream(source, lambda verb: drive(verb, self._link), timeout_s)
+
+    @verb
+    async def prefetch(
+        self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> AsyncPrefetch:
+        """See `Client.prefetch`."""
+        state = PrefetchState(prefix, time.monotonic() + timeout_s)
+        await drive(state.look(), self._link)
+        return AsyncPrefetch(state, self._check_open, lambda verb: drive(verb, self._link))
 
     @verb
     async def pin(

@@ -7,6 +7,7 @@ error; `errors.py` lists the exceptions. A client is thread-safe; its calls take
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
@@ -36,12 +37,14 @@ from ..verbs.block_verbs import (
     ReservedSlots,
 )
 from ..verbs.drivers import drive
+from ..verbs.prefetching import PrefetchState
+from .prefetch_handles import Prefetch
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from ..format.keys import Prefix
-    from ..format.schema import HeadRange, LayerRange, Shard
+    from ..format.schema import AnyShard, HeadRange, LayerRange
 
 T = TypeVar("T")
 
@@ -309,9 +312,22 @@ class Client(ClientBase):
         return cls(LocalLink(node, name, owns_node=False), verify)
 
     @verb
-    def match(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hit:
-        """Count the leading blocks that are resident, up to the first missing one."""
-        return drive(block_verbs.match(prefix, timeout_s), self._link)
+    def match(
+        self,
+        prefix: Prefix,
+        *,
+        writing: bool = False,
+        at_least: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> Hit:
+        """Count the leading blocks that are resident, up to the first missing one. With `writing`,
+        blocks that a writer has reserved count too: `stream` reads them, `get` does not yet.
+
+        `at_least`: wait up to `timeout_s` until so many blocks are there; the result has what is
+        there then.
+        """
+        found = block_verbs.match(prefix, timeout_s, writing=writing, at_least=at_least)
+        return drive(found, self._link)
 
     @verb
     def exists(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
@@ -350,14 +366,16 @@ class Client(ClientBase):
         prefix: Prefix,
         payloads: Sequence[Any],
         *,
-        shard: Shard | None = None,
+        shard: AnyShard | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> PutResult:
         """Copy one payload per block into the pool; resident blocks are skipped.
 
-        `shard`: (rank, ranks), to write one tensor-parallel rank's slice of each block. Payloads
-        are these slices, packed (`select_shard`), or whole blocks from which the client takes the
-        slice. Readers see a block once every rank has put its slice; until then it is `pending`.
+        `shard`: (rank, ranks), to write one tensor-parallel rank's slice of each block, or a
+        `Shard` that names a pipeline stage as well. Payloads are these slices, packed
+        (`select_shard`), or whole blocks from which the client takes the slice. Readers see a block
+        once every writer has put its slice; until then it is `pending`. Raises InvalidInput for a
+        slice that overlaps another writer's, and SchemaError for one that can't be.
 
         Returns the outcome of each block: no room within `timeout_s` is a result, not an error.
         """
@@ -369,16 +387,16 @@ class Client(ClientBase):
         self,
         prefix: Prefix,
         *,
-        shard: Shard | None = None,
+        shard: AnyShard | None = None,
         by_layer: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Slots:
         """Reserve slots for the blocks that are not resident, to be written in place.
 
-        `shard`: (rank, ranks), to write only this rank's heads of each layer; see `put`. All ranks
-        get the same slots, each in its own process. `by_layer`: the slots can be committed only
-        when every layer was published, so that a writer that stops half way stores nothing. Raises
-        NoRoom when the node had room for no block within `timeout_s`.
+        `shard`: (rank, ranks) or a `Shard`, to write only these heads and layers; see `put`. All
+        writers get the same slots, each in its own process. `by_layer`: the slots can be committed
+        only when every layer was published, so that a writer that stops half way stores nothing.
+        Raises NoRoom when the node had room for no block within `timeout_s`.
         """
         verb = block_verbs.reserve(prefix, timeout_s, shard)
         slots = Slots(prefix, drive(verb, self._link), self._link)
@@ -403,6 +421,15 @@ class Client(ClientBase):
         """
         source = LocalSource(prefix, self._reading(verify), timeout_s, heads)
         return LayerStream(source, lambda verb: drive(verb, self._link), timeout_s)
+
+    @verb
+    def prefetch(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Prefetch:
+        """Have the node bring the leading blocks of `prefix` from NVMe into its DRAM, and return at
+        once: a handle with `poll` and `wait`. It ends after `timeout_s` at the latest. Blocks for
+        which DRAM had no room are asked for again by `poll` and `wait` only."""
+        state = PrefetchState(prefix, time.monotonic() + timeout_s)
+        drive(state.look(), self._link)
+        return Prefetch(state, self._check_open, lambda verb: drive(verb, self._link))
 
     @verb
     def pin(

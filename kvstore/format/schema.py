@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from tiffin.messenger.shm.host_copy import XXH3_64, Algorithm
 
 from ..errors import SchemaError
-from ..text import shown
 from .header import (
     CHECKSUMS,
     MAX_BLOCK_TOKENS,
@@ -47,6 +46,7 @@ from .layer_spec import (
     check_int,
     check_name,
 )
+from .shard import AnyShard, Shard, check_shard
 
 __all__ = [
     "DTYPES",
@@ -54,6 +54,7 @@ __all__ = [
     "MAX_BLOCK_BYTES",
     "MAX_LAYERS",
     "SCHEMA_FORMAT",
+    "AnyShard",
     "ByteRange",
     "HeadRange",
     "KVSchema",
@@ -71,7 +72,6 @@ MAX_LAYERS: Final = MAX_SEGMENTS
 _Range: TypeAlias = range  # KVSchema has a method of that name
 HeadRange: TypeAlias = tuple[int, int] | slice | range
 LayerRange: TypeAlias = int | tuple[int, int] | slice | range
-Shard: TypeAlias = tuple[int, int]  # (rank, ranks): a tensor-parallel rank, and their number
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,28 +347,20 @@ class KVSchema:
         """The layer of a segment."""
         return bisect_right(self.first_segments, segment) - 1
 
-    def check_shard(self, shard: Shard | None) -> Shard | None:
-        """`shard`, if the rank's slice is whole segments; None for the only rank of one.
+    def check_shard(self, shard: AnyShard | None) -> Shard | None:
+        """`shard`, if the writer's slice is whole segments; None for the only writer of a block.
 
         Raises SchemaError.
         """
-        if shard is None:
-            return None
-        if not isinstance(shard, tuple) or len(shard) != 2:
-            raise SchemaError(f"shard is (rank, ranks), not {shown(shard)}")
-        ranks = check_int("ranks", shard[1], 1, MAX_SEGMENTS)
-        rank = check_int("rank", shard[0], 0, ranks - 1)
-        if self.shards % ranks:
-            raise SchemaError(
-                f"{ranks} ranks can't each write whole segments of a schema with"
-                f" shards={self.shards}: make it with shards={ranks}, or a multiple"
-            )
-        return None if ranks == 1 else (rank, ranks)
+        return check_shard(self, shard)
 
-    def shard_segments(self, layer: int, shard: Shard) -> list[int]:
-        """The indices of the layer's segments that one rank writes."""
-        rank, ranks = shard
+    def shard_segments(self, layer: int, shard: AnyShard) -> list[int]:
+        """The indices of the layer's segments that one writer writes."""
+        shard = Shard(*shard)
+        rank, ranks = shard.rank, shard.ranks
         first = self.first_segments[layer]
+        if not shard.holds(layer):
+            return []
         if not self.splits(layer):
             return [] if rank else [first]
         each = self.shards // ranks
@@ -377,14 +369,14 @@ class KVSchema:
         return [first + part * self.shards + group for part in parts for group in groups]
 
     def shard_range(self, layer: int, part: str, shard: Shard) -> ByteRange:
-        """Where one rank's slice of one part lies; the whole part if the layer is not split.
+        """Where one rank's heads of one part lie; the whole part if the layer is not split.
 
         Raises SchemaError.
         """
         whole = self.range(layer, part)
         if not self.splits(layer):
             return whole
-        rank, ranks = shard
+        rank, ranks = shard.rank, shard.ranks
         return ByteRange(whole.offset + rank * (whole.length // ranks), whole.length // ranks)
 
     def prefix(

@@ -146,7 +146,7 @@ class Background:
 
     def _save_due(self) -> bool:
         """Write back one batch of due blocks. Returns whether the caller should try another one."""
-        if not self._locked_core.core.hbm.write_back:
+        if not self._locked_core.core.hbm.write_back or self._saver.device_failed:
             return False
         if not self._saving.acquire(blocking=False):
             return False  # a `save` is in flight; this thread does not wait for it

@@ -71,9 +71,12 @@ class Saved:
 class Saver:
     """Writes held blocks back to the pool.
 
-    Calls `ended(replica, saved)` once for each, after the last read of its extent; never after a
-    failed copy whose end is unknown. Calls `damaged(replica)` before that for a corrupt one. Calls
-    both in any thread.
+    Calls `ended(replica, saved)` once for each, after the last read of its extent that matters: a
+    failed copy whose end is unknown may still read it, into a slot that is never committed. Calls
+    `damaged(replica)` before that for a corrupt one. Calls both in any thread.
+
+    `device_failed`: the end of the last copy is unknown, and its slots stay in the pool until the
+    client closes or the pool gives them up. So may those of the next copy.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Saver:
         self._releases = releases
         self._ended = ended
         self._damaged = damaged
+        self.device_failed = False
 
     def save(
         self,
@@ -102,7 +106,7 @@ class Saver:
         Raises one of POOL_ERRORS when the pool does not answer in time, CopyLate when a copy timed
         out, OutOfTime when the deadline passed before the last copy began, DeviceRefused when the
         device refuses. Also then `ended` has been called for each block, or will be when its copy
-        has ended, if that can be known.
+        has ended.
         """
         by_key = {r.key: entry for r, entry in zip(replicas, entries, strict=True)}
         runs = deque(_cut(runs_of(replicas, by_key.__getitem__)))
@@ -153,9 +157,14 @@ class Saver:
         self, passed: Passed, slots: Slots | None, run: _Run, inside: contextlib.ExitStack
     ) -> None:
         """Release slots and extents once the copy has ended; the client's `close` waits for that.
-        If the copy failed, its end is unknown: then only `close` is let through, and the slots and
-        extents are not released."""
-        self._releases.add(passed, partial(_give_up, slots, run, inside), inside.close)
+        If the copy failed, its end is unknown: then the slots, to which it may still write, are not
+        released."""
+
+        def failed() -> None:
+            self.device_failed = True
+            _give_up(None, run, inside)
+
+        self._releases.add(passed, partial(_give_up, slots, run, inside), failed)
 
     def _fill(self, slots: Slots, run: _Run, deadline: float) -> None:
         """Copy into the slots, and skip those whose bytes fail the checksums."""
@@ -166,7 +175,7 @@ class Saver:
         ]
         run.copying = True
         self._memory.copy(pairs, deadline)
-        run.copying = False
+        run.copying = self.device_failed = False
         self._verify(slots, run)
 
     def _verify(self, slots: Sequence[Slot], run: _Run) -> None:

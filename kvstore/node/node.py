@@ -80,11 +80,13 @@ WAITING_MAX = 256
 @dataclass(slots=True, eq=False)
 class _Parked:
     """An in-flight request that waits, for free space for example. `attempt(final)` sends the
-    reply and returns True, or returns False to keep waiting; with `final` it always replies."""
+    reply and returns True, or returns False to keep waiting; with `final` it always replies.
+    `for_others`: it waits for what another client may ask, not only for what is going on."""
 
     session: Session
     deadline: float
     attempt: Callable[[bool], bool]
+    for_others: bool = False
 
 
 class Node(OfOneProcess):
@@ -335,7 +337,25 @@ class Node(OfOneProcess):
     # -- requests --------------------------------------------------------------------------------
 
     def _match(self, session: Session, request: messages.Match, reply: ReplyTo) -> None:
-        reply(messages.Flags(request.id, self.core.match(request.keys)))
+        seen: tuple[int, int] | None = None
+
+        def attempt(final: bool) -> bool:
+            nonlocal seen
+            before, seen = seen, self.core.changes()
+            if seen == before and not final:
+                return False
+            flags = self.core.match(request.keys, writing=request.writing)
+            if len(flags) < request.at_least and not final:
+                return False
+            reply(messages.Flags(request.id, flags))
+            return True
+
+        if request.timeout_s <= 0 or not request.at_least:
+            attempt(True)
+            return
+        self._check_waiting(session)
+        if not attempt(False):
+            self._park(session, request.timeout_s, attempt, for_others=True)
 
     def _exists(self, session: Session, request: messages.Exists, reply: ReplyTo) -> None:
         reply(messages.Flags(request.id, self.core.exists(request.keys)))
@@ -525,8 +545,15 @@ class Node(OfOneProcess):
             else:
                 attempt(True)
 
-    def _park(self, session: Session, timeout_s: float, attempt: Callable[[bool], bool]) -> None:
-        self._parked.append(_Parked(session, _now() + timeout_s, attempt))
+    def _park(
+        self,
+        session: Session,
+        timeout_s: float,
+        attempt: Callable[[bool], bool],
+        *,
+        for_others: bool = False,
+    ) -> None:
+        self._parked.append(_Parked(session, _now() + timeout_s, attempt, for_others))
         self._hurry.set()
 
     def _after(self) -> None:
@@ -540,7 +567,7 @@ class Node(OfOneProcess):
             if ticket.ready or not self.core.worth_advancing(ticket):
                 self._settle(ticket)
         for parked in list(self._parked):
-            if parked.attempt(not self.core.worth_waiting()):
+            if parked.attempt(not (parked.for_others or self.core.worth_waiting())):
                 self._parked.remove(parked)
             self._act()
 

@@ -20,6 +20,7 @@ def numbers_of(node: Node, *, waiting_requests: int, queued_moves: int) -> dict[
     return {
         "node": node.name,
         "pid": os.getpid(),
+        "started_at": node.started_at,
         "uptime_s": time.time() - node.started_at,
         "policy": node.options.policy,
         "draining": node.draining,

@@ -26,6 +26,7 @@ from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, Verb
 from ..verbs.drivers import drive
 from .client import PoolClient
 from .failover_source import interruptible
+from .home.home_prefetch import AsyncHomePrefetch
 from .open_pool import open_pool
 from .signal_safe_verbs import give_back
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from ..client.client import LeasedBlocks, Slots
     from ..format.keys import Prefix
-    from ..format.schema import HeadRange, LayerRange, Shard
+    from ..format.schema import AnyShard, HeadRange, LayerRange
     from ..url import Pool
     from ..verbs.arguments import Verify
 
@@ -112,6 +113,14 @@ class AsyncPoolClient(AsyncClient):
             ) from None
 
     @verb
+    async def prefetch(
+        self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> AsyncHomePrefetch:
+        """See `PoolClient.prefetch`."""
+        call = self._call(self._client.prefetch, prefix, timeout_s=timeout_s)
+        return AsyncHomePrefetch(await call)
+
+    @verb
     def get(
         self,
         prefix: Prefix,
@@ -143,7 +152,7 @@ class AsyncPoolClient(AsyncClient):
         self,
         prefix: Prefix,
         *,
-        shard: Shard | None = None,
+        shard: AnyShard | None = None,
         by_layer: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         node: int | None = None,

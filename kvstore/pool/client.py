@@ -36,10 +36,12 @@ from ..verbs import block_verbs as local_verbs
 from ..verbs.arguments import check_ttl, check_verify, verb
 from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, Hit, PutResult
 from ..verbs.drivers import drive
+from ..verbs.prefetching import PrefetchState
 from . import pool_verbs
 from .failover_source import FailoverSource
 from .home.home import Home
-from .members import FixedMembers, names_of
+from .home.home_prefetch import HomePrefetch, HomePrefetches
+from .members import FixedHomeNumber, FixedMembers, names_of
 from .pool_verbs import HOME
 from .put_placement import ROOM_WAIT_S, PutPlacement
 from .read_results import MixedBlocks, OwnMemory, Reader, copied_blocks, release_all
@@ -58,7 +60,7 @@ if TYPE_CHECKING:
     from ..blocks.block_places import MappedRegion
     from ..connection.node_link import NodeLink
     from ..format.keys import Prefix
-    from ..format.schema import HeadRange, LayerRange, Shard
+    from ..format.schema import AnyShard, HeadRange, LayerRange
     from ..verbs.arguments import Verify
     from ..verbs.block_verbs import Verb
     from .verb_driver import VerbDriver
@@ -86,8 +88,10 @@ class PoolClient(Client):
         self._access = local_verbs.Access(check_verify(verify), random.Random())
         self._driver = driver
         self._home = Home(home, home_number, driver, admission) if home is not None else None
+        self._number_of_home = home_number
         self._dice = random.Random()
         self._orders = Orders()
+        self._prefetches = HomePrefetches(self._home, driver)
         self._closing = threading.Lock()
         self._closed = False
 
@@ -95,23 +99,60 @@ class PoolClient(Client):
 
     @verb
     @in_one_piece
-    def match(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hit:
+    def match(
+        self,
+        prefix: Prefix,
+        *,
+        writing: bool = False,
+        at_least: int = 0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        node: int | None = None,
+    ) -> Hit:
         """How many leading blocks are resident. The home node's answer is exact; for other nodes
         the client asks the directory, whose answer may be stale: a get may find fewer. With a fixed
-        list of nodes it asks the nodes themselves."""
+        list of nodes it asks the nodes themselves.
+
+        `writing`, `at_least`: as in `Client.match`. The directory does not list reservations: what
+        is being written counts at home, in a fixed list, and at `node`, the number of the writer's
+        node. The wait is for that node; without one, for home, or for the only node of a fixed
+        list. Raises InvalidInput if there is none of these."""
         deadline = time.monotonic() + timeout_s
         where = b""
         if self._home is not None:
-            where = self._home.ask(local_verbs.match(prefix, timeout_s), Hit(0, 0)).where
-        where += self._elsewhere(prefix, len(where), deadline)
+            here = local_verbs.match(prefix, timeout_s, writing=writing)
+            where = self._home.ask(here, Hit(0, 0)).where
+        where += self._elsewhere(prefix, len(where), deadline, writing=writing)
+        at_least = min(at_least, len(prefix))
+        if len(prefix) and (node is not None or len(where) < at_least):
+            there = self._match_at(node, prefix, writing, at_least, deadline)
+            where = max(where, there, key=len)
         return Hit(len(where), len(where) * prefix.schema.block_tokens, where)
 
-    def _elsewhere(self, prefix: Prefix, start: int, deadline: float) -> bytes:
+    def _match_at(
+        self, node: int | None, prefix: Prefix, writing: bool, at_least: int, deadline: float
+    ) -> bytes:
+        """What one node has, once it has `at_least` so many blocks or the deadline has passed."""
+        left_s = until_s(deadline)
+        if self._home is not None and (node is None or node == self._home_number):
+            here = local_verbs.match(prefix, left_s, writing=writing, at_least=at_least)
+            return self._home.ask(here, Hit(0, 0)).where
+        if node is None:
+            nodes = self._known_nodes() if self._fixed else {}
+            if len(nodes) != 1:
+                raise InvalidInput("at_least waits at one node: name the writer's as node=")
+            (node,) = nodes
+        request = messages.Match(0, prefix.key_bytes, writing, at_least, left_s)
+        reply = self._driver.ask(node, request, left_s)
+        return bytes(flag | IN_PEER for flag in reply.flags)
+
+    def _elsewhere(
+        self, prefix: Prefix, start: int, deadline: float, *, writing: bool = False
+    ) -> bytes:
         if start >= len(prefix):
             return b""
         if self._fixed:
             rest, left_s = prefix[start:], deadline - time.monotonic()
-            hits = self._ask_all(lambda: messages.Match(0, rest.key_bytes), left_s)
+            hits = self._ask_all(lambda: messages.Match(0, rest.key_bytes, writing), left_s)
             longest = max((reply.flags for reply in hits.values()), key=len, default=b"")
             return bytes(flag | IN_PEER for flag in longest)
         located = self._locate(prefix.keys[start:], without_home=True)
@@ -219,7 +260,7 @@ class PoolClient(Client):
         prefix: Prefix,
         payloads: Sequence[Any],
         *,
-        shard: Shard | None = None,
+        shard: AnyShard | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         replicas: int = 1,
         sync: bool = True,
@@ -275,7 +316,7 @@ class PoolClient(Client):
         node: int | None,
         prefix: Prefix,
         payloads: Sequence[Any],
-        shard: Shard | None,
+        shard: AnyShard | None,
         deadline: float,
     ) -> PutResult:
         """Store at this node and at no other: the other ranks would not find the blocks elsewhere.
@@ -302,7 +343,7 @@ class PoolClient(Client):
         self,
         prefix: Prefix,
         *,
-        shard: Shard | None = None,
+        shard: AnyShard | None = None,
         by_layer: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         node: int | None = None,
@@ -320,7 +361,7 @@ class PoolClient(Client):
         return slots._require_layers() if by_layer else slots
 
     def _reserve(
-        self, prefix: Prefix, shard: Shard | None, timeout_s: float, node: int | None
+        self, prefix: Prefix, shard: AnyShard | None, timeout_s: float, node: int | None
     ) -> Slots:
         deadline = time.monotonic() + timeout_s
         shard = prefix.schema.check_shard(shard)
@@ -419,6 +460,16 @@ class PoolClient(Client):
 
     @verb
     @in_one_piece
+    def prefetch(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> HomePrefetch:
+        """Have the home node copy the leading blocks of `prefix` from the nodes that have them, and
+        bring them from its NVMe into its DRAM. As `Client.prefetch`, but asks nobody before it
+        returns, and goes on whether or not it is polled. Ends with the reason "no_home" if there
+        is no node on this host. Ignores the admission policy: the caller knows what it wants."""
+        state = PrefetchState(prefix, time.monotonic() + timeout_s)
+        return self._prefetches.begin(state, self._check_open)
+
+    @verb
+    @in_one_piece
     def evacuate(self, node: int, *, timeout_s: float = 600.0) -> int:
         """Drain a node before it leaves: it takes no new blocks, and has other nodes copy the
         blocks that no other node has. Returns how many of its blocks other nodes have afterwards.
@@ -449,8 +500,13 @@ class PoolClient(Client):
             for number, numbers in self._driver.links.statistics().items()
             if number in names
         }
-        home = self._home_number
-        return {"nodes": nodes, "links": links, "home": names.get(home) if home else None}
+        number = self._number_of_home
+        if self._home is None or not isinstance(number, FixedHomeNumber):
+            home = names.get(self._home_number or 0)
+        else:
+            own = self._home.ask(local_verbs.statistics(timeout_s), None)
+            home = number.named(own, names, nodes)
+        return {"nodes": nodes, "links": links, "home": home}
 
     @property
     def region(self) -> MappedRegion | None:
@@ -474,8 +530,10 @@ class PoolClient(Client):
 
     def _close_once(self) -> None:
         self._orders.finish(DEFAULT_TIMEOUT_S)
+        self._prefetches.halt()
         self._driver.close()
         self._orders.close()
+        self._prefetches.close()
         if self._home is not None:
             self._home.close()
 

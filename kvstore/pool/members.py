@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..credentials import format_address
 from ..directory.base import NodeRecord
 from ..errors import NodeUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 # How long a client remembers a placement. A node registers a new block in the directory within
 # 50 ms, and clients may see the node's membership a second late. After this, the directory is up to
@@ -97,6 +97,38 @@ class HomeNumber:
 
     def _is_home(self, record: NodeRecord | None) -> bool:
         return record is not None and record.socket == self._socket and record.host == self._host
+
+
+class FixedHomeNumber:
+    """The number, in a fixed list, of the node behind one unix socket of this host; None until
+    `find` has found it, and if the list lacks it. A restarted node keeps its address, and so its
+    number."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    def __call__(self) -> int | None:
+        """The number."""
+        return self._number
+
+    def find(self, home: Mapping[str, Any], listed: Mapping[int, Mapping[str, Any]]) -> None:
+        """Find the node whose statistics over the network (`listed`) are of the same process as
+        those over the socket (`home`)."""
+        for number, numbers in listed.items():
+            if all(numbers.get(name) == home[name] for name in ("node", "pid", "started_at")):
+                self._number = number
+
+    def named(
+        self, home: dict[str, Any] | None, names: dict[int, str], nodes: dict[str, Any]
+    ) -> str | None:
+        """The home node's name among `nodes`, to whose statistics its own (`home`, None if it did
+        not answer) are added if the list lacks it."""
+        if home is not None:
+            self.find(home, {n: nodes[name] for n, name in names.items() if name in nodes})
+            if self._number is None:
+                nodes[home["node"]] = home
+                return str(home["node"])
+        return names.get(self._number or 0)
 
 
 class Placements:

@@ -14,10 +14,17 @@ from ..connection.node_link import SocketLink
 from ..credentials import load_credentials
 from ..deadlines import until_s
 from ..directory import host_id, open_directory
-from ..errors import ClientClosed, InvalidInput, NodeUnavailable, TiffinError
+from ..errors import (
+    ClientClosed,
+    DeadlineExceeded,
+    InvalidInput,
+    NodeUnavailable,
+    TiffinError,
+)
 from ..node.core import messages
 from .client import PoolClient
-from .members import FixedMembers, HomeNumber
+from .members import FixedHomeNumber, FixedMembers, HomeNumber
+from .pool_verbs import ask_all
 from .verb_driver import PoolOptions, VerbDriver
 
 if TYPE_CHECKING:
@@ -31,6 +38,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GREETING_S = 5.0
+# How long to wait for the statistics by which home is found in a fixed list.
+LISTED_S = 1.0
 # The timeout of the whole opening: for the directory, and the nodes of this host that may be home.
 OPENING_S = HANDSHAKE_S
 
@@ -101,6 +110,8 @@ def _find_home(
     if target.home not in ("auto", "none"):
         path = target.home.removeprefix("unix:")
         link = SocketLink(Path(path), name)
+        if not target.directory:
+            return link, _home_in_list(driver, link)
         return link, HomeNumber(driver.nodes, here, os.path.realpath(path))
     if target.home == "auto" and target.directory:
         for _, record in sorted(_nodes(driver).items()):
@@ -115,6 +126,20 @@ def _find_home(
             else:
                 return link, HomeNumber(driver.nodes, here, record.socket)
     return None, lambda: None
+
+
+def _home_in_list(driver: VerbDriver, link: SocketLink) -> FixedHomeNumber:
+    number = FixedHomeNumber()
+    try:
+        own, _ = link.call(messages.Statistics(0), LISTED_S)
+    except (ConnectionError, DeadlineExceeded) as error:
+        log.info("home is not looked for in the list: %s", error)
+        return number
+    asked = ask_all(sorted(driver.nodes()), lambda: messages.Statistics(0), LISTED_S)
+    replies = driver.run(asked).items()
+    listed = {n: reply.numbers for n, reply in replies if isinstance(reply, messages.Numbers)}
+    number.find(own.numbers, listed)
+    return number
 
 
 def _nodes(driver: VerbDriver) -> dict[int, NodeRecord]:

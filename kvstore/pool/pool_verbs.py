@@ -160,7 +160,7 @@ def get(prefix: Prefix, deadline: float, context: Context, home: HomeState | Non
     begin = outcome.at_home
     located = yield Locate(begin)
     if located and not home.lost and home.wants(prefix, begin):
-        part = _leading(located, home.number)
+        part = leading(located, home.number)
         if part and (yield CopyHome(begin, part, deadline)):
             here = (yield from _at_home(outcome, prefix, deadline)) or here
     start = outcome.at_home
@@ -188,7 +188,7 @@ def _at_home(outcome: Outcome, prefix: Prefix, deadline: float) -> Verb[ReadOutc
     return cast("ReadOutcome", here)
 
 
-def _leading(located: Sequence[tuple[int, ...]], without: int | None) -> Sequence[tuple[int, ...]]:
+def leading(located: Sequence[tuple[int, ...]], without: int | None) -> Sequence[tuple[int, ...]]:
     """The holders of the leading blocks that another node than `without` has."""
     held = [tuple(n for n in nodes if n != without) for nodes in located]
     return held[: next((i for i, nodes in enumerate(held) if not nodes), len(held))]

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..format.keys import Prefix
-    from ..format.schema import Shard
+    from ..format.schema import AnyShard
     from .client import PoolClient
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class StagedSlots(Slots):
         client: PoolClient,
         timeout_s: float,
         deadline: float,
-        shard: Shard | None = None,
+        shard: AnyShard | None = None,
         node: int | None = None,
     ) -> None:
         """`timeout_s` is for the commit. Until `deadline`, the constructor asks which blocks are

@@ -43,6 +43,7 @@ from ..format.expected_headers import ExpectedHeaders
 from ..node.core import messages
 from ..node.core.records import Reason
 from ..verbs.arguments import check_blocks
+from ..verbs.block_verbs import POLL_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,11 +58,6 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 log = logging.getLogger(__name__)
-
-# The longest time that a node parks one `Await` request; after it the stream polls again. A remote
-# node's thread notices a lost client only when it answers, and on a daemon's socket the client's
-# other threads get their turn between two polls.
-POLL_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)

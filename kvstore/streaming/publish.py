@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 def publish(slots: Sequence[Slot], lease: int, layer: int, timeout_s: float) -> Verb[None]:
     """Publish `layer` of these slots with its checksums, so that streams can read it before the
-    commit. Raises SchemaError for a layer that the schema does not have, InvalidInput for a layer
-    that was published before, StaleLease."""
+    commit, which takes the same checksums. Raises SchemaError for a layer that the schema does not
+    have, InvalidInput for a layer that was published before, StaleLease."""
     kept = [(number, slot) for number, slot in enumerate(slots) if not slot.skipped]
     if not kept:
         return
@@ -35,12 +35,15 @@ def publish(slots: Sequence[Slot], lease: int, layer: int, timeout_s: float) -> 
     at_once = slots_per_message(segments)
     for first in range(0, len(kept), at_once):
         part = kept[first : first + at_once]
-        sums = b""
+        found = []
         for _, slot in part:
-            found = yield Work(partial(host_copy.hash_segments, slot.view, in_payload, algorithm))
-            sums += found.astype("<u8").tobytes()
+            hashing = partial(host_copy.hash_segments, slot.view, in_payload, algorithm)
+            found.append((yield Work(hashing)))
+        sums = b"".join(checksums.astype("<u8").tobytes() for checksums in found)
         numbers = [number for number, _ in part]
         yield Call(messages.Publish(0, lease, numbers, segments, spans, sums), timeout_s)
+        for (_, slot), checksums in zip(part, found, strict=True):
+            slot.note_published(segments, checksums)
 
 
 def published_segments(selection: Selection, layer: int) -> list[int]:

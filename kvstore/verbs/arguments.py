@@ -170,11 +170,11 @@ def _check_layer(layer: object) -> int:
 
 
 def _check_shard(shard: object) -> object:
-    """(rank, ranks) as plain ints; the schema checks whether it allows them."""
-    if not isinstance(shard, tuple):
-        return shard
-    numbers = [_integer(value) for value in shard]
-    return tuple(v if n is None else n for n, v in zip(numbers, shard, strict=True))
+    """(rank, ranks) or a Shard, with plain ints; the schema checks whether it allows them."""
+    if isinstance(shard, tuple):  # the stages of a Shard are one as well
+        return tuple(_check_shard(value) for value in shard)
+    number = _integer(shard)
+    return shard if number is None else number
 
 
 def _flag(what: str) -> Check:
@@ -225,6 +225,8 @@ _OF_VERBS: Mapping[str, Check] = {
     "hard": _flag("hard"),
     "sync": _flag("sync"),
     "by_layer": _flag("by_layer"),
+    "writing": _flag("writing"),
+    "at_least": _count("at_least", 0, messages.KEYS_MAX),
     "verify": lambda verify: None if verify is None else check_verify(verify),
     "layers": _part("layers"),
     "heads": _part("heads"),

@@ -33,7 +33,7 @@ from ..errors import DeadlineExceeded, NoRoom
 from ..format.header_writer import check_shard_blocks, seal, shard_blocks_max, shard_header
 from ..node.core import messages
 from ..node.core.node_core import ReserveStatus
-from ..node.core.records import IN_DRAM, Kept, Reason
+from ..node.core.records import BEING_WRITTEN, IN_DRAM, Kept, Reason
 from ..tiers.base import TierName
 from .arguments import Verify, check_blocks, check_ttl
 
@@ -44,11 +44,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..format.keys import Prefix
-    from ..format.schema import Shard
+    from ..format.schema import AnyShard
 
     Bytes = NDArray[np.uint8]
 
 SAMPLE_BLOCKS = 16
+# The longest time that a node parks one request of a reader that waits for a writer; after it the
+# reader asks again. A remote node's thread notices a lost client only when it answers, and on a
+# daemon's socket the client's other threads get their turn between two requests.
+POLL_S = 2.0
 DEFAULT_TIMEOUT_S = 5.0
 
 # Small blocks are checked and copied in batches, to share the cost of a step (and, in
@@ -92,7 +96,8 @@ Verb = Generator[Step, Any, T]
 class Hit:
     """How much of a prefix is resident: leading `blocks`, and the `tokens` they cover.
 
-    `where` has one byte per block, a bit mask of its tiers (bit 0: DRAM, bit 1: NVMe).
+    `where` has one byte per block, a bit mask of its tiers (bit 0: DRAM, bit 1: NVMe). In a match
+    of what is being `writing`, too, BEING_WRITTEN is set for blocks that are not stored yet.
     """
 
     blocks: int
@@ -101,8 +106,15 @@ class Hit:
 
     @property
     def tiers(self) -> tuple[TierName, ...]:
-        """The fastest tier of each block."""
-        return tuple(TierName.DRAM if w & IN_DRAM else TierName.NVME for w in self.where)
+        """The fastest tier of each block; blocks are written in DRAM."""
+        in_dram = IN_DRAM | BEING_WRITTEN
+        return tuple(TierName.DRAM if w & in_dram else TierName.NVME for w in self.where)
+
+    @property
+    def stored(self) -> int:
+        """How many leading blocks are stored: `blocks`, up to the first that is being written."""
+        written = (index for index, w in enumerate(self.where) if w & BEING_WRITTEN)
+        return next(written, self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +157,23 @@ class Access(NamedTuple):
 # -- looking ---------------------------------------------------------------------------------------
 
 
-def match(prefix: Prefix, timeout_s: float) -> Verb[Hit]:
-    """Count the leading blocks that are resident."""
+def match(
+    prefix: Prefix, timeout_s: float, *, writing: bool = False, at_least: int = 0
+) -> Verb[Hit]:
+    """Count the leading blocks that are resident, with `writing` also those that are being written.
+    Waits for `at_least` so many."""
     if not len(prefix):
         return Hit(0, 0)
-    reply, _ = yield Call(messages.Match(0, _keys(prefix)), timeout_s)
-    where = reply.flags
-    return Hit(len(where), len(where) * prefix.schema.block_tokens, where)
+    deadline, at_least = time.monotonic() + timeout_s, min(at_least, len(prefix))
+    while True:
+        began, left_s = time.monotonic(), until_s(deadline)
+        wait_s = min(left_s, POLL_S) if at_least else 0.0
+        request = messages.Match(0, _keys(prefix), writing, at_least, wait_s)
+        reply, _ = yield Call(request, left_s)
+        where, now = reply.flags, time.monotonic()
+        # A node that does not wait must not be asked again and again.
+        if len(where) >= at_least or now >= deadline or now - began < wait_s:
+            return Hit(len(where), len(where) * prefix.schema.block_tokens, where)
 
 
 def exists(prefix: Prefix, timeout_s: float) -> Verb[list[bool]]:
@@ -282,7 +304,7 @@ def put(
     payloads: Sequence[Any],
     region_bytes: int,
     timeout_s: float,
-    shard: Shard | None = None,
+    shard: AnyShard | None = None,
     *,
     until: float = math.inf,
     alone: bool = True,
@@ -351,7 +373,8 @@ def _filled(
 
 
 def _fill(prefix: Prefix, slot: Slot, source: Bytes) -> bytes:
-    return _seal(prefix, slot, scatter_hashed(slot.view, source, slot.selection))
+    found = scatter_hashed(slot.view, source, slot.selection)
+    return _seal(prefix, slot, all_checksums(slot.selection, found))
 
 
 def empty_outcome() -> dict[str, list[int]]:
@@ -391,7 +414,7 @@ class ReservedSlots:
     reason: str | None = None
 
 
-def reserve(prefix: Prefix, timeout_s: float, shard: Shard | None = None) -> Verb[ReservedSlots]:
+def reserve(prefix: Prefix, timeout_s: float, shard: AnyShard | None = None) -> Verb[ReservedSlots]:
     """Reserve slots for the blocks that are not resident. Raises NoRoom."""
     selection = select_shard(prefix.schema, shard)
     if not len(prefix):
@@ -414,7 +437,8 @@ def reserve(prefix: Prefix, timeout_s: float, shard: Shard | None = None) -> Ver
 def commit(
     prefix: Prefix, slots: Sequence[Slot], lease: int, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Verb[bytes]:
-    """Checksum the blocks written in place and make them visible. Returns a `Kept` per slot."""
+    """Make the blocks written in place visible, with checksums of what was not published before.
+    Returns a `Kept` per slot."""
     if not slots:
         return b""
     headers: list[bytes] = []
@@ -448,7 +472,7 @@ def reserve_request(prefix: Prefix, selection: Selection, timeout_s: float) -> m
         0, _keys(prefix), prefix.parent, prefix.start, prefix.schema.extent_bytes, timeout_s
     )
     if selection.shard is not None:
-        request.rank, request.ranks = selection.shard
+        request.rank, request.ranks = selection.shard.writer, selection.shard.writers
         request.owned = selection.bitmap()
     return request
 
@@ -470,15 +494,21 @@ def _reserve(
 
 
 def _seal_in_place(prefix: Prefix, slot: Slot) -> bytes:
-    algorithm = prefix.schema.checksum
-    return _seal(prefix, slot, host_copy.hash_segments(slot.view, slot.selection.spans, algorithm))
+    schema, selection, published = prefix.schema, slot.selection, slot.published
+    if published is None:
+        found = host_copy.hash_segments(slot.view, selection.spans, schema.checksum)
+        return _seal(prefix, slot, all_checksums(selection, found))
+    missing = published.missing(selection)
+    if missing:
+        spans = [(schema.segments[n].offset, schema.segments[n].length) for n in missing]
+        published.note(missing, host_copy.hash_segments(slot.view, spans, schema.checksum))
+    return _seal(prefix, slot, published.checksums)
 
 
-def _seal(prefix: Prefix, slot: Slot, found: NDArray[np.uint64]) -> bytes:
+def _seal(prefix: Prefix, slot: Slot, checksums: NDArray[np.uint64]) -> bytes:
     """Write the block's header into the slot and return b""; one rank of a shared write returns
     its header for the commit request instead."""
     place = {"generation": slot.generation, "offset": slot.offset}
-    checksums = all_checksums(slot.selection, found)
     if slot.selection.shard is not None:
         return shard_header(prefix, slot.index, checksums=checksums, **place)
     seal(slot.extent, prefix, slot.index, checksums=checksums, **place)

@@ -13,8 +13,7 @@ import pytest
 
 from tiffin.bench.network.setting import Missing
 from tiffin.bench.vllm import decode_gaps, hooks
-from tiffin.bench.vllm.engine.decode_gaps import DecodeGaps
-from tiffin.bench.vllm.engine.first_token import ATTEMPTS, FirstTokens
+from tiffin.bench.vllm.engine.measurements import ATTEMPTS, DecodeGaps, FirstTokens
 from tiffin.bench.vllm.engine_process import GroupProcess
 from tiffin.bench.vllm.first_token import _in_turns
 from tiffin.bench.vllm.setting import Setting, Sizes

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiffin.conductor.web.auth import Tokens
+    from tiffin.conductor.web.tracing import Tracing
 
 MODEL = "llama-3-8b"
 PROFILE = "llama-3.1-8b.h100.tp1.vllm"
@@ -156,6 +157,8 @@ class Engine:
             if self.hold_at is not None and number >= self.hold_at:
                 await self.go.wait()
         told = {**params, "do_remote_prefill": True, "remote_block_ids": [7, 8]} if params else None
+        if "tiffin" in params:
+            told = {"tiffin": {"blocks": 1}, "remote_host": "10.0.0.1"}
         whole = {
             "id": "cmpl-1",
             "choices": [{"index": 0, "text": "".join(self.answer), "finish_reason": "stop"}],
@@ -262,8 +265,11 @@ async def cluster(
     auth: Tokens | None = None,
     conductor_auth: Tokens | None = None,
     conductor_token: Path | None = None,
+    tracing: tuple[Tracing, Tracing] | None = None,
 ) -> AsyncIterator[Cluster]:
-    """Run all parts; at the end every request has to have ended."""
+    """Run all parts; at the end every request has to have ended. `tracing`: that of the gateway and
+    of the conductor."""
+    gateway_tracing, conductor_tracing = tracing or (None, None)
     core = Heard()
     async with AsyncExitStack() as stack:
         now = asyncio.get_running_loop().time
@@ -275,12 +281,14 @@ async def cluster(
             core.register(spec, now())
             core.heartbeat(engine.name, Load(), now())
         conductor = await stack.enter_async_context(AsyncExitStack())
-        app = create_conductor_app(core, auth=conductor_auth, clock=now)
+        app = create_conductor_app(core, auth=conductor_auth, clock=now, tracing=conductor_tracing)
         url = await conductor.enter_async_context(serving(app))
         client = AsyncConductorClient(
             url, token_file=conductor_token, timeout_s=config.timeouts.conductor_s
         )
-        gateway = await stack.enter_async_context(Gateway(client, config, clock=now))
+        gateway = await stack.enter_async_context(
+            Gateway(client, config, clock=now, tracing=gateway_tracing)
+        )
         front = await stack.enter_async_context(serving(create_app(gateway, auth=auth)))
         http = await stack.enter_async_context(
             httpx.AsyncClient(base_url=front, trust_env=False, verify=False, timeout=PATIENCE_S)

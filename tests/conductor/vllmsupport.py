@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
-import psutil
+from connectors.vllmserver import VllmServer
 from directory.ports import free_port
 
 from tiffin.kvstore import KVSchema
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    import psutil
 
 # A Python that has vLLM; docs/conductor/gateway.md says how to get one without a GPU.
 VARIABLE = "TIFFIN_VLLM"
@@ -29,7 +27,6 @@ SCHEMA = KVSchema.gqa(model=MODEL, layers=4, kv_heads=2, head_dim=32, dtype="flo
 # Of 128 tokens: twelve pool blocks, so that prompts evict each other.
 ENGINE_BLOCKS = 48
 WORDS = 1020
-START_S = 240.0
 PATIENCE_S = 60.0
 
 
@@ -61,80 +58,26 @@ def words(ids: Sequence[int]) -> str:
     return " ".join(f"w{i - 4}" for i in ids)
 
 
-def until(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    ends_at = time.monotonic() + patience_s
-    while not true():
-        assert time.monotonic() < ends_at, f"not in {patience_s:g} s: {what}"
-        time.sleep(0.05)
-
-
-class Vllm:
-    """`vllm serve` on its own ports. Call `start`; it can be killed and started again."""
+class Vllm(VllmServer):
+    """One of several that publish KV events."""
 
     def __init__(self, name: str, model: Path) -> None:
-        self.name, self._model = name, model
-        self.port, self._events, self._replay = free_port(), free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = model.parent / f"{name}.log"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._http = httpx.Client(base_url=self.url, trust_env=False, timeout=PATIENCE_S)
-
-    @property
-    def endpoints(self) -> tuple[str, str]:
-        """The addresses where it publishes and where it replays events."""
-        return f"tcp://127.0.0.1:{self._events}", f"tcp://127.0.0.1:{self._replay}"
-
-    def start(self) -> None:
+        self.name = name
+        self._events, self._replay = free_port(), free_port()
         events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
             "endpoint": f"tcp://*:{self._events}",
             "replay_endpoint": f"tcp://*:{self._replay}",
         }
-        options = {
-            "served-model-name": MODEL,
-            "host": "127.0.0.1",
-            "port": self.port,
-            "dtype": "float32",
-            "max-model-len": 4096,
-            "max-num-seqs": 4,
-            "block-size": 128,
-            "num-gpu-blocks-override": ENGINE_BLOCKS,
-            "kv-events-config": json.dumps(events),
-        }
-        command = [os.environ[VARIABLE], "-m", "vllm.entrypoints.cli.main", "serve"]
-        command += [str(self._model), "--enforce-eager"]
-        command += [str(one) for name, value in options.items() for one in (f"--{name}", value)]
-        env = {
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command, env=env, stdout=log, stderr=log, start_new_session=True
-            )
+        options = ("--num-gpu-blocks-override", str(ENGINE_BLOCKS))
+        options += ("--kv-events-config", json.dumps(events))
+        super().__init__(os.environ[VARIABLE], model, model.parent / f"{name}.log", *options)
 
-    def wait(self) -> None:
-        """Wait until it answers."""
-        until(self._healthy, f"{self.name} answers, {self.log}", START_S)
-
-    def _healthy(self) -> bool:
-        assert self._process is not None
-        assert self._process.poll() is None, self.log.read_text()[-4000:]
-        with contextlib.suppress(httpx.TransportError):
-            return self._http.get("/health").status_code == 200
-        return False
-
-    def kill_engine(self) -> None:
-        """Kill the engine process; the HTTP server notices it."""
-        self._engine().kill()
-
-    def kill_server(self) -> None:
-        assert self._process is not None
-        self._process.kill()
+    @property
+    def endpoints(self) -> tuple[str, str]:
+        """The addresses where it publishes and where it replays events."""
+        return f"tcp://127.0.0.1:{self._events}", f"tcp://127.0.0.1:{self._replay}"
 
     def pause(self) -> None:
         for one in self._computing():
@@ -144,42 +87,19 @@ class Vllm:
         for one in self._computing():
             one.resume()
 
-    def end(self) -> None:
-        """End all of its processes that are left."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
-
-    def close(self) -> None:
-        self.end()
-        self._http.close()
-
     def _computing(self) -> list[psutil.Process]:
-        engine = self._engine()
+        engine = self.engine()
         return [engine, *engine.children(recursive=True)]
-
-    def _engine(self) -> psutil.Process:
-        assert self._process is not None
-        children = psutil.Process(self._process.pid).children()
-        (engine,) = (one for one in children if one.name().startswith("VLLM::Engine"))
-        return engine
 
     def answer(self, path: str, body: dict[str, Any]) -> list[int]:
         """The tokens of its answer, without the gateway."""
-        response = self._http.post(path, json=body)
+        response = self.http.post(path, json=body)
         assert response.status_code == 200, response.text
         return list(response.json()["choices"][0]["token_ids"])
 
     def hit_tokens(self) -> float:
         """The tokens of all prompts that it found in its cache."""
-        lines = self._http.get("/metrics").text.splitlines()
-        return sum(
-            float(line.rpartition(" ")[2])
-            for line in lines
-            if line.startswith("vllm:prefix_cache_hits_total")
-        )
+        return self.counter("prefix_cache_hits")
 
 
 class Beside:

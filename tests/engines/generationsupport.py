@@ -110,14 +110,28 @@ class Engine:
             prompt = {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}
             self._llm.llm_engine.add_request(str(index), prompt, parameters, lora_request=adapter)
 
+    def log_likelihoods(self, prompts: list[Tokens]) -> list[dict[int, float]]:
+        """Of the likeliest next tokens of each prompt."""
+        parameters = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+        requests = [{"prompt_token_ids": tokens} for tokens in prompts]
+        found = self._llm.generate(requests, parameters, use_tqdm=False)
+        return [
+            {token: one.logprob for token, one in answer.outputs[0].logprobs[0].items()}
+            for answer in found
+        ]
+
+    def load(self, adapter: LoRARequest) -> None:
+        """Load an adapter, before a request names it."""
+        self._llm.llm_engine.add_lora(adapter)
+
     def abort(self, names: Sequence[str]) -> None:
         """End requests, as a server does whose clients have gone."""
         self._llm.llm_engine.abort_request(list(names))
 
-    def counter(self, name: str) -> float:
-        """One of the connector's counters since the engine's start, over all labels."""
-        found = self._llm.get_metrics()
-        return float(sum(one.value for one in found if one.name == f"vllm:tiffin_{name}"))
+    def counter(self, name: str, **labels: str) -> float:
+        """One of the connector's counters since the engine's start, over all other labels."""
+        found = [one for one in self._llm.get_metrics() if one.name == f"vllm:tiffin_{name}"]
+        return float(sum(one.value for one in found if labels.items() <= one.labels.items()))
 
     def step(self) -> dict[str, Answer]:
         """Run one step; returns the answers that it ended."""

@@ -35,6 +35,18 @@ class Outcome:
     took_s: float
     streamed: bool
 
+    @property
+    def failed(self) -> bool:
+        """Whether the server said that it could not answer, as vLLM does when a load fails and
+        `kv_load_failure_policy` is `fail`."""
+        return type(self.error) in (openai.InternalServerError, openai.APIError)
+
+    def assert_right(self, may_fail: bool) -> None:
+        """In time, and right, or failed if that may be."""
+        assert self.took_s < DEADLINE_S + 1
+        if not (may_fail and self.failed):
+            assert (self.error, self.said) == (None, self.expected)
+
 
 @contextmanager
 def client_of(server: Server) -> Iterator[openai.OpenAI]:
@@ -70,51 +82,72 @@ def ask(client: openai.OpenAI, prompt: Tokens, stream: bool) -> Tokens:
     return [token for part in parts for choice in part.choices for token in choice.token_ids or ()]
 
 
+def try_to_ask(client: openai.OpenAI, prompt: Tokens, expected: Tokens, stream: bool) -> Outcome:
+    """`ask`, however it ends."""
+    said: Tokens = []
+    error = None
+    began = time.monotonic()
+    try:
+        said = ask(client, prompt, stream)
+    except Exception as caught:  # noqa: BLE001 - the test judges it
+        error = caught
+    return Outcome(expected, said, error, time.monotonic() - began, stream)
+
+
+def ask_once(server: Server, prompt: Tokens, expected: Tokens, stream: bool = False) -> Outcome:
+    """One request by a client of its own."""
+    with client_of(server) as client:
+        return try_to_ask(client, prompt, expected, stream)
+
+
 class _Client:
-    """Asks one server one prompt after the other, until it is told to stop or gets an error."""
+    """Asks one server one prompt after the other, until it is told to stop or gets an error that
+    may not be."""
 
     def __init__(
-        self, server: Server, script: Sequence[tuple[Tokens, Tokens]], seed: int, ending: Any
+        self,
+        server: Server,
+        script: Sequence[tuple[Tokens, Tokens]],
+        seed: int,
+        ending: threading.Event,
+        may_fail: bool,
     ) -> None:
         self.server = server
         self.outcomes: list[Outcome] = []
         self._script = script
         self._dice = random.Random(seed)
-        self._ending: threading.Event = ending
+        self._ending = ending
+        self._may_fail = may_fail
         self.thread = threading.Thread(target=self._work, name=f"client-{seed}")
         self.thread.start()
 
     def _work(self) -> None:
         with client_of(self.server) as client:
             while not self._ending.is_set():
-                self.outcomes.append(self._one(client))
-                if self.outcomes[-1].error is not None:
+                prompt, expected = self._dice.choice(self._script)
+                stream = self._dice.random() < 0.5
+                outcome = try_to_ask(client, prompt, expected, stream)
+                self.outcomes.append(outcome)
+                if outcome.error is not None and not (self._may_fail and outcome.failed):
                     return
-
-    def _one(self, client: openai.OpenAI) -> Outcome:
-        prompt, expected = self._dice.choice(self._script)
-        stream = self._dice.random() < 0.5
-        said: Tokens = []
-        error = None
-        began = time.monotonic()
-        try:
-            said = ask(client, prompt, stream)
-        except Exception as caught:  # noqa: BLE001 - the test judges it
-            error = caught
-        return Outcome(expected, said, error, time.monotonic() - began, stream)
 
 
 class Load:
     """Clients of several servers, for the length of a `with` block. `script`: prompts, and what is
-    right to say to them."""
+    right to say to them. `may_fail`: whether a request may end with the server's error."""
 
     def __init__(
-        self, servers: Sequence[Server], script: Sequence[tuple[Tokens, Tokens]], seed: int
+        self,
+        servers: Sequence[Server],
+        script: Sequence[tuple[Tokens, Tokens]],
+        seed: int,
+        may_fail: bool = False,
     ) -> None:
         self._ending = threading.Event()
         self._servers = list(servers)
+        self._may_fail = may_fail
         self._clients = [
-            _Client(server, script, seed * 100 + index, self._ending)
+            _Client(server, script, seed * 100 + index, self._ending, may_fail)
             for index, server in enumerate(self._servers * CLIENTS)
         ]
 
@@ -125,28 +158,34 @@ class Load:
     def await_answers(self, count: int = 16, of: Sequence[Server] = ()) -> None:
         """Return when each server, or each one `of` them, has given so many more answers."""
         servers = of or self._servers
-        wanted = {server.url: len(self.outcomes(server)) + count for server in servers}
+        wanted = {server.url: len(self._answers(server)) + count for server in servers}
 
         def given() -> bool:
-            errors = [one.error for server in servers for one in self.outcomes(server)]
+            ends = [one for server in servers for one in self.outcomes(server)]
+            errors = [one.error for one in ends if not (self._may_fail and one.failed)]
             assert not any(errors), errors  # that client has ended
-            return all(len(self.outcomes(server)) >= wanted[server.url] for server in servers)
+            return all(len(self._answers(server)) >= wanted[server.url] for server in servers)
 
         wait_until(given, f"{count} more answers of each server", PATIENCE_S)
 
-    def assert_right(self, *servers: Server) -> None:
-        """No request to these servers, or to any, had an error, another answer or waited too
-        long."""
-        for server in servers or self._servers:
-            outcomes = self.outcomes(server)
-            assert [one.error for one in outcomes if one.error is not None] == []
-            assert [one.said for one in outcomes] == [one.expected for one in outcomes]
-            assert {one.streamed for one in outcomes} == {False, True}
-            self.assert_in_time(server)
+    def _answers(self, server: Server) -> list[Outcome]:
+        return [one for one in self.outcomes(server) if one.error is None]
 
-    def assert_in_time(self, server: Server) -> None:
-        """Every request has ended, and within its deadline."""
-        assert max(one.took_s for one in self.outcomes(server)) < DEADLINE_S + 1
+    def assert_right(self, *servers: Server) -> None:
+        """Every request to these servers, or to any, ended as it should."""
+        for server in servers or self._servers:
+            for outcome in self.outcomes(server):
+                outcome.assert_right(self._may_fail)
+            assert {one.streamed for one in self._answers(server)} == {False, True}
+
+    def assert_ended(self, server: Server) -> None:
+        """A server was ended: each of its clients had an error then, and right answers before."""
+        for client in (each for each in self._clients if each.server is server):
+            *before, last = client.outcomes
+            for outcome in before:
+                outcome.assert_right(may_fail=False)
+            assert isinstance(last.error, openai.APIError), last
+            assert last.took_s < DEADLINE_S + 1
 
     def __enter__(self) -> Self:
         return self

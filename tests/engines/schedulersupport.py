@@ -11,6 +11,7 @@ import random
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from arithmetic import LAYERS, WORD_BYTES, Pages, answer, extend, next_token
 from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
+    CUDAGraphMode,
     DeviceConfig,
     KVTransferConfig,
     ModelConfig,
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiffin.kvstore import Prefix
-    from tiffin.kvstore.connectors.vllm.orders import LoadOrder
+    from tiffin.kvstore.connectors.vllm.orders import LoadOrder, SaveOrder
 
 PAGE_TOKENS = 4
 BLOCK_TOKENS = 16
@@ -233,7 +235,8 @@ class Told:
 
 class Engine:
     """An engine without weights. `told`: all requests. `lookups`, `loads`, `saves`: the connector's
-    threads, in the test's hands. `ordered`: all loads. `preempted`: how often that happened."""
+    threads, in the test's hands. `ordered`: all loads. `by_layer`: all saves by layer, by number.
+    `preempted`: how often that happened."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -249,8 +252,10 @@ class Engine:
         self.told: dict[str, Told] = {}
         self.faults = Faults(options.seed)
         self.lookups, self.loads, self.saves = HeldTasks(), HeldTasks(), HeldTasks()
+        self.layers = HeldTasks()  # the thread that publishes layers
         self.saved: dict[bytes, str] = {}  # keys of blocks, and the request that saved them
         self.ordered: list[LoadOrder] = []
+        self.by_layer: dict[int, SaveOrder] = {}
         self.preempted = 0
         worker = TiffinConnector(config, KVConnectorRole.WORKER, cache)
         self.pages = Pages(options.pages, PAGE_TOKENS)
@@ -263,11 +268,12 @@ class Engine:
     def _take_in_hand(self, scheduler: Any, worker: Any) -> None:
         """Let the test decide when the connector's threads run and what fails."""
         worker._link.call(lambda client: None, wait_s=30.0)  # it is connected now
-        for executor in (scheduler._threads, worker._loaders, worker._savers):
+        layers = worker._layer_saves
+        for executor in (scheduler._threads, worker._loaders, worker._savers, layers._publisher):
             executor.shutdown()
         scheduler._threads = self.lookups
-        worker._loaders, worker._savers = self.loads, self.saves
-        for side in (scheduler, worker):
+        worker._loaders, worker._savers, layers._publisher = self.loads, self.saves, self.layers
+        for side in (scheduler, worker, layers):
             side._link = _FaultyLink(side._link, self.faults)
         if not self.options.holds:
             scheduler._may_hold = lambda prefix: False
@@ -325,8 +331,13 @@ class Engine:
 
     def hold(self, held: bool = True) -> None:
         """Whether lookups, loads and saves wait for the test."""
-        for tasks in (self.lookups, self.loads, self.saves):
+        for tasks in self.tasks:
             tasks.held = held
+
+    @property
+    def tasks(self) -> tuple[HeldTasks, ...]:
+        """All that waits for the test."""
+        return self.lookups, self.loads, self.saves, self.layers
 
     def free_pages(self) -> int:
         """How many pages no request has."""
@@ -337,7 +348,7 @@ class Engine:
         a page behind."""
         self.hold(False)
         for _ in range(10_000):
-            for tasks in (self.lookups, self.loads, self.saves):
+            for tasks in self.tasks:
                 tasks.run()
             if not self.scheduler.has_requests() and not self._steps:
                 break
@@ -371,7 +382,9 @@ class Engine:
         orders = scheduled.kv_connector_metadata.orders
         self.preempted += len(scheduled.preempted_req_ids or ())
         self.ordered += orders.loads
-        for order in orders.saves:
+        self.by_layer |= {order.number: order for order in orders.layer_saves}
+        confirmed = [self.by_layer[number] for number in orders.confirmed]
+        for order in (*orders.saves, *confirmed):
             self.saved.update(dict.fromkeys(order.prefix.keys, order.request_id))
 
     def _check_saved(self) -> None:
@@ -421,15 +434,22 @@ class Runner:
         connector.bind_connector_metadata(metadata)
         for load in metadata.orders.loads:
             self._pages.spoil(load.pages)  # what they have before a load is anything
+        forward = _forward_context(scheduled)
         if scheduled.has_sync_kv_loads:
-            connector.start_load_kv(None)
+            connector.start_load_kv(forward)
+        if scheduled.num_scheduled_tokens:
+            for name in NAMES:
+                connector.wait_for_layer_load(name)
         computed = self._update(scheduled)
         sampled = [
             self._compute(request_id, computed[request_id], count)
             for request_id, count in scheduled.num_scheduled_tokens.items()
         ]
+        if scheduled.num_scheduled_tokens:
+            for name in NAMES:
+                connector.save_kv_layer(name, None, None)
         if not scheduled.has_sync_kv_loads:
-            connector.start_load_kv(None)
+            connector.start_load_kv(forward)
         connector.wait_for_save()
         return _output(scheduled, sampled, self._connector_output(scheduled))
 
@@ -484,6 +504,12 @@ class Runner:
             return []
         tokens.append(next_token(total))
         return tokens[-1:]
+
+
+def _forward_context(scheduled: Any) -> Any:
+    """What vLLM's context of this step says of a forward pass and its graph."""
+    computes = {} if scheduled.num_scheduled_tokens else None
+    return SimpleNamespace(attn_metadata=computes, cudagraph_runtime_mode=CUDAGraphMode.NONE)
 
 
 def _output(

@@ -3,10 +3,12 @@ others."""
 
 from __future__ import annotations
 
+import random
+import shutil
 from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
-from generationsupport import Engine, Tokens, Turn, converse, loadable, transfer
+from generationsupport import Engine, Tokens, Turn, converse, loadable, random_tokens, transfer
 from tinymodels import make_adapter
 from vllm.lora.request import LoRARequest
 
@@ -79,3 +81,29 @@ def test_each_adapter_finds_its_own_blocks(
         found = cached(engine, turn, renamed(adapters), said)
     expected = [loadable(prompt, 128) for prompt in turn.prompts]
     assert found == dict.fromkeys(adapters, expected)
+
+
+def test_an_adapter_that_is_reloaded_in_place_shares_nothing(
+    adapters: Adapters, tmp_path: Path, model_folders: Path, shared_node: Daemon, namespace: str
+) -> None:
+    """A long prompt is half computed when its adapter gets other weights: no block of its second
+    half is stored, and nothing that comes after is taken for what was before."""
+    model, pool = model_folders / "llama", transfer(shared_node.url, namespace)
+    prompts = [random_tokens(random.Random(8), 1600)]
+    with Engine(model, **OPTIONS) as engine:
+        said = say(engine, prompts, adapters)
+    shutil.copytree(tmp_path / "one", tmp_path / "changing")
+    path = str(tmp_path / "changing")
+    first, reloaded = (LoRARequest("changing", 3, path, load_inplace=now) for now in (False, True))
+    with Engine(model, pool, **OPTIONS, max_num_batched_tokens=640) as engine:
+        engine.start(prompts, adapter=first)
+        engine.step()
+        shutil.copytree(tmp_path / "two", tmp_path / "changing", dirs_exist_ok=True)
+        engine.load(reloaded)
+        assert engine.finish()["0"].tokens not in (said["one"][0], said["two"][0])
+        (answer,) = engine.generate(prompts, adapter=reloaded)
+        assert (answer.tokens, answer.cached) == (said["two"][0], 0)
+    with Engine(model, pool, **OPTIONS) as engine:
+        for name in ("two", "one"):
+            (answer,) = engine.generate(prompts, adapter=adapters[name])
+            assert (answer.tokens, answer.cached) == (said[name][0], 0), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
@@ -10,10 +11,12 @@ from generationsupport import Answer, Engine, Turn, converse, loadable, spoil, t
 from kvsupport import wait_until
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tiffin.kvstore.connectors.vllm.pages.page_copier import PageCopier
+from tiffin.kvstore.connectors.vllm.worker_side import WorkerSide
 from tiffin.kvstore.errors import InvalidInput, NodeUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from kvsupport import Daemon
@@ -103,6 +106,60 @@ def test_the_pool_changes_no_token(start: Start, script: Script, variant: str) -
     page_tokens = changes.get("block_size", 128)
     for tokens, prompt in zip(cached, prompts, strict=True):
         assert tokens >= loadable(prompt, page_tokens)  # more, where it has them itself
+
+
+LAYERWISE = {"layerwise": "always", "loading": "synchronous"}
+
+
+def slow_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Make each layer's copy take longer than the layer; returns how many were copied beside each
+    forward pass."""
+    scatter_layers, steps = PageCopier.scatter_layers, list[int]()
+
+    def slow(copier: PageCopier, loads: Any) -> Iterator[tuple[int, None]]:
+        steps.append(0)
+        copies = scatter_layers(copier, loads)
+        while True:
+            time.sleep(0.02)
+            step = next(copies, None)
+            if step is None:
+                return
+            steps[-1] += 1
+            yield step
+
+    monkeypatch.setattr(PageCopier, "scatter_layers", slow)
+    return steps
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_loads_beside_the_forward_pass_change_no_token(
+    start: Start, script: Script, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = script(kind)
+    with start(kind, enable_prefix_caching=False) as engine:
+        engine.play(turns)
+    steps = slow_layers(monkeypatch)
+    with start(kind, enable_prefix_caching=False, settings=LAYERWISE) as engine:
+        cached = engine.play(turns)
+        layers = len(engine.connector._layers)
+    assert cached == [loadable(prompt, 128) for turn in turns for prompt in turn.prompts]
+    assert steps
+    assert set(steps) == {layers}
+
+
+def test_an_engine_ends_whose_layers_do_not_wait_for_their_loads(
+    start: Start, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = script("llama")
+    with start(enable_prefix_caching=False) as engine:
+        engine.play(turns)
+    slow_layers(monkeypatch)
+    monkeypatch.setattr(WorkerSide, "wait_for_layer", lambda *_: None)
+    with (
+        start(enable_prefix_caching=False, settings=LAYERWISE) as engine,
+        pytest.raises(RuntimeError, match="did not wait for the loads of model"),
+    ):
+        engine.play(turns)  # those of the first step are asynchronous
 
 
 def test_preempted_requests_say_what_they_would_have_said(

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from itertools import combinations, product
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
-from generationsupport import Answer, Engine, Turn, converse_with_many, loadable, transfer
+from generationsupport import (
+    Answer,
+    Engine,
+    Tokens,
+    Turn,
+    converse_with_many,
+    loadable,
+    transfer,
+)
 from serversupport import Server
 
 if TYPE_CHECKING:
@@ -22,6 +31,9 @@ pytestmark = pytest.mark.timeout(900)
 
 SEQUENCES = 8  # that an engine runs at a time
 CACHE_TOKENS = 32 << 10  # the conversations have three times as many different ones
+# Sums of bfloat16 depend on what is computed at once, and with them what the model says where it
+# hardly prefers a token: by so many nats. Seen were up to two steps of its numbers, 1/8.
+NEAR_TIE = 0.5
 # On a busy machine all is found and loaded too.
 PATIENT = {"lookup_timeout_s": 10.0, "load_timeout_s": 30.0, "save_timeout_s": 30.0}
 
@@ -148,18 +160,28 @@ def answers_of(engine: Engine | Server, turns: Sequence[Turn]) -> list[Answer]:
     return [answer for turn in turns for answer in engine.generate(turn.prompts)]
 
 
-def differences(answers: Sequence[Answer], turns: Sequence[Turn]) -> int:
-    said = [tokens for turn in turns for tokens in turn.said]
-    return sum(one.tokens != tokens for one, tokens in zip(answers, said, strict=True))
+def departures(answers: Sequence[Answer], turns: Sequence[Turn]) -> list[tuple[Tokens, int, int]]:
+    """Where answers are not what was said before: the tokens up to there, the token that was said
+    next, and the other one."""
+    found = []
+    pairs = [pair for turn in turns for pair in zip(turn.prompts, turn.said, strict=True)]
+    for answer, (prompt, said) in zip(answers, pairs, strict=True):
+        if answer.tokens != said:
+            same = next(n for n, token in enumerate(said) if answer.tokens[n] != token)
+            found.append(([*prompt, *said[:same]], said[same], answer.tokens[same]))
+    return found
 
 
-def own_differences(of: Configuration, model: Path, turns: Sequence[Turn]) -> int:
-    """How many answers vLLM's prefix cache changes, without a pool: sums of bfloat16 depend on
-    what is computed at once."""
-    if of.dtype == "float32":
-        return 0
-    with Engine(model, **{**of.options, "enable_prefix_caching": True}) as engine:
-        return differences(answers_of(engine, turns), turns)
+def preferences(
+    of: Configuration, model: Path, found: list[tuple[Tokens, int, int]]
+) -> list[float]:
+    """How much more likely the tokens that were said are than the other ones, in nats."""
+    with Engine(model, dtype=of.dtype, enable_prefix_caching=False) as engine:
+        likely = engine.log_likelihoods([tokens for tokens, _, _ in found])
+    return [
+        one.get(said, -math.inf) - one.get(other, -math.inf)
+        for one, (_, said, other) in zip(likely, found, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("of", CONFIGURATIONS, ids=str)
@@ -175,13 +197,16 @@ def test_answers_are_those_without_a_pool(
     prompts = [prompt for turn in turns for prompt in turn.prompts]
     assert len(prompts) == 200
     pool = transfer(node.url, namespace, **PATIENT)
-    allowed = own_differences(of, model, turns)
     with Engine(model, pool, **of.options) as engine:
-        assert differences(answers_of(engine, turns), turns) <= allowed
+        found = departures(answers_of(engine, turns), turns)
     with second_engine(of, model, pool, tmp_path / "log") as engine:
         answers = answers_of(engine, turns)
         loaded_tokens = engine.counter("loaded_tokens") / of.ranks
-    assert differences(answers, turns) <= allowed
+    found += departures(answers, turns)
+    assert not found or of.dtype == "bfloat16"
+    if found:
+        preferred = preferences(of, model, found)
+        assert all(abs(one) < NEAR_TIE for one in preferred), preferred
     cached = [answer.cached for answer in answers]
     expected = [loadable(prompt, of.page_tokens) for prompt in prompts]
     if of.caching:  # it has some of them itself

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from arithmetic import LAYERS, WORD_BYTES
+from kvsupport import is_quiet, wait_until
 from schedulersupport import BLOCK_TOKENS, Engine, Options
 
 from tiffin.kvstore import Client
 from tiffin.kvstore.connectors.vllm import TiffinConnector
+from tiffin.kvstore.errors import StaleLease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ def start(
 ) -> Iterator[Callable[..., Engine]]:
     """A function that starts engines, all with one pool."""
     # vLLM's groups of tensor-parallel workers need processes.
-    monkeypatch.setattr(TiffinConnector, "_rank", lambda self: 0)
+    monkeypatch.setattr(TiffinConnector, "_place", lambda self: (0, 0))
     with ExitStack() as stack:
 
         def start(**changes: Any) -> Engine:
@@ -38,10 +40,22 @@ def start(
         yield start
 
 
+@pytest.fixture
+def start_second(start: Callable[..., Engine]) -> Callable[..., Engine]:
+    """A function that starts an engine, after another one has stored `STORED`."""
+
+    def start_second(**changes: Any) -> Engine:
+        start().answer(STORED)
+        return start(**changes)
+
+    return start_second
+
+
 def prompt(count: int, seed: int = 0) -> list[int]:
     return [(index * 7919 + seed * 104729 + 13) % 997 for index in range(count)]
 
 
+STORED = prompt(100)
 AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["one-by-one", "ahead"])
 # Blocks are leased before they are loaded, or not.
 HELD = [
@@ -71,13 +85,11 @@ def test_an_engine_loads_what_another_computed(start: Callable[..., Engine], way
 
 @POLICIES
 def test_a_local_hit_that_ends_inside_a_block_is_filled_up(
-    start: Callable[..., Engine], policy: str
+    start_second: Callable[..., Engine], policy: str
 ) -> None:
-    tokens = prompt(100)
-    start().answer(tokens)
-    engine = start(policy=policy)
-    engine.answer([*tokens[:40], *prompt(10, seed=1)])
-    assert engine.answer(tokens).cached == 96
+    engine = start_second(policy=policy)
+    engine.answer([*STORED[:40], *prompt(10, seed=1)])
+    assert engine.answer(STORED).cached == 96
     load = engine.ordered[-1]
     assert (load.prefix.start, load.skipped_pages, len(load.pages)) == (2, 2, 14)
 
@@ -118,11 +130,12 @@ def test_without_an_own_cache_the_pool_serves_alone(start: Callable[..., Engine]
     assert engine.answer(prompt(100)).cached == 96
 
 
-def test_a_request_waits_for_its_lookup_while_others_run(start: Callable[..., Engine]) -> None:
-    start().answer(prompt(100))
-    engine = start()
+def test_a_request_waits_for_its_lookup_while_others_run(
+    start_second: Callable[..., Engine],
+) -> None:
+    engine = start_second()
     engine.lookups.held = True
-    waiting = engine.add(prompt(100))
+    waiting = engine.add(STORED)
     engine.step()
     assert engine.status(waiting) == "WAITING"
     engine.lookups.held = False
@@ -134,10 +147,11 @@ def test_a_request_waits_for_its_lookup_while_others_run(start: Callable[..., En
 
 
 @pytest.mark.parametrize("way", HELD)
-def test_blocks_are_held_and_loaded_as_it_is_set(start: Callable[..., Engine], way: Way) -> None:
-    start().answer(prompt(100))
-    engine = start(**way)
-    engine.answer(prompt(100))
+def test_blocks_are_held_and_loaded_as_it_is_set(
+    start_second: Callable[..., Engine], way: Way
+) -> None:
+    engine = start_second(**way)
+    engine.answer(STORED)
     (load,) = engine.ordered
     assert load.held is not None
     assert load.synchronous is (way["loading"] == "synchronous")
@@ -147,26 +161,22 @@ def test_blocks_are_held_and_loaded_as_it_is_set(start: Callable[..., Engine], w
 @POLICIES
 @pytest.mark.parametrize("blocks", [1, 3, 5])
 def test_what_could_not_be_leased_is_computed(
-    start: Callable[..., Engine], way: Way, policy: str, blocks: int
+    start_second: Callable[..., Engine], way: Way, policy: str, blocks: int
 ) -> None:
     """Also under the policy `fail`: the engine was not promised these blocks."""
-    tokens = prompt(100)
-    start().answer(tokens)
-    engine = start(policy=policy, **way)
+    engine = start_second(policy=policy, **way)
     engine.faults.next_gets.append(blocks)
-    told = engine.answer(tokens, 8)
+    told = engine.answer(STORED, 8)
     assert (told.reason, told.cached) == ("length", 16 * blocks)
 
 
 @pytest.mark.parametrize("way", HELD)
 def test_without_a_lease_blocks_are_loaded_asynchronously(
-    start: Callable[..., Engine], way: Way
+    start_second: Callable[..., Engine], way: Way
 ) -> None:
-    tokens = prompt(100)
-    start().answer(tokens)
-    engine = start(**way)
+    engine = start_second(**way)
     engine.faults.next_gets.append(0)
-    assert engine.answer(tokens, 8).cached == 96
+    assert engine.answer(STORED, 8).cached == 96
     (load,) = engine.ordered
     assert (load.held, load.synchronous) == (None, False)
 
@@ -174,18 +184,16 @@ def test_without_a_lease_blocks_are_loaded_asynchronously(
 @pytest.mark.parametrize("way", HELD)
 @POLICIES
 def test_what_is_held_is_loaded_although_the_pool_forgets_it(
-    start: Callable[..., Engine], way: Way, policy: str
+    start_second: Callable[..., Engine], way: Way, policy: str
 ) -> None:
-    tokens = prompt(100)
-    start().answer(tokens)
-    engine = start(policy=policy, batch_tokens=24, **way)
+    engine = start_second(policy=policy, batch_tokens=24, **way)
     engine.loads.held = True
-    request = engine.add(tokens, 8)
+    request = engine.add(STORED, 8)
     if way["loading"] == "asynchronous":
         engine.step()
         assert engine.ordered[0].held is not None
         with Client.open(engine.options.url) as client:
-            client.remove(engine.prefix(tokens))
+            client.remove(engine.prefix(STORED))
             client.put(engine.prefix(prompt(5000, seed=9)), [bytes(BLOCK_BYTES)] * 312)
     engine.finish()
     assert engine.told[request].cached == 96
@@ -196,66 +204,56 @@ def test_what_is_held_is_loaded_although_the_pool_forgets_it(
 @POLICIES
 @pytest.mark.parametrize("blocks", [0, 1, 3, 5])
 def test_what_could_not_be_loaded_is_computed(
-    start: Callable[..., Engine], way: Way, policy: str, blocks: int
+    start_second: Callable[..., Engine], way: Way, policy: str, blocks: int
 ) -> None:
-    tokens = prompt(100)
-    start().answer(tokens)
-    engine = start(policy=policy, **way)
+    engine = start_second(policy=policy, **way)
     engine.faults.next_gets.append(blocks)
-    reason = engine.answer(tokens, 8).reason
+    reason = engine.answer(STORED, 8).reason
     assert reason == ("error" if policy == "fail" else "length")
 
 
 @pytest.mark.parametrize("way", UNHELD)
 def test_a_block_that_can_never_be_loaded_is_asked_for_once(
-    start: Callable[..., Engine], way: Way
+    start_second: Callable[..., Engine], way: Way
 ) -> None:
-    tokens = prompt(100)
-    start().answer(tokens)
-    engine = start(**way)
+    engine = start_second(**way)
     engine.faults.next_gets += [0] * 20_000
-    engine.answer(tokens, 8)
+    engine.answer(STORED, 8)
     assert len(engine.ordered) == 1
 
 
 @pytest.mark.parametrize("way", UNHELD)
 def test_under_the_policy_fail_only_the_request_ends(
-    start: Callable[..., Engine], way: Way
+    start_second: Callable[..., Engine], way: Way
 ) -> None:
-    tokens = prompt(100)
-    start().answer(tokens)
-    engine = start(policy="fail", **way)
+    engine = start_second(policy="fail", **way)
     engine.faults.next_gets.append(2)
-    assert engine.answer(tokens, 8).reason == "error"
-    assert engine.answer(tokens, 8).reason == "length"
+    assert engine.answer(STORED, 8).reason == "error"
+    assert engine.answer(STORED, 8).reason == "length"
 
 
 @WAYS
 def test_requests_that_share_a_failed_load_are_right(
-    start: Callable[..., Engine], way: Way
+    start_second: Callable[..., Engine], way: Way
 ) -> None:
-    tokens = prompt(100)
-    start().answer(tokens)
-    engine = start(**way)
+    engine = start_second(**way)
     engine.faults.next_gets += [3, 3]
     for tail in range(3):
-        engine.add([*tokens, *prompt(40, seed=tail)], 20)
+        engine.add([*STORED, *prompt(40, seed=tail)], 20)
     engine.finish()
 
 
 @AHEAD
 @POLICIES
 def test_vllms_cache_never_offers_pages_whose_load_failed(
-    start: Callable[..., Engine], ahead: bool, policy: str
+    start_second: Callable[..., Engine], ahead: bool, policy: str
 ) -> None:
-    tokens = prompt(100)
-    start().answer(tokens)
-    engine = start(ahead=ahead, policy=policy, holds=False)
+    engine = start_second(ahead=ahead, policy=policy, holds=False)
     engine.faults.next_gets.append(2)
-    request = engine.add(tokens)
+    request = engine.add(STORED)
     engine.step()
     engine.abort(request)  # nobody computes what its load has left out
-    assert engine.answer(tokens, 8).reason == "length"
+    assert engine.answer(STORED, 8).reason == "length"
 
 
 # -- requests that leave ---------------------------------------------------------------------------
@@ -263,13 +261,11 @@ def test_vllms_cache_never_offers_pages_whose_load_failed(
 
 @AHEAD
 def test_a_request_that_is_aborted_while_it_loads_gives_its_pages_back(
-    start: Callable[..., Engine], ahead: bool
+    start_second: Callable[..., Engine], ahead: bool
 ) -> None:
-    tokens = prompt(100)
-    start().answer(tokens)
-    engine = start(loading="asynchronous", ahead=ahead)
+    engine = start_second(loading="asynchronous", ahead=ahead)
     engine.loads.held = True
-    request = engine.add(tokens)
+    request = engine.add(STORED)
     engine.step()
     assert engine.status(request) == "WAITING_FOR_REMOTE_KVS"
     engine.abort(request)
@@ -339,7 +335,7 @@ class Crowd:
             engine.finish()
 
     def _move(self, engine: Engine) -> None:
-        for tasks in (engine.lookups, engine.loads, engine.saves):
+        for tasks in engine.tasks:
             tasks.run(self._dice.randrange(3))
         engine.step()
 
@@ -363,14 +359,67 @@ def test_no_wrong_block_is_ever_stored_whatever_fails(
         assert any(load.synchronous for load in engines[0].ordered)
 
 
+BY_LAYER = {"settings": {"layerwise": "always"}}
+
+
+@AHEAD
+def test_saves_by_layer_store_what_others_do(start: Callable[..., Engine], ahead: bool) -> None:
+    tokens = prompt(200)
+    engine = start(batch_tokens=24, ahead=ahead, **BY_LAYER)
+    said = engine.answer(tokens, 30)
+    keys = [key for order in engine.by_layer.values() for key in order.prefix.keys]
+    assert keys == list(engine.prefix(tokens).keys), "each block of the prompt, once"
+    turn = [*tokens, *said.tokens]
+    assert start().answer([*turn, 5, 6, 7], 4).cached == (len(turn) - 1) // 16 * 16
+
+
+def test_a_request_that_is_aborted_in_its_step_stores_nothing(
+    start: Callable[..., Engine],
+) -> None:
+    """All its layers are published: readers had them, and nobody has confirmed them."""
+    engine = start(ahead=True, **BY_LAYER)
+    request = engine.add(prompt(100))
+    engine.step()
+    assert engine.told[request].tokens == [], "the step is in flight"
+    (order,) = engine.by_layer.values()
+    with Client.open(engine.options.url) as client:
+        assert client.match(order.prefix, writing=True).blocks == 6
+        with client.stream(order.prefix) as stream:
+            for _ in range(LAYERS):
+                stream.step()
+            engine.abort(request)
+            engine.finish()
+            with pytest.raises(StaleLease, match="given up"):
+                stream.step()
+        assert client.exists(order.prefix) == [False] * 6
+
+
+@WAYS
+@POLICIES
+@pytest.mark.parametrize("seed", range(3))
+def test_saves_by_layer_store_nothing_unconfirmed_whatever_fails(
+    start: Callable[..., Engine], way: Way, policy: str, seed: int
+) -> None:
+    way = {"policy": policy, "pages": 60, "batch_tokens": 64, "seed": seed, **BY_LAYER, **way}
+    engines = [start(**way), start(**way)]
+    Crowd(engines, seed).run(60)
+    confirmed = {key for engine in engines for key in engine.saved}
+    with Client.open(engines[0].options.url) as client:
+        for engine in engines:
+            assert engine.preempted
+            assert engine.by_layer
+            for order in engine.by_layer.values():
+                stored = zip(order.prefix.keys, client.exists(order.prefix), strict=True)
+                assert {key for key, there in stored if there} <= confirmed
+        wait_until(lambda: is_quiet(client.statistics()), "no reservation is left")
+
+
 def test_a_load_that_fails_unreported_would_be_seen(
-    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    start_second: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A control of these tests themselves."""
-    tokens = prompt(100)
-    start().answer(tokens)
-    engine = start(holds=False)
+    engine = start_second(holds=False)
     engine.faults.next_gets.append(2)
     monkeypatch.setattr(TiffinConnector, "get_block_ids_with_load_errors", lambda self: set())
     with pytest.raises(AssertionError):
-        engine.answer(tokens, 8)
+        engine.answer(STORED, 8)

@@ -1,6 +1,6 @@
-"""One rank of a tensor-parallel writer, in a process of its own.
+"""One of several writers of the same blocks, in a process of its own.
 
-    shardworker.py URL NAMESPACE BLOCKS RANK RANKS
+    shardworker.py URL NAMESPACE BLOCKS RANK RANKS [STAGE LAYERS-OF-STAGE ...]
 
 Reserves its slice, writes half of it and prints `ready`; waits for a line; writes the rest,
 commits, and prints the result of its blocks: `stored`, `pending`, `refused` or `stale`. Then it
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from kvsupport import payload_of
 
-from tiffin.kvstore import Client, KVSchema, Prefix
+from tiffin.kvstore import Client, KVSchema, Prefix, Shard
 from tiffin.kvstore.errors import StaleLease
 
 SHARDED = KVSchema.gqa(
@@ -41,10 +41,13 @@ def prefix_of(namespace: str, blocks: int, schema: KVSchema = SHARDED) -> Prefix
     return schema.prefix(np.arange(blocks * schema.block_tokens), namespace=namespace)
 
 
-def main(url: str, namespace: str, blocks: str, rank: str, ranks: str) -> None:
+def main(
+    url: str, namespace: str, blocks: str, rank: str, ranks: str, stage: str = "0", *stages: str
+) -> None:
     prefix = prefix_of(namespace, int(blocks))
-    with Client.open(url, name=f"rank {rank}") as client:
-        slots = client.reserve(prefix, shard=(int(rank), int(ranks)))
+    shard = Shard(int(rank), int(ranks), int(stage), tuple(map(int, stages)))
+    with Client.open(url, name=f"rank {rank} of stage {stage}") as client:
+        slots = client.reserve(prefix, shard=shard)
         runs = slots[0].selection.ranges
         half = len(runs) // 2
         for number, part in enumerate((runs[:half], runs[half:])):

@@ -17,6 +17,7 @@ GOOD: dict[str, Any] = {
     "put": {"prefix": PREFIX, "payloads": payloads_of(PREFIX)},
     "reserve": {"prefix": PREFIX},
     "stream": {"prefix": PREFIX},
+    "prefetch": {"prefix": PREFIX},
     "pin": {"prefix": PREFIX},
     "unpin": {"prefix": PREFIX},
     "remove": {"prefix": PREFIX},

@@ -25,7 +25,7 @@ from ..openai.token_counter import Counter, TooLong, answered_tokens
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
-    from ..config import GatewayConfig
+    from ..config import GatewayConfig, Handoff
     from ..openai.openai_request import ClientRequest
     from .instance_cache import CallTarget
 
@@ -214,13 +214,12 @@ class Engines:
         target: CallTarget,
         ask: ClientRequest,
         headers: Mapping[str, str],
-        *,
-        remote_decode: bool,
+        handoff: Handoff,
     ) -> dict[str, Raw] | Whole | None:
         """Prefill the prompt on the instance `target`. Returns the `kv_transfer_params` for the
         decode instance, None if there are none, or a `Whole` if the engine refuses. Raises
         EngineError."""
-        body = engine_bodies.prefill_body(ask, remote_decode=remote_decode)
+        body = engine_bodies.prefill_body(ask, handoff)
         answer = await self._whole(target, ask.path, body, headers, _PREFILL_BYTES_MAX)
         if not answer.good:
             return answer

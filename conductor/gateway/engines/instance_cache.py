@@ -87,6 +87,10 @@ class Known:
         one = self._instances.get(name)
         return one.url if one is not None else ""
 
+    def names(self) -> Collection[str]:
+        """The instances' ids."""
+        return self._instances.keys()
+
     def shares_contexts(self, name: str) -> bool:
         """Whether the instance's label says that its engine attends to shards of a context which
         other instances hold."""

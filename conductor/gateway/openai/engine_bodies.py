@@ -15,6 +15,7 @@ from .openai_request import CHAT
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ..config import Handoff
     from ..engines.instance_cache import Shard
     from .openai_request import ClientRequest
 
@@ -26,6 +27,11 @@ _REMOTE_DECODE = Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
+# What Tiffin's connector for vLLM expects: its answer tells which blocks it has stored
+# (docs/vllm.md).
+_TELL_STORED = Raw(b'{"tiffin":{}}')
+_HANDOFFS = {"vllm": _REMOTE_DECODE, "pool": _TELL_STORED}
+_POOL_PARAMS = ("tiffin",)
 _ONE = Raw(b"1")
 # Fields that a prefill request drops: useless for its one token, which no client sees, or, like
 # `min_tokens`, in conflict with it.
@@ -54,14 +60,21 @@ def answer_body(
     return _encoder.encode(ask.fields | changes) if changes else ask.raw
 
 
-def prefill_body(ask: ClientRequest, *, remote_decode: bool) -> bytes:
-    """The body for a prefill instance, which computes the prompt and one token. With
-    `remote_decode` it keeps the blocks for the decode instance, and answers where they are."""
+def prefill_body(ask: ClientRequest, handoff: Handoff) -> bytes:
+    """The body for a prefill instance, which computes the prompt and one token. It keeps the blocks
+    for the decode instance ("vllm") or stores them ("pool"), and answers where they are."""
     fields = {name: value for name, value in ask.fields.items() if name not in _PREFILL_DROPS}
     fields |= {"stream": Raw(b"false"), **_limit(ask, _ONE)}
-    if remote_decode:
-        fields["kv_transfer_params"] = _REMOTE_DECODE
+    fields["kv_transfer_params"] = _HANDOFFS[handoff]
     return _encoder.encode(fields)
+
+
+def handed_on(told: dict[str, Raw] | None, handoff: Handoff) -> dict[str, Raw] | None:
+    """The `kv_transfer_params` of a prefill's answer that the decode instance gets: of the pool no
+    addresses."""
+    if told is None or handoff == "vllm":
+        return told
+    return {name: told[name] for name in _POOL_PARAMS if name in told} or None
 
 
 def tokenize_body(ask: ClientRequest) -> bytes:

@@ -62,15 +62,17 @@ class Counter:
     """Parses a stream of server-sent events as it passes.
 
     `tokens` so far: one per event that adds anything to an answer, or the counts in the event
-    itself (`token_ids`, `usage`). `ended`: an event had a `finish_reason`, or [DONE] came.
-    `failed`: an event carried an error; `error_status` is its HTTP status, 0 if it has none.
+    itself (`token_ids`, `usage`). `events`: how many had tokens. `ended`: an event had a
+    `finish_reason`, or [DONE] came. `failed`: an event carried an error; `error_status` is its HTTP
+    status, 0 if it has none.
     """
 
-    __slots__ = ("_tail", "ended", "error_status", "failed", "tokens")
+    __slots__ = ("_tail", "ended", "error_status", "events", "failed", "tokens")
 
     def __init__(self) -> None:
         self._tail = b""
         self.tokens = 0
+        self.events = 0
         self.ended = False
         self.failed = False
         self.error_status = 0
@@ -85,7 +87,9 @@ class Counter:
         self._tail, whole = data[end:], data[:end]
         for line in whole.split(b"\n"):
             if line.startswith(b"data:"):
+                before = self.tokens
                 self._read(line[5:].strip())
+                self.events += self.tokens > before
         return whole
 
     def rest(self) -> bytes:

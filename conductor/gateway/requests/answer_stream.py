@@ -40,12 +40,14 @@ from ..engines.engine_client import (
 from .execution import handed_over
 from .placement import NoInstance, NoShards, Placement
 from .prefix_wait import hold_s
+from .stream_latencies import StreamLatencies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from starlette.types import Receive, Scope, Send
 
+    from ...web.tracing import Span
     from ..engines.instance_cache import InstanceRoute
     from ..gateway import Gateway
     from ..openai.openai_request import ClientRequest
@@ -75,14 +77,15 @@ class Serving(Response):
         self,
         gateway: Gateway,
         ask: ClientRequest,
-        trace: dict[str, str],
+        span: Span,
         release: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._gateway, self._ask, self._trace, self._release = gateway, ask, trace, release
+        self._gateway, self._ask, self._span, self._release = gateway, ask, span, release
         self._told = {"x-request-id": ask.wishes.request_id}
         self._report: ConductorReport | None = None
         self._placed = False  # the conductor may have placed it; its end is not reported yet
+        self._route: InstanceRoute | None = None  # on which its answer begins
         self._conductor = ""  # the URL of the conductor that has placed it, if it is one of several
         self._decided = False  # a route is chosen, so the request was not rejected at placement
         self._prefill_told = False
@@ -106,6 +109,7 @@ class Serving(Response):
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
             self._release()
+            self._span.end()
             metrics.total_s.observe(self._gateway.clock() - self._started_at)
         if not work.cancelled():
             work.result()
@@ -211,7 +215,7 @@ class Serving(Response):
         `prefill` if this method has not done so."""
         gateway, ask = self._gateway, self._ask
         before, self._placed = self._placed, True
-        placed = await gateway.place(ask, sized, gone)
+        placed = await gateway.place(ask, sized, gone, self._span)
         if isinstance(placed, Rejection):
             raise _Refused(placed)
         self._placed = before or placed.in_doubt or not placed.fallback
@@ -236,7 +240,7 @@ class Serving(Response):
             await self._prefilled(placed, route)
 
         number, answer = await gateway.running.run(
-            ask, placed, self._trace, attempt, prefilled, gone
+            ask, placed, self._span, attempt, prefilled, gone
         )
         self._ran(placed, number, answer)
         return answer
@@ -258,8 +262,16 @@ class Serving(Response):
     def _ran(self, placed: Placement, number: int, answer: AnswerStream | Whole) -> None:
         """Record that the answer begins on route `number`: response headers, metrics, and the
         report of the first token."""
-        route = placed.routes[number]
+        self._route = route = placed.routes[number]
         self._describe(placed, route)
+        self._span.set(
+            {
+                "gen_ai.request.model": self._ask.model,
+                "tiffin.prefill": route.prefill.name,
+                "tiffin.decode": route.decode.name,
+                "tiffin.cached_tokens": placed.cached_tokens,
+            }
+        )
         if len(placed.routes) > 1:
             self._gateway.metrics.races.labels("first" if number == 0 else "other").inc()
         if isinstance(answer, AnswerStream) and self._report is not None:
@@ -287,7 +299,10 @@ class Serving(Response):
 
     async def _pass_on(self, answer: AnswerStream, send: Send) -> str:
         """Send a whole stream to the client. Returns "finished" or "cancelled"."""
-        self._gateway.metrics.ttft_s.observe(self._gateway.clock() - self._started_at)
+        gateway = self._gateway
+        assert self._route is not None
+        latencies = StreamLatencies(gateway.metrics, self._ask, self._route)
+        latencies.first(answer.counter.events, self._started_at, gateway.clock())
         if not self._sent_head:
             await self._head(send, 200, {**_STREAM_HEADERS, **answer.headers, **self._told})
         await _body(send, answer.first, more=True)
@@ -298,6 +313,7 @@ class Serving(Response):
                     if self._report is not None:
                         self._report.tokens(answer.counter.tokens - told)
                     told = answer.counter.tokens
+                    latencies.more(answer.counter.events, gateway.clock())
                     await _body(send, data, more=True)
         except EngineBroke as failure:
             log.warning("a stream broke: %s", failure)
@@ -367,6 +383,7 @@ class Serving(Response):
 
     def _end(self, how: str) -> None:
         """Report the request's end to the conductor, if the conductor has placed it or may have."""
+        self._span.set({"tiffin.end": how})
         if self._report is not None:
             self._report.end(how)
         elif self._placed:

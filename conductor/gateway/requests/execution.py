@@ -15,13 +15,14 @@ from ..openai import engine_bodies
 from ..openai.openai_request import CHAT
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from msgspec import Raw
 
+    from ...web.tracing import Span
     from ..config import GatewayConfig
     from ..engines.engine_client import Engines
-    from ..engines.instance_cache import InstanceRoute
+    from ..engines.instance_cache import CallTarget, InstanceRoute
     from ..openai.openai_request import ClientRequest
     from .placement import Placement
 
@@ -40,22 +41,21 @@ class Running:
         self,
         ask: ClientRequest,
         placement: Placement,
-        headers: Mapping[str, str],
+        span: Span,
         attempt: int,
         prefilled: Prefilled,
         gone: set[str],
     ) -> tuple[int, Answer]:
         """Run the request on all routes of `placement`. Returns the number of the route that
-        answers first, and its answer, which has begun. `headers` are sent to the engines;
+        answers first, and its answer, which has begun. Calls of engines are spans of `span`;
         `attempt` makes the engine's request id unique per retry. Adds the names of instances that
         are gone to `gone`. Raises EngineError, and what `prefilled` raises."""
         calls = [
             self._route(
-                ask, placement, route,
-                {**headers, "x-request-id": _engine_id(ask, attempt, number)}, prefilled, gone,
+                ask, placement, route, span, _engine_id(ask, attempt, number), prefilled, gone
             )
             for number, route in enumerate(placement.routes)
-        ]  # fmt: skip
+        ]
         if len(calls) == 1:
             return 0, await calls[0]
         return await first(calls)
@@ -65,27 +65,37 @@ class Running:
         ask: ClientRequest,
         placement: Placement,
         route: InstanceRoute,
-        headers: Mapping[str, str],
+        span: Span,
+        engine_id: str,
         prefilled: Prefilled,
         gone: set[str],
     ) -> Answer:
+        own_id = {"x-request-id": engine_id}
         try:
             transfer: dict[str, Raw] | None = None
             if handed_over(ask, route):
-                by_params = self._config.model(ask.model).handoff == "vllm"
-                told = await self._engines.prefill(
-                    route.prefill, ask, headers, remote_decode=by_params
-                )
+                handoff = self._config.model(ask.model).handoff
+                with span.call("prefill", **_instance(route.prefill)) as call:
+                    told = await self._engines.prefill(
+                        route.prefill, ask, {**call.headers, **own_id}, handoff
+                    )
                 if isinstance(told, Whole):
                     return told
-                transfer = told if by_params else None
+                transfer = engine_bodies.handed_on(told, handoff)
                 await prefilled(route)
             limit, shards = placement.output_tokens_max, placement.shards
             body = engine_bodies.answer_body(ask, limit, transfer, shards)
-            return await self._engines.answer(route.decode, ask, body, headers)
+            with span.call("first token", **_instance(route.decode)) as call:
+                headers = {**call.headers, **own_id}
+                return await self._engines.answer(route.decode, ask, body, headers)
         except EngineGone as failure:
             gone.add(failure.target.name)
             raise
+
+
+def _instance(target: CallTarget) -> dict[str, str]:
+    """The attributes of a span that calls an instance."""
+    return {"tiffin.instance": target.name, "server.address": target.url}
 
 
 def handed_over(ask: ClientRequest, route: InstanceRoute) -> bool:

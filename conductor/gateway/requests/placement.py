@@ -11,7 +11,7 @@ from ...records import Rejection, Request
 from ..engines.instance_cache import SHARDS_LABEL, CallTarget, InstanceRoute, Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from ...client.client import AsyncConductorClient
     from ...wire.models import DecisionReply
@@ -82,7 +82,11 @@ class Placer:
         self._config, self._metrics, self._clock = config, metrics, clock
 
     async def place(
-        self, ask: ClientRequest, sized: Sized, avoid: Collection[str] = ()
+        self,
+        ask: ClientRequest,
+        sized: Sized,
+        avoid: Collection[str] = (),
+        trace: Mapping[str, str] | None = None,
     ) -> Placement | Rejection:
         """Place the request, on none of the instances in `avoid`. Idempotent for an in-flight
         request: the conductor repeats its decision, unless an instance of it has left or is in
@@ -90,7 +94,7 @@ class Placer:
         if not self._health.try_again(self._clock()):
             return self._by_turns(ask, avoid, "conductor_down")
         try:
-            decided = await self._ask(ask, sized, avoid)
+            decided = await self._ask(ask, sized, avoid, trace)
         except ConductorUnavailable as error:
             self._health.failed(self._clock(), error)
             return self._by_turns(ask, avoid, "conductor_down", error)
@@ -107,7 +111,11 @@ class Placer:
         return decided
 
     async def _ask(
-        self, ask: ClientRequest, sized: Sized, avoid: Collection[str]
+        self,
+        ask: ClientRequest,
+        sized: Sized,
+        avoid: Collection[str],
+        trace: Mapping[str, str] | None,
     ) -> DecisionReply | Rejection:
         wishes = ask.wishes
         request = Request(
@@ -124,7 +132,9 @@ class Placer:
             exclude=tuple(sorted(avoid)),
         )
         namespace = self._config.model(ask.model).namespace if sized.token_ids else ""
-        return await self._client.schedule(request, token_ids=sized.token_ids, namespace=namespace)
+        return await self._client.schedule(
+            request, token_ids=sized.token_ids, namespace=namespace, trace=trace
+        )
 
     def _usable(
         self, ask: ClientRequest, decided: DecisionReply, avoid: Collection[str]

@@ -18,8 +18,10 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...errors import InvalidInput
+from .handoff import promise, promised_blocks, to_be_told
+from .hbm_front import open_front
 from .metrics import PromMetrics, Statistics
-from .model.compatibility import check_engine, check_version
+from .model.compatibility import check_engine, check_hosts, check_version
 from .model.request_identity import RequestIdentities
 from .orders import StepOrders, StepReport
 from .pages.engine_blocks import engine_blocks, engine_copier
@@ -29,7 +31,7 @@ from .settings import read
 from .worker_side import WorkerSide
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from .pages.copier import EngineCopier
 
@@ -63,7 +65,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class _Requests:
     """The requests that vLLM's scheduler has, as the tracker asks about them."""
 
-    def __init__(self) -> None:
+    def __init__(self, identities: RequestIdentities) -> None:
+        self._identities = identities
         self._requests: dict[str, Any] = {}
         self.block_state: Any = None
         self.finished_pages: dict[str, Sequence[int]] = {}
@@ -85,6 +88,10 @@ class _Requests:
         """See `EngineState.tokens_of`."""
         return list(self._requests[request_id].all_token_ids)
 
+    def holds(self, request_id: str) -> bool:
+        """See `EngineState.holds`."""
+        return self._identities.holds(self._requests[request_id])
+
     def confirmed(self, request_ids: Iterable[str]) -> Iterator[tuple[str, int]]:
         """How many leading tokens of each request are computed, without steps in flight."""
         for request_id in request_ids:
@@ -92,10 +99,39 @@ class _Requests:
             if request is not None:
                 yield request_id, _confirmed(request)
 
+    def computing(self, scheduled: Mapping[str, int]) -> list[tuple[str, int, int]]:
+        """Which tokens of each request a step computes: from and up to."""
+        found = []
+        for request_id, count in scheduled.items():
+            request = self._requests.get(request_id)
+            if request is not None:
+                begin = int(request.num_computed_tokens)
+                found.append((request_id, begin, begin + count))
+        return found
+
 
 def _device() -> str:
     """The device of vLLM's platform; ROCm's platform calls it cuda."""
     return "rocm" if current_platform.is_rocm() else str(current_platform.device_type)
+
+
+def _stages(config: Any) -> tuple[int, ...]:
+    """How many layers each pipeline stage has; empty if there is one."""
+    count = config.parallel_config.pipeline_parallel_size
+    if count == 1:
+        return ()
+    from vllm.distributed.utils import get_pp_indices
+
+    layers = config.model_config.get_total_num_hidden_layers()
+    spans = [get_pp_indices(layers, stage, count) for stage in range(count)]
+    return tuple(end - first for first, end in spans)
+
+
+def _layers_wait(forward_context: Any) -> bool:
+    """Whether vLLM calls `wait_for_layer_load` before each layer of this step. It does not in a
+    step without a forward pass, nor in a full CUDA graph."""
+    mode = forward_context.cudagraph_runtime_mode
+    return forward_context.attn_metadata is not None and not mode.has_full_cudagraphs()
 
 
 def _confirmed(request: Any) -> int:
@@ -116,37 +152,55 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         check_engine(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         settings = read(transfer.kv_connector_extra_config)
-        blocks = engine_blocks(_device(), vllm_config, kv_cache_config, settings, version)
+        check_hosts(vllm_config, settings.url)
+        stages = _stages(vllm_config)
+        blocks = engine_blocks(_device(), vllm_config, kv_cache_config, settings, version, stages)
         self._blocks, self._schema, self._page_tokens = blocks, blocks.schema, blocks.page_tokens
         (group,) = kv_cache_config.kv_cache_groups
-        self._layers = list(group.layer_names)
+        self._layers = {name: index for index, name in enumerate(group.layer_names)}
         self._identities = RequestIdentities(settings.block_tokens)
-        self._requests = _Requests()
+        self._requests = _Requests(self._identities)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._copier: EngineCopier | None = None
         self._settings = settings
+        # Saves by layer. A stage has some layers of a block, and nobody streams a part.
+        self._layerwise = settings.layerwise == "always" and not stages
+        if self._layerwise and vllm_config.parallel_config.use_ubatching:
+            raise InvalidInput(
+                'layerwise is "always": a layer would be published after the first of several '
+                "micro-batches; turn these off (--enable-dbo, --ubatch-size)"
+            )
         self._link = link = PoolLink.shared(settings.url, settings.verify)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 settings,
                 self._schema,
                 self._page_tokens,
-                blocks.ranks,
+                blocks.workers,
                 link,
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
             )
             log.info("KV blocks of %s", blocks.shape)
         else:
-            rank = self._rank()
-            self._worker = WorkerSide(settings, link, rank, blocks.ranks, blocks.kv_heads)
+            rank, stage = self._place()
+            self._worker = WorkerSide(
+                settings, link, rank, blocks.ranks, blocks.kv_heads, stage, stages
+            )
 
     @staticmethod
-    def _rank() -> int:
-        from vllm.distributed import get_tensor_model_parallel_rank
+    def _place() -> tuple[int, int]:
+        """This worker's tensor-parallel rank and pipeline stage."""
+        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
-        return int(get_tensor_model_parallel_rank())
+        return int(get_tensor_model_parallel_rank()), int(get_pp_group().rank_in_group)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether no step may be a full CUDA graph, in which the hooks of layers are not called.
+        By default some may: what such a step needs is loaded before it."""
+        return extra_config.get("layerwise") == "always"
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -160,18 +214,21 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._scheduler is not None
         try:
             identity = self._identities.of(request)
+            promised = promised_blocks(request.kv_transfer_params)
         except InvalidInput as error:
             log.warning("%s is computed without the KV pool: %s", request.request_id, error)
             return
         if identity is not None:
             self._requests.add(request)
-            self._scheduler.add(request.request_id, request.all_token_ids, identity)
+            self._scheduler.add(request.request_id, request.all_token_ids, identity, promised)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See `RequestTracker.matched`."""
         assert self._scheduler is not None
+        if not self._identities.holds(request):
+            return 0, False
         return self._scheduler.matched(request.request_id, num_computed_tokens, request.num_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -190,6 +247,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._requests.confirmed(scheduled),
             self._requests,
             scheduler_output.preempted_req_ids or (),
+            self._requests.computing(scheduled) if self._layerwise else (),
         )
         self._requests.block_state = None
         self._scheduler.tracker.decoding = 1 in scheduled.values()
@@ -206,13 +264,16 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See `RequestTracker.finished`."""
+        """See `RequestTracker.finished`. Tells what is stored, if that is asked for."""
         assert self._scheduler is not None
-        request_id = request.request_id
+        request_id, confirmed = request.request_id, _confirmed(request)
+        told = None
+        if to_be_told(request.kv_transfer_params):
+            told = promise(self._scheduler.promise(request_id, confirmed))
         self._requests.finished_pages[request_id] = block_ids
-        keeps = self._scheduler.finished(request_id, _confirmed(request), self._requests)
+        keeps = self._scheduler.finished(request_id, confirmed, self._requests)
         self._requests.remove(request_id)
-        return keeps, None
+        return keeps, told
 
     # -- in a worker -----------------------------------------------------------------------------
 
@@ -221,13 +282,22 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._worker is not None
         layers = {name: kv_caches[name] for name in self._layers}
         pinned = self._link if self._settings.pin_memory else None
-        self._copier = engine_copier(self._blocks, layers, self._rank(), pinned)
-        self._worker.register(self._copier)
+        rank, stage = self._place()
+        self._copier = engine_copier(self._blocks, layers, rank, pinned, stage)
+        hbm = open_front(self._copier, self._settings.hbm_nbytes())
+        self._worker.register(self._copier, tuple(self._layers), hbm)
 
     def handle_preemptions(self, kv_connector_metadata: Metadata) -> None:
         """See `WorkerSide.drain`."""
         assert self._worker is not None
         self._worker.drain(kv_connector_metadata.orders.preempted)
+
+    def bind_connector_metadata(self, connector_metadata: Metadata) -> None:
+        """See `WorkerSide.begin_layer_saves`: vLLM calls `start_load_kv` behind the forward pass,
+        unless there are synchronous loads."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._layerwise and self._worker is not None:
+            self._worker.begin_layer_saves(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """See `WorkerSide.begin`."""
@@ -235,16 +305,26 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         orders = self._get_connector_metadata().orders
         if orders.loads and self._copier is not None:
             self._copier.step_begins()  # in this thread: its stream has the engine's steps
-        self._worker.begin(orders)
+        layers_wait = bool(orders.loads) and _layers_wait(forward_context)
+        self._worker.begin(orders, layers_wait=layers_wait)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to do: loads are of whole blocks."""
+        """See `WorkerSide.wait_for_layer`."""
+        assert self._worker is not None
+        self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
-        """Nothing to do: saves are of whole blocks, once they are confirmed."""
+        """See `WorkerSide.computed`. Layers that share the cache of another have none to save."""
+        if self._layerwise and layer_name in self._layers:
+            assert self._worker is not None
+            self._worker.computed(self._layers[layer_name])
 
     def wait_for_save(self) -> None:
-        """Nothing to do: a save reads pages that no step writes."""
+        """See `WorkerSide.finish_loads`. A save reads pages that no step writes."""
+        assert self._worker is not None
+        self._worker.finish_loads()
+        if self._layerwise:
+            self._worker.end_layers()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """See `WorkerSide.ended`."""

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _WHAT = {
-    "hit_tokens": "Tokens to be loaded from the KV pool, by the tier that had them.",
+    "hit_tokens": "Tokens to be loaded from the KV pool, by the tier that had them; hbm: of the "
+    "loaded tokens, those that the tier in the GPU's memory had.",
     "loaded_tokens": "Tokens loaded from the KV pool.",
     "load_seconds": "Seconds that loads from the KV pool took.",
     "load_failures": "Loads from the KV pool that did not get all blocks, by reason.",

@@ -45,6 +45,15 @@ class LoadOrder:
             yield replace(self, prefix=prefix, skipped_pages=skipped, pages=self.pages[page:end])
             page = end
 
+    def rest(self, blocks: int, block_pages: int) -> LoadOrder:
+        """The same without the first `blocks` blocks of `block_pages` pages."""
+        if not blocks:
+            return self
+        page = blocks * block_pages - self.skipped_pages
+        held = self.held.part(blocks, len(self.held)) if self.held is not None else None
+        prefix, pages = self.prefix[blocks:], self.pages[page:]
+        return replace(self, prefix=prefix, skipped_pages=0, pages=pages, held=held)
+
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
@@ -62,7 +71,9 @@ class StepOrders:
     step, so saves from them must have been copied, or be given up, before. `finished`: requests
     whose pages the engine keeps until the worker reports that their saves have ended. `idle`: the
     step has no forward pass. `left_regions`: memory in which no blocks will be held any more, of
-    nodes that are gone."""
+    nodes that are gone. `layer_saves`: blocks that this step's forward pass completes, to be saved
+    layer by layer; `confirmed`, `given_up`: numbers of such saves of earlier steps, which are to be
+    stored, or not."""
 
     step: int = 0
     idle: bool = False
@@ -71,6 +82,9 @@ class StepOrders:
     preempted: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     left_regions: list[RegionId] = field(default_factory=list)
+    layer_saves: list[SaveOrder] = field(default_factory=list)
+    confirmed: list[int] = field(default_factory=list)
+    given_up: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

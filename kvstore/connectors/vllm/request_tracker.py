@@ -7,7 +7,8 @@ loaded synchronously only if they are *held*: leased and verified, and readable 
 What makes saves safe: a block is saved only when the engine has *confirmed* its tokens, which is
 when the outputs of the steps that computed them have been processed. Tokens that a request had when
 it began, from the engine's own cache or from another connector, are confirmed with the first token
-that it computes itself: whoever computed or loaded them did so in the same step or before.
+that it computes itself: whoever computed or loaded them did so in the same step or before. A save
+that goes layer by layer begins earlier (`layer_save_plan.py`), and ends as the others do.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+from .layer_save_plan import LayerSavePlan
 from .orders import LoadOrder, SaveOrder, StepOrders, StepReport
 
 if TYPE_CHECKING:
@@ -68,11 +70,15 @@ class EngineState(Protocol):
     def tokens_of(self, request_id: str) -> Sequence[int]:
         """The request's token ids, prompt and output."""
 
+    def holds(self, request_id: str) -> bool:
+        """Whether the request's pages still have what its blocks are named by."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrackerOptions:
     """`ranks`: how many workers report the end of each save. `loads`, `saves`: the roles of this
-    engine. For the others see `Settings`."""
+    engine. `layerwise`: whether saves begin while blocks are computed. For the others see
+    `Settings`."""
 
     block_tokens: int
     page_tokens: int
@@ -83,6 +89,7 @@ class TrackerOptions:
     load_tokens_min: int = 1
     save_tokens_min: int = 0
     save: str = "always"
+    layerwise: bool = False
 
 
 class RequestTracker:
@@ -95,6 +102,9 @@ class RequestTracker:
         self._loads: dict[str, LoadOrder] = {}
         self._last_saves: list[SaveOrder] = []  # of requests that finished since the last step
         self._finished: list[str] = []
+        self._layers = LayerSavePlan()
+        self._confirmed: list[int] = []  # saves by layer, since the last step
+        self._given_up: list[int] = []
         self._unended: dict[int, tuple[str, int]] = {}  # by save: its request, ranks still at it
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # keys that were used once
         self._number = 0
@@ -109,6 +119,10 @@ class RequestTracker:
     def add(self, request_id: str, prefix: Prefix, lookup_until: float) -> None:
         """Track a request whose lookup in the pool has begun."""
         self._requests[request_id] = TrackedRequest(prefix, lookup_until)
+
+    def prefix_of(self, request_id: str) -> Prefix:
+        """The prefix of a request that is in the engine."""
+        return self._requests[request_id].prefix
 
     def answered(self, request_id: str, hit_blocks: int, tiers: tuple[Tier, ...] = ()) -> None:
         """The pool has the first `hit_blocks` blocks, in these tiers."""
@@ -260,19 +274,26 @@ class RequestTracker:
         confirmed: Iterable[tuple[str, int]],
         engine: EngineState,
         preempted: Iterable[str] = (),
+        computing: Sequence[tuple[str, int, int]] = (),
     ) -> StepOrders:
         """The orders of the next step. `confirmed`: for the requests in the step, how many of their
-        leading tokens are confirmed."""
+        leading tokens are confirmed. `computing`: which tokens of each it computes, from and up to;
+        needed to save by layer."""
         self._step += 1
         orders = StepOrders(self._step, loads=list(self._loads.values()))
         self._loads.clear()
         for request_id in preempted:
+            self._given_up += self._layers.give_up(request_id)
             request = self._requests.get(request_id)
             if request is not None and request.pending_saves:
                 orders.preempted.append(request_id)
                 # Its pages are gone. Should it end while new ones are loaded, the end of that load
                 # frees them, and the engine must not hear of the request's end once more.
                 request.pending_saves.clear()
+        for request_id, begin, _ in computing:
+            # What it computes again was taken back, and is not what was saved.
+            blocks = begin // self._options.block_tokens
+            self._given_up += self._layers.give_up(request_id, blocks)
         orders.saves, self._last_saves = self._last_saves, []
         for request_id, tokens in confirmed:
             request = self._requests.get(request_id)
@@ -282,10 +303,25 @@ class RequestTracker:
                 request.began_with = tokens
             if tokens >= self._due(request):
                 orders.saves += self._save(request_id, request, tokens, engine)
-        for order in orders.saves:
+        if self._options.saves and self._options.layerwise:
+            for request_id, begin, end in computing:
+                orders.layer_saves += self._save_by_layer(request_id, begin, end, engine)
+        for order in (*orders.saves, *orders.layer_saves):
             self._unended[order.number] = order.request_id, self._options.ranks
         orders.finished, self._finished = self._finished, []
+        orders.confirmed, self._confirmed = self._confirmed, []
+        orders.given_up, self._given_up = self._given_up, []
         return orders
+
+    def promise(self, request_id: str, confirmed: int) -> int:
+        """How many leading blocks of a request, which is about to finish, are in the pool then or
+        are being saved. Of the policy "second" nobody knows."""
+        request, options = self._requests.get(request_id), self._options
+        if request is None or not options.saves or options.save != "always":
+            return 0
+        if request.began_with is None or confirmed <= request.began_with:
+            return 0
+        return confirmed // options.block_tokens if confirmed >= options.save_tokens_min else 0
 
     def finished(self, request_id: str, confirmed: int, engine: EngineState) -> bool:
         """A request has left the engine. Returns whether the engine must keep its pages until a
@@ -296,6 +332,7 @@ class RequestTracker:
             return False
         if confirmed >= self._due(request):
             self._last_saves += self._save(request_id, request, confirmed, engine)
+        self._given_up += self._layers.give_up(request_id)
         if request.pending_saves:
             self._finished.append(request_id)
         return bool(request.pending_saves)
@@ -335,11 +372,37 @@ class RequestTracker:
         prefix = request.prefix[first:end]
         if self._options.save == "second":
             prefix = prefix[: self._used_before(prefix)]
-        if not len(prefix):
-            return []
+        orders: list[SaveOrder] = []
         stop = first + len(prefix)
+        for early in self._layers.confirm(request_id, stop):
+            self._confirmed.append(early.number)
+            orders += self._order(request_id, request, first, early.prefix.start, engine)
+            first = early.prefix.start + len(early.prefix)
+        return orders + self._order(request_id, request, first, stop, engine)
+
+    def _save_by_layer(
+        self, request_id: str, begin: int, end: int, engine: EngineState
+    ) -> list[SaveOrder]:
+        """Order the blocks of the prompt that are complete once the step has computed the tokens
+        `begin` to `end`, unless they are saved already."""
+        request, block = self._requests.get(request_id), self._options.block_tokens
+        if request is None or request.prefix.token_count < self._options.save_tokens_min:
+            return []
+        first = max(request.next_save, begin // block, self._layers.end_of(request_id))
+        stop = min(end // block, len(request.prefix))
+        orders = self._order(request_id, request, first, stop, engine)
+        for order in orders:
+            self._layers.begin(order)
+        return orders
+
+    def _order(
+        self, request_id: str, request: TrackedRequest, first: int, stop: int, engine: EngineState
+    ) -> list[SaveOrder]:
+        """A save of blocks `first` to `stop`, if there are any."""
+        if first >= stop or not engine.holds(request_id):
+            return []
         pages = engine.pages_of(request_id)[first * self._block_pages : stop * self._block_pages]
-        order = SaveOrder(self._next_number(), request_id, prefix, tuple(pages))
+        order = SaveOrder(self._next_number(), request_id, request.prefix[first:stop], tuple(pages))
         request.pending_saves.add(order.number)
         return [order]
 

@@ -41,6 +41,8 @@ _LOOKUPS = 2
 # How long an idle scheduler waits for answers in a step. Without requests to run it would ask again
 # at once, in a loop that leaves the GIL to the lookup only every 5 ms.
 _IDLE_WAIT_S = 0.02
+# How long until a lookup is repeated that did not find yet what was promised.
+_AGAIN_S = 0.005
 # The largest load whose blocks are leased before: one thread here verifies them, some 20 ms. Of a
 # larger one each worker verifies what it reads.
 _HELD_BYTES = 256 << 20
@@ -78,22 +80,33 @@ class SchedulerSide:
                 settings.load_tokens_min,
                 settings.save_tokens_min,
                 settings.save,
+                settings.layerwise == "always" and settings.save == "always",
             )
         )
         self.idle = True  # whether this thread may wait: the last step ran no request
         self.counters = TransferCounters()
         self._leases = HeldLeases(ranks)
         self._lookups: dict[str, Future[Hit]] = {}
+        # Of requests that wait for blocks: how many leading ones were promised, and until when.
+        self._promised: dict[str, tuple[int, float]] = {}
         self._holds: dict[str, Future[HeldBlocks | None]] = {}
         self._threads = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="tiffin-lookup")
 
-    def add(self, request_id: str, tokens: Sequence[int], identity: Identity) -> None:
-        """A request has arrived: begin its lookup."""
+    def add(
+        self, request_id: str, tokens: Sequence[int], identity: Identity, promised_blocks: int = 0
+    ) -> None:
+        """A request has arrived: begin its lookup. Another instance has promised so many leading
+        blocks, which are perhaps still being stored."""
         name = self._settings.namespace
         if identity.namespace:
             name = f"{name}\0{identity.namespace}"
         prefix = self._schema.prefix(list(tokens), name, self._secret, identity.extras)
-        self.tracker.add(request_id, prefix, self._lookup_until())
+        until = self._lookup_until()
+        if promised_blocks:
+            wait_until = time.monotonic() + self._settings.handoff_timeout_s
+            self._promised[request_id] = min(promised_blocks, len(prefix)), wait_until
+            until += self._settings.handoff_timeout_s
+        self.tracker.add(request_id, prefix, until)
         self._look_up(request_id, prefix)
 
     def matched(
@@ -138,10 +151,11 @@ class SchedulerSide:
         confirmed: Iterable[tuple[str, int]],
         engine: EngineState,
         preempted: Iterable[str],
+        computing: Sequence[tuple[str, int, int]] = (),
     ) -> StepOrders:
         """See `RequestTracker.plan`. Looks up again what was preempted."""
         preempted = list(preempted)
-        orders = self.tracker.plan(confirmed, engine, preempted)
+        orders = self.tracker.plan(confirmed, engine, preempted, computing)
         self._leases.ordered(orders.loads)
         for request_id in self._leases.expire(time.monotonic()):
             self.tracker.unheld(request_id)
@@ -159,6 +173,10 @@ class SchedulerSide:
         self._forget(request_id)
         self._leases.drop(request_id)
         return self.tracker.finished(request_id, confirmed, engine)
+
+    def promise(self, request_id: str, confirmed: int) -> int:
+        """See `RequestTracker.promise`."""
+        return self.tracker.promise(request_id, confirmed)
 
     def reported(self, report: StepReport) -> None:
         """See `RequestTracker.reported`."""
@@ -179,7 +197,7 @@ class SchedulerSide:
     def _lookup_until(self) -> float:
         return time.monotonic() + self._settings.lookup_timeout_s
 
-    def _look_up(self, request_id: str, prefix: Prefix) -> None:
+    def _look_up(self, request_id: str, prefix: Prefix, pause_s: float = 0.0) -> None:
         if not self._loads or not len(prefix):
             self.tracker.answered(request_id, 0)
             return
@@ -189,9 +207,10 @@ class SchedulerSide:
         def match(client: Client) -> Hit:
             return client.match(blocks, timeout_s=timeout_s)
 
-        self._lookups[request_id] = self._threads.submit(self._matched, match)
+        self._lookups[request_id] = self._threads.submit(self._matched, match, pause_s)
 
-    def _matched(self, match: Callable[[Client], Hit]) -> Hit:
+    def _matched(self, match: Callable[[Client], Hit], pause_s: float) -> Hit:
+        time.sleep(pause_s)
         began = time.monotonic()
         try:
             return self._link.call(match, wait_s=self._settings.lookup_timeout_s)
@@ -200,7 +219,13 @@ class SchedulerSide:
             self.counters.add("lookup_seconds", time.monotonic() - began)
 
     def _note(self, request_id: str, lookup: Future[Hit]) -> None:
-        hit = self._result(request_id, lookup) or Hit(0, 0)
+        found = self._result(request_id, lookup)
+        hit = found or Hit(0, 0)
+        promised, until = self._promised.pop(request_id, (0, 0.0))
+        if found is not None and hit.blocks < promised and time.monotonic() < until:
+            self._promised[request_id] = promised, until
+            self._look_up(request_id, self.tracker.prefix_of(request_id), _AGAIN_S)
+            return
         tiers = tuple(_tier(flag) for flag in hit.where)
         self.tracker.answered(request_id, hit.blocks, tiers)
 
@@ -249,6 +274,7 @@ class SchedulerSide:
 
     def _forget(self, request_id: str) -> None:
         """Drop the answers that a request waits for."""
+        self._promised.pop(request_id, None)
         self._lookups.pop(request_id, None)
         hold = self._holds.pop(request_id, None)
         if hold is not None:

@@ -10,6 +10,7 @@ import msgspec
 
 from ...errors import InvalidInput
 from ...format.keys import namespace_fingerprint
+from ...sizes import parse_bytes
 from ...url import parse_url
 from ...verbs.arguments import Verify, check_timeout
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 Loading = Literal["auto", "synchronous", "asynchronous"]
 Saving = Literal["always", "second"]
+Layerwise = Literal["auto", "always", "never"]
 
 # Secrets that somebody may write into a URL, and the parameters that name a file with them instead.
 _FILES = {
@@ -38,9 +40,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     in a configuration that vLLM logs. `model_fingerprint`: what identifies the weights, if they are
     not files that can be read here. `loading`: "auto" loads synchronously what lies in the DRAM of
     this host while nothing decodes, else asynchronously. `save`: "second" saves a block when this
-    engine uses it for the second time. `load_tokens_min`: fewer tokens are computed rather than
-    loaded; `save_tokens_min`: shorter prompts are not saved. `pin_memory`: register the pool's
-    memory on this host with CUDA; on a CPU it does nothing.
+    engine uses it for the second time. `layerwise`: "always" copies layer after layer beside the
+    forward pass, loads and, while they are computed, saves; "auto" does so where it pays.
+    `load_tokens_min`: fewer tokens are computed rather than loaded; `save_tokens_min`: shorter
+    prompts are not saved. `handoff_timeout_s`: how long a request waits for blocks that the
+    instance which prefilled it has promised. `pin_memory`: register the pool's memory on this host
+    with CUDA; on a CPU it does nothing. `hbm_bytes`: of each worker's GPU for blocks in front of
+    the pool, a number or text such as "8GiB"; 0 is none.
     """
 
     url: str
@@ -51,12 +57,19 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     verify: Verify = "always"
     loading: Loading = "auto"
     save: Saving = "always"
+    layerwise: Layerwise = "auto"
     load_tokens_min: int = 1
     save_tokens_min: int = 0
     lookup_timeout_s: float = 0.25
+    handoff_timeout_s: float = 2.0
     load_timeout_s: float = 5.0
     save_timeout_s: float = 10.0
     pin_memory: bool = True
+    hbm_bytes: int | str = 0
+
+    def hbm_nbytes(self) -> int:
+        """`hbm_bytes` as a number."""
+        return parse_bytes(self.hbm_bytes)
 
     def secret(self) -> bytes:
         """The namespace's secret. Raises InvalidInput if its file can't be read, or has no secret
@@ -87,8 +100,9 @@ def read(extra: Mapping[str, Any]) -> Settings:
     for name, lowest in (("block_tokens", 1), ("load_tokens_min", 0), ("save_tokens_min", 0)):
         if getattr(settings, name) < lowest:
             raise InvalidInput(f"{name}={getattr(settings, name)}; pass {lowest} or more tokens")
-    for name in ("lookup_timeout_s", "load_timeout_s", "save_timeout_s"):
+    for name in ("lookup_timeout_s", "handoff_timeout_s", "load_timeout_s", "save_timeout_s"):
         _check(name, check_timeout, getattr(settings, name))
+    _check("hbm_bytes", parse_bytes, settings.hbm_bytes)
     _check("namespace", namespace_fingerprint, settings.namespace + _LONGEST_SUFFIX)
     return settings
 

@@ -1,6 +1,7 @@
 """What the connector counts: plain numbers by name, which travel from workers to vLLM's metrics.
 
 hit_tokens/TIER      tokens that the engine is to load, by where the pool had them
+hit_tokens/hbm       of the loaded tokens, those that came from the tier in the GPU's memory
 loaded_tokens, load_seconds, load_failures/REASON
 saved_tokens, save_seconds, save_failures/REASON
 lookups, lookup_seconds, lookup_failures/REASON

@@ -1,9 +1,11 @@
 """The connector in a worker: fills the engine's pages from the pool and stores them there.
 
-Blocks that the scheduler side holds are copied from this process's own mapping of the node's
-memory, without a word to the node. Asynchronous loads and all saves run in threads of their own. A
-save copies pages whose tokens are confirmed, so that no forward pass writes them any more, until
-the engine gives them to another request: `drain` comes before that.
+What a GPU's HBM tier has, if there is one, comes from there. Blocks that the scheduler side holds
+are copied from this process's own mapping of the node's memory, without a word to the node: before
+the forward pass, or beside it (`layer_loads`).
+Asynchronous loads and all saves run in threads of their own. A save copies pages whose tokens are
+confirmed, so that no forward pass writes them any more, until the engine gives them to another
+request: `drain` comes before that.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import logging
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from enum import Enum, auto
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import TiffinError
+from .layer_loads import LayerLoads, beside_forward
+from .layer_saves import LayerSaves
 from .orders import StepReport
+from .pages.copier import PageLoad
 from .pages.rank_share import rank_share
 from .transfer_counters import TransferCounters
 
@@ -30,8 +34,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ...blocks.block_places import BlockPlaces, MappedRegion, RegionId
+    from ...blocks.block_places import MappedRegion, RegionId
     from ...client.client import Client
+    from .hbm_front import HbmFront
     from .orders import LoadOrder, SaveOrder, StepOrders
     from .pages.copier import EngineCopier
     from .pool_link import PoolLink
@@ -54,41 +59,36 @@ _STAGE_BYTES = 64 << 20
 _NOTHING = StepReport()
 
 
-class _Stage(Enum):
-    WAITING = auto()  # the pages have not been read yet
-    COPYING = auto()
-    COPIED = auto()  # the pages are not needed any more
-    GIVEN_UP = auto()
-
-
-class _Save:
-    """One save, and how far it is. The engine's thread may give it up until its copy begins."""
+class Save:
+    """One save. The engine's thread may give up what it has not copied yet."""
 
     def __init__(self, order: SaveOrder) -> None:
         self.order = order
-        self._stage = _Stage.WAITING
+        self._given_up = self._copying = False
         self._changed = threading.Condition()
+
+    def pages_of(self, blocks: Iterable[int], block_pages: int) -> tuple[int, ...]:
+        """The pages of some of the order's blocks, of `block_pages` each."""
+        starts = [block * block_pages for block in blocks]
+        return tuple(page for at in starts for page in self.order.pages[at : at + block_pages])
 
     def begin_copy(self) -> bool:
         """Whether the pages may be read; if so, `end_copy` must follow."""
         with self._changed:
-            if self._stage is _Stage.GIVEN_UP:
-                return False
-            self._stage = _Stage.COPYING
-            return True
+            self._copying = not self._given_up
+            return self._copying
 
     def end_copy(self) -> None:
-        """The pages have been read."""
+        """The pages have been read; they may be once more."""
         with self._changed:
-            self._stage = _Stage.COPIED
+            self._copying = False
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Give the save up, or wait until its copy, which is only a memcpy, has ended."""
+        """Give the save up; returns when its copy, which is only a memcpy, has ended."""
         with self._changed:
-            if self._stage is _Stage.WAITING:
-                self._stage = _Stage.GIVEN_UP
-            while self._stage is _Stage.COPYING:
+            self._given_up = True
+            while self._copying:
                 self._changed.wait()
 
 
@@ -96,6 +96,7 @@ class WorkerSide:
     """Loads and saves of one worker. Its methods are called by the worker's thread only.
 
     `kv_heads`: of the blocks, which the ranks divide among them; by default one for each rank.
+    `stage`, `stages`: see `rank_share`.
     """
 
     def __init__(
@@ -105,17 +106,22 @@ class WorkerSide:
         rank: int = 0,
         ranks: int = 1,
         kv_heads: int | None = None,
+        stage: int = 0,
+        stages: tuple[int, ...] = (),
     ) -> None:
         self._settings = settings
         self._link = link
-        share = rank_share(kv_heads or ranks, rank, ranks)
+        share = rank_share(kv_heads or ranks, rank, ranks, stage, stages)
         self._shard, self._writes = share.shard, share.writes
         self._heads = share.heads if share.shard else None
+        self._layers = share.layers
         self._copier: EngineCopier | None = None
+        self._layer_loads: LayerLoads | None = None
+        self._hbm: HbmFront | None = None
         self._loaders = ThreadPoolExecutor(_LOADERS, thread_name_prefix="tiffin-load")
         self._savers = ThreadPoolExecutor(_SAVERS, thread_name_prefix="tiffin-save")
         self._loading: dict[str, list[tuple[LoadOrder, Future[int]]]] = {}
-        self._saving: dict[str, list[tuple[_Save, Future[None]]]] = {}
+        self._saving: dict[str, list[tuple[Save, Future[None]]]] = {}
         self._finished: set[str] = set()
         self._bad_pages: set[int] = set()
         self._regions: dict[RegionId, MappedRegion] = {}
@@ -125,10 +131,19 @@ class WorkerSide:
         self._idle = False
         self._stages: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
         self.counters = TransferCounters()
+        # `reserve` of a pool has more arguments than a node's; these both have.
+        self._reserving: dict[str, Any] = {"shard": self._shard}
+        options = self._reserving if self._writes else None
+        timeout_s = settings.save_timeout_s
+        self._layer_saves = LayerSaves(link, self.counters, options, timeout_s, self._save)
 
-    def register(self, copier: EngineCopier) -> None:
-        """Set what copies the engine's pages, once they exist."""
-        self._copier = copier
+    def register(
+        self, copier: EngineCopier, layers: Sequence[str] = (), hbm: HbmFront | None = None
+    ) -> None:
+        """Set what copies the engine's pages, once they exist. `layers`: the model's, by name.
+        `hbm`: the HBM tier if there is one, which is closed with this side."""
+        self._copier, self._hbm = copier, hbm
+        self._layer_loads = LayerLoads(copier, layers)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -138,12 +153,33 @@ class WorkerSide:
             for save, _ in self._saving.get(request_id, ()):
                 save.drain()
 
-    def begin(self, orders: StepOrders) -> None:
-        """Start the saves and the asynchronous loads of a step, and do its synchronous loads."""
+    def begin_layer_saves(self, orders: StepOrders) -> None:
+        """Start the saves by layer of what the step's forward pass will compute, and end those that
+        the engine has confirmed or given up. Comes before `begin`."""
+        self._layer_saves.confirm(orders.confirmed)
+        self._layer_saves.give_up(orders.given_up)
+        saves = [Save(order) for order in orders.layer_saves]
+        for one in self._layer_saves.begin(saves, self._copier):
+            saving = self._saving.setdefault(one.save.order.request_id, [])
+            saving.append((one.save, one.ended))
+
+    def computed(self, layer: int) -> None:
+        """The step has computed the layer."""
+        self._layer_saves.computed(layer)
+
+    def end_layers(self) -> None:
+        """The step has computed all layers."""
+        self._layer_saves.end_step()
+
+    def begin(self, orders: StepOrders, *, layers_wait: bool = False) -> None:
+        """Start the saves of whole blocks and the asynchronous loads of a step, and do its
+        synchronous loads, or start them. `layers_wait`: every layer of the step's forward pass
+        calls `wait_for_layer`."""
+        self.finish_loads()
         self._idle = orders.idle
         self._finished.update(orders.finished)
         for order in orders.saves:
-            save = _Save(order)
+            save = Save(order)
             saving = self._savers.submit(self._save, save)
             self._saving.setdefault(order.request_id, []).append((save, saving))
         self._map_region(orders.left_regions)
@@ -151,9 +187,26 @@ class WorkerSide:
             if not load.synchronous:
                 loading = self._loaders.submit(self._load, load)
                 self._loading.setdefault(load.request_id, []).append((load, loading))
-        for load in orders.loads:
-            if load.synchronous:
-                self._note_load(load, self._load(load))
+        synchronous = [load for load in orders.loads if load.synchronous]
+        if layers_wait and self._beside_forward(synchronous):
+            self._begin_layer_loads(synchronous)
+            return
+        for load in synchronous:
+            self._note_load(load, self._load(load))
+
+    def wait_for_layer(self, layer: str) -> None:
+        """See `LayerLoads.wait`."""
+        if self._layer_loads is not None:
+            self._layer_loads.wait(layer)
+
+    def finish_loads(self) -> None:
+        """Return when all synchronous loads have ended. See `LayerLoads.finish`."""
+        if self._layer_loads is None:
+            return
+        orders, taken_s = self._layer_loads.finish()
+        for order in orders:
+            self._count_load(order, len(order.prefix), taken_s / len(orders))
+            self._note_load(order, len(order.prefix))
 
     def _map_region(self, left: Sequence[RegionId]) -> None:
         """Keep the memory of the node on this host, once it is known, and report that held blocks
@@ -172,6 +225,7 @@ class WorkerSide:
     def ended(self) -> tuple[set[str], set[str]]:
         """Requests whose pages the engine may free, as all their saves have ended, and requests
         whose asynchronous loads have ended; each is returned once."""
+        self.finish_loads()
         if self._idle:
             self._wait_a_little()
         for request_id, saves in list(self._saving.items()):
@@ -212,12 +266,18 @@ class WorkerSide:
     def close(self) -> None:
         """End the saves, as far as that is done in `CLOSE_S`, and close the connection: an engine
         that ends after a prompt leaves its blocks behind. No step writes pages any more."""
+        self._layer_saves.give_up_all()
         wait([saving for saves in self._saving.values() for _, saving in saves], CLOSE_S)
         for saves in self._saving.values():
             for save, _ in saves:
                 save.drain()
+        self._layer_saves.close()
         self._savers.shutdown(wait=True, cancel_futures=True)
         self._loaders.shutdown(wait=True, cancel_futures=True)
+        if self._layer_loads is not None:
+            self._layer_loads.close()
+        if self._hbm is not None:
+            self._hbm.close()
         self._link.close()
 
     # -- loading ---------------------------------------------------------------------------------
@@ -239,27 +299,69 @@ class WorkerSide:
         """How many leading blocks of the order are in the pages now. What it can't load
         asynchronously, the engine computes; for a synchronous load, which is of held blocks, it
         raises: the engine ends rather than computes with anything else."""
+        assert self._copier is not None
         began, loaded = time.monotonic(), 0
         try:
-            if order.held is not None:
-                loaded = self._copy_held(order, order.held)
-            else:
-                loaded = self._get_all(order, began + self._settings.load_timeout_s)
+            loaded = self._copy_from_hbm(order)
+            if loaded < len(order.prefix):
+                rest = order.rest(loaded, self._copier.pages)
+                if rest.held is not None:
+                    loaded += self._copy_held(rest)
+                else:
+                    loaded += self._get_all(rest, began + self._settings.load_timeout_s)
         except Exception as error:
             if order.synchronous:
                 raise
             self.counters.add("load_failures", label=type(error).__name__)
             expected = isinstance(error, TiffinError)
             log.warning("%s: not loaded: %s", order.request_id, error, exc_info=not expected)
-        self.counters.add("loaded_tokens", loaded * order.prefix.schema.block_tokens)
-        self.counters.add("load_seconds", time.monotonic() - began)
+        self._count_load(order, loaded, time.monotonic() - began)
         return loaded
 
-    def _copy_held(self, order: LoadOrder, held: BlockPlaces) -> int:
-        assert self._copier is not None
-        blocks = self._regions[held.region].views(held)
-        self._copier.scatter(blocks, order.pages, order.skipped_pages)
+    def _count_load(self, order: LoadOrder, blocks: int, taken_s: float) -> None:
+        self.counters.add("loaded_tokens", blocks * order.prefix.schema.block_tokens)
+        self.counters.add("load_seconds", taken_s)
+
+    def _copy_from_hbm(self, order: LoadOrder) -> int:
+        """How many leading blocks of the order the HBM tier had; they are in the pages now."""
+        if self._hbm is None:
+            return 0
+        blocks = self._hbm.load(order.prefix, order.pages, order.skipped_pages)
+        if blocks:
+            self.counters.add("hit_tokens", blocks * order.prefix.schema.block_tokens, "hbm")
+        return blocks
+
+    def _copy_held(self, order: LoadOrder) -> int:
+        blocks = self._page_load(order).blocks
+        self._scatter(order, blocks)
         return len(blocks)
+
+    def _page_load(self, order: LoadOrder) -> PageLoad:
+        assert order.held is not None
+        blocks = self._regions[order.held.region].views(order.held)
+        return PageLoad(blocks, order.pages, order.skipped_pages)
+
+    def _beside_forward(self, orders: Sequence[LoadOrder]) -> bool:
+        """Whether these loads are copied beside the forward pass. Not with an HBM tier, which has
+        and keeps whole blocks."""
+        if self._copier is None or self._hbm is not None or not orders:
+            return False
+        nbytes = sum(len(order.prefix) for order in orders) * self._copier.block_bytes
+        return beside_forward(self._settings.layerwise, nbytes, self._copier.layerwise_bytes)
+
+    def _begin_layer_loads(self, orders: Sequence[LoadOrder]) -> None:
+        assert self._layer_loads is not None
+        loads = [self._page_load(order) for order in orders]
+        blocks = [len(load.blocks) for load in loads]
+        assert blocks == [len(order.prefix) for order in orders], "held blocks are missing"
+        self._layer_loads.begin(orders, loads)
+
+    def _scatter(self, order: LoadOrder, blocks: Sequence[NDArray[np.uint8]]) -> None:
+        """Fill the order's pages from its leading blocks, which the HBM tier keeps."""
+        assert self._copier is not None
+        self._copier.scatter(blocks, order.pages, order.skipped_pages)
+        if self._hbm is not None:
+            self._hbm.keep(order.prefix[: len(blocks)], order.pages, order.skipped_pages)
 
     def _get_all(self, order: LoadOrder, deadline: float) -> int:
         left_s = max(0.0, deadline - time.monotonic())
@@ -291,11 +393,10 @@ class WorkerSide:
 
     def _get(self, order: LoadOrder, into: Any, timeout_s: float, client: Client) -> int:
         """Fill the order's pages; returns how many of its leading blocks are in them."""
-        assert self._copier is not None
-        options: dict[str, Any] = {"heads": self._heads, "timeout_s": timeout_s}
-        with client.get(order.prefix, into=into, **options) as blocks:
+        part: dict[str, Any] = {"layers": self._layers, "heads": self._heads}
+        with client.get(order.prefix, into=into, timeout_s=timeout_s, **part) as blocks:
             memories = [blocks[index].memory for index in range(len(blocks))]
-            self._copier.scatter(memories, order.pages, order.skipped_pages)
+            self._scatter(order, memories)
             if not blocks.complete:
                 reason = blocks.reason or "miss"
                 self.counters.add("load_failures", label=reason)
@@ -304,25 +405,27 @@ class WorkerSide:
 
     # -- saving ----------------------------------------------------------------------------------
 
-    def _save(self, save: _Save) -> None:
+    def _save(self, save: Save) -> None:
         """Store the blocks of the order that the pool lacks. Raises nothing."""
         if not self._writes:  # another rank has the same heads
             save.drain()
             return
         copier, order = self._copier, save.order
         assert copier is not None
-        # `reserve` of a pool has more arguments than a node's; these both have.
-        options: dict[str, Any] = {"shard": self._shard, "timeout_s": self._settings.save_timeout_s}
+        timeout_s = self._settings.save_timeout_s
 
         def put(client: Client) -> None:
-            slots = client.reserve(order.prefix, **options)
+            slots = client.reserve(order.prefix, timeout_s=timeout_s, **self._reserving)
             try:
                 if not save.begin_copy():
                     slots.abort()
                     return
                 try:
                     views = [slot.view for slot in slots]
-                    copier.gather(views, self._pages_of(order, [slot.index for slot in slots]))
+                    pages = save.pages_of([slot.index for slot in slots], copier.pages)
+                    copier.gather(views, pages)
+                    if self._hbm is not None:
+                        self._hbm.keep(order.prefix, order.pages)
                 finally:
                     save.end_copy()
             except BaseException:
@@ -344,10 +447,3 @@ class WorkerSide:
         finally:
             save.drain()
         self.counters.add("save_seconds", time.monotonic() - began)
-
-    def _pages_of(self, order: SaveOrder, blocks: Iterable[int]) -> tuple[int, ...]:
-        """The pages of some of the order's blocks."""
-        assert self._copier is not None
-        count = self._copier.pages
-        starts = [block * count for block in blocks]
-        return tuple(page for start in starts for page in order.pages[start : start + count])

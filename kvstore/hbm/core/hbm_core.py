@@ -84,8 +84,9 @@ class HbmOptions:
 class HbmEntry:
     """The metadata of a committed block (in place of a header), and whether the pool has it.
 
-    `checksums`: uint64 [segments], `xxh3_64_pages` of the bytes in HBM. `prefix[index]` is the
-    block. `dirty` until the pool is known to have had the block; the pool may evict it afterwards.
+    `checksums`: uint64 [segments], `xxh3_64_pages` of the bytes in HBM; none of blocks that are
+    never compared. `prefix[index]` is the block. `dirty` until the pool is known to have had the
+    block; the pool may evict it afterwards.
     """
 
     prefix: Prefix
@@ -184,9 +185,16 @@ class HbmCore(NodeCore):
     residency: HbmResidency
 
     def __init__(
-        self, arena: Arena, options: HbmOptions | None = None, *, first_generation: int = 1
+        self,
+        arena: Arena,
+        options: HbmOptions | None = None,
+        *,
+        first_generation: int = 1,
+        block_bytes: int | None = None,
     ) -> None:
+        """`block_bytes`: of a block here, if that is not all of it: one rank's share."""
         self.hbm = options if options is not None else HbmOptions()
+        self._block_bytes = block_bytes
         space = TierSpace(TierName.DRAM, arena, make_policy(self.hbm.policy))
         super().__init__(space, None, self.hbm.core(), first_generation=first_generation)
         self.residency = HbmResidency(space)
@@ -222,7 +230,7 @@ class HbmCore(NodeCore):
         if stop_at_busy:
             writing = self.residency.writing
             keys = keys[: next((i for i, key in enumerate(keys) if key in writing), len(keys))]
-        nbytes = prefix.schema.block_bytes
+        nbytes = self._block_bytes or prefix.schema.block_bytes
         return self.reserve(use, keys, prefix.parent, prefix.start, nbytes, now)
 
     def publish(

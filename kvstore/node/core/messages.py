@@ -111,9 +111,13 @@ class Hello(Request, tag="hello"):
 
 
 class Match(Request, tag="match"):
-    """Ask which leading blocks are resident."""
+    """Ask which leading blocks are resident or, with `writing`, resident or reserved by a writer.
+    With `at_least` the node answers when so many are there, or after `timeout_s`."""
 
     keys: Keys
+    writing: bool = False
+    at_least: Natural = 0
+    timeout_s: Timeout = 0.0
 
 
 class Exists(Request, tag="exists"):

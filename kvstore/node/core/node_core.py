@@ -24,7 +24,7 @@ import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from ...format.header import BlockState
 from .placement import Residency
 from .precommit_reads import Followed
 from .records import (
+    BEING_WRITTEN,
     IN_DRAM,
     BlockRecord,
     Kept,
@@ -172,16 +173,27 @@ class NodeCore:
 
     # -- looking ---------------------------------------------------------------------------------
 
-    def match(self, keys: bytes) -> bytes:
+    def match(self, keys: bytes, *, writing: bool = False) -> bytes:
         """One byte per leading resident block: the tiers with a replica of it (IN_DRAM | IN_NVME).
+        With `writing`, blocks that a writer has reserved count too, as BEING_WRITTEN.
 
         The hot path of the whole node: a prompt of 131,072 tokens has 256 keys, so this runs at C
         speed per key (about 0.1 us).
         """
         found = list(map(self.index.get, split_keys(keys)))
         if None in found:
+            if writing:
+                return self._match_writing(split_keys(keys))
             del found[found.index(None) :]
         return bytes(map(_WHERE, found))
+
+    def _match_writing(self, keys: Sequence[bytes]) -> bytes:
+        found = takewhile(lambda block: block is not None, map(self._block, keys))
+        return bytes(block.where or BEING_WRITTEN for block in found if block is not None)
+
+    def changes(self) -> tuple[int, int]:
+        """Counters of the events that can make a match longer: additions, and reservations."""
+        return self.residency.events.seq, self.residency.begun_writes
 
     def exists(self, keys: bytes) -> bytes:
         """One byte per key: 1 if its block is resident, whether or not its ancestors are."""

@@ -75,6 +75,7 @@ class Residency(ResidentBlocks):
         super().__init__(dram, nvme)
         self.demote_on_second_use = demote_on_second_use
         self.writing: dict[bytes, Replica] = {}
+        self.begun_writes = 0  # how many blocks were ever in `writing`
         self.shared = SharedWrites()  # the replicas in `writing` that several ranks write together
         self.published = Published()  # segments of `writing` replicas that followers may read
         self.actions: list[Erase | Move | Wipe] = []
@@ -115,6 +116,7 @@ class Residency(ResidentBlocks):
             return None
         replica.holds = 1
         self.writing[key] = replica
+        self.begun_writes += 1
         return replica
 
     def commit_write(self, replica: Replica) -> None:

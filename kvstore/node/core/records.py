@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # Bits of `BlockRecord.where`, and of the byte per block that `match` returns.
 IN_DRAM = 1
 IN_NVME = 2
+# In what `match` returns if it was asked for: reserved by a writer, which has not committed yet.
+BEING_WRITTEN = 8
 
 
 class PinLevel(enum.IntEnum):

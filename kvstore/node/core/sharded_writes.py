@@ -1,9 +1,10 @@
 """Blocks that several ranks write together: each rank's segments, and the ranks' commits so far.
 
-Every rank has a write lease of its own on the same extent. It fills its own segments and commits
-with a header that has their checksums and zeros elsewhere, because two processes must not write one
-page. The node unites the headers. When the last rank has committed, and all segments have checksums
-with it, the block becomes visible; until then a rank that gives up cancels the block for all ranks.
+A rank is one of the writers: its segments are of some heads, of some layers, or both. It has a
+write lease of its own on the same extent as all, fills its segments, and commits with a header that
+has their checksums and zeros elsewhere, because two processes must not write one page. The node
+unites the headers. When the last rank has committed, and all segments have checksums with it, the
+block becomes visible; until then a rank that gives up cancels the block for all ranks.
 
 A shared write holds its extent itself, in addition to the ranks' leases: a rank's lease ends with
 its commit, perhaps before another rank has reserved the block. Pure: no I/O and no clock.
@@ -144,7 +145,8 @@ class SharedWrites(dict["Replica", SharedWrite]):
             if replica.length != length or shared.overlaps(share):
                 raise InvalidInput(
                     f"rank {share.rank} of {share.ranks} claims segments of another rank, or "
-                    "another block size: all ranks use one schema, and each its own number"
+                    "another block size: all ranks use one schema and the same stages, and each "
+                    "its own number"
                 )
 
     def begin(self, replica: Replica, share: Share, expires_at: float) -> None:

@@ -19,6 +19,7 @@ from tiffin.messenger.transport import Range
 from tiffin.messenger.wire.frames import RANGES_MAX
 
 from ...blocks.block_views import select
+from ...blocks.published_checksums import PublishedChecksums
 from ...blocks.selection_copy import all_checksums, checksums_of, runs_of
 from ...connection.connection import raise_refusal
 from ...deadlines import until_s
@@ -166,14 +167,6 @@ def reserve(
     return reply, RemoteReservation(peer, seals, begin, reply) if reply.lease else None
 
 
-@dataclass(slots=True)
-class _Published:
-    """What of a block was sent before the commit: per segment, whether, and with which checksum."""
-
-    sent: NDArray[np.bool_]
-    checksums: NDArray[np.uint64]
-
-
 class RemoteReservation:
     """Blocks reserved at a node: filled and committed in one round trip, or published layer by
     layer before. `indices` are those that the node granted, as positions in the prefix.
@@ -190,7 +183,7 @@ class RemoteReservation:
         self._schema = seals.prefix.schema
         self._lease = reply.lease
         self._places = list(zip(reply.offsets, reply.generations, strict=True))
-        self._published: dict[int, _Published] = {}  # by block
+        self._published: dict[int, PublishedChecksums] = {}  # by block
         self._ended = False
 
     def publish(
@@ -217,13 +210,11 @@ class RemoteReservation:
             self._add(number, runs, ranges, sources)
         raise_refusal(self._exchange(request, ranges, sources, deadline))
         for number, checksums in zip(numbers, found, strict=True):
-            published = self._published.setdefault(self.indices[number], self._unpublished())
-            published.sent[segments] = True
-            published.checksums[segments] = checksums
-
-    def _unpublished(self) -> _Published:
-        count = len(self._schema.segments)
-        return _Published(np.zeros(count, np.bool_), np.zeros(count, np.uint64))
+            published = self._published.get(self.indices[number])
+            if published is None:
+                published = PublishedChecksums(self._schema)
+                self._published[self.indices[number]] = published
+            published.note(segments, checksums)
 
     def commit(self, deadline: float, skipped: Collection[int] = ()) -> bytes:
         """Send what was not published, and the headers, and commit all blocks but `skipped`; a
@@ -270,10 +261,10 @@ class RemoteReservation:
             checksums = self._seals.checksums(index)
         else:
             # The published checksums go into the header: it has to match the bytes that were sent.
-            missing = selection.segments[~published.sent[selection.segments]].tolist()
-            checksums = published.checksums
+            missing = published.missing(selection)
             if missing:
-                checksums[missing] = self._hash(index, missing)
+                published.note(missing, self._hash(index, missing))
+            checksums = published.checksums
         if selection.shard is not None:
             header = self._seals.shard_header(index, offset, generation, checksums)
         else:

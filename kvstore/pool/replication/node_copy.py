@@ -15,11 +15,12 @@ from tiffin.messenger.budget import SHARED, STREAM_BYTES, Priority
 from tiffin.messenger.transport import Range
 
 from ...deadlines import until_s
-from ...errors import CorruptBlock, VersionMismatch
+from ...errors import CorruptBlock, NoRoom, VersionMismatch
 from ...format.header import relocate_header
 from ...memory.arena import Extent
 from ...node.core import messages
 from ...node.core.node_core import KEY_BYTES, ReserveStatus, split_keys
+from ...node.core.records import Reason
 from ...node.mover import verify_extent
 from ..remote.peer import as_ours
 
@@ -54,7 +55,8 @@ class Copier:
         """Copy those of `keys`, consecutive blocks of one prefix, that this node lacks.
 
         Returns how many leading blocks of them this node has afterwards. Raises NodeUnavailable and
-        DeadlineExceeded when the source is lost, Draining when this node takes no blocks.
+        DeadlineExceeded when the source is lost, Draining when this node takes no blocks, and
+        NoRoom when it has room for none of them.
         """
         done = 0
         total = len(keys) // KEY_BYTES
@@ -68,7 +70,12 @@ class Copier:
             if time.monotonic() >= deadline:
                 break
             part = _Part(rest[: AT_ONCE_BLOCKS * KEY_BYTES], parent, depth + done, deadline)
-            copied = self._copy_part(part)
+            try:
+                copied = self._copy_part(part)
+            except NoRoom:
+                if not done:
+                    raise
+                break
             # Another writer may have stored the block meanwhile.
             if not copied and not self._node.match(part.keys[:KEY_BYTES]):
                 break
@@ -91,6 +98,8 @@ class Copier:
         room_s = min(part.left_s(), ROOM_WAIT_S)
         request = messages.Reserve(0, keys, part.parent, part.depth, length, room_s)
         reserved, _ = self._home.call(request, room_s)
+        if reserved.reason == Reason.NO_ROOM and not reserved.statuses:
+            raise NoRoom(f"node {self._node.name} has no room for a block of {length} bytes")
         if not reserved.lease:
             return 0
         try:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from ...deadlines import until_s
-from ...errors import ClientClosed, NoRoom, TiffinError
+from ...errors import ClientClosed, InvalidInput, NoRoom, TiffinError
 from ...node.core import messages
 from ...verbs.block_verbs import DEFAULT_TIMEOUT_S
+from ..members import FixedMembers
 from ..replica_choice import place
 
 if TYPE_CHECKING:
@@ -35,6 +37,20 @@ def replicate_to(
     """Have `target` copy the leading blocks of `prefix`, of which `holders[i]` have block i; how
     many it has in the end. If it has none, raises the last error of `target` or a source, and
     NoRoom if no node is known to have the first block."""
+    count, failure = pull_from_any(driver, prefix, target, holders, deadline)
+    if not count and len(prefix):
+        raise failure or NoRoom("no other node is known to have the first block of this prefix")
+    return count
+
+
+def pull_from_any(
+    driver: VerbDriver,
+    prefix: Prefix,
+    target: int,
+    holders: Sequence[Sequence[int]],
+    deadline: float,
+) -> tuple[int, TiffinError | None]:
+    """As `replicate_to`: how many blocks `target` has, and the last error on the way."""
     count, failure = 0, None
     while count < len(prefix):
         before = count
@@ -50,9 +66,7 @@ def replicate_to(
                 break
         if count == before:
             break
-    if not count and len(prefix):
-        raise failure or NoRoom("no other node is known to have the first block of this prefix")
-    return count
+    return count, failure
 
 
 def replicate_from(
@@ -75,9 +89,27 @@ def replicate_from(
 
 
 def pull(driver: VerbDriver, prefix: Prefix, source: int, target: int, timeout_s: float) -> int:
-    """Have `target` copy `prefix` from `source`; how many leading blocks it has afterwards."""
-    request = messages.Pull(0, prefix.key_bytes, prefix.parent, prefix.start, source, timeout_s)
-    return int(driver.ask(target, request, timeout_s).count)
+    """Have `target` copy `prefix` from `source`; how many leading blocks it has afterwards. Raises
+    InvalidInput if one of them is in no directory."""
+    deadline = time.monotonic() + timeout_s
+    if isinstance(driver.members, FixedMembers):  # its numbers mean nothing to the nodes
+        _number_of(driver, target, until_s(deadline))
+        source = _number_of(driver, source, until_s(deadline))
+    left_s = until_s(deadline)
+    request = messages.Pull(0, prefix.key_bytes, prefix.parent, prefix.start, source, left_s)
+    return int(driver.ask(target, request, left_s).count)
+
+
+def _number_of(driver: VerbDriver, listed: int, timeout_s: float) -> int:
+    """The number, in the nodes' own directory, of a node of a fixed list."""
+    numbers = driver.ask(listed, messages.Statistics(0), timeout_s).numbers
+    number = numbers.get("directory", {}).get("number")
+    if not number:
+        raise InvalidInput(
+            f"node {driver.record(listed).name} is in no directory: nodes copy from each other "
+            "only in a pool that has one (tiffin node --directory)"
+        )
+    return int(number)
 
 
 class Orders:

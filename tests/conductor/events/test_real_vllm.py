@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from directory.ports import free_port
+from kvsupport import wait_until
 from serversupport import GatewayProcess, Process
-from vllmsupport import MODEL, PATIENCE_S, SCHEMA, VARIABLE, Beside, Vllm, make_model, until, words
+from vllmsupport import MODEL, PATIENCE_S, SCHEMA, VARIABLE, Beside, Vllm, make_model, words
 
 from tiffin.conductor.client import ConductorClient
 
@@ -109,13 +110,17 @@ class World:
         return {one.holder.removesuffix("/hbm"): one.blocks for one in holders}
 
     def await_held(self, ids: Sequence[int], name: str, blocks: int) -> None:
-        until(lambda: self.held(ids).get(name, 0) == blocks, f"{name} holds {blocks} of a prompt")
+        wait_until(
+            lambda: self.held(ids).get(name, 0) == blocks,
+            f"{name} holds {blocks} of a prompt",
+            PATIENCE_S,
+        )
 
     def await_ready(self) -> None:
         def ready() -> bool:
             return [one.status for one in self.conductor.instances()] == ["ready"] * 2
 
-        until(ready, "both are ready")
+        wait_until(ready, "both are ready", PATIENCE_S)
 
     def revive(self, name: str) -> None:
         self.engines[name].start()
@@ -153,7 +158,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         http = httpx.Client(base_url=urls[1], trust_env=False, timeout=PATIENCE_S)
         it = World(engines, client, stack.enter_context(http))
         it.await_ready()
-        until(lambda: http.get("/readyz").status_code == 200, "the gateway knows them")
+        wait_until(
+            lambda: http.get("/readyz").status_code == 200, "the gateway knows them", PATIENCE_S
+        )
         yield it
 
 
@@ -232,7 +239,7 @@ def test_after_evictions_and_clients_that_left_the_index_is_what_vllm_has(world:
     for start in starts:
         for name, engine in world.engines.items():
             # A batch of events comes after the answer; these prompts evict other blocks.
-            until(lambda: _quiet(world), "nothing runs")
+            wait_until(lambda: _quiet(world), "nothing runs", PATIENCE_S)
             believed, before = world.held(start).get(name, 0), engine.hit_tokens()
             engine.answer(path_of("ids"), body_of("ids", [*start, 7], max_tokens=1))
             assert (engine.hit_tokens() - before) // BLOCK == believed, name
@@ -251,7 +258,7 @@ def test_an_engine_that_dies_before_the_first_token(world: World) -> None:
     found: list[Answer] = []
     asked = threading.Thread(target=lambda: found.append(world.ask("ids", ids, stream=True)))
     asked.start()
-    until(lambda: bool(_placed(world)), "it is placed")
+    wait_until(lambda: bool(_placed(world)), "it is placed", PATIENCE_S)
     dying = _placed(world)
     alive = world.other(dying)
     world.engines[alive].go_on()
@@ -260,7 +267,7 @@ def test_an_engine_that_dies_before_the_first_token(world: World) -> None:
             break
     else:
         pytest.fail("it holds nothing that it could be believed to have")
-    world.engines[dying].kill_engine()
+    world.engines[dying].engine().kill()
     asked.join()
     (answer,) = found
     assert (answer.status, answer.error, answer.done) == (200, None, True)
@@ -283,7 +290,7 @@ def test_one_that_dies_in_the_middle_of_a_stream(world: World, what: str) -> Non
 
     def kill(name: str) -> None:
         engine = world.engines[name]
-        engine.kill_engine() if what == "engine" else engine.kill_server()
+        engine.engine().kill() if what == "engine" else engine.kill()
 
     answer = world.ask("ids", ids, stream=True, max_tokens=2000, seen=kill)
     assert answer.error is not None

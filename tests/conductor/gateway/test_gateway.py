@@ -180,14 +180,14 @@ class TestDisaggregated:
 
         run(scenario)
 
-    def test_over_the_pool_nothing_travels_with_the_request(self) -> None:
+    def test_over_the_pool_the_number_of_stored_blocks_travels_alone(self) -> None:
         async def scenario() -> None:
             prefill, decode = pair()
             config = changed(models={MODEL: ModelConfig(handoff="pool")})
             async with cluster(prefill, decode, settings=SPLIT, config=config) as it:
                 assert (await it.post({"prompt": PROMPT})).status_code == 200
-                assert "kv_transfer_params" not in prefill.completions[0]
-                assert "kv_transfer_params" not in decode.completions[0]
+                assert prefill.completions[0]["kv_transfer_params"] == {"tiffin": {}}
+                assert decode.completions[0]["kv_transfer_params"] == {"tiffin": {"blocks": 1}}
 
         run(scenario)
 
@@ -504,10 +504,13 @@ class TestTheDoor:
                 assert [one["id"] for one in models["data"]] == [MODEL]
                 assert (await it.http.get("/livez")).json()["status"] == "ok"
                 assert (await it.http.get("/readyz")).status_code == 200
-                await it.post({"prompt": PROMPT, "stream": True})
+                answer = await it.post({"prompt": PROMPT, "stream": True})
                 text = (await it.http.get("/metrics")).text
                 assert 'requests_total{route="/v1/completions",status="200"} 1.0' in text
-                assert "tiffin_gateway_ttft_seconds_count 1.0" in text
+                instance = answer.headers["x-tiffin-decode"]
+                labels = f'{{instance="{instance}",model="{MODEL}",role="mixed"}}'
+                assert f"tiffin_gateway_ttft_seconds_count{labels} 1.0" in text
+                assert f"tiffin_gateway_itl_seconds_count{labels} 4.0" in text, "of five tokens"
                 assert "tiffin_gateway_conductor_up 1.0" in text
                 assert (await it.http.get("/v1/nothing")).json()["error"]["code"] == "no_such_route"
                 assert (await it.http.get("/v1/completions")).status_code == 405

@@ -322,7 +322,8 @@ class TestContextsOverSeveralInstances:
             config = changed(default=default)
             async with self.pool("d0", "d1", config=config) as (it, _, decode, _):
                 assert (await ask(it, "a")).status_code == 200
-                assert list(decode.completions[0]["kv_transfer_params"]) == ["shards"]
+                told = decode.completions[0]["kv_transfer_params"]
+                assert list(told) == ["tiffin", "shards"], "and no address"
 
         run(scenario)
 

@@ -16,6 +16,7 @@ import typer
 from gatewaysupport import until
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Raw
 from typer.main import get_command
 
 from tiffin.conductor.errors import ConductorUnavailable, InvalidRequest
@@ -228,9 +229,17 @@ def test_a_limit_goes_by_both_names() -> None:
     one = ask({"messages": [], "max_completion_tokens": 50}, CHAT)
     sent = json.loads(engine_bodies.answer_body(one, 9))
     assert (sent["max_tokens"], sent["max_completion_tokens"]) == (9, 9)
-    first = json.loads(engine_bodies.prefill_body(one, remote_decode=False))
+    first = json.loads(engine_bodies.prefill_body(one, "pool"))
     assert (first["max_tokens"], first["max_completion_tokens"]) == (1, 1)
-    assert "kv_transfer_params" not in first
+    assert first["kv_transfer_params"] == {"tiffin": {}}
+
+
+def test_of_what_a_prefill_tells_the_pool_hands_no_addresses_on() -> None:
+    told = {"tiffin": Raw(b'{"blocks":8}'), "remote_host": Raw(b'"10.0.0.1"')}
+    assert engine_bodies.handed_on(told, "vllm") == told
+    assert engine_bodies.handed_on(told, "pool") == {"tiffin": told["tiffin"]}
+    assert engine_bodies.handed_on({"remote_host": Raw(b"1")}, "pool") is None
+    assert engine_bodies.handed_on(None, "pool") is None
 
 
 def test_what_the_engine_tokenises() -> None:

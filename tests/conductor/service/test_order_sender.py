@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from kvsupport import assert_right, fresh_prefix, wait_until
-from poolsupport import LARGE, Cluster
+from poolsupport import LARGE, Cluster, fill
 
 from tiffin.conductor.pool.draining import ENDED, DrainPhase, NodeDrain
 from tiffin.conductor.pool.orders import (
@@ -128,6 +128,16 @@ class TestCopies:
         assert ended.blocks == 2
         assert b.has(prefix) == [True] * 4
         assert set(b.node.pinned_keys()) == set(prefix.keys[2:])
+
+    def test_a_target_without_room_has_none_of_it(
+        self, cluster: Cluster, carry: Callable[..., OrderCarrier]
+    ) -> None:
+        a = cluster.start("a")
+        fill(cluster.start("b", 2), 2)
+        prefix = a.put(fresh_prefix(2, LARGE))
+        cluster.settle()
+        (ended,) = outcome(carry(), copy(prefix, "a", "b"))
+        assert (ended.blocks, ended.error) == (0, "")
 
     def test_what_was_there_is_not_pinned_nor_unpinned(
         self, cluster: Cluster, carry: Callable[..., OrderCarrier]

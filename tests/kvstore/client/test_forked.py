@@ -77,6 +77,7 @@ def test_a_child_uses_nothing_of_its_parent(pool: Pool) -> None:
     reserved = fresh_prefix(2)
     slots = pool.client.reserve(reserved)
     streamed = pool.client.raw.stream(kept)
+    fetched = pool.client._run("prefetch", kept)
     raw, inner = pool.client.raw, [getattr(held, "_held", held) for held in (blocks, slots)]
 
     def child() -> None:
@@ -89,6 +90,8 @@ def test_a_child_uses_nothing_of_its_parent(pool: Pool) -> None:
         refuse(inner[1].commit)
         enter = getattr(streamed, "__enter__", None) or streamed.__aenter__
         refuse(enter)
+        refuse(fetched.poll)
+        refuse(fetched.wait)
         if hasattr(streamed, "step"):
             refuse(streamed.step)
         if pool.node is not None:

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 from kvsupport import assert_conserved, is_quiet, wait_until
 
-from tiffin.kvstore import Client, KVSchema, Prefix
+from tiffin.kvstore import Client, KVSchema, Prefix, Shard
 from tiffin.kvstore.errors import NoRoom
 from tiffin.kvstore.node.core.event_log import EVENTS_KEPT
 from tiffin.kvstore.node.core.node_core import CoreOptions, split_keys
@@ -42,6 +42,15 @@ LARGE = KVSchema.gqa(
 SHARDED = KVSchema.gqa(
     model="c", layers=2, kv_heads=4, head_dim=32, dtype="bfloat16", block_tokens=4, shards=4
 )
+# All writers of a block: ranks, pipeline stages, and ranks of stages.
+PARTIES = [
+    [
+        Shard(rank, ranks, stage, stages)
+        for stage in range(max(1, len(stages)))
+        for rank in range(ranks)
+    ]
+    for ranks, stages in ((2, ()), (4, ()), (1, (1, 1)), (2, (1, 1)))
+]
 PAGED = KVSchema.gqa(
     model="d",
     layers=2,
@@ -173,25 +182,24 @@ class StoreAgainstDict(RuleBasedStateMachine):
     @rule(
         part=SHARDED_PART,
         version=st.integers(0, 3),
-        order=st.sampled_from([2, 4]).flatmap(lambda ranks: st.permutations(range(ranks))),
+        order=st.sampled_from(PARTIES).flatmap(st.permutations),
         coming=st.sampled_from([4, 4, 4, 1, 2, 3]),
     )
-    def put_by_ranks(self, part: Prefix, version: int, order: list[int], coming: int) -> None:
-        """Each rank puts its slice, in some order; sometimes not all of them come."""
+    def put_by_ranks(self, part: Prefix, version: int, order: list[Shard], coming: int) -> None:
+        """Each writer puts its slice, in some order; sometimes not all of them come."""
         payloads = [self._payload(key, part.schema, version) for key in part.keys]
-        ranks = len(order)
-        for rank in order[:coming]:
+        for shard in order[:coming]:
             with self._still():
                 before, seq = self.client.exists(part), self.node.inventory()[0]
             result = self.client.put(
-                part, payloads, shard=(rank, ranks), timeout_s=0.05 if self.held else 2
+                part, payloads, shard=shard, timeout_s=0.05 if self.held else 2
             )
             assert not result.refused
             again = {part.keys[i] for i in result.stored if before[i]}
             assert again <= self._forgotten_since(seq), "a visible block was written again"
-            assert not result.stored or rank == order[-1], "stored before all ranks were in"
+            assert not result.stored or shard == order[-1], "stored before all ranks were in"
             self._remember(part, result.stored, payloads)
-        self._give_up(part, ranks)
+        self._give_up(part, order)
 
     def _forgotten_since(self, seq: int) -> set[bytes]:
         """The blocks that were forgotten after an event."""
@@ -200,13 +208,13 @@ class StoreAgainstDict(RuleBasedStateMachine):
         keys = split_keys(events.keys)
         return {key for key, tier in zip(keys, events.tiers, strict=True) if not tier}
 
-    def _give_up(self, part: Prefix, ranks: int) -> None:
-        """Every rank reserves and cancels: else blocks would wait a minute for a missing rank."""
+    def _give_up(self, part: Prefix, party: list[Shard]) -> None:
+        """Every writer reserves and cancels: else blocks would wait a minute for a missing one."""
         for index in range(len(part)):
-            for rank in range(ranks):
+            for shard in party:
                 with contextlib.suppress(NoRoom):
                     one = part[index : index + 1]
-                    self.client.reserve(one, shard=(rank, ranks), timeout_s=0).abort()
+                    self.client.reserve(one, shard=shard, timeout_s=0).abort()
 
     @rule(part=PART)
     def get(self, part: Prefix) -> None:

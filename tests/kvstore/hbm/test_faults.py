@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ from tiffin.kvstore.errors import (
     TierUnavailable,
 )
 from tiffin.kvstore.hbm import HbmOptions
+from tiffin.kvstore.hbm.background import TICK_S
 from tiffin.kvstore.hbm.device.device_memory import Never, Point, Unfinished
 
 if TYPE_CHECKING:
@@ -310,6 +312,49 @@ def test_a_device_that_fails_is_an_error_and_its_memory_is_not_used_again(
     with store.lease(down) as blocks:
         assert blocks.complete
     store.check()
+
+
+def test_a_save_that_failed_on_the_device_leaves_its_blocks_to_a_later_one(
+    store: HbmStore, client: Client, schema: KVSchema, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of unknown end only reads HBM. What it may still write to are the pool's slots."""
+    prefix = fresh_prefix(2, schema)
+    publish(store, prefix)
+    fails = Mock(side_effect=Unfinished(RuntimeError("ECC"), Never(), late=False))
+    monkeypatch.setattr(store._memory, "copy", fails)
+    with pytest.raises(TierUnavailable, match="ECC"):
+        store.demote()
+    monkeypatch.undo()
+    gc.collect()
+    numbers = store.statistics()
+    assert (numbers["saving_blocks"], numbers["dirty_blocks"], numbers["not_saved"]) == (0, 2, 2)
+    assert client.statistics()["tiers"]["dram"]["reserved_bytes"] == 2 * schema.extent_bytes
+    others = publish(store, fresh_prefix(HBM_BLOCKS, schema))  # they are evicted, and count as lost
+    assert others == tuple(range(HBM_BLOCKS))
+    assert store.statistics()["lost_dirty"] == 2
+    assert_quiet(store)
+
+
+def test_after_the_device_failed_only_a_caller_tries_to_save_again(
+    client: Client, schema: KVSchema, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt may leave slots behind in the pool, so the background makes no further one."""
+    eager = HbmOptions(high_watermark=0.2, low_watermark=0.1)
+    with hbm_store(client, device, schema, eager) as store:
+        fails = Mock(side_effect=Unfinished(RuntimeError("ECC"), Never(), late=False))
+        monkeypatch.setattr(store._memory, "copy", fails)
+        publish(store, fresh_prefix(4, schema))
+        wait_until(lambda: fails.call_count, "the background tries to save")
+        publish(store, fresh_prefix(1, schema))  # wakes it
+        time.sleep(4 * TICK_S)
+        assert fails.call_count == 1
+        monkeypatch.undo()
+        later = fresh_prefix(1, schema)
+        publish(store, later)
+        assert store.demote(later).saved == 1  # the device works: so the background goes on
+        publish(store, fresh_prefix(1, schema))
+        wait_until(lambda: store.statistics()["demotions"] > 1, "the background saves again")
+        assert_quiet(store)
 
 
 def test_checksums_that_fail_publish_nothing(

@@ -48,6 +48,7 @@ from tiffin.kvstore.pool.remote.peer import Peer
 from tiffin.kvstore.streaming import layer_source
 from tiffin.kvstore.streaming.layer_stream import AsyncLayerStream
 from tiffin.messenger.errors import GrantError
+from tiffin.messenger.shm import host_copy
 from tiffin.messenger.transport import Range
 
 if TYPE_CHECKING:
@@ -426,21 +427,42 @@ def test_extents_under_a_follower_are_not_used_again(writer: Client, node: Node)
         wait_until(lambda: is_quiet(node.statistics()), "an ended stream lets go")
 
 
-def test_what_is_changed_after_it_was_published_is_found_in_the_end(
+def test_what_is_changed_after_it_was_published_is_found_by_its_readers(
     writer: Client, reader: Client
 ) -> None:
     prefix = fresh_prefix(1, STREAMED)
-    slots = writer.reserve(prefix)
-    for layer in range(LAYERS):
-        fill(slots, layer)
-        slots.publish(layer)
-    course = iter(reader.stream(prefix))
-    for _ in range(LAYERS):
-        assert is_right(next(course), prefix)
-    slots[0].view[0] ^= 1
-    slots.commit()
-    with pytest.raises(CorruptBlock, match="other bytes than were published"):
-        next(course)
+    with writer.reserve(prefix) as slots:
+        for layer in range(LAYERS):
+            fill(slots, layer)
+            slots.publish(layer)
+        slots[0].view[0] ^= 1
+    with reader.get(prefix) as blocks:
+        assert (len(blocks), blocks.reason) == (0, "corrupt"), "sealed as it was published"
+
+
+@pytest.mark.parametrize("published", [0, 1, LAYERS])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_byte_is_hashed_once(
+    writer: Client, published: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed_bytes = 0
+    hash_segments = host_copy.hash_segments
+
+    def counting(data: Any, spans: Any, algorithm: Any) -> Any:
+        nonlocal hashed_bytes
+        hashed_bytes += sum(length for _, length in spans)
+        return hash_segments(data, spans, algorithm)
+
+    monkeypatch.setattr(host_copy, "hash_segments", counting)
+    prefix = fresh_prefix(2, STREAMED if ranks == 1 else SHARDED)
+    for rank in range(ranks):
+        slots = writer.reserve(prefix, shard=(rank, ranks))
+        for layer in range(min(published, len(prefix.schema.layers))):
+            fill(slots, layer)
+            slots.publish(layer)
+        slots.commit()
+    assert writer.match(prefix).blocks == 2
+    assert hashed_bytes == 2 * prefix.schema.block_bytes
 
 
 @pytest.mark.parametrize("published", [False, True])

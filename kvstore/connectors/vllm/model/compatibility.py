@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....errors import InvalidInput
 from ....format.layer_spec import DTYPES
+from ....url import Pool, parse_url
 from ..pages.engine_pages import PageFormat
 from ..pages.page_schema import CacheShape
 from ..pages.rank_share import rank_share
@@ -19,6 +20,8 @@ from ..pages.token_schema import ModelShape
 from .model_files import files_fingerprint
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..settings import Settings
 
 # Releases of vLLM that this connector was run with, by their first two numbers.
@@ -58,7 +61,6 @@ def check_engine(config: Any, cache: Any) -> None:
     `cache` a KVCacheConfig."""
     parallel = config.parallel_config
     refused = {
-        "pipeline_parallel_size": getattr(parallel, "pipeline_parallel_size", 1) > 1,
         "decode_context_parallel_size": getattr(parallel, "decode_context_parallel_size", 1) > 1,
         "prefill_context_parallel_size": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         "speculative_config": config.speculative_config is not None,
@@ -66,6 +68,11 @@ def check_engine(config: Any, cache: Any) -> None:
     for name, wrong in refused.items():
         if wrong:
             raise InvalidInput(f"{name} is set: the connector does not store such caches yet")
+    if getattr(parallel, "distributed_executor_backend", None) == "external_launcher":
+        raise InvalidInput(
+            "distributed_executor_backend is external_launcher: every worker then has a scheduler "
+            "of its own, and they would not load and save the same blocks in the same steps"
+        )
     if len(cache.kv_cache_groups) != 1:
         raise InvalidInput(
             "the model has several kinds of KV cache: "
@@ -83,9 +90,37 @@ def check_engine(config: Any, cache: Any) -> None:
         )
 
 
-def cache_shape(config: Any, cache: Any, settings: Settings, version: str) -> CacheShape:
-    """What decides the bytes of this engine's pages. Raises InvalidInput if the model's files can't
-    be read."""
+def check_hosts(config: Any, url: str) -> None:
+    """Raise InvalidInput if workers of one engine would store at the nodes of several hosts, where
+    no block would ever have all its parts."""
+    hosts, pool = getattr(config.parallel_config, "nnodes_within_dp", 1), parse_url(url)
+    if hosts > 1 and not (isinstance(pool, Pool) and pool.home == "none"):
+        raise InvalidInput(
+            f"nnodes: workers of one engine on {hosts} hosts have to store at one node, not each "
+            "at that of its host; add home=none to the pool's URL"
+        )
+
+
+def check_layers(names: Sequence[str], layers: tuple[int, int], *, named: bool) -> None:
+    """Raise InvalidInput unless a worker has the model's `layers`, (first, end), in order. `named`:
+    the number in each name says which it is, as it must where others have the other layers."""
+    first, end = layers
+    if len(names) != end - first:
+        raise InvalidInput(f"{len(names)} layers; the blocks have {end - first} of this worker")
+    for layer, name in zip(range(first, end), names, strict=True):
+        if named and [int(part) for part in name.split(".") if part.isdigit()] != [layer]:
+            raise InvalidInput(
+                f"pipeline_parallel_size: {name} is where layer {layer} was expected; the "
+                f"connector stores stages of which all layers, here {first} to {end - 1}, keep K "
+                "and V"
+            )
+
+
+def cache_shape(
+    config: Any, cache: Any, settings: Settings, version: str, stages: Sequence[int] = ()
+) -> CacheShape:
+    """What decides the bytes of this engine's pages; `stages`: the layers of each pipeline stage,
+    if there are several. Raises InvalidInput if the model's files can't be read."""
     model = config.model_config
     (group,) = cache.kv_cache_groups
     spec = group.kv_cache_spec
@@ -96,17 +131,19 @@ def cache_shape(config: Any, cache: Any, settings: Settings, version: str) -> Ca
         dtype=str(model.dtype),
         cache_dtype=str(config.cache_config.cache_dtype),
         layout=str(cache.kv_cache_layout),
-        layers=len(group.layer_names),
+        layers=sum(stages) or len(group.layer_names),
         page_tokens=int(spec.block_size),
         page_bytes=int(spec.page_size_bytes),
         ranks=_ranks(config),
     )
 
 
-def model_shape(config: Any, cache: Any, settings: Settings) -> ModelShape:
-    """What decides the numbers in the cache of a CUDA engine. Raises InvalidInput for a cache whose
-    rows are not plain K and V of the model's heads, for sleep mode, or if the model's files can't
-    be read."""
+def model_shape(
+    config: Any, cache: Any, settings: Settings, stages: Sequence[int] = ()
+) -> ModelShape:
+    """What decides the numbers in the cache of a CUDA engine; `stages` as in `cache_shape`. Raises
+    InvalidInput for a cache whose rows are not plain K and V of the model's heads, for sleep mode,
+    or if the model's files can't be read."""
     model = config.model_config
     (group,) = cache.kv_cache_groups
     spec = group.kv_cache_spec
@@ -127,7 +164,7 @@ def model_shape(config: Any, cache: Any, settings: Settings) -> ModelShape:
         config=_config_text(model),
         dtype=str(model.dtype),
         cache_dtype=_cache_dtype(config, group),
-        layers=len(group.layer_names),
+        layers=sum(stages) or len(group.layer_names),
         kv_heads=kv_heads,
         head_dim=int(spec.head_size),
         v_head_dim=int(spec.head_size_v),

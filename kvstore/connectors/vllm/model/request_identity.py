@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .model_files import files_fingerprint
+from .adapters import Adapters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,30 +22,31 @@ class Identity(NamedTuple):
 
 
 class RequestIdentities:
-    """The identities of vLLM's requests. Each adapter's files are read once."""
+    """The identities of one engine's requests."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._adapters: dict[str, str] = {}
+        self._adapters = Adapters()
 
     def of(self, request: Any) -> Identity | None:
         """The identity of a request; None if nothing here decides its content, so that it can be
-        neither looked up nor stored. Raises InvalidInput for an adapter whose files can't be read.
+        neither looked up nor stored. Raises InvalidInput for an adapter whose files can't be read
+        or have changed.
         """
         if request.prompt_embeds is not None:
             return None
         adapter, salt = request.lora_request, request.cache_salt
         namespace = ""
         if adapter is not None or salt:
-            weights = "" if adapter is None else self._adapter(str(adapter.lora_path))
+            weights = "" if adapter is None else self._adapters.fingerprint(adapter)
             content = json.dumps([weights, salt or ""])
             namespace = blake2b(content.encode(), digest_size=16).hexdigest()
         return Identity(namespace, _extras(request.mm_features or (), self._block_tokens))
 
-    def _adapter(self, path: str) -> str:
-        if path not in self._adapters:
-            self._adapters[path] = files_fingerprint(Path(path))
-        return self._adapters[path]
+    def holds(self, request: Any) -> bool:
+        """Whether what the engine has computed of a request since then is still what its identity
+        says."""
+        return request.lora_request is None or self._adapters.unchanged(request.lora_request)
 
 
 def _extras(features: Iterable[Any], block_tokens: int) -> dict[int, bytes]:

@@ -70,17 +70,17 @@ class BlockPiece:
 
 
 def block_pieces(
-    schema: KVSchema, heads: tuple[int, int], piece_bytes: int
+    schema: KVSchema, layers: tuple[int, int], heads: tuple[int, int], piece_bytes: int
 ) -> tuple[BlockPiece, ...]:
-    """The share of `heads` in pieces of about `piece_bytes`, of a layer at least, in payload order.
-    Raises SchemaError for heads that the schema does not have."""
+    """The share of `heads` in `layers` in pieces of about `piece_bytes`, of a layer at least, in
+    payload order. Raises SchemaError for layers and heads that the schema does not have."""
     shape = BlockShape.of_schema(schema)
-    layers = len(schema.layers)
-    share_bytes = sum(span.length for span in schema.ranges(heads=heads))
-    each = max(1, layers * piece_bytes // share_bytes)
+    begin, end = layers
+    share_bytes = sum(span.length for span in schema.ranges(layers, heads))
+    each = max(1, (end - begin) * piece_bytes // share_bytes)
     pieces, share_offset = [], 0
-    for first in range(0, layers, each):
-        chosen = (first, min(layers, first + each))
+    for first in range(begin, end, each):
+        chosen = (first, min(end, first + each))
         spans = schema.ranges(chosen, heads)
         lengths = np.array([span.length for span in spans], np.int64)
         nbytes = int(lengths.sum())

@@ -44,6 +44,10 @@ class Device(Protocol):
         """An event that has ended when all steps that the engine has launched have. Call it in the
         engine's thread, whose current stream they are on."""
 
+    def await_in_steps(self, event: Any) -> None:
+        """Order what the engine launches later after `event`, on the device. Call it in the
+        engine's thread, as `steps`."""
+
     def buffer(self, nbytes: int) -> Any:
         """A tensor uint8 [nbytes] on the device."""
 
@@ -72,6 +76,9 @@ class HostDevice:
 
     def steps(self) -> Event:
         return DoneEvent()
+
+    def await_in_steps(self, event: Any) -> None:
+        event.synchronize()
 
     def buffer(self, nbytes: int) -> Any:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -115,6 +122,9 @@ class CudaDevice:
     def steps(self) -> Event:
         event: Event = torch.cuda.current_stream(self._device).record_event()
         return event
+
+    def await_in_steps(self, event: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
 
     def buffer(self, nbytes: int) -> Any:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

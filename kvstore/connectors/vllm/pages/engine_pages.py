@@ -39,9 +39,12 @@ class PageFormat:
     planes: bool = False
 
 
-def paged_cache(layers: Mapping[str, Any], form: PageFormat, first_head: int) -> PagedCache:
-    """The cache of a rank whose first head is the model's `first_head`. `layers`: tensors by name,
-    in the order of the model's layers. Raises InvalidInput that names the layer."""
+def paged_cache(
+    layers: Mapping[str, Any], form: PageFormat, first_head: int, first_layer: int = 0
+) -> PagedCache:
+    """The cache of a worker whose first head is the model's `first_head`, and whose first layer is
+    its `first_layer`. `layers`: tensors by name, in the order of the model's layers. Raises
+    InvalidInput that names the layer."""
     for name, tensor in layers.items():
         _check(name, tensor, form)
     parts = []
@@ -53,7 +56,8 @@ def paged_cache(layers: Mapping[str, Any], form: PageFormat, first_head: int) ->
             raise InvalidInput(f"layer {name}: {error}") from error
         parts.append(views)
     try:
-        return PagedCache(parts, first_head=first_head)
+        layer_ids = range(first_layer, first_layer + len(parts))
+        return PagedCache(parts, layer_ids=layer_ids, first_head=first_head)
     except KernelError as error:
         raise InvalidInput(f"the layers {', '.join(layers)} are not one cache: {error}") from error
 

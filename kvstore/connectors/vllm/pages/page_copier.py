@@ -6,6 +6,7 @@ by page would queue for it, some 0.6 ms each time, while the engine computes.
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 from tiffin.kernels.layout.block_addresses import host_tensor
 
 from ....errors import InvalidInput
+from .copier import PageLoad
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,22 +30,34 @@ if TYPE_CHECKING:
 
 class PageCopier:
     """Copies pages of one rank; see `EngineCopier`. `layers`: the engine's tensors, [pages, ...]
-    each, whose pages are contiguous; `rank` of `ranks` tensor-parallel ones. Thread-safe.
+    each, whose pages are contiguous, of the model's layers from `first_layer` on; `rank` of `ranks`
+    tensor-parallel ones. Thread-safe.
 
     Raises InvalidInput for tensors that are not what the schema says.
     """
 
+    # Never: the copy takes cores from the forward pass (docs/decisions/vllm-connector.md).
+    layerwise_bytes = math.inf
+
     def __init__(
-        self, layers: Sequence[Any], schema: KVSchema, page_tokens: int, rank: int, ranks: int
+        self,
+        layers: Sequence[Any],
+        schema: KVSchema,
+        page_tokens: int,
+        rank: int,
+        ranks: int,
+        first_layer: int = 0,
     ) -> None:
         self.pages = schema.block_tokens // page_tokens  # of a block
         self._layer_bytes = schema.block_bytes // len(schema.layers) // ranks  # of one rank
         self._page_bytes = self._layer_bytes // self.pages
         self._schema = schema
-        self._rank, self._ranks = rank, ranks
-        self.block_bytes = self._layer_bytes * len(schema.layers)  # of this rank
-        if len(layers) != len(schema.layers):
-            raise InvalidInput(f"{len(layers)} layers; the blocks have {len(schema.layers)}")
+        self._rank, self._ranks, self._first_layer = rank, ranks, first_layer
+        self.block_bytes = self._layer_bytes * len(layers)  # of this rank
+        if first_layer + len(layers) > len(schema.layers):
+            raise InvalidInput(
+                f"{len(layers)} layers from {first_layer} on; the blocks have {len(schema.layers)}"
+            )
         self._rows = [self._rows_of(index, layer) for index, layer in enumerate(layers)]
 
     def _rows_of(self, index: int, layer: Any) -> Any:
@@ -70,34 +84,67 @@ class PageCopier:
     def scatter(self, blocks: Sequence[Bytes], pages: Sequence[int], skipped: int = 0) -> None:
         """Fill `pages`, in order, from the blocks without their first `skipped` pages. A block is
         its whole payload, or only this rank's bytes."""
+        self._scatter([PageLoad(blocks, pages, skipped)], slice(None))
+
+    def scatter_layers(self, loads: Sequence[PageLoad]) -> Iterator[tuple[int, None]]:
+        """See `EngineCopier.scatter_layers`: what is yielded has been copied."""
+        for layer in range(len(self._rows)):
+            self._scatter(loads, slice(layer, layer + 1))
+            yield layer + 1, None
+
+    def await_layers(self, event: None) -> None:
+        """See `EngineCopier.await_layers`."""
+
+    def _scatter(self, loads: Sequence[PageLoad], layers: slice) -> None:
         targets: list[Any] = []
         sources: list[Any] = []
-        for block, memory in enumerate(blocks):
-            first = skipped if block == 0 else 0
-            at = block * self.pages + first - skipped
-            mine = pages[at : at + self.pages - first]
-            self._pair(memory, mine, first, engine=targets, pool=sources)
+        for blocks, pages, skipped in loads:
+            for block, memory in enumerate(blocks):
+                first = skipped if block == 0 else 0
+                at = block * self.pages + first - skipped
+                mine = pages[at : at + self.pages - first]
+                self._pair(memory, mine, first, layers, engine=targets, pool=sources)
         if targets:
             torch._foreach_copy_(targets, sources)
 
+    def mark(self) -> None:
+        """See `EngineCopier.mark`: on a CPU a layer is computed when its hook is called."""
+
     def gather(self, blocks: Sequence[Bytes], pages: Sequence[int]) -> None:
         """Fill this rank's bytes of the blocks' whole payloads from `pages`, in order."""
+        self._gather(blocks, pages, slice(None))
+
+    def gather_layer(
+        self, layer: int, blocks: Sequence[Bytes], pages: Sequence[int], computed: None = None
+    ) -> None:
+        """See `EngineCopier.gather_layer`."""
+        self._gather(blocks, pages, slice(layer, layer + 1))
+
+    def _gather(self, blocks: Sequence[Bytes], pages: Sequence[int], layers: slice) -> None:
         targets: list[Any] = []
         sources: list[Any] = []
         for block, memory in enumerate(blocks):
             mine = pages[block * self.pages : (block + 1) * self.pages]
-            self._pair(memory, mine, 0, engine=sources, pool=targets)
+            self._pair(memory, mine, 0, layers, engine=sources, pool=targets)
         if targets:
             torch._foreach_copy_(targets, sources)
 
     def _pair(
-        self, memory: Bytes, pages: Sequence[int], first: int, *, engine: list[Any], pool: list[Any]
+        self,
+        memory: Bytes,
+        pages: Sequence[int],
+        first: int,
+        layers: slice,
+        *,
+        engine: list[Any],
+        pool: list[Any],
     ) -> None:
-        """Add the views of a block's pages from `first` on, in the engine and in the pool."""
+        """Add the views of some layers of a block's pages from `first` on, in the engine and in the
+        pool."""
         tensor = host_tensor(memory)
         runs = list(self._runs(pages, first))
-        offsets = self._offsets(len(memory))
-        for rows, (low, high) in zip(self._rows, offsets, strict=True):
+        offsets = self._offsets(len(memory), layers)
+        for rows, (low, high) in zip(self._rows[layers], offsets, strict=True):
             for page, position, count in runs:
                 begin = self._begin(position, low, high)
                 piece = tensor[begin : begin + count * self._page_bytes]
@@ -124,12 +171,12 @@ class PageCopier:
             if end > begin:
                 yield pages[begin], first + begin, end - begin
 
-    def _offsets(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Where each layer's two halves begin in a block of so many bytes."""
+    def _offsets(self, nbytes: int, layers: slice) -> Iterator[tuple[int, int]]:
+        """Where each of these layers' two halves begin in a block of so many bytes."""
         half = self._layer_bytes // 2
-        ranks, rank = self._ranks, self._rank
+        ranks, rank, first = self._ranks, self._rank, self._first_layer
         if nbytes != self._schema.block_bytes:  # only this rank's bytes
-            ranks, rank = 1, 0
-        for index in range(len(self._rows)):
+            ranks, rank, first = 1, 0, 0
+        for index in range(first, first + len(self._rows))[layers]:
             base = index * ranks * self._layer_bytes
             yield base + rank * half, base + (ranks + rank) * half

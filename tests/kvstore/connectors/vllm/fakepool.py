@@ -6,6 +6,7 @@ The content of a page is modelled, not stored: see `PageMemory`.
 from __future__ import annotations
 
 import contextlib
+import math
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from tiffin.kvstore import Prefix
+    from tiffin.kvstore.connectors.vllm.pages.copier import PageLoad
 
 PAGE, BLOCK = 4, 8  # tokens
 BLOCK_PAGES = BLOCK // PAGE
@@ -47,6 +49,7 @@ class PageMemory:
 
     pages = BLOCK_PAGES  # of a block, as `PageCopier.pages`
     block_bytes = 32 << 20  # so that loads from other nodes come in parts of two blocks
+    layerwise_bytes = math.inf
 
     def __init__(self, count: int) -> None:
         self.content = [[GARBAGE] * PAGE for _ in range(count)]
@@ -56,6 +59,15 @@ class PageMemory:
         loaded = [page for block in blocks for page in block][skipped:]
         for page, content in zip(pages, loaded, strict=False):
             self.content[page] = list(content)
+
+    def scatter_layers(self, loads: Sequence[PageLoad]) -> Iterator[tuple[int, None]]:
+        """See `PageCopier.scatter_layers`; there is one layer."""
+        for load in loads:
+            self.scatter(*load)
+        yield 1, None
+
+    def await_layers(self, event: None) -> None:
+        """See `PageCopier.await_layers`."""
 
     def gather(self, blocks: Sequence[Any], pages: Sequence[int]) -> None:
         """See `PageCopier.gather`."""

@@ -87,7 +87,7 @@ def _random(*shape: int) -> Any:
 
 class GpuRank:
     """One rank's pages and their copier. `layout`: one of LAYOUTS, "planes" or "padded". `where`:
-    torch's name of the device."""
+    torch's name of the device. `layers`: of its pipeline stage, (first, end)."""
 
     def __init__(
         self,
@@ -101,6 +101,7 @@ class GpuRank:
         device: Device | None = None,
         where: str = "cpu",
         piece_bytes: int = 1 << 20,
+        layers: tuple[int, int] = (0, LAYERS),
     ) -> None:
         first, end = rank_share(KV_HEADS, rank, ranks).heads
         self.heads = range(first, end)
@@ -115,8 +116,9 @@ class GpuRank:
             self.layers = padded(form, self.pages, where)
         else:
             self.layers = tensors(layout, form, self.pages, split, where)
-        named = {f"layers.{index}": layer for index, layer in enumerate(self.layers)}
-        cache = paged_cache(named, form, first)
+        self.layers = self.layers[slice(*layers)]
+        named = {f"layers.{index}": layer for index, layer in enumerate(self.layers, layers[0])}
+        cache = paged_cache(named, form, first, layers[0])
         device = device or device_of(cache.device)
         self.copier = DevicePageCopier(cache, schema, page_tokens, device, piece_bytes)
 
@@ -134,7 +136,7 @@ class GpuRank:
         """This rank's bytes of the block of the tokens in `pages`: layer, part, head, token."""
         return b"".join(
             self.row(layer, part, head, page, slot)
-            for layer in range(LAYERS)
+            for layer in range(len(self.layers))
             for part in range(2)
             for head in range(len(self.heads))
             for page in pages
@@ -151,9 +153,10 @@ class GpuRank:
 
 
 def united(ranks: Sequence[GpuRank], pages: Sequence[int]) -> bytes:
-    """The whole block of the tokens in `pages`, from ranks that have all heads, each once."""
+    """All of the ranks' layers of the block of the tokens in `pages`; the ranks have all heads,
+    each once."""
     shares = [
-        np.frombuffer(rank.share(pages), np.uint8).reshape(LAYERS, 2, len(rank.heads), -1)
+        np.frombuffer(rank.share(pages), np.uint8).reshape(len(rank.layers), 2, len(rank.heads), -1)
         for rank in ranks
     ]
     return np.concatenate(shares, axis=2).tobytes()

@@ -35,20 +35,24 @@ if TYPE_CHECKING:
 
     from tiffin.kvstore import Prefix
     from tiffin.kvstore.connectors.vllm.held_leases import HeldBlocks
+    from tiffin.kvstore.connectors.vllm.settings import Layerwise
 
 LOOKUP_STEPS = 4
+LAYER = "the layer"
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a schedule is like. `pace`: the probability that a worker's threads go on when they can.
-    Those after it are probabilities per step or per call of the pool."""
+    """What a schedule is like. `layerwise`: see `Settings`. `pace`: the probability that a worker's
+    threads go on when they can. Those after it are probabilities per step or per call of the pool.
+    """
 
     pages: int = 40
     ranks: int = 1
     step_tokens: int = 12
     overlapped: bool = False
     loading: str = "auto"
+    layerwise: Layerwise = "auto"
     recompute: bool = True
     pace: float = 0.5
     failures: float = 0.0
@@ -90,11 +94,11 @@ class ModelEngine:
         self._saved_by: dict[str, int] = {}
         self._loaded_by: dict[str, int] = {}
         self._memories = [PageMemory(options.pages) for _ in range(options.ranks)]
-        settings = Settings(url="embedded:", block_tokens=BLOCK)
+        settings = Settings(url="embedded:", block_tokens=BLOCK, layerwise=options.layerwise)
         self._workers: list[Any] = []
         for rank, memory in enumerate(self._memories):
             worker = WorkerSide(settings, FakeLink(pool, rank), rank, options.ranks)  # type: ignore[arg-type]
-            worker.register(memory)  # type: ignore[arg-type]
+            worker.register(memory, [LAYER])  # type: ignore[arg-type]
             self._workers.append(worker)
 
     # -- what the tracker asks ---------------------------------------------------------------------
@@ -107,6 +111,9 @@ class ModelEngine:
 
     def tokens_of(self, request_id: str) -> Sequence[int]:
         return self.requests[request_id].tokens
+
+    def holds(self, _: str) -> bool:
+        return True
 
     # -- arrivals and ends -------------------------------------------------------------------------
 
@@ -393,7 +400,7 @@ class ModelEngine:
     def _begin(self, step: ModelStep) -> None:
         for worker in self._workers:
             self.work()
-            worker.begin(step.orders)
+            worker.begin(step.orders, layers_wait=True)
         self.work()
 
     def work(self) -> None:
@@ -406,6 +413,8 @@ class ModelEngine:
             raise BrokenPromise(self.pool.broken[0])
 
     def _forward(self, step: ModelStep) -> None:
+        for worker in self._workers:
+            worker.wait_for_layer(LAYER)
         for name, (first, count) in step.scheduled.items():
             request, pages = step.requests[name], step.pages[name]
             right = content_of(request.sampled)

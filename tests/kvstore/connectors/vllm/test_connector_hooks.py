@@ -36,7 +36,8 @@ class Anything(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        names = {"HOST": 1, "DISK": 2, "P2P": 3}
+        names: dict[str, Any] = {"HOST": 1, "DISK": 2, "P2P": 3}
+        names["bind_connector_metadata"] = lambda self, metadata: None
         setattr(self, name, type(name, (), names))
         return getattr(self, name)
 
@@ -58,15 +59,31 @@ class Calls:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.options: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_: self.names.append(name)
+        def note(*_: Any, **options: Any) -> None:
+            self.names.append(name)
+            self.options |= options
+
+        return note
+
+
+class Forward:
+    """vLLM's context of a forward pass. `attn_metadata`: None in a step without one."""
+
+    def __init__(self, *, full: bool = False, attn_metadata: Any = (1,)) -> None:
+        self.cudagraph_runtime_mode = self
+        self.has_full_cudagraphs = lambda: full
+        self.attn_metadata = attn_metadata
 
 
 def connector_with(connector: Any, calls: Calls, orders: StepOrders) -> Any:
     made = object.__new__(connector.TiffinConnector)
     made._worker = made._copier = calls
     made._scheduler = None
+    made._layerwise = True
+    made._layers = {"first": 0, "second": 1}
     made._get_connector_metadata = lambda: connector.Metadata(orders)
     return made
 
@@ -78,8 +95,43 @@ def prefix() -> Any:
 def test_a_load_waits_for_the_steps_before_it(connector: Any) -> None:
     calls = Calls()
     load = LoadOrder(1, "r", prefix(), 0, (1,))
-    connector_with(connector, calls, StepOrders(loads=[load])).start_load_kv(None)
+    connector_with(connector, calls, StepOrders(loads=[load])).start_load_kv(Forward())
     assert calls.names == ["step_begins", "begin"]
+
+
+@pytest.mark.parametrize(
+    ("forward", "expected"),
+    [
+        (Forward(), True),
+        (Forward(full=True), False),  # it replays without a word to layers
+        (Forward(attn_metadata=None), False),
+    ],
+)
+def test_loads_go_on_beside_steps_whose_layers_wait(
+    connector: Any, forward: Forward, expected: bool
+) -> None:
+    calls = Calls()
+    load = LoadOrder(1, "r", prefix(), 0, (1,))
+    connector_with(connector, calls, StepOrders(loads=[load])).start_load_kv(forward)
+    assert calls.options == {"layers_wait": expected}
+
+
+def test_layers_wait_and_the_end_of_a_step_too(connector: Any) -> None:
+    calls = Calls()
+    made = connector_with(connector, calls, StepOrders())
+    made.wait_for_layer_load("layers.0")
+    made.wait_for_save()
+    assert calls.names == ["wait_for_layer", "finish_loads", "end_layers"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [({}, False), ({"layerwise": "never"}, False), ({"layerwise": "always"}, True)],
+)
+def test_full_graphs_are_given_up_only_for_those_who_say_so(
+    connector: Any, extra: dict[str, Any], expected: bool
+) -> None:
+    assert connector.TiffinConnector.requires_piecewise_for_cudagraph(extra) is expected
 
 
 def test_a_step_without_loads_costs_no_event(connector: Any) -> None:
@@ -87,6 +139,32 @@ def test_a_step_without_loads_costs_no_event(connector: Any) -> None:
     save = SaveOrder(1, "r", prefix(), (1,))
     connector_with(connector, calls, StepOrders(saves=[save])).start_load_kv(None)
     assert calls.names == ["begin"]
+
+
+def test_saves_by_layer_begin_before_the_forward_pass(connector: Any) -> None:
+    calls = Calls()
+    made = connector_with(connector, calls, StepOrders())
+    made.bind_connector_metadata(connector.Metadata(StepOrders()))
+    for name in ("first", "shares the cache of the first", "second"):
+        made.save_kv_layer(name, None, None)
+    made.wait_for_save()
+    assert calls.names == [
+        "begin_layer_saves",
+        "computed",
+        "computed",
+        "finish_loads",
+        "end_layers",
+    ]
+
+
+def test_without_them_the_hooks_of_layers_save_nothing(connector: Any) -> None:
+    calls = Calls()
+    made = connector_with(connector, calls, StepOrders())
+    made._layerwise = False
+    made.bind_connector_metadata(connector.Metadata(StepOrders()))
+    made.save_kv_layer("first", None, None)
+    made.wait_for_save()
+    assert calls.names == ["finish_loads"]
 
 
 def test_a_copier_is_closed_once_no_thread_copies(connector: Any) -> None:

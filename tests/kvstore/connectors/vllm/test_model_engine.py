@@ -106,6 +106,7 @@ def engine_of(
         "preemptions": random.choice([0, 0.1, 0.3]),
         "evictions": random.choice([0, 0.2]),
         "restarts": random.choice([0, 0.02]),
+        "layerwise": random.choice(["always", "never"]),
     }
     options = EngineOptions(**{**chosen, **fixed})
     pool = FakePool(options.ranks, random, options.failures)

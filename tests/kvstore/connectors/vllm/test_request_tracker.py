@@ -34,12 +34,16 @@ class Engine:
     def __init__(self) -> None:
         self.pages: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
+        self.changed: set[str] = set()
 
     def pages_of(self, request_id: str) -> Sequence[int]:
         return self.pages[request_id]
 
     def tokens_of(self, request_id: str) -> Sequence[int]:
         return self.tokens[request_id]
+
+    def holds(self, request_id: str) -> bool:
+        return request_id not in self.changed
 
 
 class Case:
@@ -465,6 +469,17 @@ def test_a_short_prompt_is_not_saved() -> None:
     assert case.plan(19).saves == []
     assert blocks_of(case.plan(20)) == [(0, 2)]
     assert blocks_of(case.plan(24)) == [(2, 1)]
+
+
+def test_pages_whose_content_has_changed_are_not_saved() -> None:
+    """As with an adapter's weights: what was saved before the change was right."""
+    case = Case()
+    case.begin()
+    assert blocks_of(case.plan(8)) == [(0, 1)]
+    case.engine.changed.add("r")
+    assert case.plan(24).saves == []
+    case.engine.changed.clear()
+    assert blocks_of(case.plan(32)) == [(3, 1)]
 
 
 # -- ends ------------------------------------------------------------------------------------------

@@ -42,6 +42,9 @@ class Engine:
     def tokens_of(self, _: str) -> Sequence[int]:
         return PROMPT
 
+    def holds(self, _: str) -> bool:
+        return True
+
 
 @pytest.fixture
 def link() -> Iterator[PoolLink]:

@@ -31,16 +31,21 @@ def test_all_settings_can_be_set() -> None:
         "verify": "sampled",
         "loading": "asynchronous",
         "save": "second",
+        "layerwise": "always",
         "load_tokens_min": 64,
         "save_tokens_min": 128,
         "lookup_timeout_s": 0.1,
+        "handoff_timeout_s": 0.5,
         "load_timeout_s": 2,
         "save_timeout_s": 3.5,
         "pin_memory": False,
+        "hbm_bytes": "8GiB",
     }
     settings = read(chosen)
     assert {name: getattr(settings, name) for name in chosen} == chosen
     assert set(chosen) == set(Settings.__struct_fields__)
+    assert settings.hbm_nbytes() == 8 << 30
+    assert read({"url": URL, "hbm_bytes": 5000}).hbm_nbytes() == 5000
 
 
 @pytest.mark.parametrize(
@@ -53,6 +58,8 @@ def test_all_settings_can_be_set() -> None:
         ({"url": URL, "block_tokens": "many"}, r"\$\.block_tokens"),
         ({"url": URL, "verify": "never"}, r"\$\.verify"),
         ({"url": URL, "loading": "eager"}, r"\$\.loading"),
+        ({"url": URL, "hbm_bytes": "some"}, "hbm_bytes: 'some' is not a size"),
+        ({"url": URL, "hbm_bytes": -1}, "hbm_bytes: .* negative"),
         ({"url": URL, "load_tokens_min": -1}, "load_tokens_min=-1"),
         ({"url": URL, "save_tokens_min": -5}, "save_tokens_min=-5"),
         ({"url": URL, "block_tokens": 0}, "block_tokens=0"),

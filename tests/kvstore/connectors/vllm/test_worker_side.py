@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from kvsupport import Background, damage, fresh_prefix, wait_until
-from pagesupport import BLOCK_PAGES, LAYERS, Rank, schema_of
+from pagesupport import BLOCK_PAGES, LAYERS, PAGE_TOKENS, Rank, schema_of
 
 from tiffin.kvstore.blocks.block_places import RegionId
 from tiffin.kvstore.connectors.vllm import worker_side
@@ -23,14 +23,16 @@ from tiffin.kvstore.connectors.vllm.worker_side import WorkerSide
 from tiffin.kvstore.errors import NodeUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from tiffin.kvstore import Prefix
     from tiffin.kvstore.client.client import LeasedBlocks
+    from tiffin.kvstore.connectors.vllm.pages.copier import PageLoad
 
 URL = "embedded:?dram=16MiB&prefault=false"
 BLOCKS = 3
 PAGES = (17, 2, 9, 4, 0, 13, 5, 11, 8, 3, 7, 1)
+LAYER_NAMES = [f"layers.{index}" for index in range(LAYERS)]
 OTHERS = (1, 2, 3, 10, 11, 12, 19, 18, 0, 5, 6, 7)
 
 
@@ -68,8 +70,9 @@ class Worker:
 
     def __init__(self, link: GatedLink, rank: int = 0, ranks: int = 1) -> None:
         self.pages = Rank(schema_of(ranks), rank, ranks)
-        self.side = WorkerSide(Settings(url=URL), link, rank, ranks)  # type: ignore[arg-type]
-        self.side.register(self.pages.copier)
+        settings = Settings(url=URL, layerwise="always")
+        self.side = WorkerSide(settings, link, rank, ranks)  # type: ignore[arg-type]
+        self.side.register(self.pages.copier, LAYER_NAMES)
 
     def save(self, prefix: Prefix, number: int = 1, pages: tuple[int, ...] = PAGES) -> None:
         self.side.begin(StepOrders(saves=[SaveOrder(number, "r", prefix, pages)]))
@@ -83,15 +86,29 @@ class Worker:
 
         wait_until(is_reported, "the save ends")
 
-    def load(self, prefix: Prefix, *, held: LeasedBlocks | None = None, **order: Any) -> None:
-        """A load, until its end; pages are cleared before."""
+    def load(
+        self,
+        prefix: Prefix,
+        *,
+        held: LeasedBlocks | None = None,
+        by_layer: bool = False,
+        **order: Any,
+    ) -> None:
+        """A load, until its end; pages are cleared before. `by_layer`: beside a forward pass."""
         self.pages.clear()
         places = held.places() if held is not None else None
         skipped = order.pop("skipped", 0)
         load = LoadOrder(7, "r", prefix, skipped, OTHERS[skipped:], places, **order)
-        self.side.begin(StepOrders(loads=[load]))
+        self.side.begin(StepOrders(loads=[load]), layers_wait=by_layer)
+        if by_layer:
+            self.forward()
+            assert self.side.ended() == (set(), set())
         if not load.synchronous:
             wait_until(lambda: "r" in self.side.ended()[1], "the load ends")
+
+    def forward(self) -> None:
+        for layer in LAYER_NAMES:
+            self.side.wait_for_layer(layer)
 
     def contents(self, pages: tuple[int, ...]) -> list[list[bytes]]:
         return [[self.pages.page(layer, page) for page in pages] for layer in range(LAYERS)]
@@ -125,7 +142,7 @@ def prefix() -> Prefix:
 
 
 # Whether the blocks are held, and so, whether they are loaded synchronously.
-WAYS = pytest.mark.parametrize("way", ["asynchronous", "held", "synchronous"])
+WAYS = pytest.mark.parametrize("way", ["asynchronous", "held", "synchronous", "by layer"])
 
 
 @contextlib.contextmanager
@@ -135,7 +152,7 @@ def held(link: GatedLink, prefix: Prefix, way: str) -> Iterator[dict[str, Any]]:
         yield {}
         return
     with link.call(lambda client: client.get(prefix)) as leased:
-        yield {"held": leased, "synchronous": way == "synchronous"}
+        yield {"held": leased, "synchronous": way != "held", "by_layer": way == "by layer"}
 
 
 def hit(link: GatedLink, prefix: Prefix) -> int:
@@ -265,6 +282,71 @@ def test_an_error_of_a_synchronous_load_ends_the_engine(
     monkeypatch.setattr(worker.pages.copier, "scatter", torch_says_no)
     with held(link, prefix, "synchronous") as order, pytest.raises(RuntimeError, match="torch"):
         worker.load(prefix, **order)
+
+
+@pytest.fixture
+def by_layer(
+    worker: Worker, link: GatedLink, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Gate]:
+    """A step has begun whose load, number 7, is copied beside it; the gate is before the last
+    layer's copy."""
+    gate, copier = Gate(), worker.pages.copier
+    scatter_layers = copier.scatter_layers
+
+    def gated(loads: Sequence[PageLoad]) -> Iterator[tuple[int, None]]:
+        copies = scatter_layers(loads)
+        for layer in range(LAYERS):
+            if layer == LAYERS - 1:
+                gate()
+            yield next(copies)
+
+    monkeypatch.setattr(copier, "scatter_layers", gated)
+    worker.save(prefix)
+    worker.saved()
+    with held(link, prefix, "by layer") as order:
+        load = LoadOrder(7, "r", prefix, 0, OTHERS, order["held"].places(), synchronous=True)
+        worker.side.begin(StepOrders(loads=[load]), layers_wait=True)
+        yield gate
+        gate.opened.set()
+
+
+@pytest.mark.parametrize("end", [WorkerSide.finish_loads, WorkerSide.ended])
+def test_a_load_ends_once_all_layers_are_copied(
+    worker: Worker, by_layer: Gate, end: Callable[[WorkerSide], object]
+) -> None:
+    by_layer.reached.wait(30)
+    worker.side.wait_for_layer(LAYER_NAMES[0])
+    step = Background(lambda: (worker.forward(), end(worker.side)))
+    assert not worker.side.take_report().ended_loads
+    by_layer.opened.set()
+    step.result()
+    assert worker.side.take_report().ended_loads == Counter([7])
+    assert worker.side.counters.take()["loaded_tokens"] == BLOCKS * BLOCK_PAGES * PAGE_TOKENS
+
+
+def test_a_step_begins_once_the_loads_of_the_last_one_have_ended(
+    worker: Worker, by_layer: Gate
+) -> None:
+    by_layer.reached.wait(30)
+    step = Background(lambda: (worker.forward(), worker.side.begin(StepOrders())))
+    by_layer.opened.set()
+    step.result()
+    assert worker.side.take_report().ended_loads == Counter([7])
+
+
+def test_an_error_in_a_copy_beside_a_step_ends_the_engine(
+    worker: Worker, by_layer: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is raised in the engine's thread, and the load does not end."""
+    by_layer.reached.wait(30)
+    monkeypatch.setattr("torch._foreach_copy_", torch_says_no)
+    by_layer.opened.set()
+    for step in (worker.forward, worker.side.finish_loads, worker.side.ended):
+        with pytest.raises(RuntimeError, match="torch"):
+            step()
+    with pytest.raises(RuntimeError, match="torch"):
+        worker.side.begin(StepOrders())
+    assert not worker.side.take_report().ended_loads
 
 
 def torch_says_no(*_: object) -> None:

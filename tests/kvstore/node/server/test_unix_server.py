@@ -279,7 +279,7 @@ class TestRequests:
 
     def test_fields_of_a_later_version_are_ignored(self, node: Daemon) -> None:
         raw = Raw(node.socket)
-        assert raw.ask(["match", 9, KEY, "from", {"the": "future"}]).id == 9
+        assert raw.ask(["match", 9, KEY, False, 0, 0.0, "from", {"the": "future"}]).id == 9
         raw.close()
 
     def test_a_report_is_looked_into_before_it_is_believed(self, node: Daemon) -> None:

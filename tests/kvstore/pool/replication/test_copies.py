@@ -64,7 +64,7 @@ class TestReplicating:
         fill(full, 2)
         cluster.settle()
         client = cluster.open()
-        with pytest.raises(NoRoom):
+        with pytest.raises(NoRoom, match="node full has no room"):
             client.replicate(prefix, [full.number], timeout_s=5)
         with pytest.raises(NodeUnavailable):
             client.replicate(prefix, [4711])

@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 from tiffin.kvstore.connectors.vllm.model.compatibility import (  # noqa: E402
     cache_shape,
     check_engine,
+    check_hosts,
+    check_layers,
     check_version,
 )
 from tiffin.kvstore.connectors.vllm.model.model_files import files_fingerprint  # noqa: E402
@@ -86,7 +88,6 @@ def test_full_attention_with_tensor_parallelism_is_taken() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("pipeline_parallel_size", 2),
         ("decode_context_parallel_size", 2),
         ("prefill_context_parallel_size", 2),
         ("speculative_config", object()),
@@ -95,6 +96,40 @@ def test_full_attention_with_tensor_parallelism_is_taken() -> None:
 def test_settings_that_it_can_not_store_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidInput, match=name):
         check_engine(config_of(**{name: value}), cache_of(FULL))
+
+
+def test_pipeline_stages_are_taken_but_no_scheduler_in_every_worker() -> None:
+    config = config_of(pipeline_parallel_size=2)
+    check_engine(config, cache_of(FULL))
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    with pytest.raises(InvalidInput, match="distributed_executor_backend is external_launcher"):
+        check_engine(config, cache_of(FULL))
+
+
+def test_workers_on_several_hosts_have_to_store_at_one_node() -> None:
+    config = config_of(pipeline_parallel_size=2)
+    check_hosts(config, "unix:/run/node.sock")
+    config.parallel_config.nnodes_within_dp = 2
+    check_hosts(config, "redis://10.0.0.1?home=none")
+    for url in ("unix:/run/node.sock", "redis://10.0.0.1", "tiffin://10.0.0.1:7700"):
+        with pytest.raises(InvalidInput, match=r"nnodes: .* on 2 hosts .* home=none"):
+            check_hosts(config, url)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["model.layers.2.attn"], "1 layers; the blocks have 2 of this worker"),
+        (["model.layers.2.attn", "model.layers.4.attn"], r"layers\.4\.attn is where layer 3"),
+        (["model.layers.3.attn", "model.layers.2.attn"], r"layers\.3\.attn is where layer 2"),
+        (["model.layers.2.attn", "model.attn"], r"model\.attn is where layer 3 .* 2 to 3"),
+    ],
+)
+def test_layers_that_are_not_the_stages_are_refused_by_name(names: list[str], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        check_layers(names, (2, 4), named=True)
+    check_layers(["model.layers.2.attn", "model.layers.3.attn"], (2, 4), named=True)
+    check_layers(["a", "b"], (0, 2), named=False)
 
 
 def test_layers_that_forget_tokens_are_refused_by_name() -> None:

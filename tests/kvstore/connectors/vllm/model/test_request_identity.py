@@ -36,7 +36,7 @@ def adapter(folder: Path, name: str, weights: bytes) -> Any:
     path = folder / name
     path.mkdir()
     (path / "adapter_model.safetensors").write_bytes(weights)
-    return SimpleNamespace(lora_path=str(path))
+    return SimpleNamespace(lora_name=name, lora_path=str(path))
 
 
 def keys(one: Any) -> tuple[bytes, ...]:
@@ -74,8 +74,20 @@ def test_an_adapter_is_its_files_and_not_its_name(tmp_path: Path) -> None:
 
 
 def test_an_adapter_without_files_is_refused() -> None:
+    nowhere = SimpleNamespace(lora_name="nowhere", lora_path="/none")
     with pytest.raises(InvalidInput):
-        RequestIdentities(BLOCK).of(request(lora_request=SimpleNamespace(lora_path="/none")))
+        RequestIdentities(BLOCK).of(request(lora_request=nowhere))
+
+
+def test_a_request_is_what_it_was_until_its_adapter_changes(tmp_path: Path) -> None:
+    identities = RequestIdentities(BLOCK)
+    plain, adapted = request(), request(lora_request=adapter(tmp_path, "one", b"1"))
+    for one in (plain, adapted):
+        identities.of(one)
+        assert identities.holds(one)
+    (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"longer")
+    assert identities.holds(plain)
+    assert not identities.holds(adapted)
 
 
 def test_embeddings_have_no_identity() -> None:

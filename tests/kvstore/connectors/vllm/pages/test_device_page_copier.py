@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 from gpusupport import (  # noqa: E402
     BLOCK_TOKENS,
     KV_HEADS,
+    LAYERS,
     LAYOUTS,
     ROW_BYTES,
     SCHEMA,
@@ -28,6 +29,7 @@ from gpusupport import (  # noqa: E402
 
 from tiffin.kernels.errors import PageError  # noqa: E402
 from tiffin.kvstore.connectors.vllm.pages import device_queue  # noqa: E402
+from tiffin.kvstore.connectors.vllm.pages.copier import PageLoad  # noqa: E402
 from tiffin.kvstore.connectors.vllm.pages.device_page_copier import STAGES  # noqa: E402
 from tiffin.kvstore.connectors.vllm.pages.device_queue import CudaQueue, device_of  # noqa: E402
 from tiffin.kvstore.connectors.vllm.pages.token_schema import token_schema  # noqa: E402
@@ -65,10 +67,26 @@ def test_all_ranks_together_fill_a_block_as_it_is_defined(layout: str, ranks: in
     assert other.tobytes() == united(mine, pages[4:])
 
 
+@every_layout
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_layer_after_layer_fills_the_same_blocks(layout: str, ranks: int, piece_bytes: int) -> None:
+    mine = [GpuRank(layout, 4, rank, ranks, piece_bytes=piece_bytes) for rank in range(ranks)]
+    pages = [17, 2, 9, 4, 0, 13, 5, 11]
+    found = blocks(2)
+    for layer in range(LAYERS):
+        for rank in mine:
+            rank.copier.gather_layer(layer, found, pages, rank.copier.mark())
+        end = SCHEMA.block_bytes // LAYERS * (layer + 1)
+        for block, whole in zip(found, gathered(mine, pages), strict=True):
+            assert block[:end].tobytes() == whole[:end].tobytes()
+            assert set(block[end:]) <= {0xEE}, "nothing of later layers"
+
+
 @given(data=st.data())
 @settings(max_examples=60)
 def test_what_one_engine_writes_another_of_any_kind_reads(data: st.DataObject) -> None:
-    """Other layout, other page size, other number of ranks, pieces of any size."""
+    """Other layout, other page size, other number of ranks, pieces of any size, by layer or not."""
     draw = data.draw
     page_tokens = st.sampled_from([1, 2, 4, 8, 16])
     piece_bytes = st.sampled_from([1, 700, 3000, 1 << 20])
@@ -96,9 +114,13 @@ def test_what_one_engine_writes_another_of_any_kind_reads(data: st.DataObject) -
     kept = read[skipped : len(read) - left_out]
     untouched = [page for page in range(readers[0].pages) if page not in kept]
     right = b"".join(block.tobytes() for block in found)
+    by_layer = draw(st.booleans())
     for reader in readers:
         before = reader.rows(untouched)
-        reader.copier.scatter(found, kept, skipped)
+        if by_layer:
+            list(reader.copier.scatter_layers([PageLoad(found, kept, skipped)]))
+        else:
+            reader.copier.scatter(found, kept, skipped)
         assert reader.rows(untouched) == before
     for index, page in enumerate(kept, skipped):
         tokens = readers[0].form.page_tokens
@@ -164,6 +186,42 @@ def test_a_warm_up_changes_no_page(layout: str) -> None:
     assert rank.rows(range(rank.pages)) == before
 
 
+LAYER_BYTES = SCHEMA.block_bytes // LAYERS
+# Groups of three blocks, of which a buffer has room for a part of a layer, a layer, and all.
+GROUPS = pytest.mark.parametrize(
+    ("piece_bytes", "ends"),
+    [(1, [1, 2, 3]), (4 * LAYER_BYTES, [1, 2, 3]), (8 * LAYER_BYTES, [2, 3]), (1 << 20, [3])],
+)
+
+
+@GROUPS
+def test_layers_of_several_loads_come_one_after_the_other(
+    piece_bytes: int, ends: list[int]
+) -> None:
+    source = GpuRank("LBHNC")
+    pages = [3, 9, 1, 0, 2, 8, 5, 7, 20, 21, 22, 23]
+    found = gathered([source], pages)
+    rank = GpuRank("BLNHC", piece_bytes=piece_bytes)
+    rank.clear()
+    loads = [PageLoad(found[:2], range(10, 17), 1), PageLoad(found[2:], [30, 31, 32, 33])]
+    targets = [*range(10, 17), 30, 31, 32, 33]
+    right = [row(source, page) for page in pages[1:]]
+    seen = []
+    for end, _ in rank.copier.scatter_layers(loads):
+        seen.append(end)
+        expected = [layers[:end] + [b""] * (LAYERS - end) for layers in right]
+        assert [row(rank, page) for page in targets] == expected
+    assert seen == ends
+
+
+def row(rank: GpuRank, page: int) -> list[bytes]:
+    """A page's bytes of each layer; empty where all are zero."""
+    share = rank.share([page])
+    each = len(share) // LAYERS
+    layers = [share[at : at + each] for at in range(0, len(share), each)]
+    return [layer if any(layer) else b"" for layer in layers]
+
+
 def test_threads_share_a_copier() -> None:
     """As many as a worker has, and one more, each with pages of its own."""
     rank = GpuRank("LBNHC", piece_bytes=700)
@@ -186,11 +244,11 @@ def test_threads_share_a_copier() -> None:
     assert not wrong
 
 
-def test_another_number_of_layers_is_refused() -> None:
+def test_layers_that_blocks_do_not_have_are_refused() -> None:
     from gpusupport import shape_of
 
-    with pytest.raises(InvalidInput, match="3 layers; the blocks have 4"):
-        GpuRank(schema=token_schema(shape_of(layers=4), BLOCK_TOKENS, 4))
+    with pytest.raises(InvalidInput, match="layers to 3; the blocks have 2"):
+        GpuRank(schema=token_schema(shape_of(layers=2), BLOCK_TOKENS, 4))
 
 
 def test_pages_on_another_device_are_refused_by_name() -> None:
@@ -263,6 +321,9 @@ class LateDevice:
     def steps(self) -> Any:
         return self.engine.record()
 
+    def await_in_steps(self, event: Any) -> None:
+        self.engine.wait(event)
+
     def buffer(self, nbytes: int) -> Any:
         return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -294,6 +355,31 @@ def test_a_load_is_written_after_the_steps_that_were_launched_before_it(
     assert device.ended()
 
 
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_step_reads_a_layer_once_it_is_there(seed: int, pinned: bool) -> None:
+    """The engine's queue waits for each layer's event, and this thread for none."""
+    source = GpuRank("LBHNC")
+    (block,) = gathered([source], [3, 9, 1, 0])
+    device = LateDevice(seed)
+    rank = GpuRank("LBNHC", device=device, piece_bytes=700)
+    device.engine.run(lambda _: rank.clear())  # a step that still writes to these pages
+    rank.copier.step_begins()
+    read: dict[int, list[bytes]] = {}
+
+    def attend(layer: int) -> None:
+        read[layer] = [row(rank, page)[layer] for page in (5, 6, 7, 8)]
+
+    with Pinned(block, "cpu") if pinned else nullcontext():
+        for end, event in rank.copier.scatter_layers([PageLoad([block], [5, 6, 7, 8])]):
+            rank.copier.await_layers(event)
+            device.engine.run(lambda _, layer=end - 1: attend(layer))
+    assert device.ended()
+    device.engine.record().synchronize()
+    right = [row(source, page) for page in (3, 9, 1, 0)]
+    assert read == {layer: [page[layer] for page in right] for layer in range(LAYERS)}
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_warm_up_comes_after_what_clears_a_new_cache(seed: int) -> None:
     device = LateDevice(seed)
@@ -318,6 +404,35 @@ def test_a_save_has_been_copied_when_it_returns(seed: int, pinned: bool) -> None
     assert block.tobytes() == right
 
 
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_moves_on_the_device_are_ordered_as_those_over_the_bus(seed: int, skipped: int) -> None:
+    device = LateDevice(seed)
+    rank = GpuRank("LBNHC", device=device)
+    right = rank.share([3, 9, 1, 0][skipped:])
+    block = torch.empty(rank.copier.device_block_bytes, dtype=torch.uint8)
+    rank.copier.gather_device([block], [3, 9, 1, 0])
+    assert device.ended()
+    for _ in range(3):
+        device.engine.run(lambda _: rank.clear())
+    rank.copier.step_begins()
+    targets = [5, 6, 7, 8][skipped:]
+    rank.copier.scatter_device([block], targets, skipped)
+    assert rank.share(targets) == right
+    assert device.ended()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_warm_up_on_the_device_comes_after_what_clears_a_new_cache(seed: int) -> None:
+    device = LateDevice(seed)
+    rank = GpuRank("LBNHC", device=device)
+    room = rank.copier.device_block_bytes
+    device.engine.run(lambda _: rank.clear())
+    rank.copier.step_begins()
+    rank.copier.warm_up_device([torch.empty(room, dtype=torch.uint8) for _ in range(2)])
+    assert not any(b"".join(rank.rows(range(rank.pages))))
+
+
 def test_a_save_waits_for_no_step() -> None:
     """Its tokens are confirmed; the steps that were launched since may take long."""
     device = LateDevice(1)
@@ -328,6 +443,24 @@ def test_a_save_waits_for_no_step() -> None:
     rank.copier.step_begins()
     (block,) = gathered([rank], [3, 9, 1, 0])
     assert block.tobytes() == rank.share([3, 9, 1, 0])
+    kept = torch.empty(rank.copier.device_block_bytes, dtype=torch.uint8)
+    rank.copier.gather_device([kept], [3, 9, 1, 0])
+    assert kept[: len(block)].numpy().tobytes() == block.tobytes()
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_layer_is_read_after_the_device_has_computed_it(seed: int, layer: int) -> None:
+    """Its hook is called when it is launched."""
+    device = LateDevice(seed)
+    rank = GpuRank("LBNHC", device=device)
+    device.engine.run(lambda _: rank.layers[layer].fill_(1.0))
+    (block,) = blocks(1)
+    rank.copier.gather_layer(layer, [block], [3, 9, 1, 0], rank.copier.mark())
+    assert device.ended()
+    size = SCHEMA.block_bytes // LAYERS
+    found = block[layer * size : (layer + 1) * size].tobytes()
+    assert found == torch.ones(size // 2, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("seed", range(6))

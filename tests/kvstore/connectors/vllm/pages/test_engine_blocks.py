@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -23,7 +24,7 @@ from tiffin.kvstore.connectors.vllm.pages.engine_blocks import (  # noqa: E402
 from tiffin.kvstore.connectors.vllm.pages.engine_pages import PageFormat  # noqa: E402
 from tiffin.kvstore.connectors.vllm.pages.page_copier import PageCopier  # noqa: E402
 from tiffin.kvstore.connectors.vllm.settings import Settings  # noqa: E402
-from tiffin.kvstore.errors import InvalidInput  # noqa: E402
+from tiffin.kvstore.errors import InvalidInput, SchemaError  # noqa: E402
 
 if TYPE_CHECKING:
     from tiffin.kvstore import KVSchema
@@ -112,6 +113,50 @@ def test_gpus_share_blocks_whatever_their_pages_layouts_and_ranks_are() -> None:
     assert schema(config_of("fp8"), gpu_cache(dtype=torch.uint8, kv_quant_mode=1)) != one
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_stages_share_blocks_with_engines_that_have_other_ones(device: str) -> None:
+    """vLLM says the layers of one stage only."""
+    cache = {"cpu": CPU_CACHE, "cuda": gpu_cache()}[device]
+    config = config_of()
+    whole = engine_blocks(device, config, cache, SETTINGS, "0.32.0")
+    one_layer = cache_of(cache.kv_cache_groups[0].kv_cache_spec)
+    one_layer.kv_cache_groups[0].layer_names = LAYERS[:1]
+    staged = engine_blocks(device, config, one_layer, SETTINGS, "0.32.0", (1, 1))
+    assert (staged.schema, staged.shape) == (whole.schema, whole.shape)
+    assert (whole.workers, staged.workers) == (2, 4)
+    more = engine_blocks(device, config, one_layer, SETTINGS, "0.32.0", (1, 2))
+    assert more.schema != whole.schema
+    with pytest.raises(SchemaError, match="the layers of a stage is 0"):
+        engine_blocks(device, config, one_layer, SETTINGS, "0.32.0", (2, 0))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_stages_copier_is_of_its_layers(device: str) -> None:
+    cache = {"cpu": CPU_CACHE, "cuda": gpu_cache()}[device]
+    pages = {
+        "cpu": torch.zeros(9, 4096, dtype=torch.uint8),
+        "cuda": torch.zeros(9, 2, 16, 128, dtype=torch.bfloat16),
+    }[device]
+    blocks = engine_blocks(device, config_of(), cache, SETTINGS, "0.32.0", (1, 1))
+    copier = engine_copier(blocks, {"layers.1": pages}, 0, stage=1)
+    assert copier.block_bytes == blocks.schema.block_bytes // 4
+    payload = np.arange(blocks.schema.block_bytes, dtype=np.uint64).astype(np.uint8)
+    copier.scatter([payload], [3, 8, 1, 0])
+    back = np.zeros_like(payload)
+    copier.gather([back], [3, 8, 1, 0])
+    heads = blocks.share(0, 1).heads
+    mine = np.concatenate(
+        [np.arange(span.offset, span.end) for span in blocks.schema.ranges(1, heads)]
+    )
+    assert (back[mine] == payload[mine]).all()
+    assert back.sum() == back[mine].sum()
+    with pytest.raises(InvalidInput, match=r"layers\.0 is where layer 1 was expected"):
+        engine_copier(blocks, {"layers.0": pages}, 0, stage=1)
+    whole = engine_blocks(device, config_of(), cache, SETTINGS, "0.32.0")
+    with pytest.raises(InvalidInput, match="1 layers; the blocks have 2"):
+        engine_copier(whole, {"layers.0": pages}, 0)
+
+
 @pytest.mark.parametrize(
     ("asked", "number", "mode", "stored"),
     [
@@ -181,6 +226,13 @@ def test_an_engine_that_may_sleep_is_refused() -> None:
     config.model_config.enable_sleep_mode = True
     with pytest.raises(InvalidInput, match="enable_sleep_mode"):
         engine_blocks("cuda", config, gpu_cache(), SETTINGS, "0.32.0")
+
+
+def test_a_cpu_has_no_hbm_tier() -> None:
+    wanted = msgspec.structs.replace(SETTINGS, hbm_bytes="1GiB")
+    with pytest.raises(InvalidInput, match="hbm_bytes is set, and this engine has no GPU"):
+        engine_blocks("cpu", config_of(), CPU_CACHE, wanted, "0.32.0")
+    engine_blocks("cuda", config_of(), gpu_cache(), wanted, "0.32.0")
 
 
 def test_an_engines_copier_is_of_its_device() -> None:

@@ -12,11 +12,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from gpusupport import SCHEMA, GpuRank, blocks, united  # noqa: E402
+from gpusupport import LAYERS, SCHEMA, GpuRank, blocks, united  # noqa: E402
 
 from tiffin.kernels.backend import interpreted  # noqa: E402
 from tiffin.kernels.paged import gather_scatter  # noqa: E402
+from tiffin.kvstore.connectors.vllm.layer_loads import LayerLoads  # noqa: E402
 from tiffin.kvstore.connectors.vllm.pages import device_page_copier  # noqa: E402
+from tiffin.kvstore.connectors.vllm.pages.copier import PageLoad  # noqa: E402
 from tiffin.messenger.gpu.pinning import Pinned  # noqa: E402
 
 if TYPE_CHECKING:
@@ -44,7 +46,10 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     ("layout", "split"),
     [("LBHNC", 1), ("LBNHC", 2), ("BLHNC", 1), ("BLNHC", 1), ("planes", 1), ("padded", 1)],
 )
-def test_ranks_write_and_another_engine_reads(where: str, layout: str, split: int) -> None:
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_ranks_write_and_another_engine_reads(
+    where: str, layout: str, split: int, by_layer: bool
+) -> None:
     writers = [GpuRank(layout, 4, rank, 2, split=split, where=where) for rank in range(2)]
     (block,) = blocks(1)
     for writer in writers:
@@ -53,7 +58,10 @@ def test_ranks_write_and_another_engine_reads(where: str, layout: str, split: in
     assert block.tobytes() == united(writers, [7, 0, 12, 3])
     reader = GpuRank("LHBNC", 8, where=where, piece_bytes=3000)
     untouched = reader.share([0, 1, 2])
-    reader.copier.scatter([block], [9], 1)
+    if by_layer:
+        list(reader.copier.scatter_layers([PageLoad([block], [9], 1)]))
+    else:
+        reader.copier.scatter([block], [9], 1)
     assert reader.share([9]) == b"".join(
         block[span.offset : span.end].reshape(-1, 16, 16)[:, 8:].tobytes()
         for span in SCHEMA.segments
@@ -94,6 +102,34 @@ def test_a_load_is_written_after_steps_on_the_engines_stream(
         in_a_thread(lambda: target.copier.scatter([block], pages, skipped))
     assert busy_stream.query()  # a load waited for it
     assert target.share(pages) == source.share([7, 0, 12, 3][skipped:])
+
+
+@needs_gpu
+@pytest.mark.parametrize("pinned", [False, True])
+def test_layers_are_read_on_the_engines_stream_once_they_are_there(
+    busy_stream: Any, pinned: bool
+) -> None:
+    source = GpuRank("LBNHC", where="cuda:0")
+    target = GpuRank("LBNHC", where="cuda:0", piece_bytes=700)
+    torch.cuda.synchronize()
+    (block,) = blocks(1)
+    source.copier.gather([block], [7, 0, 12, 3])
+    names = [f"layers.{index}" for index in range(LAYERS)]
+    loads = LayerLoads(target.copier, names)
+    torch.cuda._sleep(_BUSY_CYCLES)
+    target.clear()  # late
+    target.copier.step_begins()
+    with Pinned(block, "cuda:0") if pinned else nullcontext():
+        loads.begin([], [PageLoad([block], [1, 5, 8, 30])])
+        read = []
+        for name, layer in zip(names, target.layers, strict=True):
+            loads.wait(name)
+            read.append(layer.clone())
+        loads.finish()
+    torch.cuda.synchronize()
+    target.layers = read
+    assert target.share([1, 5, 8, 30]) == source.share([7, 0, 12, 3])
+    loads.close()
 
 
 @needs_gpu

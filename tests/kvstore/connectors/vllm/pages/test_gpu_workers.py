@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from gpusupport import (
 from kvsupport import fresh_prefix, wait_until
 
 from tiffin.kvstore.connectors.vllm.orders import LoadOrder, SaveOrder, StepOrders
+from tiffin.kvstore.connectors.vllm.pages.rank_share import rank_share
 from tiffin.kvstore.connectors.vllm.pages.token_schema import token_schema
 from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
 from tiffin.kvstore.connectors.vllm.settings import Settings
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 URL = "embedded:?dram=16MiB&prefault=false"
 BLOCKS = 3
 TOKENS = BLOCKS * BLOCK_TOKENS
+LAYER_NAMES = [f"layers.{index}" for index in range(LAYERS)]
 
 
 class WaitingLink:
@@ -56,14 +59,27 @@ class WaitingLink:
 class Engine:
     """The workers of one engine."""
 
-    def __init__(self, link: WaitingLink, ranks: int, layout: str, page_tokens: int) -> None:
+    def __init__(
+        self,
+        link: WaitingLink,
+        ranks: int,
+        layout: str,
+        page_tokens: int,
+        stages: tuple[int, ...] = (),
+    ) -> None:
         self._link = link
-        self.ranks = [GpuRank(layout, page_tokens, rank, ranks) for rank in range(ranks)]
+        self.ranks: list[GpuRank] = []
+        self.stages = max(1, len(stages))
         self.block_pages = BLOCK_TOKENS // page_tokens
         self.sides = []
-        for rank, pages in enumerate(self.ranks):
-            side = WorkerSide(Settings(url=URL), link, rank, ranks, KV_HEADS)  # type: ignore[arg-type]
-            side.register(pages.copier)
+        for stage, rank in product(range(self.stages), range(ranks)):
+            layers = rank_share(KV_HEADS, rank, ranks, stage, stages).layers or (0, LAYERS)
+            pages = GpuRank(layout, page_tokens, rank, ranks, layers=layers)
+            place = (rank, ranks, KV_HEADS, stage, stages)
+            settings = Settings(url=URL, layerwise="always")
+            side = WorkerSide(settings, link, *place)  # type: ignore[arg-type]
+            side.register(pages.copier, LAYER_NAMES[slice(*layers)])
+            self.ranks.append(pages)
             self.sides.append(side)
 
     def table(self, seed: int) -> tuple[int, ...]:
@@ -89,14 +105,20 @@ class Engine:
     ) -> set[int]:
         """A load on all ranks; returns the pages that were not loaded."""
         leased, places = None, None
-        if way == "held":
+        if way in ("held", "by layer"):
             leased = self._link.call(lambda client: client.get(prefix))
             places = leased.places()
-        order = LoadOrder(1, "r", prefix, skipped, pages, places, remote=way == "remote")
+        by_layer = way == "by layer"
+        order = LoadOrder(1, "r", prefix, skipped, pages, places, by_layer, way == "remote")
         bad: set[int] = set()
         for side in self.sides:
-            side.begin(StepOrders(loads=[order]))
-            wait_until(lambda side=side: "r" in side.ended()[1], "the load ends")
+            side.begin(StepOrders(loads=[order]), layers_wait=by_layer)
+            if by_layer:
+                for layer in LAYER_NAMES:
+                    side.wait_for_layer(layer)
+                side.finish_loads()
+            else:
+                wait_until(lambda side=side: "r" in side.ended()[1], "the load ends")
             bad |= side.take_bad_pages()
         if leased is not None:
             leased.release()
@@ -104,9 +126,13 @@ class Engine:
 
     def rows(self, pages: Sequence[int]) -> Any:
         """What stands in the pages, uint8 [layers, K and V, heads, tokens, row bytes]."""
-        copies = len(self.ranks) // min(len(self.ranks), KV_HEADS)  # ranks with the same heads
-        content = np.frombuffer(united(self.ranks[::copies], pages), np.uint8)
-        return content.reshape(LAYERS, 2, KV_HEADS, -1, ROW_BYTES)
+        ranks = len(self.ranks) // self.stages
+        copies = ranks // min(ranks, KV_HEADS)  # ranks with the same heads
+        content = b"".join(
+            united(self.ranks[first : first + ranks : copies], pages)
+            for first in range(0, len(self.ranks), ranks)
+        )
+        return np.frombuffer(content, np.uint8).reshape(LAYERS, 2, KV_HEADS, -1, ROW_BYTES)
 
     def close(self) -> None:
         for side in self.sides:
@@ -124,8 +150,8 @@ def link() -> Iterator[WaitingLink]:
 def engine(link: WaitingLink) -> Iterator[Any]:
     made: list[Engine] = []
 
-    def make(ranks: int, layout: str, page_tokens: int) -> Engine:
-        made.append(Engine(link, ranks, layout, page_tokens))
+    def make(ranks: int, layout: str, page_tokens: int, stages: tuple[int, ...] = ()) -> Engine:
+        made.append(Engine(link, ranks, layout, page_tokens, stages))
         return made[-1]
 
     yield make
@@ -133,7 +159,7 @@ def engine(link: WaitingLink) -> Iterator[Any]:
         one.close()
 
 
-@pytest.mark.parametrize("way", ["home", "held", "remote"])
+@pytest.mark.parametrize("way", ["home", "held", "by layer", "remote"])
 @pytest.mark.parametrize("readers", [1, 2, 4, 8])
 @pytest.mark.parametrize("writers", [1, 2, 4, 8])
 def test_what_so_many_ranks_write_any_number_reads(
@@ -143,6 +169,22 @@ def test_what_so_many_ranks_write_any_number_reads(
     prefix = fresh_prefix(BLOCKS, SCHEMA)
     writer, reader = engine(writers, "LBNHC", 4), engine(readers, "BLHNC", 8)
     written, read = writer.table(writers), reader.table(readers)
+    writer.save(prefix, written)
+    assert reader.load(prefix, read[1:], skipped=1, way=way) == set()
+    assert (reader.rows(read[1:]) == writer.rows(written)[:, :, :, 8:]).all()
+
+
+@pytest.mark.parametrize("way", ["home", "held", "remote"])
+@pytest.mark.parametrize("readers", [(1, ()), (4, ()), (1, (1, 2)), (8, (1, 1, 1))])
+@pytest.mark.parametrize("writers", [(1, ()), (2, ()), (1, (2, 1)), (2, (1, 2)), (8, (2, 1))])
+def test_what_stages_of_ranks_write_any_others_read(
+    engine: Any, writers: tuple[int, Any], readers: tuple[int, Any], way: str
+) -> None:
+    """So many ranks, and the layers of each stage."""
+    prefix = fresh_prefix(BLOCKS, SCHEMA)
+    writer = engine(writers[0], "LBNHC", 4, writers[1])
+    reader = engine(readers[0], "BLHNC", 8, readers[1])
+    written, read = writer.table(1), reader.table(2)
     writer.save(prefix, written)
     assert reader.load(prefix, read[1:], skipped=1, way=way) == set()
     assert (reader.rows(read[1:]) == writer.rows(written)[:, :, :, 8:]).all()
@@ -170,6 +212,18 @@ def test_a_block_is_there_once_all_heads_are_saved(engine: Any, link: WaitingLin
     writer.save(prefix, pages)
     assert link.call(lambda client: client.match(prefix)).blocks == BLOCKS
     writer.sides = both
+
+
+def test_a_block_is_there_once_all_stages_are_saved(engine: Any, link: WaitingLink) -> None:
+    prefix = fresh_prefix(BLOCKS, SCHEMA)
+    writer = engine(2, "LBNHC", 4, (1, 2))
+    pages, sides = writer.table(1), writer.sides
+    for stage_rank in (3, 0, 2, 1):
+        assert link.call(lambda client: client.match(prefix)).blocks == 0
+        writer.sides = [sides[stage_rank]]
+        writer.save(prefix, pages)
+    assert link.call(lambda client: client.match(prefix)).blocks == BLOCKS
+    writer.sides = sides
 
 
 def test_another_models_blocks_are_not_loaded(engine: Any) -> None:

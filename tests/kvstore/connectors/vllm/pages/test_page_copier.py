@@ -20,6 +20,7 @@ from pagesupport import (  # noqa: E402
     schema_of,
 )
 
+from tiffin.kvstore.connectors.vllm.pages.copier import PageLoad  # noqa: E402
 from tiffin.kvstore.connectors.vllm.pages.page_copier import PageCopier  # noqa: E402
 from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 
@@ -77,6 +78,20 @@ def test_all_ranks_together_fill_a_block_as_it_is_defined(count: int, pages: lis
     for index, block in enumerate(blocks):
         mine = pages[index * BLOCK_PAGES : (index + 1) * BLOCK_PAGES]
         assert block.tobytes() == expected(ranks, mine)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_layer_after_layer_fills_the_same_blocks(count: int, pages: list[int]) -> None:
+    ranks = ranks_of(count)
+    right = gathered(ranks, pages)
+    blocks = empty_blocks(len(right), len(right[0]))
+    for layer in range(LAYERS):
+        for rank in ranks:
+            rank.copier.gather_layer(layer, blocks, pages, rank.copier.mark())
+        end = len(right[0]) // LAYERS * (layer + 1)
+        for block, whole in zip(blocks, right, strict=True):
+            assert block[:end].tobytes() == whole[:end].tobytes()
+            assert set(block[end:]) <= {0xEE}, "nothing of later layers"
 
 
 def test_a_rank_alone_leaves_the_bytes_of_the_others(pages: list[int]) -> None:
@@ -140,6 +155,26 @@ def test_fewer_pages_than_the_blocks_have_take_the_first_of_them() -> None:
     assert not rank.layers[0][14].any()
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_layers_of_several_loads_come_one_after_the_other(count: int) -> None:
+    ranks = ranks_of(count)
+    blocks = gathered(ranks, TABLES["scattered"])
+    loads = [PageLoad(blocks[:1], [19, 18, 6], 1), PageLoad(blocks[1:], [12, 10, 14, 1])]
+    targets = [19, 18, 6, 12, 10, 14, 1]
+    for rank in ranks:
+        layers = range(LAYERS)
+        before = [[rank.page(layer, page) for page in TABLES["scattered"]] for layer in layers]
+        rank.clear()
+        ends = []
+        for end, _ in rank.copier.scatter_layers(loads):
+            ends.append(end)
+            for layer in layers:
+                found = [rank.page(layer, page) for page in targets]
+                empty = [bytes(PAGE_BYTES)] * len(targets)
+                assert found == (before[layer][1:] if layer < end else empty)
+        assert ends == [1, 2, 3]
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_rank_reads_a_block_of_its_own_bytes_only(count: int, pages: list[int]) -> None:
     """As a pool sends it from another host."""
@@ -189,7 +224,7 @@ def test_layers_may_lie_interleaved_in_one_buffer() -> None:
 @pytest.mark.parametrize(
     ("layers", "said"),
     [
-        ([torch.zeros(4, *PAGE_SHAPE, dtype=torch.float16)] * 2, "2 layers; the blocks have 3"),
+        ([torch.zeros(4, *PAGE_SHAPE, dtype=torch.float16)] * 4, "4 layers from 0 on; .* have 3"),
         ([torch.zeros(4, *PAGE_SHAPE, dtype=torch.float32)] * LAYERS, "layer 0: pages of shape"),
         ([torch.zeros(4, 8, 4, 2, dtype=torch.float16).permute(0, 3, 2, 1)] * LAYERS, "steps"),
         ([torch.zeros(4, *PAGE_SHAPE, device="meta")] * LAYERS, "layer 0 is on meta"),
@@ -198,3 +233,29 @@ def test_layers_may_lie_interleaved_in_one_buffer() -> None:
 def test_other_tensors_are_refused(layers: list[Any], said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
         PageCopier(layers, schema_of(1), PAGE_TOKENS, 0, 1)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_stages_fill_their_layers_of_a_block_and_read_them(count: int) -> None:
+    """Layer 0 is one stage, layers 1 and 2 another."""
+    ranks, schema = ranks_of(count), schema_of(count)
+    right = gathered(ranks, TABLES["scattered"])
+    blocks = empty_blocks(2, schema.block_bytes)
+    for number, rank in enumerate(ranks):
+        for first, end in ((1, 3), (0, 1)):
+            mine = rank.layers[first:end]
+            copier = PageCopier(mine, schema, PAGE_TOKENS, number, count, first)
+            assert copier.block_bytes == schema.block_bytes // count * (end - first) // LAYERS
+            copier.gather(blocks, TABLES["scattered"])
+            before = [layer.clone() for layer in mine]
+            spans = schema.ranges((first, end), (number, number + 1))
+            packed = [
+                np.concatenate([block[span.offset : span.end] for span in spans]) for block in right
+            ]
+            for source in (right, packed):
+                for layer in mine:
+                    layer.zero_()
+                copier.scatter(source, TABLES["scattered"])
+                for layer, was in zip(mine, before, strict=True):
+                    assert (layer[TABLES["scattered"]] == was[TABLES["scattered"]]).all()
+    assert [block.tobytes() for block in blocks] == [block.tobytes() for block in right]

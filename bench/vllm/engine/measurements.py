@@ -1,4 +1,6 @@
-"""Gaps between the tokens of an answer, alone and beside requests that load their prompts."""
+"""What an engine is measured by: times to the first token of some prompts, computed, loaded, and
+from the engine's own cache; and gaps between the tokens of an answer, alone and beside requests
+that load their prompts."""
 
 from __future__ import annotations
 
@@ -12,12 +14,64 @@ if TYPE_CHECKING:
 
     from .engine import Engine
 
+_BLOCK_TOKENS = 512
+_SAVED_S = 60.0
+# A prompt of which less was loaded is measured again, so many times in a row at most: a lookup that
+# is not answered in time is a miss.
+ATTEMPTS = 5
+_REST_S = 0.2
 # Tokens of an answer that are not measured: its prompt is computed, and the requests beside it
 # begin.
 _WARM_TOKENS = 10
 _DECODED_PROMPT_TOKENS = 100
 _EXTERNAL_HITS = "vllm:external_prefix_cache_hits"
-_SAVED_S = 60.0
+
+
+class FirstTokens:
+    """Measures the same prompts, which follow from the engine's seed, again and again."""
+
+    def __init__(self, engine: Engine, tokens: int, prompts: int) -> None:
+        self._engine = engine
+        self._prompts = [engine.prompt(tokens) for _ in range(prompts)]
+        self._loadable = tokens // _BLOCK_TOKENS * _BLOCK_TOKENS
+        engine.first_token(engine.prompt(tokens))  # warms up
+
+    def compute(self) -> dict[str, Any]:
+        """Compute each prompt once; returns when all of them can be loaded."""
+        taken = [self._engine.first_token(prompt) for prompt in self._prompts]
+        until = time.monotonic() + _SAVED_S
+        for prompt in self._prompts:
+            while self._load(prompt)[2] < self._loadable:
+                if time.monotonic() > until:
+                    raise AssertionError(f"a prompt was not saved within {_SAVED_S:g} s")
+                time.sleep(_REST_S)
+        return {"cold": [ms for ms, _, _ in taken], "tokens": [token for _, token, _ in taken]}
+
+    def turn(self) -> dict[str, Any]:
+        """Each prompt once loaded and once from the engine's own cache, in turns. `repeated`: how
+        often a prompt was measured again because not all of it had been loaded."""
+        found: dict[str, Any] = {"loaded": [], "own": [], "cached": [], "tokens": [], "repeated": 0}
+        self._load(self._prompts[0])  # warms up: the engine may have been stopped
+        for prompt in self._prompts:
+            for _ in range(ATTEMPTS):
+                taken_ms, token, cached = self._load(prompt)
+                if cached >= self._loadable:
+                    break
+                found["repeated"] += 1
+            else:
+                raise AssertionError(
+                    f"not all was loaded, {ATTEMPTS} times in a row: {cached} of {self._loadable} "
+                    "tokens"
+                )
+            found["loaded"].append(taken_ms)
+            found["cached"].append(cached)
+            found["tokens"].append(token)
+            found["own"].append(self._engine.first_token(prompt)[0])
+        return found
+
+    def _load(self, prompt: list[int]) -> tuple[float, int, int]:
+        self._engine.forget()
+        return self._engine.first_token(prompt)
 
 
 class DecodeGaps:
@@ -35,7 +89,7 @@ class DecodeGaps:
         self._prompts = [engine.prompt(tokens) for _ in range(prompts)]
         self._pool = cycle(self._prompts)
         self._own = engine.prompt(tokens)
-        self._loadable = tokens // 512 * 512
+        self._loadable = tokens // _BLOCK_TOKENS * _BLOCK_TOKENS
         self._settle()
 
     def _settle(self) -> None:

@@ -1,6 +1,6 @@
 """A process with a vLLM engine, which does what it is told, one line of JSON after the other.
 
-python -m tiffin.bench.vllm.engine.peer '{"model": "FOLDER", ...}'
+python -m tiffin.bench.vllm.engine.commands '{"model": "FOLDER", ...}'
 
 It prints `"ready"`, then reads lines `[NAME, ARGUMENTS]` and answers each with a line of JSON. What
 else the libraries print goes to standard error.
@@ -14,9 +14,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from .decode_gaps import DecodeGaps
 from .engine import Engine, EngineOptions
-from .first_token import FirstTokens
+from .measurements import DecodeGaps, FirstTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
