@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pytest
 from connectors.vllmserver import VllmServer
 from directory.ports import free_port
+from serversupport import GatewayProcess, Process
 
 from tiffin.kvstore import KVSchema
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import psutil
 
@@ -28,6 +33,45 @@ SCHEMA = KVSchema.gqa(model=MODEL, layers=4, kv_heads=2, head_dim=32, dtype="flo
 ENGINE_BLOCKS = 48
 WORDS = 1020
 PATIENCE_S = 60.0
+# Of every test with a real vLLM.
+MARKS = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        not os.environ.get(VARIABLE), reason=f"{VARIABLE} names no Python that has vLLM"
+    ),
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the engines extra is missing"),
+]
+
+
+class FrontDoor(NamedTuple):
+    """A conductor and a gateway before it, each a process."""
+
+    conductor: Process
+    conductor_url: str
+    gateway: GatewayProcess
+    gateway_url: str
+
+
+@contextlib.contextmanager
+def front_door(folder: Path, model_settings: str) -> Iterator[FrontDoor]:
+    """Start them; returns when both answer. `model_settings`: the gateway's, of our model."""
+    config = folder / "gateway.toml"
+    config.write_text(f'[models."{MODEL}"]\n{model_settings}\n')
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    listens = [url.removeprefix("http://") for url in urls]
+    with Process("--listen", listens[0]) as conductor:
+        conductor.wait_until_it_answers(urls[0])
+        options = ("--listen", listens[1], "--conductor", urls[0], "--config", str(config))
+        with GatewayProcess(*options) as gateway:
+            gateway.wait_until_it_answers(urls[1])
+            yield FrontDoor(conductor, urls[0], gateway, urls[1])
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Random ids of words."""
+    dice = random.Random(seed)
+    return [dice.randrange(4, 4 + WORDS) for _ in range(tokens)]
 
 
 def make_model(folder: Path) -> None:

@@ -269,7 +269,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         request_id, confirmed = request.request_id, _confirmed(request)
         told = None
         if to_be_told(request.kv_transfer_params):
-            told = promise(self._scheduler.promise(request_id, confirmed))
+            told = promise(self._scheduler.tracker.promise(request_id, confirmed))
         self._requests.finished_pages[request_id] = block_ids
         keeps = self._scheduler.finished(request_id, confirmed, self._requests)
         self._requests.remove(request_id)

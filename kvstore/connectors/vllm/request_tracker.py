@@ -8,7 +8,7 @@ What makes saves safe: a block is saved only when the engine has *confirmed* its
 when the outputs of the steps that computed them have been processed. Tokens that a request had when
 it began, from the engine's own cache or from another connector, are confirmed with the first token
 that it computes itself: whoever computed or loaded them did so in the same step or before. A save
-that goes layer by layer begins earlier (`layer_save_plan.py`), and ends as the others do.
+that goes layer by layer begins earlier (`layers/layer_save_plan.py`), and ends as the others do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from .layer_save_plan import LayerSavePlan
+from .layers.layer_save_plan import LayerSavePlan
 from .orders import LoadOrder, SaveOrder, StepOrders, StepReport
 
 if TYPE_CHECKING:

@@ -174,10 +174,6 @@ class SchedulerSide:
         self._leases.drop(request_id)
         return self.tracker.finished(request_id, confirmed, engine)
 
-    def promise(self, request_id: str, confirmed: int) -> int:
-        """See `RequestTracker.promise`."""
-        return self.tracker.promise(request_id, confirmed)
-
     def reported(self, report: StepReport) -> None:
         """See `RequestTracker.reported`."""
         self._leases.mapped(report.mapped)

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import TiffinError
-from .layer_loads import LayerLoads, beside_forward
-from .layer_saves import LayerSaves
+from .layers.layer_loads import LayerLoads, beside_forward
+from .layers.layer_saves import LayerSaves
 from .orders import StepReport
 from .pages.copier import PageLoad
 from .pages.rank_share import rank_share

@@ -7,34 +7,34 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from directory.ports import free_port
 from kvsupport import wait_until
-from serversupport import GatewayProcess, Process
-from vllmsupport import MODEL, PATIENCE_S, SCHEMA, VARIABLE, Beside, Vllm, make_model, words
+from vllmsupport import (
+    MARKS,
+    MODEL,
+    PATIENCE_S,
+    SCHEMA,
+    Beside,
+    Vllm,
+    front_door,
+    make_model,
+    prompt,
+    words,
+)
 
 from tiffin.conductor.client import ConductorClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        not os.environ.get(VARIABLE), reason=f"{VARIABLE} names no Python that has vLLM"
-    ),
-    pytest.mark.skipif(find_spec("transformers") is None, reason="the engines extra is missing"),
-]
+pytestmark = MARKS
 
 BLOCK = SCHEMA.block_tokens
 KINDS = ("ids", "text", "chat")
@@ -136,37 +136,24 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("vllm")
     make_model(folder / "model")
-    config = folder / "gateway.toml"
-    config.write_text(f'[models."{MODEL}"]\nkeys = "conductor"\n')
     with contextlib.ExitStack() as stack:
         engines = {name: Vllm(name, folder / "model") for name in ("vllm-0", "vllm-1")}
         for engine in engines.values():
             stack.callback(engine.close)
             engine.start()
-        urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
-        listens = [url.removeprefix("http://") for url in urls]
         # There is no pool: no instance fetches another's blocks.
-        conductor = stack.enter_context(Process("--listen", listens[0]))
-        conductor.wait_until_it_answers(urls[0])
-        options = ("--listen", listens[1], "--conductor", urls[0], "--config", str(config))
-        gateway = stack.enter_context(GatewayProcess(*options))
-        gateway.wait_until_it_answers(urls[1])
+        door = stack.enter_context(front_door(folder, 'keys = "conductor"'))
         for engine in engines.values():
             engine.wait()
-            stack.enter_context(Beside(engine, urls[0], folder))
-        client = stack.enter_context(ConductorClient(urls[0]))
-        http = httpx.Client(base_url=urls[1], trust_env=False, timeout=PATIENCE_S)
+            stack.enter_context(Beside(engine, door.conductor_url, folder))
+        client = stack.enter_context(ConductorClient(door.conductor_url))
+        http = httpx.Client(base_url=door.gateway_url, trust_env=False, timeout=PATIENCE_S)
         it = World(engines, client, stack.enter_context(http))
         it.await_ready()
         wait_until(
             lambda: http.get("/readyz").status_code == 200, "the gateway knows them", PATIENCE_S
         )
         yield it
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    dice = random.Random(seed)
-    return [dice.randrange(4, 1024) for _ in range(tokens)]
 
 
 def path_of(kind: str) -> str:

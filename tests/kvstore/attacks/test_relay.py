@@ -228,7 +228,9 @@ def test_what_is_injected_is_not_carried_out(attacked: Callable[..., Attacked]) 
     wait_until(lambda: not here.node.statistics()["sessions"], "the node hangs up")
     assert here.has(prefix) == 6
     assert not here.node.draining
-    comes_back(client, prefix)  # the relay may hang up on the client after the node did on the relay
+    comes_back(
+        client, prefix
+    )  # the relay may hang up on the client after the node did on the relay
     assert sum(client.exists(prefix)) == 6
 
 

@@ -16,7 +16,7 @@ from gpusupport import LAYERS, SCHEMA, GpuRank, blocks, united  # noqa: E402
 
 from tiffin.kernels.backend import interpreted  # noqa: E402
 from tiffin.kernels.paged import gather_scatter  # noqa: E402
-from tiffin.kvstore.connectors.vllm.layer_loads import LayerLoads  # noqa: E402
+from tiffin.kvstore.connectors.vllm.layers.layer_loads import LayerLoads  # noqa: E402
 from tiffin.kvstore.connectors.vllm.pages import device_page_copier  # noqa: E402
 from tiffin.kvstore.connectors.vllm.pages.copier import PageLoad  # noqa: E402
 from tiffin.messenger.gpu.pinning import Pinned  # noqa: E402

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .orders import SaveOrder
+    from ..orders import SaveOrder
 
 
 class LayerSavePlan:

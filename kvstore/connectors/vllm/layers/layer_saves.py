@@ -14,16 +14,16 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from ...errors import TiffinError
+from ....errors import TiffinError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ...client.client import Client, Slots
-    from .pages.copier import EngineCopier
-    from .pool_link import PoolLink
-    from .transfer_counters import TransferCounters
-    from .worker_side import Save
+    from ....client.client import Client, Slots
+    from ..pages.copier import EngineCopier
+    from ..pool_link import PoolLink
+    from ..transfer_counters import TransferCounters
+    from ..worker_side import Save
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .orders import LoadOrder
-    from .pages.copier import EngineCopier, PageLoad
-    from .settings import Layerwise
+    from ..orders import LoadOrder
+    from ..pages.copier import EngineCopier, PageLoad
+    from ..settings import Layerwise
 
 
 def beside_forward(layerwise: Layerwise, nbytes: int, layerwise_bytes: float) -> bool:
