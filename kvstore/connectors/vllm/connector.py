@@ -227,9 +227,13 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         """See `RequestTracker.matched`."""
         assert self._scheduler is not None
-        if not self._identities.holds(request):
+        tokens, later = self._scheduler.matched(
+            request.request_id, num_computed_tokens, request.num_tokens
+        )
+        # Asked only of what would be loaded: it looks at an adapter's files.
+        if tokens and not self._identities.holds(request):
             return 0, False
-        return self._scheduler.matched(request.request_id, num_computed_tokens, request.num_tokens)
+        return tokens, later
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See `RequestTracker.allocated`."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from kvsupport import Background
 
-from tiffin.kvstore.connectors.vllm.layer_loads import LayerLoads, beside_forward
+from tiffin.kvstore.connectors.vllm.layers.layer_loads import LayerLoads, beside_forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
