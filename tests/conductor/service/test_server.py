@@ -28,6 +28,7 @@ from tiffin.conductor.errors import (
     UnknownRequest,
 )
 from tiffin.conductor.records import InstanceSpec, Load, Request, RequestEvent, Role
+from tiffin.conductor.service.forecast_process import FORECAST_S
 from tiffin.conductor.service.server import ConductorOptions, read_settings
 from tiffin.conductor.service.web_server import listening, web_server
 from tiffin.conductor.web.auth import Grant, Tokens
@@ -195,7 +196,7 @@ class TestProcess:
                 client.register(SPEC, Load())
                 client.schedule(Request("r", MODEL, 100))
                 plans: list[dict[str, Any]] = []
-                give_up = time.monotonic() + 60
+                give_up = time.monotonic() + 2 * FORECAST_S
                 while not plans:
                     assert time.monotonic() < give_up
                     time.sleep(0.05)
