@@ -267,6 +267,9 @@ def _in_words(entry: EntryReply) -> str:
         return f"rejected, {entry.reason}: {entry.message} ({predicted})"
     used = f"uses {entry.cached_tokens} of {entry.available_tokens} cached tokens"
     words = f"prefill on {entry.prefill}, decode on {entry.decode}, by {entry.policy}; {used}"
+    if entry.local_s is not None or entry.remote_s is not None:
+        costs = f"{_seconds(entry.local_s)} where it decodes, {_seconds(entry.remote_s)} elsewhere"
+        words += f"; prefill would cost {costs} ({entry.placement})"
     return f"{words}; {predicted}"
 
 

@@ -163,7 +163,8 @@ class Decision:
     `prefill` and `decode` are instances' ids, the same one for a local prefill. `cached_tokens` are
     used of the `available_tokens` that some holder has. `shards` has the number of context tokens
     of each instance that a request's context is spread over. `alternatives` are the other routes of
-    a hedged request.
+    a hedged request. `placement` is why the prefill is where it is decoded, or elsewhere; it is
+    empty where there was nothing to choose. `local_s`, `remote_s`: the predicted costs of both.
     """
 
     request_id: str
@@ -185,6 +186,9 @@ class Decision:
     decode_candidates: Sequence[Candidate] = ()
     decided_at: float = 0.0
     expires_at: float = 0.0
+    placement: str = ""
+    local_s: float | None = None
+    remote_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

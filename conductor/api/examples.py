@@ -55,6 +55,7 @@ ANSWERS: dict[str, Any] = {
         "cached_tokens": 3584, "available_tokens": 3584, "fetches": [_FETCH], "layerwise": True,
         "wait_for": "", "output_tokens_max": None, "degraded": [], "shards": [],
         "alternatives": [], "expires_in_s": 60.0, "conductor": "",
+        "placement": "predicted", "local_s": 0.93, "remote_s": 0.44,
     },
     "match": {
         "asked_blocks": 1,

@@ -427,13 +427,11 @@ class Conductor:
         return decision
 
     def _stands(self, flight: InflightRequest) -> bool:
-        """Whether both instances of a request are registered, and those with work left for it are
-        not lost: both in the prefill phase, then the decode instance only."""
+        """Whether the instances with work left for a request are registered and not lost: both in
+        the prefill phase, then the decode instance only."""
         rows = (flight.prefill_row, flight.decode_row)
-        if min(rows) < 0:
-            return False
         left = rows if flight.phase is RequestPhase.PREFILL else rows[1:]
-        return all(self.cluster.status[row] is not Status.LOST for row in left)
+        return all(row >= 0 and self.cluster.status[row] is not Status.LOST for row in left)
 
     def _computed(self, flight: InflightRequest, route: HedgedRoute, now: float) -> None:
         """Enter the blocks of a finished prefill in the index as guesses. For an instance that

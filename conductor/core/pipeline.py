@@ -22,7 +22,13 @@ from ..decode.load_forecast import expected_load, expected_load_of, relief_s
 from ..decode.selection import DecodeChoice, DecodeQuestion, NoDecode, choose_only
 from ..decode.selection import choose as choose_decode
 from ..errors import UnknownModel
-from ..prefill.disaggregation import Situation, layerwise, place
+from ..prefill.disaggregation import (
+    PredictedWays,
+    PrefillPlacement,
+    Situation,
+    layerwise,
+    place,
+)
 from ..records import Decision, Rejection
 from .explain import best_of
 from .inflight_requests import InflightRequest
@@ -82,6 +88,7 @@ class RequestPlan:
     output_tokens: int
     tbt_s: float
     forecast: AdmissionForecast
+    placement: PrefillPlacement | None = None  # None where there was nothing to decide
 
     @property
     def prefill_row(self) -> int:
@@ -159,10 +166,28 @@ def _plan(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: floa
     chosen.
 
     Conditional disaggregation: a mixed-role prefill instance also decodes the request if it has
-    room and meets the TBT objective. A mixed-role decode instance does the prefill itself if a
-    remote prefill is not worth it (`disaggregation.place`).
+    room and meets the TBT objective. Whether a mixed-role instance prefills what it decodes, or
+    another one does, is decided by `disaggregation.place`.
     """
+    plan = _chosen(parts, request, prefill, decode, now)
     cluster = parts.cluster
+    target = plan.decode_row
+    if plan.spread is not None or not cluster.prefills[target]:
+        return plan
+    if plan.prefill_row != target:
+        if cluster.decodes[plan.prefill_row]:
+            return plan
+        return _placed(parts, _at_one(parts, request, target, now), plan, now)
+    apart = prefill[~cluster.decodes[prefill]]
+    if parts.settings.disaggregation.form != "predicted" or not len(apart):
+        return plan
+    if not cluster.batch[target]:  # nobody is held up, and the policy has compared the rest
+        return plan
+    return _placed(parts, plan, _chosen(parts, request, apart, decode, now), now)
+
+
+def _chosen(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: float) -> RequestPlan:
+    """The plan with the prefill instance that the policy chooses."""
     question = parts.view.question(
         request,
         prefill,
@@ -175,25 +200,36 @@ def _plan(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: floa
     )
     choice = parts.policy.choose(question)
     row = int(prefill[choice.at])
-    if cluster.decodes[row]:
+    if parts.cluster.decodes[row]:
         alone = _alone(parts, question, choice, row, now)
         objective_s = request.objectives.tbt_s
         if alone.forecast.room and (objective_s is None or alone.tbt_s <= objective_s):
             return alone
-    plan = _decoded(parts, question, choice, decode, now)
-    target = plan.decode_row
-    if cluster.decodes[row] or not cluster.prefills[target] or plan.spread is not None:
-        return plan
-    at = int(np.searchsorted(prefill, target))
+    return _decoded(parts, question, choice, decode, now)
+
+
+def _placed(parts: Parts, local: RequestPlan, remote: RequestPlan, now: float) -> RequestPlan:
+    """Of two plans, the one that is better: to prefill where it is decoded, or elsewhere."""
+    cluster, settings = parts.cluster, parts.settings.disaggregation
+    question, row = local.question, local.prefill_row
     situation = Situation(
-        prompt_tokens=request.prompt_tokens,
-        cached_tokens=_tokens(question, int(question.local_blocks[at])),
-        prefill_queue=int(cluster.queued[row]),
-        running_decodes=int(cluster.batch[target]),
+        prompt_tokens=question.request.prompt_tokens,
+        cached_tokens=_tokens(question, int(question.local_blocks[local.choice.at])),
+        prefill_queue=int(cluster.queued[remote.prefill_row]),
+        running_decodes=int(cluster.batch[row]),
     )
-    if place(parts.settings.disaggregation, situation).remote:
-        return plan
-    return _at_one(parts, request, target, now)
+    target = np.array([remote.decode_row])
+    moving_s = _move_s(parts, remote.question, remote.prefill_row, target, now)
+    computing_s = max(local.forecast.ttft_s - local.forecast.queue_s, 0.0)
+    ways = PredictedWays(
+        local_s=local.forecast.ttft_s,
+        held_up_s=computing_s * situation.running_decodes,
+        remote_s=remote.forecast.ttft_s + float(moving_s[0]),
+    )
+    placement = place(settings, situation, ways)
+    chosen = remote if placement.remote else local
+    chosen.placement = placement
+    return chosen
 
 
 def _at_one(parts: Parts, request: Request, row: int, now: float) -> RequestPlan:
@@ -368,6 +404,11 @@ def _flight(
     )
     own_s = max(plan.forecast.ttft_s - plan.forecast.queue_s, 1e-6)
     tokens = request.prompt_tokens + plan.output_tokens
+    if plan.placement is not None:
+        why = plan.placement
+        decision = replace(
+            decision, placement=why.reason, local_s=why.local_s, remote_s=why.remote_s
+        )
     names = decision.prefill, decision.decode
     return InflightRequest(
         request=request,

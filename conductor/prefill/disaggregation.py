@@ -25,7 +25,7 @@ Splitwise (ISCA '24) found it to be worth it from 512 tokens on, measured on H10
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import msgspec
@@ -60,8 +60,17 @@ class Vote(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 class DisaggregationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """When to prefill elsewhere, and how the KV cache moves then."""
 
-    form: Literal["rule", "score", "remote", "local"] = "rule"
-    """`rule` or `score`, as above; `remote`: always, if there is somewhere; `local`: never."""
+    form: Literal["predicted", "rule", "score", "remote", "local"] = "predicted"
+    """`predicted`, `rule` or `score`, as above; `remote`: always, if there is somewhere; `local`:
+    never."""
+
+    delay_weight: Annotated[float, Meta(ge=0, le=1000)] = 1.0
+    """Of `predicted`: what a second by which a local prefill delays another request's token counts,
+    in seconds of TTFT."""
+
+    near_share: Annotated[float, Meta(ge=0, le=1)] = 0.05
+    """Of `predicted`: ways that differ by at most this share of the faster one are decided by the
+    rule."""
 
     remote_tokens_min: Tokens = 256
     """Of the rule: effective tokens from which a prompt is prefilled elsewhere."""
@@ -112,18 +121,42 @@ class Situation:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictedWays:
+    """What both ways are predicted to cost, in seconds.
+
+    `local_s`: TTFT if the decode instance prefills. `held_up_s`: how long that delays the requests
+    that decode there, summed over them. `remote_s`: TTFT if another one does, with the transfer.
+    """
+
+    local_s: float
+    held_up_s: float
+    remote_s: float
+
+    def local_cost_s(self, settings: DisaggregationSettings) -> float:
+        """Seconds to compare with `remote_s`."""
+        return self.local_s + settings.delay_weight * self.held_up_s
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillPlacement:
-    """Whether to prefill remotely (`remote`). `reason` names the rule that decided; `score` is set
-    in the form "score" only."""
+    """Whether to prefill remotely (`remote`). `reason` names what decided; `score` is set in the
+    form "score" only, the costs of both ways where they were predicted."""
 
     remote: bool
-    reason: Literal["long", "busy", "short", "queue", "score", "setting"]
+    reason: Literal["predicted", "long", "busy", "short", "queue", "score", "setting"]
     score: float | None = None
+    local_s: float | None = None
+    remote_s: float | None = None
 
 
-def place(settings: DisaggregationSettings, situation: Situation) -> PrefillPlacement:
-    """Decide between local and remote prefill, given that an instance for remote prefill exists."""
-    if settings.form == "rule":
+def place(
+    settings: DisaggregationSettings, situation: Situation, ways: PredictedWays | None = None
+) -> PrefillPlacement:
+    """Decide between local and remote prefill, given that an instance for remote prefill exists.
+    The form "predicted" needs `ways`."""
+    if settings.form == "predicted" and ways is not None:
+        return _by_prediction(settings, situation, ways)
+    if settings.form in ("predicted", "rule"):
         return _by_rule(settings, situation)
     if settings.form == "score":
         value = score(settings.votes, situation)
@@ -143,6 +176,16 @@ def score(votes: tuple[Vote, ...], situation: Situation) -> float:
 def layerwise(settings: DisaggregationSettings, moved_tokens: int) -> bool:
     """Whether the KV cache of `moved_tokens` is transferred layer by layer, not in one piece."""
     return moved_tokens >= settings.layerwise_tokens_min
+
+
+def _by_prediction(
+    settings: DisaggregationSettings, situation: Situation, ways: PredictedWays
+) -> PrefillPlacement:
+    local_s, remote_s = ways.local_cost_s(settings), ways.remote_s
+    if abs(local_s - remote_s) <= settings.near_share * min(local_s, remote_s):
+        return replace(_by_rule(settings, situation), local_s=local_s, remote_s=remote_s)
+    remote = remote_s < local_s
+    return PrefillPlacement(remote, "predicted", local_s=local_s, remote_s=remote_s)
 
 
 def _by_rule(settings: DisaggregationSettings, situation: Situation) -> PrefillPlacement:

@@ -176,6 +176,9 @@ def decision_reply(
         alternatives=[RouteReply(prefill=a, decode=b) for a, b in decision.alternatives],
         expires_in_s=max(0.0, decision.expires_at - now),
         conductor=conductor,
+        placement=decision.placement,
+        local_s=decision.local_s,
+        remote_s=decision.remote_s,
     )
 
 
@@ -197,6 +200,9 @@ def entry_reply(entry: Decision | Rejection, unix_s: Callable[[float], float]) -
             available_tokens=entry.available_tokens,
             wait_for=entry.wait_for,
             degraded=list(entry.degraded),
+            placement=entry.placement,
+            local_s=entry.local_s,
+            remote_s=entry.remote_s,
             candidates_count=len(entry.candidates),
         )
     return EntryReply(

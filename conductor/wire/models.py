@@ -199,6 +199,19 @@ class DecisionReply(Reply, frozen=True, kw_only=True):
             "it shares with no others."
         ),
     ] = ""
+    placement: Annotated[
+        str,
+        Meta(
+            description="Why the prefill is where it is decoded, or elsewhere: `predicted`, or the "
+            "rule that decided. Empty if there was nothing to choose."
+        ),
+    ] = ""
+    local_s: Annotated[
+        float | None, Meta(description="Predicted cost of the prefill where it is decoded.")
+    ] = None
+    remote_s: Annotated[
+        float | None, Meta(description="Of one elsewhere, with the transfer of the cache.")
+    ] = None
 
 
 # -- instances -------------------------------------------------------------------------------------
@@ -364,6 +377,19 @@ class EntryReply(Reply, frozen=True, kw_only=True):
     available_tokens: int = 0
     wait_for: str = ""
     degraded: list[str] = []
+    placement: Annotated[
+        str,
+        Meta(
+            description="Why the prefill is where it is decoded, or elsewhere: `predicted`, or the "
+            "rule that decided. Empty if there was nothing to choose."
+        ),
+    ] = ""
+    local_s: Annotated[
+        float | None, Meta(description="Predicted cost of the prefill where it is decoded.")
+    ] = None
+    remote_s: Annotated[
+        float | None, Meta(description="Of one elsewhere, with the transfer of the cache.")
+    ] = None
     reason: Annotated[str, Meta(description="Of a rejection.")] = ""
     message: str = ""
     retry_after_s: float | None = None

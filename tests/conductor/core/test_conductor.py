@@ -148,6 +148,16 @@ class TestOneRequest:
         with pytest.raises(UnknownRequest):
             tell(made, "x", "alive", now=14.0)
 
+    def test_one_that_decodes_does_not_need_who_prefilled_it(self) -> None:
+        made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE))
+        decision = made.schedule(prompt("x"), 1.0)
+        tell(made, "x", "prefill_done", "first_token", now=2.0)
+        made.remove("p", 3.0)
+        made.register(spec("p2", Role.PREFILL), 3.0)
+        assert made.schedule(prompt("x"), 4.0) is decision
+        tell(made, "x", "finished", now=5.0)
+        assert nothing_is_promised(made)
+
     def test_events_that_skip_others(self) -> None:
         made = conductor(spec("a"))
         made.schedule(prompt("x"), 1.0)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tiffin.conductor.prefill.disaggregation import (
     VOTES_MAX,
     DisaggregationSettings,
+    PredictedWays,
     Situation,
     Vote,
     layerwise,
@@ -17,7 +18,7 @@ from tiffin.conductor.prefill.disaggregation import (
     score,
 )
 
-RULE = DisaggregationSettings()
+RULE = DisaggregationSettings(form="rule")
 SCORE = DisaggregationSettings(form="score")
 
 
@@ -116,3 +117,26 @@ def test_long_caches_move_layer_by_layer() -> None:
 def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(wrong, DisaggregationSettings)
+
+
+@pytest.mark.parametrize(
+    ("ways", "remote", "reason"),
+    [
+        (PredictedWays(local_s=1.0, held_up_s=0.0, remote_s=0.5), True, "predicted"),
+        (PredictedWays(local_s=0.5, held_up_s=0.0, remote_s=1.0), False, "predicted"),
+        (PredictedWays(local_s=0.5, held_up_s=1.0, remote_s=1.0), True, "predicted"),
+        (PredictedWays(local_s=1.0, held_up_s=0.0, remote_s=1.04), True, "long"),
+        (PredictedWays(local_s=0.0, held_up_s=0.0, remote_s=0.0), True, "long"),
+    ],
+)
+def test_predicted_seconds_decide_and_the_rule_between_equals(
+    ways: PredictedWays, remote: bool, reason: str
+) -> None:
+    placement = place(DisaggregationSettings(), situation(256), ways)
+    assert (placement.remote, placement.reason) == (remote, reason)
+    assert (placement.local_s, placement.remote_s) == (ways.local_s + ways.held_up_s, ways.remote_s)
+
+
+def test_a_delay_may_count_for_less() -> None:
+    ways = PredictedWays(local_s=0.5, held_up_s=1.0, remote_s=1.0)
+    assert not place(DisaggregationSettings(delay_weight=0.1), situation(256), ways).remote
