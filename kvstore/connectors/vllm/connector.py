@@ -164,9 +164,10 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._copier: EngineCopier | None = None
         self._settings = settings
-        # Saves by layer. A stage has some layers of a block, and nobody streams a part.
-        self._layerwise = settings.layerwise == "always" and not stages
-        if self._layerwise and vllm_config.parallel_config.use_ubatching:
+        # A stage has some layers of a block, and nobody streams a part.
+        self._saves_by_layer = settings.saves_by_layer and not stages
+        hooked = settings.layerwise == "always" and not stages  # whatever it saves
+        if hooked and vllm_config.parallel_config.use_ubatching:
             raise InvalidInput(
                 'layerwise is "always": a layer would be published after the first of several '
                 "micro-batches; turn these off (--enable-dbo, --ubatch-size)"
@@ -251,7 +252,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._requests.confirmed(scheduled),
             self._requests,
             scheduler_output.preempted_req_ids or (),
-            self._requests.computing(scheduled) if self._layerwise else (),
+            self._requests.computing(scheduled) if self._saves_by_layer else (),
         )
         self._requests.block_state = None
         self._scheduler.tracker.decoding = 1 in scheduled.values()
@@ -300,7 +301,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """See `WorkerSide.begin_layer_saves`: vLLM calls `start_load_kv` behind the forward pass,
         unless there are synchronous loads."""
         super().bind_connector_metadata(connector_metadata)
-        if self._layerwise and self._worker is not None:
+        if self._saves_by_layer and self._worker is not None:
             self._worker.begin_layer_saves(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
@@ -319,7 +320,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
         """See `WorkerSide.computed`. Layers that share the cache of another have none to save."""
-        if self._layerwise and layer_name in self._layers:
+        if self._saves_by_layer and layer_name in self._layers:
             assert self._worker is not None
             self._worker.computed(self._layers[layer_name])
 
@@ -327,7 +328,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """See `WorkerSide.finish_loads`. A save reads pages that no step writes."""
         assert self._worker is not None
         self._worker.finish_loads()
-        if self._layerwise:
+        if self._saves_by_layer:
             self._worker.end_layers()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

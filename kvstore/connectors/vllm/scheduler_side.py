@@ -80,7 +80,7 @@ class SchedulerSide:
                 settings.load_tokens_min,
                 settings.save_tokens_min,
                 settings.save,
-                settings.layerwise == "always" and settings.save == "always",
+                settings.saves_by_layer,
             )
         )
         self.idle = True  # whether this thread may wait: the last step ran no request

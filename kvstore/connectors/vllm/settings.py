@@ -67,6 +67,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pin_memory: bool = True
     hbm_bytes: int | str = 0
 
+    @property
+    def saves_by_layer(self) -> bool:
+        """Whether blocks are saved layer by layer while they are computed. Not with the policy
+        "second", which knows only of confirmed blocks whether they are to be saved."""
+        return self.layerwise == "always" and self.save == "always"
+
     def hbm_nbytes(self) -> int:
         """`hbm_bytes` as a number."""
         return parse_bytes(self.hbm_bytes)

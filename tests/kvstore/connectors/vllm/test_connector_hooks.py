@@ -82,7 +82,7 @@ def connector_with(connector: Any, calls: Calls, orders: StepOrders) -> Any:
     made = object.__new__(connector.TiffinConnector)
     made._worker = made._copier = calls
     made._scheduler = None
-    made._layerwise = True
+    made._saves_by_layer = True
     made._layers = {"first": 0, "second": 1}
     made._get_connector_metadata = lambda: connector.Metadata(orders)
     return made
@@ -160,7 +160,7 @@ def test_saves_by_layer_begin_before_the_forward_pass(connector: Any) -> None:
 def test_without_them_the_hooks_of_layers_save_nothing(connector: Any) -> None:
     calls = Calls()
     made = connector_with(connector, calls, StepOrders())
-    made._layerwise = False
+    made._saves_by_layer = False
     made.bind_connector_metadata(connector.Metadata(StepOrders()))
     made.save_kv_layer("first", None, None)
     made.wait_for_save()

@@ -76,6 +76,21 @@ def test_what_is_wrong_is_named(extra: dict[str, Any], said: str) -> None:
         read(extra)
 
 
+@pytest.mark.parametrize(
+    ("layerwise", "save", "by_layer"),
+    [
+        ("always", "always", True),
+        ("always", "second", False),
+        ("auto", "always", False),
+        ("never", "always", False),
+    ],
+)
+def test_blocks_are_saved_by_layer_where_both_are_asked_for(
+    layerwise: str, save: str, by_layer: bool
+) -> None:
+    assert read({"url": URL, "layerwise": layerwise, "save": save}).saves_by_layer is by_layer
+
+
 def test_the_secret_is_read_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b"0123456789abcdef\n")
