@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from tiffin.kvstore import KVSchema
+
 BLOCK_TOKENS = 512
 NODE_BYTES = 256 << 20
 PROFILE = "llama-3.1-8b.h100.tp1.vllm"
@@ -74,7 +76,8 @@ class Split:
         return self.decode.counter("tiffin_loaded_tokens")
 
 
-def server(name: str, model: Path, url: str, role: str) -> VllmServer:
+def pool_options(url: str, role: str) -> tuple[str, str]:
+    """Options of a vLLM for the pool at `url`."""
     pool = {
         "kv_connector": "TiffinConnector",
         "kv_connector_module_path": "tiffin.kvstore.connectors.vllm",
@@ -82,7 +85,11 @@ def server(name: str, model: Path, url: str, role: str) -> VllmServer:
         # Lookups time out on a busy machine: then the prompt would be computed, and nothing shown.
         "kv_connector_extra_config": {"url": url, "lookup_timeout_s": 20, "handoff_timeout_s": 20},
     }
-    options = ("--no-enable-prefix-caching", "--kv-transfer-config", json.dumps(pool))
+    return "--kv-transfer-config", json.dumps(pool)
+
+
+def server(name: str, model: Path, url: str, role: str) -> VllmServer:
+    options = ("--no-enable-prefix-caching", *pool_options(url, role))
     return VllmServer(os.environ[VARIABLE], model, model.parent / f"{name}.log", *options)
 
 
@@ -92,17 +99,17 @@ def body_of(ids: Sequence[int]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def beating(conductor: str, servers: dict[Role, VllmServer]) -> Iterator[None]:
+def beating(
+    conductor: str, specs: Sequence[InstanceSpec], schema: KVSchema | None = None
+) -> Iterator[None]:
     """Register the instances and send their heartbeats."""
     ended = threading.Event()
 
     def beat() -> None:
         with ConductorClient(conductor) as client:
             while not ended.wait(0.5):
-                for role, one in servers.items():
-                    client.register(
-                        InstanceSpec(str(role), MODEL, role, PROFILE, url=one.url), Load()
-                    )
+                for spec in specs:
+                    client.register(spec, Load(), schema)
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -127,8 +134,11 @@ def split_vllm(folder: Path) -> Iterator[Split]:
         door = stack.enter_context(front_door(folder, 'keys = "none"\nhandoff = "pool"'))
         for one in (prefill, decode):
             one.wait()
-        instances = {Role.PREFILL: prefill, Role.DECODE: decode}
-        stack.enter_context(beating(door.conductor_url, instances))
+        specs = [
+            InstanceSpec(str(role), MODEL, role, PROFILE, url=one.url)
+            for role, one in ((Role.PREFILL, prefill), (Role.DECODE, decode))
+        ]
+        stack.enter_context(beating(door.conductor_url, specs))
         http = httpx.Client(base_url=door.gateway_url, trust_env=False, timeout=PATIENCE_S)
         it = Split(node, prefill, decode, door, stack.enter_context(http))
         wait_until(

@@ -105,7 +105,7 @@ def words(ids: Sequence[int]) -> str:
 class Vllm(VllmServer):
     """One of several that publish KV events."""
 
-    def __init__(self, name: str, model: Path) -> None:
+    def __init__(self, name: str, model: Path, *more: str) -> None:
         self.name = name
         self._events, self._replay = free_port(), free_port()
         events = {
@@ -115,7 +115,7 @@ class Vllm(VllmServer):
             "replay_endpoint": f"tcp://*:{self._replay}",
         }
         options = ("--num-gpu-blocks-override", str(ENGINE_BLOCKS))
-        options += ("--kv-events-config", json.dumps(events))
+        options += ("--kv-events-config", json.dumps(events), *more)
         super().__init__(os.environ[VARIABLE], model, model.parent / f"{name}.log", *options)
 
     @property
