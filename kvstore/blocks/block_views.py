@@ -232,6 +232,14 @@ class Layer:
         self.index = index
 
     @property
+    def bytes(self) -> Bytes:
+        """The layer's bytes, uint8, with only the selected heads: a view where these are
+        contiguous, as all heads are. Raises InvalidInput if other layers were selected too."""
+        if len(self._payload.selection.layers) != 1:
+            raise InvalidInput("several layers were selected: take the bytes of the block")
+        return self._payload.bytes
+
+    @property
     def k(self) -> NDArray[Any]:
         """Keys; [heads, tokens, dim]."""
         return self.part("k")

@@ -95,6 +95,11 @@ class PoolClient(Client):
         self._closing = threading.Lock()
         self._closed = False
 
+    @property
+    def home_number(self) -> int | None:
+        """The home node's number in the directory, which a restart changes; None without one."""
+        return self._home.number if self._home is not None else None
+
     # -- looking ---------------------------------------------------------------------------------
 
     @verb
@@ -133,7 +138,7 @@ class PoolClient(Client):
     ) -> bytes:
         """What one node has, once it has `at_least` so many blocks or the deadline has passed."""
         left_s = until_s(deadline)
-        if self._home is not None and (node is None or node == self._home_number):
+        if self._home is not None and (node is None or node == self.home_number):
             here = local_verbs.match(prefix, left_s, writing=writing, at_least=at_least)
             return self._home.ask(here, Hit(0, 0)).where
         if node is None:
@@ -245,7 +250,7 @@ class PoolClient(Client):
         node: int | None,
     ) -> FailoverSource:
         how = prefix, self._reading(verify), timeout_s, self._driver.peer
-        number = (lambda: self._home_number) if self._home is not None else None
+        number = (lambda: self.home_number) if self._home is not None else None
         first = partial(self._locate, without_home=True)
         return FailoverSource(
             *how, number, node, lambda part: first(part.keys[:1])[0], heads, ahead
@@ -332,7 +337,7 @@ class PoolClient(Client):
     def _node_for(self, prefix: Prefix, node: int | None) -> int | None:
         """The number of the node to write to; None for the home node. Raises NoRoom."""
         if node is not None:
-            return None if node == self._home_number else node
+            return None if node == self.home_number else node
         if self._home is not None:
             return None
         return shard_node(self._driver.nodes(), prefix)
@@ -373,7 +378,7 @@ class PoolClient(Client):
             reserved = self._home.reserve(prefix, ROOM_WAIT_S, timeout_s, shard, patient=bound)
             if reserved is not None:
                 slots = _HomeSlots(prefix, reserved, self._home.patient)
-                slots.node = self._home_number
+                slots.node = self.home_number
                 return slots
         return StagedSlots(prefix, self, timeout_s, deadline, shard, node)
 
@@ -502,7 +507,7 @@ class PoolClient(Client):
         }
         number = self._number_of_home
         if self._home is None or not isinstance(number, FixedHomeNumber):
-            home = names.get(self._home_number or 0)
+            home = names.get(self.home_number or 0)
         else:
             own = self._home.ask(local_verbs.statistics(timeout_s), None)
             home = number.named(own, names, nodes)
@@ -540,10 +545,6 @@ class PoolClient(Client):
     # -- small -----------------------------------------------------------------------------------
 
     @property
-    def _home_number(self) -> int | None:
-        return self._home.number if self._home is not None else None
-
-    @property
     def _fixed(self) -> bool:
         return isinstance(self._driver.members, FixedMembers)
 
@@ -557,7 +558,7 @@ class PoolClient(Client):
             located = self._driver.locate(keys)
         except DirectoryUnavailable:
             return [()] * len(keys)
-        home = self._home_number if without_home else None
+        home = self.home_number if without_home else None
         if home is None:
             return located
         return [tuple(n for n in nodes if n != home) if home in nodes else nodes
@@ -595,7 +596,7 @@ class PoolClient(Client):
         `strict` is set or no other node has the blocks. Raises the first node's error if no node
         answers or, if `strict`, if one does not."""
         silent = self._home is not None and self._home.away and not strict
-        home = self._home_number if at_home is not None or silent else None
+        home = self.home_number if at_home is not None or silent else None
         if silent and nodes == {home}:
             home = None
         asked = sorted(nodes - {home}) if len(prefix) else []

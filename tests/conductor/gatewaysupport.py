@@ -85,7 +85,8 @@ class Died(Exception):
 class Engine:
     """A stub engine. `answer` are its tokens; it waits for `go` before each from number `hold_at`
     on, and for `compute` before a prefill. It dies before number `die_at`; with -1 before an
-    answer's first byte. `odd` is a false answer that it gives instead, with its content type."""
+    answer's first byte. `odd` is a false answer that it gives instead, with its content type.
+    `stored`: what it tells of a prefill's blocks in the pool."""
 
     name: str
     role: Role = Role.MIXED
@@ -101,6 +102,7 @@ class Engine:
     go: asyncio.Event = field(default_factory=asyncio.Event)
     compute: asyncio.Event = field(default_factory=asyncio.Event)
     sent: bytes = b""
+    stored: dict[str, int] = field(default_factory=lambda: {"blocks": 1})
 
     def __post_init__(self) -> None:
         self.compute.set()
@@ -158,7 +160,7 @@ class Engine:
                 await self.go.wait()
         told = {**params, "do_remote_prefill": True, "remote_block_ids": [7, 8]} if params else None
         if "tiffin" in params:
-            told = {"tiffin": {"blocks": 1}, "remote_host": "10.0.0.1"}
+            told = {"tiffin": self.stored, "remote_host": "10.0.0.1"}
         whole = {
             "id": "cmpl-1",
             "choices": [{"index": 0, "text": "".join(self.answer), "finish_reason": "stop"}],

@@ -76,20 +76,25 @@ class Split:
         return self.decode.counter("tiffin_loaded_tokens")
 
 
-def pool_options(url: str, role: str) -> tuple[str, str]:
-    """Options of a vLLM for the pool at `url`."""
+def pool_options(url: str, role: str, **settings: Any) -> tuple[str, str]:
+    """Options of a vLLM for the pool at `url`; `settings` of the connector."""
     pool = {
         "kv_connector": "TiffinConnector",
         "kv_connector_module_path": "tiffin.kvstore.connectors.vllm",
         "kv_role": role,
         # Lookups time out on a busy machine: then the prompt would be computed, and nothing shown.
-        "kv_connector_extra_config": {"url": url, "lookup_timeout_s": 20, "handoff_timeout_s": 20},
+        "kv_connector_extra_config": {
+            "url": url,
+            "lookup_timeout_s": 20,
+            "handoff_timeout_s": 20,
+            **settings,
+        },
     }
     return "--kv-transfer-config", json.dumps(pool)
 
 
-def server(name: str, model: Path, url: str, role: str) -> VllmServer:
-    options = ("--no-enable-prefix-caching", *pool_options(url, role))
+def server(name: str, model: Path, url: str, role: str, **settings: Any) -> VllmServer:
+    options = ("--no-enable-prefix-caching", *pool_options(url, role, **settings))
     return VllmServer(os.environ[VARIABLE], model, model.parent / f"{name}.log", *options)
 
 
@@ -121,17 +126,18 @@ def beating(
 
 
 @contextlib.contextmanager
-def split_vllm(folder: Path) -> Iterator[Split]:
-    """Start everything; returns when the gateway knows both instances."""
+def split_vllm(folder: Path, handoff: str = "pool", **settings: Any) -> Iterator[Split]:
+    """Start everything; returns when the gateway knows both instances. `handoff`: of the gateway.
+    `settings`: of the connectors."""
     make_model(folder / "model")
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(contextlib.closing(Daemon(dram=NODE_BYTES)))
-        prefill = server("prefill", folder / "model", node.url, "kv_producer")
-        decode = server("decode", folder / "model", node.url, "kv_consumer")
+        prefill = server("prefill", folder / "model", node.url, "kv_producer", **settings)
+        decode = server("decode", folder / "model", node.url, "kv_consumer", **settings)
         for one in (prefill, decode):
             stack.callback(one.close)
             one.start()
-        door = stack.enter_context(front_door(folder, 'keys = "none"\nhandoff = "pool"'))
+        door = stack.enter_context(front_door(folder, f'keys = "none"\nhandoff = "{handoff}"'))
         for one in (prefill, decode):
             one.wait()
         specs = [

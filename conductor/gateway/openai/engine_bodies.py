@@ -30,7 +30,7 @@ _REMOTE_DECODE = Raw(
 # What Tiffin's connector for vLLM expects: its answer tells which blocks it has stored
 # (docs/vllm.md).
 _TELL_STORED = Raw(b'{"tiffin":{}}')
-_HANDOFFS = {"vllm": _REMOTE_DECODE, "pool": _TELL_STORED}
+_HANDOFFS = {"vllm": _REMOTE_DECODE, "pool": _TELL_STORED, "stream": _TELL_STORED}
 _POOL_PARAMS = ("tiffin",)
 _ONE = Raw(b"1")
 # Fields that a prefill request drops: useless for its one token, which no client sees, or, like
@@ -75,6 +75,28 @@ def handed_on(told: dict[str, Raw] | None, handoff: Handoff) -> dict[str, Raw] |
     if told is None or handoff == "vllm":
         return told
     return {name: told[name] for name in _POOL_PARAMS if name in told} or None
+
+
+class _Stored(msgspec.Struct):
+    node: int | None = None
+
+
+_stored = msgspec.json.Decoder(_Stored)
+
+
+def writes_at(told: Mapping[str, Raw] | None) -> int | None:
+    """The number of the node at which a prefill instance writes, if its answer says so."""
+    try:
+        return _stored.decode(told["tiffin"]).node if told else None
+    except (KeyError, msgspec.DecodeError):
+        return None
+
+
+def beside_prefill(node: int | None) -> dict[str, Raw]:
+    """The `kv_transfer_params` of a decode instance that is asked together with the prefill, which
+    writes at this node if that is known."""
+    told = {"prefilling": True} | ({} if node is None else {"node": node})
+    return {"tiffin": Raw(_encoder.encode(told))}
 
 
 def tokenize_body(ask: ClientRequest) -> bytes:

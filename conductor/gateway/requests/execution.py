@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ..engines.engine_client import AnswerStream, EngineError, EngineGone, Whole
 from ..openai import engine_bodies
 from ..openai.openai_request import CHAT
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from msgspec import Raw
 
     from ...web.tracing import Span
-    from ..config import GatewayConfig
+    from ..config import GatewayConfig, Handoff
     from ..engines.engine_client import Engines
     from ..engines.instance_cache import CallTarget, InstanceRoute
     from ..openai.openai_request import ClientRequest
@@ -36,6 +37,8 @@ class Running:
 
     def __init__(self, engines: Engines, config: GatewayConfig) -> None:
         self._engines, self._config = engines, config
+        # By prefill instance: the number of the node at which it writes, as it said last.
+        self._nodes: dict[str, int | None] = {}
 
     async def run(
         self,
@@ -70,27 +73,57 @@ class Running:
         prefilled: Prefilled,
         gone: set[str],
     ) -> Answer:
-        own_id = {"x-request-id": engine_id}
+        answering = partial(self._answer, ask, placement, route, span, engine_id)
         try:
-            transfer: dict[str, Raw] | None = None
-            if handed_over(ask, route):
-                handoff = self._config.model(ask.model).handoff
-                with span.call("prefill", **_instance(route.prefill)) as call:
-                    told = await self._engines.prefill(
-                        route.prefill, ask, {**call.headers, **own_id}, handoff
-                    )
-                if isinstance(told, Whole):
-                    return told
-                transfer = engine_bodies.handed_on(told, handoff)
-                await prefilled(route)
-            limit, shards = placement.output_tokens_max, placement.shards
-            body = engine_bodies.answer_body(ask, limit, transfer, shards)
-            with span.call("first token", **_instance(route.decode)) as call:
-                headers = {**call.headers, **own_id}
-                return await self._engines.answer(route.decode, ask, body, headers)
+            if not handed_over(ask, route):
+                return await answering(None)
+            handoff = self._config.model(ask.model).handoff
+            prefilling = self._prefill(ask, route, span, engine_id, handoff, prefilled)
+            if handoff == "stream":
+                node = self._nodes.get(route.prefill.name)
+                answer = answering(engine_bodies.beside_prefill(node))
+                return await beside(prefilling, answer)
+            told = await prefilling
+            if isinstance(told, Whole):
+                return told
+            return await answering(engine_bodies.handed_on(told, handoff))
         except EngineGone as failure:
             gone.add(failure.target.name)
             raise
+
+    async def _prefill(
+        self,
+        ask: ClientRequest,
+        route: InstanceRoute,
+        span: Span,
+        engine_id: str,
+        handoff: Handoff,
+        prefilled: Prefilled,
+    ) -> dict[str, Raw] | Whole | None:
+        """What the prefill instance told, or its refusal."""
+        with span.call("prefill", **_instance(route.prefill)) as call:
+            headers = {**call.headers, "x-request-id": engine_id}
+            told = await self._engines.prefill(route.prefill, ask, headers, handoff)
+        if not isinstance(told, Whole):
+            if handoff == "stream":
+                self._nodes[route.prefill.name] = engine_bodies.writes_at(told)
+            await prefilled(route)
+        return told
+
+    async def _answer(
+        self,
+        ask: ClientRequest,
+        placement: Placement,
+        route: InstanceRoute,
+        span: Span,
+        engine_id: str,
+        transfer: dict[str, Raw] | None,
+    ) -> Answer:
+        limit, shards = placement.output_tokens_max, placement.shards
+        body = engine_bodies.answer_body(ask, limit, transfer, shards)
+        with span.call("first token", **_instance(route.decode)) as call:
+            headers = {**call.headers, "x-request-id": engine_id}
+            return await self._engines.answer(route.decode, ask, body, headers)
 
 
 def _instance(target: CallTarget) -> dict[str, str]:
@@ -101,6 +134,31 @@ def _instance(target: CallTarget) -> dict[str, str]:
 def handed_over(ask: ClientRequest, route: InstanceRoute) -> bool:
     """Whether the request is disaggregated: one instance prefills and another one decodes."""
     return route.split and not ask.whole
+
+
+async def beside(
+    prefilling: Coroutine[Any, Any, dict[str, Raw] | Whole | None],
+    answering: Coroutine[Any, Any, Answer],
+) -> Answer:
+    """Run a prefill and the answer of the instance that takes its blocks meanwhile. Returns the
+    answer, or the prefill's refusal. A prefill that fails ends the answer, which would wait for its
+    blocks, unless that has begun. Raises what either raises."""
+    prefill, answer = asyncio.ensure_future(prefilling), asyncio.ensure_future(answering)
+    kept: Answer | None = None
+    try:
+        await asyncio.wait((prefill, answer), return_when=asyncio.FIRST_COMPLETED)
+        if prefill.done() and not (answer.done() and answer.exception() is None):
+            told = prefill.result()
+            if isinstance(told, Whole):
+                return told
+        kept = await answer
+        return kept
+    finally:
+        # A prefill that is behind its answer was not needed: the blocks were there.
+        prefill.cancel()
+        if kept is None:
+            await _end([answer])
+        await asyncio.gather(prefill, return_exceptions=True)
 
 
 async def first(calls: Sequence[Awaitable[Answer]]) -> tuple[int, Answer]:

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...errors import InvalidInput
-from .handoff import promise, promised_blocks, to_be_told
+from .handoff import promise, promised, to_be_told
 from .hbm_front import open_front
 from .metrics import PromMetrics, Statistics
 from .model.compatibility import check_engine, check_hosts, check_version
@@ -182,6 +182,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 link,
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
+                streams=not stages,
             )
             log.info("KV blocks of %s", blocks.shape)
         else:
@@ -215,13 +216,13 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._scheduler is not None
         try:
             identity = self._identities.of(request)
-            promised = promised_blocks(request.kv_transfer_params)
+            awaited = promised(request.kv_transfer_params)
         except InvalidInput as error:
             log.warning("%s is computed without the KV pool: %s", request.request_id, error)
             return
         if identity is not None:
             self._requests.add(request)
-            self._scheduler.add(request.request_id, request.all_token_ids, identity, promised)
+            self._scheduler.add(request.request_id, request.all_token_ids, identity, awaited)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -274,7 +275,8 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         request_id, confirmed = request.request_id, _confirmed(request)
         told = None
         if to_be_told(request.kv_transfer_params):
-            told = promise(self._scheduler.tracker.promise(request_id, confirmed))
+            blocks = self._scheduler.tracker.promise(request_id, confirmed)
+            told = promise(blocks, self._link.home_number())
         self._requests.finished_pages[request_id] = block_ids
         keeps = self._scheduler.finished(request_id, confirmed, self._requests)
         self._requests.remove(request_id)

@@ -1,12 +1,16 @@
 """The hand-over of a prompt from an instance that prefills to one that decodes, through the pool.
 
 `kv_transfer_params` of the request to prefill are `{"tiffin": {}}`, and of its answer
-`{"tiffin": {"blocks": 8}}`: so many leading blocks are stored, or being stored. With that the
-request to decode waits for them. There is no address in it, and a false number costs a wait.
+`{"tiffin": {"blocks": 8, "node": 3}}`: so many leading blocks are stored, or being stored, at the
+node with this number in the directory, if the pool has one. With that the request to decode waits
+for them. A request to decode that is sent together with the one to prefill has
+`{"tiffin": {"prefilling": true, "node": 3}}`: it waits for what is being written. There is no
+address in it, and a false number costs a wait.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import InvalidInput
@@ -14,6 +18,20 @@ from ...errors import InvalidInput
 _NAME = "tiffin"
 # What a prompt of a million tokens has in blocks of 16.
 _BLOCKS_MAX = 1 << 16
+_NODE_MAX = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a request to decode may wait for: `blocks` leading blocks; or, while another instance is
+    `prefilling`, all whole blocks of its prompt. `node`: the number of the writer's node."""
+
+    blocks: int = 0
+    prefilling: bool = False
+    node: int | None = None
+
+
+NOTHING = Promise()
 
 
 def to_be_told(params: Any) -> bool:
@@ -21,16 +39,29 @@ def to_be_told(params: Any) -> bool:
     return isinstance(params, dict) and params.get(_NAME) == {}
 
 
-def promise(blocks: int) -> dict[str, Any]:
-    """The `kv_transfer_params` of an answer, whose first `blocks` blocks are in the pool soon."""
-    return {_NAME: {"blocks": blocks}}
+def promise(blocks: int, node: int | None = None) -> dict[str, Any]:
+    """The `kv_transfer_params` of an answer, whose first `blocks` blocks are in the pool soon, at
+    this node."""
+    return {_NAME: {"blocks": blocks} | ({} if node is None else {"node": node})}
 
 
-def promised_blocks(params: Any) -> int:
-    """How many leading blocks a request with these `kv_transfer_params` may wait for. Raises
-    InvalidInput for what is no such number."""
+def promised(params: Any) -> Promise:
+    """What a request with these `kv_transfer_params` may wait for. Raises InvalidInput for what is
+    no such promise."""
     told = params.get(_NAME) if isinstance(params, dict) else None
-    blocks = told.get("blocks", 0) if isinstance(told, dict) else 0
-    if isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= _BLOCKS_MAX:
-        raise InvalidInput(f"kv_transfer_params: {blocks!r} are no number of blocks")
-    return blocks
+    if not isinstance(told, dict):
+        return NOTHING
+    prefilling = told.get("prefilling", False)
+    if not isinstance(prefilling, bool):
+        raise InvalidInput(f"kv_transfer_params: prefilling is {prefilling!r}, not true or false")
+    node = told.get("node")
+    if node is not None:
+        _check("node", node, _NODE_MAX)
+    blocks = told.get("blocks", 0)
+    _check("number of blocks", blocks, _BLOCKS_MAX)
+    return Promise(blocks, prefilling, node)
+
+
+def _check(what: str, number: Any, most: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= most:
+        raise InvalidInput(f"kv_transfer_params: {number!r} is no {what}")

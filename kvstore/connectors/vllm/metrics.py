@@ -19,6 +19,7 @@ _WHAT = {
     "hit_tokens": "Tokens to be loaded from the KV pool, by the tier that had them; hbm: of the "
     "loaded tokens, those that the tier in the GPU's memory had.",
     "loaded_tokens": "Tokens loaded from the KV pool.",
+    "streamed_tokens": "Of these, tokens of blocks that another engine was writing.",
     "load_seconds": "Seconds that loads from the KV pool took.",
     "load_failures": "Loads from the KV pool that did not get all blocks, by reason.",
     "saved_tokens": "Tokens stored in the KV pool.",

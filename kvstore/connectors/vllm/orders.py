@@ -24,7 +24,8 @@ class LoadOrder:
     `held`: where the blocks lie in this host's memory, if the scheduler side has leased and
     verified them: it keeps the lease until all workers report the end of the load, which can't
     fail. `synchronous`: before this step's forward pass; only what is held. `remote`: other nodes
-    have blocks of it, so that their bytes come over the network."""
+    have blocks of it, so that their bytes come over the network. `streamed`: another engine is
+    writing them, at the node with the number `node` if that is known."""
 
     number: int
     request_id: str
@@ -34,6 +35,8 @@ class LoadOrder:
     held: BlockPlaces | None = None
     synchronous: bool = False
     remote: bool = False
+    streamed: bool = False
+    node: int | None = None
 
     def parts(self, blocks: int, block_pages: int) -> Iterator[LoadOrder]:
         """The same as orders of at most `blocks` blocks of `block_pages` pages."""

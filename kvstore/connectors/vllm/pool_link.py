@@ -7,11 +7,12 @@ import logging
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ...client.client import Client
 from ...errors import ClientClosed, DeadlineExceeded, NodeUnavailable, ProtocolError
 from ...health import Health
+from ...pool.client import PoolClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +28,12 @@ FIRST_REST_S = 0.5
 LONGEST_REST_S = 5.0
 # Failures of the pool, after which it gets a rest. Others are answers: no room, a corrupt block.
 _FAILURES = (NodeUnavailable, DeadlineExceeded, ProtocolError, ClientClosed, ConnectionError)
+
+
+def at_node(client: Client, node: int | None) -> dict[str, Any]:
+    """The argument of `match` and `stream` for the node with this number, if it is known; a client
+    of one node has none."""
+    return {"node": node} if node is not None and isinstance(client, PoolClient) else {}
 
 
 class PoolLink:
@@ -82,6 +89,12 @@ class PoolLink:
             return client.region
         except ClientClosed:
             return None
+
+    def home_number(self) -> int | None:
+        """The number of the node on this host in the pool's directory; None if it has none, or is
+        not known yet."""
+        client = self._client
+        return client.home_number if isinstance(client, PoolClient) else None
 
     def close(self) -> None:
         """Close the client when no user of the process is left."""

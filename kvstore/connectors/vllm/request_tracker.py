@@ -39,7 +39,8 @@ class TrackedRequest:
     """A request that is in the engine. Positions of blocks count from the start of its prompt.
 
     `hit_blocks`: the pool's answer, None while it is awaited; `tiers`: where each of them is, in
-    this host's DRAM, its NVMe or on another node. `hold`: whether they were asked to be held;
+    this host's DRAM, its NVMe or on another node. `streamed`: another engine is writing them, at
+    the node with the number `node` if that is known. `hold`: whether they were asked to be held;
     `held`: where they lie, from block `held_from` on, while they are. `failed_from`: the first
     block that could not be loaded, which is not offered again. `next_save`: the first block to
     save; what is before it is in the pool, or is being saved. `began_with`: how many tokens the
@@ -50,6 +51,8 @@ class TrackedRequest:
     lookup_until: float
     hit_blocks: int | None = None
     tiers: tuple[Tier, ...] = ()
+    streamed: bool = False
+    node: int | None = None
     hold: Literal["none", "asked", "answered"] = "none"
     held: BlockPlaces | None = None
     held_from: int = 0
@@ -130,6 +133,16 @@ class RequestTracker:
         if request is not None and request.hit_blocks is None:
             request.hit_blocks, request.tiers = hit_blocks, tiers
 
+    def coming(
+        self, request_id: str, blocks: int, tiers: tuple[Tier, ...], node: int | None = None
+    ) -> None:
+        """The first `blocks` blocks are in the pool, in these tiers, or another engine writes them
+        now, at this node: they are to be streamed."""
+        request = self._requests.get(request_id)
+        if request is not None and request.hit_blocks is None:
+            request.hit_blocks, request.tiers = blocks, tiers
+            request.streamed, request.node, request.hold = True, node, "answered"
+
     def look_again(self, request_id: str, lookup_until: float) -> Prefix | None:
         """Forget the pool's answer, because the engine has given up the request's pages and will
         ask anew. Returns the prefix to look up, None if there is no such request."""
@@ -137,7 +150,7 @@ class RequestTracker:
         if request is None:
             return None
         request.hit_blocks, request.lookup_until = None, lookup_until
-        request.hold, request.held = "none", None
+        request.hold, request.held, request.streamed = "none", None, False
         return request.prefix
 
     def matched(
@@ -265,6 +278,8 @@ class RequestTracker:
             held.part(0, last - first) if held is not None else None,
             request.synchronous,
             remote="peer" in request.tiers[first:last],
+            streamed=request.streamed,
+            node=request.node,
         )
 
     # -- a step ----------------------------------------------------------------------------------

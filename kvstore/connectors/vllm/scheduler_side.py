@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...errors import InvalidInput, StaleLease, TiffinError
-from ...node.core.records import IN_DRAM
+from ...errors import InvalidInput, NodeUnavailable, StaleLease, TiffinError
+from ...node.core.records import BEING_WRITTEN, IN_DRAM
 from ...pool.client import IN_PEER
 from ...verbs.block_verbs import Hit
+from .handoff import NOTHING
 from .held_leases import HeldBlocks, HeldLeases
+from .pool_link import at_node
 from .request_tracker import RequestTracker, TrackerOptions
 from .transfer_counters import TransferCounters
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from ...client.client import Client
     from ...format.keys import Prefix
     from ...format.schema import KVSchema
+    from .handoff import Promise
     from .model.request_identity import Identity
     from .orders import StepOrders, StepReport
     from .pool_link import PoolLink
@@ -50,6 +54,27 @@ _HELD_BYTES = 256 << 20
 _HELD_SHARE = 4
 
 
+@dataclass(slots=True)
+class _Awaited:
+    """A request waits `until` its first `blocks` blocks are stored, or are being written if it was
+    sent together with its prefill. `again_at`: when they are to be looked up again."""
+
+    promise: Promise
+    blocks: int
+    until: float
+    again_at: float = 0.0
+
+    def match(self, client: Client, prefix: Prefix, timeout_s: float) -> Hit:
+        """What is there now."""
+        writing, there = self.promise.prefilling, at_node(client, self.promise.node)
+        try:
+            return client.match(prefix, writing=writing, timeout_s=timeout_s, **there)
+        except NodeUnavailable:
+            if not there:
+                raise
+            return client.match(prefix, timeout_s=timeout_s)  # that node is gone
+
+
 class SchedulerSide:
     """Loads, saves and lookups of one engine. Called by the scheduler's thread only."""
 
@@ -63,12 +88,14 @@ class SchedulerSide:
         *,
         loads: bool = True,
         saves: bool = True,
+        streams: bool = True,
     ) -> None:
+        """`streams`: whether workers can load what is being written."""
         self._settings = settings
         self._schema = schema
         self._secret = settings.secret()
         self._link = link
-        self._loads = loads
+        self._loads, self._streams = loads, streams
         self.tracker = RequestTracker(
             TrackerOptions(
                 settings.block_tokens,
@@ -87,25 +114,31 @@ class SchedulerSide:
         self.counters = TransferCounters()
         self._leases = HeldLeases(ranks)
         self._lookups: dict[str, Future[Hit]] = {}
-        # Of requests that wait for blocks: how many leading ones were promised, and until when.
-        self._promised: dict[str, tuple[int, float]] = {}
+        self._awaited: dict[str, _Awaited] = {}
         self._holds: dict[str, Future[HeldBlocks | None]] = {}
         self._threads = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="tiffin-lookup")
 
     def add(
-        self, request_id: str, tokens: Sequence[int], identity: Identity, promised_blocks: int = 0
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        identity: Identity,
+        promise: Promise = NOTHING,
     ) -> None:
-        """A request has arrived: begin its lookup. Another instance has promised so many leading
-        blocks, which are perhaps still being stored."""
+        """A request has arrived: begin its lookup. Another instance has promised blocks, which are
+        perhaps still being stored or computed."""
         name = self._settings.namespace
         if identity.namespace:
             name = f"{name}\0{identity.namespace}"
         prefix = self._schema.prefix(list(tokens), name, self._secret, identity.extras)
         until = self._lookup_until()
-        if promised_blocks:
-            wait_until = time.monotonic() + self._settings.handoff_timeout_s
-            self._promised[request_id] = min(promised_blocks, len(prefix)), wait_until
-            until += self._settings.handoff_timeout_s
+        settings, blocks = self._settings, min(promise.blocks, len(prefix))
+        wait_s = settings.handoff_timeout_s
+        if promise.prefilling:
+            blocks, wait_s = len(prefix), settings.prefill_timeout_s
+        if blocks and self._loads:
+            self._awaited[request_id] = _Awaited(promise, blocks, time.monotonic() + wait_s)
+            until += wait_s
         self.tracker.add(request_id, prefix, until)
         self._look_up(request_id, prefix)
 
@@ -113,6 +146,7 @@ class SchedulerSide:
         self, request_id: str, local_tokens: int, total_tokens: int
     ) -> tuple[int | None, bool]:
         """See `RequestTracker.matched`; sends nothing, as it is called in every step."""
+        self._look_again(request_id)
         lookup = self._answer(self._lookups, request_id)
         if lookup is not None:
             self._note(request_id, lookup)
@@ -193,20 +227,35 @@ class SchedulerSide:
     def _lookup_until(self) -> float:
         return time.monotonic() + self._settings.lookup_timeout_s
 
-    def _look_up(self, request_id: str, prefix: Prefix, pause_s: float = 0.0) -> None:
+    def _look_up(self, request_id: str, prefix: Prefix) -> None:
         if not self._loads or not len(prefix):
             self.tracker.answered(request_id, 0)
             return
         blocks = prefix[: len(prefix)]  # the tracker extends the prefix meanwhile
         timeout_s = self._settings.lookup_timeout_s
+        awaited = self._awaited.get(request_id)
 
         def match(client: Client) -> Hit:
-            return client.match(blocks, timeout_s=timeout_s)
+            if awaited is None:
+                return client.match(blocks, timeout_s=timeout_s)
+            return awaited.match(client, blocks, timeout_s)
 
-        self._lookups[request_id] = self._threads.submit(self._matched, match, pause_s)
+        self._lookups[request_id] = self._threads.submit(self._matched, match)
 
-    def _matched(self, match: Callable[[Client], Hit], pause_s: float) -> Hit:
-        time.sleep(pause_s)
+    def _look_again(self, request_id: str) -> None:
+        """Look up again what has not come yet, when it is time; an engine that has nothing else to
+        do waits until then."""
+        awaited = self._awaited.get(request_id)
+        if awaited is None or request_id in self._lookups:
+            return
+        left_s = awaited.again_at - time.monotonic()
+        if left_s > 0 and self.idle:
+            time.sleep(left_s)
+            left_s = 0.0
+        if left_s <= 0:
+            self._look_up(request_id, self.tracker.prefix_of(request_id))
+
+    def _matched(self, match: Callable[[Client], Hit]) -> Hit:
         began = time.monotonic()
         try:
             return self._link.call(match, wait_s=self._settings.lookup_timeout_s)
@@ -217,13 +266,19 @@ class SchedulerSide:
     def _note(self, request_id: str, lookup: Future[Hit]) -> None:
         found = self._result(request_id, lookup)
         hit = found or Hit(0, 0)
-        promised, until = self._promised.pop(request_id, (0, 0.0))
-        if found is not None and hit.blocks < promised and time.monotonic() < until:
-            self._promised[request_id] = promised, until
-            self._look_up(request_id, self.tracker.prefix_of(request_id), _AGAIN_S)
-            return
         tiers = tuple(_tier(flag) for flag in hit.where)
-        self.tracker.answered(request_id, hit.blocks, tiers)
+        awaited, now = self._awaited.pop(request_id, None), time.monotonic()
+        if awaited is None or found is None or hit.stored >= awaited.blocks:
+            self.tracker.answered(request_id, hit.stored, tiers[: hit.stored])
+        elif self._streams and hit.stored < hit.blocks:
+            tiers += tiers[-1:] * (awaited.blocks - hit.blocks)
+            self.tracker.coming(request_id, awaited.blocks, tiers, awaited.promise.node)
+        elif now >= awaited.until:
+            self.tracker.answered(request_id, hit.stored, tiers[: hit.stored])
+        else:
+            # Many that wait ask more rarely, so that they do not keep other lookups waiting.
+            awaited.again_at = now + _AGAIN_S * max(1.0, len(self._awaited) / _LOOKUPS)
+            self._awaited[request_id] = awaited
 
     def _result(self, request_id: str, asked: Future[T]) -> T | None:
         """What a thread has found; None, and a count of the reason, if it has failed."""
@@ -270,7 +325,7 @@ class SchedulerSide:
 
     def _forget(self, request_id: str) -> None:
         """Drop the answers that a request waits for."""
-        self._promised.pop(request_id, None)
+        self._awaited.pop(request_id, None)
         self._lookups.pop(request_id, None)
         hold = self._holds.pop(request_id, None)
         if hold is not None:
@@ -289,4 +344,4 @@ def _tier(flag: int) -> Tier:
     """Where a block is, by its flag in a `Hit`."""
     if flag & IN_PEER:
         return "peer"
-    return "dram" if flag & IN_DRAM else "nvme"
+    return "dram" if flag & (IN_DRAM | BEING_WRITTEN) else "nvme"

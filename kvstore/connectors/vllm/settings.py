@@ -44,7 +44,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     forward pass, loads and, while they are computed, saves; "auto" does so where it pays.
     `load_tokens_min`: fewer tokens are computed rather than loaded; `save_tokens_min`: shorter
     prompts are not saved. `handoff_timeout_s`: how long a request waits for blocks that the
-    instance which prefilled it has promised. `pin_memory`: register the pool's memory on this host
+    instance which prefilled it has promised, and for the next ones while it prefills;
+    `prefill_timeout_s`: how long one that was sent together with its prefill waits until that
+    writes. `pin_memory`: register the pool's memory on this host
     with CUDA; on a CPU it does nothing. `hbm_bytes`: of each worker's GPU for blocks in front of
     the pool, a number or text such as "8GiB"; 0 is none.
     """
@@ -62,6 +64,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     save_tokens_min: int = 0
     lookup_timeout_s: float = 0.25
     handoff_timeout_s: float = 2.0
+    prefill_timeout_s: float = 10.0
     load_timeout_s: float = 5.0
     save_timeout_s: float = 10.0
     pin_memory: bool = True
@@ -106,7 +109,13 @@ def read(extra: Mapping[str, Any]) -> Settings:
     for name, lowest in (("block_tokens", 1), ("load_tokens_min", 0), ("save_tokens_min", 0)):
         if getattr(settings, name) < lowest:
             raise InvalidInput(f"{name}={getattr(settings, name)}; pass {lowest} or more tokens")
-    for name in ("lookup_timeout_s", "handoff_timeout_s", "load_timeout_s", "save_timeout_s"):
+    for name in (
+        "lookup_timeout_s",
+        "handoff_timeout_s",
+        "prefill_timeout_s",
+        "load_timeout_s",
+        "save_timeout_s",
+    ):
         _check(name, check_timeout, getattr(settings, name))
     _check("hbm_bytes", parse_bytes, settings.hbm_bytes)
     _check("namespace", namespace_fingerprint, settings.namespace + _LONGEST_SUFFIX)

@@ -3,6 +3,7 @@
 hit_tokens/TIER      tokens that the engine is to load, by where the pool had them
 hit_tokens/hbm       of the loaded tokens, those that came from the tier in the GPU's memory
 loaded_tokens, load_seconds, load_failures/REASON
+streamed_tokens      of the loaded tokens, those of blocks that another engine was writing
 saved_tokens, save_seconds, save_failures/REASON
 lookups, lookup_seconds, lookup_failures/REASON
 """
@@ -25,6 +26,7 @@ LABELS = {
 }
 PLAIN = (
     "loaded_tokens",
+    "streamed_tokens",
     "load_seconds",
     "saved_tokens",
     "save_seconds",

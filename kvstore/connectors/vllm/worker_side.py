@@ -23,6 +23,7 @@ import numpy as np
 from ...errors import TiffinError
 from .layers.layer_loads import LayerLoads, beside_forward
 from .layers.layer_saves import LayerSaves
+from .layers.layer_streams import LayerStreams
 from .orders import StepReport
 from .pages.copier import PageLoad
 from .pages.rank_share import rank_share
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOADERS = 2
+# Loads from engines that are computing: they wait most of the time.
+_STREAMERS = 8
 _SAVERS = 1
 # How long a step without a forward pass waits for a load or save to end. Otherwise the engine would
 # step again at once, in a loop that leaves the GIL to these threads only every 5 ms: a load of
@@ -117,8 +120,10 @@ class WorkerSide:
         self._layers = share.layers
         self._copier: EngineCopier | None = None
         self._layer_loads: LayerLoads | None = None
+        self._layer_streams: LayerStreams | None = None
         self._hbm: HbmFront | None = None
         self._loaders = ThreadPoolExecutor(_LOADERS, thread_name_prefix="tiffin-load")
+        self._streamers = ThreadPoolExecutor(_STREAMERS, thread_name_prefix="tiffin-stream")
         self._savers = ThreadPoolExecutor(_SAVERS, thread_name_prefix="tiffin-save")
         self._loading: dict[str, list[tuple[LoadOrder, Future[int]]]] = {}
         self._saving: dict[str, list[tuple[Save, Future[None]]]] = {}
@@ -144,6 +149,8 @@ class WorkerSide:
         `hbm`: the HBM tier if there is one, which is closed with this side."""
         self._copier, self._hbm = copier, hbm
         self._layer_loads = LayerLoads(copier, layers)
+        timeout_s = self._settings.handoff_timeout_s
+        self._layer_streams = LayerStreams(self._link, copier, self._heads, timeout_s)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -185,7 +192,8 @@ class WorkerSide:
         self._map_region(orders.left_regions)
         for load in orders.loads:
             if not load.synchronous:
-                loading = self._loaders.submit(self._load, load)
+                loaders = self._streamers if load.streamed else self._loaders
+                loading = loaders.submit(self._load, load)
                 self._loading.setdefault(load.request_id, []).append((load, loading))
         synchronous = [load for load in orders.loads if load.synchronous]
         if layers_wait and self._beside_forward(synchronous):
@@ -273,7 +281,8 @@ class WorkerSide:
                 save.drain()
         self._layer_saves.close()
         self._savers.shutdown(wait=True, cancel_futures=True)
-        self._loaders.shutdown(wait=True, cancel_futures=True)
+        for loaders in (self._loaders, self._streamers):
+            loaders.shutdown(wait=True, cancel_futures=True)
         if self._layer_loads is not None:
             self._layer_loads.close()
         if self._hbm is not None:
@@ -307,6 +316,8 @@ class WorkerSide:
                 rest = order.rest(loaded, self._copier.pages)
                 if rest.held is not None:
                     loaded += self._copy_held(rest)
+                elif rest.streamed:
+                    loaded += self._stream(rest)
                 else:
                     loaded += self._get_all(rest, began + self._settings.load_timeout_s)
         except Exception as error:
@@ -335,6 +346,14 @@ class WorkerSide:
         blocks = self._page_load(order).blocks
         self._scatter(order, blocks)
         return len(blocks)
+
+    def _stream(self, order: LoadOrder) -> int:
+        assert self._layer_streams is not None
+        blocks = self._layer_streams.load(order)
+        self.counters.add("streamed_tokens", blocks * order.prefix.schema.block_tokens)
+        if blocks < len(order.prefix):
+            self.counters.add("load_failures", label="writer")
+        return blocks
 
     def _page_load(self, order: LoadOrder) -> PageLoad:
         assert order.held is not None

@@ -88,7 +88,7 @@ class Pair:
             thread.join()
 
     def _seen_decoding(self) -> bool:
-        return self.conductor.instance("both").batch == 1
+        return self.conductor.instance("both").load["batch"] == 1
 
 
 @pytest.fixture(scope="module")

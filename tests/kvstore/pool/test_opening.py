@@ -265,7 +265,7 @@ class TestHome:
                 assert_right(blocks, prefix)
             sessions = [s for s in member.node.statistics()["sessions"] if s["name"] == "client"]
             assert len(sessions) == 1
-            assert client._home_number == (number if home != "none" else None)
+            assert client.home_number == (number if home != "none" else None)
         loop_thread.run(server.__aexit__())
         cluster.directory.withdraw(number)
 

@@ -236,11 +236,11 @@ class TestReplicas:
         home = cluster.start("home")
         cluster.start("other")
         client = cluster.open(home)
-        assert client._home_number == home.number
+        assert client.home_number == home.number
         renamed = client.nodes()[home.number]
         again = cluster.directory.register(renamed)
         cluster.directory.withdraw(home.number)
-        assert client._home_number == again
+        assert client.home_number == again
         prefix = prompt()
         client.put(prefix, payloads_of(prefix), replicas=2)
         assert holders(cluster, prefix) == [["home", "other"]] * 3

@@ -151,6 +151,8 @@ class LayerSaves:
         finally:
             one.save.end_copy()
         self._link.call(lambda _: slots.publish(layer, timeout_s=self._timeout_s))
+        name = one.save.order.request_id
+        log.debug("%s: layer %d of %d blocks published", name, layer, len(slots))
 
     def _store(self, one: LayerSave) -> None:
         """Commit, and save what is not stored then as whole blocks."""

@@ -51,22 +51,24 @@ class BlockPiece:
         return found
 
     def load(self, buffer: Any, memory: NDArray[np.uint8], *, whole: bool) -> Copies:
-        """The copies from a block's memory to a buffer."""
-        offsets, lengths, packed = self._ranges(whole)
+        """The copies from a block's memory, its whole payload, the rank's share of it or this piece
+        of that, to a buffer."""
+        offsets, lengths, packed = self._ranges(whole, len(memory))
         return Copies(buffer, memory, packed, offsets, lengths)
 
     def save(self, memory: NDArray[np.uint8], buffer: Any, *, whole: bool) -> Copies:
         """The copies from a buffer to a block's memory."""
-        offsets, lengths, packed = self._ranges(whole)
+        offsets, lengths, packed = self._ranges(whole, len(memory))
         return Copies(memory, buffer, offsets, packed, lengths)
 
-    def _ranges(self, whole: bool) -> tuple[Numbers, Numbers, Numbers]:
-        """Offsets in a block's memory, lengths, offsets in the packed piece."""
+    def _ranges(self, whole: bool, nbytes: int) -> tuple[Numbers, Numbers, Numbers]:
+        """Offsets in a block's memory of `nbytes`, lengths, offsets in the packed piece."""
         if whole:
             packed = np.cumsum(self.lengths) - self.lengths
             return self.whole_offsets, self.lengths, packed
         one = np.zeros(1, np.int64)
-        return one + self.share_offset, one + self.nbytes, one
+        alone = nbytes == self.nbytes  # the memory has only this piece
+        return one + (0 if alone else self.share_offset), one + self.nbytes, one
 
 
 def block_pieces(

@@ -46,6 +46,11 @@ class EngineCopier(Protocol):
         pages, for all loads, once an event has come: `await_layers` takes it. At its end all of
         them are."""
 
+    def scatter_layer(
+        self, layer: int, blocks: Sequence[Bytes], pages: Sequence[int], skipped: int = 0
+    ) -> None:
+        """`scatter` of one layer; `blocks` have only this rank's bytes of it."""
+
     def await_layers(self, event: Any) -> None:
         """Call it in the engine's thread: what the engine launches there later comes after `event`,
         of `scatter_layers`."""

@@ -171,6 +171,15 @@ class DevicePageCopier:
                     self._load(stage, batch, piece)
                 yield piece.layers[1] - self._first_layer, stage.queue.record()
 
+    def scatter_layer(
+        self, layer: int, blocks: Sequence[Bytes], pages: Sequence[int], skipped: int = 0
+    ) -> None:
+        """See `EngineCopier.scatter_layer`. Raises as `scatter` does."""
+        with self._stage() as stage:
+            stage.queue.wait(self._steps)
+            for batch in self._batches(blocks, pages, skipped, self._together):
+                self._load(stage, batch, self._layers[layer])
+
     def await_layers(self, event: Event) -> None:
         """See `EngineCopier.await_layers`."""
         self._device.await_in_steps(event)

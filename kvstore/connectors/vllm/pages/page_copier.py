@@ -92,6 +92,12 @@ class PageCopier:
             self._scatter(loads, slice(layer, layer + 1))
             yield layer + 1, None
 
+    def scatter_layer(
+        self, layer: int, blocks: Sequence[Bytes], pages: Sequence[int], skipped: int = 0
+    ) -> None:
+        """See `EngineCopier.scatter_layer`."""
+        self._scatter([PageLoad(blocks, pages, skipped)], slice(layer, layer + 1))
+
     def await_layers(self, event: None) -> None:
         """See `EngineCopier.await_layers`."""
 
@@ -174,6 +180,9 @@ class PageCopier:
     def _offsets(self, nbytes: int, layers: slice) -> Iterator[tuple[int, int]]:
         """Where each of these layers' two halves begin in a block of so many bytes."""
         half = self._layer_bytes // 2
+        if nbytes == self._layer_bytes:  # only this layer's, and this rank's
+            yield 0, half
+            return
         ranks, rank, first = self._ranks, self._rank, self._first_layer
         if nbytes != self._schema.block_bytes:  # only this rank's bytes
             ranks, rank, first = 1, 0, 0

@@ -90,7 +90,7 @@ class TestHome:
             found = client.statistics()
             assert found["home"] == home.address
             assert list(found["nodes"]) == [far.address, home.address]
-            assert client._home_number == 2
+            assert client.home_number == 2
 
     def test_one_that_the_list_lacks(self, cluster: Cluster) -> None:
         far, home = cluster.start("far"), cluster.start("home")
@@ -98,7 +98,7 @@ class TestHome:
             found = client.statistics()
             assert found["home"] == "home"
             assert found["nodes"]["home"]["node"] == "home"
-            assert client._home_number is None
+            assert client.home_number is None
 
     def test_prefetches_from_the_list(self, cluster: Cluster) -> None:
         far, home = cluster.start("far"), cluster.start("home")
@@ -116,7 +116,7 @@ class TestHome:
         daemon, other = own_daemon(options=LISTENING), own_daemon(options=LISTENING)
         both = f"{address_of(other)},{address_of(daemon)}"
         with Client.open(f"tiffin://{both}?home={daemon.socket}") as client:
-            assert client._home_number == 2  # type: ignore[attr-defined]
+            assert client.home_number == 2  # type: ignore[attr-defined]
             assert client.statistics()["home"] == address_of(daemon)
             prefix = fresh_prefix(1)
             with Client.open(other.url) as far:
