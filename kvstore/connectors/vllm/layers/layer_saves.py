@@ -136,7 +136,7 @@ class LayerSaves:
 
     def _publish(self, saves: list[LayerSave], layer: int, computed: Any) -> None:
         for one in saves:
-            if one.slots is not None:
+            if one.slots:  # none if others have the blocks
                 with self._failing(one):
                     self._publish_one(one, one.slots, layer, computed)
 

@@ -132,6 +132,11 @@ class GpuRank:
             row = tensor[page, head, slot].unflatten(0, (2, HEAD_DIM))[part]
         return bytes(row.contiguous().view(torch.uint8).cpu().numpy().tobytes())
 
+    def alone(self, layer: int, blocks: Sequence[NDArray[np.uint8]]) -> list[NDArray[np.uint8]]:
+        """The bytes of this rank's heads in one layer of each block, as a stream yields them."""
+        ranges = SCHEMA.ranges((layer, layer + 1), (self.heads.start, self.heads.stop))
+        return [np.concatenate([block[r.offset : r.end] for r in ranges]) for block in blocks]
+
     def share(self, pages: Sequence[int]) -> bytes:
         """This rank's bytes of the block of the tokens in `pages`: layer, part, head, token."""
         return b"".join(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from fakepool import BLOCK, PAGE, SCHEMA
 from kvsupport import payloads_of, wait_until
 
-from tiffin.kvstore.connectors.vllm import handoff
+from tiffin.kvstore.connectors.vllm import handoff, scheduler_side
+from tiffin.kvstore.connectors.vllm.handoff import Promise
 from tiffin.kvstore.connectors.vllm.model.request_identity import Identity
 from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
 from tiffin.kvstore.connectors.vllm.request_tracker import RequestTracker, TrackerOptions
@@ -17,7 +20,9 @@ from tiffin.kvstore.connectors.vllm.settings import Settings
 from tiffin.kvstore.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tiffin.kvstore.connectors.vllm.orders import LoadOrder
 
 URL = "embedded:?dram=1MiB&prefault=false"
 PROMPT = list(range(40))
@@ -27,20 +32,30 @@ PATIENT_S = 60.0
 class TestParameters:
     def test_who_prefills_is_asked_and_its_answer_is_what_the_other_waits_for(self) -> None:
         assert handoff.to_be_told({"tiffin": {}})
-        assert handoff.promised_blocks({"tiffin": {}}) == 0
-        told = handoff.promise(8)
-        assert not handoff.to_be_told(told)
-        assert handoff.promised_blocks(told) == 8
+        assert handoff.promised({"tiffin": {}}) == handoff.NOTHING
+        for node in (None, 0, 3):
+            told = handoff.promise(8, node)
+            assert not handoff.to_be_told(told)
+            assert handoff.promised(told) == Promise(8, node=node)
+
+    def test_what_is_asked_together_with_the_prefill_waits_for_all_of_it(self) -> None:
+        told = {"tiffin": {"prefilling": True, "node": 3}}
+        assert handoff.promised(told) == Promise(prefilling=True, node=3)
 
     @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": True}, {"tiffin": None}])
     def test_others_parameters_mean_nothing_here(self, params: Any) -> None:
         assert not handoff.to_be_told(params)
-        assert handoff.promised_blocks(params) == 0
+        assert handoff.promised(params) == handoff.NOTHING
 
-    @pytest.mark.parametrize("blocks", [-1, 1 << 20, "8", 8.0, True, None, [8]])
-    def test_what_is_no_number_of_blocks_is_refused(self, blocks: Any) -> None:
-        with pytest.raises(InvalidInput, match="number of blocks"):
-            handoff.promised_blocks({"tiffin": {"blocks": blocks}})
+    @pytest.mark.parametrize("number", [-1, 1 << 33, "8", 8.0, True, [8]])
+    @pytest.mark.parametrize("name", ["blocks", "node"])
+    def test_what_is_no_number_is_refused(self, name: str, number: Any) -> None:
+        with pytest.raises(InvalidInput, match=r"is no (number of blocks|node)"):
+            handoff.promised({"tiffin": {name: number}})
+
+    def test_what_is_neither_true_nor_false_is_refused(self) -> None:
+        with pytest.raises(InvalidInput, match="prefilling is 'yes'"):
+            handoff.promised({"tiffin": {"prefilling": "yes"}})
 
 
 class TestPromise:
@@ -91,8 +106,8 @@ class Engine:
         return True
 
 
-class TestWaiting:
-    """What the instance that decodes does."""
+class Waiting:
+    """An instance that decodes."""
 
     @pytest.fixture
     def link(self) -> Iterator[PoolLink]:
@@ -101,12 +116,15 @@ class TestWaiting:
         yield link
         link.close()
 
-    def side(self, handoff_timeout_s: float = PATIENT_S) -> SchedulerSide:
+    def side(
+        self, handoff_timeout_s: float = PATIENT_S, prefill_timeout_s: float = PATIENT_S
+    ) -> SchedulerSide:
         settings = Settings(
             url=URL,
             block_tokens=BLOCK,
             lookup_timeout_s=PATIENT_S,
             handoff_timeout_s=handoff_timeout_s,
+            prefill_timeout_s=prefill_timeout_s,
         )
         return SchedulerSide(settings, SCHEMA, PAGE, 1, PoolLink.shared(URL, "always"))
 
@@ -129,10 +147,19 @@ class TestWaiting:
 
         wait_until(enough, f"{count} lookups")
 
+    def pausing(self, monkeypatch: pytest.MonkeyPatch, sleep: Callable[[float], None]) -> None:
+        """Have the side call `sleep` in place of the real one."""
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+        monkeypatch.setattr(scheduler_side, "time", clock)
+
+
+class TestWaiting(Waiting):
+    """What the instance that decodes does."""
+
     def test_it_waits_until_all_promised_blocks_are_there(self, link: PoolLink) -> None:
         self.store(link, 1)
         side = self.side()
-        side.add("r", PROMPT, Identity("", {}), promised_blocks=3)
+        side.add("r", PROMPT, Identity("", {}), promise=Promise(3))
         self.await_lookups(side, 3)
         self.store(link, 3)
         wait_until(lambda: self.ask(side) == 3 * BLOCK, "all are found")
@@ -141,7 +168,7 @@ class TestWaiting:
     def test_it_takes_what_there_is_when_the_time_is_over(self, link: PoolLink) -> None:
         self.store(link, 1)
         side = self.side(handoff_timeout_s=0.05)
-        side.add("r", PROMPT, Identity("", {}), promised_blocks=3)
+        side.add("r", PROMPT, Identity("", {}), promise=Promise(3))
         wait_until(lambda: self.ask(side) == BLOCK, "the only one is found")
         side.close()
 
@@ -155,14 +182,113 @@ class TestWaiting:
     def test_more_than_the_prompt_has_is_not_waited_for(self, link: PoolLink) -> None:
         self.store(link, 5)
         side = self.side()
-        side.add("r", PROMPT, Identity("", {}), promised_blocks=9)
+        side.add("r", PROMPT, Identity("", {}), promise=Promise(9))
         wait_until(lambda: self.ask(side) == len(PROMPT) - PAGE, "a token is left to compute")
         side.close()
 
     def test_a_request_that_is_given_up_waits_no_more(self, link: PoolLink) -> None:
         side = self.side()
-        side.add("r", PROMPT, Identity("", {}), promised_blocks=3)
+        side.add("r", PROMPT, Identity("", {}), promise=Promise(3))
         self.await_lookups(side, 1)
         side.finished("r", 0, Engine())
         assert side.matched("r", 0, len(PROMPT)) == (0, False)
+        side.close()
+
+    def test_an_engine_with_nothing_else_to_do_asks_again_at_leisure(
+        self, link: PoolLink, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pauses: list[float] = []
+        self.pausing(monkeypatch, pauses.append)
+        side = self.side()
+        side.add("r", PROMPT, Identity("", {}), promise=Promise(3))
+
+        while len(pauses) < 3:  # steps come one right after the other
+            side.idle = True
+            assert self.ask(side) is None
+        assert all(0 < pause <= scheduler_side._AGAIN_S for pause in pauses)
+        side.close()
+
+    def test_a_busy_engine_does_not_pause(
+        self, link: PoolLink, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def never(_: float) -> None:
+            raise AssertionError("a step paused")
+
+        self.pausing(monkeypatch, never)
+        side = self.side()
+        side.idle = False
+        side.add("r", PROMPT, Identity("", {}), promise=Promise(3))
+        self.await_lookups(side, 3)
+        side.close()
+
+
+class TestBesideThePrefill(Waiting):
+    """What the instance that decodes does while the other one computes."""
+
+    PROMISE = Promise(prefilling=True)
+
+    def order(self, side: SchedulerSide, tokens: int) -> LoadOrder:
+        side.allocated("r", range(10), tokens, 0)
+        (order,) = side.plan([], Engine(), []).loads
+        return order
+
+    def test_it_streams_the_whole_prompt_once_the_first_block_is_being_written(
+        self, link: PoolLink
+    ) -> None:
+        side, prefix = self.side(), SCHEMA.prefix(PROMPT)
+        self.store(link, 1)
+        side.add("r", PROMPT, Identity("", {}), promise=self.PROMISE)
+        self.await_lookups(side, 3)
+        slots = link.call(lambda client: client.reserve(prefix[1:2]))
+        wait_until(lambda: self.ask(side) == len(PROMPT) - PAGE, "a token is left to compute")
+        assert side.matched("r", 0, len(PROMPT)) == (len(PROMPT) - PAGE, True), "asynchronously"
+        order = self.order(side, len(PROMPT) - PAGE)
+        assert (order.streamed, order.held, order.synchronous) == (True, None, False)
+        assert len(order.prefix) == len(prefix)
+        slots.abort()
+        side.close()
+
+    def test_what_is_all_there_is_held_as_any_other(self, link: PoolLink) -> None:
+        self.store(link, 5)
+        side = self.side()
+        side.add("r", PROMPT, Identity("", {}), promise=self.PROMISE)
+        wait_until(lambda: self.ask(side) is not None, "it is found")
+        order = self.order(side, len(PROMPT) - PAGE)
+        assert not order.streamed
+        side.close()
+
+    def test_a_writer_that_does_not_come_is_not_waited_for(self, link: PoolLink) -> None:
+        self.store(link, 1)
+        side = self.side(prefill_timeout_s=0.05)
+        side.add("r", PROMPT, Identity("", {}), promise=self.PROMISE)
+        wait_until(lambda: self.ask(side) == BLOCK, "what is stored is taken")
+        assert not self.order(side, BLOCK).streamed
+        side.close()
+
+    def test_workers_that_can_not_stream_wait_until_all_is_stored(self, link: PoolLink) -> None:
+        settings = Settings(
+            url=URL, block_tokens=BLOCK, lookup_timeout_s=PATIENT_S, prefill_timeout_s=PATIENT_S
+        )
+        pool, prefix = PoolLink.shared(URL, "always"), SCHEMA.prefix(PROMPT)
+        side = SchedulerSide(settings, SCHEMA, PAGE, 1, pool, streams=False)
+        slots = link.call(lambda client: client.reserve(prefix))
+        side.add("r", PROMPT, Identity("", {}), promise=self.PROMISE)
+        self.await_lookups(side, 3)
+        slots.abort()
+        self.store(link, 5)
+        wait_until(lambda: self.ask(side) is not None, "all are stored")
+        assert not self.order(side, len(PROMPT) - PAGE).streamed
+        side.close()
+
+    def test_after_a_preemption_it_takes_what_there_is(self, link: PoolLink) -> None:
+        side, prefix = self.side(), SCHEMA.prefix(PROMPT)
+        slots = link.call(lambda client: client.reserve(prefix))
+        side.add("r", PROMPT, Identity("", {}), promise=self.PROMISE)
+        wait_until(lambda: self.ask(side) is not None, "it is being written")
+        assert self.order(side, len(PROMPT) - PAGE).streamed
+        slots.abort()
+        self.store(link, 2)
+        side.plan([], Engine(), ["r"])
+        wait_until(lambda: self.ask(side) == 2 * BLOCK, "what is stored is found")
+        assert not self.order(side, 2 * BLOCK).streamed
         side.close()

@@ -36,6 +36,7 @@ def test_all_settings_can_be_set() -> None:
         "save_tokens_min": 128,
         "lookup_timeout_s": 0.1,
         "handoff_timeout_s": 0.5,
+        "prefill_timeout_s": 4,
         "load_timeout_s": 2,
         "save_timeout_s": 3.5,
         "pin_memory": False,

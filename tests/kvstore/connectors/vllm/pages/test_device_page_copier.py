@@ -114,11 +114,14 @@ def test_what_one_engine_writes_another_of_any_kind_reads(data: st.DataObject) -
     kept = read[skipped : len(read) - left_out]
     untouched = [page for page in range(readers[0].pages) if page not in kept]
     right = b"".join(block.tobytes() for block in found)
-    by_layer = draw(st.booleans())
+    how = draw(st.sampled_from(["whole", "layers", "each layer alone"]))
     for reader in readers:
         before = reader.rows(untouched)
-        if by_layer:
+        if how == "layers":
             list(reader.copier.scatter_layers([PageLoad(found, kept, skipped)]))
+        elif how == "each layer alone":
+            for layer in range(LAYERS):
+                reader.copier.scatter_layer(layer, reader.alone(layer, found), kept, skipped)
         else:
             reader.copier.scatter(found, kept, skipped)
         assert reader.rows(untouched) == before

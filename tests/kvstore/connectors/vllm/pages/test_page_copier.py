@@ -175,6 +175,24 @@ def test_layers_of_several_loads_come_one_after_the_other(count: int) -> None:
         assert ends == [1, 2, 3]
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("skipped", range(BLOCK_PAGES))
+def test_a_layer_comes_alone(count: int, skipped: int, pages: list[int]) -> None:
+    """As a stream yields it."""
+    ranks = ranks_of(count)
+    blocks = gathered(ranks, pages)
+    targets = [19, 18, 6, 7, 12, 10, 14, 1][skipped:]
+    half = BLOCK_PAGES // 2 * PAGE_BYTES
+    for number, rank in enumerate(ranks):
+        parts = [block.reshape(LAYERS, 2, count, half)[1, :, number].ravel() for block in blocks]
+        before = [rank.page(1, page) for page in pages]
+        rank.clear()
+        rank.copier.scatter_layer(1, parts, targets, skipped)
+        assert [rank.page(1, page) for page in targets] == before[skipped:]
+        assert not rank.layers[0].any()
+        assert not rank.layers[2].any()
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_rank_reads_a_block_of_its_own_bytes_only(count: int, pages: list[int]) -> None:
     """As a pool sends it from another host."""
