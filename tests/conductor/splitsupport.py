@@ -88,9 +88,10 @@ def pool_options(url: str, role: str) -> tuple[str, str]:
     return "--kv-transfer-config", json.dumps(pool)
 
 
-def server(name: str, model: Path, url: str, role: str) -> VllmServer:
+def server(name: str, model: Path, url: str, role: str, niceness: int = 0) -> VllmServer:
     options = ("--no-enable-prefix-caching", *pool_options(url, role))
-    return VllmServer(os.environ[VARIABLE], model, model.parent / f"{name}.log", *options)
+    log = model.parent / f"{name}.log"
+    return VllmServer(os.environ[VARIABLE], model, log, *options, niceness=niceness)
 
 
 def body_of(ids: Sequence[int]) -> dict[str, Any]:
@@ -121,13 +122,14 @@ def beating(
 
 
 @contextlib.contextmanager
-def split_vllm(folder: Path) -> Iterator[Split]:
-    """Start everything; returns when the gateway knows both instances."""
-    make_model(folder / "model")
+def split_vllm(folder: Path, *, niceness: int = 0, **size: int) -> Iterator[Split]:
+    """Start everything; returns when the gateway knows both instances. `niceness`: of vLLM, `size`:
+    of the model."""
+    make_model(folder / "model", **size)
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(contextlib.closing(Daemon(dram=NODE_BYTES)))
-        prefill = server("prefill", folder / "model", node.url, "kv_producer")
-        decode = server("decode", folder / "model", node.url, "kv_consumer")
+        prefill = server("prefill", folder / "model", node.url, "kv_producer", niceness)
+        decode = server("decode", folder / "model", node.url, "kv_consumer", niceness)
         for one in (prefill, decode):
             stack.callback(one.close)
             one.start()
