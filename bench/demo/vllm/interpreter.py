@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-VARIABLE = "TIFFIN_VLLM"
 _LOOK_S = 60.0
 # Says what is missing, without the ten seconds that importing vLLM takes. `vllm serve` looks for a
 # distribution of its own name, which the wheel for CPUs does not have.
@@ -22,13 +20,13 @@ if "vllm" not in lacking:
         lacking.append("the distribution vllm")
 print(", ".join(lacking))
 """
-_HOW = f"""
+_HOW = """
 In the root of Tiffin's repository, `make engines` makes an environment that has what is needed, on
 a machine without a GPU too (3 GB). Then:
 
     tiffin demo --engine vllm --vllm .venv-engines/bin/python
 
-{VARIABLE} may name that Python as well. By hand: docs/vllm.md, Install."""
+TIFFIN_VLLM may name that Python as well. By hand: docs/vllm.md, Install."""
 
 
 class VllmMissing(Exception):
@@ -36,8 +34,8 @@ class VllmMissing(Exception):
 
 
 def find(chosen: Path | None) -> Path:
-    """`chosen`, else what the variable names, else this Python. Raises VllmMissing."""
-    named = str(chosen or os.environ.get(VARIABLE, "") or sys.executable)
+    """`chosen`, or this Python. Raises VllmMissing."""
+    named = str(chosen or sys.executable)
     try:
         done = subprocess.run(
             [named, "-c", _LOOK],
