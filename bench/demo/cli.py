@@ -112,8 +112,6 @@ def demo(
         message = f'{", ".join(lacking)} not found; run: pip install "tiffin[{EXTRAS[engine]}]"'
         errors_console.print(message, markup=False)
         raise typer.Exit(MISSING)
-    for number in (signal.SIGINT, signal.SIGTERM):  # shells ignore the first for background jobs
-        signal.signal(number, _interrupt)
     if engine == "vllm":
         given = {"--nodes": nodes, "--nvme": nvme, "--overload": overload}
         refused = [name for name, value in given.items() if value is not None]
@@ -141,6 +139,8 @@ def _end(run: Callable[[], dict[str, Any]]) -> NoReturn:
     """Run the demo, and exit with its status."""
     from .engines.children import DemoFailed
 
+    for number in (signal.SIGINT, signal.SIGTERM):  # shells ignore the first for background jobs
+        signal.signal(number, _interrupt)
     try:
         summary = run()
     except DemoFailed as failure:
