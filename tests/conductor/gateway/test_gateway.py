@@ -533,6 +533,7 @@ class TestTheDoor:
                 headers = {"content-type": "application/json"}
                 answer = await it.http.post("/v1/completions", content=slowly(), headers=headers)
                 assert answer.status_code == 200
+                await it.idle()
                 assert it.number("ttft_seconds_sum") >= 3.0
                 assert it.number("request_duration_seconds_sum") >= 3.0
 
