@@ -6,7 +6,7 @@ import json
 import signal
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -15,9 +15,14 @@ from tiffin.kvstore.cli.local.local_redis import need_redis
 from tiffin.kvstore.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
-NEEDED = ("torch", "transformers", "matplotlib", "fastapi", "httpx", "uvicorn")
+NEEDED = {
+    "transformers": ("torch", "transformers", "matplotlib", "fastapi", "httpx", "uvicorn"),
+    "vllm": ("fastapi", "httpx", "uvicorn"),
+}
+EXTRAS = {"transformers": "engines,bench,conductor", "vllm": "bench,conductor"}
 DIFFERS, DIED, MISSING, INTERRUPTED = 1, 2, 3, 130
 
 console = Console()
@@ -25,18 +30,44 @@ errors_console = Console(stderr=True)
 
 
 def demo(
+    engine: Annotated[
+        Literal["transformers", "vllm"],
+        typer.Option(help="What computes: a small engine over transformers, or real vLLMs."),
+    ] = "transformers",
+    vllm: Annotated[
+        Path | None,
+        typer.Option(
+            help="Python of an environment that has vLLM and tiffin.",
+            envvar="TIFFIN_VLLM",
+            show_default="this one",
+            metavar="PYTHON",
+        ),
+    ] = None,
     requests: Annotated[
         int | None, typer.Option(min=2, help="Only the first so many requests of the trace.")
     ] = None,
     workers: Annotated[
-        int, typer.Option(min=1, max=64, help="Prefill workers, and as many decode workers.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            min=1,
+            max=64,
+            help="Prefill workers, and as many decode workers.",
+            show_default="2, of vLLM 1",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and prompts.")] = 0,
     nodes: Annotated[
-        int, typer.Option(min=1, max=16, help="Nodes; the workers are at home at them in turn.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            min=1,
+            max=16,
+            help="Nodes; the workers are at home at them in turn.",
+            show_default="2, with vLLM 1",
+        ),
+    ] = None,
     dram: Annotated[
-        str | None, typer.Option(help="Each node's DRAM tier.", show_default="32MiB")
+        str | None,
+        typer.Option(help="Each node's DRAM tier.", show_default="32MiB, with vLLM 512MiB"),
     ] = None,
     nvme: Annotated[
         str | None, typer.Option(help="Each node's NVMe tier.", show_default="512MiB")
@@ -67,18 +98,28 @@ def demo(
     and writes `demo-ttft.png` and `demo-ttft.json`. Exits with 1 if any token differs, 2 if a
     process died.
 
+    With `--engine vllm` the workers are vLLM processes behind a gateway, with one node as the pool,
+    and there is no overload. It writes `demo-vllm.json`.
+
     **Examples**
 
     `tiffin demo`, `tiffin demo --nodes 1`, `tiffin demo --quick --json | jq .ttft_ratio`
+
+    `tiffin demo --engine vllm --vllm .venv-engines/bin/python`
     """
-    lacking = [name for name in NEEDED if find_spec(name) is None]
+    lacking = [name for name in NEEDED[engine] if find_spec(name) is None]
     if lacking:
-        message = (
-            f'{", ".join(lacking)} not found; run: pip install "tiffin[engines,bench,conductor]"'
-        )
+        message = f'{", ".join(lacking)} not found; run: pip install "tiffin[{EXTRAS[engine]}]"'
         errors_console.print(message, markup=False)
         raise typer.Exit(MISSING)
-    if nodes > 1:
+    if engine == "vllm":
+        given = {"--nodes": nodes, "--nvme": nvme, "--overload": overload}
+        refused = [name for name, value in given.items() if value is not None]
+        if refused:
+            raise typer.BadParameter(f"{', '.join(refused)}: not with --engine vllm")
+        sizes = {"requests": requests, "workers": workers, "seed": seed, "dram": dram}
+        _end(lambda: _run_vllm(vllm, sizes, quick, out, as_json))
+    if nodes is None or nodes > 1:
         try:
             need_redis()
         except InvalidInput as error:
@@ -91,14 +132,38 @@ def demo(
         "seed": seed,
     }
     chosen |= {"dram": dram, "nvme": nvme, "overload_s": overload}
+    _end(lambda: _run(chosen, quick, out, as_json))
+
+
+def _end(run: Callable[[], dict[str, Any]]) -> NoReturn:
+    """Run the demo, and exit with its status."""
+    from .engines.children import DemoFailed
+
     for number in (signal.SIGINT, signal.SIGTERM):  # shells ignore the first for background jobs
         signal.signal(number, _interrupt)
     try:
-        summary = _run(chosen, quick, out, as_json)
+        summary = run()
+    except DemoFailed as failure:
+        errors_console.print(str(failure), markup=False, highlight=False)
+        raise typer.Exit(DIED) from failure
     except KeyboardInterrupt:
         errors_console.print("stopped")
         raise typer.Exit(INTERRUPTED) from None
     raise typer.Exit(0 if summary["identical"] else DIFFERS)
+
+
+def _run_vllm(
+    python: Path | None, sizes: dict[str, Any], quick: bool, out: Path, as_json: bool
+) -> dict[str, Any]:
+    from .vllm.interpreter import VllmMissing, find
+    from .vllm.show import show
+
+    try:
+        chosen = {**sizes, "python": find(python)}
+    except VllmMissing as missing:
+        errors_console.print(str(missing), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(MISSING) from missing
+    return show(chosen, quick, out, as_json, console)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -108,17 +173,12 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _run(chosen: dict[str, Any], quick: bool, out: Path, as_json: bool) -> dict[str, Any]:
     from . import decisions, report
-    from .engines.children import DemoFailed
     from .plot import plot
     from .run import Options, run
 
     options = Options.quick(**chosen) if quick else Options.full(**chosen)
     out.mkdir(parents=True, exist_ok=True)
-    try:
-        outcome = run(options, Console(quiet=True) if as_json else console)
-    except DemoFailed as failure:
-        errors_console.print(str(failure), markup=False, highlight=False)
-        raise typer.Exit(DIED) from failure
+    outcome = run(options, Console(quiet=True) if as_json else console)
     summary = report.summarise(outcome)
     picture, data = out / "demo-ttft.png", out / "demo-ttft.json"
     data.write_text(json.dumps(report.rows(outcome, summary), indent=1), encoding="utf-8")

@@ -56,7 +56,9 @@ SETTINGS = {
 
 
 def fitted(
-    prefill: Sequence[tuple[int, int, float]], decode: Sequence[tuple[int, int, float]]
+    prefill: Sequence[tuple[int, int, float]],
+    decode: Sequence[tuple[int, int, float]],
+    engine: str = "transformers",
 ) -> Profile:
     """The latency profile of this machine, from the measurements of its engines: like
     `profiles.fit`, but values too small for a profile (noise on a busy machine) are raised to its
@@ -67,7 +69,7 @@ def fitted(
         name=PROFILE,
         model="the demo's Llama",
         hardware="this machine",
-        engine="transformers",
+        engine=engine,
         source="measured at the start of the demo",
         licence="",
         prefill=(c0, max(c1, _LEAST_S), c2),

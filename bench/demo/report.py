@@ -35,8 +35,8 @@ def summarise(outcome: DemoOutcome) -> dict[str, Any]:
     blocks from the worker's own node and blocks over the network."""
     alone, conducted, options = outcome.alone, outcome.conducted, outcome.options
     prompt_tokens = sum(one.prompt_tokens for one in conducted)
-    before = _distribution([one.ttft_s for one in alone])
-    after = _distribution([one.ttft_s for one in conducted])
+    before = distribution([one.ttft_s for one in alone])
+    after = distribution([one.ttft_s for one in conducted])
     counters, network = outcome.counters, outcome.network
     return {
         "requests": len(conducted),
@@ -115,7 +115,8 @@ def _cpu_name() -> str:
     return next(names, platform.machine())
 
 
-def _distribution(times_s: Sequence[float]) -> dict[str, float]:
+def distribution(times_s: Sequence[float]) -> dict[str, float]:
+    """Their mean and PERCENTILES, by name."""
     numbers = {f"p{p}": float(np.percentile(times_s, p)) for p in PERCENTILES}
     return {"mean": float(np.mean(times_s)), **numbers}
 

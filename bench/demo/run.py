@@ -121,7 +121,7 @@ def run(options: Options, console: Console) -> DemoOutcome:
     outcome, started_s = DemoOutcome(options), time.perf_counter()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiffin-demo-")))
-        demo = _Demo(options, outcome, stack, folder, stack.enter_context(_progress(console)))
+        demo = _Demo(options, outcome, stack, folder, stack.enter_context(shown_progress(console)))
         try:
             demo.run()
         except ConductorError as error:
@@ -360,7 +360,8 @@ def _counters(pool: LocalPool) -> dict[str, int]:
     return dict(total)
 
 
-def _progress(console: Console) -> Progress:
+def shown_progress(console: Console) -> Progress:
+    """Bars for the phases; their tasks have a field `note`."""
     return Progress(
         TextColumn("{task.description:33}"),
         BarColumn(),

@@ -90,6 +90,7 @@ class _Routes:
 
     async def complete(self, http: Request) -> Response:
         """Chat completions and completions."""
+        began = self._gateway.clock()
         gate = self._gateway.gate
         held = 0
         gate.enter()
@@ -105,7 +106,7 @@ class _Routes:
             gate.leave(held)
             raise
         span = self._gateway.tracing.begin(f"POST {http.url.path}", http.headers)
-        return Serving(self._gateway, ask, span, lambda: gate.leave(held))
+        return Serving(self._gateway, ask, span, began, lambda: gate.leave(held))
 
     async def models(self, http: Request) -> Response:
         """The models that instances serve, in OpenAI's format."""

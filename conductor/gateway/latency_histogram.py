@@ -1,28 +1,29 @@
 """Latencies by role, model and instance, as a Prometheus histogram that quantiles can be read from.
 
-Its buckets are the E24 series (IEC 60063), which grows by some 10%: a quantile lies at most that
-far from the one that Prometheus interpolates. A histogram of `prometheus_client` walks through its
-buckets at each observation, 3 us for so many; tokens come by the ten thousand in a second.
+Each bucket's bound is 4.9% above the one before. Prometheus interpolates within a bucket, so
+whatever the latencies are, its quantile is less than 5% from the exact one. Gaps between tokens of
+a GPU hardly vary, and all lie in one or two buckets: buckets of 10% would be as much off.
+
+A histogram of `prometheus_client` walks through its buckets at each observation, 3 us for so many,
+and writes them at 6 us each: with a hundred instances no stream would go on for 0.3 s at a scrape.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
-
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
-_E24 = (
-    10, 11, 12, 13, 15, 16, 18, 20, 22, 24, 27, 30,
-    33, 36, 39, 43, 47, 51, 56, 62, 68, 75, 82, 91,
-)  # fmt: skip
-BOUNDS_S = (*(step * 10.0**power for power in range(-4, 1) for step in _E24), 100.0)
-_BUCKETS = (*(f"{bound:.4g}" for bound in BOUNDS_S), "+Inf")
+_PER_DECADE = 48  # the least with which bounds grow by less than 5%
+_LEAST, _DECADES = -3, 5  # from 1 ms to 100 s
+_BUCKETS = (
+    *(f"{10 ** (_LEAST + n / _PER_DECADE):.5g}" for n in range(_DECADES * _PER_DECADE + 1)),
+    "+Inf",
+)
+BOUNDS_S = tuple(float(bound) for bound in _BUCKETS[:-1])
+_ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 class Labels(NamedTuple):
@@ -42,7 +43,7 @@ class _Series:
         self.total_s = 0.0
 
 
-class LatencyHistogram(Collector):
+class LatencyHistogram:
     """See the module. From 1 ms to 100 s. For one thread."""
 
     def __init__(self, name: str, what: str) -> None:
@@ -63,10 +64,20 @@ class LatencyHistogram(Collector):
         """Drop the latencies of all other instances."""
         self._series = {key: one for key, one in self._series.items() if key.instance in instances}
 
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        """For `prometheus_client`."""
-        family = HistogramMetricFamily(self._name, self._what, labels=Labels._fields)
+    def text(self) -> str:
+        """In Prometheus' text format."""
+        name = self._name
+        lines = [f"# HELP {name} {self._what}\n# TYPE {name} histogram\n"]
         for labels, series in self._series.items():
-            counts = zip(_BUCKETS, accumulate(series.counts), strict=True)
-            family.add_metric(labels, list(counts), series.total_s)
-        yield family
+            shown = ",".join(
+                f'{label}="{value.translate(_ESCAPED)}"'
+                for label, value in zip(Labels._fields, labels, strict=True)
+            )
+            head = f'{name}_bucket{{{shown},le="'
+            count = 0
+            for bound, number in zip(_BUCKETS, series.counts, strict=True):
+                count += number
+                lines.append(f'{head}{bound}"}} {count}\n')
+            lines.append(f"{name}_count{{{shown}}} {count}\n")
+            lines.append(f"{name}_sum{{{shown}}} {series.total_s}\n")
+        return "".join(lines)

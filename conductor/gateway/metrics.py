@@ -48,14 +48,15 @@ class GatewayMetrics:
         self.held_s = self._histogram(
             "held_duration_seconds", "Time that requests waited for others' blocks.", _TOTAL_S
         )
-        self.ttft_s = self._latency(
-            "ttft_seconds", "From a whole request to the first token of its stream."
+        self.ttft_s = LatencyHistogram(
+            PREFIX + "ttft_seconds", "From a request's head to the first token of its stream."
         )
-        self.itl_s = self._latency(
-            "itl_seconds", "Between two events with tokens of a stream, each gap by itself."
+        self.itl_s = LatencyHistogram(
+            PREFIX + "itl_seconds",
+            "Between two events with tokens of a stream, each gap by itself.",
         )
         self.total_s = self._histogram(
-            "request_duration_seconds", "From a whole request to the end of its answer.", _TOTAL_S
+            "request_duration_seconds", "From a request's head to the end of its answer.", _TOTAL_S
         )
         self.in_flight = self._gauge("requests_in_flight", "Requests at the moment.")
         self.held = self._gauge("requests_held", "Of these, those that wait for others' blocks.")
@@ -70,15 +71,11 @@ class GatewayMetrics:
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format, for a scrape."""
-        return generate_latest(self.registry)
+        latencies = self.ttft_s.text() + self.itl_s.text()
+        return generate_latest(self.registry) + latencies.encode()
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, what, labels, registry=self.registry)
-
-    def _latency(self, name: str, what: str) -> LatencyHistogram:
-        histogram = LatencyHistogram(PREFIX + name, what)
-        self.registry.register(histogram)
-        return histogram
 
     def _gauge(self, name: str, what: str) -> Gauge:
         return Gauge(PREFIX + name, what, registry=self.registry)

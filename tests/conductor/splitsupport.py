@@ -19,7 +19,7 @@ from tiffin.conductor.client import ConductorClient
 from tiffin.conductor.records import InstanceSpec, Load, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from tiffin.kvstore import KVSchema
@@ -93,9 +93,12 @@ def pool_options(url: str, role: str, **settings: Any) -> tuple[str, str]:
     return "--kv-transfer-config", json.dumps(pool)
 
 
-def server(name: str, model: Path, url: str, role: str, **settings: Any) -> VllmServer:
+def server(
+    name: str, model: Path, url: str, role: str, niceness: int = 0, **settings: Any
+) -> VllmServer:
     options = ("--no-enable-prefix-caching", *pool_options(url, role, **settings))
-    return VllmServer(os.environ[VARIABLE], model, model.parent / f"{name}.log", *options)
+    log = model.parent / f"{name}.log"
+    return VllmServer(os.environ[VARIABLE], model, log, *options, niceness=niceness)
 
 
 def body_of(ids: Sequence[int]) -> dict[str, Any]:
@@ -126,14 +129,23 @@ def beating(
 
 
 @contextlib.contextmanager
-def split_vllm(folder: Path, handoff: str = "pool", **settings: Any) -> Iterator[Split]:
+def split_vllm(
+    folder: Path,
+    handoff: str = "pool",
+    *,
+    niceness: int = 0,
+    size: Mapping[str, int] | None = None,
+    **settings: Any,
+) -> Iterator[Split]:
     """Start everything; returns when the gateway knows both instances. `handoff`: of the gateway.
-    `settings`: of the connectors."""
-    make_model(folder / "model")
+    `niceness`: of vLLM, `size`: of the model. `settings`: of the connectors."""
+    make_model(folder / "model", **(size or {}))
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(contextlib.closing(Daemon(dram=NODE_BYTES)))
-        prefill = server("prefill", folder / "model", node.url, "kv_producer", **settings)
-        decode = server("decode", folder / "model", node.url, "kv_consumer", **settings)
+        prefill, decode = (
+            server(name, folder / "model", node.url, role, niceness, **settings)
+            for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
+        )
         for one in (prefill, decode):
             stack.callback(one.close)
             one.start()

@@ -74,7 +74,7 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [dice.randrange(4, 4 + WORDS) for _ in range(tokens)]
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, *, hidden: int = 128, layers: int = 4) -> None:
     """Write a model with random weights, scaled so that answers vary, and a word per token: "w5 w9"
     is [9, 13]."""
     import torch
@@ -91,9 +91,10 @@ def make_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(names), hidden_size=128, intermediate_size=256, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=8192,
-        bos_token_id=2, eos_token_id=3, pad_token_id=0, initializer_range=0.3,
+        vocab_size=len(names), hidden_size=hidden, intermediate_size=2 * hidden,
+        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=8192, bos_token_id=2, eos_token_id=3, pad_token_id=0,
+        initializer_range=0.3,
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
 

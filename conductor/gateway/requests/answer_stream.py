@@ -70,14 +70,16 @@ class _Refused(Exception):
 
 
 class Serving(Response):
-    """The ASGI response to `ask`, which runs the request while it sends the answer. It calls
-    `release` when the answer has ended."""
+    """The ASGI response to `ask`, which runs the request while it sends the answer. The request's
+    head came at `started_at` of the gateway's clock. It calls `release` when the answer has ended.
+    """
 
     def __init__(
         self,
         gateway: Gateway,
         ask: ClientRequest,
         span: Span,
+        started_at: float,
         release: Callable[[], None],
     ) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ class Serving(Response):
         self._prefill_told = False
         self._sent_head = False
         self._complete = False  # nothing more is sent; a disconnect from now on cancels nothing
-        self._started_at = gateway.clock()
+        self._started_at = started_at
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = self._gateway.metrics

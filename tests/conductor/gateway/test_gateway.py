@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from gatewaysupport import MODEL, Engine, Heard, changed, cluster, run, skip, until
+from latencysupport import total
 
 from tiffin.conductor.gateway.config import GatewayLimits, ModelConfig
 from tiffin.conductor.records import Role
@@ -16,6 +17,7 @@ from tiffin.conductor.web.auth import load_tokens
 from tiffin.kvstore import KVSchema
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
 SPLIT = {"disaggregation": {"form": "remote"}}
@@ -505,15 +507,35 @@ class TestTheDoor:
                 assert (await it.http.get("/livez")).json()["status"] == "ok"
                 assert (await it.http.get("/readyz")).status_code == 200
                 answer = await it.post({"prompt": PROMPT, "stream": True})
-                text = (await it.http.get("/metrics")).text
-                assert 'requests_total{route="/v1/completions",status="200"} 1.0' in text
+                text = (await it.http.get("/metrics")).content
+                answers = {"route": "/v1/completions", "status": "200"}
+                assert total(text, "tiffin_gateway_requests_total", **answers) == 1
                 instance = answer.headers["x-tiffin-decode"]
-                labels = f'{{instance="{instance}",model="{MODEL}",role="mixed"}}'
-                assert f"tiffin_gateway_ttft_seconds_count{labels} 1.0" in text
-                assert f"tiffin_gateway_itl_seconds_count{labels} 4.0" in text, "of five tokens"
-                assert "tiffin_gateway_conductor_up 1.0" in text
+                labels = {"instance": instance, "model": MODEL, "role": "mixed"}
+                assert total(text, "tiffin_gateway_ttft_seconds_count", **labels) == 1
+                assert total(text, "tiffin_gateway_itl_seconds_count", **labels) == 4, "of 5 tokens"
+                assert total(text, "tiffin_gateway_conductor_up") == 1
                 assert (await it.http.get("/v1/nothing")).json()["error"]["code"] == "no_such_route"
                 assert (await it.http.get("/v1/completions")).status_code == 405
+
+        run(scenario)
+
+    def test_ttft_begins_at_the_head_as_clients_see_it(self) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0")) as it:
+
+                async def slowly() -> AsyncIterator[bytes]:
+                    yield f'{{"model": "{MODEL}", "stream": true, '.encode()
+                    await until(lambda: it.gateway.gate.requests == 1)
+                    skip(3.0)
+                    yield b'"prompt": "a"}'
+
+                headers = {"content-type": "application/json"}
+                answer = await it.http.post("/v1/completions", content=slowly(), headers=headers)
+                assert answer.status_code == 200
+                await it.idle()
+                assert it.number("ttft_seconds_sum") >= 3.0
+                assert it.number("request_duration_seconds_sum") >= 3.0
 
         run(scenario)
 

@@ -33,14 +33,18 @@ _ENVIRONMENT = {
 
 
 class VllmServer:
-    """Call `start`; it can be killed and started again. `options` come after those of all."""
+    """Call `start`; it can be killed and started again. `options` come after those of all. With a
+    `niceness` other processes of this machine go first."""
 
-    def __init__(self, python: str, model: Path, log: Path, *options: str) -> None:
+    def __init__(
+        self, python: str, model: Path, log: Path, *options: str, niceness: int = 0
+    ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, trust_env=False, timeout=REQUEST_TIMEOUT_S)
         self._log = log
-        self._command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        self._command = ["nice", "-n", str(niceness), python, "-m", "vllm.entrypoints.cli.main"]
+        self._command += ["serve", str(model)]
         self._command += ["--port", str(port), *_OPTIONS, *options]
         self._process: subprocess.Popen[bytes] | None = None
 
