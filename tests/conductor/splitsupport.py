@@ -16,6 +16,7 @@ from kvsupport import Daemon, wait_until
 from vllmsupport import MODEL, PATIENCE_S, VARIABLE, FrontDoor, front_door, make_model
 
 from tiffin.conductor.client import ConductorClient
+from tiffin.conductor.errors import ConductorError
 from tiffin.conductor.records import InstanceSpec, Load, Role
 
 if TYPE_CHECKING:
@@ -65,9 +66,11 @@ class Split:
         assert response.headers["x-tiffin-prefill"] == "prefill"
         assert response.headers["x-tiffin-decode"] == "decode"
 
-    def alone(self, ids: Sequence[int]) -> list[int]:
-        """The tokens of one instance that computes all of it."""
-        response = self.prefill.http.post("/v1/completions", json=body_of(ids))
+    def alone(self, ids: Sequence[int], tokens: int = ANSWER_TOKENS) -> list[int]:
+        """The tokens of one instance that computes all of it. What it stores, by a salt, nobody
+        else finds."""
+        body = {**body_of(ids), "max_tokens": tokens, "cache_salt": "alone"}
+        response = self.prefill.http.post("/v1/completions", json=body)
         assert response.status_code == 200, response.text
         return list(response.json()["choices"][0]["token_ids"])
 
@@ -76,20 +79,25 @@ class Split:
         return self.decode.counter("tiffin_loaded_tokens")
 
 
-def pool_options(url: str, role: str) -> tuple[str, str]:
-    """Options of a vLLM for the pool at `url`."""
+def pool_options(url: str, role: str, patience_s: float = 20.0) -> tuple[str, str]:
+    """Options of a vLLM for the pool at `url`. Lookups time out on a busy machine: then the prompt
+    would be computed, and nothing shown."""
     pool = {
         "kv_connector": "TiffinConnector",
         "kv_connector_module_path": "tiffin.kvstore.connectors.vllm",
         "kv_role": role,
-        # Lookups time out on a busy machine: then the prompt would be computed, and nothing shown.
-        "kv_connector_extra_config": {"url": url, "lookup_timeout_s": 20, "handoff_timeout_s": 20},
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "url": url,
+            "lookup_timeout_s": patience_s,
+            "handoff_timeout_s": patience_s,
+        },
     }
     return "--kv-transfer-config", json.dumps(pool)
 
 
-def server(name: str, model: Path, url: str, role: str) -> VllmServer:
-    options = ("--no-enable-prefix-caching", *pool_options(url, role))
+def server(name: str, model: Path, url: str, role: str, patience_s: float = 20.0) -> VllmServer:
+    options = ("--no-enable-prefix-caching", *pool_options(url, role, patience_s))
     return VllmServer(os.environ[VARIABLE], model, model.parent / f"{name}.log", *options)
 
 
@@ -102,14 +110,17 @@ def body_of(ids: Sequence[int]) -> dict[str, Any]:
 def beating(
     conductor: str, specs: Sequence[InstanceSpec], schema: KVSchema | None = None
 ) -> Iterator[None]:
-    """Register the instances and send their heartbeats."""
+    """Register the instances and send their heartbeats while they are healthy, also to a conductor
+    that was started again."""
     ended = threading.Event()
 
     def beat() -> None:
-        with ConductorClient(conductor) as client:
+        with ConductorClient(conductor) as client, httpx.Client(trust_env=False) as http:
             while not ended.wait(0.5):
                 for spec in specs:
-                    client.register(spec, Load(), schema)
+                    with contextlib.suppress(httpx.HTTPError, ConductorError):
+                        http.get(f"{spec.url}/health", timeout=2).raise_for_status()
+                        client.register(spec, Load(), schema)
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -121,13 +132,14 @@ def beating(
 
 
 @contextlib.contextmanager
-def split_vllm(folder: Path) -> Iterator[Split]:
-    """Start everything; returns when the gateway knows both instances."""
+def split_vllm(folder: Path, patience_s: float = 20.0) -> Iterator[Split]:
+    """Start everything; returns when the gateway knows both instances. `patience_s`: how long
+    engines wait for the pool."""
     make_model(folder / "model")
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(contextlib.closing(Daemon(dram=NODE_BYTES)))
-        prefill = server("prefill", folder / "model", node.url, "kv_producer")
-        decode = server("decode", folder / "model", node.url, "kv_consumer")
+        prefill = server("prefill", folder / "model", node.url, "kv_producer", patience_s)
+        decode = server("decode", folder / "model", node.url, "kv_consumer", patience_s)
         for one in (prefill, decode):
             stack.callback(one.close)
             one.start()

@@ -1,0 +1,252 @@
+"""Many conversations over a real vLLM that prefills and a real one that decodes; and what clients
+see, under load, when a part of that breaks: each part is a process of its own.
+
+Every answer is compared with that of one instance that computes all of it. The processes start
+once; a test starts again what it has killed, as an operator would, and afterwards nothing is left.
+
+TIFFIN_VLLM=/path/to/venv/bin/python pytest -m slow \\
+    tests/conductor/gateway/test_split_faults_vllm.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from kvsupport import is_quiet, wait_until
+from splitloadsupport import Load, asked
+from splitsupport import ANSWER_TOKENS, BLOCK_TOKENS, Split, body_of, split_vllm
+from vllmsupport import MARKS, prompt
+
+from tiffin.kvstore import Client
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from connectors.vllmserver import VllmServer
+
+pytestmark = MARKS
+
+CONVERSATIONS = 25
+TURNS = 4
+# Tokens of the first prompt, and of what users add: below a block, whole blocks, more.
+FIRST_TOKENS = (100, BLOCK_TOKENS, 700, 2 * BLOCK_TOKENS, 1100)
+MORE_TOKENS = (BLOCK_TOKENS - ANSWER_TOKENS, 90, 2 * BLOCK_TOKENS - ANSWER_TOKENS, 300)
+LONG_ANSWER_TOKENS = 150
+PATIENCE_S = 3.0  # of engines with the pool: less than the node stands still
+QUIET_S = 60.0
+STANDSTILL_S = 10.0
+
+
+@dataclass
+class World:
+    """`conversations`: of each, its turns' prompts and what is right to say. `script`: prompts for
+    clients that do not converse, some with long answers."""
+
+    split: Split
+    conversations: list[list[tuple[list[int], list[int]]]]
+    script: list[tuple[list[int], list[int]]]
+    seeds: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def load(self) -> Load:
+        return Load(self.split.door.gateway_url, self.script, next(self.seeds))
+
+    def await_loads(self) -> None:
+        """Return when the decode instance loads from the pool again."""
+        before = self.split.loaded_tokens()
+        wait_until(lambda: self.split.loaded_tokens() > before, "blocks are loaded again", 60.0)
+
+    def await_decided(self) -> None:
+        """Return when the conductor has placed a request again."""
+        _, last = self.conversations[0][0]
+        ids, _ = self.conversations[0][0]
+        with httpx.Client(base_url=self.split.door.gateway_url, trust_env=False) as http:
+
+            def decided() -> bool:
+                one = asked(http, ids, last, False)
+                return one.answered and not one.fallback
+
+            wait_until(decided, "the conductor decides again", 60.0)
+
+    def assert_quiet(self) -> None:
+        """Nobody has anything left of the requests, and all answer."""
+        split = self.split
+        for one in (split.prefill, split.decode):
+            assert one.healthy()
+        wait_until(lambda: not (self._left()), "nothing is left behind", QUIET_S)
+
+    def _left(self) -> dict[str, Any]:
+        """What is left of requests."""
+        split = self.split
+        with Client.open(split.node.url) as client:
+            quiet = is_quiet(client.statistics())
+        left: dict[str, Any] = {"node": not quiet}
+        for name, one in (("prefill", split.prefill), ("decode", split.decode)):
+            for gauge in ("num_requests_running", "num_requests_waiting"):
+                left[f"{name} {gauge}"] = one.gauge(gauge)
+        gateway = metrics_of(split.door.gateway_url, "tiffin_gateway_")
+        for gauge in ("requests_in_flight", "requests_held", "held_bytes"):
+            left[f"gateway {gauge}"] = gateway[gauge]
+        conductor = metrics_of(split.door.conductor_url, "tiffin_conductor_")
+        left["conductor"] = conductor["requests_in_flight"]
+        for instance in instances_of(split):
+            load = {name: value for name, value in instance["load"].items() if value}
+            left[f"load of {instance['id']}"] = load
+        return {name: value for name, value in left.items() if value}
+
+
+def metrics_of(url: str, prefix: str) -> dict[str, float]:
+    """The metrics without labels."""
+    lines = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
+    named = (line.removeprefix(prefix).split() for line in lines if line.startswith(prefix))
+    return {name: float(value) for name, value in named if "{" not in name}
+
+
+def instances_of(split: Split) -> list[dict[str, Any]]:
+    """The instances, as the conductor knows them."""
+    answer = httpx.get(f"{split.door.conductor_url}/v1/instances", trust_env=False)
+    return list(answer.json()["instances"])
+
+
+def converse(split: Split, number: int) -> list[tuple[list[int], list[int]]]:
+    """A conversation's prompts, and what one instance that computes all of it says to them."""
+    ids = prompt(number, FIRST_TOKENS[number % len(FIRST_TOKENS)])
+    turns = []
+    for turn in range(TURNS):
+        said = split.alone(ids)
+        turns.append((ids, said))
+        more = MORE_TOKENS[(number + turn) % len(MORE_TOKENS)]
+        ids = [*ids, *said, *prompt(1000 * number + turn, more)]
+    return turns
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with split_vllm(tmp_path_factory.mktemp("faults"), PATIENCE_S) as split:
+        with ThreadPoolExecutor(4) as clients:
+            talks = list(clients.map(partial(converse, split), range(CONVERSATIONS)))
+            prompts = [prompt(9000 + number, 200 + 350 * number) for number in range(8)]
+            long = list(clients.map(partial(split.alone, tokens=LONG_ANSWER_TOKENS), prompts))
+        script = [turns[number % TURNS] for number, turns in enumerate(talks)]
+        yield World(split, talks, [*script, *zip(prompts, long, strict=True)])
+
+
+def test_a_hundred_prompts_of_conversations(world: World) -> None:
+    """Several at once, every other one streamed: tokens are those of one instance, and the decode
+    instance has loaded the blocks."""
+    before = world.split.loaded_tokens()
+
+    def talk(number: int) -> None:
+        with httpx.Client(base_url=world.split.door.gateway_url, trust_env=False) as http:
+            http.timeout = 120.0
+            for turn, (ids, expected) in enumerate(world.conversations[number]):
+                one = asked(http, ids, expected, (number + turn) % 2 == 0)
+                one.assert_right(may_fail=False)
+                assert (one.route, one.fallback) == (("prefill", "decode"), "")
+
+    with ThreadPoolExecutor(5) as clients:
+        list(clients.map(talk, range(CONVERSATIONS)))
+    prompts = [ids for turns in world.conversations for ids, _ in turns]
+    assert len(prompts) == 100
+    most = sum(len(ids) // BLOCK_TOKENS * BLOCK_TOKENS for ids in prompts)
+    # On a busy machine a lookup may take too long.
+    assert 0.9 * most <= world.split.loaded_tokens() - before <= most
+    world.assert_quiet()
+
+
+def leave(split: Split, ids: list[int], *, first_token: bool) -> None:
+    """Ask for a long answer, and hang up: after its first token, or before."""
+    body = {**body_of(ids), "max_tokens": 900, "stream": True}
+    with httpx.Client(base_url=split.door.gateway_url, trust_env=False) as http:
+        http.timeout = httpx.Timeout(120.0 if first_token else 0.05)
+        with (
+            contextlib.suppress(httpx.ReadTimeout),
+            http.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            next(line for line in response.iter_lines() if line.startswith("data: {"))
+
+
+def test_clients_hang_up(world: World) -> None:
+    split = world.split
+    cancelled = metrics_of(split.door.gateway_url, "tiffin_gateway_")["cancelled_total"]
+    prompts = [ids for ids, _ in world.script[-8:]]
+    with world.load() as load, ThreadPoolExecutor(4) as others:
+        load.await_answers()
+        for first_token in (True, False):
+            list(others.map(partial(leave, split, first_token=first_token), prompts))
+        load.await_answers()
+    load.assert_right()
+    assert metrics_of(split.door.gateway_url, "tiffin_gateway_")["cancelled_total"] >= cancelled + 8
+    world.assert_quiet()
+
+
+def test_the_node_stands_still(world: World) -> None:
+    """Requests are computed by the decode instance meanwhile: none fails."""
+    with world.load() as load:
+        load.await_answers()
+        with world.split.node.stopped():
+            ends = time.monotonic() + STANDSTILL_S
+            load.await_answers()
+            time.sleep(max(0.0, ends - time.monotonic()))
+        load.await_answers()
+        world.await_loads()
+    load.assert_right()
+    world.assert_quiet()
+
+
+def test_the_node_is_killed(world: World) -> None:
+    """The same, and the engines find the new one by themselves."""
+    with world.load() as load:
+        load.await_answers()
+        world.split.node.kill()
+        load.await_answers()
+        world.split.node.start()
+        world.await_loads()
+        load.await_answers()
+    load.assert_right()
+    world.assert_quiet()
+
+
+def test_the_conductor_is_killed(world: World) -> None:
+    """The instances take turns: no request fails."""
+    door = world.split.door
+    with world.load() as load:
+        load.await_answers()
+        door.conductor.end(signal.SIGKILL)
+        load.await_answers()
+        door.conductor.start()
+        door.conductor.wait_until_it_answers(door.conductor_url)
+        world.await_decided()
+        load.await_answers()
+    load.assert_right()
+    assert any(one.fallback for one in load.outcomes)
+    world.assert_quiet()
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_an_instance_is_killed(world: World, name: str) -> None:
+    """There is no other one: its requests fail, and say so."""
+    instance: VllmServer = getattr(world.split, name)
+    with world.load() as load:
+        load.await_answers()
+        killed_at = time.monotonic()
+        instance.kill_all()
+        load.await_ends()
+        instance.start()
+        instance.wait()
+        world.await_decided()
+        served_at = time.monotonic()
+        load.await_answers(32)
+        world.await_loads()
+    load.assert_right(killed_at, served_at)
+    assert {one.error for one in load.outcomes} <= {"", "no_instance", "engine_failed", "502"}
+    assert any(one.error for one in load.outcomes)
+    world.assert_quiet()
