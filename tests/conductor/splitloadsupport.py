@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CLIENTS = 5
 DEADLINE_S = 60.0  # of a request, on a busy machine
 PATIENCE_S = 180.0  # for so many answers as a test waits for
-REST_S = 0.1  # of a client that got an error
+REST_S = 0.5  # of a client that got an error
 
 
 @dataclass

@@ -21,9 +21,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import psutil
 import pytest
 from kvsupport import is_quiet, wait_until
-from splitloadsupport import Load, asked
+from splitloadsupport import DEADLINE_S, Load, Outcome, asked
 from splitsupport import ANSWER_TOKENS, BLOCK_TOKENS, Split, body_of, split_vllm
 from vllmsupport import MARKS, prompt
 
@@ -55,6 +56,7 @@ class World:
     split: Split
     conversations: list[list[tuple[list[int], list[int]]]]
     script: list[tuple[list[int], list[int]]]
+    processes: int = field(default_factory=lambda: processes())
     seeds: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def load(self) -> Load:
@@ -81,14 +83,14 @@ class World:
         split = self.split
         for one in (split.prefill, split.decode):
             assert one.healthy()
-        wait_until(lambda: not (self._left()), "nothing is left behind", QUIET_S)
+        wait_until(lambda: not self._left(), "nothing is left behind", QUIET_S)
 
     def _left(self) -> dict[str, Any]:
         """What is left of requests."""
         split = self.split
         with Client.open(split.node.url) as client:
             quiet = is_quiet(client.statistics())
-        left: dict[str, Any] = {"node": not quiet}
+        left: dict[str, Any] = {"node": not quiet, "processes": processes() - self.processes}
         for name, one in (("prefill", split.prefill), ("decode", split.decode)):
             for gauge in ("num_requests_running", "num_requests_waiting"):
                 left[f"{name} {gauge}"] = one.gauge(gauge)
@@ -101,6 +103,11 @@ class World:
             load = {name: value for name, value in instance["load"].items() if value}
             left[f"load of {instance['id']}"] = load
         return {name: value for name, value in left.items() if value}
+
+
+def processes() -> int:
+    """How many processes this one has started, and these, that are there."""
+    return len(psutil.Process().children(recursive=True))
 
 
 def metrics_of(url: str, prefix: str) -> dict[str, float]:
@@ -144,29 +151,32 @@ def test_a_hundred_prompts_of_conversations(world: World) -> None:
     instance has loaded the blocks."""
     before = world.split.loaded_tokens()
 
-    def talk(number: int) -> None:
+    def talk(number: int) -> list[Outcome]:
         with httpx.Client(base_url=world.split.door.gateway_url, trust_env=False) as http:
-            http.timeout = 120.0
-            for turn, (ids, expected) in enumerate(world.conversations[number]):
-                one = asked(http, ids, expected, (number + turn) % 2 == 0)
-                one.assert_right(may_fail=False)
-                assert (one.route, one.fallback) == (("prefill", "decode"), "")
+            http.timeout = DEADLINE_S
+            turns = enumerate(world.conversations[number])
+            return [asked(http, *pair, (number + turn) % 2 == 0) for turn, pair in turns]
 
     with ThreadPoolExecutor(5) as clients:
-        list(clients.map(talk, range(CONVERSATIONS)))
+        outcomes = [one for ends in clients.map(talk, range(CONVERSATIONS)) for one in ends]
+    for one in outcomes:
+        one.assert_right(may_fail=False)
+        assert one.route == ("prefill", "decode")
     prompts = [ids for turns in world.conversations for ids, _ in turns]
-    assert len(prompts) == 100
+    assert len(prompts) == len(outcomes) == 100
     most = sum(len(ids) // BLOCK_TOKENS * BLOCK_TOKENS for ids in prompts)
-    # On a busy machine a lookup may take too long.
+    # On a busy machine a lookup or a decision may take too long.
     assert 0.9 * most <= world.split.loaded_tokens() - before <= most
+    assert sum(not one.fallback for one in outcomes) > 90
     world.assert_quiet()
 
 
-def leave(split: Split, ids: list[int], *, first_token: bool) -> None:
-    """Ask for a long answer, and hang up: after its first token, or before."""
-    body = {**body_of(ids), "max_tokens": 900, "stream": True}
+def leave(split: Split, ids: list[int], after_s: float | None, stream: bool) -> None:
+    """Ask for a long answer, and hang up: after so many seconds without any of it, None: after its
+    first token."""
+    body = {**body_of(ids), "max_tokens": 900, "stream": stream}
     with httpx.Client(base_url=split.door.gateway_url, trust_env=False) as http:
-        http.timeout = httpx.Timeout(120.0 if first_token else 0.05)
+        http.timeout = httpx.Timeout(DEADLINE_S if after_s is None else after_s)
         with (
             contextlib.suppress(httpx.ReadTimeout),
             http.stream("POST", "/v1/completions", json=body) as response,
@@ -175,17 +185,26 @@ def leave(split: Split, ids: list[int], *, first_token: bool) -> None:
 
 
 def test_clients_hang_up(world: World) -> None:
+    """While their prompts are prefilled, between the instances, and in mid-stream."""
     split = world.split
-    cancelled = metrics_of(split.door.gateway_url, "tiffin_gateway_")["cancelled_total"]
+    before = cancelled(split)
     prompts = [ids for ids, _ in world.script[-8:]]
+    ways = [(None, True), *itertools.product((0.02, 0.1, 0.3), (True, False))]
     with world.load() as load, ThreadPoolExecutor(4) as others:
         load.await_answers()
-        for first_token in (True, False):
-            list(others.map(partial(leave, split, first_token=first_token), prompts))
+        for after_s, stream in ways:
+            leaving = partial(leave, split, after_s=after_s, stream=stream)
+            list(others.map(leaving, prompts))
         load.await_answers()
     load.assert_right()
-    assert metrics_of(split.door.gateway_url, "tiffin_gateway_")["cancelled_total"] >= cancelled + 8
+    # A first token may be there before 0.3 s: that client leaves after it, as others do.
+    assert cancelled(split) - before == len(ways) * len(prompts)
     world.assert_quiet()
+
+
+def cancelled(split: Split) -> float:
+    """The requests whose client hung up, as the gateway has seen."""
+    return metrics_of(split.door.gateway_url, "tiffin_gateway_")["cancelled_total"]
 
 
 def test_the_node_stands_still(world: World) -> None:
@@ -248,7 +267,8 @@ def test_an_instance_is_killed(world: World, name: str) -> None:
         world.await_loads()
     load.assert_right(killed_at, served_at)
     errors = Counter(one.error for one in load.outcomes)
-    nobody = {"no_instance", f"rejected_no_{name}"}
+    # On a busy machine the conductor may be late, and no other instance can be asked.
+    nobody = {"no_instance", f"rejected_no_{name}", "unavailable"}
     assert nobody & set(errors)
     assert set(errors) <= {"", "engine_failed", "500", *nobody}
     world.assert_quiet()
