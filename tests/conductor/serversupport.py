@@ -70,9 +70,15 @@ class Process:
     )
 
     def __init__(self, *options: str) -> None:
+        self._options = options
+        self.process: subprocess.Popen[str]
+        self.start()
+
+    def start(self) -> None:
+        """Start, or start again after `end`; returns at once."""
         path = os.pathsep.join(filter(None, sys.path))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", self.CODE, self.COMMAND, *options],
+            [sys.executable, "-c", self.CODE, self.COMMAND, *self._options],
             env={**os.environ, "PYTHONPATH": path, "COLUMNS": "300", "TERM": "dumb"},
             stderr=subprocess.PIPE,
             text=True,

@@ -16,6 +16,7 @@ from kvsupport import Daemon, wait_until
 from vllmsupport import MODEL, PATIENCE_S, VARIABLE, FrontDoor, front_door, make_model
 
 from tiffin.conductor.client import ConductorClient
+from tiffin.conductor.errors import ConductorError
 from tiffin.conductor.records import InstanceSpec, Load, Role
 
 if TYPE_CHECKING:
@@ -65,9 +66,11 @@ class Split:
         assert response.headers["x-tiffin-prefill"] == "prefill"
         assert response.headers["x-tiffin-decode"] == "decode"
 
-    def alone(self, ids: Sequence[int]) -> list[int]:
-        """The tokens of one instance that computes all of it."""
-        response = self.prefill.http.post("/v1/completions", json=body_of(ids))
+    def alone(self, ids: Sequence[int], tokens: int = ANSWER_TOKENS) -> list[int]:
+        """The tokens of one instance that computes all of it. What it stores, by a salt, nobody
+        else finds."""
+        body = {**body_of(ids), "max_tokens": tokens, "cache_salt": "alone"}
+        response = self.prefill.http.post("/v1/completions", json=body)
         assert response.status_code == 200, response.text
         return list(response.json()["choices"][0]["token_ids"])
 
@@ -82,6 +85,7 @@ def pool_options(url: str, role: str, **settings: Any) -> tuple[str, str]:
         "kv_connector": "TiffinConnector",
         "kv_connector_module_path": "tiffin.kvstore.connectors.vllm",
         "kv_role": role,
+        "kv_load_failure_policy": "recompute",
         # Lookups time out on a busy machine: then the prompt would be computed, and nothing shown.
         "kv_connector_extra_config": {
             "url": url,
@@ -110,14 +114,17 @@ def body_of(ids: Sequence[int]) -> dict[str, Any]:
 def beating(
     conductor: str, specs: Sequence[InstanceSpec], schema: KVSchema | None = None
 ) -> Iterator[None]:
-    """Register the instances and send their heartbeats."""
+    """Register the instances and send their heartbeats while they are healthy, also to a conductor
+    that was started again."""
     ended = threading.Event()
 
     def beat() -> None:
-        with ConductorClient(conductor) as client:
+        with ConductorClient(conductor) as client, httpx.Client(trust_env=False) as http:
             while not ended.wait(0.5):
                 for spec in specs:
-                    client.register(spec, Load(), schema)
+                    with contextlib.suppress(httpx.HTTPError, ConductorError):
+                        http.get(f"{spec.url}/health", timeout=2).raise_for_status()
+                        client.register(spec, Load(), schema)
 
     thread = threading.Thread(target=beat)
     thread.start()

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from ...wire.models import InstanceReply
 
-# A restarted conductor lists no instances until they send their next heartbeats, some seconds
-# later. For so long the cache keeps the previous list.
+# A restarted conductor lists no instance, or not all, until they send their next heartbeats, some
+# seconds later. For so long the cache keeps the previous list, or remembers who was on it.
 EMPTY_S = 15.0
 # A label of an instance: "true" if its engine accepts `shards`, a context whose KV cache is spread
 # over several instances.
@@ -64,6 +64,8 @@ class Known:
 
     def __init__(self) -> None:
         self._instances: dict[str, InstanceReply] = {}
+        # Instances that were ready, and since when the conductor lists them no more.
+        self._forgotten: dict[str, tuple[InstanceReply, float]] = {}
         self._heard_at: float | None = None
         self._turns: Counter[tuple[str, str]] = Counter()  # per model and kind of instance
 
@@ -78,7 +80,15 @@ class Known:
                 return
         else:
             self._heard_at = now
+        was_ready = {
+            name: (one, now) for name, one in self._instances.items() if one.status == "ready"
+        }
         self._instances = {one.id: one for one in instances}
+        self._forgotten = {
+            name: (one, since)
+            for name, (one, since) in {**was_ready, **self._forgotten}.items()
+            if name not in self._instances and now - since < EMPTY_S
+        }
         models = {one.model for one in instances}
         self._turns = Counter({key: n for key, n in self._turns.items() if key[0] in models})
 
@@ -108,7 +118,19 @@ class Known:
     def turn(self, model: str, avoid: Collection[str]) -> InstanceRoute | None:
         """Round-robin route for a request that the conductor has not placed: a MIXED instance; else
         a prefill and a decode instance. None if there are no instances but those to `avoid`."""
-        usable = self._usable(model, avoid)
+        return self._route(self._usable(model, avoid))
+
+    def turn_forgotten(self, model: str, avoid: Collection[str]) -> InstanceRoute | None:
+        """`turn`, with the instances that the conductor has listed until a moment ago: one that was
+        restarted hears of them soon. None if it lists all of the model's."""
+        forgotten = [
+            one
+            for one, _ in self._forgotten.values()
+            if one.model == model and one.url and one.id not in avoid
+        ]
+        return self._route([*self._usable(model, avoid), *forgotten]) if forgotten else None
+
+    def _route(self, usable: Sequence[InstanceReply]) -> InstanceRoute | None:
         both = self._next(Role.MIXED, usable)
         if both is not None:
             return InstanceRoute(both, both)

@@ -3,6 +3,7 @@ round-robin over the instances."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -106,6 +107,8 @@ class Placer:
         self._health.answered()
         if not isinstance(decided, Rejection):
             return self._usable(ask, decided, avoid)
+        if not decided.overloaded and (placed := await self._forgotten(ask, avoid)):
+            return placed
         if avoid and not decided.overloaded:
             raise NoInstance(f"no other instance of {ask.model!r} that answers is known")
         return decided
@@ -178,6 +181,22 @@ class Placer:
         return tuple(
             Shard(one.instance, self._known.url(one.instance), one.tokens) for one in decided.shards
         )
+
+    async def _forgotten(self, ask: ClientRequest, avoid: Collection[str]) -> Placement | None:
+        """A placement over instances that the conductor does not list any more, for a request for
+        which it has none that is ready: perhaps it was restarted. None if it lists all."""
+        known = self._known
+        if not self._config.fallback or not (
+            known.turn(ask.model, avoid) or known.turn_forgotten(ask.model, avoid)
+        ):
+            return None
+        with contextlib.suppress(ConductorError):  # what is known may be older than the restart
+            known.update(await self._client.instances(), self._clock())
+        route = known.turn_forgotten(ask.model, avoid)
+        if route is None:
+            return None
+        self._metrics.fallbacks.labels("model_unknown").inc()
+        return Placement(routes=(route,), fallback="model_unknown")
 
     def _by_turns(
         self,

@@ -95,15 +95,17 @@ class StepReport:
     """What happened in one worker since its last report, or in several workers.
 
     `failed`: by request, the position in its prompt of the first block that could not be loaded.
-    `ended_saves`: numbers of save orders that have ended, whether or not blocks were stored.
+    `ended_saves`: numbers of save orders that have ended, whether or not blocks were stored;
+    `failed_saves`: those of them that have left blocks unstored.
     `ended_loads`: those of load orders with held blocks. `mapped`: memory of nodes of this host
-    that can be read now. The last three say how many workers report it.
+    that can be read now. Those that count say how many workers report it.
     """
 
     failed: dict[str, int] = field(default_factory=dict)
     ended_saves: Counter[int] = field(default_factory=Counter)
     ended_loads: Counter[int] = field(default_factory=Counter)
     mapped: Counter[RegionId] = field(default_factory=Counter)
+    failed_saves: frozenset[int] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.failed or self.ended_saves or self.ended_loads or self.mapped)
@@ -118,4 +120,5 @@ class StepReport:
             self.ended_saves + other.ended_saves,
             self.ended_loads + other.ended_loads,
             self.mapped + other.mapped,
+            self.failed_saves | other.failed_saves,
         )

@@ -110,6 +110,7 @@ class RequestTracker:
         self._given_up: list[int] = []
         self._unended: dict[int, tuple[str, int]] = {}  # by save: its request, ranks still at it
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # keys that were used once
+        self._saves_fail = False  # whether the saves that ended last have left blocks unstored
         self._number = 0
         self._step = 0
         self.decoding = False  # whether the last step decoded for any request
@@ -330,9 +331,10 @@ class RequestTracker:
 
     def promise(self, request_id: str, confirmed: int) -> int:
         """How many leading blocks of a request, which is about to finish, are in the pool then or
-        are being saved. Of the policy "second" nobody knows."""
+        are being saved. Of the policy "second" nobody knows; and while saves fail, who waited for
+        these blocks would wait in vain."""
         request, options = self._requests.get(request_id), self._options
-        if request is None or not options.saves or options.save != "always":
+        if request is None or not options.saves or options.save != "always" or self._saves_fail:
             return 0
         if request.began_with is None or confirmed <= request.began_with:
             return 0
@@ -358,6 +360,8 @@ class RequestTracker:
             request = self._requests.get(request_id)
             if request is not None:
                 request.failed_from = min(request.failed_from, block)
+        if report.ended_saves:
+            self._saves_fail = bool(report.failed_saves)
         for number, ranks in report.ended_saves.items():
             request_id, left = self._unended.pop(number, ("", 0))
             if left > ranks:

@@ -63,10 +63,12 @@ _NOTHING = StepReport()
 
 
 class Save:
-    """One save. The engine's thread may give up what it has not copied yet."""
+    """One save. The engine's thread may give up what it has not copied yet. `failed`: it has ended,
+    and not all of its blocks are stored, or will be by another writer."""
 
     def __init__(self, order: SaveOrder) -> None:
         self.order = order
+        self.failed = False
         self._given_up = self._copying = False
         self._changed = threading.Condition()
 
@@ -241,6 +243,8 @@ class WorkerSide:
                 if saving.done():
                     saves.remove((save, saving))
                     self._report.ended_saves[save.order.number] += 1
+                    if save.failed:
+                        self._report.failed_saves |= {save.order.number}
             if not saves:
                 del self._saving[request_id]
         saved = self._finished - self._saving.keys()
@@ -453,16 +457,19 @@ class WorkerSide:
             slots.commit()
             tokens = len(slots.stored) * order.prefix.schema.block_tokens
             self.counters.add("saved_tokens", tokens)
+            there = {*slots.stored, *slots.pending, *slots.resident, *slots.busy}
+            save.failed = len(there) < len(order.prefix)
 
         began = time.monotonic()
         try:
             self._link.call(put)
-        except TiffinError as error:
-            self.counters.add("save_failures", label=type(error).__name__)
-            log.debug("%s: not saved: %s", order.request_id, error)
         except Exception as error:
+            save.failed = True
             self.counters.add("save_failures", label=type(error).__name__)
-            log.exception("%s: not saved", order.request_id)
+            if isinstance(error, TiffinError):
+                log.debug("%s: not saved: %s", order.request_id, error)
+            else:
+                log.exception("%s: not saved", order.request_id)
         finally:
             save.drain()
         self.counters.add("save_seconds", time.monotonic() - began)

@@ -530,6 +530,39 @@ class TestTheConductorIsGone:
 
         run(scenario)
 
+    @pytest.mark.parametrize("stale", [True, False])
+    @pytest.mark.parametrize("forgotten", ["p0", "d0"])
+    def test_it_was_restarted_and_knows_one_of_two_yet(self, forgotten: str, stale: bool) -> None:
+        """`stale`: the gateway has not heard of that before the request."""
+
+        async def scenario() -> None:
+            prefill, decode = Engine("p0", Role.PREFILL), Engine("d0", Role.DECODE)
+            async with cluster(prefill, decode) as it:
+                it.core.remove(forgotten, asyncio.get_running_loop().time())
+                if not stale:
+                    await it.gateway.refresh()
+                response = await it.post({"prompt": PROMPT})
+                assert response.status_code == 200, response.text
+                assert response.headers["x-tiffin-fallback"] == "model_unknown"
+                assert response.headers["x-tiffin-decode"] == "d0"
+
+        run(scenario)
+
+    @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+    def test_it_has_no_instance_to_give_and_forgot_none(self, role: Role) -> None:
+        """An instance that drains gets nothing, also if the gateway does not know that yet."""
+
+        async def scenario() -> None:
+            prefill, decode = Engine("p0", Role.PREFILL), Engine("d0", Role.DECODE)
+            async with cluster(prefill, decode) as it:
+                drained = "p0" if role is Role.PREFILL else "d0"
+                it.core.drain(drained, asyncio.get_running_loop().time())
+                response = await it.post({"prompt": PROMPT})
+                assert response.status_code == 503
+                assert response.json()["error"]["code"] == f"rejected_no_{role.value}"
+
+        run(scenario)
+
     def test_in_the_middle_of_a_stream_nobody_notices(self) -> None:
         async def scenario() -> None:
             engine = Engine("m0", hold_at=2)

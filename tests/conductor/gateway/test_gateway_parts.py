@@ -309,6 +309,24 @@ class TestKnown:
         known.update([], EMPTY_S + 1.0)
         assert known.models() == []
 
+    def test_who_is_forgotten_is_remembered_for_a_moment(self) -> None:
+        known = Known()
+        known.update([instance("p", "prefill"), instance("d", "decode")], 0.0)
+        assert known.turn_forgotten(MODEL, ()) is None, "all are listed"
+        known.update([instance("p", "prefill")], 1.0)
+        route = known.turn_forgotten(MODEL, ())
+        assert route is not None
+        assert route.names == ("p", "d")
+        assert known.turn(MODEL, ()) is known.turn_forgotten(MODEL, ["d"]) is None
+        known.update([instance("p", "prefill")], EMPTY_S + 1.0)
+        assert known.turn_forgotten(MODEL, ()) is None, "for too long"
+
+    def test_who_drained_before_it_left_is_not_remembered(self) -> None:
+        known = Known()
+        known.update([instance("p", "prefill"), instance("d", "decode", status="draining")], 0.0)
+        known.update([instance("p", "prefill")], 1.0)
+        assert known.turn_forgotten(MODEL, ()) is None
+
 
 # -- reports ---------------------------------------------------------------------------------------
 

@@ -87,6 +87,13 @@ class VllmServer:
             if line.startswith(f"vllm:{name}_total{{") and label in line
         )
 
+    def gauge(self, name: str) -> float:
+        """One of vLLM's gauges, over all labels."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(
+            float(one.rpartition(" ")[2]) for one in lines if one.startswith(f"vllm:{name}{{")
+        )
+
     def engine(self) -> psutil.Process:
         """The process with the scheduler; the HTTP server notices its end, and ends too."""
         children = psutil.Process(self._running().pid).children()
@@ -101,6 +108,13 @@ class VllmServer:
     def kill(self) -> None:
         """SIGKILL to the HTTP server."""
         self._running().kill()
+
+    def kill_all(self) -> None:
+        """SIGKILL to all of its processes; returns when none is left."""
+        process = self._running()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        wait_until(lambda: not _group(process.pid), "no process of the server is left")
 
     def end(self) -> None:
         """End all of its processes that are left, gently at first."""
@@ -121,3 +135,13 @@ class VllmServer:
     def _running(self) -> subprocess.Popen[bytes]:
         assert self._process is not None
         return self._process
+
+
+def _group(number: int) -> list[int]:
+    """The processes of a process group that run, or wait to."""
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(pid) == number and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from kvsupport import payloads_of, wait_until
 from tiffin.kvstore.connectors.vllm import handoff, scheduler_side
 from tiffin.kvstore.connectors.vllm.handoff import Promise
 from tiffin.kvstore.connectors.vllm.model.request_identity import Identity
+from tiffin.kvstore.connectors.vllm.orders import StepReport
 from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
 from tiffin.kvstore.connectors.vllm.request_tracker import RequestTracker, TrackerOptions
 from tiffin.kvstore.connectors.vllm.scheduler_side import SchedulerSide
@@ -93,6 +95,17 @@ class TestPromise:
         self.begin(tracker)
         assert tracker.promise("r", 39) == 0
         assert tracker.promise("unknown", 39) == 0
+
+    def test_nothing_while_saves_fail(self) -> None:
+        """Who decodes would wait for `handoff_timeout_s`."""
+        tracker = self.tracker()
+        self.begin(tracker)
+        tracker.reported(StepReport(ended_saves=Counter([7]), failed_saves=frozenset({7})))
+        assert tracker.promise("r", 39) == 0
+        tracker.reported(StepReport(mapped=Counter()))
+        assert tracker.promise("r", 39) == 0, "no other save has ended"
+        tracker.reported(StepReport(ended_saves=Counter([8])))
+        assert tracker.promise("r", 39) == 4
 
 
 class Engine:

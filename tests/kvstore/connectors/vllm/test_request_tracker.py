@@ -557,6 +557,12 @@ def test_a_load_failed_if_it_failed_in_any_rank() -> None:
     assert one.joined(other) == other.joined(one) == StepReport({"a": 2, "b": 1, "c": 0}, *both)
 
 
+def test_a_save_failed_if_it_failed_in_any_rank() -> None:
+    one = StepReport(ended_saves=Counter([1, 2]), failed_saves=frozenset({1}))
+    other = StepReport(ended_saves=Counter([1, 2]), failed_saves=frozenset({2}))
+    assert one.joined(other).failed_saves == {1, 2}
+
+
 def test_orders_arrive_in_another_process_as_they_were() -> None:
     prefix = SCHEMA.prefix(PROMPT)
     load = LoadOrder(3, "a", prefix[1:3], 1, (1, 2, 3), places(1, 3), synchronous=True)

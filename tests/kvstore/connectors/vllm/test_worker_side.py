@@ -16,7 +16,7 @@ from pagesupport import BLOCK_PAGES, LAYERS, PAGE_TOKENS, Rank, schema_of
 
 from tiffin.kvstore.blocks.block_places import RegionId
 from tiffin.kvstore.connectors.vllm import worker_side
-from tiffin.kvstore.connectors.vllm.orders import LoadOrder, SaveOrder, StepOrders
+from tiffin.kvstore.connectors.vllm.orders import LoadOrder, SaveOrder, StepOrders, StepReport
 from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
 from tiffin.kvstore.connectors.vllm.settings import Settings
 from tiffin.kvstore.connectors.vllm.worker_side import WorkerSide
@@ -77,14 +77,15 @@ class Worker:
     def save(self, prefix: Prefix, number: int = 1, pages: tuple[int, ...] = PAGES) -> None:
         self.side.begin(StepOrders(saves=[SaveOrder(number, "r", prefix, pages)]))
 
-    def saved(self, number: int = 1) -> None:
-        """Wait for the end of a save."""
+    def saved(self, number: int = 1) -> bool:
+        """Wait for the end of a save. Returns whether all of its blocks are in the pool then."""
 
-        def is_reported() -> bool:
+        def reported() -> StepReport | None:
             self.side.ended()
-            return number in self.side.take_report().ended_saves
+            report = self.side.take_report()
+            return report if number in report.ended_saves else None
 
-        wait_until(is_reported, "the save ends")
+        return number not in wait_until(reported, "the save ends").failed_saves
 
     def load(
         self,
@@ -428,9 +429,25 @@ def test_a_save_to_a_pool_that_is_not_there_ends(
 ) -> None:
     link.before = lambda: (_ for _ in ()).throw(NodeUnavailable("none"))
     worker.save(prefix)
-    worker.saved()
+    assert not worker.saved()
     link.before = lambda: None
     assert hit(link, prefix) == 0
+    worker.save(prefix, number=2)
+    assert worker.saved(number=2)
+    worker.save(prefix, number=3)
+    assert worker.saved(number=3), "what is there already is no failure"
+
+
+def test_a_save_without_room_for_all_of_it_has_failed(
+    worker: Worker, link: GatedLink, prefix: Prefix
+) -> None:
+    tier = link.call(lambda client: client.statistics())["tiers"]["dram"]
+    blocks = tier["capacity_bytes"] // prefix.schema.extent_bytes - 1
+    others = link.call(lambda client: client.reserve(fresh_prefix(blocks, prefix.schema)))
+    worker.save(prefix)
+    assert not worker.saved()
+    assert hit(link, prefix) == 1
+    others.abort()
 
 
 def test_an_error_in_a_copy_stores_nothing(
