@@ -74,6 +74,7 @@ test-engines: engines venv
 	TIFFIN_VLLM=$(abspath $(ENGINES)/bin/python) $(BIN)/pytest -m slow \
 		tests/test_vllm_examples.py tests/conductor/events/test_real_vllm.py \
 		tests/conductor/gateway/test_split_vllm.py \
+		tests/conductor/gateway/test_split_faults_vllm.py \
 		tests/conductor/gateway/test_local_prefill_vllm.py
 
 test-slow: venv
