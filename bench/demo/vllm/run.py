@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 REQUESTS = 24
 ANSWER_TOKENS = 16
-CLIENTS = 2
 START_S = 300.0  # several processes import vLLM, on a few cores
 # Of `bench.vllm.engine.model`, which `make_model` there writes.
 SCHEMA = KVSchema.gqa(model=servers.MODEL, layers=8, kv_heads=4, head_dim=32, dtype="float32")
@@ -198,7 +197,8 @@ class _Demo:
             return sum(one.counter("tiffin_loaded_tokens") for one in instances[role])
 
         before = {role: loaded(role) for role in instances}
-        with ThreadPoolExecutor(CLIENTS) as clients:
+        # As many as instances that decode: with more, waits for each other would count.
+        with ThreadPoolExecutor(len(instances[Role.DECODE])) as clients:
             outcome.split = list(clients.map(one, range(len(self._prompts))))
         outcome.found_tokens = loaded(Role.PREFILL) - before[Role.PREFILL]
         outcome.handed_tokens = loaded(Role.DECODE) - before[Role.DECODE]

@@ -27,6 +27,8 @@ log = logging.getLogger("tiffin.gateway")
 # Back-off: after so long one request, or the regular refresh, tries a failed conductor again.
 REST_S = 1.0
 _ENDS = ("finished", "cancelled")
+# How often the end of a request is told, `REST_S` apart, to a conductor that does not answer.
+_END_TRIES = 4
 
 
 class Health:
@@ -103,7 +105,7 @@ class Reporter:
         """Report in the background that a request without a `ConductorReport` has ended; the
         conductor may never have placed it."""
         event = RequestEvent(request_id, "cancelled", tenant=tenant, conductor=conductor)
-        self.spawn(self._cancelled(event))
+        self.spawn(self.end(event))
 
     async def say(self, event: RequestEvent) -> Rejection | None:
         """Send one event now. Returns a rejection if the conductor rejects the request after all.
@@ -132,9 +134,19 @@ class Reporter:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
-    async def _cancelled(self, event: RequestEvent) -> None:
-        with contextlib.suppress(ConductorError):
-            await self.say(event)
+    async def end(self, event: RequestEvent) -> None:
+        """Send an event that ends a request, several times if the conductor does not answer: no
+        later event says so, and the request would count as running for minutes."""
+        for left in reversed(range(_END_TRIES)):
+            try:
+                await self.say(event)
+            except ConductorUnavailable:
+                if left:
+                    await asyncio.sleep(REST_S)
+                continue
+            except ConductorError:  # for example, it does not know the request
+                pass
+            return
 
 
 class ConductorReport:
@@ -218,7 +230,7 @@ class ConductorReport:
             if tokens:
                 await self._say(self._event("tokens", tokens))
             if end:
-                await self._say(self._event(end))
+                await self._reporter.end(self._event(end))
 
     async def _say(self, event: RequestEvent) -> None:
         """Send one event. A failed event is not retried: the next event says more."""

@@ -19,7 +19,12 @@ from hypothesis import strategies as st
 from msgspec import Raw
 from typer.main import get_command
 
-from tiffin.conductor.errors import ConductorUnavailable, InvalidRequest
+from tiffin.conductor.errors import (
+    ConductorError,
+    ConductorUnavailable,
+    InvalidRequest,
+    UnknownRequest,
+)
 from tiffin.conductor.gateway.cli import commands
 from tiffin.conductor.gateway.config import (
     GatewayConfig,
@@ -45,6 +50,7 @@ from tiffin.conductor.gateway.openai.token_counter import (
     answered_tokens,
 )
 from tiffin.conductor.gateway.openai.tokenizing import LocalTokenizer, Tokenizing
+from tiffin.conductor.gateway.requests import conductor_reports
 from tiffin.conductor.gateway.requests.conductor_reports import REST_S, Health, Reporter
 from tiffin.conductor.gateway.server import GatewayOptions
 from tiffin.conductor.records import RequestEvent
@@ -353,9 +359,15 @@ class Listener:
         self.go = asyncio.Event()
         self.go.set()
         self.gone = False
+        self.deaf = 0  # for so many calls
+        self.error: ConductorError | None = None
+        self.calls = 0
 
     async def observe(self, event: RequestEvent) -> None:
-        if self.gone:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        if self.gone or self.calls <= self.deaf:
             raise ConductorUnavailable("gone")
         await self.go.wait()
         self.heard.append(event)
@@ -457,7 +469,42 @@ class TestReports:
 
         asyncio.run(scenario())
 
-    def test_a_conductor_that_is_gone_costs_nothing(self) -> None:
+    @pytest.mark.parametrize("known", [True, False])
+    def test_the_end_is_told_until_it_was_heard(
+        self, known: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nothing after it would say that the request is over."""
+        monkeypatch.setattr(conductor_reports, "REST_S", 0.001)
+
+        async def scenario() -> None:
+            listener = Listener()
+            listener.deaf = 3
+            reports = reporter(listener)
+            if known:
+                report = reports.begin("r", 60.0)
+                report.running()
+                report.end("cancelled")
+            else:
+                reports.cancelled("r")
+            await until(lambda: not len(reports))
+            assert listener.heard == [RequestEvent("r", "cancelled", 0)]
+
+        asyncio.run(scenario())
+
+    def test_a_request_that_the_conductor_does_not_know_is_told_once(self) -> None:
+        async def scenario() -> None:
+            listener = Listener()
+            listener.error = UnknownRequest("r")
+            reports = reporter(listener)
+            reports.cancelled("r")
+            await until(lambda: not len(reports))
+            assert listener.calls == 1
+
+        asyncio.run(scenario())
+
+    def test_a_conductor_that_is_gone_costs_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(conductor_reports, "REST_S", 0.001)
+
         async def scenario() -> None:
             listener = Listener()
             listener.gone = True

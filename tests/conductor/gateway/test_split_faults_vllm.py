@@ -242,7 +242,7 @@ def test_the_node_is_killed(world: World) -> None:
 
 
 def test_the_node_has_no_room(world: World) -> None:
-    """What the prefill instance can't save, the other one computes, without waiting for it."""
+    """What the prefill instance can't save, the other one computes."""
     node = world.split.node
     with world.load() as load:
         load.await_answers()
