@@ -196,9 +196,12 @@ class Conductor:
             return
         route = _chosen(flight.decision) if event.route is None else HedgedRoute(*event.route)
         self._prefilled(flight, route, now)
+        if event.kind == "prefill_done":
+            return
+        self._moved(flight)
         if event.kind == "first_token":
             self._first_token(flight, route, now)
-        elif event.kind == "tokens":
+        else:
             self._tokens(flight, event.tokens, now)
 
     def recheck(self, request_id: str, now: float) -> Rejection | None:
@@ -486,6 +489,7 @@ class Conductor:
     def _prefilled(self, flight: InflightRequest, route: HedgedRoute, now: float) -> None:
         if self.ledger.prefill_done(flight, now):
             self._released(flight)
+            self._hand_over(flight, now)
             self._computed(flight, route, now)
             self.horizon.start(flight.request.id, now)
             self.shadow.prefill_done(flight.request.id, now)
@@ -540,6 +544,17 @@ class Conductor:
     def _released(self, flight: InflightRequest) -> None:
         """The prefill is over: drop it from the in-flight prefills and end its transfers."""
         self.computing.end(flight.request.id)
+        self._moved(flight)
+
+    def _hand_over(self, flight: InflightRequest, now: float) -> None:
+        """The prompt's KV leaves the node of the prefill instance, until the first token."""
+        if flight.prefill_row >= 0 and flight.handover_bytes:
+            node = int(self.cluster.node[flight.prefill_row])
+            self.transfers.begin(node, flight.handover_bytes, now)
+            flight.transfers = ((node, flight.handover_bytes),)
+
+    def _moved(self, flight: InflightRequest) -> None:
+        """The transfers of a request have ended."""
         for node, nbytes in flight.transfers:
             self.transfers.end(node, nbytes)
         flight.transfers = ()

@@ -57,7 +57,9 @@ class InflightRequest:
     factor: float = 1.0
     tbt_factor: float = 1.0
     hbm_blocks: int = 0  # leading blocks that its prefill instance had in HBM
-    transfers: tuple[tuple[int, int], ...] = ()  # (source node, bytes) of its fetches in flight
+    handover_bytes: int = 0  # that leave the prefill instance's node once the prefill is done
+    # (source node, bytes) of what is being moved for it: its fetches, then its hand-over
+    transfers: tuple[tuple[int, int], ...] = ()
     phase: RequestPhase = RequestPhase.PREFILL
     first_token_at: float | None = None
     last_token_at: float | None = None

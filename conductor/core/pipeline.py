@@ -337,11 +337,25 @@ def _move_s(
     cluster = parts.cluster
     if len(decode) == 1 and decode[0] == row:
         return np.zeros(1)
-    tokens = question.request.prompt_tokens
-    nbytes = int(cluster.block_bytes[row]) * tokens / question.block_tokens
+    nbytes = _prompt_bytes(cluster, question, row)
     source = int(cluster.node[row])
     seconds = parts.transfers.seconds(source, _HBM, cluster.node.take(decode), nbytes, now)
     return np.where(decode == row, 0.0, seconds)
+
+
+def _prompt_bytes(cluster: Cluster, question: PolicyQuestion, row: int) -> float:
+    """Bytes of the prompt's KV, in the blocks of an instance."""
+    tokens = question.request.prompt_tokens
+    return int(cluster.block_bytes[row]) * tokens / question.block_tokens
+
+
+def _handover_bytes(cluster: Cluster, question: PolicyQuestion, row: int, decode_row: int) -> int:
+    """Bytes that leave the prefill instance's node for the decode instance: none if it is on the
+    same node, or the same instance."""
+    node = int(cluster.node[row])
+    if decode_row == row or (node >= 0 and node == int(cluster.node[decode_row])):
+        return 0
+    return int(_prompt_bytes(cluster, question, row))
 
 
 def _spread(settings: Settings, asked: DecodeQuestion) -> ContextSpread | None:
@@ -425,6 +439,7 @@ def _flight(
         factor=parts.calibration.factor(names[0], _profile(cluster, row)),
         tbt_factor=parts.calibration.tbt_factor(names[1], _profile(cluster, plan.decode_row)),
         hbm_blocks=int(question.hbm_blocks[at]),
+        handover_bytes=_handover_bytes(cluster, question, row, plan.decode_row),
         transfers=tuple((_node(cluster, fetch.source), fetch.nbytes) for fetch in choice.fetches),
     )
 

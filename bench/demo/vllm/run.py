@@ -168,6 +168,7 @@ class _Demo:
                     node=self._pool.names[0],
                     block_tokens=schema.block_tokens,
                     block_bytes=schema.block_bytes,
+                    kv_capacity_tokens=servers.PAGES * servers.PAGE_TOKENS,
                 )
                 self._stack.enter_context(Presence(url, spec, Load))
         self._client = self._stack.enter_context(ConductorClient(url))

@@ -70,6 +70,43 @@ class TestOneRequest:
             tell(made, "a", "finished", now=3.0)
         assert made.decision("a") is decision
 
+    def test_its_kv_is_on_the_way_between_prefill_and_first_token(self) -> None:
+        """Others that need the same network card wait for it."""
+        made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE))
+        node = int(made.cluster.node[made.cluster.row("p")])
+        nbytes = (160 << 20) * (8 * BLOCK + 10) // BLOCK
+
+        def seconds(now: float) -> float:
+            return float(made.transfers.seconds(node, 1, -1, 1 << 30, now))
+
+        idle_s = seconds(1.0)
+        decision = made.schedule(prompt("a"), 1.0)
+        assert isinstance(decision, Decision)
+        assert (decision.prefill, decision.decode) == ("p", "d")
+        assert seconds(1.0) == idle_s, "nothing is there to be moved yet"
+        tell(made, "a", "prefill_done", now=2.0)
+        assert made.transfers.in_flight_bytes(node) == nbytes
+        sending_s = nbytes / made.settings.transfers.link_bandwidth_bytes_s
+        assert seconds(2.0) == pytest.approx(idle_s + sending_s)
+        assert seconds(2.0 + sending_s) == pytest.approx(idle_s), "it can have been sent"
+        tell(made, "a", "first_token", now=2.001)
+        assert seconds(2.001) == idle_s
+        tell(made, "a", "tokens", "finished", now=3.0, tokens=3)
+        assert made.transfers.in_flight_bytes(node) == 0
+
+    @pytest.mark.parametrize("end", ["cancelled", "finished"])
+    def test_it_may_end_while_its_kv_is_on_the_way(self, end: str) -> None:
+        made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE))
+        made.schedule(prompt("a"), 1.0)
+        tell(made, "a", "prefill_done", end, now=2.0)
+        assert made.transfers.in_flight_bytes(int(made.cluster.node[made.cluster.row("p")])) == 0
+
+    def test_nothing_is_moved_on_one_node(self) -> None:
+        made = conductor(spec("p", Role.PREFILL, node="n"), spec("d", Role.DECODE, node="n"))
+        made.schedule(prompt("a"), 1.0)
+        tell(made, "a", "prefill_done", now=2.0)
+        assert made.transfers.in_flight_bytes(int(made.cluster.node[made.cluster.row("p")])) == 0
+
     def test_what_was_computed_is_found_by_the_next(self) -> None:
         made = conductor(spec("a"), spec("b"), spec("c"))
         first = made.schedule(prompt("long", 64), 1.0)
