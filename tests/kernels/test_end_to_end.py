@@ -24,6 +24,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from tiffin.kernels.paged import gather_scatter
 from tiffin.kvstore import Client
 from tiffin.kvstore.connectors.kernel_tables import layout_of
+from tiffin.kvstore.connectors.transformers.cache_argument import with_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +49,7 @@ def llama_cache() -> Any:
     model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
     cache = DynamicCache(config=config)
     with torch.no_grad():
-        model(torch.arange(100, 100 + toy.PROMPT_TOKENS)[None], past_key_values=cache)
+        model(torch.arange(100, 100 + toy.PROMPT_TOKENS)[None], **with_cache(model, cache))
     return cache
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache
 
+from tiffin.kvstore.connectors.transformers.cache_argument import with_cache
+
 from .model import NEW_TOKENS, build
 
 if TYPE_CHECKING:
@@ -79,9 +81,9 @@ class TransformersEngine:
             for start in range(held, ids.shape[1], CHUNK_TOKENS):
                 output = self.model(
                     ids[:, start : start + CHUNK_TOKENS],
-                    past_key_values=cache,
                     use_cache=True,
                     logits_to_keep=1,
+                    **with_cache(self.model, cache),
                 )
         return int(output.logits[0, -1].argmax())
 

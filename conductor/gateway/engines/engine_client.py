@@ -219,7 +219,7 @@ class Engines:
         """Prefill the prompt on the instance `target`. Returns the `kv_transfer_params` for the
         decode instance, None if there are none, or a `Whole` if the engine refuses. Raises
         EngineError."""
-        body = engine_bodies.prefill_body(ask, handoff)
+        body = engine_bodies.prefill_body(ask, handoff, target.block_tokens)
         answer = await self._whole(target, ask.path, body, headers, _PREFILL_BYTES_MAX)
         if not answer.good:
             return answer

@@ -24,10 +24,11 @@ SHARDS_LABEL = "kv_shards"
 
 @dataclass(frozen=True, slots=True)
 class CallTarget:
-    """An instance's id and its URL; "" if the URL is not known."""
+    """An instance's id, its URL, and how many tokens its blocks have; "" and 0 if not known."""
 
     name: str
     url: str
+    block_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +93,16 @@ class Known:
         models = {one.model for one in instances}
         self._turns = Counter({key: n for key, n in self._turns.items() if key[0] in models})
 
+    def target(self, name: str, url: str = "") -> CallTarget:
+        """The instance; at this URL, if it is given."""
+        one = self._instances.get(name)
+        if one is None:
+            return CallTarget(name, url)
+        return CallTarget(name, url or one.url, one.block_tokens)
+
     def url(self, name: str) -> str:
         """The instance's URL; "" for an unknown instance."""
-        one = self._instances.get(name)
-        return one.url if one is not None else ""
+        return self.target(name).url
 
     def names(self) -> Collection[str]:
         """The instances' ids."""
@@ -157,4 +164,4 @@ class Known:
         turn = (choice[0].model, kind)
         self._turns[turn] += 1
         one = choice[self._turns[turn] % len(choice)]
-        return CallTarget(one.id, one.url)
+        return CallTarget(one.id, one.url, one.block_tokens)

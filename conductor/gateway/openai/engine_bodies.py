@@ -60,11 +60,29 @@ def answer_body(
     return _encoder.encode(ask.fields | changes) if changes else ask.raw
 
 
-def prefill_body(ask: ClientRequest, handoff: Handoff) -> bytes:
+def stored_tokens(ask: ClientRequest, handoff: Handoff, block_tokens: int) -> int | None:
+    """How many of the prompt's tokens a pool can take over, which has whole blocks only; None if
+    that is not known."""
+    ids = ask.prompt.token_ids
+    if (
+        handoff == "vllm"
+        or ids is None
+        or not block_tokens
+        or "truncate_prompt_tokens" in ask.fields
+    ):
+        return None
+    return len(ids) // block_tokens * block_tokens
+
+
+def prefill_body(ask: ClientRequest, handoff: Handoff, block_tokens: int = 0) -> bytes:
     """The body for a prefill instance, which computes the prompt and one token. It keeps the blocks
-    for the decode instance ("vllm") or stores them ("pool"), and answers where they are."""
+    for the decode instance ("vllm") or stores them ("pool"), and answers where they are. What is
+    behind the last whole block of `block_tokens` the decode instance computes."""
     fields = {name: value for name, value in ask.fields.items() if name not in _PREFILL_DROPS}
     fields |= {"stream": Raw(b"false"), **_limit(ask, _ONE)}
+    stored = stored_tokens(ask, handoff, block_tokens)
+    if stored and ask.prompt.token_ids is not None:
+        fields["prompt"] = Raw(_encoder.encode(ask.prompt.token_ids[:stored]))
     fields["kv_transfer_params"] = _HANDOFFS[handoff]
     return _encoder.encode(fields)
 

@@ -78,6 +78,9 @@ class Running:
             if not handed_over(ask, route):
                 return await answering(None)
             handoff = self._config.model(ask.model).handoff
+            if engine_bodies.stored_tokens(ask, handoff, route.prefill.block_tokens) == 0:
+                await prefilled(route)  # there is no block to hand over
+                return await answering(None)
             prefilling = self._prefill(ask, route, span, engine_id, handoff, prefilled)
             if handoff == "stream":
                 node = self._nodes.get(route.prefill.name)

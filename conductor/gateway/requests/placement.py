@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import ConductorError, ConductorUnavailable, UnknownModel
 from ...records import Rejection, Request
-from ..engines.instance_cache import SHARDS_LABEL, CallTarget, InstanceRoute, Shard
+from ..engines.instance_cache import SHARDS_LABEL, InstanceRoute, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -146,11 +146,11 @@ class Placer:
         if no route is left, which happens only with a conductor that does not support `exclude`;
         NoShards."""
         first = InstanceRoute(
-            CallTarget(decided.prefill, decided.prefill_url or self._known.url(decided.prefill)),
-            CallTarget(decided.decode, decided.decode_url or self._known.url(decided.decode)),
+            self._known.target(decided.prefill, decided.prefill_url),
+            self._known.target(decided.decode, decided.decode_url),
         )
         others = [
-            InstanceRoute(CallTarget(a, self._known.url(a)), CallTarget(b, self._known.url(b)))
+            InstanceRoute(self._known.target(a), self._known.target(b))
             for a, b in ((one.prefill, one.decode) for one in decided.alternatives)
         ]
         raced = [route for route in others if route.prefill.url and route.decode.url and ask.stream]

@@ -31,6 +31,7 @@ from tiffin.kernels.layout.transfer_plan import PageMap
 from ...errors import InvalidInput, TiffinError
 from ...verbs.arguments import check_timeout
 from ..cache_transfer import Carrier
+from .cache_argument import with_cache
 from .cache_schema import check_layer, schema_of
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ class PrefixCache:
         kwargs["attention_mask"] = _check_mask(kwargs.get("attention_mask"), input_ids, tokens)
         self._check_arguments(kwargs)
         cache, _ = self.load(input_ids)
-        output = self.model.generate(input_ids, past_key_values=cache, **kwargs)
+        output = self.model.generate(input_ids, **with_cache(self.model, cache), **kwargs)
         self.save(cache, getattr(output, "sequences", output))
         return output
 

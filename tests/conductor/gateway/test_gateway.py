@@ -193,6 +193,42 @@ class TestDisaggregated:
 
         run(scenario)
 
+    @pytest.mark.parametrize("handoff", ["pool", "stream", "vllm"])
+    @pytest.mark.parametrize(("tokens", "stored"), [(600, 512), (1024, 1024), (100, 0)])
+    def test_a_pool_hands_over_whole_blocks(self, handoff: Any, tokens: int, stored: int) -> None:
+        """The rest is computed where it is decoded, and nowhere else."""
+        ids = list(range(tokens))
+
+        async def scenario() -> None:
+            prefill, decode = pair()
+            config = changed(models={MODEL: ModelConfig(handoff=handoff)})
+            async with cluster(prefill, decode, settings=SPLIT, config=config) as it:
+                if handoff == "stream":
+                    decode.hold_at = 0
+                answer = asyncio.create_task(it.post({"prompt": ids, "max_tokens": 9}))
+                await until(lambda: "prefill_done" in it.core.kinds)
+                decode.go.set()
+                assert (await answer).status_code == 200
+                count = tokens if handoff == "vllm" else stored
+                asked = [body["prompt"] for body in prefill.completions]
+                assert asked == ([ids[:count]] if count else [])
+                (body,) = decode.completions
+                assert body["prompt"] == ids
+                assert ("kv_transfer_params" in body) == bool(count)
+
+        run(scenario)
+
+    def test_a_prompt_that_the_engine_cuts_is_left_as_it_is(self) -> None:
+        async def scenario() -> None:
+            prefill, decode = pair()
+            config = changed(models={MODEL: ModelConfig(handoff="pool")})
+            async with cluster(prefill, decode, settings=SPLIT, config=config) as it:
+                asked = {"prompt": list(range(600)), "truncate_prompt_tokens": 550}
+                assert (await it.post(asked)).status_code == 200
+                assert prefill.completions[0]["prompt"] == asked["prompt"]
+
+        run(scenario)
+
     def test_what_must_be_computed_in_one_place_is(self) -> None:
         """vLLM has one set of transfer parameters per request, and so one prompt."""
 

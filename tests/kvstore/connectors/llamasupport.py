@@ -11,6 +11,8 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
+from tiffin.kvstore.connectors.transformers.cache_argument import with_cache  # noqa: E402
+
 BLOCK = 64
 NEW = 12
 POOL = "embedded:?dram=64MiB&prefault=false"
@@ -40,7 +42,7 @@ def computed(model: Any, ids: Any) -> Any:
     """The cache of a prompt, as the model computes it."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(model, cache))
     return cache
 
 

@@ -13,6 +13,7 @@ from llamasupport import BLOCK, POOL, computed, greedy, make_model, plain, token
 
 from tiffin.kvstore import Client  # noqa: E402
 from tiffin.kvstore.connectors.transformers import PrefixCache, schema_of  # noqa: E402
+from tiffin.kvstore.connectors.transformers.cache_argument import with_cache  # noqa: E402
 from tiffin.kvstore.errors import InvalidInput, SchemaError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def test_logits_are_close(client: Client, form: str) -> None:
         cache, hit = cached.load(ids)
         with torch.no_grad():
             exact = model(ids).logits[:, hit:]
-            near = model(ids[:, hit:], past_key_values=cache).logits
+            near = model(ids[:, hit:], **with_cache(model, cache)).logits
         error = (near - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt()
         assert 0 < error < LOGITS_BOUND[form]
 

@@ -27,6 +27,7 @@ from transformers import DynamicCache, GenerationConfig  # noqa: E402
 from tiffin.kvstore import Client  # noqa: E402
 from tiffin.kvstore.connectors.transformers import PrefixCache, identity, schema_of  # noqa: E402
 from tiffin.kvstore.connectors.transformers import prefix_cache as connector  # noqa: E402
+from tiffin.kvstore.connectors.transformers.cache_argument import with_cache  # noqa: E402
 from tiffin.kvstore.errors import InvalidInput  # noqa: E402
 
 if TYPE_CHECKING:
@@ -137,9 +138,9 @@ def test_other_values_in_the_cache_give_other_tokens(cached: PrefixCache, model:
         layer.values.neg_()
     mask = torch.ones_like(ids)
     assert (
-        greedy(model.generate, ids, past_key_values=right, attention_mask=mask)
+        greedy(model.generate, ids, **with_cache(model, right), attention_mask=mask)
         == plain(model, ids)
-        != greedy(model.generate, ids, past_key_values=wrong, attention_mask=mask)
+        != greedy(model.generate, ids, **with_cache(model, wrong), attention_mask=mask)
     )
 
 
@@ -278,6 +279,7 @@ def test_batches_and_padding_are_refused(cached: PrefixCache) -> None:
         {"pixel_values": None},
         {"position_ids": None},
         {"past_key_values": None},
+        {"cache": None},
         {"generation_config": GenerationConfig(num_beams=3)},
     ],
 )
@@ -292,7 +294,7 @@ def test_a_foreign_cache_and_training_mode_are_refused(cached: PrefixCache) -> N
     ids = tokens(2 * BLOCK)
     other = make_model(kv_heads=4)
     theirs = DynamicCache(config=other.config)
-    other(ids, past_key_values=theirs)
+    other(ids, **with_cache(other, theirs))
     with pytest.raises(InvalidInput, match="configuration says"):
         cached.save(theirs, ids)
     cached.model.train()
@@ -349,7 +351,7 @@ def test_a_cache_that_cannot_be_saved_is_no_fault_of_the_pool(
     """The caller gets the error, and the next call asks the pool."""
     ids = tokens(2 * BLOCK + 3)
     cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache)
+    model(ids, **with_cache(model, cache))
     cache.layers[1].values = cache.layers[1].values[:, :, :BLOCK]
     with pytest.raises(InvalidInput, match="can't be saved"):
         cached.save(cache, ids)
