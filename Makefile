@@ -73,7 +73,7 @@ test-engines: engines venv
 	$(ENGINES)/bin/python -m pytest tests/engines
 	TIFFIN_VLLM=$(abspath $(ENGINES)/bin/python) $(BIN)/pytest -m slow \
 		tests/test_vllm_examples.py tests/conductor/events/test_real_vllm.py \
-		tests/conductor/gateway/test_split_vllm.py tests/conductor/gateway/test_stream_vllm.py \
+		tests/conductor/gateway/test_split_vllm.py \
 		tests/conductor/gateway/test_local_prefill_vllm.py \
 		tests/conductor/gateway/test_split_faults_vllm.py \
 		tests/conductor/gateway/test_latency_vllm.py tests/bench/test_demo_vllm.py

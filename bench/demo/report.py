@@ -142,13 +142,10 @@ def _median(times_s: Sequence[float]) -> float:
 # -- for people ------------------------------------------------------------------------------------
 
 
-def table(summary: dict[str, Any]) -> Table:
-    """The trace without and with the pool, in some lines."""
-    workers = summary["prefill_workers"]
+def ttft_table(summary: dict[str, Any], what: str) -> Table:
+    """Times to first token without and with the pool, which is `what`. Others add their rows."""
     made = Table(
-        title=f"{summary['requests']} requests, {summary['prompt_tokens']:,} prompt tokens: "
-        f"{_count(workers, 'process')} alone; then a conductor, {workers} prefill and "
-        f"{summary['decode_workers']} decode workers, {_count(summary['nodes'], 'node')}",
+        title=f"{summary['requests']} requests, {summary['prompt_tokens']:,} prompt tokens: {what}",
         title_justify="left",
     )
     made.add_column("")
@@ -157,6 +154,17 @@ def table(summary: dict[str, Any]) -> Table:
     for name, before_s in summary["ttft_without_s"].items():
         after_s, ratio = summary["ttft_with_s"][name], summary["ttft_ratio"][name]
         made.add_row(f"TTFT {name}", ms(before_s), ms(after_s), f"{ratio:.2f}×")
+    return made
+
+
+def table(summary: dict[str, Any]) -> Table:
+    """The trace without and with the pool, in some lines."""
+    workers = summary["prefill_workers"]
+    made = ttft_table(
+        summary,
+        f"{_count(workers, 'process')} alone; then a conductor, {workers} prefill and "
+        f"{summary['decode_workers']} decode workers, {_count(summary['nodes'], 'node')}",
+    )
     seconds = summary["pass_s"]
     passes = (seconds["without the pool"], seconds["with the pool"])
     made.add_row("whole pass", *(f"{one:.1f} s" for one in passes), end_section=True)

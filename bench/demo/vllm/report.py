@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from ..engines.trace import load_slice, reusable_tokens
-from ..report import differing, distribution, environment, ms
+from ..report import differing, distribution, environment, ttft_table
 from .run import ANSWER_TOKENS, SCHEMA
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from .run import VllmOutcome
 
 
@@ -50,18 +50,11 @@ def summarise(outcome: VllmOutcome) -> dict[str, Any]:
 def table(summary: dict[str, Any]) -> Table:
     """Without and with the pool, in some lines."""
     workers = summary["prefill_workers"]
-    made = Table(
-        title=f"{summary['requests']} requests, {summary['prompt_tokens']:,} prompt tokens: one "
-        f"vLLM alone; then a gateway, a conductor, {workers} vLLM to prefill and {workers} to "
+    made = ttft_table(
+        summary,
+        f"one vLLM alone; then a gateway, a conductor, {workers} vLLM to prefill and {workers} to "
         "decode, one node",
-        title_justify="left",
     )
-    made.add_column("")
-    for name in ("without the pool", "with the pool", "ratio"):
-        made.add_column(name, justify="right")
-    for name, before_s in summary["ttft_without_s"].items():
-        after_s, ratio = summary["ttft_with_s"][name], summary["ttft_ratio"][name]
-        made.add_row(f"TTFT {name}", ms(before_s), ms(after_s), f"{ratio:.2f}×")
     made.add_section()
     hit, possible = summary["hit_rate"], summary["reusable_rate"]
     made.add_row("prompt tokens found", "0.0%", f"{hit:.1%}", f"of {possible:.1%}")

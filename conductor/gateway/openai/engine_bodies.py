@@ -81,8 +81,9 @@ def prefill_body(ask: ClientRequest, handoff: Handoff, block_tokens: int = 0) ->
     fields = {name: value for name, value in ask.fields.items() if name not in _PREFILL_DROPS}
     fields |= {"stream": Raw(b"false"), **_limit(ask, _ONE)}
     stored = stored_tokens(ask, handoff, block_tokens)
-    if stored and ask.prompt.token_ids is not None:
-        fields["prompt"] = Raw(_encoder.encode(ask.prompt.token_ids[:stored]))
+    ids = ask.prompt.token_ids
+    if stored and ids is not None and stored < len(ids):
+        fields["prompt"] = Raw(_encoder.encode(ids[:stored]))
     fields["kv_transfer_params"] = _HANDOFFS[handoff]
     return _encoder.encode(fields)
 

@@ -1,5 +1,5 @@
 """`handoff = "stream"`: the decode instance is asked together with the prefill. The engines are
-stubs; tests/conductor/gateway/test_stream_vllm.py has real ones."""
+stubs; tests/conductor/gateway/test_split_vllm.py has real ones."""
 
 from __future__ import annotations
 

@@ -12,10 +12,9 @@ pytest.importorskip("torch")
 from kvsupport import Background, fresh_prefix, is_quiet, wait_until
 from layersupport import LayeredWorker
 from pagesupport import BLOCK_PAGES, LAYERS, schema_of
-from test_worker_side import BLOCKS, OTHERS, PAGES, URL, Gate, GatedLink, hit
+from test_worker_side import BLOCKS, OTHERS, PAGES, Gate, GatedLink, hit
 
 from tiffin.kvstore.connectors.vllm.orders import StepOrders
-from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
 from tiffin.kvstore.errors import NodeUnavailable, StaleLease
 
 if TYPE_CHECKING:
@@ -25,29 +24,11 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def link() -> Iterator[GatedLink]:
-    link = PoolLink.shared(URL, "always")
-    yield GatedLink(link)
-    link.close()
-
-
-@pytest.fixture
-def client(link: GatedLink) -> Client:
-    client: Client = link.call(lambda client: client)
-    return client
-
-
-@pytest.fixture
 def worker(link: GatedLink, client: Client) -> Iterator[LayeredWorker]:
     one = LayeredWorker(link)
     yield one
     one.side.close()
     wait_until(lambda: is_quiet(client.statistics()), "no reservation is left")
-
-
-@pytest.fixture
-def prefix() -> Prefix:
-    return fresh_prefix(BLOCKS, schema_of(1))
 
 
 def assert_loadable(worker: LayeredWorker, prefix: Prefix) -> None:

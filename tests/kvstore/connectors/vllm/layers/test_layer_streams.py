@@ -11,10 +11,9 @@ pytest.importorskip("torch")
 from kvsupport import fresh_prefix, is_quiet, wait_until
 from layersupport import LayeredWorker
 from pagesupport import BLOCK_PAGES, LAYERS, PAGE_TOKENS, schema_of
-from test_worker_side import BLOCKS, OTHERS, PAGES, URL, GatedLink
+from test_worker_side import BLOCKS, OTHERS, PAGES, GatedLink
 
 from tiffin.kvstore.connectors.vllm.orders import LoadOrder, StepOrders
-from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,19 +41,6 @@ class StreamingWorker(LayeredWorker):
 
 
 @pytest.fixture
-def link() -> Iterator[GatedLink]:
-    link = PoolLink.shared(URL, "always")
-    yield GatedLink(link)
-    link.close()
-
-
-@pytest.fixture
-def client(link: GatedLink) -> Client:
-    client: Client = link.call(lambda client: client)
-    return client
-
-
-@pytest.fixture
 def writer(link: GatedLink) -> Iterator[LayeredWorker]:
     one = LayeredWorker(link)
     yield one
@@ -67,11 +53,6 @@ def reader(link: GatedLink, client: Client) -> Iterator[StreamingWorker]:
     yield one
     one.side.close()
     wait_until(lambda: is_quiet(client.statistics()), "no lease is left")
-
-
-@pytest.fixture
-def prefix() -> Prefix:
-    return fresh_prefix(BLOCKS, schema_of(1))
 
 
 @pytest.mark.parametrize("skipped", range(BLOCK_PAGES))
