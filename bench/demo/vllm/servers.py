@@ -106,6 +106,9 @@ def vllm(name: str, kv_role: str, python: Path, model: str, pool: str, folder: P
         *("env", *_ENVIRONMENT, str(python), "-m", "vllm.entrypoints.cli.main", "serve", model),
         *("--served-model-name", MODEL, "--host", HOST, "--port", str(port)),
         *("--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager"),
+        # A worker process of its own spins for a second after each step: on a few cores, in the
+        # way of the instance that decodes.
+        *("--distributed-executor-backend", "uni"),
         *("--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "4"),
         *("--block-size", str(PAGE_TOKENS), "--num-gpu-blocks-override", str(PAGES)),
         *("--kv-cache-memory-bytes", str(PAGES << 20), "--no-enable-prefix-caching"),
