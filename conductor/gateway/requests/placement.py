@@ -96,6 +96,11 @@ class Placer:
             return self._by_turns(ask, avoid, "conductor_down")
         try:
             decided = await self._ask(ask, sized, avoid, trace)
+            if isinstance(decided, Rejection) and not decided.overloaded:
+                if placed := await self._forgotten(ask, avoid):
+                    return placed
+                if self._known.turn(ask.model, avoid):  # it has registered meanwhile
+                    decided = await self._ask(ask, sized, avoid, trace)
         except ConductorUnavailable as error:
             self._health.failed(self._clock(), error)
             return self._by_turns(ask, avoid, "conductor_down", error)
@@ -107,8 +112,6 @@ class Placer:
         self._health.answered()
         if not isinstance(decided, Rejection):
             return self._usable(ask, decided, avoid)
-        if not decided.overloaded and (placed := await self._forgotten(ask, avoid)):
-            return placed
         if avoid and not decided.overloaded:
             raise NoInstance(f"no other instance of {ask.model!r} that answers is known")
         return decided

@@ -548,6 +548,26 @@ class TestTheConductorIsGone:
 
         run(scenario)
 
+    def test_it_was_restarted_and_the_second_of_two_comes_back_as_it_is_asked(self) -> None:
+        async def scenario() -> None:
+            prefill, decode = Engine("p0", Role.PREFILL), Engine("d0", Role.DECODE)
+            async with cluster(prefill, decode) as it:
+                now, spec = asyncio.get_running_loop().time, it.core.cluster.spec("d0")
+                it.core.remove("d0", now())
+                listed = it.gateway._client.instances
+
+                async def then_registered() -> Any:
+                    it.core.register(spec, now())
+                    return await listed()
+
+                it.gateway._client.instances = then_registered  # type: ignore[method-assign]
+                response = await it.post({"prompt": PROMPT})
+                assert response.status_code == 200, response.text
+                assert response.headers["x-tiffin-decode"] == "d0"
+                assert "x-tiffin-fallback" not in response.headers, "the conductor placed it"
+
+        run(scenario)
+
     @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
     def test_it_has_no_instance_to_give_and_forgot_none(self, role: Role) -> None:
         """An instance that drains gets nothing, also if the gateway does not know that yet."""
