@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -71,6 +72,7 @@ class Process:
 
     def __init__(self, *options: str) -> None:
         self._options = options
+        self._log = tempfile.TemporaryFile("a+", encoding="utf-8")  # noqa: SIM115 # a pipe would fill up
         self.process: subprocess.Popen[str]
         self.start()
 
@@ -80,9 +82,14 @@ class Process:
         self.process = subprocess.Popen(
             [sys.executable, "-c", self.CODE, self.COMMAND, *self._options],
             env={**os.environ, "PYTHONPATH": path, "COLUMNS": "300", "TERM": "dumb"},
-            stderr=subprocess.PIPE,
+            stderr=self._log,
             text=True,
         )
+
+    def log(self) -> str:
+        """What it has logged so far, before it was started again too."""
+        self._log.seek(0)
+        return self._log.read()
 
     def wait_until_it_answers(self, url: str, tls: ssl.SSLContext | bool = True) -> float:
         """Wait until it answers; returns the seconds."""
@@ -99,8 +106,7 @@ class Process:
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """Send a signal; returns the exit status and the log."""
         self.process.send_signal(number)
-        _, log = self.process.communicate(timeout=START_S)
-        return self.process.returncode, log
+        return self.process.wait(timeout=START_S), self.log()
 
     def __enter__(self) -> Process:
         return self
@@ -108,7 +114,8 @@ class Process:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        self._log.close()
 
 
 class GatewayProcess(Process):

@@ -211,7 +211,8 @@ class TestProcess:
 
     def test_a_directory_that_cannot_work_ends_it(self) -> None:
         with Process("--listen", "127.0.0.1:0", "--directory", "ftp://x") as process:
-            _, log = process.process.communicate(timeout=30)
+            process.process.wait(timeout=30)
+            log = process.log()
             assert process.process.returncode != 0
             assert "ftp" in log
 
