@@ -243,7 +243,7 @@ def converse_with_many(
     return script
 
 
-def loadable(tokens: Tokens, page_tokens: int) -> int:
+def loadable(tokens: Tokens) -> int:
     """How many tokens of a prompt an engine does not compute that finds all blocks in the pool."""
     blocks = len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS
-    return min(blocks, (len(tokens) - 1) // page_tokens * page_tokens)
+    return min(blocks, len(tokens) - 1)

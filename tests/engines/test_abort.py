@@ -52,4 +52,4 @@ def test_aborted_requests_harm_nobody(model_folders: Path, node: Daemon, loading
             wait_until(lambda: is_quiet(client.statistics()), "no lease is left", 60.0)
     with Engine(model, pool, **options) as engine:
         cached = engine.play(turns)
-    assert cached == [loadable(prompt, 128) for turn in turns for prompt in turn.prompts]
+    assert cached == [loadable(prompt) for turn in turns for prompt in turn.prompts]

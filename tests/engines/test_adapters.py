@@ -79,7 +79,7 @@ def test_each_adapter_finds_its_own_blocks(
     assert found == dict.fromkeys(adapters, [0] * len(turn.prompts))
     with Engine(model, pool, **OPTIONS) as engine:
         found = cached(engine, turn, renamed(adapters), said)
-    expected = [loadable(prompt, 128) for prompt in turn.prompts]
+    expected = [loadable(prompt) for prompt in turn.prompts]
     assert found == dict.fromkeys(adapters, expected)
 
 

@@ -44,7 +44,7 @@ def test_an_engine_of_another_shape_reads_nothing(
             assert engine.counter("lookups") == sum(len(one) >= 512 for one in turn.prompts)
     assert found == dict.fromkeys(OTHERS, [0] * len(turn.prompts))
     with Engine(model, pool, enable_prefix_caching=False) as engine:
-        assert engine.play([turn]) == [loadable(prompt, 128) for prompt in turn.prompts]
+        assert engine.play([turn]) == [loadable(prompt) for prompt in turn.prompts]
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

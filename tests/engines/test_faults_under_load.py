@@ -109,7 +109,7 @@ class World:
         with Client.open(self.pool_url) as client:
             wait_until(lambda: client.match(prefix).blocks == len(prefix), "it is listed", 60.0)
         answer = self.pooled.complete(prompt)
-        assert (answer.tokens, answer.cached) == (said, loadable(prompt, 128))
+        assert (answer.tokens, answer.cached) == (said, loadable(prompt))
 
     def statistics(self, node: Daemon) -> dict[str, Any]:
         with Client.open(node.url) as client:
@@ -185,7 +185,7 @@ def world(model_folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def test_without_a_fault_all_is_loaded(world: World) -> None:
     """What the other tests compare with."""
-    expected = [(said, loadable(prompt, 128)) for prompt, said in world.script]
+    expected = [(said, loadable(prompt)) for prompt, said in world.script]
 
     def all_is_loaded(server: Server) -> bool:
         answers = server.generate([prompt for prompt, _ in world.script])

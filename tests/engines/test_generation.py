@@ -81,7 +81,7 @@ def test_a_fresh_engine_loads_what_another_stored(start: Start, script: Script) 
     for loading in ("synchronous", "asynchronous", "auto"):
         with start(enable_prefix_caching=False, settings={"loading": loading}) as engine:
             cached = engine.play(turns)
-        assert cached == [loadable(prompt, 128) for turn in turns for prompt in turn.prompts]
+        assert cached == [loadable(prompt) for turn in turns for prompt in turn.prompts]
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -103,9 +103,8 @@ def test_the_pool_changes_no_token(start: Start, script: Script, variant: str) -
     with start(kind, **changes) as engine:
         cached = engine.play(turns)
     prompts = [prompt for turn in turns for prompt in turn.prompts]
-    page_tokens = changes.get("block_size", 128)
     for tokens, prompt in zip(cached, prompts, strict=True):
-        assert tokens >= loadable(prompt, page_tokens)  # more, where it has them itself
+        assert tokens >= loadable(prompt)  # more, where it has them itself
 
 
 LAYERWISE = {"layerwise": "always", "loading": "synchronous"}
@@ -142,7 +141,7 @@ def test_loads_beside_the_forward_pass_change_no_token(
     with start(kind, enable_prefix_caching=False, settings=LAYERWISE) as engine:
         cached = engine.play(turns)
         layers = len(engine.connector._layers)
-    assert cached == [loadable(prompt, 128) for turn in turns for prompt in turn.prompts]
+    assert cached == [loadable(prompt) for turn in turns for prompt in turn.prompts]
     assert steps
     assert set(steps) == {layers}
 
@@ -188,7 +187,7 @@ def test_a_salt_keeps_requests_apart(start: Start, script: Script) -> None:
             answers = engine.generate(turn.prompts, salt)
             assert [answer.tokens for answer in answers] == turn.said
             cached.append([answer.cached for answer in answers])
-    expected = [loadable(prompt, 128) for prompt in turn.prompts]
+    expected = [loadable(prompt) for prompt in turn.prompts]
     assert cached == [[0] * 4, [0] * 4, expected]
 
 
@@ -271,7 +270,7 @@ def test_an_engine_that_starts_before_its_node_uses_it_once_it_is_there(
         await_connection(engine)
         engine.play([turn])
         cached = engine.play([turn])
-    assert cached == [loadable(prompt, 128) for prompt in turn.prompts]
+    assert cached == [loadable(prompt) for prompt in turn.prompts]
 
 
 # -- refusals --------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_a_fresh_engine_loads_what_another_stored(
         engine.play(turns)
     with Engine(model, pool, enable_prefix_caching=False) as engine:
         cached = engine.play(turns)
-    assert cached == [loadable(prompt, 128) for turn in turns for prompt in turn.prompts]
+    assert cached == [loadable(prompt) for turn in turns for prompt in turn.prompts]
     assert loads
 
 
@@ -74,7 +74,7 @@ def test_an_engine_with_an_hbm_tier_loads_a_second_time_without_the_bus(
     model = model_folders / "llama"
     with Engine(model) as engine:
         turns = converse(engine, seed=1, turns=2)
-    all_loadable = [loadable(prompt, 128) for turn in turns for prompt in turn.prompts]
+    all_loadable = [loadable(prompt) for turn in turns for prompt in turn.prompts]
     pool = transfer(shared_node.url, namespace, loading=loading, hbm_bytes="64MiB")
     with Engine(model, pool, enable_prefix_caching=False) as engine:
         engine.play(turns)

@@ -42,7 +42,7 @@ def test_a_second_engine_loads_what_was_saved_by_layer(
     with Engine(model_folders / "llama", transfer(node.url, ""), **options) as engine:
         cached = engine.play(turns)
     page_tokens = options.get("block_size", 128)
-    assert cached == [loadable(prompt, page_tokens) for turn in turns for prompt in turn.prompts]
+    assert cached == [loadable(prompt) for turn in turns for prompt in turn.prompts]
 
 
 class Reader:

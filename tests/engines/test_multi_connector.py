@@ -45,7 +45,7 @@ def test_both_nodes_get_all_and_each_stands_in_for_the_other(
 ) -> None:
     model = model_folders / "llama"
     turns = converse_twice(model)
-    expected = [loadable(prompt, 128) for turn in turns for prompt in turn.prompts]
+    expected = [loadable(prompt) for turn in turns for prompt in turn.prompts]
     with closing(Daemon(dram=256 << 20)) as other:
         pools = [transfer(one.url, "") for one in (node, other)]
         with Engine(model, together(*pools), enable_prefix_caching=False) as engine:

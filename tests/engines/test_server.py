@@ -56,12 +56,12 @@ def test_a_server_and_an_engine_in_this_process_share_blocks(
         Server(model, pool, tmp_path / "log") as server,
         Client.open(shared_node.url) as client,
     ):
-        assert play(server, first) == [loadable(prompt, 128) for prompt in first.prompts]
+        assert play(server, first) == [loadable(prompt) for prompt in first.prompts]
         play(server, second)
         await_stored(client, prefixes)
     with Engine(model, pool, enable_prefix_caching=False) as engine:
         cached = engine.play([second])
-    assert cached == [loadable(prompt, 128) for prompt in second.prompts]
+    assert cached == [loadable(prompt) for prompt in second.prompts]
 
 
 def test_tensor_parallel_workers_load_what_they_stored_in_parts(
@@ -71,7 +71,7 @@ def test_tensor_parallel_workers_load_what_they_stored_in_parts(
     (turn, _) = turns
     with Server(model_folders / "llama", pool, tmp_path / "log", *TWO_RANKS) as server:
         play(server, turn)
-        expected = [loadable(prompt, 128) for prompt in turn.prompts]
+        expected = [loadable(prompt) for prompt in turn.prompts]
         wait_until(lambda: play(server, turn) == expected, "all blocks are stored", 120.0)
 
 

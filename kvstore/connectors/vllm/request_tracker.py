@@ -158,8 +158,8 @@ class RequestTracker:
         self, request_id: str, local_tokens: int, total_tokens: int, now: float
     ) -> tuple[int | None, bool]:
         """How many tokens beyond `local_tokens` (of `total_tokens`) to load, and whether
-        asynchronously; None while the lookup may still be answered. At least one token is left to
-        compute: the engine needs its output."""
+        asynchronously; None while the lookup may still be answered. One token at least is left to
+        compute, as the engine needs its output: it is loaded with its page, and written again."""
         request = self._requests.get(request_id)
         if request is None:
             return 0, False
@@ -177,9 +177,7 @@ class RequestTracker:
         return tokens, not request.synchronous
 
     def _to_load(self, request: TrackedRequest, local_tokens: int, total_tokens: int) -> int:
-        page = self._options.page_tokens
-        last = (total_tokens - 1) // page * page
-        usable = min(self._hit(request) * self._options.block_tokens, last)
+        usable = min(self._hit(request) * self._options.block_tokens, total_tokens - 1)
         tokens = usable - local_tokens
         return tokens if tokens >= max(1, self._options.load_tokens_min) else 0
 
@@ -262,12 +260,12 @@ class RequestTracker:
         begin = request.local_tokens
         if not external_tokens:
             begin = max(begin, computed_tokens)
-        end = begin + external_tokens
-        request.next_save = min(end // block, self._hit(request))
+        end_page = -(-(begin + external_tokens) // page)  # which is loaded whole
+        request.next_save = min(end_page * page // block, self._hit(request))
         request.began_with = None
         if not external_tokens:
             return
-        first, last = begin // block, -(-end // block)
+        first, last = begin // block, -(-end_page * page // block)
         held = self._held(request)
         assert held is not None or not request.synchronous, "a synchronous load that may fail"
         self._loads[request_id] = LoadOrder(
@@ -275,7 +273,7 @@ class RequestTracker:
             request_id,
             request.prefix[first:last],
             (begin - first * block) // page,
-            tuple(pages[begin // page : end // page]),
+            tuple(pages[begin // page : end_page]),
             held.part(0, last - first) if held is not None else None,
             request.synchronous,
             remote="peer" in request.tiers[first:last],

@@ -196,7 +196,7 @@ class TestWaiting(Waiting):
         self.store(link, 5)
         side = self.side()
         side.add("r", PROMPT, Identity("", {}), promise=Promise(9))
-        wait_until(lambda: self.ask(side) == len(PROMPT) - PAGE, "a token is left to compute")
+        wait_until(lambda: self.ask(side) == len(PROMPT) - 1, "a token is left to compute")
         side.close()
 
     def test_a_request_that_is_given_up_waits_no_more(self, link: PoolLink) -> None:
@@ -253,9 +253,9 @@ class TestBesideThePrefill(Waiting):
         side.add("r", PROMPT, Identity("", {}), promise=self.PROMISE)
         self.await_lookups(side, 3)
         slots = link.call(lambda client: client.reserve(prefix[1:2]))
-        wait_until(lambda: self.ask(side) == len(PROMPT) - PAGE, "a token is left to compute")
-        assert side.matched("r", 0, len(PROMPT)) == (len(PROMPT) - PAGE, True), "asynchronously"
-        order = self.order(side, len(PROMPT) - PAGE)
+        wait_until(lambda: self.ask(side) == len(PROMPT) - 1, "a token is left to compute")
+        assert side.matched("r", 0, len(PROMPT)) == (len(PROMPT) - 1, True), "asynchronously"
+        order = self.order(side, len(PROMPT) - 1)
         assert (order.streamed, order.held, order.synchronous) == (True, None, False)
         assert len(order.prefix) == len(prefix)
         slots.abort()
@@ -266,7 +266,7 @@ class TestBesideThePrefill(Waiting):
         side = self.side()
         side.add("r", PROMPT, Identity("", {}), promise=self.PROMISE)
         wait_until(lambda: self.ask(side) is not None, "it is found")
-        order = self.order(side, len(PROMPT) - PAGE)
+        order = self.order(side, len(PROMPT) - 1)
         assert not order.streamed
         side.close()
 
@@ -290,7 +290,7 @@ class TestBesideThePrefill(Waiting):
         slots.abort()
         self.store(link, 5)
         wait_until(lambda: self.ask(side) is not None, "all are stored")
-        assert not self.order(side, len(PROMPT) - PAGE).streamed
+        assert not self.order(side, len(PROMPT) - 1).streamed
         side.close()
 
     def test_after_a_preemption_it_takes_what_there_is(self, link: PoolLink) -> None:
@@ -298,7 +298,7 @@ class TestBesideThePrefill(Waiting):
         slots = link.call(lambda client: client.reserve(prefix))
         side.add("r", PROMPT, Identity("", {}), promise=self.PROMISE)
         wait_until(lambda: self.ask(side) is not None, "it is being written")
-        assert self.order(side, len(PROMPT) - PAGE).streamed
+        assert self.order(side, len(PROMPT) - 1).streamed
         slots.abort()
         self.store(link, 2)
         side.plan([], Engine(), ["r"])

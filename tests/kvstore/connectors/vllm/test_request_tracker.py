@@ -135,10 +135,13 @@ def test_at_least_one_token_is_left_to_compute() -> None:
     case = Case()
     case.add()
     case.answer(5)
-    assert case.match() == (36, True)  # whole pages
-    case.allocate(range(10), 36)
+    assert case.match() == (39, True)
+    case.allocate(range(10), 39)
     (order,) = case.plan().loads
-    assert (len(order.prefix), order.pages) == (5, tuple(range(9)))
+    assert (len(order.prefix), order.pages) == (5, tuple(range(10))), (
+        "the last page is loaded whole"
+    )
+    assert not case.plan(40).saves, "the pool has it"
 
 
 def test_a_request_waits_for_its_lookup_until_the_deadline() -> None:
