@@ -41,7 +41,6 @@ def test_a_second_engine_loads_what_was_saved_by_layer(
         wait_until(lambda: is_quiet(client.statistics()), "no reservation is left")
     with Engine(model_folders / "llama", transfer(node.url, ""), **options) as engine:
         cached = engine.play(turns)
-    page_tokens = options.get("block_size", 128)
     assert cached == [loadable(prompt) for turn in turns for prompt in turn.prompts]
 
 
