@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from tiffin.conductor.errors import ConductorError
 from tiffin.kvstore.errors import TiffinError
 from tiffin.messenger.errors import MessengerError
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _CRASHES = (
     TiffinError,
     MessengerError,
+    ConductorError,
     OSError,
     subprocess.SubprocessError,
     AssertionError,

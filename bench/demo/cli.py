@@ -137,13 +137,13 @@ def demo(
 
 def _end(run: Callable[[], dict[str, Any]]) -> NoReturn:
     """Run the demo, and exit with its status."""
-    from .engines.children import DemoFailed
+    from ..serving.errors import ProcessFailed
 
     for number in (signal.SIGINT, signal.SIGTERM):  # shells ignore the first for background jobs
         signal.signal(number, _interrupt)
     try:
         summary = run()
-    except DemoFailed as failure:
+    except ProcessFailed as failure:
         errors_console.print(str(failure), markup=False, highlight=False)
         raise typer.Exit(DIED) from failure
     except KeyboardInterrupt:

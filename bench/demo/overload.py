@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from .engines.children import DemoFailed
+from ..serving.errors import ProcessFailed
 from .engines.model import VOCAB
 from .engines.trace import load_slice, tokens_of
 from .router import DemoPrompt
@@ -80,7 +80,7 @@ def overload(
     ended: Callable[[str, ServedRequest], None],
 ) -> list[Pass]:
     """Run both passes; `ended` is called with the mode and each ended request. Raises
-    DemoFailed."""
+    ProcessFailed."""
     passes = []
     for number, mode in enumerate(MODES, start=1):
         client.patch({"admission": {"mode": mode, "class_scales": {"normal": SCALE}}})
@@ -100,12 +100,12 @@ def overload(
 
 def shadow_counts(url: str) -> dict[str, int]:
     """The shadow counts of a conductor, from its metrics: requests by outcome. Raises
-    DemoFailed."""
+    ProcessFailed."""
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=_METRICS_TIMEOUT_S) as answer:
             text = answer.read().decode()
     except OSError as error:
-        raise DemoFailed(f"the conductor gave no metrics: {error}") from error
+        raise ProcessFailed(f"the conductor gave no metrics: {error}") from error
     return {
         sample.labels["outcome"]: int(sample.value)
         for family in text_string_to_metric_families(text)

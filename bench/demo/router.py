@@ -92,7 +92,7 @@ class Router:
 
         Either by `clients` clients in a closed loop, each of which sends the next prompt when its
         last one is answered, or at the times `arrivals_s`, whether or not earlier requests have
-        ended. `ttft_s` is the objective. Request ids begin with `name`. Raises DemoFailed and
+        ended. `ttft_s` is the objective. Request ids begin with `name`. Raises ProcessFailed and
         ConductorError.
         """
         begun_at, sent = time.monotonic(), 0

@@ -28,9 +28,10 @@ from tiffin.kvstore.cli.local.local_pool import LocalPool, LocalPoolOptions
 from tiffin.kvstore.errors import NodeUnavailable
 from tiffin.kvstore.sizes import parse_bytes
 
+from ..serving.conducting import PROFILE, conductor, fitted
+from ..serving.errors import ProcessFailed
 from . import overload
-from .conducting import PROFILE, conductor, fitted
-from .engines.children import Crew, DemoFailed, EngineProcess
+from .engines.children import Crew, EngineProcess
 from .engines.model import FULL, QUICK, VOCAB, ModelSize
 from .engines.trace import load_slice, tokens_of
 from .engines.worker import Job, Membership
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from tiffin.conductor.cost.latency_profiles import Profile
     from tiffin.conductor.wire.models import EntryReply
 
-    from .conducting import ConductorProcess
+    from ..serving.conducting import ConductorProcess
 
 START_S = 120.0  # four processes that import torch on a busy machine
 STALL_S = 120.0  # the longest that one request may take
@@ -117,7 +118,7 @@ class DemoOutcome:
 
 
 def run(options: Options, console: Console) -> DemoOutcome:
-    """Run the whole demo, with progress on `console`. Raises DemoFailed."""
+    """Run the whole demo, with progress on `console`. Raises ProcessFailed."""
     outcome, started_s = DemoOutcome(options), time.perf_counter()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiffin-demo-")))
@@ -126,7 +127,7 @@ def run(options: Options, console: Console) -> DemoOutcome:
             demo.run()
         except ConductorError as error:
             demo.look()  # if the conductor has ended, raises an error that says how
-            raise DemoFailed(f"the conductor failed: {type(error).__name__}: {error}") from error
+            raise ProcessFailed(f"the conductor failed: {type(error).__name__}: {error}") from error
     outcome.alone.sort(key=lambda one: one.request)
     outcome.conducted.sort(key=lambda one: one.request)
     outcome.elapsed_s = time.perf_counter() - started_s
@@ -153,7 +154,7 @@ class _Demo:
         }
 
     def run(self) -> None:
-        """All phases. Raises DemoFailed, ConductorError."""
+        """All phases. Raises ProcessFailed, ConductorError."""
         with self._shown("starting nodes and engines"):
             self._pool = self._stack.enter_context(_pool(self._options, self._folder))
             children = self._stack.enter_context(self._children())
@@ -241,7 +242,7 @@ class _Demo:
         outcome.pass_s["with the pool"] = time.perf_counter() - started_s
         try:
             outcome.counters = _counters(self._pool)
-        except DemoFailed:
+        except ProcessFailed:
             self.look()  # an error about a node that died is better than one about no answer
             raise
         for role, names in self._names.items():
@@ -303,11 +304,11 @@ class _Demo:
                 child.stop()
 
     def look(self) -> None:
-        """Raises DemoFailed if a node, its Redis or the conductor has died."""
+        """Raises ProcessFailed if a node, its Redis or the conductor has died."""
         for happening in self._pool.look():
             if happening.kind == "ended":
                 last = "\n".join(happening.lines)
-                raise DemoFailed(f"{happening.name} {happening.words}; its last words:\n{last}")
+                raise ProcessFailed(f"{happening.name} {happening.words}; its last words:\n{last}")
         if self._conductor is not None:
             self._conductor.look()
 
@@ -342,7 +343,7 @@ def _pool(options: Options, folder: Path) -> Iterator[LocalPool]:
         try:
             pool.start(timeout_s=START_S)
         except NodeUnavailable as error:
-            raise DemoFailed(str(error)) from error
+            raise ProcessFailed(str(error)) from error
         yield pool
     finally:
         pool.stop()
@@ -356,7 +357,7 @@ def _counters(pool: LocalPool) -> dict[str, int]:
             with Client.open(f"unix:{pool.socket(index)}", name="demo") as client:
                 total.update(client.statistics()["counters"])
         except TiffinError as error:
-            raise DemoFailed(f"{name} gave no statistics: {error}") from error
+            raise ProcessFailed(f"{name} gave no statistics: {error}") from error
     return dict(total)
 
 

@@ -9,6 +9,7 @@ from ..suite import Suite
 from .decode_gaps import decode_gaps
 from .first_token import home, layerwise, lmcache, mooncake, offloading, remote
 from .hooks import hooks
+from .split import split, split_stream
 
 if TYPE_CHECKING:
     from .setting import Setting
@@ -22,6 +23,8 @@ SUITE: Suite[Setting] = Suite(
         "offloading": offloading,
         "lmcache": lmcache,
         "mooncake": mooncake,
+        "split": split,
+        "split-stream": split_stream,
         "decode-gaps": decode_gaps,
         "hooks": hooks,
     },

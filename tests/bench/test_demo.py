@@ -19,11 +19,11 @@ import psutil
 import pytest
 
 from tiffin.bench.demo import decisions, overload, plot, report
-from tiffin.bench.demo.conducting import fitted
 from tiffin.bench.demo.engines import trace
 from tiffin.bench.demo.engines.model import NEW_TOKENS
 from tiffin.bench.demo.router import DemoPrompt, Router, ServedRequest
 from tiffin.bench.demo.run import Alone, DemoOutcome, Options, objective_s
+from tiffin.bench.serving.conducting import fitted
 from tiffin.conductor.errors import InvalidRequest
 from tiffin.conductor.records import Rejection, Request
 from tiffin.conductor.wire.models import CandidateReply, EntryReply

@@ -9,8 +9,9 @@ import pytest
 from kvsupport import wait_until
 
 from tiffin.bench.demo.engines import children as demo_children
-from tiffin.bench.demo.engines import presence
-from tiffin.bench.demo.engines.children import Crew, DemoFailed, EngineProcess
+from tiffin.bench.demo.engines.children import Crew, EngineProcess
+from tiffin.bench.serving import presence
+from tiffin.bench.serving.errors import ProcessFailed
 from tiffin.conductor.errors import ConductorUnavailable, UnknownRequest
 from tiffin.conductor.records import InstanceSpec, Load, RequestEvent, Role
 
@@ -56,9 +57,9 @@ def test_answers_come_in_the_order_of_the_names(children: list[EngineProcess]) -
 def test_a_child_that_dies_is_named_with_its_last_words(children: list[EngineProcess]) -> None:
     crew = Crew(children, nothing)
     crew.send("two", {"end": True})
-    with pytest.raises(DemoFailed, match=r"(?s)two died and ended with status 1.*my last words"):
+    with pytest.raises(ProcessFailed, match=r"(?s)two died and ended with status 1.*my last words"):
         crew.next(20.0)
-    with pytest.raises(DemoFailed, match="two died and ended with status 1"):
+    with pytest.raises(ProcessFailed, match="two died and ended with status 1"):
         crew.send("two", {"n": 1})
 
 
@@ -67,18 +68,18 @@ def test_silence_and_wrong_answers_are_failures(
 ) -> None:
     monkeypatch.setattr(demo_children, "DEATH_S", 0.01)  # no process is about to die
     crew = Crew(children, nothing)
-    with pytest.raises(DemoFailed, match="said nothing"):
+    with pytest.raises(ProcessFailed, match="said nothing"):
         crew.ask(["one"], {"quiet": 1}, 0.0)
     crew.send("one", {"n": 1})
-    with pytest.raises(DemoFailed, match="instead of 'ready'"):
+    with pytest.raises(ProcessFailed, match="instead of 'ready'"):
         crew.wait_for("ready", ["one"], 20.0)
 
 
 def test_whoever_waits_looks_at_what_else_may_have_died(children: list[EngineProcess]) -> None:
     def look() -> None:
-        raise DemoFailed("node-1 was killed")
+        raise ProcessFailed("node-1 was killed")
 
-    with pytest.raises(DemoFailed, match="node-1"):
+    with pytest.raises(ProcessFailed, match="node-1"):
         Crew(children, look).next(20.0)
 
 

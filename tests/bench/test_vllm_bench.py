@@ -7,12 +7,15 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tiffin.bench.network.setting import Missing
+from tiffin.bench.serving.completions import Answer
 from tiffin.bench.vllm import decode_gaps, hooks
+from tiffin.bench.vllm import split as apart
 from tiffin.bench.vllm.engine.measurements import ATTEMPTS, DecodeGaps, FirstTokens
 from tiffin.bench.vllm.engine_process import GroupProcess
 from tiffin.bench.vllm.first_token import _in_turns
@@ -42,7 +45,7 @@ def times(loaded: float, own: float, repeated: int = 0) -> Times:
 # -- without a vLLM --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", ["remote", "decode-gaps", "hooks"])
+@pytest.mark.parametrize("row", ["remote", "split", "split-stream", "decode-gaps", "hooks"])
 def test_without_a_vllm_every_row_is_left_out_and_says_how_to_get_one(row: str) -> None:
     report = SUITE.run(Setting(Sizes.quick()), [row], started=lambda _: None)
     assert (report.rows, report.crashed) == ([], {})
@@ -240,6 +243,64 @@ def test_what_loading_adds_stands_beside_what_a_peer_adds() -> None:
     assert row.target_text == "ratio <= 0.7"
     assert row.met
     assert row.note == "ours: 1 of 4 measured again: not all was loaded"
+
+
+# -- prefill and decode apart ----------------------------------------------------------------------
+
+
+class FakeSplit:
+    """A service whose instances answer with the prompt's first token, and what `split` says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **split: Any) -> None:
+        self.prefill, self.gateway = SimpleNamespace(name="prefill-1"), SimpleNamespace()
+        self.decode = SimpleNamespace(name="decode-1", counter=lambda _: self.loaded)
+        self.loaded, self.asked, self.prompts = 0, 0, []
+        self._split = {"prefill": "prefill-1", "decode": "decode-1", **split}
+        monkeypatch.setattr(apart, "ask", self.ask)
+
+    def ask(self, server: Any, prompt: list[int], answer: int, name: str, **fields: Any) -> Answer:
+        self.asked += 1
+        taken_s = self.asked / 1000
+        if server is not self.gateway:
+            self.prompts.append(prompt)
+            assert fields["cache_salt"] in name
+            return Answer([prompt[0]] * answer, [taken_s])
+        assert not fields
+        self.loaded += len(prompt) // BLOCK * BLOCK
+        return Answer(**{"tokens": [prompt[0]] * answer, "arrivals_s": [taken_s], **self._split})
+
+
+def test_fresh_prompts_are_asked_of_one_instance_and_split_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service: Any = FakeSplit(monkeypatch)
+    turns = apart.measured(service, tokens=1500, rounds=3)
+    assert (turns.alone, turns.split) == ([0.003, 0.005, 0.007], [0.004, 0.006, 0.008])
+    assert turns.loaded == [1024] * 3
+    assert len({tuple(prompt) for prompt in service.prompts}) == 4
+    row = turns.row("split", bound=1.1)
+    assert (row.name, row.value.p50, row.limit.p50) == ("split-1500", 6.0, 5.0)
+    assert (row.target_text, row.met) == ("ratio <= 1.1", False)
+    assert row.note == "1024 tokens of each prompt loaded by the one that decodes"
+    turns.loaded[1] = 0
+    row = turns.row("split-stream", bound=None)
+    assert (row.name, row.met) == ("split-stream-1500", None)
+    assert row.note.startswith("0 to 1024 tokens")
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"tokens": [-1] * 4}, "other tokens"),
+        ({"prefill": "decode-1"}, "not split: decode-1 prefilled"),
+    ],
+)
+def test_a_split_with_other_tokens_or_on_one_instance_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], message: str
+) -> None:
+    service: Any = FakeSplit(monkeypatch, **said)
+    with pytest.raises(AssertionError, match=message):
+        apart.measured(service, tokens=1024, rounds=1)
 
 
 # -- gaps between tokens ---------------------------------------------------------------------------

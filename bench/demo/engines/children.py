@@ -15,6 +15,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from ...serving.errors import ProcessFailed
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
@@ -27,10 +29,6 @@ STDERR_TAIL_BYTES = 4000
 # Unread lines of all children. Each child sends a few per request, and the demo has some hundred
 # requests in flight at most.
 EVENTS_MAX = 4096
-
-
-class DemoFailed(Exception):
-    """A process died or stopped answering; the message has the end of its standard error."""
 
 
 class EngineProcess:
@@ -56,7 +54,7 @@ class EngineProcess:
             )
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a line of JSON. Raises DemoFailed if the process died, or stopped reading."""
+        """Send a line of JSON. Raises ProcessFailed if the process died, or stopped reading."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(message) + "\n")
@@ -64,7 +62,7 @@ class EngineProcess:
         except OSError as error:
             raise self.failed("stopped reading", if_dead="died") from error
 
-    def failed(self, what: str, *, if_dead: str | None = None) -> DemoFailed:
+    def failed(self, what: str, *, if_dead: str | None = None) -> ProcessFailed:
         """The error to raise, with the end of the process's standard error. Waits for the process
         up to DEATH_S: one whose pipe broke may be about to end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -74,7 +72,7 @@ class EngineProcess:
             what = if_dead
         state = "is still running" if code is None else f"ended with status {code}"
         tail = self._stderr.read_bytes()[-STDERR_TAIL_BYTES:].decode(errors="replace")
-        return DemoFailed(f"{self.name} {what} and {state}; its last words:\n{tail}")
+        return ProcessFailed(f"{self.name} {what} and {state}; its last words:\n{tail}")
 
     def stop(self) -> None:
         """End the process and wait for it."""
@@ -93,8 +91,8 @@ class EngineProcess:
 class Crew:
     """Several children, and one queue of their messages and deaths.
 
-    `look` is called twice a second while no message comes; it raises DemoFailed if something else
-    that the demo needs has died.
+    `look` is called twice a second while no message comes; it raises ProcessFailed if something
+    else that the demo needs has died.
     """
 
     def __init__(self, children: Sequence[EngineProcess], look: Callable[[], None]) -> None:
@@ -105,19 +103,19 @@ class Crew:
             threading.Thread(target=self._listen, args=(child,), daemon=True).start()
 
     def send(self, name: str, message: dict[str, Any]) -> None:
-        """Send a message to one child. Raises DemoFailed."""
+        """Send a message to one child. Raises ProcessFailed."""
         self.children[name].send(message)
 
     def ask(self, names: Sequence[str], message: dict[str, Any], timeout_s: float) -> list[Any]:
         """Send the same message to each child and wait for their answers: the values under the key
-        "done", in the order of the names. Raises DemoFailed."""
+        "done", in the order of the names. Raises ProcessFailed."""
         for name in names:
             self.send(name, message)
         answers = self.wait_for("done", names, timeout_s)
         return [answers[name] for name in names]
 
     def wait_for(self, event: str, names: Sequence[str], timeout_s: float) -> dict[str, Any]:
-        """The value that each child sends under this key. Raises DemoFailed if one dies, sends
+        """The value that each child sends under this key. Raises ProcessFailed if one dies, sends
         nothing in time, or sends something else."""
         answers: dict[str, Any] = {}
         while len(answers) < len(names):
@@ -128,7 +126,7 @@ class Crew:
         return answers
 
     def next(self, timeout_s: float) -> tuple[str, dict[str, Any]]:
-        """The next message and its child. Raises DemoFailed if none comes within `timeout_s`."""
+        """The next message and its child. Raises ProcessFailed if none comes within `timeout_s`."""
         said = self.poll(timeout_s)
         if said is None:
             raise next(iter(self.children.values())).failed(

@@ -183,7 +183,7 @@ class Worker:
         from tiffin.kvstore import Client
         from tiffin.kvstore.connectors.transformers import PrefixCache
 
-        from .presence import Presence
+        from ...serving.presence import Presence
 
         to, job = Membership(**fields), self._job
         self._client = self._stack.enter_context(Client.open(to.pool, name=job.name))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ...serving.servers import SCHEMA
 from ..engines.trace import load_slice, reusable_tokens
 from ..report import differing, distribution, environment, ttft_table
-from .run import ANSWER_TOKENS, SCHEMA
+from .run import ANSWER_TOKENS
 
 if TYPE_CHECKING:
     from rich.table import Table

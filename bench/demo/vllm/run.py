@@ -19,22 +19,20 @@ from typing import TYPE_CHECKING
 
 from tiffin.conductor.client import ConductorClient
 from tiffin.conductor.errors import ConductorError
-from tiffin.conductor.records import InstanceSpec, Load, Role
-from tiffin.kvstore import KVSchema
+from tiffin.conductor.records import Role
 from tiffin.kvstore.cli.local.local_pool import LocalPool, LocalPoolOptions
 from tiffin.kvstore.errors import NodeUnavailable
 
+from ...serving.completions import ask
+from ...serving.conducting import fitted
+from ...serving.errors import ProcessFailed
+from ...serving.split_service import START_S, front, started_instances
 from ...vllm.engine.model import VOCABULARY
 from ...vllm.engine_process import model
 from ...vllm.setting import Setting, Sizes
-from ..conducting import PROFILE, conductor, fitted
-from ..engines.children import DemoFailed
-from ..engines.presence import Presence
 from ..engines.trace import load_slice, tokens_of
 from ..router import ServedRequest
 from ..run import CANDIDATES, LOG_MAX, Alone, shown_progress
-from . import servers
-from .completions import ask
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,14 +40,11 @@ if TYPE_CHECKING:
 
     from tiffin.conductor.wire.models import EntryReply
 
-    from .completions import Answer
-    from .servers import Server
+    from ...serving.completions import Answer
+    from ...serving.servers import Server
 
 REQUESTS = 24
 ANSWER_TOKENS = 16
-START_S = 300.0  # several processes import vLLM, on a few cores
-# Of `bench.vllm.engine.model`, which `make_model` there writes.
-SCHEMA = KVSchema.gqa(model=servers.MODEL, layers=8, kv_heads=4, head_dim=32, dtype="float32")
 _MEASURED_TOKENS = (600, 1500, 3000)  # of two prompts that are answered at a time
 _MEASURED_ANSWER = 48
 
@@ -80,7 +75,7 @@ class VllmOutcome:
 
 
 def run(options: VllmOptions, console: Console) -> VllmOutcome:
-    """Run the demo, with progress on `console`. Raises DemoFailed."""
+    """Run the demo, with progress on `console`. Raises ProcessFailed."""
     outcome, started_s = VllmOutcome(options), time.perf_counter()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiffin-demo-")))
@@ -88,7 +83,7 @@ def run(options: VllmOptions, console: Console) -> VllmOutcome:
         try:
             _Demo(outcome, stack, folder, progress).run()
         except (ConductorError, NodeUnavailable) as error:
-            raise DemoFailed(f"{type(error).__name__}: {error}") from error
+            raise ProcessFailed(f"{type(error).__name__}: {error}") from error
     outcome.elapsed_s = time.perf_counter() - started_s
     return outcome
 
@@ -107,7 +102,7 @@ class _Demo:
         ]
 
     def run(self) -> None:
-        """All phases. Raises DemoFailed, ConductorError, NodeUnavailable."""
+        """All phases. Raises ProcessFailed, ConductorError, NodeUnavailable."""
         self._start()
         self._alone()
         self._start_conductor()
@@ -121,14 +116,9 @@ class _Demo:
         self._stack.callback(self._pool.stop)
         self._pool.start(timeout_s=START_S)
         weights = self._stack.enter_context(model(Setting(Sizes(), options.python)))
-        self._instances: dict[Role, list[Server]] = {Role.PREFILL: [], Role.DECODE: []}
-        for role, kv_role in ((Role.PREFILL, "kv_both"), (Role.DECODE, "kv_consumer")):
-            for number in range(1, options.workers + 1):
-                one = servers.vllm(
-                    *(f"{role}-{number}", kv_role, options.python, weights),
-                    *(f"unix:{self._pool.socket()}", self._folder),
-                )
-                self._instances[role].append(self._stack.enter_context(one))
+        self._instances = self._stack.enter_context(
+            started_instances(self._pool, options.python, weights, self._folder, options.workers)
+        )
         for one in [one for role in self._instances.values() for one in role]:
             one.wait("/health", START_S)
             self._progress.update(task, advance=1)
@@ -157,23 +147,9 @@ class _Demo:
 
     def _start_conductor(self) -> None:
         """The conductor, with a profile of this machine; all instances join; the gateway."""
-        schema = SCHEMA
-        process = conductor(self._pool, self._profile, self._folder, START_S)
-        url = self._stack.enter_context(process).url
-        for role, instances in self._instances.items():
-            for one in instances:
-                spec = InstanceSpec(
-                    *(one.name, servers.MODEL, role, PROFILE),
-                    url=one.url,
-                    node=self._pool.names[0],
-                    block_tokens=schema.block_tokens,
-                    block_bytes=schema.block_bytes,
-                    kv_capacity_tokens=servers.PAGES * servers.PAGE_TOKENS,
-                )
-                self._stack.enter_context(Presence(url, spec, Load))
+        service = front(self._pool, self._profile, self._instances, "pool", self._folder)
+        url, self._gateway = self._stack.enter_context(service)
         self._client = self._stack.enter_context(ConductorClient(url))
-        self._gateway = self._stack.enter_context(servers.gateway(url, schema, self._folder))
-        self._gateway.wait("/readyz", START_S)
 
     def _split(self) -> None:
         """The same prompts through the gateway, by clients that each send the next one when they

@@ -24,7 +24,7 @@ def show(
     chosen: dict[str, Any], quick: bool, out: Path, as_json: bool, console: Console
 ) -> dict[str, Any]:
     """Run, print decisions and a table, and write `demo-vllm.json` to `out`; returns the summary.
-    `chosen`: of VllmOptions, None for a default. Raises DemoFailed."""
+    `chosen`: of VllmOptions, None for a default. Raises ProcessFailed."""
     defaults = {"requests": QUICK_REQUESTS} if quick else {}
     options = VllmOptions(**{**defaults, **{k: v for k, v in chosen.items() if v is not None}})
     outcome = run(options, Console(quiet=True) if as_json else console)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import msgspec
 
-from ..engines.children import DemoFailed
+from .errors import ProcessFailed
 from .servers import MODEL
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Answer:
 def ask(
     server: Server, prompt: Sequence[int], answer_tokens: int, name: str, **fields: Any
 ) -> Answer:
-    """Stream a completion; `name` is the request's id. Raises DemoFailed."""
+    """Stream a completion; `name` is the request's id. Raises ProcessFailed."""
     body = {
         "model": MODEL,
         "prompt": list(prompt),
@@ -53,7 +53,7 @@ def ask(
         ) as response:
             if response.status_code != 200:
                 text = response.read().decode(errors="replace")
-                raise DemoFailed(f"{server.name} answers {response.status_code}: {text[:500]}")
+                raise ProcessFailed(f"{server.name} answers {response.status_code}: {text[:500]}")
             headers = response.headers
             answer = Answer(**{role: headers.get(f"x-tiffin-{role}", "") for role in _ROLES})
             answer.cached_tokens = int(headers.get("x-tiffin-cached-tokens", "0"))
@@ -61,9 +61,9 @@ def ask(
                 _read(line, answer, time.perf_counter() - began)
     except httpx.TransportError as error:
         server.look()
-        raise DemoFailed(f"{server.name} broke off: {type(error).__name__}: {error}") from error
+        raise ProcessFailed(f"{server.name} broke off: {type(error).__name__}: {error}") from error
     if len(answer.tokens) != answer_tokens:
-        raise DemoFailed(f"{server.name} sent {len(answer.tokens)} of {answer_tokens} tokens")
+        raise ProcessFailed(f"{server.name} sent {len(answer.tokens)} of {answer_tokens} tokens")
     return answer
 
 

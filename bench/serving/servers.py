@@ -1,4 +1,4 @@
-"""The HTTP servers of the demo: vLLM processes on the pool, and the gateway."""
+"""The HTTP servers: vLLM processes on the pool, and the gateway."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import httpx
 
+from tiffin.kvstore import KVSchema
 from tiffin.kvstore.cli.local.child_processes import ChildProcess
 from tiffin.kvstore.cli.local.local_redis import free_port
 
-from ..engines.children import DemoFailed
+from .errors import ProcessFailed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from tiffin.kvstore import KVSchema
+Handoff = Literal["pool", "stream"]
 
 HOST = "127.0.0.1"
 MODEL = "demo-llama"
 CONTEXT_TOKENS = 8192
 PAGE_TOKENS = 128
 PAGES = 160
+# Of `bench.vllm.engine.model`, which makes the weights.
+SCHEMA = KVSchema.gqa(model=MODEL, layers=8, kv_heads=4, head_dim=32, dtype="float32")
 STOP_S = 30.0
 _LOOK_S = 0.1
 _REQUEST_S = 300.0
@@ -63,7 +66,7 @@ class Server:
             os.killpg(self._child.process.pid, signal.SIGKILL)
 
     def wait(self, path: str, timeout_s: float) -> None:
-        """Return when `path` answers 200. Raises DemoFailed."""
+        """Return when `path` answers 200. Raises ProcessFailed."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self.look()
@@ -74,7 +77,7 @@ class Server:
         raise self._failed(f"was not ready within {timeout_s:.0f} s")
 
     def look(self) -> None:
-        """Raises DemoFailed if it has ended."""
+        """Raises ProcessFailed if it has ended."""
         if not self._child.alive:
             raise self._failed(self._child.end_in_words())
 
@@ -84,15 +87,17 @@ class Server:
         found = [line for line in lines if line.startswith(f"vllm:{name}_total{{")]
         return int(sum(float(line.rpartition(" ")[2]) for line in found))
 
-    def _failed(self, how: str) -> DemoFailed:
-        return DemoFailed(
+    def _failed(self, how: str) -> ProcessFailed:
+        return ProcessFailed(
             f"{self.name} {how}; its last words:\n" + "\n".join(self._child.last_lines())
         )
 
 
-def vllm(name: str, kv_role: str, python: Path, model: str, pool: str, folder: Path) -> Server:
+def vllm(
+    name: str, kv_role: str, python: Path, model: str, pool: str, folder: Path, **settings: Any
+) -> Server:
     """`vllm serve` on the pool. Without a prefix cache of its own: what it does not compute came
-    from the pool."""
+    from the pool. `settings`: of the connector."""
     port = free_port(HOST)
     transfer = {
         "kv_connector": "TiffinConnector",
@@ -100,7 +105,12 @@ def vllm(name: str, kv_role: str, python: Path, model: str, pool: str, folder: P
         "kv_role": kv_role,
         "kv_load_failure_policy": "recompute",
         # All of this shares a few cores: be patient.
-        "kv_connector_extra_config": {"url": pool, "lookup_timeout_s": 10, "handoff_timeout_s": 10},
+        "kv_connector_extra_config": {
+            "url": pool,
+            "lookup_timeout_s": 10,
+            "handoff_timeout_s": 10,
+            **settings,
+        },
     }
     command = [
         *("env", *_ENVIRONMENT, str(python), "-m", "vllm.entrypoints.cli.main", "serve", model),
@@ -117,11 +127,11 @@ def vllm(name: str, kv_role: str, python: Path, model: str, pool: str, folder: P
     return Server(name, command, port, folder)
 
 
-def gateway(conductor: str, schema: KVSchema, folder: Path) -> Server:
+def gateway(conductor: str, handoff: Handoff, folder: Path) -> Server:
     """`tiffin gateway`, where one instance hands over to another by the pool."""
     port = free_port(HOST)
-    (folder / "schema.json").write_bytes(schema.canonical_bytes())
-    of_model = {"schema_file": str(folder / "schema.json"), "handoff": "pool"}
+    (folder / "schema.json").write_bytes(SCHEMA.canonical_bytes())
+    of_model = {"schema_file": str(folder / "schema.json"), "handoff": handoff}
     config = folder / "gateway.json"
     config.write_text(json.dumps({"models": {MODEL: of_model}}), encoding="utf-8")
     command = [sys.executable, "-c", _PROGRAM, "gateway", "--listen", f"{HOST}:{port}"]

@@ -1,4 +1,4 @@
-"""The conductor of the demo: a process `tiffin conductor` on a free port."""
+"""A conductor: a process `tiffin conductor` on a free port."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiffin.conductor.errors import ConductorError
 from tiffin.kvstore.cli.local.child_processes import ChildProcess
 from tiffin.kvstore.cli.local.local_redis import free_port
 
-from .engines.children import DemoFailed
+from .errors import ProcessFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -67,10 +67,10 @@ def fitted(
     d0, d1, d2 = fit_decode(decode)
     made = Profile(
         name=PROFILE,
-        model="the demo's Llama",
+        model="a small Llama",
         hardware="this machine",
         engine=engine,
-        source="measured at the start of the demo",
+        source="measured at the start",
         licence="",
         prefill=(c0, max(c1, _LEAST_S), c2),
         decode=(max(d0, _LEAST_S), d1, d2),
@@ -87,10 +87,12 @@ class ConductorProcess:
         self.url = url
 
     def look(self) -> None:
-        """Raises DemoFailed if it has ended."""
+        """Raises ProcessFailed if it has ended."""
         if not self._child.alive:
             last = "\n".join(self._child.last_lines())
-            raise DemoFailed(f"the conductor {self._child.end_in_words()}; its last words:\n{last}")
+            raise ProcessFailed(
+                f"the conductor {self._child.end_in_words()}; its last words:\n{last}"
+            )
 
 
 @contextlib.contextmanager
@@ -98,7 +100,7 @@ def conductor(
     pool: LocalPool, profile: Profile, folder: Path, timeout_s: float
 ) -> Iterator[ConductorProcess]:
     """A conductor that follows the pool's nodes by their directory, if there is one. Raises
-    DemoFailed if it does not start."""
+    ProcessFailed if it does not start."""
     (folder / "profiles").mkdir()
     (folder / "profiles" / f"{PROFILE}.json").write_bytes(profile.to_json())
     settings = folder / "conductor.json"
@@ -128,7 +130,7 @@ def _started(options: Sequence[str], log: Path, timeout_s: float) -> tuple[Child
             raise
         child.kill()
         if attempt == _PORT_ATTEMPTS or not any("can't listen" in line for line in lines):
-            raise DemoFailed("the conductor did not start; its last words:\n" + "\n".join(lines))
+            raise ProcessFailed("the conductor did not start; its last words:\n" + "\n".join(lines))
     raise AssertionError("the last attempt returns or raises")
 
 
