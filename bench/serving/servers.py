@@ -38,6 +38,9 @@ _ENVIRONMENT = (
     "VLLM_CPU_OMP_THREADS_BIND=nobind",
     "VLLM_HOST_IP=127.0.0.1",
     "VLLM_NO_USAGE_STATS=1",
+    # Else vLLM for CPUs starts a worker process whatever the executor is; the engine is a process
+    # of its own all the same.
+    "VLLM_ENABLE_V1_MULTIPROCESSING=0",
     "HF_HUB_OFFLINE=1",
 )
 # The command `tiffin gateway`, also where no `tiffin` is installed.
@@ -117,7 +120,7 @@ def vllm(
         *("--served-model-name", MODEL, "--host", HOST, "--port", str(port)),
         *("--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager"),
         # A worker process of its own spins for a second after each step: on a few cores, in the
-        # way of the instance that decodes.
+        # way of the instance that decodes. See `_ENVIRONMENT` too.
         *("--distributed-executor-backend", "uni"),
         *("--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "4"),
         *("--block-size", str(PAGE_TOKENS), "--num-gpu-blocks-override", str(PAGES)),

@@ -58,7 +58,8 @@ class ModelConfig(_Group, frozen=True, kw_only=True):
     handoff: Handoff = "vllm"
     """How a prefill instance hands over to a decode instance: by `kv_transfer_params` that travel
     through the gateway, or by the pool alone, where the one puts what the other gets: with `pool`
-    the decode instance is asked once the prefill has ended, with `stream` both are at once."""
+    the decode instance is asked once the prefill has ended, with `stream` both are at once, if the
+    decision says `layerwise`."""
 
     bytes_per_token: Annotated[float, Meta(ge=0.25, le=64)] = 4.0
     """To estimate lengths: OpenAI's rule of thumb for English, and of UTF-8 right for Chinese, too,

@@ -1,8 +1,8 @@
 """HTTP calls to the instances: tokenise, prefill, answer. The gateway reads an answer's bytes only
 to count tokens, and passes them on unchanged.
 
-Cancelling a call closes its connection, which makes the engine abort the request. This client never
-retries; the caller decides what to do when an instance is gone.
+Cancelling a call closes its connection, which makes the engine abort the request. This client
+retries only what an instance did not read; the caller decides what to do when an instance is gone.
 """
 
 from __future__ import annotations
@@ -155,6 +155,16 @@ class AnswerStream:
             await self._response.aclose()
 
 
+class _Connecting:
+    """A trace of httpcore's: whether the request has opened a connection. On one that was idle an
+    instance may hang up just as the request is sent, and has not read it then."""
+
+    seen = False
+
+    async def __call__(self, event: str, info: object) -> None:
+        self.seen |= event.startswith("connection.connect")
+
+
 class _Prefilled(msgspec.Struct):
     kv_transfer_params: dict[str, Raw] | None = None
 
@@ -286,12 +296,18 @@ class Engines:
         if not target.url:
             raise EngineGone(target, "it has not said where it answers")
         timeout = httpx.Timeout(read_s, connect=self._times.connect_s)
+        connecting = _Connecting()
         try:
             request = self._http.build_request(
                 "POST", target.url.rstrip("/") + path, content=body, headers=dict(headers),
-                timeout=timeout,
+                timeout=timeout, extensions={"trace": connecting},
             )  # fmt: skip
-            response = await self._http.send(request, stream=True)
+            try:
+                response = await self._http.send(request, stream=True)
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                if connecting.seen:
+                    raise
+                response = await self._http.send(request, stream=True)
         except httpx.TransportError as error:
             raise _translated(target, error) from error
         except httpx.InvalidURL as error:

@@ -82,7 +82,7 @@ class Running:
                 await prefilled(route)  # there is no block to hand over
                 return await answering(None)
             prefilling = self._prefill(ask, route, span, engine_id, handoff, prefilled)
-            if handoff == "stream":
+            if handoff == "stream" and placement.layerwise:
                 node = self._nodes.get(route.prefill.name)
                 answer = answering(engine_bodies.beside_prefill(node))
                 return await beside(prefilling, answer)

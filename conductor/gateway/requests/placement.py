@@ -39,7 +39,8 @@ class Placement:
     `fallback` is the reason why the conductor did not place the request, and then nothing is
     reported; "" if the conductor did. `in_doubt`: the conductor's answer did not arrive, so it may
     have placed the request elsewhere. `output_tokens_max` is where the conductor cuts the answer.
-    The conductor expects an event within `alive_s`. `raced`: the conductor expects events to name
+    `layerwise`: whether the prompt's KV is to be handed over while it is computed. The conductor
+    expects an event within `alive_s`. `raced`: the conductor expects events to name
     the route. `wait_for` is the in-flight request whose blocks this request waits for; that wait
     is included in `predicted_ttft_s` (None: not predicted). `shards` says how the context is
     spread over several instances. `conductor` is the URL for the request's events, "" for that of
@@ -48,6 +49,7 @@ class Placement:
 
     routes: tuple[InstanceRoute, ...]
     cached_tokens: int = 0
+    layerwise: bool = False
     output_tokens_max: int | None = None
     alive_s: float = _ALIVE_S
     raced: bool = False
@@ -164,6 +166,7 @@ class Placer:
         return Placement(
             routes=routes,
             cached_tokens=decided.cached_tokens,
+            layerwise=decided.layerwise,
             output_tokens_max=decided.output_tokens_max,
             alive_s=_ALIVE_S if expires_s is None else max(_ALIVE_MIN_S, expires_s * _ALIVE_SHARE),
             raced=bool(decided.alternatives),

@@ -12,7 +12,8 @@ from gatewaysupport import MODEL, Engine, changed, cluster, run, until
 from tiffin.conductor.gateway.config import ModelConfig
 from tiffin.conductor.records import Role
 
-SPLIT = {"disaggregation": {"form": "remote"}}
+SPLIT: dict[str, Any] = {"disaggregation": {"form": "remote", "layerwise_tokens_min": 0}}
+WHOLE: dict[str, Any] = {"disaggregation": {"form": "remote", "layerwise_tokens_min": 512}}
 CONFIG = changed(models={MODEL: ModelConfig(handoff="stream")}, reschedules=0)
 PROMPT = "Where does the lunch of Mumbai come from, and who carries it?"
 ASKED: dict[str, Any] = {"prompt": PROMPT, "stream": True, "max_tokens": 64}
@@ -39,6 +40,20 @@ def test_both_are_asked_at_once(stream: bool) -> None:
             assert (await answer).status_code == 200
             await it.idle()
             assert it.core.kinds[-1] == "finished"
+
+    run(scenario)
+
+
+def test_what_the_conductor_sends_in_one_piece_is_decoded_after_its_prefill() -> None:
+    async def scenario() -> None:
+        prefill, decode = engines()
+        async with cluster(prefill, decode, settings=WHOLE, config=CONFIG) as it:
+            answer = asyncio.create_task(it.post(ASKED))
+            await until(lambda: bool(prefill.completions))
+            prefill.compute.set()
+            assert (await answer).status_code == 200
+            assert it.core.kinds[0] == "prefill_done"
+            assert decode.completions[0]["kv_transfer_params"] == {"tiffin": {"blocks": 1}}
 
     run(scenario)
 

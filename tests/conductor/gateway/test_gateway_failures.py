@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,33 @@ def events_of(body: bytes) -> list[Any]:
     return [text if text == b"[DONE]" else json.loads(text) for text in texts]
 
 
+async def answers_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """An instance that answers the first request of a connection and hangs up at the second."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head.lower())
+    assert length is not None
+    await reader.readexactly(int(length[1]))
+    answer = b'{"choices": [{"index": 0, "text": "on its way"}]}'
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n")
+    writer.write(b"content-length: %d\r\n\r\n%b" % (len(answer), answer))
+    await reader.read(1)
+    writer.close()
+
+
 class TestAnInstanceIsGone:
+    def test_not_if_it_hangs_up_on_an_idle_connection_as_a_request_is_sent(self) -> None:
+        async def scenario() -> None:
+            server = await asyncio.start_server(answers_once, "127.0.0.1", 0)
+            port = server.sockets[0].getsockname()[1]
+            async with server, cluster(Engine("m0")) as it:
+                move(it, "m0", f"http://127.0.0.1:{port}")
+                for _ in range(4):
+                    response = await it.post({"prompt": PROMPT})
+                    assert response.status_code == 200, response.text
+                await it.idle()
+
+        run(scenario)
+
     def test_before_it_has_begun_another_one_does_it(self) -> None:
         async def scenario() -> None:
             engines = Engine("m0"), Engine("m1")
