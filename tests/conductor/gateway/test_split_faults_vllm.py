@@ -183,12 +183,15 @@ def leave(split: Split, ids: list[int], after_s: float | None, stream: bool) -> 
     first token."""
     body = {**body_of(ids), "max_tokens": 900, "stream": stream}
     with httpx.Client(base_url=split.door.gateway_url, trust_env=False) as http:
-        http.timeout = httpx.Timeout(DEADLINE_S if after_s is None else after_s)
+        http.timeout = httpx.Timeout(DEADLINE_S, read=DEADLINE_S if after_s is None else after_s)
         with (
             contextlib.suppress(httpx.ReadTimeout),
             http.stream("POST", "/v1/completions", json=body) as response,
         ):
-            next(line for line in response.iter_lines() if line.startswith("data: {"))
+            assert response.status_code == 200, response.read()
+            first = next(response.iter_lines())
+            assert stream, f"all of the answer is there before {after_s} s: {first[:200]}"
+            assert first.startswith("data: {"), first
 
 
 def test_clients_hang_up(world: World) -> None:
@@ -205,7 +208,9 @@ def test_clients_hang_up(world: World) -> None:
         load.await_answers()
     load.assert_right()
     # A first token may be there before 0.3 s: that client leaves after it, as others do.
-    assert cancelled(split) - before == len(ways) * len(prompts)
+    # Who leaves at once may be gone before the gateway has read what it asked.
+    left = len(ways) * len(prompts)
+    assert 0.9 * left <= cancelled(split) - before <= left
     world.assert_quiet()
 
 
