@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .trace import Trace
 
+REMEMBERED = 64  # ends at one block: many prompts may end with the same document
 SYSTEM_BLOCKS = 1  # a prompt of no more full blocks may be nothing but what all have in common
 
 
@@ -15,23 +17,24 @@ def previous_turns(trace: Trace) -> list[int | None]:
 
     A trace does not say it. A request goes on with an earlier one if it begins with all full blocks
     of that (more than `SYSTEM_BLOCKS`) and has room for its prompt and its answer. Of several it
-    takes the one with most blocks, and of these the latest; each is gone on with once.
+    takes the one with most blocks, and of these the latest; each is gone on with once, and of those
+    that end at the same block only the last `REMEMBERED` are looked at.
     """
-    open_turns: dict[int, list[int]] = {}  # by the last full block; ids are chained
+    open_turns: dict[int, deque[int]] = {}  # by the last full block; ids are chained
     return [_join(trace, number, open_turns) for number in range(len(trace.requests))]
 
 
-def _join(trace: Trace, number: int, open_turns: dict[int, list[int]]) -> int | None:
+def _join(trace: Trace, number: int, open_turns: dict[int, deque[int]]) -> int | None:
     chain = trace.full_blocks(trace.requests[number])
     previous = None
     for block in reversed(chain[SYSTEM_BLOCKS:]):
-        earlier = open_turns.get(block, [])
+        earlier = open_turns.get(block, deque[int]())
         previous = next((e for e in reversed(earlier) if _fits(trace, e, number)), None)
         if previous is not None:
             earlier.remove(previous)
             break
     if len(chain) > SYSTEM_BLOCKS:
-        open_turns.setdefault(chain[-1], []).append(number)
+        open_turns.setdefault(chain[-1], deque(maxlen=REMEMBERED)).append(number)
     return previous
 
 
