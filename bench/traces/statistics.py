@@ -40,9 +40,9 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What the prompts have in common. Hit shares are of all prompt tokens, and of full blocks."""
+    """What the prompts have in common. Hit shares are of all prompt tokens, hits of full blocks."""
 
-    distinct_blocks: int
+    distinct_blocks: int  # partial ones included
     used_once: float  # share of the distinct blocks
     infinite_hit: float
     lru_hit: dict[int, float]  # by the capacity in blocks
