@@ -1,4 +1,4 @@
-"""The commands of `tiffin` that belong to the benchmarks: `tiffin demo` and `tiffin bench`."""
+"""The commands of `tiffin` that belong to the benchmarks: `tiffin demo`, `bench` and `trace`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from .hbm.cli import commands as hbm_commands
 from .kernels.cli import commands as kernels_commands
 from .network.cli import commands as network_commands
 from .store.cli import commands as store_commands
+from .traces.cli import commands as trace_commands
 from .vllm.cli import commands as vllm_commands
 
 if TYPE_CHECKING:
@@ -25,3 +26,4 @@ def commands(app: typer.Typer) -> None:
     kernels_commands(app)
     hbm_commands(app)
     vllm_commands(app)
+    trace_commands(app)

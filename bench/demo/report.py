@@ -15,8 +15,9 @@ from rich.table import Table
 from tiffin.kvstore.sizes import format_bytes
 
 from ..environment import library_version
+from ..traces.trace import BLOCK_TOKENS
 from .engines.model import NEW_TOKENS
-from .engines.trace import BLOCK_TOKENS, load_slice, reusable_tokens
+from .engines.trace import load_slice, reusable_tokens
 from .overload import summarise as summarise_overload
 
 if TYPE_CHECKING:

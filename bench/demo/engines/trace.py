@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...traces.readers import parse_mooncake
+from ...traces.trace import BLOCK_TOKENS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
-BLOCK_TOKENS = 512
 MAX_PROMPT_TOKENS = 4096
 CONVERSATIONS_PER_KEPT = 40
 SLICE = "conversation_slice.jsonl"
@@ -42,15 +44,11 @@ class TraceRequest:
 
 
 def parse(lines: Iterable[str]) -> list[TraceRequest]:
-    """Requests from JSON lines. Raises ValueError for a line that contradicts itself."""
-    requests = []
-    for number, line in enumerate(lines, start=1):
-        fields = json.loads(line)
-        request = TraceRequest(**{**fields, "hash_ids": tuple(fields["hash_ids"])})
-        if len(request.hash_ids) != -(-request.input_length // BLOCK_TOKENS):
-            raise ValueError(f"line {number}: its hash ids do not cover its input length")
-        requests.append(request)
-    return requests
+    """Requests from JSON lines. Raises InvalidInput for a line that contradicts itself."""
+    return [
+        TraceRequest(round(r.arrival_s * 1000), r.prompt_tokens, r.output_tokens, r.blocks)
+        for r in parse_mooncake(lines, "trace")
+    ]
 
 
 def load_slice() -> list[TraceRequest]:

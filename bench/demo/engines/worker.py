@@ -25,8 +25,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...traces.trace import BLOCK_TOKENS
 from .model import VOCAB, ModelSize
-from .trace import BLOCK_TOKENS, load_slice, tokens_of
+from .trace import load_slice, tokens_of
 
 if TYPE_CHECKING:
     from typing import TextIO
