@@ -39,8 +39,9 @@ def vllm(
     ] = None,
 ) -> None:
     """Measure what the pool costs a real vLLM: the time to the first token of a prompt that is
-    loaded, beside vLLM's own prefix cache and other connectors in the same run; the gaps between
-    an answer's tokens beside loads; the time in the connector's hooks.
+    loaded, beside vLLM's own prefix cache and other connectors in the same run, and of one that
+    another vLLM prefills; the gaps between an answer's tokens beside loads; the time in the
+    connector's hooks.
 
     Timings are not assertions: it exits with 1 only when a measurement crashed. Rows that need what
     is not here are left out, and named at the end.
