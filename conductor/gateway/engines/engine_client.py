@@ -42,6 +42,10 @@ _PREFILL_BYTES_MAX = 16 << 20
 _PASSED_HEADERS = ("content-type", "content-encoding", "retry-after")
 
 
+# After these an instance may not have read the request.
+_UNREAD = (httpx.ConnectTimeout, httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
+
+
 class EngineError(Exception):
     """An instance gave no answer that the gateway could pass on; the client has received nothing
     of it."""
@@ -304,8 +308,9 @@ class Engines:
             )  # fmt: skip
             try:
                 response = await self._http.send(request, stream=True)
-            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                if connecting.seen:
+            except _UNREAD as error:
+                # Who is late to connect may have been kept waiting by this machine, not by that.
+                if connecting.seen and not isinstance(error, httpx.ConnectTimeout):
                     raise
                 response = await self._http.send(request, stream=True)
         except httpx.TransportError as error:

@@ -10,6 +10,7 @@ import re
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import msgspec
 import pytest
 from gatewaysupport import TIMES, Engine, changed, cluster, run, skip, until
@@ -92,6 +93,23 @@ class TestAnInstanceIsGone:
                     response = await it.post({"prompt": PROMPT})
                     assert response.status_code == 200, response.text
                 await it.idle()
+
+        run(scenario)
+
+    def test_not_if_a_busy_gateway_was_late_to_connect(self) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0")) as it:
+                http, late = it.gateway._engines._http, iter([True])
+                send = http.send
+
+                async def once_late(request: Any, **named: Any) -> Any:
+                    if next(late, False):
+                        raise httpx.ConnectTimeout("in 2 s")
+                    return await send(request, **named)
+
+                http.send = once_late  # type: ignore[method-assign]
+                assert (await it.post({"prompt": [1, 2, 3]})).status_code == 200
+                assert it.number("rescheduled_total") == 0
 
         run(scenario)
 

@@ -1,0 +1,56 @@
+"""A node's memory for blocks, with the store's own order of eviction."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiffin.kvstore.memory.eviction import LRU
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class CachedBlock:
+    """A block that is there; see `Evictable`."""
+
+    __slots__ = ("depth", "key", "visits")
+
+    def __init__(self, key: bytes, depth: int) -> None:
+        self.key, self.depth, self.visits = key, depth, 0
+
+
+class BlockCache:
+    """Blocks by key, at most `capacity_blocks`. The head of a chain counts as used last."""
+
+    def __init__(self, capacity_blocks: int) -> None:
+        self.capacity_blocks = capacity_blocks
+        self._blocks: dict[bytes, CachedBlock] = {}
+        self._order: LRU[CachedBlock] = LRU()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """How many leading blocks of a prompt are there."""
+        return next((at for at, key in enumerate(keys) if key not in self._blocks), len(keys))
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """A prompt's leading blocks, which are there, are read."""
+        for key in reversed(keys):
+            self._order.add(self._blocks[key])
+
+    def put(self, keys: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
+        """Store a prompt's leading blocks. Returns the keys of new ones and of evicted ones."""
+        kept = keys[: self.capacity_blocks]
+        added = [key for key in kept if key not in self._blocks]
+        for depth, key in enumerate(kept):
+            self._blocks.setdefault(key, CachedBlock(key, depth))
+        self.use(kept)
+        removed = []
+        while len(self._blocks) > self.capacity_blocks:
+            victim = self._order.pop()
+            assert victim is not None, "all blocks are candidates"
+            self._order.left(victim)
+            del self._blocks[victim.key]
+            removed.append(victim.key)
+        return added, removed

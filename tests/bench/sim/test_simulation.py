@@ -1,0 +1,163 @@
+"""The whole simulation: closed forms, conservation, determinism, and policies in their order."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tiffin.bench.sim.cli import commands
+from tiffin.bench.sim.outcomes import summarise
+from tiffin.bench.sim.simulation import SimulationOptions, simulate
+from tiffin.bench.traces.generator import generate
+from tiffin.bench.traces.scaling import at_rate
+from tiffin.bench.traces.trace import Trace, TraceRequest
+from tiffin.bench.traces.writer import write
+from tiffin.conductor.cost import latency_profiles
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tiffin.bench.sim.simulation import SimulationOutcome
+
+PROFILE = latency_profiles.load(latency_profiles.DEFAULT)
+ONE = SimulationOptions(prefill=1, decode=1)
+
+
+def prefill_s(tokens: int, cached: int = 0) -> float:
+    c0, c1, c2 = PROFILE.prefill
+    return c0 + c1 * (tokens - cached) + c2 * (tokens**2 - cached**2)
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    """Conversations, twice as many as four instances can prefill at leisure."""
+    return at_rate(generate("multi-turn", 600, seed=3), 2.0)
+
+
+def run(trace: Trace, policy: str = "kvcache_centric", seed: int = 0) -> SimulationOutcome:
+    return simulate(trace, SimulationOptions(prefill=4, decode=4, policy=policy, seed=seed))
+
+
+def ends(outcome: SimulationOutcome) -> list[tuple[float | None, float | None, int]]:
+    return [(job.first_token_s, job.ended_s, job.cached_tokens) for job in outcome.jobs]
+
+
+def test_one_request_on_an_idle_cluster() -> None:
+    request = TraceRequest(1.0, 8192, 3, tuple(range(16)))
+    (job,) = simulate(Trace("one", (request,)), ONE).jobs
+    d0, d1, d2 = PROFILE.decode
+    assert job.ttft_s == pytest.approx(prefill_s(8192), abs=1e-6)
+    moved_s = ONE.latency_s + 8192 * ONE.token_bytes / ONE.bandwidth_bytes_s
+    steps = [d0 + d1 + d2 * 8193, d0 + d1 + d2 * 8194]
+    assert job.gaps_s == pytest.approx([moved_s + steps[0], steps[1]], abs=1e-6)
+    assert job.ended_s == pytest.approx(1.0 + prefill_s(8192) + moved_s + sum(steps), abs=1e-6)
+
+
+def test_a_prompt_that_was_there_before_costs_its_last_token() -> None:
+    first, again = (TraceRequest(at_s, 8192, 1, tuple(range(16))) for at_s in (0.0, 60.0))
+    jobs = simulate(Trace("two", (first, again)), ONE).jobs
+    assert jobs[1].cached_tokens == 8191
+    assert jobs[1].ttft_s == pytest.approx(prefill_s(8192, 8191), abs=1e-6)
+
+
+def test_blocks_are_fetched_from_another_node_while_their_prompt_waits() -> None:
+    """The first prompt's instance is busy: the second of its conversation goes to the other."""
+    shared = tuple(range(64))
+    turns = (
+        TraceRequest(0.0, 32_768, 1, shared),
+        TraceRequest(100.0, 65_536, 1, (*shared, *range(1000, 1064))),
+        TraceRequest(100.5, 33_280, 1, (*shared, 2000)),
+    )
+    outcome = simulate(Trace("three", turns), SimulationOptions(prefill=2, decode=1))
+    _, busy, other = outcome.jobs
+    assert busy.decision is not None
+    assert other.decision is not None
+    assert other.decision.prefill != busy.decision.prefill
+    assert other.cached_tokens == 32_768
+    fetched = outcome.moved_bytes[busy.decision.prefill, other.decision.prefill]
+    assert fetched == 32_768 * outcome.options.token_bytes
+    moving_s = fetched / outcome.options.bandwidth_bytes_s + outcome.options.latency_s
+    assert other.ttft_s == pytest.approx(moving_s + prefill_s(33_280, 32_768), abs=1e-6)
+
+
+def test_a_queue_is_that_of_the_theory() -> None:
+    """M/D/1: Poisson arrivals, one server, service of D seconds: TTFT = D + R D² / (2 (1 - R D))
+    (DistServe, OSDI '24, section 3.1)."""
+    dice, service_s = random.Random(7), prefill_s(4000)
+    rate, at_s, requests = 0.7 / service_s, 0.0, []
+    for _ in range(6_000):
+        at_s += dice.expovariate(rate)
+        requests.append(TraceRequest(at_s, 4000, 1))
+    found = summarise(trace := Trace("poisson", tuple(requests)), simulate(trace, ONE))
+    waits_s = rate * service_s**2 / (2 * (1 - rate * service_s))
+    assert found.ttft_s.mean == pytest.approx(service_s + waits_s, rel=0.05)
+
+
+def test_what_comes_in_is_served_or_refused_and_bytes_are_those_of_the_blocks(trace: Trace) -> None:
+    options = SimulationOptions(prefill=2, decode=4, admission="early", ttft_s=5.0, tbt_s=0.1)
+    outcome = simulate(trace, options)
+    assert len(outcome.jobs) == len(trace.requests)
+    served = [job for job in outcome.jobs if job.ended_s is not None]
+    refused = [job for job in outcome.jobs if job.rejected]
+    assert refused, "two instances can't do the work of four"
+    assert len(served) + len(refused) == len(outcome.jobs)
+    for job in served:
+        assert len(job.gaps_s) == job.trace.output_tokens - 1
+        assert job.first_token_s is not None
+        assert job.first_token_s + sum(job.gaps_s) == pytest.approx(job.ended_s)
+    to_decode = sum(n for (_, at), n in outcome.moved_bytes.items() if at.startswith("decode"))
+    assert to_decode == sum(job.trace.prompt_tokens for job in served) * options.token_bytes
+    between = sum(outcome.moved_bytes.values()) - to_decode
+    assert between % (trace.block_tokens * options.token_bytes) == 0, "whole blocks are fetched"
+
+
+def test_the_same_seed_gives_the_same_outcome(trace: Trace) -> None:
+    first, second, third = (run(trace, "random", seed) for seed in (1, 1, 2))
+    assert ends(first) == ends(second)
+    assert first.moved_bytes == second.moved_bytes
+    assert ends(first) != ends(third)
+
+
+def test_policies_that_know_more_do_better(trace: Trace) -> None:
+    found = {
+        name: summarise(trace, run(trace, name))
+        for name in ("random", "least_loaded", "kvcache_centric")
+    }
+    blind, load, blocks = found.values()
+    assert blind.ttft_s.mean > load.ttft_s.mean > blocks.ttft_s.mean
+    assert blocks.hit_share > 1.2 * blind.hit_share
+    assert all(one.hit_share <= one.ideal_hit_share + 0.01 for one in found.values())
+
+
+def test_a_faster_network_does_no_harm(trace: Trace) -> None:
+    slow, fast = (
+        summarise(
+            trace, simulate(trace, SimulationOptions(prefill=4, decode=4, bandwidth_bytes_s=rate))
+        )
+        for rate in (1.25e9, 100e9)
+    )
+    assert fast.ttft_s.mean <= slow.ttft_s.mean
+
+
+def test_the_command_shows_policies_side_by_side(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    commands(app)
+    file = tmp_path / "trace.jsonl"
+    write(Trace("slice", generate("multi-turn", 40, seed=1).requests), file)
+    options = ["--policy", "random", "--policy", "joint", "--prefill", "2", "--decode", "2"]
+    done = CliRunner().invoke(app, ["simulate", str(file), *options])
+    assert done.exit_code == 0, done.output
+    assert "joint" in done.output
+    assert "TTFT mean" in done.output
+    done = CliRunner().invoke(app, ["simulate", str(file), "--json"])
+    (one,) = json.loads(done.output)
+    assert one["requests"] == 40
+    done = CliRunner().invoke(app, ["simulate", str(file), "--policy", "best"])
+    assert done.exit_code == 2
+    assert "kvcache_centric" in done.output, "it names those that there are"
