@@ -100,7 +100,8 @@ def simulated(
 
 
 def _one(trace: Trace, options: SimulationOptions) -> Summary:
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    shown = Console(stderr=True)
+    with Progress(console=shown, transient=True, disable=not shown.is_terminal) as progress:
         task = progress.add_task(options.policy, total=1.0)
         outcome = simulate(trace, options, lambda share: progress.update(task, completed=share))
     return summarise(trace, outcome)
@@ -124,7 +125,7 @@ def table(title: str, summaries: Sequence[Summary]) -> Table:
             (f"TBT {name}", [f"{getattr(s.tbt_s, name) * 1e3:.0f} ms" for s in summaries])
             for name in ("p50", "p90", "p99")
         ),
-        ("met both objectives", [f"{s.attained:.1%}" for s in summaries]),
+        ("met the objectives", [_share(s.attained) for s in summaries]),
         ("prompt tokens found", [f"{s.hit_share:.1%}" for s in summaries]),
         ("an ideal pool's", [f"{s.ideal_hit_share:.1%}" for s in summaries]),
         ("GPU time of a prefill", [f"{s.compute_s:.3f} s" for s in summaries]),
@@ -135,6 +136,10 @@ def table(title: str, summaries: Sequence[Summary]) -> Table:
     for name, values in rows:
         made.add_row(name, *values)
     return made
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
 
 
 def _rejected(summary: Summary) -> str:

@@ -42,7 +42,7 @@ class Summary:
     what one cache of the size of all nodes' memory would have had, if nothing took time.
     `compute_s`: GPU seconds of a prefill. `ttft_bias` and `ttft_error_p90`: how far the predicted
     TTFT is from the observed one, as shares of it, in the mean and as a size.
-    `attained`: requests that met both objectives, of all that came.
+    `attained`: requests that met both objectives, of all that came; None without an objective.
     """
 
     policy: str
@@ -56,7 +56,7 @@ class Summary:
     ttft_bias: float
     ttft_error_p90: float
     moved_bytes: int
-    attained: float
+    attained: float | None
     span_s: float
 
 
@@ -79,7 +79,7 @@ def summarise(trace: Trace, outcome: SimulationOutcome) -> Summary:
         ttft_bias=float(errors.mean()) if len(errors) else 0.0,
         ttft_error_p90=float(np.quantile(np.abs(errors), 0.9)) if len(errors) else 0.0,
         moved_bytes=sum(outcome.moved_bytes.values()),
-        attained=sum(attained(job, options.ttft_s, options.tbt_s) for job in served) / len(jobs),
+        attained=_attained_share(outcome, served),
         span_s=max((job.ended_s or 0.0 for job in jobs), default=0.0),
     )
 
@@ -97,6 +97,13 @@ def longest_gaps_s(job: Job) -> float:
     """The mean of the longest tenth of a request's gaps between tokens, of one at least."""
     count = max(1, round(len(job.gaps_s) * _LONGEST_SHARE))
     return float(np.mean(sorted(job.gaps_s)[-count:]))
+
+
+def _attained_share(outcome: SimulationOutcome, served: Sequence[Job]) -> float | None:
+    ttft_s, tbt_s = outcome.options.ttft_s, outcome.options.tbt_s
+    if (ttft_s is None and tbt_s is None) or not outcome.jobs:
+        return None
+    return sum(attained(job, ttft_s, tbt_s) for job in served) / len(outcome.jobs)
 
 
 def attained(job: Job, ttft_s: float | None, tbt_s: float | None) -> bool:

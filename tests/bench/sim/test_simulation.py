@@ -104,6 +104,10 @@ def test_what_comes_in_is_served_or_refused_and_bytes_are_those_of_the_blocks(tr
     assert len(outcome.jobs) == len(trace.requests)
     served = [job for job in outcome.jobs if job.ended_s is not None]
     refused = [job for job in outcome.jobs if job.rejected]
+    summary = summarise(trace, outcome)
+    assert sum(summary.rejected.values()) == len(refused)
+    assert summary.attained is not None
+    assert summary.attained <= len(served) / len(outcome.jobs)
     assert refused, "two instances can't do the work of four"
     assert len(served) + len(refused) == len(outcome.jobs)
     for job in served:
