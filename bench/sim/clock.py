@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Event:
+class ScheduledEvent:
     """What is to happen at `at_s`; not after `cancel`."""
 
     __slots__ = ("act", "at_s", "number")
@@ -22,7 +22,7 @@ class Event:
         """It does not happen."""
         self.act = None
 
-    def __lt__(self, other: Event) -> bool:
+    def __lt__(self, other: ScheduledEvent) -> bool:
         return (self.at_s, self.number) < (other.at_s, other.number)
 
 
@@ -31,17 +31,17 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._events: list[Event] = []
+        self._events: list[ScheduledEvent] = []
         self._number = 0
 
-    def at(self, at_s: float, act: Callable[[], None]) -> Event:
+    def at(self, at_s: float, act: Callable[[], None]) -> ScheduledEvent:
         """Call `act` at `at_s`; at once if that is over."""
         self._number += 1
-        event = Event(max(at_s, self.now_s), self._number, act)
+        event = ScheduledEvent(max(at_s, self.now_s), self._number, act)
         heapq.heappush(self._events, event)
         return event
 
-    def after(self, seconds: float, act: Callable[[], None]) -> Event:
+    def after(self, seconds: float, act: Callable[[], None]) -> ScheduledEvent:
         """Call `act` in so many seconds."""
         return self.at(self.now_s + seconds, act)
 

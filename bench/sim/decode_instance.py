@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tiffin.conductor.cost.latency_profiles import Profile
 
     from .clock import VirtualClock
-    from .jobs import Job
+    from .sim_request import SimRequest
 
 
 class DecodeInstance:
@@ -29,20 +29,20 @@ class DecodeInstance:
         profile: Profile,
         capacity_tokens: int,
         batch_max: int,
-        done: Callable[[Job], None],
+        done: Callable[[SimRequest], None],
     ) -> None:
         self.name = name
         self._clock, self._done = clock, done
         self._d0, self._d1, self._d2 = profile.decode
         self._capacity_tokens, self._batch_max = capacity_tokens, batch_max
-        self._waiting: deque[Job] = deque()
-        self._ends: dict[int, list[Job]] = {}  # by step
+        self._waiting: deque[SimRequest] = deque()
+        self._ends: dict[int, list[SimRequest]] = {}  # by step
         self._began: dict[str, int] = {}  # by job: its first step
         self._step_ends_s = array("d")
         self._stepping = False
         self.batch = self.context_tokens = self._reserved_tokens = 0
 
-    def join(self, job: Job) -> None:
+    def join(self, job: SimRequest) -> None:
         """A request's KV has come. Its first token was given by the prefill."""
         if job.trace.output_tokens <= 1:
             self._done(job)
@@ -51,7 +51,7 @@ class DecodeInstance:
         if not self._stepping:
             self._step()
 
-    def fits(self, job: Job) -> bool:
+    def fits(self, job: SimRequest) -> bool:
         """Whether there is room for a request in the next step, or nothing to wait for."""
         tokens = job.trace.prompt_tokens + job.trace.output_tokens
         room = self._reserved_tokens + tokens <= self._capacity_tokens
@@ -79,7 +79,7 @@ class DecodeInstance:
             self._end(job, step)
         self._step()
 
-    def _end(self, job: Job, step: int) -> None:
+    def _end(self, job: SimRequest, step: int) -> None:
         tokens = job.trace.prompt_tokens + job.trace.output_tokens
         self.batch -= 1
         self.context_tokens -= tokens

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .clock import Event, VirtualClock
+    from .clock import ScheduledEvent, VirtualClock
 
 # What is left of a transfer is rounding, from so many bytes on down.
 _NOTHING_BYTES = 1e-3
@@ -27,7 +27,7 @@ class Transfer:
     def __init__(self, source: str, target: str, nbytes: float, done: Callable[[], None]) -> None:
         self.source, self.target, self.left_bytes, self.done = source, target, nbytes, done
         self.rate_bytes_s, self.since_s = 0.0, 0.0
-        self.event: Event | None = None
+        self.event: ScheduledEvent | None = None
 
 
 class Network:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..traces.trace import Trace
-    from .jobs import Job
+    from .sim_request import SimRequest
     from .simulation import SimulationOutcome
 
 # A request's TBT is the mean of the longest tenth of its gaps (Mooncake, FAST '25, section 5).
@@ -93,32 +93,32 @@ def quantiles(seconds: Sequence[float]) -> Quantiles:
     return Quantiles(float(values.mean()), p50, p90, p99)
 
 
-def longest_gaps_s(job: Job) -> float:
+def longest_gaps_s(job: SimRequest) -> float:
     """The mean of the longest tenth of a request's gaps between tokens, of one at least."""
     count = max(1, round(len(job.gaps_s) * _LONGEST_SHARE))
     return float(np.mean(sorted(job.gaps_s)[-count:]))
 
 
-def _attained_share(outcome: SimulationOutcome, served: Sequence[Job]) -> float | None:
+def _attained_share(outcome: SimulationOutcome, served: Sequence[SimRequest]) -> float | None:
     ttft_s, tbt_s = outcome.options.ttft_s, outcome.options.tbt_s
     if (ttft_s is None and tbt_s is None) or not outcome.jobs:
         return None
     return sum(attained(job, ttft_s, tbt_s) for job in served) / len(outcome.jobs)
 
 
-def attained(job: Job, ttft_s: float | None, tbt_s: float | None) -> bool:
+def attained(job: SimRequest, ttft_s: float | None, tbt_s: float | None) -> bool:
     """Whether a request that has ended met both objectives; None: there is no such objective."""
     if ttft_s is not None and _ttft_s(job) > ttft_s:
         return False
     return tbt_s is None or not job.gaps_s or longest_gaps_s(job) <= tbt_s
 
 
-def _ttft_s(job: Job) -> float:
+def _ttft_s(job: SimRequest) -> float:
     assert job.ttft_s is not None, "it has ended"
     return job.ttft_s
 
 
-def _prediction_errors(jobs: Sequence[Job]) -> NDArray[np.float64]:
+def _prediction_errors(jobs: Sequence[SimRequest]) -> NDArray[np.float64]:
     pairs = [(job.decision.predicted_ttft_s, _ttft_s(job)) for job in jobs if job.decision]
     predicted, observed = np.asarray(pairs, np.float64).reshape(-1, 2).T
     errors: NDArray[np.float64] = (predicted - observed) / np.maximum(observed, 1e-9)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from .block_cache import BlockCache
     from .clock import VirtualClock
-    from .jobs import Job
+    from .sim_request import SimRequest
 
 
 class PrefillInstance:
@@ -30,14 +30,14 @@ class PrefillInstance:
         profile: Profile,
         cache: BlockCache,
         block_tokens: int,
-        done: Callable[[PrefillInstance, Job], None],
+        done: Callable[[PrefillInstance, SimRequest], None],
     ) -> None:
         self.name, self.cache = name, cache
         self._clock, self._profile, self._done = clock, profile, done
         self._block_tokens = block_tokens
-        self._queue: deque[Job] = deque()
+        self._queue: deque[SimRequest] = deque()
         self._fetching: dict[str, int] = {}  # by job: blocks from its start that will have come
-        self._computing: Job | None = None
+        self._computing: SimRequest | None = None
 
     @property
     def queued(self) -> int:
@@ -50,14 +50,14 @@ class PrefillInstance:
         jobs = [*self._queue, *([self._computing] if self._computing else [])]
         return sum(job.trace.prompt_tokens for job in jobs)
 
-    def enqueue(self, job: Job, fetching: bool) -> None:
+    def enqueue(self, job: SimRequest, fetching: bool) -> None:
         """A prompt arrives. `fetching`: `fetched` will be called."""
         self._queue.append(job)
         if fetching:
             self._fetching[job.name] = 0
         self._next()
 
-    def fetched(self, job: Job, blocks: int) -> None:
+    def fetched(self, job: SimRequest, blocks: int) -> None:
         """All that is fetched for a prompt has come: its first `blocks` blocks are here."""
         del self._fetching[job.name]
         self.cache.put(job.keys[:blocks])

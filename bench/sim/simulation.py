@@ -29,9 +29,9 @@ from tiffin.conductor.records import (
 from .block_cache import BlockCache
 from .clock import VirtualClock
 from .decode_instance import DecodeInstance
-from .jobs import Job
 from .network import Network
 from .prefill_instance import PrefillInstance
+from .sim_request import SimRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +81,7 @@ class SimulationOutcome:
     """All jobs in order of arrival; bytes that were sent, by sender and receiver."""
 
     options: SimulationOptions
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[SimRequest] = field(default_factory=list)
     moved_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
@@ -103,7 +103,7 @@ class _Simulation:
         self._core = Conductor(options.settings(), dice=random.Random(options.seed))
         self._outcome = SimulationOutcome(options)
         self._left = len(trace.requests)
-        self._running: dict[str, Job] = {}
+        self._running: dict[str, SimRequest] = {}
         self._held: dict[str, list[Callable[[], None]]] = {}  # by the job that is waited for
         profile = latency_profiles.load(options.profile)
         blocks = options.cache_tokens // trace.block_tokens
@@ -150,7 +150,7 @@ class _Simulation:
         """Tell the conductor something, `late_s` late."""
         self._clock.after(self._options.late_s, lambda: say(self._clock.now_s))
 
-    def _event(self, job: Job, kind: str, tokens: int = 0) -> None:
+    def _event(self, job: SimRequest, kind: str, tokens: int = 0) -> None:
         event = RequestEvent(job.name, kind, tokens)
 
         def say(now: float) -> None:
@@ -184,13 +184,13 @@ class _Simulation:
     def _arrival(self, number: int, request: TraceRequest) -> Callable[[], None]:
         def arrive() -> None:
             blocks = self._trace.full_blocks(request)
-            job = Job(f"r{number}", request, tuple(block.to_bytes(16) for block in blocks))
+            job = SimRequest(f"r{number}", request, tuple(block.to_bytes(16) for block in blocks))
             self._outcome.jobs.append(job)
             self._schedule(job)
 
         return arrive
 
-    def _schedule(self, job: Job) -> None:
+    def _schedule(self, job: SimRequest) -> None:
         options, now = self._options, self._clock.now_s
         objectives = Objectives(options.ttft_s, options.tbt_s)
         request = Request(
@@ -209,7 +209,7 @@ class _Simulation:
         else:
             self._start(job, outcome)
 
-    def _start(self, job: Job, decision: Decision) -> None:
+    def _start(self, job: SimRequest, decision: Decision) -> None:
         """Queue the prompt, and fetch its blocks as the conductor has decided."""
         instance = self._prefills[decision.prefill]
         have = instance.cache.match(job.keys)
@@ -233,7 +233,7 @@ class _Simulation:
         for source, blocks in parts:
             self._network.send(source, instance.name, blocks * block_bytes, arrived)
 
-    def _stored(self, instance: PrefillInstance, job: Job, blocks: int) -> None:
+    def _stored(self, instance: PrefillInstance, job: SimRequest, blocks: int) -> None:
         self._tell_blocks(instance, job.keys[:blocks])
         instance.fetched(job, blocks)
 
@@ -245,7 +245,7 @@ class _Simulation:
                 update = kind(instance.name, "dram", changed)
                 self._later(lambda now, update=update: self._core.apply(update, now))  # type: ignore[misc]
 
-    def _prefilled(self, instance: PrefillInstance, job: Job) -> None:
+    def _prefilled(self, instance: PrefillInstance, job: SimRequest) -> None:
         """The first token is there, and the prompt's KV goes to the instance that decodes."""
         job.first_token_s = self._clock.now_s
         assert job.decision is not None
@@ -258,7 +258,7 @@ class _Simulation:
         nbytes = job.trace.prompt_tokens * self._options.token_bytes
         self._network.send(instance.name, decode.name, nbytes, lambda: decode.join(job))
 
-    def _ended(self, job: Job) -> None:
+    def _ended(self, job: SimRequest) -> None:
         job.ended_s = self._clock.now_s
         del self._running[job.name]
         self._event(job, "tokens", job.trace.output_tokens - 1)

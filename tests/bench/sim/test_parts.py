@@ -7,8 +7,8 @@ import pytest
 from tiffin.bench.sim.block_cache import BlockCache
 from tiffin.bench.sim.clock import VirtualClock
 from tiffin.bench.sim.decode_instance import DecodeInstance
-from tiffin.bench.sim.jobs import Job
 from tiffin.bench.sim.network import Network
+from tiffin.bench.sim.sim_request import SimRequest
 from tiffin.bench.traces.ideal_cache import IdealCache
 from tiffin.bench.traces.trace import TraceRequest
 from tiffin.conductor.cost import latency_profiles
@@ -20,8 +20,8 @@ def forever() -> bool:
     return True
 
 
-def job(name: str, prompt: int, output: int, first_token_s: float = 0.0) -> Job:
-    one = Job(name, TraceRequest(0.0, prompt, output), ())
+def job(name: str, prompt: int, output: int, first_token_s: float = 0.0) -> SimRequest:
+    one = SimRequest(name, TraceRequest(0.0, prompt, output), ())
     one.first_token_s = first_token_s
     return one
 
@@ -110,7 +110,7 @@ class TestBlockCache:
 
 
 class TestDecoding:
-    def decode(self, *jobs: Job, capacity: int = 1_000_000, batch_max: int = 256) -> float:
+    def decode(self, *jobs: SimRequest, capacity: int = 1_000_000, batch_max: int = 256) -> float:
         """Decode them, all there at 0; returns when the last one has ended."""
         clock = VirtualClock()
         one = DecodeInstance("d", clock, PROFILE, capacity, batch_max, lambda job: None)

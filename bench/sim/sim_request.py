@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Job:
+class SimRequest:
     """A request; times are seconds of the virtual clock. `keys` name its full blocks.
 
     `cached_tokens`: not computed; `compute_s`: of its prefill, on the GPU; `gaps_s`: between its
