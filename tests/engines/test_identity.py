@@ -208,7 +208,7 @@ def test_answers_are_those_without_a_pool(
         preferred = preferences(of, model, found)
         assert all(abs(one) < NEAR_TIE for one in preferred), preferred
     cached = [answer.cached for answer in answers]
-    expected = [loadable(prompt, of.page_tokens) for prompt in prompts]
+    expected = [loadable(prompt) for prompt in prompts]
     if of.caching:  # it has some of them itself
         assert all(map(int.__ge__, cached, expected))
         assert loaded_tokens > 0.1 * sum(map(len, prompts))
