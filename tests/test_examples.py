@@ -42,6 +42,8 @@ ELSEWHERE = {
     "pip ": "it installs",
     "tiffin demo": "minutes; tests/bench/test_demo_processes.py",
     "tiffin bench": "it measures; tests/bench runs the same, small",
+    "tiffin trace": "it takes the file of a trace; tests/bench/traces has its own",
+    "tiffin simulate": "the same; tests/bench/sim",
 }
 
 

@@ -105,6 +105,7 @@ RUN: dict[str, tuple[str, list[str]]] = {
     "slab-format.md": ("", [""]),
     "sizing.md": ("from tiffin.kvstore import KVSchema", [""]),
     "tiers.md": ("", ["!a tier of yours: tests/kvstore/tiers/test_contract.py"] * 2),
+    "traces.md": ("", ["!a trace's file: tests/bench/traces/test_trace_scaling.py"]),
     "transformers.md": (
         LLAMA,
         ["", "cached = PrefixCache(client, model)", "", ""],

@@ -38,9 +38,7 @@ def commands(app: typer.Typer) -> None:
 def simulated(
     file: Annotated[
         Path,
-        typer.Argument(
-            exists=True, dir_okay=False, metavar="TRACE", help="See `tiffin trace --help`."
-        ),
+        typer.Argument(dir_okay=False, metavar="TRACE", help="See `tiffin trace --help`."),
     ],
     policy: Annotated[
         list[str] | None,
@@ -90,7 +88,7 @@ def simulated(
         found = [
             _one(trace, replace(options, policy=name)) for name in policy or [_DEFAULTS.policy]
         ]
-    except (InvalidInput, ConductorError) as error:
+    except (InvalidInput, ConductorError, OSError) as error:
         _console.print(f"tiffin simulate: {error}", style="red", highlight=False, markup=False)
         raise typer.Exit(2) from error
     if as_json:

@@ -28,7 +28,6 @@ Kind = Literal["multi-turn", "tool-agent", "long-document"]
 TraceFile = Annotated[
     Path,
     typer.Argument(
-        exists=True,
         dir_okay=False,
         metavar="FILE",
         help="Mooncake's JSON lines, or Azure's CSV.",
@@ -69,7 +68,7 @@ def info(
 
     `tiffin trace info conversation_trace.jsonl --json | jq .sharing.infinite_hit`
     """
-    statistics = describe(read(file))
+    statistics = describe(_read(file))
     if as_json:
         typer.echo(json.dumps(asdict(statistics), indent=2))
     else:
@@ -119,10 +118,17 @@ def imitate(file: TraceFile, out: Out, seed: Seed = 0) -> None:
 
     `tiffin trace look-alike conversation_trace.jsonl --seed 1 --out unseen.jsonl`
     """
-    original = read(file)
+    original = _read(file)
     made = look_alike(original, seed)
     _write(made, out)
     console.print(comparison_table(original.name, compare(original, made)))
+
+
+def _read(path: Path) -> Trace:
+    try:
+        return read(path)
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
 
 
 def _write(trace: Trace, path: Path) -> None:
