@@ -1,4 +1,4 @@
-"""The commands of `tiffin` that belong to the benchmarks: `tiffin demo`, `bench` and `trace`."""
+"""The benchmarks' commands: `tiffin demo`, `bench`, `simulate` and `trace`."""
 
 from __future__ import annotations
 
