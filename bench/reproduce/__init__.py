@@ -1,0 +1,6 @@
+"""Published results, computed again: `tiffin reproduce`.
+
+`evidence.py` is what a reproduction finds, `registry.py` knows all of them, `papers/` has one file
+for each, `inputs.py` the traces that ship with Tiffin; `plots.py` and `report.py` show what was
+found.
+"""

@@ -1,0 +1,74 @@
+"""What a reproduction finds: figures beside those of a paper, statements that hold or do not, and
+curves. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+# Above it, docs/evidence.md explains the deviation.
+EXPLAINED_DEVIATION = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One figure of a paper, and ours. `spread`: half of the 95% confidence interval of ours, over
+    the seeds; None for a figure that no chance is in."""
+
+    what: str
+    published: float
+    ours: float
+    unit: str = ""
+    spread: float | None = None
+
+    @property
+    def deviation(self) -> float:
+        """Of ours from the paper's, as a share of the paper's."""
+        return self.ours / self.published - 1 if self.published else 0.0
+
+    @property
+    def near(self) -> bool:
+        """Whether nothing has to be explained."""
+        return abs(self.deviation) <= EXPLAINED_DEVIATION
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What a paper says in words, or what is known of it at second hand: whether it holds here, and
+    the figures that say so."""
+
+    text: str
+    holds: bool
+    figures: str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A curve. `kind` is how it is drawn; a paper's points are drawn as dots."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    kind: Literal["line", "dots", "steps"] = "line"
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Curves over one axis; `name` is a file's name."""
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...]
+    log_x: bool = False
+    log_y: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All that one reproduction found."""
+
+    comparisons: tuple[Comparison, ...] = ()
+    statements: tuple[Statement, ...] = ()
+    plots: tuple[Plot, ...] = field(default=(), repr=False)

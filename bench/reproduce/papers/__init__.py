@@ -1,0 +1,1 @@
+"""One file for each published table or figure; `registry.py` finds them all."""

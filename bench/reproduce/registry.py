@@ -1,0 +1,76 @@
+"""All reproductions, by name."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tiffin.kvstore.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .evidence import Evidence
+
+    Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is run. `seeds` are those of whatever is left to chance."""
+
+    seeds: tuple[int, ...] = (0, 1)
+
+    @classmethod
+    def full(cls) -> Effort:
+        """As much as confidence takes."""
+        return cls(tuple(range(5)))
+
+
+@dataclass(frozen=True, slots=True)
+class Reproduction:
+    """One table or figure. `run` is given the effort and whom to tell what it is at.
+
+    `second_hand`: the paper is known by what others wrote of it, so it is compared in direction.
+    """
+
+    name: str
+    title: str
+    source: str
+    run: Callable[[Effort, Tell], Evidence]
+    second_hand: bool = False
+
+
+_REPRODUCTIONS: dict[str, Reproduction] = {}
+
+
+def reproduction(
+    name: str, title: str, source: str, *, second_hand: bool = False
+) -> Callable[[Callable[[Effort, Tell], Evidence]], Callable[[Effort, Tell], Evidence]]:
+    """A decorator that registers a function as a reproduction."""
+
+    def add(run: Callable[[Effort, Tell], Evidence]) -> Callable[[Effort, Tell], Evidence]:
+        _REPRODUCTIONS[name] = Reproduction(name, title, source, run, second_hand)
+        return run
+
+    return add
+
+
+def reproductions() -> dict[str, Reproduction]:
+    """All of them, in order of name."""
+    from . import papers
+
+    for module in pkgutil.iter_modules(papers.__path__):
+        importlib.import_module(f"{papers.__name__}.{module.name}")
+    return dict(sorted(_REPRODUCTIONS.items()))
+
+
+def named(names: list[str]) -> list[Reproduction]:
+    """Those of the names. Raises InvalidInput, with the names that there are."""
+    known = reproductions()
+    for name in names:
+        if name not in known:
+            raise InvalidInput(f"no reproduction {name!r}; there are {', '.join(known)}")
+    return [known[name] for name in names]

@@ -1,0 +1,158 @@
+"""What was found, for people: a table, Markdown, and one HTML file that needs no other."""
+
+from __future__ import annotations
+
+import base64
+import html
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from ..display import number
+from .plots import png
+
+if TYPE_CHECKING:
+    from .evidence import Comparison, Evidence
+    from .registry import Reproduction
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A reproduction that has run, and how long it took."""
+
+    reproduction: Reproduction
+    evidence: Evidence
+    wall_s: float
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON; without the curves."""
+        about, found = self.reproduction, self.evidence
+        return {
+            "name": about.name,
+            "title": about.title,
+            "source": about.source,
+            "second_hand": about.second_hand,
+            "wall_s": round(self.wall_s, 1),
+            "comparisons": [
+                {**asdict(one), "deviation": round(one.deviation, 4)} for one in found.comparisons
+            ],
+            "statements": [asdict(one) for one in found.statements],
+        }
+
+
+def tables(finding: Finding) -> list[Table]:
+    """For a terminal: figures, then statements."""
+    about, found = finding.reproduction, finding.evidence
+    made = []
+    title = f"{about.name}: {about.title} ({about.source})"
+    if found.comparisons:
+        table = Table(title=title, title_justify="left")
+        for name in ("", "paper", "here", "deviation"):
+            table.add_column(name, justify="right" if name else "left")
+        for one in found.comparisons:
+            style = None if one.near else "yellow"
+            table.add_row(
+                one.what, _published(one), _ours(one), f"{one.deviation:+.0%}", style=style
+            )
+        made.append(table)
+    if found.statements:
+        table = Table(title=None if made else title, title_justify="left")
+        for name in ("statement", "holds", "figures"):
+            table.add_column(name)
+        for said in found.statements:
+            table.add_row(said.text, "yes" if said.holds else "NO", said.figures)
+        made.append(table)
+    return made
+
+
+def markdown(findings: list[Finding], images: str = "") -> str:
+    """A section for each, with its plots if `images` says in which folder they are."""
+    return "\n".join(_section(one, images) for one in findings)
+
+
+def _section(finding: Finding, images: str) -> str:
+    about, found = finding.reproduction, finding.evidence
+    lines = [f"### {about.title}", "", f"{about.source}. `tiffin reproduce {about.name}`", ""]
+    if found.comparisons:
+        lines += ["| | paper | here | deviation |", "|---|--:|--:|--:|"]
+        for one in found.comparisons:
+            deviation = f"{one.deviation:+.0%}"
+            shown = deviation if one.near else f"**{deviation}**"
+            lines.append(f"| {one.what} | {_published(one)} | {_ours(one)} | {shown} |")
+        lines.append("")
+    if found.statements:
+        lines += ["| statement | holds | figures |", "|---|---|---|"]
+        for said in found.statements:
+            lines.append(f"| {said.text} | {'yes' if said.holds else '**no**'} | {said.figures} |")
+        lines.append("")
+    if images:
+        for plot in found.plots:
+            lines += [f"![{plot.title}]({images}/{plot.name}.png)", ""]
+    return "\n".join(lines)
+
+
+def html_page(findings: list[Finding]) -> str:
+    """One file, images included. Raises ImportError without matplotlib."""
+    parts = [_HEAD]
+    for finding in findings:
+        about, found = finding.reproduction, finding.evidence
+        parts.append(f"<h2>{html.escape(about.title)}</h2><p>{html.escape(about.source)}. ")
+        parts.append(f"<code>tiffin reproduce {about.name}</code></p>")
+        parts.append(_html_comparisons(found) + _html_statements(found))
+        for plot in found.plots:
+            image = base64.b64encode(png(plot)).decode()
+            parts.append(
+                f'<img alt="{html.escape(plot.title)}" src="data:image/png;base64,{image}">'
+            )
+    return "\n".join([*parts, "</body></html>"])
+
+
+def _html_comparisons(found: Evidence) -> str:
+    rows = [
+        (one.what, _published(one), _ours(one), f"{one.deviation:+.0%}")
+        for one in found.comparisons
+    ]
+    return _html_table(("", "paper", "here", "deviation"), rows)
+
+
+def _html_statements(found: Evidence) -> str:
+    rows = [(one.text, "yes" if one.holds else "no", one.figures) for one in found.statements]
+    return _html_table(("statement", "holds", "figures"), rows)
+
+
+def _html_table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    if not rows:
+        return ""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _published(one: Comparison) -> str:
+    return _shown(one.published, one.unit)
+
+
+def _ours(one: Comparison) -> str:
+    spread = "" if one.spread is None else f" ± {_shown(one.spread, '')}"
+    return (
+        f"{_shown(one.ours, '')}{spread} {one.unit}".strip()
+        if one.unit != "%"
+        else (f"{one.ours:.1f}{'' if one.spread is None else f' ± {one.spread:.1f}'}%")
+    )
+
+
+def _shown(value: float, unit: str) -> str:
+    if unit == "%":
+        return f"{value:.1f}%"
+    digits = f"{value:,.0f}" if abs(value) >= 1000 else number(value)
+    return f"{digits} {unit}".strip()
+
+
+_HEAD = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Tiffin: evidence</title><style>
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: 1rem 0; }
+td, th { border: 1px solid #ccc; padding: 0.2rem 0.7rem; text-align: left; }
+img { max-width: 100%; }
+</style></head><body><h1>Published results, computed again</h1>"""
