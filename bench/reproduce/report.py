@@ -13,6 +13,8 @@ from ..display import number
 from .plots import png
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .evidence import Comparison, Evidence
     from .registry import Reproduction
 
@@ -121,7 +123,7 @@ def _html_statements(found: Evidence) -> str:
     return _html_table(("statement", "holds", "figures"), rows)
 
 
-def _html_table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _html_table(names: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     if not rows:
         return ""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
