@@ -38,6 +38,17 @@ class PrefillInstance:
         self._queue: deque[SimRequest] = deque()
         self._fetching: dict[str, int] = {}  # by job: blocks from its start that will have come
         self._computing: SimRequest | None = None
+        self.computes_until_s = 0.0  # of the prompt that is computed now, or was last
+
+    @property
+    def waiting(self) -> tuple[tuple[SimRequest, bool], ...]:
+        """Prompts that wait, in order, and whether blocks of theirs are still being fetched."""
+        return tuple((job, job.name in self._fetching) for job in self._queue)
+
+    @property
+    def computing(self) -> SimRequest | None:
+        """The prompt that is computed now."""
+        return self._computing
 
     @property
     def queued(self) -> int:
@@ -72,6 +83,7 @@ class PrefillInstance:
         tokens = job.trace.prompt_tokens
         job.cached_tokens = min(blocks * self._block_tokens, tokens - 1)
         job.compute_s = float(prefill_s(*self._profile.prefill, tokens, job.cached_tokens))
+        self.computes_until_s = self._clock.now_s + job.compute_s
         self._clock.after(job.compute_s, self._computed)
 
     def _computed(self) -> None:

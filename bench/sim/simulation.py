@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.core.settings import Settings, patched
@@ -34,7 +34,7 @@ from .prefill_instance import PrefillInstance
 from .sim_request import SimRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from tiffin.conductor.records import Decision
 
@@ -85,17 +85,45 @@ class SimulationOutcome:
     moved_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
+class Scheduler(Protocol):
+    """What decides; the conductor's core is one."""
+
+    def schedule(self, request: Request, now: float) -> Decision | Rejection:
+        """Where a request runs, or that it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrueState:
+    """The cluster as it is at any moment, for a scheduler that knows more than a conductor can.
+    `running`: admitted requests that have not ended."""
+
+    trace: Trace
+    options: SimulationOptions
+    prefills: Mapping[str, PrefillInstance]
+    decodes: Mapping[str, DecodeInstance]
+    network: Network
+    running: Mapping[str, SimRequest]
+
+
 def simulate(
-    trace: Trace, options: SimulationOptions, tell: Callable[[float], None] = lambda share: None
+    trace: Trace,
+    options: SimulationOptions,
+    tell: Callable[[float], None] = lambda share: None,
+    scheduler: Callable[[TrueState], Scheduler] | None = None,
 ) -> SimulationOutcome:
     """Replay the trace: requests come when it says so. The same arguments give the same outcome.
-    `tell` is told the share of requests that has ended. Raises InvalidRequest."""
-    return _Simulation(trace, options, tell).run()
+    `tell` is told the share of requests that has ended. `scheduler` makes what decides in place of
+    the conductor. Raises InvalidRequest."""
+    return _Simulation(trace, options, tell, scheduler).run()
 
 
 class _Simulation:
     def __init__(
-        self, trace: Trace, options: SimulationOptions, tell: Callable[[float], None]
+        self,
+        trace: Trace,
+        options: SimulationOptions,
+        tell: Callable[[float], None],
+        scheduler: Callable[[TrueState], Scheduler] | None,
     ) -> None:
         self._trace, self._options, self._tell_share = trace, options, tell
         self._clock = clock = VirtualClock()
@@ -119,6 +147,10 @@ class _Simulation:
             )
             for name in (f"decode-{number}" for number in range(options.decode))
         }
+        state = TrueState(
+            trace, options, self._prefills, self._decodes, self._network, self._running
+        )
+        self._scheduler: Scheduler = scheduler(state) if scheduler else self._core
 
     def run(self) -> SimulationOutcome:
         """See `simulate`."""
@@ -196,7 +228,7 @@ class _Simulation:
         request = Request(
             job.name, _MODEL, job.trace.prompt_tokens, job.keys, objectives=objectives
         )
-        outcome = self._core.schedule(request, now)
+        outcome = self._scheduler.schedule(request, now)
         if isinstance(outcome, Rejection):
             job.rejected = outcome.reason
             self._over()
