@@ -215,10 +215,9 @@ class _Simulation:
         have = instance.cache.match(job.keys)
         parts: list[tuple[str, int]] = []
         for fetch in sorted(decision.fetches, key=lambda fetch: fetch.start):
-            source = fetch.source.rpartition("/")[0]
-            stop = min(fetch.stop, self._prefills[source].cache.match(job.keys))
+            stop = min(fetch.stop, self._prefills[fetch.source].cache.match(job.keys))
             if fetch.start <= have < stop:  # what the conductor believed may be evicted meanwhile
-                parts.append((source, stop - have))
+                parts.append((fetch.source, stop - have))
                 have = stop
         instance.enqueue(job, fetching=bool(parts))
         coming = len(parts)
