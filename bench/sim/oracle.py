@@ -17,8 +17,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from tiffin.conductor.cost import latency_profiles
-from tiffin.conductor.cost.latency_model import prefill_s
 from tiffin.conductor.records import Decision, Fetch
+
+from .prefill_work import prefill_work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,8 +51,9 @@ class Oracle:
         self._state = state
         self._block_tokens = state.trace.block_tokens
         self._block_bytes = self._block_tokens * state.options.token_bytes
-        profile = latency_profiles.load(state.options.profile)
-        self._prefill, self._decode = profile.prefill, profile.decode
+        self._profile = latency_profiles.load(state.options.profile)
+        # What is found is loaded from the node's memory.
+        self._load_byte_s = 1 / state.options.settings().transfers.dram_bandwidth_bytes_s
 
     def schedule(self, request: Request, now: float) -> Decision:
         """The instances with the lowest true TTFT and step."""
@@ -62,8 +64,8 @@ class Oracle:
         fetches: tuple[Fetch, ...] = ()
         if best.source:
             nbytes = (best.blocks - best.start) * self._block_bytes
-            source = f"{best.source}/dram"
-            fetches = (Fetch(best.start, best.blocks, source, nbytes, best.transfer_s),)
+            moving = (best.source, "dram", nbytes, best.transfer_s)
+            fetches = (Fetch(best.start, best.blocks, *moving),)
         cached, available = (
             min(blocks * self._block_tokens, request.prompt_tokens - 1)
             for blocks in (best.blocks, max(have.values()))
@@ -95,11 +97,11 @@ class Oracle:
 
     def _queue_s(self, instance: PrefillInstance, now: float) -> float:
         """Until all that waits there has been computed."""
-        ends_s = max(instance.computes_until_s - now, 0.0)
+        ends_s = max(instance.free_at_s - now, 0.0)
         for job, fetching in instance.waiting:
             assert job.decision is not None
             if fetching:
-                source = job.decision.fetches[0].source.rpartition("/")[0]
+                source = job.decision.fetches[0].source
                 ends_s = max(ends_s, self._state.network.left_s(source, instance.name))
             planned = -(-job.decision.cached_tokens // self._block_tokens)
             blocks = max(planned, instance.cache.match(job.keys))
@@ -107,8 +109,11 @@ class Oracle:
         return ends_s
 
     def _prefill_s(self, tokens: int, blocks: int) -> float:
+        options = self._state.options
         cached = min(blocks * self._block_tokens, tokens - 1)
-        return float(prefill_s(*self._prefill, tokens, cached))
+        load_s = cached * options.token_bytes * self._load_byte_s
+        work = prefill_work(self._profile, tokens, cached, options.chunk_tokens, options.stages)
+        return load_s + work.done_s
 
     def _steps(self, prompt_tokens: int) -> list[tuple[float, str]]:
         """Seconds of a step of each decode instance, with this request and all that go there."""
@@ -117,7 +122,7 @@ class Oracle:
             assert job.decision is not None
             batch[job.decision.decode] += 1
             context[job.decision.decode] += job.trace.prompt_tokens
-        d0, d1, d2 = self._decode
+        d0, d1, d2 = self._profile.decode
         return [
             (d0 + d1 * (batch[name] + 1) + d2 * (context[name] + prompt_tokens), name)
             for name in self._state.decodes
