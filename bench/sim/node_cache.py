@@ -41,6 +41,16 @@ class NodeCache:
             BlockCache(blocks, policy) for blocks in (hbm_blocks, dram_blocks, nvme_blocks)
         )
 
+    @property
+    def capacity_blocks(self) -> int:
+        """Of memory."""
+        return self._dram.capacity_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Of memory."""
+        return self._dram.capacity_blocks - len(self._dram)
+
     def match(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks of a prompt are in any tier."""
         return sum(self.by_tier(keys))

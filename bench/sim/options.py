@@ -17,7 +17,8 @@ class SimulationOptions:
     with four cards of 200 Gb/s, of which its transfer engine gets 87 GB/s (figure 12), 327,680
     bytes of KV per token, and 3 million tokens of memory per node (figure 10).
 
-    **Prefill.** `order`: in that of arrival, or as `Conductor.next_prefill` says. A prompt is
+    **Prefill.** `order`: in that of arrival, or as `Conductor.next_prefill` says, by
+    its `queue_order`. A prompt is
     computed in chunks of `chunk_tokens` (0: whole), by `stages` nodes in a pipeline (section 4.1 of
     the paper: chunked pipeline parallelism). `layerwise`: loading blocks, fetching them and handing
     KV over overlap with computing, of which only one of `layers` is left to be waited for.
@@ -31,6 +32,8 @@ class SimulationOptions:
     every `heartbeat_s`. `noise`: computing and decoding take times with this standard deviation of
     their logarithm, and the profile's mean.
 
+    `replication`: whether nodes carry out the conductor's orders to copy hot blocks.
+
     **Requests** come when the trace says so; `closed`: the next turn of a conversation not before
     the answer to the one before.
     """
@@ -42,6 +45,7 @@ class SimulationOptions:
     profile: str = latency_profiles.DEFAULT
     token_bytes: int = 327_680
     order: Literal["arrival", "conductor"] = "arrival"
+    queue_order: Literal["fcfs", "shortest-first", "longest-first"] = "fcfs"
     chunk_tokens: int = 0
     stages: int = 1
     layerwise: bool = False
@@ -59,6 +63,7 @@ class SimulationOptions:
     heartbeat_s: float = 1.0
     noise: float = 0.0
     closed: bool = False
+    replication: bool = True
     ttft_s: float | None = None
     tbt_s: float | None = None
     seed: int = 0
@@ -67,4 +72,5 @@ class SimulationOptions:
         """Of the conductor. Raises InvalidRequest for a policy that does not exist."""
         changes = {"policy": {"name": self.policy}, "admission": {"mode": self.admission}}
         links = {"link_bandwidth_bytes_s": self.bandwidth_bytes_s, "link_latency_s": self.latency_s}
-        return patched(Settings(), {**changes, "transfers": links})
+        queue = {"order": self.queue_order}
+        return patched(Settings(), {**changes, "transfers": links, "queue": queue})

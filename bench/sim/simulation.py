@@ -32,6 +32,7 @@ from .decode_instance import DecodeInstance
 from .network import Network
 from .node_cache import NodeCache
 from .options import SimulationOptions as SimulationOptions  # noqa: TC001 # others take it here
+from .order_carrier import OrderCarrier
 from .prefill_instance import PrefillInstance, PrefillParts
 from .prefill_work import pipelined
 from .sim_request import SimRequest
@@ -114,6 +115,12 @@ class _Simulation:
         self._held: dict[str, list[Callable[[], None]]] = {}  # by the job that is waited for
         self._next_turns = _next_turns(trace) if options.closed else {}
         self._prefills = self._prefill_instances(profile)
+        self._carrier = OrderCarrier(
+            self._network,
+            {name: one.cache for name, one in self._prefills.items()},
+            trace.block_tokens * options.token_bytes,
+            lambda outcome: self._later(functools.partial(self._core.steering.ended, outcome)),
+        )
         self._decodes = {
             name: DecodeInstance(
                 name, clock, profile, options.kv_capacity_tokens, options.batch_max, self._ended
@@ -213,6 +220,9 @@ class _Simulation:
             load = Load(running=other.batch, context_tokens=other.context_tokens)
             self._core.heartbeat(name, load, now)
         self._core.tick(now)
+        if self._options.replication:
+            for order in self._core.steering.tick(self._carrier.spaces(), now).orders:
+                self._later(lambda _, order=order: self._carrier.carry(order))  # type: ignore[misc]
         self._clock.after(self._options.heartbeat_s, self._beat)
 
     def _keep_alive(self) -> None:
