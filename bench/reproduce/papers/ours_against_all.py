@@ -51,8 +51,8 @@ PLOTTED = (ORACLE, *OURS, "algorithm_1", "kv_cost", "prefix_aware")
 SHORT_S = 900.0
 
 # One card of 24 Gb/s per node: the slowest network of Mooncake's figure 13. Questions about 200
-# documents of some 16,000 tokens: at two a second, prompts on their way to the instances that decode
-# fill half of the cards, if they come evenly from all.
+# documents of some 16,000 tokens: at two a second, what is handed over to the instances that decode
+# fills half of the cards, if it comes evenly from all.
 SLOW_BYTES_S = 24e9 / 8
 DOCUMENT_REQUESTS, DOCUMENT_RATE = 3_000, 2.0
 
