@@ -53,6 +53,10 @@ class Network:
         sent, received = self._sent.get(source, ()), self._received.get(target, ())
         return self._bandwidth / (1 + max(len(sent), len(received)))
 
+    def sending(self, source: str) -> int:
+        """How many transfers share a node's card to send."""
+        return len(self._sent.get(source, ()))
+
     def left_s(self, source: str, target: str) -> float:
         """Until all has arrived that is on its way between the two, at the rates of now."""
         left_s, now = 0.0, self._clock.now_s

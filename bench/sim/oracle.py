@@ -34,9 +34,11 @@ POLICY = "oracle"
 
 class Way(NamedTuple):
     """A way to prefill a prompt: `blocks` of it are found, after those from `source` ("": its own)
-    have come in `transfer_s`."""
+    have come in `transfer_s`. Of equal TTFTs the one is less whose card sends less, as the prompt's
+    KV has to leave it."""
 
     ttft_s: float
+    sending: int
     instance: str
     blocks: int
     source: str = ""
@@ -84,7 +86,8 @@ class Oracle:
         if instance.computing is not None:
             before.append(instance.computing.keys)
         own = max([have[name], *(_common(request.keys, keys) for keys in before)])
-        found = [Way(queue_s + self._prefill_s(tokens, own), name, own)]
+        sending = network.sending(name)
+        found = [Way(queue_s + self._prefill_s(tokens, own), sending, name, own)]
         for source, blocks in have.items():
             if blocks > own:
                 # The instance fetches what it does not have now.
@@ -92,7 +95,7 @@ class Oracle:
                 rate = network.next_rate_bytes_s(source, name)
                 moving_s = self._state.options.latency_s + nbytes / rate
                 ttft_s = max(queue_s, moving_s) + self._prefill_s(tokens, blocks)
-                found.append(Way(ttft_s, name, blocks, source, have[name], moving_s))
+                found.append(Way(ttft_s, sending, name, blocks, source, have[name], moving_s))
         return found
 
     def _queue_s(self, instance: PrefillInstance, now: float) -> float:

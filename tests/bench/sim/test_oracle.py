@@ -62,6 +62,16 @@ def test_blocks_that_are_being_computed_are_counted_where_one_waits_for_them() -
     assert second.cached_tokens == 32_767
 
 
+def test_of_equal_instances_one_is_taken_whose_card_is_free() -> None:
+    """Nobody waits for a GPU, but the KV of the first is still on its way."""
+    turns = tuple(TraceRequest(at_s, 8_192, 2) for at_s in (0.0, 2.0))
+    slow = SimulationOptions(prefill=2, decode=2, bandwidth_bytes_s=1e9)
+    first, second = simulate(Trace("two", turns), slow, scheduler=Oracle).jobs
+    assert first.decision is not None
+    assert second.decision is not None
+    assert second.decision.prefill != first.decision.prefill
+
+
 def test_decodes_are_spread() -> None:
     turns = tuple(TraceRequest(at_s, 4_096, 2_000) for at_s in (0.0, 2.0, 4.0, 6.0))
     jobs = simulate(Trace("long answers", turns), OPTIONS, scheduler=Oracle).jobs
