@@ -95,8 +95,13 @@ def quantiles(seconds: Sequence[float]) -> Quantiles:
 
 def longest_gaps_s(job: SimRequest) -> float:
     """The mean of the longest tenth of a request's gaps between tokens, of one at least."""
-    count = max(1, round(len(job.gaps_s) * _LONGEST_SHARE))
-    return float(np.mean(sorted(job.gaps_s)[-count:]))
+    return longest_tenth_s(job.gaps_s)
+
+
+def longest_tenth_s(gaps_s: Sequence[float]) -> float:
+    """The mean of the longest tenth of some gaps, of one at least."""
+    count = max(1, round(len(gaps_s) * _LONGEST_SHARE))
+    return float(np.mean(sorted(gaps_s)[-count:]))
 
 
 def _attained_share(outcome: SimulationOutcome, served: Sequence[SimRequest]) -> float | None:
