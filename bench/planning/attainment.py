@@ -37,6 +37,7 @@ class Unit:
     profile: Profile
     kv_tokens: int
     stages: int = 1
+    batch_max: int = 1024
 
     @property
     def gpus(self) -> int:
@@ -52,7 +53,8 @@ class Unit:
     def engine(self) -> Engine:
         """One of `stages` groups of requests that decode in turn. Each has its share of the room,
         and takes as long for a step as without a pipeline, since it passes all stages."""
-        return Engine(self.profile.prefill, self.profile.decode, self.kv_tokens // self.stages)
+        room = self.kv_tokens // self.stages
+        return Engine(self.profile.prefill, self.profile.decode, room, self.batch_max)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,8 +80,12 @@ def colocated_s(
     """Times of first tokens and TBT of requests, all on one instance that prefills as soon as a
     prompt waits, while decoding stands still: continuous batching without chunks, as in vLLM."""
     run = _Run(engine, tbt_of)
-    arrays = (workload.arrivals_s, workload.prompt_tokens, workload.output_tokens)
-    run.serve(*(array.tolist() for array in arrays), None)
+    run.serve(
+        workload.arrivals_s.tolist(),
+        workload.prompt_tokens.tolist(),
+        workload.output_tokens.tolist(),
+        None,
+    )
     return np.asarray(run.first_s), np.asarray(run.tbt_s)
 
 
@@ -124,7 +128,8 @@ class _Run:
                 self._step()
 
     def _join(self) -> list[int]:
-        engine, joined, tokens = self._engine, [], 0
+        engine, tokens = self._engine, 0
+        joined: list[int] = []
         while self._waiting and self._batch < engine.batch_max:
             one = self._waiting[0]
             tokens += self._prompts[one]

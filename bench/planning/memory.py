@@ -66,3 +66,9 @@ def kv_room(profile: Profile) -> int:
     if not room:
         raise InvalidRequest(f"profile {profile.name}: the weights do not fit")
     return room
+
+
+def token_bytes(profile: Profile) -> float | None:
+    """Bytes of KV of a token; None for a model that is not known here."""
+    model = next((name for name in MODELS if profile.model.lower().startswith(name)), None)
+    return None if model is None else MODELS[model].token_bytes

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ..traces.trace import Trace, TraceRequest
 
 _MODEL = "simulated"
+_ROLES = (Role.PREFILL, Role.DECODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class SimulationOptions:
     policy: str = "kvcache_centric"
     admission: str = "off"
     profile: str = latency_profiles.DEFAULT
+    decode_profile: str = ""  # of instances that decode; empty for the same
     token_bytes: int = 327_680
     cache_tokens: int = 3_000_000
     kv_capacity_tokens: int = 1_000_000
@@ -105,7 +107,7 @@ class _Simulation:
         self._left = len(trace.requests)
         self._running: dict[str, SimRequest] = {}
         self._held: dict[str, list[Callable[[], None]]] = {}  # by the job that is waited for
-        profile = latency_profiles.load(options.profile)
+        profile, decode_profile = (latency_profiles.load(self._profile(role)) for role in _ROLES)
         blocks = options.cache_tokens // trace.block_tokens
         self._prefills = {
             name: PrefillInstance(
@@ -115,7 +117,12 @@ class _Simulation:
         }
         self._decodes = {
             name: DecodeInstance(
-                name, clock, profile, options.kv_capacity_tokens, options.batch_max, self._ended
+                name,
+                clock,
+                decode_profile,
+                options.kv_capacity_tokens,
+                options.batch_max,
+                self._ended,
             )
             for name in (f"decode-{number}" for number in range(options.decode))
         }
@@ -136,13 +143,17 @@ class _Simulation:
     def _spec(self, name: str, role: Role) -> InstanceSpec:
         options, block_tokens = self._options, self._trace.block_tokens
         return InstanceSpec(
-            *(name, _MODEL, role, options.profile),
+            *(name, _MODEL, role, self._profile(role)),
             node=name,
             block_tokens=block_tokens,
             block_bytes=block_tokens * options.token_bytes,
             kv_capacity_tokens=options.kv_capacity_tokens,
             batch_max=options.batch_max,
         )
+
+    def _profile(self, role: Role) -> str:
+        options = self._options
+        return options.decode_profile or options.profile if role is Role.DECODE else options.profile
 
     # -- what the conductor is told ----------------------------------------------------------------
 

@@ -1,5 +1,4 @@
-"""DistServe's queueing model of prefill (OSDI '24, section 3.1): where tensor parallelism is better,
-and where a pipeline.
+"""DistServe's queueing model of prefill (OSDI '24, section 3.1): tensor parallelism or a pipeline.
 
 The formulas are compared with a discrete-event simulation of what they describe: Poisson arrivals,
 prompts of one length, one queue in front of one or two stages.
