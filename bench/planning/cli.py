@@ -116,7 +116,7 @@ def planned(
 
 
 def objectives(ttft_s: float | None, tbt_s: float | None, slo: str | None) -> tuple[float, float]:
-    """From the options. Raises InvalidInput if one is missing, is given twice, or makes no sense."""
+    """From the options. Raises InvalidInput if one is missing, given twice, or makes no sense."""
     given = {"ttft": ttft_s, "tbt": tbt_s}
     for part in (slo or "").split(","):
         name, _, value = (text.strip() for text in part.partition("="))
@@ -161,23 +161,15 @@ def tables(found: Plan) -> list[Table]:
     question = found.question
     title = (
         f"{question.trace.name}: {question.target_share:.0%} within TTFT {question.ttft_s:g} s and "
-        f"TBT {question.tbt_s:g} s, on {question.gpus} GPUs; {question.trace.rate:.2f} requests/s"
+        f"TBT {question.tbt_s:g} s, on {question.gpus} GPUs"
     )
     best = Table(title=title, title_justify="left")
-    for name in (
-        "",
-        "prefill",
-        "decode",
-        "GPUs",
-        "goodput",
-        "per GPU",
-        "of the rate",
-        "at the rate",
-    ):
+    at_rate = f"at {question.trace.rate:.2f}/s"
+    for name in ("", "prefill", "decode", "GPUs", "goodput", "per GPU", at_rate):
         best.add_column(name, justify="right" if name else "left")
     for rank, one in enumerate(found.ranked):
         name = ("best", "runner-up")[rank] if rank < 2 else ""
-        best.add_row(name, *_row(one, question), style="bold" if rank == 0 else None)
+        best.add_row(name, *_row(one), style="bold" if rank == 0 else None)
     changes = Table(title="If the world changes (fast search)", title_justify="left")
     for name in ("", "goodput", "change", "within the objectives", "then better"):
         changes.add_column(name, justify="right" if name else "left")
@@ -194,15 +186,14 @@ def tables(found: Plan) -> list[Table]:
     return [best, changes]
 
 
-def _row(one: Confirmed, question: Question) -> list[str]:
+def _row(one: Confirmed) -> list[str]:
     fleet = one.fleet
     return [
         f"{fleet.prefills} x {fleet.prefill.label}",
         f"{fleet.decodes} x {fleet.decode.label}",
         str(fleet.gpus),
         f"{number(one.served)}/s",
-        f"{one.served / fleet.gpus:.4f}/s",
-        f"{one.served / question.trace.rate:.2f} x",
+        f"{number(one.served / fleet.gpus)}/s",
         "" if one.attained is None else f"{one.attained:.1%}",
     ]
 
