@@ -43,6 +43,7 @@ class SimulationOptions:
     policy: str = "kvcache_centric"
     admission: str = "off"
     profile: str = latency_profiles.DEFAULT
+    decode_profile: str = ""  # of instances that decode; empty for the same
     token_bytes: int = 327_680
     order: Literal["arrival", "conductor"] = "arrival"
     queue_order: Literal["fcfs", "shortest-first", "longest-first"] = "fcfs"

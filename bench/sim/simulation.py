@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .node_cache import TierChange
 
 _MODEL = "simulated"
+_ROLES = (Role.PREFILL, Role.DECODE)
 
 
 @dataclass(slots=True)
@@ -56,6 +57,16 @@ class SimulationOutcome:
     options: SimulationOptions
     jobs: list[SimRequest] = field(default_factory=list)
     moved_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+
+
+def conductor_of(options: SimulationOptions) -> Conductor:
+    """The conductor of a simulated cluster. Raises InvalidRequest."""
+
+    def profile(name: str) -> Profile:
+        found = latency_profiles.load(name)
+        return pipelined(found, options.stages) if name == options.profile else found
+
+    return Conductor(options.settings(), dice=random.Random(options.seed), profile=profile)
 
 
 def simulate(
@@ -73,12 +84,8 @@ class _Simulation:
         self._trace, self._options, self._tell_share = trace, options, tell
         self._clock = clock = VirtualClock()
         self._network = Network(clock, options.bandwidth_bytes_s, options.latency_s)
-        profile = latency_profiles.load(options.profile)
-        self._core = Conductor(
-            options.settings(),
-            dice=random.Random(options.seed),
-            profile=lambda name: pipelined(profile, options.stages),
-        )
+        profile, decode_profile = (latency_profiles.load(self._profile(role)) for role in _ROLES)
+        self._core = conductor_of(options)
         self._chance = random.Random(options.seed)
         self._outcome = SimulationOutcome(options)
         self._left = len(trace.requests)
@@ -95,7 +102,12 @@ class _Simulation:
         )
         self._decodes = {
             name: DecodeInstance(
-                name, clock, profile, options.kv_capacity_tokens, options.batch_max, self._ended
+                name,
+                clock,
+                decode_profile,
+                options.kv_capacity_tokens,
+                options.batch_max,
+                self._ended,
             )
             for name in (f"decode-{number}" for number in range(options.decode))
         }
@@ -140,7 +152,7 @@ class _Simulation:
     def _spec(self, name: str, role: Role) -> InstanceSpec:
         options, block_tokens = self._options, self._trace.block_tokens
         return InstanceSpec(
-            *(name, _MODEL, role, options.profile),
+            *(name, _MODEL, role, self._profile(role)),
             node=name,
             block_tokens=block_tokens,
             block_bytes=block_tokens * options.token_bytes,
@@ -153,6 +165,10 @@ class _Simulation:
         if not sigma:
             return seconds
         return seconds * self._chance.lognormvariate(-sigma * sigma / 2, sigma)
+
+    def _profile(self, role: Role) -> str:
+        options = self._options
+        return options.decode_profile or options.profile if role is Role.DECODE else options.profile
 
     # -- what the conductor is told ----------------------------------------------------------------
 
