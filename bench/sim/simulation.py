@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tiffin.conductor.records import Decision
 
     from ..traces.trace import Trace
+    from .network import CompletedTransfer
     from .node_cache import TierChange
 
 _MODEL = "simulated"
@@ -52,11 +53,13 @@ _ROLES = (Role.PREFILL, Role.DECODE)
 
 @dataclass(slots=True)
 class SimulationOutcome:
-    """All jobs in order of arrival; bytes that were sent, by sender and receiver."""
+    """All jobs in order of arrival; bytes that were sent, by sender and receiver; all transfers in
+    the order of their ends."""
 
     options: SimulationOptions
     jobs: list[SimRequest] = field(default_factory=list)
     moved_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+    transfers: list[CompletedTransfer] = field(default_factory=list)
 
 
 def conductor_of(options: SimulationOptions) -> Conductor:
@@ -147,6 +150,7 @@ class _Simulation:
                 self._clock.at(request.arrival_s, functools.partial(self._arrive, number))
         self._clock.run(lambda: self._left > 0)
         self._outcome.moved_bytes = dict(self._network.moved_bytes)
+        self._outcome.transfers = self._network.completed
         return self._outcome
 
     def _spec(self, name: str, role: Role) -> InstanceSpec:
@@ -277,7 +281,7 @@ class _Simulation:
     def _began(self, instance: PrefillInstance, job: SimRequest, seconds: float) -> None:
         """Its prefill has begun: with overlap, the KV of all layers but the last goes to the
         instance that decodes meanwhile."""
-        if self._options.layerwise:
+        if self._options.layerwise and job.trace.output_tokens > 1:
             self._coming[job.name] = 2
             self._hand_over(instance, job, 1 - 1 / self._options.layers)
 
@@ -289,6 +293,9 @@ class _Simulation:
         self._event(job, "first_token")
         for start in self._held.pop(job.name, ()):
             start()
+        if job.trace.output_tokens <= 1:  # nothing is left to decode
+            self._ended(job)
+            return
         self._hand_over(instance, job, 1 / self._options.layers if self._options.layerwise else 1.0)
 
     def _hand_over(self, instance: PrefillInstance, job: SimRequest, share: float) -> None:
@@ -308,7 +315,7 @@ class _Simulation:
     def _ended(self, job: SimRequest) -> None:
         job.ended_s = self._clock.now_s
         del self._running[job.name]
-        self._event(job, "tokens", job.trace.output_tokens - 1)
+        self._event(job, "tokens", max(0, job.trace.output_tokens - 1))
         self._event(job, "finished")
         self._over(job)
 
