@@ -1,8 +1,9 @@
 """A simulated cluster that changes: roles flip, instances start and leave, as the conductor wants.
 
 The conductor is the one of the service, with its slow loop: it plans, flips roles (`planner.mode`
-"act"), and advises how many instances there should be, which an autoscaler here follows. Prompts
-share nothing, so there are no caches; `simulation.py` has those.
+"act"), and advises how many instances there should be, which an autoscaler here follows. It is told
+of tokens now and then while they come, as by the gateway. Prompts share nothing, so there are no
+caches; `simulation.py` has those.
 """
 
 from __future__ import annotations
@@ -51,22 +52,24 @@ MODEL = "simulated"
 class ElasticOptions:
     """A cluster and its conductor; what it shares with `SimulationOptions` means the same.
 
-    `instances` at the start, by role. `flip_s`: from the conductor's call until an empty instance
+    `instances` at the start, by role; `changes` of the conductor's settings. `report_s`: between
+    two reports of a request's tokens. `flip_s`: from the conductor's call until an empty instance
     has its new role; `start_s`: from the order of an instance until it serves. `autoscale`: whether
     the planner's advice on their number is followed. `choose_decode`, if given, overrules the
     conductor's choice, for baselines. `output_class`: what the caller says of a request's answer.
     """
 
     instances: Mapping[Role, int]
-    changes: Mapping[str, object] = field(default_factory=dict)  # of the conductor's settings
+    changes: Mapping[str, object] = field(default_factory=dict)
     profile: str = latency_profiles.DEFAULT
     token_bytes: int = 327_680
     kv_capacity_tokens: int = 1_000_000
     batch_max: int = 256
     bandwidth_bytes_s: float = 87e9
     latency_s: float = 1e-3
-    late_s: float = 0.1
+    late_s: float = 0.01
     heartbeat_s: float = 1.0
+    report_s: float = 4.0
     flip_s: float = 5.0
     start_s: float = 60.0
     autoscale: bool = False
@@ -123,6 +126,8 @@ class _Cluster:
         self._outcome = ElasticOutcome()
         self._left = len(trace.requests)
         self._running: dict[str, SimRequest] = {}
+        self._decoding: dict[str, tuple[SimRequest, MixedInstance]] = {}
+        self._reported: dict[str, int] = {}  # by job: tokens after the first
         self._instances: dict[str, MixedInstance] = {}
         self._starting: dict[str, Role] = {}
         self._began_s: dict[str, float] = {}
@@ -134,6 +139,7 @@ class _Cluster:
                 self._start(role, 0.0)
         self._clock.at(0.0, self._beat)
         self._clock.at(0.0, self._keep_alive)
+        self._clock.at(0.0, self._report)
         for number, request in enumerate(self._trace.requests):
             self._clock.at(request.arrival_s, self._arrival(number, request))
         self._clock.run(lambda: self._left > 0)
@@ -234,6 +240,14 @@ class _Cluster:
         self._steer()
         self._clock.after(self._options.heartbeat_s, self._beat)
 
+    def _report(self) -> None:
+        for job, instance in self._decoding.values():
+            more = instance.answered(job) - self._reported[job.name]
+            if more:
+                self._reported[job.name] += more
+                self._event(job, "tokens", more)
+        self._clock.after(self._options.report_s, self._report)
+
     def _keep_alive(self) -> None:
         now = self._clock.now_s
         for name in self._running:
@@ -281,12 +295,13 @@ class _Cluster:
                 if view.role is not Role.PREFILL
             ]
             decode = self._options.choose_decode(able, self._dice)
+        self._decoding[job.name], self._reported[job.name] = (job, decode), 0
         nbytes = job.trace.prompt_tokens * self._options.token_bytes
         self._network.send(instance.name, decode.name, nbytes, lambda: decode.join(job))
 
     def _ended(self, job: SimRequest) -> None:
         job.ended_s = self._clock.now_s
-        del self._running[job.name]
-        self._event(job, "tokens", job.trace.output_tokens - 1)
+        del self._running[job.name], self._decoding[job.name]
+        self._event(job, "tokens", job.trace.output_tokens - 1 - self._reported.pop(job.name))
         self._event(job, "finished")
         self._left -= 1

@@ -6,6 +6,7 @@ token of all that decode here. With one kind of work only, it is an instance of 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -56,18 +57,27 @@ class MixedInstance(DecodeInstance):
         """Requests that decode here, or wait for room."""
         return self.batch + len(self._waiting)
 
+    def answered(self, job: SimRequest) -> int:
+        """Tokens that a request which decodes here has got by now, without the first one."""
+        began = self._began.get(job.name)
+        return 0 if began is None else bisect_right(self._step_ends_s, self._clock.now_s) - began
+
     def enqueue(self, job: SimRequest) -> None:
         """A prompt arrives."""
         self._prompts.append(job)
-        if not self._stepping:
-            self._step()
+        if self._run_ends is not None:
+            self._cut()
+        elif self._computing is None:
+            self._run()
 
-    def _step(self) -> None:
+    def _run(self) -> None:
+        """Compute the next prompt, if there is one; else let the decodes go on."""
+        if self._computing is not None:
+            return  # somebody joins meanwhile
         if not self._prompts:
-            super()._step()
+            super()._run()
             return
         job = self._computing = self._prompts.popleft()
-        self._stepping = True
         job.compute_s = float(prefill_s(*self._prefill, job.trace.prompt_tokens, 0))
         self._clock.after(job.compute_s, self._computed)
 
@@ -75,4 +85,4 @@ class MixedInstance(DecodeInstance):
         job, self._computing = self._computing, None
         assert job is not None
         self._prefilled(self, job)
-        self._step()
+        self._run()
