@@ -19,7 +19,6 @@ from tiffin.conductor.pool.role_flip import FleetMember, Step
 from tiffin.conductor.records import Role
 
 from ...sim.elastic_cluster import ElasticOptions, simulate_elastic
-from ...sim.outcomes import attained
 from ...traces.phases import Phase, RequestKind, in_phases
 from ..evidence import Evidence, Line, Plot, Statement
 from ..registry import reproduction
@@ -35,6 +34,7 @@ from .tetriinfer_scheduling import (
 
 if TYPE_CHECKING:
     from ...sim.elastic_cluster import ElasticOutcome
+    from ...sim.sim_request import SimRequest
     from ..registry import Effort, Tell
 
 PHASE_S = 200.0
@@ -100,13 +100,18 @@ def run(
 
 
 def served(outcome: ElasticOutcome) -> Served:
-    """Its summary. `tbt_s` of the objective is that of the longest tenth of a request's gaps."""
+    """Its summary. The planner plans for means, so a request's time between tokens is its mean."""
     jobs = [job for job in outcome.jobs if job.ended_s is not None]
     return Served(
         float(np.mean([job.ttft_s for job in jobs if job.ttft_s is not None])),
         float(np.mean([job.ended_s - job.trace.arrival_s for job in jobs if job.ended_s])),
-        sum(attained(job, TTFT_S, TBT_S) for job in jobs) / len(outcome.jobs),
+        sum(map(_attained, jobs)) / len(outcome.jobs),
     )
+
+
+def _attained(job: SimRequest) -> bool:
+    assert job.ttft_s is not None, "it has ended"
+    return job.ttft_s <= TTFT_S and float(np.mean(job.gaps_s)) <= TBT_S
 
 
 @reproduction(
@@ -154,7 +159,7 @@ def _statements(found: dict[str, Served], flipping: list[ElasticOutcome]) -> tup
             ", ".join(f"{name} {one.end_s:.1f} s" for name, one in found.items()),
         ),
         Statement(
-            f"nor meets as often {TTFT_S:g} s to the first token and {TBT_S:g} s between tokens",
+            f"nor meets as often {TTFT_S:g} s to the first token and {TBT_S:g} s per token",
             all(ours.attained > one.attained for one in fixed.values()),
             ", ".join(f"{name} {one.attained:.0%}" for name, one in found.items()),
         ),
