@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiffin.conductor.cost import latency_profiles
-from tiffin.conductor.pool.capacity_model import Goals, Workload, capacity, fleet_rate
-from tiffin.conductor.pool.role_flip import FleetMember, Step
+from tiffin.conductor.pool.capacity_model import Goals, fleet_rate
+from tiffin.conductor.pool.role_flip import Step
 from tiffin.conductor.records import Role
 
 from ...sim.elastic_cluster import ElasticOptions, simulate_elastic
 from ...traces.phases import Phase, RequestKind, in_phases
 from ..evidence import Evidence, Line, Plot, Statement
+from ..one_instance import serves
 from ..registry import reproduction
 from .tetriinfer_scheduling import (
     HEAVY_DECODE,
@@ -67,20 +67,11 @@ class Served:
 
 def phases() -> tuple[Phase, ...]:
     """One of each kind, at a rate that is too high for the even fleet."""
-    member = FleetMember(
-        *("", Role.MIXED, True),
-        latency=latency_profiles.load(PROFILE).latency,
-        kv_capacity_tokens=KV_CAPACITY_TOKENS,
-    )
     made = []
     for kind in KINDS:
-        prompt, output = np.mean(kind.prompt_tokens), np.mean(kind.output_tokens)
-        variation = float(np.ptp(kind.prompt_tokens) / 12**0.5 / prompt)  # of a uniform number
-        work = Workload(float(prompt), float(prompt), float(output), variation)
-        one = capacity(member, work, Goals(TTFT_S, TBT_S))
+        one = serves(PROFILE, KV_CAPACITY_TOKENS, kind, Goals(TTFT_S, TBT_S))
         roles = [Role.PREFILL] * EVEN[0] + [Role.DECODE] * EVEN[1]
-        rate = OVERLOAD * fleet_rate((role, one) for role in roles)
-        made.append(Phase(PHASE_S, rate, (kind,)))
+        made.append(Phase(PHASE_S, OVERLOAD * fleet_rate((role, one) for role in roles), (kind,)))
     return tuple(made)
 
 
