@@ -64,6 +64,20 @@ class Network:
         self.moved_bytes[source, target] += round(nbytes)
         self._clock.after(self._latency_s, lambda: self._begin(transfer))
 
+    def next_rate_bytes_s(self, source: str, target: str) -> float:
+        """At which one more transfer would go, if it began now."""
+        sent, received = self._sent.get(source, ()), self._received.get(target, ())
+        return self._bandwidth / (1 + max(len(sent), len(received)))
+
+    def left_s(self, source: str, target: str) -> float:
+        """Until all has arrived that is on its way between the two, at the rates of now."""
+        left_s, now = 0.0, self._clock.now_s
+        for one in self._sent.get(source, ()):
+            if one.target == target:
+                end_s = one.since_s + one.left_bytes / one.rate_bytes_s
+                left_s = max(left_s, end_s - now)
+        return left_s
+
     def _begin(self, transfer: Transfer) -> None:
         transfer.since_s = self._clock.now_s
         self._sent.setdefault(transfer.source, {})[transfer] = None

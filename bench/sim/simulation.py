@@ -10,7 +10,7 @@ import contextlib
 import functools
 import random
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.cost import latency_profiles
@@ -38,7 +38,7 @@ from .prefill_work import pipelined
 from .sim_request import SimRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from tiffin.conductor.cost.latency_profiles import Profile
     from tiffin.conductor.records import Decision
@@ -72,17 +72,45 @@ def conductor_of(options: SimulationOptions) -> Conductor:
     return Conductor(options.settings(), dice=random.Random(options.seed), profile=profile)
 
 
+class Scheduler(Protocol):
+    """What decides; the conductor's core is one."""
+
+    def schedule(self, request: Request, now: float) -> Decision | Rejection:
+        """Where a request runs, or that it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrueState:
+    """The cluster as it is at any moment, for a scheduler that knows more than a conductor can.
+    `running`: admitted requests that have not ended."""
+
+    trace: Trace
+    options: SimulationOptions
+    prefills: Mapping[str, PrefillInstance]
+    decodes: Mapping[str, DecodeInstance]
+    network: Network
+    running: Mapping[str, SimRequest]
+
+
 def simulate(
-    trace: Trace, options: SimulationOptions, tell: Callable[[float], None] = lambda share: None
+    trace: Trace,
+    options: SimulationOptions,
+    tell: Callable[[float], None] = lambda share: None,
+    scheduler: Callable[[TrueState], Scheduler] | None = None,
 ) -> SimulationOutcome:
     """Replay the trace: requests come when it says so. The same arguments give the same outcome.
-    `tell` is told the share of requests that has ended. Raises InvalidRequest."""
-    return _Simulation(trace, options, tell).run()
+    `tell` is told the share of requests that has ended. `scheduler` makes what decides in place of
+    the conductor. Raises InvalidRequest."""
+    return _Simulation(trace, options, tell, scheduler).run()
 
 
 class _Simulation:
     def __init__(
-        self, trace: Trace, options: SimulationOptions, tell: Callable[[float], None]
+        self,
+        trace: Trace,
+        options: SimulationOptions,
+        tell: Callable[[float], None],
+        scheduler: Callable[[TrueState], Scheduler] | None = None,
     ) -> None:
         self._trace, self._options, self._tell_share = trace, options, tell
         self._clock = clock = VirtualClock()
@@ -114,6 +142,10 @@ class _Simulation:
             )
             for name in (f"decode-{number}" for number in range(options.decode))
         }
+        state = TrueState(
+            trace, options, self._prefills, self._decodes, self._network, self._running
+        )
+        self._scheduler: Scheduler = scheduler(state) if scheduler else self._core
 
     def _prefill_instances(self, profile: Profile) -> dict[str, PrefillInstance]:
         options, tokens = self._options, self._trace.block_tokens
@@ -239,7 +271,7 @@ class _Simulation:
         request = Request(
             job.name, _MODEL, job.trace.prompt_tokens, job.keys, objectives=objectives
         )
-        outcome = self._core.schedule(request, now)
+        outcome = self._scheduler.schedule(request, now)
         if isinstance(outcome, Rejection):
             job.rejected = outcome.reason
             self._over(job)
