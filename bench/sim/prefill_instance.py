@@ -46,9 +46,9 @@ class PrefillInstance:
 
     @property
     def queued_tokens(self) -> int:
-        """Their tokens."""
+        """Their tokens, less those that the conductor took for cached."""
         jobs = [*self._queue, *([self._computing] if self._computing else [])]
-        return sum(job.trace.prompt_tokens for job in jobs)
+        return sum(job.trace.prompt_tokens - job.expected_cached_tokens for job in jobs)
 
     def enqueue(self, job: SimRequest, fetching: bool) -> None:
         """A prompt arrives. `fetching`: `fetched` will be called."""
