@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiffin.kvstore.memory.eviction import LRU
+from tiffin.kvstore.memory.eviction import LRU, make_policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,18 +22,19 @@ class CachedBlock:
 
 
 class BlockCache:
-    """Blocks by key, at most `capacity_blocks`. The head of a chain counts as used last. `order`:
-    of eviction, one of the store's."""
+    """Blocks by key, at most `capacity_blocks`. The head of a chain counts as used last. `policy`:
+    one of the store's (`eviction.POLICIES`)."""
 
-    def __init__(
-        self, capacity_blocks: int, order: EvictionPolicy[CachedBlock] | None = None
-    ) -> None:
+    def __init__(self, capacity_blocks: int, policy: str = LRU.name) -> None:
         self.capacity_blocks = capacity_blocks
         self._blocks: dict[bytes, CachedBlock] = {}
-        self._order: EvictionPolicy[CachedBlock] = LRU() if order is None else order
+        self._order: EvictionPolicy[CachedBlock] = make_policy(policy)
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
 
     def match(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks of a prompt are there."""

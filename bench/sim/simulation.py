@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tiffin.conductor.admission.counterfactual import ShadowCounts
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.core.settings import Settings, patched
 from tiffin.conductor.cost import latency_profiles
@@ -29,6 +30,7 @@ from tiffin.conductor.records import (
 from .block_cache import BlockCache
 from .clock import VirtualClock
 from .decode_instance import DecodeInstance
+from .load_series import LoadSeries
 from .network import Network
 from .prefill_instance import PrefillInstance
 from .sim_request import SimRequest
@@ -78,11 +80,14 @@ class SimulationOptions:
 
 @dataclass(slots=True)
 class SimulationOutcome:
-    """All jobs in order of arrival; bytes that were sent, by sender and receiver."""
+    """All jobs in order of arrival; bytes that were sent, by sender and receiver; the load of both
+    pools at each heartbeat; the conductor's estimate of what became of the refused."""
 
     options: SimulationOptions
     jobs: list[SimRequest] = field(default_factory=list)
     moved_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+    loads: LoadSeries = field(default_factory=LoadSeries)
+    shadow: ShadowCounts = field(default_factory=ShadowCounts)
 
 
 def simulate(
@@ -100,6 +105,7 @@ class _Simulation:
         self._trace, self._options, self._tell_share = trace, options, tell
         self._clock = clock = VirtualClock()
         self._network = Network(clock, options.bandwidth_bytes_s, options.latency_s)
+        self._objectives = Objectives(options.ttft_s, options.tbt_s)
         self._core = Conductor(options.settings(), dice=random.Random(options.seed))
         self._outcome = SimulationOutcome(options)
         self._left = len(trace.requests)
@@ -131,6 +137,7 @@ class _Simulation:
             self._clock.at(request.arrival_s, self._arrival(number, request))
         self._clock.run(lambda: self._left > 0)
         self._outcome.moved_bytes = dict(self._network.moved_bytes)
+        self._outcome.shadow = self._core.shadow.counts
         return self._outcome
 
     def _spec(self, name: str, role: Role) -> InstanceSpec:
@@ -169,6 +176,7 @@ class _Simulation:
             load = Load(running=other.batch, context_tokens=other.context_tokens)
             self._core.heartbeat(name, load, now)
         self._core.tick(now)
+        self._outcome.loads.sample(self._core, _MODEL, self._objectives, now)
         self._clock.after(self._options.heartbeat_s, self._beat)
 
     def _keep_alive(self) -> None:
@@ -191,10 +199,9 @@ class _Simulation:
         return arrive
 
     def _schedule(self, job: SimRequest) -> None:
-        options, now = self._options, self._clock.now_s
-        objectives = Objectives(options.ttft_s, options.tbt_s)
+        now = self._clock.now_s
         request = Request(
-            job.name, _MODEL, job.trace.prompt_tokens, job.keys, objectives=objectives
+            job.name, _MODEL, job.trace.prompt_tokens, job.keys, objectives=self._objectives
         )
         outcome = self._core.schedule(request, now)
         if isinstance(outcome, Rejection):
@@ -250,13 +257,25 @@ class _Simulation:
         job.first_token_s = self._clock.now_s
         assert job.decision is not None
         self._tell_blocks(instance, job.keys)
-        self._event(job, "prefill_done")
-        self._event(job, "first_token")
         for start in self._held.pop(job.name, ()):
             start()
+        if self._options.admission == "baseline" and self._rejected_late(job):
+            return
+        self._event(job, "prefill_done")
+        self._event(job, "first_token")
         decode = self._decodes[job.decision.decode]
         nbytes = job.trace.prompt_tokens * self._options.token_bytes
         self._network.send(instance.name, decode.name, nbytes, lambda: decode.join(job))
+
+    def _rejected_late(self, job: SimRequest) -> bool:
+        """The second check of "baseline": whether the request is refused after its prefill."""
+        rejection = self._core.recheck(job.name, self._clock.now_s)
+        if rejection is None:
+            return False
+        job.rejected = rejection.reason
+        del self._running[job.name]
+        self._over()
+        return True
 
     def _ended(self, job: SimRequest) -> None:
         job.ended_s = self._clock.now_s
