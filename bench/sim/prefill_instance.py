@@ -102,8 +102,8 @@ class PrefillInstance:
 
     @property
     def queued_tokens(self) -> int:
-        """Their tokens."""
-        return sum(job.trace.prompt_tokens for job in self.jobs)
+        """Their tokens, less those that the conductor took for cached."""
+        return sum(job.trace.prompt_tokens - job.expected_cached_tokens for job in self.jobs)
 
     def enqueue(self, job: SimRequest, fetching: bool) -> None:
         """A prompt arrives. `fetching`: `fetched` will be called."""

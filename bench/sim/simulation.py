@@ -12,6 +12,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+from tiffin.conductor.admission.counterfactual import ShadowCounts
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.errors import UnknownRequest
@@ -29,6 +30,7 @@ from tiffin.conductor.records import (
 from ..traces.turns import previous_turns
 from .clock import VirtualClock
 from .decode_instance import DecodeInstance
+from .load_series import LoadSeries
 from .network import Network
 from .node_cache import NodeCache
 from .options import SimulationOptions as SimulationOptions  # noqa: TC001 # others take it here
@@ -54,12 +56,15 @@ _ROLES = (Role.PREFILL, Role.DECODE)
 @dataclass(slots=True)
 class SimulationOutcome:
     """All jobs in order of arrival; bytes that were sent, by sender and receiver; all transfers in
-    the order of their ends."""
+    the order of their ends; the load of both pools at each heartbeat; the conductor's estimate of
+    what became of the refused."""
 
     options: SimulationOptions
     jobs: list[SimRequest] = field(default_factory=list)
     moved_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
     transfers: list[CompletedTransfer] = field(default_factory=list)
+    loads: LoadSeries = field(default_factory=LoadSeries)
+    shadow: ShadowCounts = field(default_factory=ShadowCounts)
 
 
 def conductor_of(options: SimulationOptions) -> Conductor:
@@ -115,6 +120,7 @@ class _Simulation:
         self._trace, self._options, self._tell_share = trace, options, tell
         self._clock = clock = VirtualClock()
         self._network = Network(clock, options.bandwidth_bytes_s, options.latency_s)
+        self._objectives = Objectives(options.ttft_s, options.tbt_s)
         profile, decode_profile = (latency_profiles.load(self._profile(role)) for role in _ROLES)
         self._core = conductor_of(options)
         self._chance = random.Random(options.seed)
@@ -183,6 +189,7 @@ class _Simulation:
         self._clock.run(lambda: self._left > 0)
         self._outcome.moved_bytes = dict(self._network.moved_bytes)
         self._outcome.transfers = self._network.completed
+        self._outcome.shadow = self._core.shadow.counts
         return self._outcome
 
     def _spec(self, name: str, role: Role) -> InstanceSpec:
@@ -243,6 +250,7 @@ class _Simulation:
         if self._options.replication:
             for order in self._core.steering.tick(self._carrier.spaces(), now).orders:
                 self._later(lambda _, order=order: self._carrier.carry(order))  # type: ignore[misc]
+        self._outcome.loads.sample(self._core, _MODEL, self._objectives, now)
         self._clock.after(self._options.heartbeat_s, self._beat)
 
     def _keep_alive(self) -> None:
@@ -266,10 +274,9 @@ class _Simulation:
         self._schedule(job)
 
     def _schedule(self, job: SimRequest) -> None:
-        options, now = self._options, self._clock.now_s
-        objectives = Objectives(options.ttft_s, options.tbt_s)
+        now = self._clock.now_s
         request = Request(
-            job.name, _MODEL, job.trace.prompt_tokens, job.keys, objectives=objectives
+            job.name, _MODEL, job.trace.prompt_tokens, job.keys, objectives=self._objectives
         )
         outcome = self._scheduler.schedule(request, now)
         if isinstance(outcome, Rejection):
@@ -321,10 +328,12 @@ class _Simulation:
         """The first token is there, and the prompt's KV goes to the instance that decodes."""
         job.first_token_s = self._clock.now_s
         instance.cache.put(job.keys)
-        self._event(job, "prefill_done")
-        self._event(job, "first_token")
         for start in self._held.pop(job.name, ()):
             start()
+        if self._options.admission == "baseline" and self._rejected_late(job):
+            return
+        self._event(job, "prefill_done")
+        self._event(job, "first_token")
         if job.trace.output_tokens <= 1:  # nothing is left to decode
             self._ended(job)
             return
@@ -343,6 +352,16 @@ class _Simulation:
 
         nbytes = job.trace.prompt_tokens * self._options.token_bytes
         self._network.send(instance.name, decode.name, share * nbytes, arrived)
+
+    def _rejected_late(self, job: SimRequest) -> bool:
+        """The second check of "baseline": whether the request is refused after its prefill."""
+        rejection = self._core.recheck(job.name, self._clock.now_s)
+        if rejection is None:
+            return False
+        job.rejected = rejection.reason
+        del self._running[job.name]
+        self._over(job)
+        return True
 
     def _ended(self, job: SimRequest) -> None:
         job.ended_s = self._clock.now_s

@@ -31,7 +31,6 @@ from ..contest import (
     goodput,
     grid,
     mean_ttft_s,
-    replay,
     statements,
 )
 from ..evidence import Evidence, Grid, Line, Plot, Statement
@@ -142,9 +141,7 @@ def goodputs(effort: Effort, tell: Tell) -> Evidence:
         mine, theirs, mark = (rates[name].mean for name in (ours, best, ORACLE))
         # Two rates that the bisection cannot tell apart are equal.
         figures = f"{mine:.2f}/s; {best} {theirs:.2f}/s, the oracle {mark:.2f}/s"
-        said.append(
-            Statement(f"no peer serves more than {ours}", mine >= theirs * 0.95, figures)
-        )
+        said.append(Statement(f"no peer serves more than {ours}", mine >= theirs * 0.95, figures))
         near = mine >= mark * (1 - NEAR_SHARE)
         said.append(Statement(f"{ours} serves nearly what the oracle does", near, figures))
     table = Grid(title, ("policy", "goodput, requests/s"), rows)
