@@ -36,6 +36,7 @@ from .sim_request import SimRequest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tiffin.conductor.cost.latency_profiles import Profile
     from tiffin.conductor.records import Decision
 
     from ..traces.trace import Trace, TraceRequest
@@ -85,27 +86,42 @@ class SimulationOutcome:
     moved_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
+def conductor_for(options: SimulationOptions) -> Conductor:
+    """The core, with these settings and the seed's dice. Raises InvalidRequest."""
+    return Conductor(options.settings(), dice=random.Random(options.seed))
+
+
 def simulate(
-    trace: Trace, options: SimulationOptions, tell: Callable[[float], None] = lambda share: None
+    trace: Trace,
+    options: SimulationOptions,
+    tell: Callable[[float], None] = lambda share: None,
+    *,
+    core: Callable[[SimulationOptions], Conductor] = conductor_for,
+    profiles: Callable[[str], Profile] = latency_profiles.load,
 ) -> SimulationOutcome:
     """Replay the trace: requests come when it says so. The same arguments give the same outcome.
-    `tell` is told the share of requests that has ended. Raises InvalidRequest."""
-    return _Simulation(trace, options, tell).run()
+    `tell` is told the share of requests that has ended. `core` makes the conductor that decides,
+    `profiles` finds the latency profile of the simulated hardware. Raises InvalidRequest."""
+    return _Simulation(trace, options, tell, core(options), profiles(options.profile)).run()
 
 
 class _Simulation:
     def __init__(
-        self, trace: Trace, options: SimulationOptions, tell: Callable[[float], None]
+        self,
+        trace: Trace,
+        options: SimulationOptions,
+        tell: Callable[[float], None],
+        core: Conductor,
+        profile: Profile,
     ) -> None:
         self._trace, self._options, self._tell_share = trace, options, tell
         self._clock = clock = VirtualClock()
         self._network = Network(clock, options.bandwidth_bytes_s, options.latency_s)
-        self._core = Conductor(options.settings(), dice=random.Random(options.seed))
+        self._core = core
         self._outcome = SimulationOutcome(options)
         self._left = len(trace.requests)
         self._running: dict[str, SimRequest] = {}
         self._held: dict[str, list[Callable[[], None]]] = {}  # by the job that is waited for
-        profile = latency_profiles.load(options.profile)
         blocks = options.cache_tokens // trace.block_tokens
         self._prefills = {
             name: PrefillInstance(
