@@ -65,7 +65,8 @@ class RequestLine(
     """A request, written when it has ended, however: lines are not in order of arrival.
 
     `blocks` has an id for each full block of the prompt (`block_ids`). `outcome` is "finished",
-    "cancelled", "expired" (nobody said how it ended) or "rejected", with the rejection's reason.
+    "cancelled", "expired" (nobody said how it ended), "unfinished" (the recording ended before it)
+    or "rejected", with the rejection's reason.
     `decisions`: how often it was placed; fields of the decision are those of the last.
     `cached_tokens` is what the decision meant to use. `prefilled_s` and `ttft_s` are seconds from
     its arrival until the conductor heard of its prefill's end and of its first token, `tbt_s` is

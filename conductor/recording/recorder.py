@@ -117,6 +117,11 @@ class Recorder:
         """Nobody has said what became of a request."""
         self._end(request_id, "expired")
 
+    def end(self) -> None:
+        """The recording ends: what is in flight is written as it stands."""
+        for name in list(self._open):
+            self._end(name, "unfinished")
+
     def _end(self, name: str, outcome: str) -> None:
         one = self._open.pop(name, None)
         if one is not None:

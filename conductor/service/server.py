@@ -186,7 +186,10 @@ def _recording(core: Conductor, options: ConductorOptions, now: float) -> Iterat
     with RecordingFile(options.record, options.record_bytes) as file:
         recorder = Recorder(file.put)
         recorder.begin(core.settings, now, time.time())
-        yield recorder
+        try:
+            yield recorder
+        finally:
+            recorder.end()
 
 
 @contextlib.contextmanager
