@@ -139,7 +139,8 @@ def demo(
         "nodes": nodes,
         "seed": seed,
     }
-    chosen |= {"dram": dram, "nvme": nvme, "overload_s": overload, "record": record}
+    chosen |= {"dram": dram, "nvme": nvme, "overload_s": overload}
+    chosen["record"] = None if record is None else str(record)
     _end(lambda: _run(chosen, quick, out, as_json))
 
 

@@ -70,7 +70,7 @@ class Options:
     nvme: str = "512MiB"
     overload_s: float | None = None
     size: ModelSize = FULL
-    record: Path | None = None
+    record: str = ""
 
     @classmethod
     def quick(cls, **changes: Any) -> Options:
@@ -201,8 +201,9 @@ class _Demo:
             [row for rows in measured[role] for row in rows] for role in ("prefill", "decode")
         )
         profile = self._outcome.profile = fitted(prefill, decode)
+        record = Path(self._options.record) if self._options.record else None
         self._conductor = self._stack.enter_context(
-            conductor(self._pool, profile, self._folder, START_S, self._options.record)
+            conductor(self._pool, profile, self._folder, START_S, record)
         )
         url, pool = self._conductor.url, self._pool
         for names in self._names.values():
