@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,8 @@ from tiffin.conductor.errors import ConductorError
 from tiffin.kvstore.errors import InvalidInput
 
 from ..traces.recordings import read_recording
-from .comparison import fidelity, observed, simulated
+from .calibrating import calibrated
+from .comparison import observed, simulated
 from .replay import replay
 from .report import Report, in_words, table
 from .setup import MEMORY_TOKENS, Changes, changed, differences, in_force
@@ -64,6 +66,13 @@ def whatif(
             show_default="as recorded",
         ),
     ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Slow the profile as half of the requests show, and judge by the other half.",
+        ),
+    ] = False,
     memory: Annotated[
         int, typer.Option(min=1, metavar="TOKENS", help="That a node keeps; no log has it.")
     ] = MEMORY_TOKENS,
@@ -83,15 +92,17 @@ def whatif(
 
     If the replay of what was is more than 25% off, a warning says so: the difference between the
     replays may still have the right direction, its size means little. Most often the hardware is
-    slower under load than its latency profile says: fit one to it (docs/conductor/cost.md), and
-    give it with `--measured-profile`. Clients that wait for an answer before they ask again would
-    have come at other times; here they come when they did.
+    slower under load than its latency profile says: `--calibrate` learns two factors from every
+    second request, one for prefills and one for steps, and judges by the others. Or fit a profile
+    to it (docs/conductor/cost.md), and give it with `--measured-profile`. Clients that wait
+    for an answer before they ask again would have come at other times; here they come when they
+    did.
 
     **Examples**
 
     `tiffin whatif requests.jsonl`
 
-    `tiffin whatif requests.jsonl --policy least_loaded`
+    `tiffin whatif requests.jsonl --calibrate --policy least_loaded`
 
     `tiffin whatif requests.jsonl --prefill 6 --decode 2 --json | jq .whatif.ttft_s`
     """
@@ -106,9 +117,7 @@ def whatif(
                 _profile(profile),
                 None if bandwidth is None else bandwidth / 8e-9,
             ),
-            _profile(measured_profile),
-            memory,
-            seed,
+            _Cluster(_profile(measured_profile), calibrate, memory, seed),
         )
     except (InvalidInput, ConductorError, OSError) as error:
         _console.print(f"tiffin whatif: {error}", style="red", highlight=False, markup=False)
@@ -119,13 +128,38 @@ def whatif(
         _show(report)
 
 
-def _report(
-    recording: Recording, changes: Changes, measured: Profile | None, memory: int, seed: int
-) -> Report:
-    was = changed(in_force(recording, memory, seed), Changes(profile=measured))
+@dataclass(frozen=True, slots=True)
+class _Cluster:
+    """What is said of the recorded cluster beside the recording."""
+
+    profile: Profile | None
+    calibrate: bool
+    memory_tokens: int
+    seed: int
+
+    def setup(self, recording: Recording) -> Setup:
+        """What was in force."""
+        setup = in_force(recording, self.memory_tokens, self.seed)
+        profile = self.profile or setup.profile
+        if self.calibrate:
+            profile = calibrated(profile, recording.requests, learnt_from)
+        return changed(setup, Changes(profile=profile))
+
+
+def learnt_from(number: int) -> bool:
+    """Every second request is learnt from, and does not count when the replay is judged."""
+    return number % 2 == 0
+
+
+def _report(recording: Recording, changes: Changes, cluster: _Cluster) -> Report:
+    was = cluster.setup(recording)
     truth, replayed = observed(recording), _replayed(recording, was, "as it was")
     other = _replayed(recording, changed(was, changes), "what if") if changes else None
-    return Report(recording.name, words(changes), truth, replayed, other, _warnings(recording, was))
+    warnings = _warnings(recording, was)
+    if cluster.calibrate:
+        warnings.append(was.profile.source.rpartition("; ")[2])
+    judged = (lambda number: not learnt_from(number)) if cluster.calibrate else None
+    return Report(recording.name, words(changes), truth, replayed, other, warnings, judged)
 
 
 def _replayed(recording: Recording, setup: Setup, title: str) -> list[Served]:
@@ -172,11 +206,13 @@ def _warnings(recording: Recording, setup: Setup) -> list[str]:
 
 def _show(report: Report) -> None:
     _console.print(table(report))
+    if report.change:
+        _console.print(f"what if: {report.change}", highlight=False)
     for line in in_words(report):
         _console.print(line, highlight=False)
     for line in report.warnings:
         _console.print(f"note: {line}", style="yellow", highlight=False, markup=False)
-    faults = fidelity(report.observed, report.replayed).faults()
+    faults = report.fidelity.faults()
     if faults:
         said = "; ".join(faults)
         _console.print(

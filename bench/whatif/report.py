@@ -12,7 +12,7 @@ from .comparison import fidelity, measured
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .comparison import Error, Measured, Served
+    from .comparison import Error, Fidelity, Measured, Served
 
     Row = tuple[str, Callable[[Measured], float | None], Callable[[float], str]]
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Report:
     """What was observed, the replay of what was in force, and the replay with changes, if any.
-    `warnings`: why the last two may say little."""
+    `warnings`: why the last two may say little. `judged`: by the numbers of which requests the
+    replay is; None: all."""
 
     title: str
     change: str
@@ -28,10 +29,18 @@ class Report:
     replayed: Sequence[Served]
     whatif: Sequence[Served] | None
     warnings: Sequence[str] = ()
+    judged: Callable[[int], bool] | None = None
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """How far the replay is from what was observed, of the requests that are `judged`."""
+        pairs = zip(self.observed, self.replayed, strict=True)
+        kept = [pair for n, pair in enumerate(pairs) if self.judged is None or self.judged(n)]
+        return fidelity([truth for truth, _ in kept], [ours for _, ours in kept])
 
     def plain(self) -> dict[str, Any]:
-        """For JSON. The estimate is what was observed times what the change does to the replay."""
-        near = fidelity(self.observed, self.replayed)
+        """For JSON."""
+        near = self.fidelity
         return {
             "recording": self.title,
             "change": self.change,
@@ -69,10 +78,10 @@ def table(report: Report) -> Table:
     """Side by side: observed, replayed, and with the change, each beside what it is compared to."""
     made = Table(title=report.title, title_justify="left")
     made.add_column("")
-    columns = ["observed", "replayed", "replayed/observed"]
+    columns = ["observed", "replayed", "off by"]
     whatif = None if report.whatif is None else measured(report.whatif)
     if whatif is not None:
-        columns += [report.change, "of the replayed"]
+        columns += ["what if", "change"]
     for name in columns:
         made.add_column(name, justify="right")
     truth, replayed = measured(report.observed), measured(report.replayed)
@@ -87,7 +96,7 @@ def table(report: Report) -> Table:
 
 def in_words(report: Report) -> list[str]:
     """How far the replay is from what was observed, request by request."""
-    near = fidelity(report.observed, report.replayed)
+    near = report.fidelity
     pairs = (("TTFT", near.ttft), ("TBT", near.tbt))
     return [_error(name, error) for name, error in pairs if error is not None]
 

@@ -73,6 +73,9 @@ class RecordingFile:
         """Write a line soon; of a request with the ids of its prompt's blocks."""
         if len(self._waiting) >= self._waiting_max:
             self.lost += 1
+            if not self._complained:
+                self._complained = True
+                log.warning("too much comes for the recording %s: lines are lost", self._path)
         else:
             self._waiting.append((line, keys))
 
@@ -81,6 +84,7 @@ class RecordingFile:
         self._closing.set()
         self._thread.join()
         self._file.close()
+        log.info("recorded %d lines to %s, lost %d", self.written, self._path, self.lost)
 
     def _run(self) -> None:
         while not self._closing.wait(FLUSH_S):

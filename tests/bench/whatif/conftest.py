@@ -1,64 +1,21 @@
-"""Recordings of simulations: the truth is then known."""
+"""A recording of a simulation; makes the support module of this folder importable."""
 
 from __future__ import annotations
 
-import random
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tiffin.bench.sim.simulation import SimulationOptions, simulate
 from tiffin.bench.traces.generator import generate
 from tiffin.bench.traces.scaling import at_rate
-from tiffin.conductor.core import Conductor
-from tiffin.conductor.recording.recorder import Recorder
-from tiffin.conductor.recording.recording_file import RecordingFile
-from tiffin.conductor.records import RequestEvent
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tiffin.bench.sim.simulation import SimulationOutcome
     from tiffin.bench.traces.trace import Trace
-    from tiffin.conductor.records import Decision, Rejection, Request
-
-# Everything is told at once, so that the conductor observes what happens.
-TRUTH = SimulationOptions(prefill=3, decode=2, late_s=0.0, seed=5)
-
-
-class RecordedCore(Conductor):
-    """A core whose recorder is told what a service tells it."""
-
-    def __init__(self, options: SimulationOptions, recorder: Recorder) -> None:
-        super().__init__(options.settings(), dice=random.Random(options.seed))
-        self._recorder = recorder
-        recorder.begin(self.settings, 0.0, 1e9)
-
-    def schedule(self, request: Request, now: float) -> Decision | Rejection:
-        outcome = super().schedule(request, now)
-        self._recorder.scheduled(request, outcome, now)
-        return outcome
-
-    def observe(self, event: RequestEvent, now: float) -> None:
-        super().observe(event, now)
-        self._recorder.observed(event, now)
-
-    def tick(self, now: float) -> list[str]:
-        self._recorder.look(self, now)
-        return super().tick(now)
-
-
-def record(trace: Trace, options: SimulationOptions, path: Path) -> SimulationOutcome:
-    """Simulate a trace and write the recording that its conductor would have made."""
-    with RecordingFile(path) as file:
-        recorder = Recorder(file.put)
-        outcome = simulate(trace, options, core=lambda one: RecordedCore(one, recorder))
-        for job in outcome.jobs:  # a simulation ends with the last answer, before that is reported
-            recorder.observed(
-                RequestEvent(job.name, "tokens", job.trace.output_tokens - 1), job.ended_s or 0
-            )
-            recorder.observed(RequestEvent(job.name, "finished"), job.ended_s or 0)
-    return outcome
 
 
 @pytest.fixture(scope="session")
@@ -72,5 +29,7 @@ def truth(
     conversations: Trace, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, SimulationOutcome]:
     """A recording, and what really happened."""
+    from whatifsupport import TRUTH, record
+
     path = tmp_path_factory.mktemp("recordings") / "chat.jsonl"
     return path, record(conversations, TRUTH, path)

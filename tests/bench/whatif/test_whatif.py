@@ -205,7 +205,7 @@ def test_the_command_compares_and_says_how_far_it_can_be_believed(truth: Truth) 
     assert found["whatif"]["requests"] == found["observed"]["requests"]
     shown = run(path)
     assert shown.exit_code == 0, shown.output
-    assert "replayed/observed" in shown.output
+    assert "off by" in shown.output
     assert "nine of ten within" in shown.output
     assert "warning" not in shown.output
 

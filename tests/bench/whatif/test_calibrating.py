@@ -1,0 +1,100 @@
+"""Hardware that is slower than its profile says: by how much is learnt from the requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from whatifsupport import TRUTH, record
+
+from tiffin.bench.traces.recordings import Recording, read_recording
+from tiffin.bench.traces.scaling import at_rate
+from tiffin.bench.whatif.calibrating import calibrated, decode_points, prefill_points
+from tiffin.bench.whatif.cli import learnt_from
+from tiffin.bench.whatif.setup import in_force
+from tiffin.conductor.cost.latency_model import prefill_s
+from tiffin.conductor.recording.lines import RequestLine
+from tiffin.kvstore.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from tiffin.bench.traces.trace import Trace
+
+
+def request(arrival_s: float, ttft_s: float, **more: object) -> RequestLine:
+    known = {"id": "r", "model": "m", "outcome": "finished", "prefill": "p", "decode": "d"}
+    line = RequestLine(arrival_s=arrival_s, ttft_s=ttft_s, prompt_tokens=1000, **known)
+    return msgspec.structs.replace(line, **more)
+
+
+@pytest.fixture(scope="module")
+def recording(conversations: Trace, tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    """Of a calm hour: prompts that wait long find more than their decisions knew of."""
+    path = tmp_path_factory.mktemp("calm") / "calm.jsonl"
+    record(at_rate(conversations, 0.35), TRUTH, path)
+    return read_recording(path)
+
+
+def test_a_prefill_begins_when_the_one_before_it_ends() -> None:
+    """The second waited for 1.5 s of its 2.5 s; another instance has a queue of its own."""
+    ones = [
+        request(0.0, 2.0, cached_tokens=512),
+        request(0.5, 2.5),
+        request(0.6, 0.4, prefill="other"),
+        request(9.0, 1.0, cached_tokens=1000),
+    ]
+    found = dict(prefill_points(ones))
+    assert found[0] == pytest.approx((1000, 512, 2.0))
+    assert found[1] == pytest.approx((1000, 0, 1.0))
+    assert found[2] == pytest.approx((1000, 0, 0.4))
+    assert found[3] == pytest.approx((1000, 999, 1.0)), "the last token is always computed"
+
+
+def test_a_batch_is_the_mean_over_an_answer() -> None:
+    """One answer takes from 1 to 5 s, the other from 3 to 5: half of the first's time is shared."""
+    ones = [
+        request(0.0, 1.0, tbt_s=1.0, output_tokens=5),
+        request(2.0, 1.0, tbt_s=0.5, output_tokens=5),
+        request(2.0, 1.0, tbt_s=0.5, output_tokens=5, decode="other"),
+    ]
+    found = dict(decode_points(ones))
+    context = 1000 + 2.5
+    assert found[0] == pytest.approx((1.5, 1.5 * context, 1.0))
+    assert found[1] == pytest.approx((2.0, 2 * context, 0.5))
+    assert found[2] == pytest.approx((1.0, context, 0.5))
+
+
+def test_points_of_a_simulation_lie_on_its_profile(recording: Recording) -> None:
+    profile = in_force(recording).profile
+    errors = [
+        seconds / prefill_s(*profile.prefill, n, p) - 1
+        for _, (n, p, seconds) in prefill_points(recording.requests)
+    ]
+    assert len(errors) == len(recording.requests)
+    exact = [error for error in errors if abs(error) < 1e-3]
+    assert len(exact) > 0.8 * len(errors), "but where blocks came or went meanwhile"
+
+
+@pytest.mark.parametrize("claimed", [0.5, 1.0, 1.6])
+def test_the_factor_is_found_whatever_the_profile_claims(
+    recording: Recording, claimed: float
+) -> None:
+    """The instances claim to be `claimed` times as slow as they are."""
+    true = in_force(recording).profile
+    wrong = msgspec.structs.replace(
+        true,
+        prefill=tuple(c * claimed for c in true.prefill),
+        decode=tuple(d * claimed for d in true.decode),
+    )
+    found = calibrated(wrong, recording.requests, learnt_from)
+    for learnt, real in zip(found.prefill, true.prefill, strict=True):
+        assert learnt == pytest.approx(real, rel=0.05)
+    assert found.decode[0] == pytest.approx(true.decode[0], rel=0.1)
+
+
+def test_who_learns_of_nobody_says_so(recording: Recording) -> None:
+    nobody = [msgspec.structs.replace(one, ttft_s=None) for one in recording.requests]
+    profile = in_force(replace(recording, requests=tuple(nobody))).profile
+    with pytest.raises(InvalidInput, match="nothing to learn from"):
+        calibrated(profile, nobody)
