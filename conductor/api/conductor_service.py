@@ -101,6 +101,7 @@ class Service:
         if outcome.decided_at < now:
             return outcome
         if self._recorder is not None:
+            self._recorder.look(self.core, now)
             self._recorder.scheduled(request, outcome, now)
         if isinstance(outcome, Decision):
             self.metrics.scheduled(request, outcome, took_s, now)

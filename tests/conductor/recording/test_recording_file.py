@@ -5,9 +5,10 @@ from __future__ import annotations
 import stat
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
-from tiffin.conductor.core.settings import Settings
+from tiffin.conductor.core.settings import Settings, patched
 from tiffin.conductor.recording import recording_file
 from tiffin.conductor.recording.lines import (
     HeaderLine,
@@ -151,10 +152,6 @@ def test_a_file_that_can_not_be_written_is_said_at_the_start(tmp_path: Path) -> 
 
 
 def test_all_settings_go_through_the_file(tmp_path: Path) -> None:
-    import msgspec
-
-    from tiffin.conductor.core.settings import patched
-
     tree = msgspec.to_builtins(Settings())
     with RecordingFile(tmp_path / "r.jsonl") as file:
         file.put(HeaderLine(began_at=0.0, settings=tree))
