@@ -6,12 +6,16 @@ takes as long in all as it did.
 
 A recording has no time of a prefill alone, but on one instance prompts are computed one after the
 other: a prefill began when its request came, or when the one before it ended, and ended with its
-first token. A request's gaps are steps of the batches that it was in: their size and context are
-means over the time between its first token and its last.
+first token. Of caches it used what its decision meant to, or more: blocks of prompts that were
+computed on its instance while it waited.
+
+A request's gaps are steps of the batches that it was in: their size and context are means over the
+time between its first token and its last.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -21,6 +25,8 @@ import numpy as np
 from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.cost.latency_model import decode_step_s, prefill_s
 from tiffin.kvstore.errors import InvalidInput
+
+from ..sim.block_cache import BlockCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,12 +40,27 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """For blocks, of each instance's node."""
+
+    tokens: int
+    block_tokens: int
+
+    def cache(self) -> BlockCache:
+        """An empty one."""
+        return BlockCache(self.tokens // self.block_tokens)
+
+
 def calibrated(
-    profile: Profile, requests: Sequence[RequestLine], used: Callable[[int], bool] = lambda n: True
+    profile: Profile,
+    requests: Sequence[RequestLine],
+    memory: Memory,
+    used: Callable[[int], bool] = lambda number: True,
 ) -> Profile:
     """The profile, as much slower or faster as the requests, by arrival, of those numbers that are
     `used`. Raises InvalidInput if none of them was served."""
-    prefill = np.array([row for number, row in prefill_points(requests) if used(number)])
+    prefill = np.array([row for number, row in prefill_points(requests, memory) if used(number)])
     decode = np.array([row for number, row in decode_points(requests) if used(number)])
     if not len(prefill) or not len(decode):
         raise InvalidInput("no request of the recording was served: there is nothing to learn from")
@@ -59,7 +80,7 @@ def _ratio(points: Floats, predicted_s: Floats) -> float:
     return float(points[:, 2].sum() / predicted_s.sum())
 
 
-def prefill_points(requests: Sequence[RequestLine]) -> list[tuple[int, Point]]:
+def prefill_points(requests: Sequence[RequestLine], memory: Memory) -> list[tuple[int, Point]]:
     """(number, (prompt tokens, cached tokens, seconds)) of each prefill that is known."""
     ends = [
         (one.prefill, one.arrival_s + ttft_s, number)
@@ -68,12 +89,15 @@ def prefill_points(requests: Sequence[RequestLine]) -> list[tuple[int, Point]]:
     ]
     found: list[tuple[int, Point]] = []
     for _, of_instance in groupby(sorted(ends), key=lambda end: end[0]):
-        free_s = -np.inf
+        free_s, cache = -np.inf, memory.cache()
         for _, end_s, number in of_instance:
             one = requests[number]
+            keys = [block.to_bytes(8) for block in one.blocks]
+            there = max(one.cached_tokens, cache.match(keys) * memory.block_tokens)
+            cached = min(there, one.prompt_tokens - 1)
+            cache.put(keys)
             seconds = end_s - max(one.arrival_s, free_s)
             free_s = end_s
-            cached = min(one.cached_tokens, one.prompt_tokens - 1)
             if seconds > 0:
                 found.append((number, (one.prompt_tokens, cached, seconds)))
     return found

@@ -16,7 +16,7 @@ from tiffin.conductor.errors import ConductorError
 from tiffin.kvstore.errors import InvalidInput
 
 from ..traces.recordings import read_recording
-from .calibrating import calibrated
+from .calibrating import Memory, calibrated
 from .comparison import observed, simulated
 from .replay import replay
 from .report import Report, in_words, table
@@ -142,7 +142,8 @@ class _Cluster:
         setup = in_force(recording, self.memory_tokens, self.seed)
         profile = self.profile or setup.profile
         if self.calibrate:
-            profile = calibrated(profile, recording.requests, learnt_from)
+            memory = Memory(self.memory_tokens, recording.block_tokens)
+            profile = calibrated(profile, recording.requests, memory, learnt_from)
         return changed(setup, Changes(profile=profile))
 
 

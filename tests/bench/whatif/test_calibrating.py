@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from whatifsupport import TRUTH, record
+from whatifsupport import TRUTH
 
 from tiffin.bench.traces.recordings import Recording, read_recording
-from tiffin.bench.traces.scaling import at_rate
-from tiffin.bench.whatif.calibrating import calibrated, decode_points, prefill_points
+from tiffin.bench.whatif.calibrating import Memory, calibrated, decode_points, prefill_points
 from tiffin.bench.whatif.cli import learnt_from
 from tiffin.bench.whatif.setup import in_force
 from tiffin.conductor.cost.latency_model import prefill_s
@@ -19,7 +18,14 @@ from tiffin.conductor.recording.lines import RequestLine
 from tiffin.kvstore.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from tiffin.bench.traces.trace import Trace
+    from pathlib import Path
+
+    from tiffin.bench.sim.simulation import SimulationOutcome
+
+    Truth = tuple[Path, SimulationOutcome]
+
+
+MEMORY = Memory(TRUTH.cache_tokens, 512)
 
 
 def request(arrival_s: float, ttft_s: float, **more: object) -> RequestLine:
@@ -29,11 +35,8 @@ def request(arrival_s: float, ttft_s: float, **more: object) -> RequestLine:
 
 
 @pytest.fixture(scope="module")
-def recording(conversations: Trace, tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    """Of a calm hour: prompts that wait long find more than their decisions knew of."""
-    path = tmp_path_factory.mktemp("calm") / "calm.jsonl"
-    record(at_rate(conversations, 0.35), TRUTH, path)
-    return read_recording(path)
+def recording(truth: Truth) -> Recording:
+    return read_recording(truth[0])
 
 
 def test_a_prefill_begins_when_the_one_before_it_ends() -> None:
@@ -44,11 +47,21 @@ def test_a_prefill_begins_when_the_one_before_it_ends() -> None:
         request(0.6, 0.4, prefill="other"),
         request(9.0, 1.0, cached_tokens=1000),
     ]
-    found = dict(prefill_points(ones))
+    found = dict(prefill_points(ones, MEMORY))
     assert found[0] == pytest.approx((1000, 512, 2.0))
     assert found[1] == pytest.approx((1000, 0, 1.0))
     assert found[2] == pytest.approx((1000, 0, 0.4))
     assert found[3] == pytest.approx((1000, 999, 1.0)), "the last token is always computed"
+
+
+def test_a_prompt_uses_what_was_computed_while_it_waited() -> None:
+    """Its decision knew of no block; when its turn comes, one is there, and of another none."""
+    ones = [
+        request(0.0, 1.0, blocks=[7]),
+        request(0.1, 1.5, blocks=[7, 8]),
+        request(0.2, 2.0, blocks=[9]),
+    ]
+    assert [cached for _, (_, cached, _) in prefill_points(ones, MEMORY)] == [0, 512, 0]
 
 
 def test_a_batch_is_the_mean_over_an_answer() -> None:
@@ -69,11 +82,11 @@ def test_points_of_a_simulation_lie_on_its_profile(recording: Recording) -> None
     profile = in_force(recording).profile
     errors = [
         seconds / prefill_s(*profile.prefill, n, p) - 1
-        for _, (n, p, seconds) in prefill_points(recording.requests)
+        for _, (n, p, seconds) in prefill_points(recording.requests, MEMORY)
     ]
     assert len(errors) == len(recording.requests)
     exact = [error for error in errors if abs(error) < 1e-3]
-    assert len(exact) > 0.8 * len(errors), "but where blocks came or went meanwhile"
+    assert len(exact) > 0.8 * len(errors), "but where blocks were fetched in vain"
 
 
 @pytest.mark.parametrize("claimed", [0.5, 1.0, 1.6])
@@ -87,7 +100,7 @@ def test_the_factor_is_found_whatever_the_profile_claims(
         prefill=tuple(c * claimed for c in true.prefill),
         decode=tuple(d * claimed for d in true.decode),
     )
-    found = calibrated(wrong, recording.requests, learnt_from)
+    found = calibrated(wrong, recording.requests, MEMORY, learnt_from)
     for learnt, real in zip(found.prefill, true.prefill, strict=True):
         assert learnt == pytest.approx(real, rel=0.05)
     assert found.decode[0] == pytest.approx(true.decode[0], rel=0.1)
@@ -97,4 +110,4 @@ def test_who_learns_of_nobody_says_so(recording: Recording) -> None:
     nobody = [msgspec.structs.replace(one, ttft_s=None) for one in recording.requests]
     profile = in_force(replace(recording, requests=tuple(nobody))).profile
     with pytest.raises(InvalidInput, match="nothing to learn from"):
-        calibrated(profile, nobody)
+        calibrated(profile, nobody, MEMORY)
