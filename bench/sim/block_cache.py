@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiffin.kvstore.memory.eviction import LRU
+from tiffin.kvstore.memory.eviction import LRU, make_policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tiffin.kvstore.memory.eviction import EvictionPolicy
 
 
 class CachedBlock:
@@ -20,15 +22,19 @@ class CachedBlock:
 
 
 class BlockCache:
-    """Blocks by key, at most `capacity_blocks`. The head of a chain counts as used last."""
+    """Blocks by key, at most `capacity_blocks`. The head of a chain counts as used last. `policy`:
+    one of the store's (`eviction.POLICIES`)."""
 
-    def __init__(self, capacity_blocks: int) -> None:
+    def __init__(self, capacity_blocks: int, policy: str = LRU.name) -> None:
         self.capacity_blocks = capacity_blocks
         self._blocks: dict[bytes, CachedBlock] = {}
-        self._order: LRU[CachedBlock] = LRU()
+        self._order: EvictionPolicy[CachedBlock] = make_policy(policy)
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
 
     def match(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks of a prompt are there."""

@@ -109,7 +109,8 @@ def observed(recording: Recording) -> list[Served]:
 def simulated(recording: Recording, jobs: Sequence[SimRequest]) -> list[Served]:
     """The same of a replay's requests."""
     found = []
-    for one, job in zip(recording.requests, jobs, strict=True):
+    by_number = sorted(jobs, key=lambda job: int(job.name.removeprefix("r")))
+    for one, job in zip(recording.requests, by_number, strict=True):
         tbt_s = float(np.mean(job.gaps_s)) if job.gaps_s else None
         cached = job.decision.cached_tokens if job.decision is not None else 0
         in_time = _in_time(

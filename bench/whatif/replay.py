@@ -17,6 +17,7 @@ from ..traces.recordings import trace_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tiffin.conductor.cost.latency_profiles import Profile
     from tiffin.conductor.records import Decision, Rejection, Request
 
     from ..sim.simulation import SimulationOutcome
@@ -28,11 +29,10 @@ class ReplayCore(Conductor):
     """The core, which is told of each request what it was told when it was recorded: objectives,
     class, tenant, expected lengths. Its settings change when they did."""
 
-    def __init__(self, recording: Recording, setup: Setup) -> None:
+    def __init__(self, recording: Recording, setup: Setup, profile: Profile) -> None:
         (_, first), *later = setup.settings
-        super().__init__(
-            first, dice=random.Random(setup.options.seed), profile=lambda name: setup.profile
-        )
+        dice = random.Random(setup.options.seed)
+        super().__init__(first, dice=dice, profile=lambda name: profile)
         self._requests, self._later = recording.requests, later
 
     def schedule(self, request: Request, now: float) -> Decision | Rejection:
@@ -59,8 +59,8 @@ def replay(
     """Simulate the recording's requests at the setup. Equal arguments give equal outcomes. `tell`
     is told the share that has ended. Raises InvalidRequest."""
 
-    def core(options: SimulationOptions) -> Conductor:
-        return ReplayCore(recording, setup)
+    def core(options: SimulationOptions, profile: Profile) -> Conductor:
+        return ReplayCore(recording, setup, profile)
 
     return simulate(
         trace_of(recording), setup.options, tell, core=core, profiles=lambda name: setup.profile

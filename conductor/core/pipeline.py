@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ..decode.output_length import Lengths
     from ..prefill.policy_registry import Choice, Policy, PolicyQuestion
     from ..prefill.wait_estimate import Queues
-    from ..records import Request
+    from ..records import Fetch, Request
     from ..state.inflight_prefills import Computing
     from ..state.instance_table import Cluster
     from .decision_view import View
@@ -440,7 +440,7 @@ def _flight(
         tbt_factor=parts.calibration.tbt_factor(names[1], _profile(cluster, plan.decode_row)),
         hbm_blocks=int(question.hbm_blocks[at]),
         handover_bytes=_handover_bytes(cluster, question, row, plan.decode_row),
-        transfers=tuple((_node(cluster, fetch.source), fetch.nbytes) for fetch in choice.fetches),
+        transfers=tuple((_node(cluster, fetch), fetch.nbytes) for fetch in choice.fetches),
     )
 
 
@@ -524,9 +524,9 @@ def _profile(cluster: Cluster, row: int) -> str:
     return spec.profile if spec is not None else ""
 
 
-def _node(cluster: Cluster, source: str) -> int:
-    """The number of the node of a holder `NAME/TIER`; -1 for an instance that was removed."""
-    name, _, tier = source.rpartition("/")
-    if tier == "hbm":
+def _node(cluster: Cluster, fetch: Fetch) -> int:
+    """The number of the node of a fetch's source; -1 for an instance that was removed."""
+    name = fetch.source
+    if fetch.tier == "hbm":
         return int(cluster.node[cluster.row(name)]) if name in cluster else -1
     return cluster.node_number(name)

@@ -5,8 +5,9 @@ script is told to a service through its REST API, by the calls of the client, wi
 clock and the same dice. Every answer is that of the simulation: instances, fetches, predictions to
 the last bit, rejections with their reasons and terms.
 
-Blocks come to a service over its feeds, not over REST: they are applied as `service/server.py`
-does. Ticks are those of the service, which a task of the server calls.
+What REST can not say (`NOT_OVER_REST`) is told to the service's core: blocks come over its feeds,
+and are applied as `service/server.py` does. Ticks are those of the service, which a task of the
+server calls.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tiffin.conductor.api.conductor_service import Service
+    from tiffin.conductor.cost.latency_profiles import Profile
     from tiffin.conductor.events.index_updates import Update
     from tiffin.conductor.records import InstanceSpec, Load, Request, RequestEvent
     from tiffin.conductor.wire.models import DecisionReply
@@ -42,16 +44,21 @@ if TYPE_CHECKING:
     Outcomes = list[Decision | Rejection]
 
 REQUESTS = 200
-RATE = 8.0  # times the trace's own: several requests wait for each of few instances
+RATE = 2.0  # times the trace's own: several requests wait for each of few instances
 OPTIONS = SimulationOptions(prefill=3, decode=2, cache_tokens=200_000, seed=7)
 BUSY: dict[str, Any] = {"ttft_s": 8.0, "tbt_s": 0.1, "admission": "predictive"}
+
+
+# Blocks come over the feeds. Nothing asks a service what to prefill next: engines have an order.
+NOT_OVER_REST = ("apply", "next_prefill")
 
 
 class ScriptedCore(Conductor):
     """The core, which writes down what it is told (`script`) and what it decides (`outcomes`)."""
 
-    def __init__(self, options: SimulationOptions) -> None:
-        super().__init__(options.settings(), dice=random.Random(options.seed))
+    def __init__(self, options: SimulationOptions, profile: Profile) -> None:
+        dice = random.Random(options.seed)
+        super().__init__(options.settings(), dice=dice, profile=lambda name: profile)
         self.script: Script = []
         self.outcomes: Outcomes = []
 
@@ -79,6 +86,10 @@ class ScriptedCore(Conductor):
         self._told("apply", update, now=now)
         super().apply(update, now)
 
+    def next_prefill(self, instance: str, now: float) -> str | None:
+        self._told("next_prefill", instance, now=now)
+        return super().next_prefill(instance, now)
+
     def tick(self, now: float) -> list[str]:
         self._told("tick", now=now)
         return super().tick(now)
@@ -99,8 +110,8 @@ class ToldService:
 
     async def tell(self, what: str, said: tuple[Any, ...]) -> None:
         """Tell one line of the script."""
-        if what == "apply":
-            self._service.core.apply(*said, self.now_s)
+        if what in NOT_OVER_REST:
+            getattr(self._service.core, what)(*said, self.now_s)
         elif what == "tick":
             self._service.tick()
         elif what == "schedule":
@@ -130,8 +141,8 @@ async def retold(script: Script, options: SimulationOptions) -> list[DecisionRep
 def scripted(trace: Trace, options: SimulationOptions) -> ScriptedCore:
     made = list[ScriptedCore]()
 
-    def core(given: SimulationOptions) -> Conductor:
-        made.append(ScriptedCore(given))
+    def core(given: SimulationOptions, profile: Profile) -> Conductor:
+        made.append(ScriptedCore(given, profile))
         return made[0]
 
     simulate(trace, options, core=core)
@@ -155,10 +166,15 @@ def trace() -> Trace:
     return at_rate(Trace(whole.name, whole.requests[:REQUESTS]), RATE)
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["admission off", "admission predictive"])
+ASKS: dict[str, Any] = {"order": "conductor", "queue_order": "shortest-first"}
+
+
+@pytest.mark.parametrize("more", [{}, BUSY, ASKS], ids=["calm", "predictive", "asks for prefills"])
 @pytest.mark.parametrize("policy", ["random", "least_loaded", "kvcache_centric"])
-def test_a_service_decides_as_the_simulators_core(trace: Trace, policy: str, busy: bool) -> None:
-    options = replace(OPTIONS, policy=policy, **(BUSY if busy else {}))
+def test_a_service_decides_as_the_simulators_core(
+    trace: Trace, policy: str, more: dict[str, Any]
+) -> None:
+    options = replace(OPTIONS, policy=policy, **more)
     core = scripted(trace, options)
     answers = asyncio.run(retold(core.script, options))
     assert len(answers) == REQUESTS

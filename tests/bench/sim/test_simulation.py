@@ -33,6 +33,10 @@ def prefill_s(tokens: int, cached: int = 0) -> float:
     return c0 + c1 * (tokens - cached) + c2 * (tokens**2 - cached**2)
 
 
+def load_s(tokens: int) -> float:
+    return tokens * ONE.token_bytes / ONE.settings().transfers.dram_bandwidth_bytes_s
+
+
 @pytest.fixture(scope="module")
 def trace() -> Trace:
     """Conversations, twice as many as four instances can prefill at leisure."""
@@ -62,7 +66,7 @@ def test_a_prompt_that_was_there_before_costs_its_last_token() -> None:
     first, again = (TraceRequest(at_s, 8192, 1, tuple(range(16))) for at_s in (0.0, 60.0))
     jobs = simulate(Trace("two", (first, again)), ONE).jobs
     assert jobs[1].cached_tokens == 8191
-    assert jobs[1].ttft_s == pytest.approx(prefill_s(8192, 8191), abs=1e-6)
+    assert jobs[1].ttft_s == pytest.approx(load_s(8191) + prefill_s(8192, 8191), abs=1e-6)
 
 
 def test_blocks_are_fetched_from_another_node_while_their_prompt_waits() -> None:
@@ -82,7 +86,9 @@ def test_blocks_are_fetched_from_another_node_while_their_prompt_waits() -> None
     fetched = outcome.moved_bytes[busy.decision.prefill, other.decision.prefill]
     assert fetched == 32_768 * outcome.options.token_bytes
     moving_s = fetched / outcome.options.bandwidth_bytes_s + outcome.options.latency_s
+    moving_s += load_s(32_768)
     assert other.ttft_s == pytest.approx(moving_s + prefill_s(33_280, 32_768), abs=1e-6)
+    assert other.by_tier == {"dram": 0, "fetched": 32_768}
 
 
 def test_a_queue_is_that_of_the_theory() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import pytest
 from whatifsupport import TRUTH
 
@@ -85,8 +86,9 @@ def test_points_of_a_simulation_lie_on_its_profile(recording: Recording) -> None
         for _, (n, p, seconds) in prefill_points(recording.requests, MEMORY)
     ]
     assert len(errors) == len(recording.requests)
-    exact = [error for error in errors if abs(error) < 1e-3]
-    assert len(exact) > 0.8 * len(errors), "but where blocks were fetched in vain"
+    assert np.median(np.abs(errors)) < 0.01
+    near = [error for error in errors if abs(error) < 0.01]
+    assert len(near) > 0.7 * len(errors), "loading takes time, too, and some fetches are in vain"
 
 
 @pytest.mark.parametrize("claimed", [0.5, 1.0, 1.6])

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from tiffin.bench.sim.simulation import SimulationOutcome
     from tiffin.bench.traces.trace import Trace
+    from tiffin.conductor.cost.latency_profiles import Profile
     from tiffin.conductor.records import Decision, Rejection, Request
 
 # Everything is told at once, so that the conductor observes what happens.
@@ -25,8 +26,9 @@ TRUTH = SimulationOptions(prefill=3, decode=2, late_s=0.0, seed=5)
 class RecordedCore(Conductor):
     """A core whose recorder is told what a service tells it."""
 
-    def __init__(self, options: SimulationOptions, recorder: Recorder) -> None:
-        super().__init__(options.settings(), dice=random.Random(options.seed))
+    def __init__(self, options: SimulationOptions, profile: Profile, recorder: Recorder) -> None:
+        dice = random.Random(options.seed)
+        super().__init__(options.settings(), dice=dice, profile=lambda name: profile)
         self._recorder = recorder
         recorder.begin(self.settings, 0.0, 1e9)
 
@@ -48,7 +50,9 @@ def record(trace: Trace, options: SimulationOptions, path: Path) -> SimulationOu
     """Simulate a trace and write the recording that its conductor would have made."""
     with RecordingFile(path) as file:
         recorder = Recorder(file.put)
-        outcome = simulate(trace, options, core=lambda one: RecordedCore(one, recorder))
+        outcome = simulate(
+            trace, options, core=lambda one, profile: RecordedCore(one, profile, recorder)
+        )
         for job in outcome.jobs:  # a simulation ends with the last answer, before that is reported
             recorder.observed(
                 RequestEvent(job.name, "tokens", job.trace.output_tokens - 1), job.ended_s or 0

@@ -232,7 +232,7 @@ def test_kv_cost_fetches_what_it_gave_credit_for() -> None:
     world = World(6, [Inst("a")], nodes, links)
     policy = policy_registry.policy("kv_cost")
     choice = policy.choose(world.question())
-    assert [(f.start, f.stop, f.source) for f in choice.fetches] == [(0, 6, "far/dram")]
+    assert [(f.start, f.stop, f.source, f.tier) for f in choice.fetches] == [(0, 6, "far", "dram")]
     assert choice.cached_blocks == 6
     alone = policy.choose(world.question(PolicySettings(kv_cost=KvCostSettings(shared_credit=0))))
     assert (alone.cached_blocks, alone.fetches) == (0, ())
@@ -316,7 +316,7 @@ def test_places_leave_out_who_is_not_registered() -> None:
     world = World(2, [Inst("a", hbm=frozenset({0})), Inst()], {"a": Node(nvme=frozenset({0, 1}))})
     question = world.question()
     assert question.places.names == ["i0", "a"]
-    assert [question.places.label(1, tier) for tier in (0, 1)] == ["a/dram", "a/nvme"]
+    assert [question.places.tier(1, tier) for tier in (0, 1)] == ["dram", "nvme"]
     fast, whole = question.places.lengths(question.match)
     assert (fast.tolist(), whole.tolist()) == ([1, 0], [1, 2])
     empty = Places()
