@@ -1,5 +1,4 @@
-"""The benchmarks' commands: `tiffin demo`, `bench`, `plan`, `reproduce`,
-`simulate` and `trace`."""
+"""The commands of this package: demo, bench, plan, reproduce, simulate, trace and whatif."""
 
 from __future__ import annotations
 
@@ -16,6 +15,7 @@ from .sim.cli import commands as sim_commands
 from .store.cli import commands as store_commands
 from .traces.cli import commands as trace_commands
 from .vllm.cli import commands as vllm_commands
+from .whatif.cli import commands as whatif_commands
 
 if TYPE_CHECKING:
     import typer
@@ -34,3 +34,4 @@ def commands(app: typer.Typer) -> None:
     reproduce_commands(app)
     sim_commands(app)
     trace_commands(app)
+    whatif_commands(app)

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from .network import CompletedTransfer
     from .node_cache import TierChange
 
+    Profiles = Callable[[str], Profile]
+
 _MODEL = "simulated"
 _ROLES = (Role.PREFILL, Role.DECODE)
 
@@ -67,14 +69,10 @@ class SimulationOutcome:
     shadow: ShadowCounts = field(default_factory=ShadowCounts)
 
 
-def conductor_of(options: SimulationOptions) -> Conductor:
-    """The conductor of a simulated cluster. Raises InvalidRequest."""
-
-    def profile(name: str) -> Profile:
-        found = latency_profiles.load(name)
-        return pipelined(found, options.stages) if name == options.profile else found
-
-    return Conductor(options.settings(), dice=random.Random(options.seed), profile=profile)
+def conductor_of(options: SimulationOptions, profiles: Profiles) -> Conductor:
+    """The core, with these settings and the seed's dice, which knows the instances by `profiles`.
+    Raises InvalidRequest."""
+    return Conductor(options.settings(), dice=random.Random(options.seed), profile=profiles)
 
 
 class Scheduler(Protocol):
@@ -101,12 +99,16 @@ def simulate(
     trace: Trace,
     options: SimulationOptions,
     tell: Callable[[float], None] = lambda share: None,
+    *,
     scheduler: Callable[[TrueState], Scheduler] | None = None,
+    core: Callable[[SimulationOptions, Profiles], Conductor] = conductor_of,
+    profiles: Profiles = latency_profiles.load,
 ) -> SimulationOutcome:
     """Replay the trace: requests come when it says so. The same arguments give the same outcome.
     `tell` is told the share of requests that has ended. `scheduler` makes what decides in place of
-    the conductor. Raises InvalidRequest."""
-    return _Simulation(trace, options, tell, scheduler).run()
+    the conductor, `core` makes the conductor, which knows the instances by their profiles as it is
+    given them. `profiles` finds those of the simulated hardware. Raises InvalidRequest."""
+    return _Simulation(trace, options, tell, scheduler, core, profiles).run()
 
 
 class _Simulation:
@@ -115,14 +117,21 @@ class _Simulation:
         trace: Trace,
         options: SimulationOptions,
         tell: Callable[[float], None],
-        scheduler: Callable[[TrueState], Scheduler] | None = None,
+        scheduler: Callable[[TrueState], Scheduler] | None,
+        core: Callable[[SimulationOptions, Profiles], Conductor],
+        profiles: Profiles,
     ) -> None:
         self._trace, self._options, self._tell_share = trace, options, tell
         self._clock = clock = VirtualClock()
         self._network = Network(clock, options.bandwidth_bytes_s, options.latency_s)
         self._objectives = Objectives(options.ttft_s, options.tbt_s)
-        profile, decode_profile = (latency_profiles.load(self._profile(role)) for role in _ROLES)
-        self._core = conductor_of(options)
+        profile, decode_profile = (profiles(self._profile(role)) for role in _ROLES)
+
+        def known(name: str) -> Profile:
+            found = profiles(name)
+            return pipelined(found, options.stages) if name == options.profile else found
+
+        self._core = core(options, known)
         self._chance = random.Random(options.seed)
         self._outcome = SimulationOutcome(options)
         self._left = len(trace.requests)

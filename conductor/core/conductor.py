@@ -326,6 +326,12 @@ class Conductor:
             cluster.spec(name), cluster.role(row), cluster.status[row], heard_s, load
         )
 
+    def latency(self, instance: str) -> tuple[float, ...]:
+        """(c0, c1, c2, d0, d1, d2) of an instance's latency profile, before calibration. Raises
+        UnknownInstance."""
+        self.cluster.row(instance)
+        return self._latency[instance]
+
     # -- blocks ------------------------------------------------------------------------------------
 
     def apply(self, update: Update, now: float) -> None:
