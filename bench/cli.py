@@ -9,6 +9,7 @@ from .demo.cli import demo
 from .hbm.cli import commands as hbm_commands
 from .kernels.cli import commands as kernels_commands
 from .network.cli import commands as network_commands
+from .peers.cli import commands as peers_commands
 from .reproduce.cli import commands as reproduce_commands
 from .sim.cli import commands as sim_commands
 from .store.cli import commands as store_commands
@@ -28,6 +29,7 @@ def commands(app: typer.Typer) -> None:
     kernels_commands(app)
     hbm_commands(app)
     vllm_commands(app)
+    peers_commands(app)
     reproduce_commands(app)
     sim_commands(app)
     trace_commands(app)
