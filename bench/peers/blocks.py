@@ -95,7 +95,8 @@ def ours(place: str, block_bytes: int, count: int) -> Iterator[Ours]:
         else:
             remote = stack.enter_context(remote_node(dram_bytes))
             url, pid = remote.url, remote.pid
-        client = stack.enter_context(Client.open(url, name="bench"))
+        # As engines open it, which live long.
+        client = stack.enter_context(Client.open(url, name="bench", populate=True))
         yield Ours(client, prefix, pid)
 
 
