@@ -9,6 +9,7 @@ from .demo.cli import demo
 from .hbm.cli import commands as hbm_commands
 from .kernels.cli import commands as kernels_commands
 from .network.cli import commands as network_commands
+from .peers.cli import commands as peers_commands
 from .planning.cli import commands as planning_commands
 from .reproduce.cli import commands as reproduce_commands
 from .sim.cli import commands as sim_commands
@@ -31,6 +32,7 @@ def commands(app: typer.Typer) -> None:
     hbm_commands(app)
     vllm_commands(app)
     planning_commands(app)
+    peers_commands(app)
     reproduce_commands(app)
     sim_commands(app)
     trace_commands(app)
