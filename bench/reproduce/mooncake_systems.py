@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..sim.colocated import ColocatedOptions, simulate_colocated
-from ..sim.colocated_instance import EngineMode, EngineOptions
+from ..sim.engine_options import EngineMode, EngineOptions
 from ..sim.outcomes import longest_gaps_s
 from ..sim.simulation import SimulationOptions, simulate
 from ..traces.scaling import at_rate

@@ -18,7 +18,7 @@ from tiffin.kvstore.errors import InvalidInput
 from ..traces.readers import read
 from ..traces.scaling import at_rate
 from .colocated import ColocatedOptions, simulate_colocated, summarise_colocated
-from .colocated_instance import EngineMode, EngineOptions
+from .engine_options import EngineMode, EngineOptions
 from .outcomes import summarise
 from .simulation import SimulationOptions, simulate
 

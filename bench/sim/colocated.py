@@ -14,7 +14,8 @@ from tiffin.conductor.cost import latency_profiles
 
 from ..traces.ideal_cache import hit_share
 from .clock import VirtualClock
-from .colocated_instance import ColocatedInstance, EngineMode, EngineOptions
+from .colocated_instance import ColocatedInstance
+from .engine_options import EngineMode, EngineOptions
 from .outcomes import Summary, attained, longest_gaps_s, quantiles
 from .sim_request import SimRequest
 

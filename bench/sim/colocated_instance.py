@@ -22,13 +22,13 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from .block_cache import BlockCache
+from .engine_options import EngineMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,55 +36,8 @@ if TYPE_CHECKING:
     from tiffin.conductor.cost.latency_profiles import Profile
 
     from .clock import ScheduledEvent, VirtualClock
+    from .engine_options import EngineOptions
     from .sim_request import SimRequest
-
-
-class EngineMode(StrEnum):
-    """How an engine schedules what it computes."""
-
-    PLAIN = "plain"
-    PREFIX = "prefix"
-    CHUNKED = "chunked"
-
-
-# Tokens of a step, by default: a whole prompt of the longest context, or what vLLM's documentation
-# gives for chunked prefill.
-_BATCHED_TOKENS = {EngineMode.PLAIN: 131_072, EngineMode.PREFIX: 131_072, EngineMode.CHUNKED: 512}
-# Share of the memory that is left free when a prompt is admitted.
-_WATERMARK = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """vLLM's, with its defaults. `batched_tokens` is `max_num_batched_tokens`, None: the default of
-    the mode. `swap_bytes_s`: from and to the host's memory, of all GPUs together.
-    """
-
-    mode: EngineMode = EngineMode.PLAIN
-    batched_tokens: int | None = None
-    sequences_max: int = 256
-    kv_capacity_tokens: int = 1_000_000
-    preemption: Literal["recompute", "swap"] = "recompute"
-    token_bytes: int = 327_680
-    swap_bytes_s: float = 128e9
-    chunk_fixed_s: float | None = None
-
-    @property
-    def step_tokens(self) -> int:
-        """The budget of a step."""
-        return self.batched_tokens or _BATCHED_TOKENS[self.mode]
-
-    @property
-    def admissible_tokens(self) -> int:
-        """Up to so many may be held when a prompt is admitted."""
-        return int(self.kv_capacity_tokens * (1 - _WATERMARK))
-
-    @property
-    def longest(self) -> int:
-        """A prompt and its answer have at most so many tokens: whole prompts fit in a step."""
-        if self.mode is EngineMode.CHUNKED:
-            return self.admissible_tokens - 1
-        return min(self.admissible_tokens - 1, self.step_tokens)
 
 
 @dataclass(slots=True, eq=False)

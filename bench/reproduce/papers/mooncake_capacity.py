@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...sim.colocated_instance import EngineMode, EngineOptions
+from ...sim.engine_options import EngineMode, EngineOptions
 from ...sim.simulation import SimulationOptions
 from ..evidence import Comparison, Evidence, Line, Plot, Statement
 from ..mooncake_systems import (

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from tiffin.bench.sim.cli import commands
 from tiffin.bench.sim.clock import VirtualClock
 from tiffin.bench.sim.colocated import ColocatedOptions, simulate_colocated, summarise_colocated
-from tiffin.bench.sim.colocated_instance import ColocatedInstance, EngineMode, EngineOptions
+from tiffin.bench.sim.colocated_instance import ColocatedInstance
 from tiffin.bench.sim.decode_instance import DecodeInstance
+from tiffin.bench.sim.engine_options import EngineMode, EngineOptions
 from tiffin.bench.sim.sim_request import SimRequest
 from tiffin.bench.traces.generator import generate
 from tiffin.bench.traces.scaling import at_rate
