@@ -53,8 +53,8 @@ GPUS = {"a100": 80 << 30, "a800": 80 << 30, "h100": 80 << 30, "h200": 141e9, "b2
 
 
 def kv_room(profile: Profile) -> int:
-    """Tokens of KV of an instance with this profile. Raises InvalidRequest for a model or GPU whose
-    size is not known here, and for a model that is larger than the instance."""
+    """Tokens of KV of an instance with this profile; 0 if the weights do not fit. Raises
+    InvalidRequest for a model or GPU whose size is not known here."""
     model = next((name for name in MODELS if profile.model.lower().startswith(name)), None)
     gpu = next((name for name in GPUS if name in profile.hardware.lower()), None)
     if model is None or gpu is None:
@@ -62,10 +62,7 @@ def kv_room(profile: Profile) -> int:
             f"profile {profile.name}: no sizes are known of {profile.model} on {profile.hardware}: "
             "say how many tokens of KV an instance has room for"
         )
-    room = MODELS[model].kv_tokens(profile.tensor_parallel, UTILISATION * GPUS[gpu])
-    if not room:
-        raise InvalidRequest(f"profile {profile.name}: the weights do not fit")
-    return room
+    return MODELS[model].kv_tokens(profile.tensor_parallel, UTILISATION * GPUS[gpu])
 
 
 def token_bytes(profile: Profile) -> float | None:

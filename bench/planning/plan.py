@@ -97,11 +97,21 @@ def _ranked(question: Question, estimates: Sequence[Estimate], tell: Tell) -> li
 
 
 def _units(question: Question) -> list[Unit]:
+    """What instances may be: those with room for the longest request."""
     batch_max = question.like.batch_max
-    return [
+    longest = max(one.prompt_tokens + one.output_tokens for one in question.trace.requests)
+    units = [
         Unit(one, question.kv_tokens or kv_room(one), batch_max=batch_max)
         for one in question.profiles
     ]
+    found = [unit for unit in units if unit.kv_tokens >= longest]
+    if not found:
+        room = max(unit.kv_tokens for unit in units)
+        raise InvalidRequest(
+            f"a request of the trace has {longest:,} tokens, and no instance has room for more "
+            f"than {room:,}"
+        )
+    return found
 
 
 def _workloads(question: Question) -> WorkloadOf:

@@ -39,9 +39,15 @@ class Found:
     low: Placement
     high: Placement
     theirs: float
-    vllm: float
     vllm_idle: float
+    vllm_degree: str
+    vllms: dict[str, float]
     same_engine: dict[str, float]
+
+    @property
+    def vllm(self) -> float:
+        """With both roles on each GPU, vLLM's speed, and the parallelism that the paper gave it."""
+        return self.vllms[self.vllm_degree]
 
     @property
     def same_engine_best(self) -> float:
@@ -66,7 +72,19 @@ def placements(effort: Effort, tell: Tell) -> Evidence:
             what = f"times vLLM's goodput per GPU, {app.name}"
             comparisons.append(Comparison(what, app.published_gain, float(np.mean(gains)), "times"))
         statements += _statements(app, all_seeds)
+    statements.append(_default_parallelism(by_app["chat, OPT-66B"]))
     return Evidence(tuple(comparisons), tuple(statements), (_plot(by_app),))
+
+
+def _default_parallelism(found: list[Found]) -> Statement:
+    """Figure 11: vLLM++, which searches, does no better than vLLM."""
+    rates = {name: float(np.mean([one.vllms[name] for one in found])) for name in found[0].vllms}
+    default = rates[found[0].vllm_degree]
+    return Statement(
+        f"chat, OPT-66B: no parallelism is better for vLLM than {found[0].vllm_degree}",
+        max(rates.values()) <= default * (1 + PRECISION),
+        ", ".join(f"{name} {rate:.3f}" for name, rate in rates.items()) + " requests/s per GPU",
+    )
 
 
 def _search(app: Application, seed: int) -> Found:
@@ -77,14 +95,16 @@ def _search(app: Application, seed: int) -> Found:
     assert low is not None, "the paper found one"
     assert high is not None, "the paper found one"
     baseline = _degree(base, app.vllm_degree)
+    alone = (1,)
     idle = workload.faster(_IDLE_RATE / workload.rate)
     return Found(
         low,
         high,
         _theirs(app, ours, workload),
-        _together(baseline, app, workload),
         colocated_share(idle, baseline, app.goals),
-        {unit.label: _together(unit, app, workload) for unit in ours.units(_NODE_GPUS, (1,))},
+        baseline.label,
+        {unit.label: _together(unit, app, workload) for unit in base.units(_NODE_GPUS, alone)},
+        {unit.label: _together(unit, app, workload) for unit in ours.units(_NODE_GPUS, alone)},
     )
 
 
