@@ -1,4 +1,4 @@
-"""The commands of this package: demo, bench, reproduce, simulate, trace and whatif."""
+"""The commands of this package: demo, bench, plan, reproduce, simulate, trace and whatif."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from .demo.cli import demo
 from .hbm.cli import commands as hbm_commands
 from .kernels.cli import commands as kernels_commands
 from .network.cli import commands as network_commands
+from .planning.cli import commands as planning_commands
 from .reproduce.cli import commands as reproduce_commands
 from .sim.cli import commands as sim_commands
 from .store.cli import commands as store_commands
@@ -29,6 +30,7 @@ def commands(app: typer.Typer) -> None:
     kernels_commands(app)
     hbm_commands(app)
     vllm_commands(app)
+    planning_commands(app)
     reproduce_commands(app)
     sim_commands(app)
     trace_commands(app)

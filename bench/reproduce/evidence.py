@@ -66,9 +66,19 @@ class Plot:
 
 
 @dataclass(frozen=True, slots=True)
+class Grid:
+    """A table of ours that has no paper's figures beside it; cells are text."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """All that one reproduction found."""
 
     comparisons: tuple[Comparison, ...] = ()
     statements: tuple[Statement, ...] = ()
     plots: tuple[Plot, ...] = field(default=(), repr=False)
+    grids: tuple[Grid, ...] = ()

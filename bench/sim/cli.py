@@ -17,6 +17,8 @@ from tiffin.kvstore.errors import InvalidInput
 
 from ..traces.readers import read
 from ..traces.scaling import at_rate
+from .colocated import ColocatedOptions, simulate_colocated, summarise_colocated
+from .colocated_instance import EngineMode, EngineOptions
 from .outcomes import summarise
 from .simulation import SimulationOptions, simulate
 
@@ -44,6 +46,13 @@ def simulated(
         list[str] | None,
         typer.Option(help="Of the conductor; several are shown side by side.", show_default=False),
     ] = None,
+    colocated: Annotated[
+        list[EngineMode] | None,
+        typer.Option(
+            help="Instances that prefill and decode, instead of a policy or beside it; as many.",
+            show_default=False,
+        ),
+    ] = None,
     rate: Annotated[float, typer.Option(help="So many times the trace's own rate.")] = 1.0,
     prefill: Annotated[int, typer.Option(min=1, help="Instances that prefill.")] = 8,
     decode: Annotated[int, typer.Option(min=1, help="Instances that decode.")] = 8,
@@ -70,6 +79,8 @@ def simulated(
 
     `tiffin simulate conversation_trace.jsonl --policy random --policy kvcache_centric`
 
+    `tiffin simulate trace.jsonl --policy kvcache_centric --colocated plain --colocated chunked`
+
     `tiffin simulate trace.jsonl --rate 2 --ttft 30 --tbt 0.1 --admission predictive`
     """
     options = SimulationOptions(
@@ -85,9 +96,9 @@ def simulated(
     )
     try:
         trace = at_rate(read(file), rate)
-        found = [
-            _one(trace, replace(options, policy=name)) for name in policy or [_DEFAULTS.policy]
-        ]
+        policies = policy or ([] if colocated else [_DEFAULTS.policy])
+        found = [_one(trace, replace(options, policy=name)) for name in policies]
+        found += [_colocated(trace, options, mode) for mode in colocated or ()]
     except (InvalidInput, ConductorError, OSError) as error:
         _console.print(f"tiffin simulate: {error}", style="red", highlight=False, markup=False)
         raise typer.Exit(2) from error
@@ -103,6 +114,22 @@ def _one(trace: Trace, options: SimulationOptions) -> Summary:
         task = progress.add_task(options.policy, total=1.0)
         outcome = simulate(trace, options, lambda share: progress.update(task, completed=share))
     return summarise(trace, outcome)
+
+
+def _colocated(trace: Trace, options: SimulationOptions, mode: EngineMode) -> Summary:
+    """As many nodes of the same hardware, each of which does both."""
+    engine = EngineOptions(
+        mode,
+        sequences_max=options.batch_max,
+        kv_capacity_tokens=options.kv_capacity_tokens,
+        token_bytes=options.token_bytes,
+    )
+    cluster = ColocatedOptions(
+        *(options.prefill + options.decode, engine, options.profile),
+        ttft_s=options.ttft_s,
+        tbt_s=options.tbt_s,
+    )
+    return summarise_colocated(trace, simulate_colocated(trace, cluster))
 
 
 def table(title: str, summaries: Sequence[Summary]) -> Table:

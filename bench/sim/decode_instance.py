@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, bisect_right
 from collections import deque
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tiffin.conductor.cost.latency_profiles import Profile
 
-    from .clock import VirtualClock
+    from .clock import ScheduledEvent, VirtualClock
     from .sim_request import SimRequest
 
 
@@ -19,7 +22,8 @@ class DecodeInstance:
     """Requests join between steps, in order of arrival, as far as there is room for their context
     and their whole answer: none is preempted. `name` is that of its node, too.
 
-    A step's cost does not depend on the number of requests: those that end in it are in a bucket.
+    While nobody joins and nobody ends, the ends of all steps are known ahead. So a run of steps is
+    one event; who joins in the midst of it cuts it off after the step of then.
     """
 
     def __init__(
@@ -38,9 +42,17 @@ class DecodeInstance:
         self._waiting: deque[SimRequest] = deque()
         self._ends: dict[int, list[SimRequest]] = {}  # by step
         self._began: dict[str, int] = {}  # by job: its first step
-        self._step_ends_s = array("d")
-        self._stepping = False
-        self.batch = self.context_tokens = self._reserved_tokens = 0
+        self._step_ends_s = array("d")  # of all steps so far, and of those of the run
+        self._run_from = 0  # the run's first step
+        self._run_ends: ScheduledEvent | None = None
+        self._context_tokens = self._reserved_tokens = 0  # at the begin of the run
+        self.batch = 0
+
+    @property
+    def context_tokens(self) -> int:
+        """Of all requests of the batch, now."""
+        ended = bisect_right(self._step_ends_s, self._clock.now_s, lo=self._run_from)
+        return self._context_tokens + self.batch * (ended - self._run_from)
 
     def join(self, job: SimRequest) -> None:
         """A request's KV has come. Its first token was given by the prefill."""
@@ -48,8 +60,10 @@ class DecodeInstance:
             self._done(job)
             return
         self._waiting.append(job)
-        if not self._stepping:
-            self._step()
+        if self._run_ends is None:
+            self._run()
+        elif len(self._waiting) == 1 and self.fits(job):
+            self._cut()
 
     def fits(self, job: SimRequest) -> bool:
         """Whether there is room for a request in the next step, or nothing to wait for."""
@@ -57,35 +71,49 @@ class DecodeInstance:
         room = self._reserved_tokens + tokens <= self._capacity_tokens
         return not self.batch or (room and self.batch < self._batch_max)
 
-    def _step(self) -> None:
-        step = len(self._step_ends_s)
+    def _run(self) -> None:
+        """Let those join who fit, and step until somebody ends."""
+        step = self._run_from = len(self._step_ends_s)
         while self._waiting and self.fits(self._waiting[0]):
             job = self._waiting.popleft()
             self._began[job.name] = step
             self._ends.setdefault(step + job.trace.output_tokens - 2, []).append(job)
             self.batch += 1
-            self.context_tokens += job.trace.prompt_tokens + 1
+            self._context_tokens += job.trace.prompt_tokens + 1
             self._reserved_tokens += job.trace.prompt_tokens + job.trace.output_tokens
-        self._stepping = self.batch > 0
-        if self._stepping:
-            seconds = self._d0 + self._d1 * self.batch + self._d2 * self.context_tokens
-            self._clock.after(seconds, self._stepped)
+        if not self.batch:
+            return
+        count = min(self._ends) - step + 1
+        context = self._context_tokens + self.batch * np.arange(count)
+        seconds = self._d0 + self._d1 * self.batch + self._d2 * context
+        seconds[0] += self._clock.now_s
+        self._step_ends_s.frombytes(np.cumsum(seconds).tobytes())
+        self._run_ends = self._clock.at(self._step_ends_s[-1], self._ran)
 
-    def _stepped(self) -> None:
-        step = len(self._step_ends_s)
-        self._step_ends_s.append(self._clock.now_s)
-        self.context_tokens += self.batch
+    def _cut(self) -> None:
+        """End the run after the step of now."""
+        assert self._run_ends is not None
+        step = bisect_left(self._step_ends_s, self._clock.now_s, lo=self._run_from)
+        if step < len(self._step_ends_s) - 1:
+            del self._step_ends_s[step + 1 :]
+            self._run_ends.cancel()
+            self._run_ends = self._clock.at(self._step_ends_s[-1], self._ran)
+
+    def _ran(self) -> None:
+        self._run_ends = None
+        step = len(self._step_ends_s) - 1
+        self._context_tokens += self.batch * (step + 1 - self._run_from)
+        self._run_from = step + 1
         for job in self._ends.pop(step, ()):
             self._end(job, step)
-        self._step()
+        self._run()
 
     def _end(self, job: SimRequest, step: int) -> None:
         tokens = job.trace.prompt_tokens + job.trace.output_tokens
         self.batch -= 1
-        self.context_tokens -= tokens
+        self._context_tokens -= tokens
         self._reserved_tokens -= tokens
         times = self._step_ends_s[self._began.pop(job.name) : step + 1]
         assert job.first_token_s is not None
-        before = [job.first_token_s, *times[:-1]]
-        job.gaps_s = [after - earlier for after, earlier in zip(times, before, strict=True)]
+        job.gaps_s = np.diff(times, prepend=job.first_token_s).tolist()
         self._done(job)

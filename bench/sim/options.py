@@ -32,6 +32,9 @@ class SimulationOptions:
     every `heartbeat_s`. `noise`: computing and decoding take times with this standard deviation of
     their logarithm, and the profile's mean.
 
+    `replication`: whether nodes carry out the conductor's orders to copy hot blocks. What it takes
+    to find these, every heartbeat, doubles the time of a simulation.
+
     **Requests** come when the trace says so; `closed`: the next turn of a conversation not before
     the answer to the one before.
     """
@@ -41,6 +44,7 @@ class SimulationOptions:
     policy: str = "kvcache_centric"
     admission: str = "off"
     profile: str = latency_profiles.DEFAULT
+    decode_profile: str = ""  # of instances that decode; empty for the same
     token_bytes: int = 327_680
     order: Literal["arrival", "conductor"] = "arrival"
     queue_order: Literal["fcfs", "shortest-first", "longest-first"] = "fcfs"
@@ -61,6 +65,7 @@ class SimulationOptions:
     heartbeat_s: float = 1.0
     noise: float = 0.0
     closed: bool = False
+    replication: bool = False
     ttft_s: float | None = None
     tbt_s: float | None = None
     seed: int = 0

@@ -77,6 +77,18 @@ class PrefillInstance:
         self._fetching: dict[str, int] = {}  # by job: blocks from its start that will have come
         self._computing: SimRequest | None = None
         self.busy_s = 0.0
+        self.free_at_s = 0.0  # of what is computed now, or was last
+
+    @property
+    def computing(self) -> SimRequest | None:
+        """The prompt that is computed now."""
+        return self._computing
+
+    @property
+    def waiting(self) -> list[tuple[SimRequest, bool]]:
+        """Prompts that wait, in order of arrival, and whether blocks of theirs still come."""
+        jobs = [*([self._next] if self._next else []), *self._queue.values()]
+        return [(job, job.name in self._fetching) for job in jobs]
 
     @property
     def jobs(self) -> list[SimRequest]:
@@ -90,8 +102,8 @@ class PrefillInstance:
 
     @property
     def queued_tokens(self) -> int:
-        """Their tokens."""
-        return sum(job.trace.prompt_tokens for job in self.jobs)
+        """Their tokens, less those that the conductor took for cached."""
+        return sum(job.trace.prompt_tokens - job.expected_cached_tokens for job in self.jobs)
 
     def enqueue(self, job: SimRequest, fetching: bool) -> None:
         """A prompt arrives. `fetching`: `fetched` will be called."""
@@ -136,6 +148,7 @@ class PrefillInstance:
         occupied_s, done_s, job.compute_s = (scale * seconds for seconds in plan.work)
         ahead_s = parts.ahead_s(plan.load_s, occupied_s)
         self.busy_s += ahead_s + occupied_s
+        self.free_at_s = self._clock.now_s + ahead_s + occupied_s
         self._began(self, job, ahead_s + done_s)
         # Without a pipeline both are at one time: the next prompt finds the blocks of this one.
         self._clock.after(ahead_s + done_s, lambda: self._done(self, job))

@@ -10,8 +10,9 @@ import contextlib
 import functools
 import random
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from tiffin.conductor.admission.counterfactual import ShadowCounts
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.errors import UnknownRequest
@@ -29,39 +30,69 @@ from tiffin.conductor.records import (
 from ..traces.turns import previous_turns
 from .clock import VirtualClock
 from .decode_instance import DecodeInstance
+from .load_series import LoadSeries
 from .network import Network
 from .node_cache import NodeCache
 from .options import SimulationOptions as SimulationOptions  # noqa: TC001 # others take it here
+from .order_carrier import OrderCarrier
 from .prefill_instance import PrefillInstance, PrefillParts
 from .prefill_work import pipelined
 from .sim_request import SimRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from tiffin.conductor.cost.latency_profiles import Profile
     from tiffin.conductor.records import Decision
 
     from ..traces.trace import Trace
+    from .network import CompletedTransfer
     from .node_cache import TierChange
 
+    Profiles = Callable[[str], Profile]
+
 _MODEL = "simulated"
+_ROLES = (Role.PREFILL, Role.DECODE)
 
 
 @dataclass(slots=True)
 class SimulationOutcome:
-    """All jobs in order of arrival; bytes that were sent, by sender and receiver."""
+    """All jobs in order of arrival; bytes that were sent, by sender and receiver; all transfers in
+    the order of their ends; the load of both pools at each heartbeat; the conductor's estimate of
+    what became of the refused."""
 
     options: SimulationOptions
     jobs: list[SimRequest] = field(default_factory=list)
     moved_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+    transfers: list[CompletedTransfer] = field(default_factory=list)
+    loads: LoadSeries = field(default_factory=LoadSeries)
+    shadow: ShadowCounts = field(default_factory=ShadowCounts)
 
 
-def conductor_for(options: SimulationOptions, profile: Profile) -> Conductor:
-    """The core, with these settings and the seed's dice, which knows the instances by `profile`.
+def conductor_of(options: SimulationOptions, profiles: Profiles) -> Conductor:
+    """The core, with these settings and the seed's dice, which knows the instances by `profiles`.
     Raises InvalidRequest."""
-    dice = random.Random(options.seed)
-    return Conductor(options.settings(), dice=dice, profile=lambda name: profile)
+    return Conductor(options.settings(), dice=random.Random(options.seed), profile=profiles)
+
+
+class Scheduler(Protocol):
+    """What decides; the conductor's core is one."""
+
+    def schedule(self, request: Request, now: float) -> Decision | Rejection:
+        """Where a request runs, or that it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrueState:
+    """The cluster as it is at any moment, for a scheduler that knows more than a conductor can.
+    `running`: admitted requests that have not ended."""
+
+    trace: Trace
+    options: SimulationOptions
+    prefills: Mapping[str, PrefillInstance]
+    decodes: Mapping[str, DecodeInstance]
+    network: Network
+    running: Mapping[str, SimRequest]
 
 
 def simulate(
@@ -69,15 +100,15 @@ def simulate(
     options: SimulationOptions,
     tell: Callable[[float], None] = lambda share: None,
     *,
-    core: Callable[[SimulationOptions, Profile], Conductor] = conductor_for,
-    profiles: Callable[[str], Profile] = latency_profiles.load,
+    scheduler: Callable[[TrueState], Scheduler] | None = None,
+    core: Callable[[SimulationOptions, Profiles], Conductor] = conductor_of,
+    profiles: Profiles = latency_profiles.load,
 ) -> SimulationOutcome:
     """Replay the trace: requests come when it says so. The same arguments give the same outcome.
-    `tell` is told the share of requests that has ended. `core` makes the conductor that decides,
-    `profiles` finds the latency profile of the simulated hardware. Raises InvalidRequest."""
-    profile = profiles(options.profile)
-    decides = core(options, pipelined(profile, options.stages))
-    return _Simulation(trace, options, tell, decides, profile).run()
+    `tell` is told the share of requests that has ended. `scheduler` makes what decides in place of
+    the conductor, `core` makes the conductor, which knows the instances by their profiles as it is
+    given them. `profiles` finds those of the simulated hardware. Raises InvalidRequest."""
+    return _Simulation(trace, options, tell, scheduler, core, profiles).run()
 
 
 class _Simulation:
@@ -86,13 +117,21 @@ class _Simulation:
         trace: Trace,
         options: SimulationOptions,
         tell: Callable[[float], None],
-        core: Conductor,
-        profile: Profile,
+        scheduler: Callable[[TrueState], Scheduler] | None,
+        core: Callable[[SimulationOptions, Profiles], Conductor],
+        profiles: Profiles,
     ) -> None:
         self._trace, self._options, self._tell_share = trace, options, tell
         self._clock = clock = VirtualClock()
         self._network = Network(clock, options.bandwidth_bytes_s, options.latency_s)
-        self._core = core
+        self._objectives = Objectives(options.ttft_s, options.tbt_s)
+        profile, decode_profile = (profiles(self._profile(role)) for role in _ROLES)
+
+        def known(name: str) -> Profile:
+            found = profiles(name)
+            return pipelined(found, options.stages) if name == options.profile else found
+
+        self._core = core(options, known)
         self._chance = random.Random(options.seed)
         self._outcome = SimulationOutcome(options)
         self._left = len(trace.requests)
@@ -101,12 +140,27 @@ class _Simulation:
         self._held: dict[str, list[Callable[[], None]]] = {}  # by the job that is waited for
         self._next_turns = _next_turns(trace) if options.closed else {}
         self._prefills = self._prefill_instances(profile)
+        self._carrier = OrderCarrier(
+            self._network,
+            {name: one.cache for name, one in self._prefills.items()},
+            trace.block_tokens * options.token_bytes,
+            lambda outcome: self._later(functools.partial(self._core.steering.ended, outcome)),
+        )
         self._decodes = {
             name: DecodeInstance(
-                name, clock, profile, options.kv_capacity_tokens, options.batch_max, self._ended
+                name,
+                clock,
+                decode_profile,
+                options.kv_capacity_tokens,
+                options.batch_max,
+                self._ended,
             )
             for name in (f"decode-{number}" for number in range(options.decode))
         }
+        state = TrueState(
+            trace, options, self._prefills, self._decodes, self._network, self._running
+        )
+        self._scheduler: Scheduler = scheduler(state) if scheduler else self._core
 
     def _prefill_instances(self, profile: Profile) -> dict[str, PrefillInstance]:
         options, tokens = self._options, self._trace.block_tokens
@@ -143,12 +197,14 @@ class _Simulation:
                 self._clock.at(request.arrival_s, functools.partial(self._arrive, number))
         self._clock.run(lambda: self._left > 0)
         self._outcome.moved_bytes = dict(self._network.moved_bytes)
+        self._outcome.transfers = self._network.completed
+        self._outcome.shadow = self._core.shadow.counts
         return self._outcome
 
     def _spec(self, name: str, role: Role) -> InstanceSpec:
         options, block_tokens = self._options, self._trace.block_tokens
         return InstanceSpec(
-            *(name, _MODEL, role, options.profile),
+            *(name, _MODEL, role, self._profile(role)),
             node=name,
             block_tokens=block_tokens,
             block_bytes=block_tokens * options.token_bytes,
@@ -161,6 +217,10 @@ class _Simulation:
         if not sigma:
             return seconds
         return seconds * self._chance.lognormvariate(-sigma * sigma / 2, sigma)
+
+    def _profile(self, role: Role) -> str:
+        options = self._options
+        return options.decode_profile or options.profile if role is Role.DECODE else options.profile
 
     # -- what the conductor is told ----------------------------------------------------------------
 
@@ -196,6 +256,10 @@ class _Simulation:
             load = Load(running=other.batch, context_tokens=other.context_tokens)
             self._core.heartbeat(name, load, now)
         self._core.tick(now)
+        if self._options.replication:
+            for order in self._core.steering.tick(self._carrier.spaces(), now).orders:
+                self._later(lambda _, order=order: self._carrier.carry(order))  # type: ignore[misc]
+        self._outcome.loads.sample(self._core, _MODEL, self._objectives, now)
         self._clock.after(self._options.heartbeat_s, self._beat)
 
     def _keep_alive(self) -> None:
@@ -219,12 +283,11 @@ class _Simulation:
         self._schedule(job)
 
     def _schedule(self, job: SimRequest) -> None:
-        options, now = self._options, self._clock.now_s
-        objectives = Objectives(options.ttft_s, options.tbt_s)
+        now = self._clock.now_s
         request = Request(
-            job.name, _MODEL, job.trace.prompt_tokens, job.keys, objectives=objectives
+            job.name, _MODEL, job.trace.prompt_tokens, job.keys, objectives=self._objectives
         )
-        outcome = self._core.schedule(request, now)
+        outcome = self._scheduler.schedule(request, now)
         if isinstance(outcome, Rejection):
             job.rejected = outcome.reason
             self._over(job)
@@ -266,7 +329,7 @@ class _Simulation:
     def _began(self, instance: PrefillInstance, job: SimRequest, seconds: float) -> None:
         """Its prefill has begun: with overlap, the KV of all layers but the last goes to the
         instance that decodes meanwhile."""
-        if self._options.layerwise:
+        if self._options.layerwise and job.trace.output_tokens > 1:
             self._coming[job.name] = 2
             self._hand_over(instance, job, 1 - 1 / self._options.layers)
 
@@ -274,10 +337,15 @@ class _Simulation:
         """The first token is there, and the prompt's KV goes to the instance that decodes."""
         job.first_token_s = self._clock.now_s
         instance.cache.put(job.keys)
-        self._event(job, "prefill_done")
-        self._event(job, "first_token")
         for start in self._held.pop(job.name, ()):
             start()
+        if self._options.admission == "baseline" and self._rejected_late(job):
+            return
+        self._event(job, "prefill_done")
+        self._event(job, "first_token")
+        if job.trace.output_tokens <= 1:  # nothing is left to decode
+            self._ended(job)
+            return
         self._hand_over(instance, job, 1 / self._options.layers if self._options.layerwise else 1.0)
 
     def _hand_over(self, instance: PrefillInstance, job: SimRequest, share: float) -> None:
@@ -294,10 +362,20 @@ class _Simulation:
         nbytes = job.trace.prompt_tokens * self._options.token_bytes
         self._network.send(instance.name, decode.name, share * nbytes, arrived)
 
+    def _rejected_late(self, job: SimRequest) -> bool:
+        """The second check of "baseline": whether the request is refused after its prefill."""
+        rejection = self._core.recheck(job.name, self._clock.now_s)
+        if rejection is None:
+            return False
+        job.rejected = rejection.reason
+        del self._running[job.name]
+        self._over(job)
+        return True
+
     def _ended(self, job: SimRequest) -> None:
         job.ended_s = self._clock.now_s
         del self._running[job.name]
-        self._event(job, "tokens", job.trace.output_tokens - 1)
+        self._event(job, "tokens", max(0, job.trace.output_tokens - 1))
         self._event(job, "finished")
         self._over(job)
 

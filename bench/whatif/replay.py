@@ -17,10 +17,9 @@ from ..traces.recordings import trace_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiffin.conductor.cost.latency_profiles import Profile
     from tiffin.conductor.records import Decision, Rejection, Request
 
-    from ..sim.simulation import SimulationOutcome
+    from ..sim.simulation import Profiles, SimulationOutcome
     from ..traces.recordings import Recording
     from .setup import Setup
 
@@ -29,10 +28,10 @@ class ReplayCore(Conductor):
     """The core, which is told of each request what it was told when it was recorded: objectives,
     class, tenant, expected lengths. Its settings change when they did."""
 
-    def __init__(self, recording: Recording, setup: Setup, profile: Profile) -> None:
+    def __init__(self, recording: Recording, setup: Setup, profiles: Profiles) -> None:
         (_, first), *later = setup.settings
         dice = random.Random(setup.options.seed)
-        super().__init__(first, dice=dice, profile=lambda name: profile)
+        super().__init__(first, dice=dice, profile=profiles)
         self._requests, self._later = recording.requests, later
 
     def schedule(self, request: Request, now: float) -> Decision | Rejection:
@@ -59,8 +58,8 @@ def replay(
     """Simulate the recording's requests at the setup. Equal arguments give equal outcomes. `tell`
     is told the share that has ended. Raises InvalidRequest."""
 
-    def core(options: SimulationOptions, profile: Profile) -> Conductor:
-        return ReplayCore(recording, setup, profile)
+    def core(options: SimulationOptions, profiles: Profiles) -> Conductor:
+        return ReplayCore(recording, setup, profiles)
 
     return simulate(
         trace_of(recording), setup.options, tell, core=core, profiles=lambda name: setup.profile

@@ -423,7 +423,6 @@ def _flight(
         decision = replace(
             decision, placement=why.reason, local_s=why.local_s, remote_s=why.remote_s
         )
-    names = decision.prefill, decision.decode
     return InflightRequest(
         request=request,
         decision=decision,
@@ -436,8 +435,7 @@ def _flight(
         heavy=parts.lengths.heavy(plan.output_tokens),
         decided_at=now,
         expires_at=decision.expires_at,
-        factor=parts.calibration.factor(names[0], _profile(cluster, row)),
-        tbt_factor=parts.calibration.tbt_factor(names[1], _profile(cluster, plan.decode_row)),
+        factor=parts.calibration.factor(decision.prefill, _profile(cluster, row)),
         hbm_blocks=int(question.hbm_blocks[at]),
         handover_bytes=_handover_bytes(cluster, question, row, plan.decode_row),
         transfers=tuple((_node(cluster, fetch), fetch.nbytes) for fetch in choice.fetches),

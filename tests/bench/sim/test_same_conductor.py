@@ -34,8 +34,8 @@ from tiffin.conductor.wire.conversions import decision_reply
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tiffin.bench.sim.simulation import Profiles
     from tiffin.conductor.api.conductor_service import Service
-    from tiffin.conductor.cost.latency_profiles import Profile
     from tiffin.conductor.events.index_updates import Update
     from tiffin.conductor.records import InstanceSpec, Load, Request, RequestEvent
     from tiffin.conductor.wire.models import DecisionReply
@@ -56,9 +56,9 @@ NOT_OVER_REST = ("apply", "next_prefill")
 class ScriptedCore(Conductor):
     """The core, which writes down what it is told (`script`) and what it decides (`outcomes`)."""
 
-    def __init__(self, options: SimulationOptions, profile: Profile) -> None:
+    def __init__(self, options: SimulationOptions, profiles: Profiles) -> None:
         dice = random.Random(options.seed)
-        super().__init__(options.settings(), dice=dice, profile=lambda name: profile)
+        super().__init__(options.settings(), dice=dice, profile=profiles)
         self.script: Script = []
         self.outcomes: Outcomes = []
 
@@ -141,8 +141,8 @@ async def retold(script: Script, options: SimulationOptions) -> list[DecisionRep
 def scripted(trace: Trace, options: SimulationOptions) -> ScriptedCore:
     made = list[ScriptedCore]()
 
-    def core(given: SimulationOptions, profile: Profile) -> Conductor:
-        made.append(ScriptedCore(given, profile))
+    def core(given: SimulationOptions, profiles: Profiles) -> Conductor:
+        made.append(ScriptedCore(given, profiles))
         return made[0]
 
     simulate(trace, options, core=core)

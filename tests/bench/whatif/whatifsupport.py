@@ -14,9 +14,8 @@ from tiffin.conductor.records import RequestEvent
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiffin.bench.sim.simulation import SimulationOutcome
+    from tiffin.bench.sim.simulation import Profiles, SimulationOutcome
     from tiffin.bench.traces.trace import Trace
-    from tiffin.conductor.cost.latency_profiles import Profile
     from tiffin.conductor.records import Decision, Rejection, Request
 
 # Everything is told at once, so that the conductor observes what happens.
@@ -26,9 +25,9 @@ TRUTH = SimulationOptions(prefill=3, decode=2, late_s=0.0, seed=5)
 class RecordedCore(Conductor):
     """A core whose recorder is told what a service tells it."""
 
-    def __init__(self, options: SimulationOptions, profile: Profile, recorder: Recorder) -> None:
+    def __init__(self, options: SimulationOptions, profiles: Profiles, recorder: Recorder) -> None:
         dice = random.Random(options.seed)
-        super().__init__(options.settings(), dice=dice, profile=lambda name: profile)
+        super().__init__(options.settings(), dice=dice, profile=profiles)
         self._recorder = recorder
         recorder.begin(self.settings, 0.0, 1e9)
 
@@ -51,7 +50,7 @@ def record(trace: Trace, options: SimulationOptions, path: Path) -> SimulationOu
     with RecordingFile(path) as file:
         recorder = Recorder(file.put)
         outcome = simulate(
-            trace, options, core=lambda one, profile: RecordedCore(one, profile, recorder)
+            trace, options, core=lambda one, profiles: RecordedCore(one, profiles, recorder)
         )
         for job in outcome.jobs:  # a simulation ends with the last answer, before that is reported
             recorder.observed(
