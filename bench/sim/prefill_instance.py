@@ -150,8 +150,9 @@ class PrefillInstance:
         self.busy_s += ahead_s + occupied_s
         self.free_at_s = self._clock.now_s + ahead_s + occupied_s
         self._began(self, job, ahead_s + done_s)
-        self._clock.after(ahead_s + occupied_s, self._free)
+        # Without a pipeline both are at one time: the next prompt finds the blocks of this one.
         self._clock.after(ahead_s + done_s, lambda: self._done(self, job))
+        self._clock.after(ahead_s + occupied_s, self._free)
 
     def _plan(self, job: SimRequest) -> LoadPlan:
         """The quickest: nothing loaded, all of the fastest tier, of the two fastest, of all."""

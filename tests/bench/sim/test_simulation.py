@@ -172,3 +172,11 @@ def test_the_command_shows_policies_side_by_side(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["simulate", str(file), "--policy", "best"])
     assert done.exit_code == 2
     assert "kvcache_centric" in done.output, "it names those that there are"
+
+
+def test_a_prompt_finds_what_the_one_before_it_has_just_computed() -> None:
+    """It waits for it on the same instance, and begins at the moment when that ends."""
+    first = TraceRequest(0.0, 8192, 1, tuple(range(16)))
+    second = TraceRequest(0.01, 8192, 1, (*range(15), 99))
+    one, other = simulate(Trace("two", (first, second)), ONE).jobs
+    assert (one.cached_tokens, other.cached_tokens) == (0, 15 * 512)
