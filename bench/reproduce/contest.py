@@ -125,7 +125,7 @@ def grid(title: str, results: Results) -> Grid:
                 figure(lambda one: one.ttft_s.p99).shown(".1f"),
                 figure(lambda one: one.hit_share * 100).shown(".1f") + "%",
                 figure(lambda one: one.compute_s).shown(".3f"),
-                figure(lambda one: one.fetched_bytes / 1e12).shown(".2f"),
+                figure(lambda one: one.usage.fetched_bytes / 1e12).shown(".2f"),
             )
         )
     return Grid(title, columns, tuple(rows))

@@ -15,7 +15,7 @@ from .plots import png
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .evidence import Comparison, Evidence
+    from .evidence import Comparison, Evidence, Grid
     from .registry import Reproduction
 
 
@@ -40,6 +40,7 @@ class Finding:
                 {**asdict(one), "deviation": round(one.deviation, 4)} for one in found.comparisons
             ],
             "statements": [asdict(one) for one in found.statements],
+            "grids": [asdict(one) for one in found.grids],
         }
 
 
@@ -65,7 +66,16 @@ def tables(finding: Finding) -> list[Table]:
         for said in found.statements:
             table.add_row(said.text, "yes" if said.holds else "NO", said.figures)
         made.append(table)
-    return made
+    return [*made, *map(_rich, found.grids)]
+
+
+def _rich(grid: Grid) -> Table:
+    table = Table(title=grid.title, title_justify="left")
+    for at, name in enumerate(grid.columns):
+        table.add_column(name, justify="right" if at else "left")
+    for row in grid.rows:
+        table.add_row(*row)
+    return table
 
 
 def markdown(findings: list[Finding], images: str = "") -> str:
@@ -88,6 +98,11 @@ def _section(finding: Finding, images: str) -> str:
         for said in found.statements:
             lines.append(f"| {said.text} | {'yes' if said.holds else '**no**'} | {said.figures} |")
         lines.append("")
+    for grid in found.grids:
+        lines += [grid.title, "", "| " + " | ".join(grid.columns) + " |"]
+        lines.append("|---" + "|--:" * (len(grid.columns) - 1) + "|")
+        lines += ["| " + " | ".join(row) + " |" for row in grid.rows]
+        lines.append("")
     if images:
         for plot in found.plots:
             lines += [f"![{plot.title}]({images}/{plot.name}.png)", ""]
@@ -102,6 +117,9 @@ def html_page(findings: list[Finding]) -> str:
         parts.append(f"<h2>{html.escape(about.title)}</h2><p>{html.escape(about.source)}. ")
         parts.append(f"<code>tiffin reproduce {about.name}</code></p>")
         parts.append(_html_comparisons(found) + _html_statements(found))
+        for grid in found.grids:
+            parts.append(f"<h3>{html.escape(grid.title)}</h3>")
+            parts.append(_html_table(grid.columns, grid.rows))
         for plot in found.plots:
             image = base64.b64encode(png(plot)).decode()
             parts.append(

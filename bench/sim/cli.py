@@ -155,6 +155,8 @@ def table(title: str, summaries: Sequence[Summary]) -> Table:
         ("an ideal pool's", [f"{s.ideal_hit_share:.1%}" for s in summaries]),
         ("GPU time of a prefill", [f"{s.compute_s:.3f} s" for s in summaries]),
         ("moved", [f"{s.moved_bytes / 1e12:.2f} TB" for s in summaries]),
+        ("of it for prompts", [f"{s.usage.fetched_bytes / 1e12:.2f} TB" for s in summaries]),
+        ("evenness of prefills", [f"{s.usage.evenness:.3f}" for s in summaries]),
         ("predicted TTFT, bias", [f"{s.ttft_bias:+.1%}" for s in summaries]),
         ("predicted TTFT, p90 error", [f"{s.ttft_error_p90:.1%}" for s in summaries]),
     ]
