@@ -18,6 +18,7 @@ from .colocated_instance import ColocatedInstance
 from .engine_options import EngineMode, EngineOptions
 from .outcomes import Summary, attained, longest_gaps_s, quantiles
 from .sim_request import SimRequest
+from .usage import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,6 +92,7 @@ def summarise_colocated(trace: Trace, outcome: ColocatedOutcome) -> Summary:
     prompts = sum(job.trace.prompt_tokens for job in served)
     blocks = options.instances * (options.engine.kv_capacity_tokens // trace.block_tokens)
     cached = options.engine.mode is EngineMode.PREFIX
+    cached_share = sum(job.cached_tokens for job in served) / prompts if prompts else 0.0
     return Summary(
         policy=f"colocated, {options.engine.mode}",
         requests=len(jobs),
@@ -98,11 +100,12 @@ def summarise_colocated(trace: Trace, outcome: ColocatedOutcome) -> Summary:
         ttft_s=quantiles([job.ttft_s for job in served if job.ttft_s is not None]),
         tbt_s=quantiles([longest_gaps_s(job) for job in served if job.gaps_s]),
         compute_s=float(np.mean([job.compute_s for job in served])) if served else 0.0,
-        hit_share=sum(job.cached_tokens for job in served) / prompts if prompts else 0.0,
+        hit_share=cached_share,
         ideal_hit_share=hit_share(trace, blocks) if cached else 0.0,
         ttft_bias=0.0,
         ttft_error_p90=0.0,
         moved_bytes=0,
+        usage=Usage(0, 0, 0, {"hbm": cached_share} if cached_share else {}, 1.0),
         attained=attained_share(jobs, options.ttft_s, options.tbt_s),
         span_s=max((job.ended_s or 0.0 for job in jobs), default=0.0),
     )

@@ -26,7 +26,9 @@ class SimulationOptions:
     **Tiers.** Tokens of KV that a prefill instance keeps in HBM, and its node in memory and on
     NVMe; 0: no such tier. Blocks are loaded at the bandwidths of `Settings.transfers`.
 
-    **Decode.** `kv_capacity_tokens` and `batch_max` limit a batch.
+    **Decode.** `kv_capacity_tokens` and `batch_max` limit a batch. `preemption`: none, as a request
+    joins only if there is room for its whole answer; or "recompute" and "swap": what is done with
+    its KV if there is not (`DecodeInstance`).
 
     **What the conductor hears** comes `late_s` late, and up to `late_jitter_s` later; loads come
     every `heartbeat_s`. `noise`: computing and decoding take times with this standard deviation of
@@ -58,6 +60,7 @@ class SimulationOptions:
     eviction: str = "lru"
     kv_capacity_tokens: int = 1_000_000
     batch_max: int = 256
+    preemption: Literal["none", "recompute", "swap"] = "none"
     bandwidth_bytes_s: float = 87e9
     latency_s: float = 1e-3
     late_s: float = 0.1

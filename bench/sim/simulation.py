@@ -36,7 +36,7 @@ from .node_cache import NodeCache
 from .options import SimulationOptions as SimulationOptions  # noqa: TC001 # others take it here
 from .order_carrier import OrderCarrier
 from .prefill_instance import PrefillInstance, PrefillParts
-from .prefill_work import pipelined
+from .prefill_work import pipelined, prefill_work
 from .sim_request import SimRequest
 
 if TYPE_CHECKING:
@@ -58,13 +58,14 @@ _ROLES = (Role.PREFILL, Role.DECODE)
 @dataclass(slots=True)
 class SimulationOutcome:
     """All jobs in order of arrival; bytes that were sent, by sender and receiver; all transfers in
-    the order of their ends; the load of both pools at each heartbeat; the conductor's estimate of
-    what became of the refused."""
+    the order of their ends; how often an answer was preempted; the load of both pools at each
+    heartbeat; the conductor's estimate of what became of the refused."""
 
     options: SimulationOptions
     jobs: list[SimRequest] = field(default_factory=list)
     moved_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
     transfers: list[CompletedTransfer] = field(default_factory=list)
+    preempted: int = 0
     loads: LoadSeries = field(default_factory=LoadSeries)
     shadow: ShadowCounts = field(default_factory=ShadowCounts)
 
@@ -154,6 +155,7 @@ class _Simulation:
                 options.kv_capacity_tokens,
                 options.batch_max,
                 self._ended,
+                self._comes_back(decode_profile),
             )
             for name in (f"decode-{number}" for number in range(options.decode))
         }
@@ -184,6 +186,17 @@ class _Simulation:
             found[name] = PrefillInstance(name, parts, cache, self._began, self._prefilled, choose)
         return found
 
+    def _comes_back(self, profile: Profile) -> Callable[[int], float] | None:
+        """Seconds for a preempted request to come back, by tokens of its context."""
+        options = self._options
+        if options.preemption == "none":
+            return None
+        if options.preemption == "recompute":
+            return lambda tokens: prefill_work(profile, tokens, 0, 0, 1).gpu_s
+        # To memory and back.
+        byte_s = 2 / options.settings().transfers.dram_bandwidth_bytes_s
+        return lambda tokens: tokens * options.token_bytes * byte_s
+
     def run(self) -> SimulationOutcome:
         """See `simulate`."""
         for role, names in ((Role.PREFILL, self._prefills), (Role.DECODE, self._decodes)):
@@ -198,6 +211,7 @@ class _Simulation:
         self._clock.run(lambda: self._left > 0)
         self._outcome.moved_bytes = dict(self._network.moved_bytes)
         self._outcome.transfers = self._network.completed
+        self._outcome.preempted = sum(one.preempted for one in self._decodes.values())
         self._outcome.shadow = self._core.shadow.counts
         return self._outcome
 
