@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tiffin.kvstore.format.schema import KVSchema
+
 from ..store.rows import MILLISECONDS, timed
-from ..store.setting import MIB, prompt, schema_of
+from ..store.setting import prompt
 from .setting import BLOCK_TOKENS
 from .turns import PeerRow, in_turns
 
@@ -14,15 +16,32 @@ if TYPE_CHECKING:
     from .setting import Setting
 
 
+# What keys are made with if nothing else is said.
+DEFAULT = "xxh3_128"
+
+
 def hashed(
-    setting: Setting, peer: str, process: GroupProcess, theirs: str, **more: object
+    setting: Setting,
+    peer: str,
+    process: GroupProcess,
+    theirs: str,
+    algorithm: str = DEFAULT,
+    **more: object,
 ) -> PeerRow:
-    """A row of a prompt's keys; the peer's process has the verb `hash`."""
+    """A row of a prompt's keys by one of our hashes; the peer's process has the verb `hash`."""
     sizes = setting.sizes
     count = sizes.prompt_blocks * BLOCK_TOKENS
     setting.tell(f"keys of {count} tokens")
     tokens = [int(token) for token in prompt(count)]
-    schema = schema_of(MIB)
+    schema = KVSchema.gqa(
+        model="bench",
+        layers=1,
+        kv_heads=1,
+        head_dim=8,
+        dtype="bfloat16",
+        block_tokens=BLOCK_TOKENS,
+        hash=algorithm,
+    )
 
     def ours() -> list[float]:
         return timed(lambda: schema.prefix(tokens).keys, sizes.hashes)
@@ -33,5 +52,6 @@ def hashed(
         return seconds
 
     turns = in_turns(ours, other, sizes.rounds)
-    what = f"keys of {count} tokens in blocks of {BLOCK_TOKENS}, from a list, checked, by XXH3-128"
-    return turns.row(peer, "keys", what, theirs, "ms", MILLISECONDS)
+    name = "keys" if algorithm == DEFAULT else f"keys-{algorithm}"
+    what = f"keys of {count} tokens in blocks of {BLOCK_TOKENS}, from a list, by {algorithm}"
+    return turns.row(peer, name, what, theirs, "ms", MILLISECONDS)

@@ -28,6 +28,7 @@ from tiffin.bench.store.setting import KIB
 from tiffin.bench.suite import SuiteReport
 from tiffin.bench.vllm.engine_process import GroupProcess
 from tiffin.kvstore.errors import NodeUnavailable
+from tiffin.kvstore.format.schema import HASHES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -220,7 +221,11 @@ def test_turns_of_large_batches_are_short() -> None:
 
 def test_keys_give_a_row(setting: Setting) -> None:
     with double() as process:
-        check([hashed(setting, "lmcache", process, "its hash")])
+        rows = [hashed(setting, "lmcache", process, "its hash", name) for name in HASHES]
+    assert [row.name for row in rows] == [
+        f"lmcache-keys{name}" for name in ("", "-sha256", "-blake2b")
+    ]
+    check(rows)
 
 
 class Told:
