@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..sim.network import CompletedTransfer
     from ..sim.sim_request import SimRequest
     from ..traces.trace import Trace
 
 NODES = 16
 MOONCAKE = "Mooncake"
+# Half of the nodes prefill, and KV is handed over layer by layer while it is computed (section 4.1
+# of the paper; figure 7 of its report).
+MOONCAKE_CLUSTER = SimulationOptions(prefill=NODES // 2, decode=NODES // 2, layerwise=True)
 ENGINES = {
     "vLLM": EngineOptions(EngineMode.PLAIN),
     "vLLM, prefix caching": EngineOptions(EngineMode.PREFIX),
@@ -51,26 +53,13 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Transfers:
-    """How many, their mean bytes and seconds, and those of one that has its cards alone."""
-
-    number: int
-    nbytes: float
-    seconds: float
-    alone_s: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Served:
     """Of each request, in order of arrival: TTFT, the mean of the longest tenth of its gaps, and
-    GPU seconds of its prefill; infinite for one that was not served. `fetches` go to instances that
-    prefill, `hand_overs` to those that decode."""
+    GPU seconds of its prefill; infinite for one that was not served."""
 
     ttft_s: NDArray[np.float64]
     tbt_s: NDArray[np.float64]
     compute_s: NDArray[np.float64]
-    fetches: Transfers | None = None
-    hand_overs: Transfers | None = None
 
     def effective(self, ttft_s: float, tbt_s: float) -> float:
         """Per cent of the requests that met both."""
@@ -80,11 +69,7 @@ class Served:
 @cache
 def disaggregated(workload: Workload, options: SimulationOptions) -> Served:
     """By a cluster that the conductor schedules."""
-    outcome = simulate(workload.trace(), options)
-    to_decode = [one for one in outcome.transfers if one.target.startswith("decode")]
-    to_prefill = [one for one in outcome.transfers if not one.target.startswith("decode")]
-    rate = options.bandwidth_bytes_s
-    return _served(outcome.jobs, _transfers(to_prefill, rate), _transfers(to_decode, rate))
+    return _served(simulate(workload.trace(), options).jobs)
 
 
 @cache
@@ -95,18 +80,13 @@ def colocated(workload: Workload, engine: EngineOptions) -> Served:
 
 
 def served(system: str, workload: Workload) -> Served:
-    """By one of `SYSTEMS`; Mooncake prefills on half of the nodes, and decodes on the others."""
+    """By one of `SYSTEMS`."""
     if system == MOONCAKE:
-        half = NODES // 2
-        return disaggregated(workload, SimulationOptions(prefill=half, decode=half))
+        return disaggregated(workload, MOONCAKE_CLUSTER)
     return colocated(workload, ENGINES[system])
 
 
-def _served(
-    jobs: Sequence[SimRequest],
-    fetches: Transfers | None = None,
-    hand_overs: Transfers | None = None,
-) -> Served:
+def _served(jobs: Sequence[SimRequest]) -> Served:
     rows = [
         (job.ttft_s, longest_gaps_s(job) if job.gaps_s else 0.0, job.compute_s)
         if job.ended_s is not None
@@ -114,12 +94,4 @@ def _served(
         for job in jobs
     ]
     ttft_s, tbt_s, compute_s = np.asarray(rows, np.float64).T
-    return Served(ttft_s, tbt_s, compute_s, fetches, hand_overs)
-
-
-def _transfers(some: Sequence[CompletedTransfer], bandwidth_bytes_s: float) -> Transfers:
-    if not some:
-        return Transfers(0, 0.0, 0.0, 0.0)
-    nbytes = float(np.mean([one.nbytes for one in some]))
-    seconds = float(np.mean([one.seconds for one in some]))
-    return Transfers(len(some), nbytes, seconds, nbytes / bandwidth_bytes_s)
+    return Served(ttft_s, tbt_s, compute_s)

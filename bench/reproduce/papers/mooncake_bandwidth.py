@@ -26,9 +26,10 @@ from tiffin.conductor.cost.latency_model import prefill_s
 
 from ...sim.clock import VirtualClock
 from ...sim.network import Network
-from ...sim.simulation import SimulationOptions, simulate
+from ...sim.simulation import simulate
 from ...traces.ideal_cache import IdealCache
 from ..evidence import Comparison, Evidence, Line, Plot, Statement
+from ..mooncake_systems import MOONCAKE_CLUSTER
 from ..registry import reproduction
 from ..synthetic_look_alike import synthetic_look_alike
 
@@ -140,8 +141,8 @@ def _without_answers(trace: Trace) -> Trace:
 
 def conducted(trace: Trace, bandwidth_bytes_s: float) -> Point:
     """Blocks are fetched as the conductor decides."""
-    options = SimulationOptions(
-        prefill=PREFILL_NODES, decode=1, bandwidth_bytes_s=bandwidth_bytes_s
+    options = replace(
+        MOONCAKE_CLUSTER, prefill=PREFILL_NODES, decode=1, bandwidth_bytes_s=bandwidth_bytes_s
     )
     outcome = simulate(trace, options)
     return _point([job.ttft_s or 0.0 for job in outcome.jobs], outcome.transfers, bandwidth_bytes_s)
@@ -210,7 +211,7 @@ def always_fetched(
 ) -> Point:
     """Each prompt goes to the node with the least work, and all that the pool has of it comes from
     another one, drawn by chance. Without `reuse` the pool has nothing."""
-    options = SimulationOptions()
+    options = MOONCAKE_CLUSTER
     clock, chance = VirtualClock(), Random(seed)
     network = Network(clock, bandwidth_bytes_s, options.latency_s)
     profile = latency_profiles.load(options.profile)

@@ -8,16 +8,17 @@ the budget of tokens of chunked prefill. Here it is the trace's own rate (others
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...sim.engine_options import EngineMode, EngineOptions
-from ...sim.simulation import SimulationOptions
 from ..evidence import Comparison, Evidence, Line, Plot, Statement
 from ..mooncake_systems import (
     ENGINES,
     MOONCAKE,
+    MOONCAKE_CLUSTER,
     NODES,
     SYSTEMS,
     Workload,
@@ -179,7 +180,7 @@ def _splits(tell: Tell) -> Statement:
     found = {}
     for prefill in (8, 10, 12):
         tell(f"{prefill} prefill")
-        options = SimulationOptions(prefill=prefill, decode=NODES - prefill)
+        options = replace(MOONCAKE_CLUSTER, prefill=prefill, decode=NODES - prefill)
         found[prefill] = disaggregated(Workload("conversation"), options)
     shares = [effective(one, TBT_S[0]) for one in found.values()]
     return Statement(

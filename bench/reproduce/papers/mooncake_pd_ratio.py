@@ -3,13 +3,13 @@ synthetic workload."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...sim.simulation import SimulationOptions
 from ..evidence import Comparison, Evidence, Line, Plot, Statement
-from ..mooncake_systems import NODES, Workload, disaggregated
+from ..mooncake_systems import MOONCAKE_CLUSTER, NODES, Workload, disaggregated
 from ..registry import reproduction
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def pd_ratio(effort: Effort, tell: Tell) -> Evidence:
 
 def _means(prefill: int, seeds: tuple[int, ...]) -> tuple[float, float, float]:
     """Of the seeds: the three figures of a split."""
-    options = SimulationOptions(prefill=prefill, decode=NODES - prefill)
+    options = replace(MOONCAKE_CLUSTER, prefill=prefill, decode=NODES - prefill)
     rows = []
     for seed in seeds:
         one = disaggregated(Workload("synthetic", seed=seed), options)
