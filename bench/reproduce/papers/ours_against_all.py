@@ -2,8 +2,9 @@
 
 Dynamo's cost is `kv_cost`, SGLang's routing `prefix_aware`, Preble's E2 `preble`, Mooncake's
 Algorithm 1 to the letter `algorithm_1`; ours are `kvcache_centric`, the default, and `joint`. All
-have the settings that they come with. `oracle` is greedy with exact knowledge: no bound, but a mark
-to be near. There is no paper to compare with: what is said are statements, which can fail.
+have the settings that they come with, and nobody copies blocks ahead of need. `oracle` is greedy
+with exact knowledge: no bound, but a mark to be near. There is no paper to compare with: what is
+said are statements, which can fail.
 
 Each seed gives another trace that is like the conversation trace, and other dice. With the default
 effort the traces are shorter, which is easier: queues have less time to grow.
@@ -75,7 +76,7 @@ def _is_full(effort: Effort) -> bool:
 @reproduction("ours-against-all", "Ours beside all: conversations", _SOURCE)
 def conversations(effort: Effort, tell: Tell) -> Evidence:
     """Mean TTFT at two rates, and over more of them."""
-    full, options = _is_full(effort), SimulationOptions()
+    full, options = _is_full(effort), SimulationOptions(replication=False)
     grids: list[Grid] = []
     said: list[Statement] = []
     curves: dict[str, dict[float, float]] = {policy: {} for policy in ALL}
@@ -112,7 +113,7 @@ def conversations(effort: Effort, tell: Tell) -> Evidence:
 @reproduction("ours-against-all-slow-links", "Ours beside all: long prefixes, slow links", _SOURCE)
 def slow_links(effort: Effort, tell: Tell) -> Evidence:
     """Documents that many ask about, and cards of 24 Gb/s."""
-    options = SimulationOptions(bandwidth_bytes_s=SLOW_BYTES_S)
+    options = SimulationOptions(bandwidth_bytes_s=SLOW_BYTES_S, replication=False)
     scenario = Scenario("documents, 24 Gb/s", _documents, options)
     results = contest(scenario, effort.seeds, tell)
     said = statements(scenario.title, mean_ttft_s(results))
@@ -123,7 +124,7 @@ def slow_links(effort: Effort, tell: Tell) -> Evidence:
 def goodputs(effort: Effort, tell: Tell) -> Evidence:
     """The highest rate at which 90% of requests have TTFT ≤ 30 s and TBT ≤ 0.1 s."""
     full = _is_full(effort)
-    options = SimulationOptions(ttft_s=TTFT_S, tbt_s=TBT_S)
+    options = SimulationOptions(ttft_s=TTFT_S, tbt_s=TBT_S, replication=False)
     seeds = effort.seeds if full else effort.seeds[:1]
     found: dict[str, list[float]] = {policy: [] for policy in ALL}
     for seed in seeds:
