@@ -42,6 +42,11 @@ class DecodeInstance:
         self._stepping = False
         self.batch = self.context_tokens = self._reserved_tokens = 0
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step of the present batch."""
+        return self._d0 + self._d1 * self.batch + self._d2 * self.context_tokens
+
     def join(self, job: SimRequest) -> None:
         """A request's KV has come. Its first token was given by the prefill."""
         if job.trace.output_tokens <= 1:
@@ -68,8 +73,7 @@ class DecodeInstance:
             self._reserved_tokens += job.trace.prompt_tokens + job.trace.output_tokens
         self._stepping = self.batch > 0
         if self._stepping:
-            seconds = self._d0 + self._d1 * self.batch + self._d2 * self.context_tokens
-            self._clock.after(seconds, self._stepped)
+            self._clock.after(self.step_s, self._stepped)
 
     def _stepped(self) -> None:
         step = len(self._step_ends_s)

@@ -70,10 +70,13 @@ class SimulationOptions:
     ttft_s: float | None = None
     tbt_s: float | None = None
     seed: int = 0
+    use_lengths: bool = True  # of answers, in the conductor's forecast of decode; else all are one
+    fetches: bool = True  # whether instances fetch blocks from each other's nodes
 
     def settings(self) -> Settings:
         """Of the conductor. Raises InvalidRequest for a policy that does not exist."""
-        changes = {"policy": {"name": self.policy}, "admission": {"mode": self.admission}}
+        admission = {"mode": self.admission, "use_lengths": self.use_lengths}
+        changes = {"policy": {"name": self.policy}, "admission": admission}
         links = {"link_bandwidth_bytes_s": self.bandwidth_bytes_s, "link_latency_s": self.latency_s}
         return patched(Settings(), {**changes, "transfers": links})
 
@@ -149,6 +152,7 @@ class _Simulation:
             block_bytes=block_tokens * options.token_bytes,
             kv_capacity_tokens=options.kv_capacity_tokens,
             batch_max=options.batch_max,
+            fetches=options.fetches,
         )
 
     # -- what the conductor is told ----------------------------------------------------------------
@@ -176,7 +180,10 @@ class _Simulation:
             load = Load(running=other.batch, context_tokens=other.context_tokens)
             self._core.heartbeat(name, load, now)
         self._core.tick(now)
-        self._outcome.loads.sample(self._core, _MODEL, self._objectives, now)
+        rows = self._core.cluster.rows_for(_MODEL, prefill=True)
+        waits_s = self._core.queues.wait_s(rows, "normal", 0.0, now)
+        steps_s = [one.step_s for one in self._decodes.values()]
+        self._outcome.loads.sample(now, waits_s, steps_s, self._objectives)
         self._clock.after(self._options.heartbeat_s, self._beat)
 
     def _keep_alive(self) -> None:
