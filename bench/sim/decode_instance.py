@@ -61,6 +61,11 @@ class DecodeInstance:
         ended = bisect_right(self._step_ends_s, self._clock.now_s, lo=self._run_from)
         return self._context_tokens + self.batch * (ended - self._run_from)
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step of the present batch."""
+        return self._d0 + self._d1 * self.batch + self._d2 * self.context_tokens
+
     def join(self, job: SimRequest) -> None:
         """A request's KV has come. Its first token was given by the prefill."""
         if job.trace.output_tokens <= 1:

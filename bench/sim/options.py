@@ -30,6 +30,9 @@ class SimulationOptions:
     joins only if there is room for its whole answer; or "recompute" and "swap": what is done with
     its KV if there is not (`DecodeInstance`).
 
+    **The conductor.** `use_lengths`: whether its admission forecasts with predicted lengths of
+    answers, else all take as long. `fetches`: whether instances fetch blocks from others' nodes.
+
     **What the conductor hears** comes `late_s` late, and up to `late_jitter_s` later; loads come
     every `heartbeat_s`. `noise`: computing and decoding take times with this standard deviation of
     their logarithm, and the profile's mean.
@@ -67,6 +70,8 @@ class SimulationOptions:
     late_jitter_s: float = 0.0
     heartbeat_s: float = 1.0
     noise: float = 0.0
+    use_lengths: bool = True
+    fetches: bool = True
     closed: bool = False
     replication: bool = False
     ttft_s: float | None = None
@@ -75,7 +80,8 @@ class SimulationOptions:
 
     def settings(self) -> Settings:
         """Of the conductor. Raises InvalidRequest for a policy that does not exist."""
-        changes = {"policy": {"name": self.policy}, "admission": {"mode": self.admission}}
+        admission = {"mode": self.admission, "use_lengths": self.use_lengths}
+        changes = {"policy": {"name": self.policy}, "admission": admission}
         links = {"link_bandwidth_bytes_s": self.bandwidth_bytes_s, "link_latency_s": self.latency_s}
         queue = {"order": self.queue_order}
         return patched(Settings(), {**changes, "transfers": links, "queue": queue})

@@ -224,6 +224,7 @@ class _Simulation:
             block_bytes=block_tokens * options.token_bytes,
             kv_capacity_tokens=options.kv_capacity_tokens,
             batch_max=options.batch_max,
+            fetches=options.fetches,
         )
 
     def _noisy(self, seconds: float) -> float:
@@ -273,7 +274,10 @@ class _Simulation:
         if self._options.replication:
             for order in self._core.steering.tick(self._carrier.spaces(), now).orders:
                 self._later(lambda _, order=order: self._carrier.carry(order))  # type: ignore[misc]
-        self._outcome.loads.sample(self._core, _MODEL, self._objectives, now)
+        rows = self._core.cluster.rows_for(_MODEL, prefill=True)
+        waits_s = self._core.queues.wait_s(rows, "normal", 0.0, now)
+        steps_s = [one.step_s for one in self._decodes.values()]
+        self._outcome.loads.sample(now, waits_s, steps_s, self._objectives)
         self._clock.after(self._options.heartbeat_s, self._beat)
 
     def _keep_alive(self) -> None:
