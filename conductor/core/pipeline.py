@@ -179,10 +179,11 @@ def _plan(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: floa
             return plan
         return _placed(parts, _at_one(parts, request, target, now), plan, now)
     apart = prefill[~cluster.decodes[prefill]]
-    if parts.settings.disaggregation.form != "predicted" or not len(apart):
+    form = parts.settings.disaggregation.form
+    if form == "local" or not len(apart):
         return plan
-    if not cluster.batch[target]:  # nobody is held up, and the policy has compared the rest
-        return plan
+    if form == "predicted" and not cluster.batch[target]:
+        return plan  # nobody is held up, and the policy has compared the rest
     return _placed(parts, plan, _chosen(parts, request, apart, decode, now), now)
 
 

@@ -243,7 +243,7 @@ class TestPlaces:
             assert far.layerwise
             routes.add((far.prefill, far.decode))
             tell(made, far.request_id, "finished", now=number + 0.9)
-        assert routes == {("p", "both"), ("both", "both")}
+        assert routes == {("p", "both")}
 
     def test_a_context_is_spread_over_several(self) -> None:
         made = conductor(
