@@ -97,6 +97,7 @@ def _section(finding: Finding, images: str) -> str:
     at_second_hand = " Known at second hand: compared in direction." if about.second_hand else ""
     command = f"`tiffin reproduce {about.name}`, {finding.wall_s:.0f} s."
     lines = [f"## {about.title}", "", f"{about.source}.{at_second_hand} {command}", ""]
+    lines += [about.about, ""]
     if found.comparisons:
         lines += ["| | paper | here | deviation |", "|---|--:|--:|--:|"]
         for one in found.comparisons:
@@ -185,14 +186,16 @@ def _shown(value: float, unit: str) -> str:
 _PAGE = """# Evidence
 
 What others have published, computed again with Tiffin's own code: the simulated cluster that the
-conductor's core drives ([simulate.md](conductor/simulate.md)), its planner, its eviction. Written by
+conductor's core drives ([simulate.md](conductor/simulate.md)), its planner, its eviction.
+Written by
 
     tiffin reproduce --all --plots docs/images/evidence --markdown docs/evidence.md
 
-Constants, seeds and traces are inputs, the same for all: one hardware profile for each machine that a
-paper names, and the traces of [data/README.md](../bench/data/README.md). None is tuned for a result. The
-paper's figure is beside ours, and **bold** is what deviates by more than 15%; the text below a table says
-why, as far as that was found out. What is a look-alike of a trace that is not public says so.
+Constants, seeds and traces are inputs, the same for all: one hardware profile for each machine that
+a paper names, and the traces of [data](../bench/data/README.md). None is tuned for a result. The
+paper's figure is beside ours, and **bold** is what deviates by more than 15%; the text below a
+table says why, as far as that was found out. What is a look-alike of a trace that is not public
+says so.
 
 """
 
