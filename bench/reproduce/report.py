@@ -84,9 +84,10 @@ def markdown(findings: list[Finding], images: str) -> str:
     compared = [one for finding in findings for one in finding.evidence.comparisons]
     said = [one for finding in findings for one in finding.evidence.statements]
     near = sum(one.near for one in compared)
+    holding = sum(one.holds for one in said)
     counts = (
         f"{len(findings)} reproductions; of {len(compared)} published figures {near} are within "
-        f"{EXPLAINED_DEVIATION:.0%}; of {len(said)} statements {sum(one.holds for one in said)} hold."
+        f"{EXPLAINED_DEVIATION:.0%}; of {len(said)} statements {holding} hold."
     )
     sections = [_section(one, images) for one in findings]
     return "\n".join([_PAGE, counts, "", *sections])
