@@ -21,7 +21,7 @@ class Sizes:
     """How much a run measures. The defaults are the run that `docs/peers.md` shows."""
 
     # Turns of each side. A ratio belongs to a turn; the table has their median and their range.
-    rounds: int = 15
+    rounds: int = 9
     # Of a put or a get, and how many of them go into one call.
     blocks: tuple[tuple[int, int], ...] = ((64 * KIB, 16), (4 * MIB, 8), (64 * MIB, 2))
     # Calls per turn: fewer of large batches, so that a turn takes some tenths of a second at most.
@@ -42,7 +42,7 @@ class Sizes:
 
     @classmethod
     def quick(cls) -> Sizes:
-        """Less of the same: two minutes instead of eight."""
+        """Less of the same: four minutes instead of ten."""
         return cls(rounds=5, calls=10, turn_bytes=256 * MIB, events=2000, requests=60)
 
     def calls_of(self, batch_bytes: int) -> int:
