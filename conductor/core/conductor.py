@@ -191,6 +191,10 @@ class Conductor:
         self.ledger.prolong(flight, now + self.settings.core.decision_ttl_s)
         if event.kind == "alive":
             return
+        if event.kind == "fetched":
+            if flight.phase is RequestPhase.PREFILL:  # later ones are those of its hand-over
+                self._moved(flight)
+            return
         if event.kind in ("finished", "cancelled"):
             self._finish(flight, event.kind == "finished", now)
             return
@@ -203,6 +207,13 @@ class Conductor:
             self._first_token(flight, route, now)
         else:
             self._tokens(flight, event.tokens, now)
+
+    def next_prefill(self, instance: str, now: float) -> str | None:
+        """The id of the request that an idle prefill instance computes next, by the order of its
+        queue: classes, tenants, shortest first. Each request is returned once; None if nothing is
+        left. For instances that ask; others take their requests in an order of their own, and the
+        conductor only estimates it. Raises UnknownInstance."""
+        return self.ledger.next_prefill(self.cluster.row(instance), now)
 
     def recheck(self, request_id: str, now: float) -> Rejection | None:
         """The second admission check of mode "baseline", after the prefill: returns a rejection and
@@ -314,6 +325,12 @@ class Conductor:
         return InstanceView(
             cluster.spec(name), cluster.role(row), cluster.status[row], heard_s, load
         )
+
+    def latency(self, instance: str) -> tuple[float, ...]:
+        """(c0, c1, c2, d0, d1, d2) of an instance's latency profile, before calibration. Raises
+        UnknownInstance."""
+        self.cluster.row(instance)
+        return self._latency[instance]
 
     # -- blocks ------------------------------------------------------------------------------------
 
