@@ -79,17 +79,9 @@ def eviction_policies(effort: Effort, tell: Tell) -> Evidence:
     return Evidence(tuple(comparisons), _statements(found), (_plot(found),))
 
 
-class _OrderedCache(BlockCache):
-    """Evicts in any order, not only in those that the store knows by name."""
-
-    def __init__(self, capacity_blocks: int, order: EvictionPolicy[CachedBlock]) -> None:
-        super().__init__(capacity_blocks)
-        self._order = order
-
-
 def block_hit_share(trace: Trace, blocks: int, order: EvictionPolicy[CachedBlock]) -> float:
     """Share of all blocks of all prompts, partial ones included, that is there when it comes."""
-    cache, hits = _OrderedCache(blocks, order), 0
+    cache, hits = BlockCache(blocks, order), 0
     for request in trace.requests:
         keys = tuple(block.to_bytes(8) for block in trace.full_blocks(request))
         hits += cache.match(keys)
