@@ -30,7 +30,8 @@ class BlockCache:
     ) -> None:
         self.capacity_blocks = capacity_blocks
         self._blocks: dict[bytes, CachedBlock] = {}
-        self._order = order or LRU[CachedBlock]()
+        # Not `or`: a policy without candidates is false.
+        self._order: EvictionPolicy[CachedBlock] = LRU() if order is None else order
 
     def __len__(self) -> int:
         return len(self._blocks)

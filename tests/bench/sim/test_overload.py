@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from tiffin.bench.sim.load_series import LoadSeries, correlation
-from tiffin.bench.sim.simulation import SimulationOptions, _Simulation, simulate
+from tiffin.bench.sim.simulation import SimulationOptions, conductor_of, simulate
 from tiffin.bench.traces.trace import Trace, TraceRequest
 from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.records import Objectives
+
+if TYPE_CHECKING:
+    from tiffin.bench.sim.simulation import Profiles
+    from tiffin.conductor.core import Conductor
 
 PROFILE = latency_profiles.load(latency_profiles.DEFAULT)
 
@@ -75,8 +80,13 @@ def test_queues_and_swinging_loads_are_not_taken_for_slow_hardware() -> None:
         for n in range(400)
     ]
     options = SimulationOptions(prefill=4, decode=1, ttft_s=600.0, tbt_s=1.0)
-    simulation = _Simulation(Trace("half", tuple(requests)), options, lambda share: None)
-    simulation.run()
-    for prefill, decode in simulation._core.calibration.factors().values():
+    made: list[Conductor] = []
+
+    def core(options: SimulationOptions, profiles: Profiles) -> Conductor:
+        made.append(conductor_of(options, profiles))
+        return made[0]
+
+    simulate(Trace("half", tuple(requests)), options, core=core)
+    for prefill, decode in made[0].calibration.factors().values():
         assert prefill == pytest.approx(1.0, abs=0.1)
         assert decode == pytest.approx(1.0, abs=0.1)
