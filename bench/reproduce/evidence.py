@@ -76,9 +76,11 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that one reproduction found."""
+    """All that one reproduction found. `notes` say what the paper leaves open and what was taken
+    for it, and why figures deviate."""
 
     comparisons: tuple[Comparison, ...] = ()
     statements: tuple[Statement, ...] = ()
     plots: tuple[Plot, ...] = field(default=(), repr=False)
+    notes: tuple[str, ...] = ()
     grids: tuple[Grid, ...] = ()

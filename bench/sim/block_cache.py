@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiffin.kvstore.memory.eviction import LRU, make_policy
+from tiffin.kvstore.memory.eviction import LRU
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,13 +22,16 @@ class CachedBlock:
 
 
 class BlockCache:
-    """Blocks by key, at most `capacity_blocks`. The head of a chain counts as used last. `policy`:
-    one of the store's (`eviction.POLICIES`)."""
+    """Blocks by key, at most `capacity_blocks`. The head of a chain counts as used last. `order`:
+    one of the store's policies of eviction, LRU by default."""
 
-    def __init__(self, capacity_blocks: int, policy: str = LRU.name) -> None:
+    def __init__(
+        self, capacity_blocks: int, order: EvictionPolicy[CachedBlock] | None = None
+    ) -> None:
         self.capacity_blocks = capacity_blocks
         self._blocks: dict[bytes, CachedBlock] = {}
-        self._order: EvictionPolicy[CachedBlock] = make_policy(policy)
+        # Not `or`: a policy without candidates is false.
+        self._order: EvictionPolicy[CachedBlock] = LRU() if order is None else order
 
     def __len__(self) -> int:
         return len(self._blocks)

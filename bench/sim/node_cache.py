@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tiffin.kvstore.memory.eviction import make_policy
+
 from .block_cache import BlockCache
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ class TierChange:
 class NodeCache:
     """Blocks by tier; a capacity of 0 is no tier. A block is stored in HBM and DRAM at once, as an
     engine's connector does, each with an order of eviction of its own; what DRAM evicts goes to
-    NVMe. `policy`: see `BlockCache`. `changed` is told each change."""
+    NVMe. `policy`: the name of one of the store's. `changed` is told each change."""
 
     def __init__(
         self,
@@ -38,7 +40,8 @@ class NodeCache:
     ) -> None:
         self._changed = changed
         self._hbm, self._dram, self._nvme = (
-            BlockCache(blocks, policy) for blocks in (hbm_blocks, dram_blocks, nvme_blocks)
+            BlockCache(blocks, make_policy(policy))
+            for blocks in (hbm_blocks, dram_blocks, nvme_blocks)
         )
 
     @property

@@ -81,8 +81,8 @@ def summarise(trace: Trace, outcome: SimulationOutcome) -> Summary:
         ttft_bias=float(errors.mean()) if len(errors) else 0.0,
         ttft_error_p90=float(np.quantile(np.abs(errors), 0.9)) if len(errors) else 0.0,
         moved_bytes=sum(outcome.moved_bytes.values()),
+        attained=_attained_share(outcome),
         usage=usage(trace, outcome),
-        attained=_attained_share(outcome, served),
         span_s=max((job.ended_s or 0.0 for job in jobs), default=0.0),
     )
 
@@ -98,15 +98,26 @@ def quantiles(seconds: Sequence[float]) -> Quantiles:
 
 def longest_gaps_s(job: SimRequest) -> float:
     """The mean of the longest tenth of a request's gaps between tokens, of one at least."""
-    count = max(1, round(len(job.gaps_s) * _LONGEST_SHARE))
-    return float(np.mean(sorted(job.gaps_s)[-count:]))
+    return longest_tenth_s(job.gaps_s)
 
 
-def _attained_share(outcome: SimulationOutcome, served: Sequence[SimRequest]) -> float | None:
+def longest_tenth_s(gaps_s: Sequence[float]) -> float:
+    """The mean of the longest tenth of some gaps, of one at least."""
+    count = max(1, round(len(gaps_s) * _LONGEST_SHARE))
+    return float(np.mean(sorted(gaps_s)[-count:]))
+
+
+def attained_share(outcome: SimulationOutcome) -> float:
+    """Share of all requests that came which were served within their objectives."""
     ttft_s, tbt_s = outcome.options.ttft_s, outcome.options.tbt_s
-    if (ttft_s is None and tbt_s is None) or not outcome.jobs:
-        return None
-    return sum(attained(job, ttft_s, tbt_s) for job in served) / len(outcome.jobs)
+    served = [job for job in outcome.jobs if job.ended_s is not None]
+    return sum(attained(job, ttft_s, tbt_s) for job in served) / max(1, len(outcome.jobs))
+
+
+def _attained_share(outcome: SimulationOutcome) -> float | None:
+    options = outcome.options
+    aimed = options.ttft_s is not None or options.tbt_s is not None
+    return attained_share(outcome) if aimed and outcome.jobs else None
 
 
 def attained(job: SimRequest, ttft_s: float | None, tbt_s: float | None) -> bool:

@@ -102,8 +102,8 @@ class PrefillInstance:
 
     @property
     def queued_tokens(self) -> int:
-        """Their tokens."""
-        return sum(job.trace.prompt_tokens for job in self.jobs)
+        """Their tokens, less those that the conductor took for cached."""
+        return sum(job.trace.prompt_tokens - job.expected_cached_tokens for job in self.jobs)
 
     def enqueue(self, job: SimRequest, fetching: bool) -> None:
         """A prompt arrives. `fetching`: `fetched` will be called."""
@@ -150,7 +150,7 @@ class PrefillInstance:
         self.busy_s += ahead_s + occupied_s
         self.free_at_s = self._clock.now_s + ahead_s + occupied_s
         self._began(self, job, ahead_s + done_s)
-        # At one time, first this one's blocks are stored: the next prompt may begin with them.
+        # Without a pipeline both are at one time: the next prompt finds the blocks of this one.
         self._clock.after(ahead_s + done_s, lambda: self._done(self, job))
         self._clock.after(ahead_s + occupied_s, self._free)
 

@@ -34,6 +34,11 @@ class SimRequest:
     gaps_s: list[float] = field(default_factory=list)
 
     @property
+    def expected_cached_tokens(self) -> int:
+        """Tokens of the prompt that the conductor did not expect to be computed."""
+        return 0 if self.decision is None else self.decision.cached_tokens
+
+    @property
     def ttft_s(self) -> float | None:
         """None for a request that has no first token."""
         return None if self.first_token_s is None else self.first_token_s - self.trace.arrival_s

@@ -12,6 +12,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+from tiffin.conductor.admission.counterfactual import ShadowCounts
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.errors import UnknownRequest
@@ -29,12 +30,13 @@ from tiffin.conductor.records import (
 from ..traces.turns import previous_turns
 from .clock import VirtualClock
 from .decode_instance import DecodeInstance
+from .load_series import LoadSeries
 from .network import Network
 from .node_cache import NodeCache
 from .options import SimulationOptions as SimulationOptions  # noqa: TC001 # others take it here
 from .order_carrier import OrderCarrier
 from .prefill_instance import PrefillInstance, PrefillParts
-from .prefill_work import pipelined
+from .prefill_work import pipelined, prefill_work
 from .sim_request import SimRequest
 
 if TYPE_CHECKING:
@@ -44,18 +46,34 @@ if TYPE_CHECKING:
     from tiffin.conductor.records import Decision
 
     from ..traces.trace import Trace
+    from .network import CompletedTransfer
     from .node_cache import TierChange
 
+    Profiles = Callable[[str], Profile]
+
 _MODEL = "simulated"
+_ROLES = (Role.PREFILL, Role.DECODE)
 
 
 @dataclass(slots=True)
 class SimulationOutcome:
-    """All jobs in order of arrival; bytes that were sent, by sender and receiver."""
+    """All jobs in order of arrival; bytes that were sent, by sender and receiver; all transfers in
+    the order of their ends; how often an answer was preempted; the load of both pools at each
+    heartbeat; the conductor's estimate of what became of the refused."""
 
     options: SimulationOptions
     jobs: list[SimRequest] = field(default_factory=list)
     moved_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+    transfers: list[CompletedTransfer] = field(default_factory=list)
+    preempted: int = 0
+    loads: LoadSeries = field(default_factory=LoadSeries)
+    shadow: ShadowCounts = field(default_factory=ShadowCounts)
+
+
+def conductor_of(options: SimulationOptions, profiles: Profiles) -> Conductor:
+    """The core, with these settings and the seed's dice, which knows the instances by `profiles`.
+    Raises InvalidRequest."""
+    return Conductor(options.settings(), dice=random.Random(options.seed), profile=profiles)
 
 
 class Scheduler(Protocol):
@@ -82,12 +100,16 @@ def simulate(
     trace: Trace,
     options: SimulationOptions,
     tell: Callable[[float], None] = lambda share: None,
+    *,
     scheduler: Callable[[TrueState], Scheduler] | None = None,
+    core: Callable[[SimulationOptions, Profiles], Conductor] = conductor_of,
+    profiles: Profiles = latency_profiles.load,
 ) -> SimulationOutcome:
     """Replay the trace: requests come when it says so. The same arguments give the same outcome.
     `tell` is told the share of requests that has ended. `scheduler` makes what decides in place of
-    the conductor. Raises InvalidRequest."""
-    return _Simulation(trace, options, tell, scheduler).run()
+    the conductor, `core` makes the conductor, which knows the instances by their profiles as it is
+    given them. `profiles` finds those of the simulated hardware. Raises InvalidRequest."""
+    return _Simulation(trace, options, tell, scheduler, core, profiles).run()
 
 
 class _Simulation:
@@ -96,17 +118,21 @@ class _Simulation:
         trace: Trace,
         options: SimulationOptions,
         tell: Callable[[float], None],
-        scheduler: Callable[[TrueState], Scheduler] | None = None,
+        scheduler: Callable[[TrueState], Scheduler] | None,
+        core: Callable[[SimulationOptions, Profiles], Conductor],
+        profiles: Profiles,
     ) -> None:
         self._trace, self._options, self._tell_share = trace, options, tell
         self._clock = clock = VirtualClock()
         self._network = Network(clock, options.bandwidth_bytes_s, options.latency_s)
-        profile = latency_profiles.load(options.profile)
-        self._core = Conductor(
-            options.settings(),
-            dice=random.Random(options.seed),
-            profile=lambda name: pipelined(profile, options.stages),
-        )
+        self._objectives = Objectives(options.ttft_s, options.tbt_s)
+        profile, decode_profile = (profiles(self._profile(role)) for role in _ROLES)
+
+        def known(name: str) -> Profile:
+            found = profiles(name)
+            return pipelined(found, options.stages) if name == options.profile else found
+
+        self._core = core(options, known)
         self._chance = random.Random(options.seed)
         self._outcome = SimulationOutcome(options)
         self._left = len(trace.requests)
@@ -123,7 +149,13 @@ class _Simulation:
         )
         self._decodes = {
             name: DecodeInstance(
-                name, clock, profile, options.kv_capacity_tokens, options.batch_max, self._ended
+                name,
+                clock,
+                decode_profile,
+                options.kv_capacity_tokens,
+                options.batch_max,
+                self._ended,
+                self._comes_back(decode_profile),
             )
             for name in (f"decode-{number}" for number in range(options.decode))
         }
@@ -154,6 +186,17 @@ class _Simulation:
             found[name] = PrefillInstance(name, parts, cache, self._began, self._prefilled, choose)
         return found
 
+    def _comes_back(self, profile: Profile) -> Callable[[int], float] | None:
+        """Seconds for a preempted request to come back, by tokens of its context."""
+        options = self._options
+        if options.preemption == "none":
+            return None
+        if options.preemption == "recompute":
+            return lambda tokens: prefill_work(profile, tokens, 0, 0, 1).gpu_s
+        # To memory and back.
+        byte_s = 2 / options.settings().transfers.dram_bandwidth_bytes_s
+        return lambda tokens: tokens * options.token_bytes * byte_s
+
     def run(self) -> SimulationOutcome:
         """See `simulate`."""
         for role, names in ((Role.PREFILL, self._prefills), (Role.DECODE, self._decodes)):
@@ -167,17 +210,21 @@ class _Simulation:
                 self._clock.at(request.arrival_s, functools.partial(self._arrive, number))
         self._clock.run(lambda: self._left > 0)
         self._outcome.moved_bytes = dict(self._network.moved_bytes)
+        self._outcome.transfers = self._network.completed
+        self._outcome.preempted = sum(one.preempted for one in self._decodes.values())
+        self._outcome.shadow = self._core.shadow.counts
         return self._outcome
 
     def _spec(self, name: str, role: Role) -> InstanceSpec:
         options, block_tokens = self._options, self._trace.block_tokens
         return InstanceSpec(
-            *(name, _MODEL, role, options.profile),
+            *(name, _MODEL, role, self._profile(role)),
             node=name,
             block_tokens=block_tokens,
             block_bytes=block_tokens * options.token_bytes,
             kv_capacity_tokens=options.kv_capacity_tokens,
             batch_max=options.batch_max,
+            fetches=options.fetches,
         )
 
     def _noisy(self, seconds: float) -> float:
@@ -185,6 +232,10 @@ class _Simulation:
         if not sigma:
             return seconds
         return seconds * self._chance.lognormvariate(-sigma * sigma / 2, sigma)
+
+    def _profile(self, role: Role) -> str:
+        options = self._options
+        return options.decode_profile or options.profile if role is Role.DECODE else options.profile
 
     # -- what the conductor is told ----------------------------------------------------------------
 
@@ -223,6 +274,10 @@ class _Simulation:
         if self._options.replication:
             for order in self._core.steering.tick(self._carrier.spaces(), now).orders:
                 self._later(lambda _, order=order: self._carrier.carry(order))  # type: ignore[misc]
+        rows = self._core.cluster.rows_for(_MODEL, prefill=True)
+        waits_s = self._core.queues.wait_s(rows, "normal", 0.0, now)
+        steps_s = [one.step_s for one in self._decodes.values()]
+        self._outcome.loads.sample(now, waits_s, steps_s, self._objectives)
         self._clock.after(self._options.heartbeat_s, self._beat)
 
     def _keep_alive(self) -> None:
@@ -246,10 +301,9 @@ class _Simulation:
         self._schedule(job)
 
     def _schedule(self, job: SimRequest) -> None:
-        options, now = self._options, self._clock.now_s
-        objectives = Objectives(options.ttft_s, options.tbt_s)
+        now = self._clock.now_s
         request = Request(
-            job.name, _MODEL, job.trace.prompt_tokens, job.keys, objectives=objectives
+            job.name, _MODEL, job.trace.prompt_tokens, job.keys, objectives=self._objectives
         )
         outcome = self._scheduler.schedule(request, now)
         if isinstance(outcome, Rejection):
@@ -293,7 +347,7 @@ class _Simulation:
     def _began(self, instance: PrefillInstance, job: SimRequest, seconds: float) -> None:
         """Its prefill has begun: with overlap, the KV of all layers but the last goes to the
         instance that decodes meanwhile."""
-        if self._options.layerwise:
+        if self._options.layerwise and job.trace.output_tokens > 1:
             self._coming[job.name] = 2
             self._hand_over(instance, job, 1 - 1 / self._options.layers)
 
@@ -301,10 +355,15 @@ class _Simulation:
         """The first token is there, and the prompt's KV goes to the instance that decodes."""
         job.first_token_s = self._clock.now_s
         instance.cache.put(job.keys)
-        self._event(job, "prefill_done")
-        self._event(job, "first_token")
         for start in self._held.pop(job.name, ()):
             start()
+        if self._options.admission == "baseline" and self._rejected_late(job):
+            return
+        self._event(job, "prefill_done")
+        self._event(job, "first_token")
+        if job.trace.output_tokens <= 1:  # nothing is left to decode
+            self._ended(job)
+            return
         self._hand_over(instance, job, 1 / self._options.layers if self._options.layerwise else 1.0)
 
     def _hand_over(self, instance: PrefillInstance, job: SimRequest, share: float) -> None:
@@ -321,10 +380,20 @@ class _Simulation:
         nbytes = job.trace.prompt_tokens * self._options.token_bytes
         self._network.send(instance.name, decode.name, share * nbytes, arrived)
 
+    def _rejected_late(self, job: SimRequest) -> bool:
+        """The second check of "baseline": whether the request is refused after its prefill."""
+        rejection = self._core.recheck(job.name, self._clock.now_s)
+        if rejection is None:
+            return False
+        job.rejected = rejection.reason
+        del self._running[job.name]
+        self._over(job)
+        return True
+
     def _ended(self, job: SimRequest) -> None:
         job.ended_s = self._clock.now_s
         del self._running[job.name]
-        self._event(job, "tokens", job.trace.output_tokens - 1)
+        self._event(job, "tokens", max(0, job.trace.output_tokens - 1))
         self._event(job, "finished")
         self._over(job)
 

@@ -326,6 +326,12 @@ class Conductor:
             cluster.spec(name), cluster.role(row), cluster.status[row], heard_s, load
         )
 
+    def latency(self, instance: str) -> tuple[float, ...]:
+        """(c0, c1, c2, d0, d1, d2) of an instance's latency profile, before calibration. Raises
+        UnknownInstance."""
+        self.cluster.row(instance)
+        return self._latency[instance]
+
     # -- blocks ------------------------------------------------------------------------------------
 
     def apply(self, update: Update, now: float) -> None:
@@ -510,6 +516,7 @@ class Conductor:
             return
         flight.first_token_at = flight.last_token_at = now
         flight.answered_tokens = max(flight.answered_tokens, 1)
+        flight.step_s = self._step_s(flight)
         self.shadow.first_token(flight.request.id, now)
         self.races.first_token(flight.request.id, route)
         if flight.prefill_row < 0 or route != _chosen(flight.decision):
@@ -520,13 +527,26 @@ class Conductor:
         self._correct(self.cluster.name(flight.prefill_row))
 
     def _tokens(self, flight: InflightRequest, count: int, now: float) -> None:
-        last = flight.last_token_at
+        last, before_s = flight.last_token_at, flight.step_s
         self.ledger.tokens(flight, count, now)
+        flight.step_s = self._step_s(flight)
         if count and last is not None and flight.decode_row >= 0 and now > last:
-            predicted_s, observed_s = flight.decision.predicted_tbt_s, (now - last) / count
+            # By the load that was there, not by the forecast of it that the decision was made with:
+            # the factor is of the hardware, and errors of a forecast are not.
+            profile_s, observed_s = (before_s + flight.step_s) / 2, (now - last) / count
             for key in self._keys(flight.decode_row):
-                self.calibration.observe_tbt(key, predicted_s, observed_s, flight.tbt_factor)
+                self.calibration.observe_tbt(key, profile_s, observed_s, 1.0)
             self._correct(self.cluster.name(flight.decode_row))
+
+    def _step_s(self, flight: InflightRequest) -> float:
+        """Seconds of a decode step now where a request decodes, by the profile; 0 if its instances
+        were removed."""
+        steps = [0.0]
+        for row in flight.shares:
+            d0, d1, d2 = self._latency[self.cluster.name(row)][3:]
+            batch, context = self.cluster.batch.item(row), self.cluster.context_tokens.item(row)
+            steps.append(d0 + d1 * batch + d2 * context)
+        return max(steps)
 
     def _finish(self, flight: InflightRequest, finished: bool, now: float) -> None:
         tbt_s: float | None = None

@@ -38,7 +38,8 @@ class InflightRequest:
     """One request in flight.
 
     Rows are the cluster's; -1 once their instance is removed. `own_s` is the predicted prefill time
-    without queueing, `factor` the calibration factor in it. `shares` has, by row, the tokens that
+    without queueing, `factor` the calibration factor in it, `step_s` a decode step by the profile
+    at the last token. `shares` has, by row, the tokens that
     are reserved in the HBM of an instance: of the decode instance alone, or of all instances that
     the context is spread over.
     """
@@ -55,7 +56,7 @@ class InflightRequest:
     decided_at: float
     expires_at: float
     factor: float = 1.0
-    tbt_factor: float = 1.0
+    step_s: float = 0.0
     hbm_blocks: int = 0  # leading blocks that its prefill instance had in HBM
     handover_bytes: int = 0  # that leave the prefill instance's node once the prefill is done
     # (source node, bytes) of what is being moved for it: its fetches, then its hand-over

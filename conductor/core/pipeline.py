@@ -179,10 +179,11 @@ def _plan(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: floa
             return plan
         return _placed(parts, _at_one(parts, request, target, now), plan, now)
     apart = prefill[~cluster.decodes[prefill]]
-    if parts.settings.disaggregation.form != "predicted" or not len(apart):
+    form = parts.settings.disaggregation.form
+    if form == "local" or not len(apart):
         return plan
-    if not cluster.batch[target]:  # nobody is held up, and the policy has compared the rest
-        return plan
+    if form == "predicted" and not cluster.batch[target]:
+        return plan  # nobody is held up, and the policy has compared the rest
     return _placed(parts, plan, _chosen(parts, request, apart, decode, now), now)
 
 
@@ -423,7 +424,6 @@ def _flight(
         decision = replace(
             decision, placement=why.reason, local_s=why.local_s, remote_s=why.remote_s
         )
-    names = decision.prefill, decision.decode
     return InflightRequest(
         request=request,
         decision=decision,
@@ -436,8 +436,7 @@ def _flight(
         heavy=parts.lengths.heavy(plan.output_tokens),
         decided_at=now,
         expires_at=decision.expires_at,
-        factor=parts.calibration.factor(names[0], _profile(cluster, row)),
-        tbt_factor=parts.calibration.tbt_factor(names[1], _profile(cluster, plan.decode_row)),
+        factor=parts.calibration.factor(decision.prefill, _profile(cluster, row)),
         hbm_blocks=int(question.hbm_blocks[at]),
         handover_bytes=_handover_bytes(cluster, question, row, plan.decode_row),
         transfers=tuple((_node(cluster, fetch), fetch.nbytes) for fetch in choice.fetches),

@@ -121,7 +121,8 @@ def test_what_comes_in_is_served_or_refused_and_bytes_are_those_of_the_blocks(tr
         assert job.first_token_s is not None
         assert job.first_token_s + sum(job.gaps_s) == pytest.approx(job.ended_s)
     to_decode = sum(n for (_, at), n in outcome.moved_bytes.items() if at.startswith("decode"))
-    assert to_decode == sum(job.trace.prompt_tokens for job in served) * options.token_bytes
+    handed = [job for job in served if job.trace.output_tokens > 1]
+    assert to_decode == sum(job.trace.prompt_tokens for job in handed) * options.token_bytes
     between = sum(outcome.moved_bytes.values()) - to_decode
     assert between % (trace.block_tokens * options.token_bytes) == 0, "whole blocks are fetched"
 
@@ -171,3 +172,11 @@ def test_the_command_shows_policies_side_by_side(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["simulate", str(file), "--policy", "best"])
     assert done.exit_code == 2
     assert "kvcache_centric" in done.output, "it names those that there are"
+
+
+def test_a_prompt_finds_what_the_one_before_it_has_just_computed() -> None:
+    """It waits for it on the same instance, and begins at the moment when that ends."""
+    first = TraceRequest(0.0, 8192, 1, tuple(range(16)))
+    second = TraceRequest(0.01, 8192, 1, (*range(15), 99))
+    one, other = simulate(Trace("two", (first, second)), ONE).jobs
+    assert (one.cached_tokens, other.cached_tokens) == (0, 15 * 512)

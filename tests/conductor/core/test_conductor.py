@@ -24,6 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tiffin.conductor.core.inflight_requests import RequestPhase
 from tiffin.conductor.core.settings import Settings, patched
+from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.errors import (
     Conflict,
     InvalidRequest,
@@ -242,7 +243,7 @@ class TestPlaces:
             assert far.layerwise
             routes.add((far.prefill, far.decode))
             tell(made, far.request_id, "finished", now=number + 0.9)
-        assert routes == {("p", "both"), ("both", "both")}
+        assert routes == {("p", "both")}
 
     def test_a_context_is_spread_over_several(self) -> None:
         made = conductor(
@@ -737,3 +738,23 @@ def test_a_hot_prompt_does_not_fill_whoever_was_measured_to_be_the_fastest() -> 
         for name in made.cluster.names:
             made.heartbeat(name, Load(), now)
     assert max(placed.values()) - min(placed.values()) <= 1
+
+
+def test_a_load_that_nobody_foresaw_is_not_taken_for_slow_hardware() -> None:
+    """Requests are admitted on an idle instance, then others come: each step takes as long as the
+    profile says for the batch that there is."""
+    made = conductor(spec("a"), calibration={"step": 0.1})
+    others, tokens = Load(running=64, context_tokens=500_000), 100
+    for number in range(8):
+        name, now = f"r{number}", 100.0 * number
+        made.heartbeat("a", Load(running=0, context_tokens=0), now)
+        assert isinstance(made.schedule(prompt(name), now), Decision)
+        made.heartbeat("a", others, now)
+        tell(made, name, "prefill_done", "first_token", now=now + 1.0)
+        row = made.cluster.row("a")
+        batch, context = made.cluster.batch[row], made.cluster.context_tokens[row]
+        d0, d1, d2 = latency_profiles.load(PROFILE).decode
+        took_s = tokens * (d0 + d1 * batch + d2 * (context + tokens / 2))
+        tell(made, name, "tokens", now=now + 1.0 + took_s, tokens=tokens)
+        tell(made, name, "finished", now=now + 1.0 + took_s)
+    assert made.calibration.tbt_factor("a") == pytest.approx(1.0, abs=0.01)
