@@ -9,6 +9,7 @@ from tiffin.bench.sim.simulation import SimulationOptions, simulate
 from tiffin.bench.sim.usage import jain
 from tiffin.bench.traces.generator import generate
 from tiffin.bench.traces.scaling import at_rate
+from tiffin.bench.traces.trace import Trace, TraceRequest
 
 
 def test_jains_index() -> None:
@@ -34,16 +35,13 @@ def test_all_bytes_and_hits_have_a_purpose() -> None:
 
 def test_copies_that_the_conductor_orders_are_apart() -> None:
     trace = at_rate(generate("tool-agent", 300, seed=1), 2.0)
-    options = SimulationOptions(prefill=4, decode=2)
+    options = SimulationOptions(prefill=4, decode=2, replication=True)
     used = summarise(trace, simulate(trace, options)).usage
     assert used.copied_bytes > 0
     assert used.copied_bytes % (trace.block_tokens * options.token_bytes) == 0
 
 
-def test_random_work_is_even_and_prefixes_are_not() -> None:
-    trace = generate("long-document", 300, seed=1)
-    even, uneven = (
-        summarise(trace, simulate(trace, SimulationOptions(prefill=4, policy=policy)))
-        for policy in ("random", "prefix_aware")
-    )
-    assert even.usage.evenness > uneven.usage.evenness
+def test_one_request_is_as_uneven_as_can_be() -> None:
+    trace = Trace("one", (TraceRequest(0.0, 4_096, 2),))
+    used = summarise(trace, simulate(trace, SimulationOptions(prefill=4))).usage
+    assert used.evenness == pytest.approx(1 / 4)
