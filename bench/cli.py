@@ -1,5 +1,4 @@
-"""The benchmarks' commands: `tiffin demo`, `bench`, `plan`, `reproduce`,
-`simulate` and `trace`."""
+"""The commands of this package: demo, bench, plan, reproduce, simulate, trace and whatif."""
 
 from __future__ import annotations
 
@@ -10,12 +9,14 @@ from .demo.cli import demo
 from .hbm.cli import commands as hbm_commands
 from .kernels.cli import commands as kernels_commands
 from .network.cli import commands as network_commands
+from .peers.cli import commands as peers_commands
 from .planning.cli import commands as planning_commands
 from .reproduce.cli import commands as reproduce_commands
 from .sim.cli import commands as sim_commands
 from .store.cli import commands as store_commands
 from .traces.cli import commands as trace_commands
 from .vllm.cli import commands as vllm_commands
+from .whatif.cli import commands as whatif_commands
 
 if TYPE_CHECKING:
     import typer
@@ -31,6 +32,8 @@ def commands(app: typer.Typer) -> None:
     hbm_commands(app)
     vllm_commands(app)
     planning_commands(app)
+    peers_commands(app)
     reproduce_commands(app)
     sim_commands(app)
     trace_commands(app)
+    whatif_commands(app)

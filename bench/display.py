@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,13 +13,14 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .environment import environment_lines
+from .suite import SuiteReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from .store.rows import Row
-    from .suite import S, Suite, SuiteReport, Tell
+    from .suite import S, Suite, Tell
 
 _console = Console()
 _progress_console = Console(stderr=True)
@@ -59,6 +61,15 @@ def row_option(suite: Suite[S]) -> Any:
     return typer.Option(help=f"Only these: {', '.join(suite.measurements)}.")
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a command shows its report: as a table, as Markdown, and in a line."""
+
+    table: Callable[[SuiteReport], Table]
+    markdown: Callable[[SuiteReport], str]
+    verdict: Callable[[SuiteReport], str]
+
+
 def carry_out(
     suite: Suite[S],
     setting: Callable[[Tell], S],
@@ -67,29 +78,32 @@ def carry_out(
     *,
     as_json: bool = False,
     as_markdown: bool = False,
+    view: View | None = None,
 ) -> None:
     """Run the named measurements, show and write their results; the last step of a command.
 
-    `setting(tell)` makes the measurements' setting; they report progress by `tell(text)`. Raises
-    typer.BadParameter for a name that the suite does not have, else typer.Exit: 1 after a crash.
+    `view`: other tables than those of limits and targets. `setting(tell)` makes the measurements'
+    setting; they report progress by `tell(text)`. Raises typer.BadParameter for a name that the
+    suite does not have, else typer.Exit: 1 after a crash.
     """
     if unknown := [name for name in names if name not in suite.measurements]:
         known = ", ".join(suite.measurements)
         raise typer.BadParameter(f"no row {unknown[0]!r}; there are: {known}")
     report = _run(suite, setting, names)
+    view = view or View(table, markdown, SuiteReport.verdict)
     path = report.write(out)
     if as_json:
         typer.echo(json.dumps(report.plain(), indent=2))
     elif as_markdown:
-        typer.echo("\n".join([*environment_lines(report.environment), "", markdown(report)]))
+        typer.echo("\n".join([*environment_lines(report.environment), "", view.markdown(report)]))
     else:
         _console.print("\n".join(environment_lines(report.environment)), highlight=False)
-        _console.print("", table(report), "", legend(report), sep="\n")
+        _console.print("", view.table(report), "", legend(report), sep="\n")
     for name, lack in (report.missing or {}).items():
         _say(f"left out {name}: {lack}")
     for name, trace in report.traces.items():
         _say(f"{name} crashed:\n{trace.rstrip()}")
-    _say(f"{report.verdict()}; all numbers: {path}")
+    _say(f"{view.verdict(report)}; all numbers: {path}")
     raise typer.Exit(1 if report.crashed else 0)
 
 

@@ -109,6 +109,18 @@ def conductor(
         Path | None, typer.Option(help="Serve https with this certificate.")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="Record each request and what came of it here, for `tiffin whatif`.",
+            metavar="FILE",
+            dir_okay=False,
+            show_default=False,
+        ),
+    ] = None,
+    record_bytes: Annotated[
+        str, typer.Option(help="Size of the record; then it becomes FILE.1.", metavar="SIZE")
+    ] = "1GiB",
     otlp_endpoint: OtlpOption = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
@@ -129,6 +141,8 @@ def conductor(
     `tiffin conductor --directory redis://10.0.0.1 --pool-token-file /etc/tiffin/token`
 
     `tiffin conductor --directory redis://10.0.0.1 --share redis://10.0.0.1`
+
+    `tiffin conductor --record requests.jsonl`
     """
     if context.invoked_subcommand is not None:
         return
@@ -138,6 +152,7 @@ def conductor(
         from prometheus_client import disable_created_metrics
 
         from tiffin.kvstore.credentials import load_credentials, parse_address
+        from tiffin.kvstore.sizes import parse_bytes
 
         from .api.request_bodies import Limits
         from .core.conductor import Conductor
@@ -173,6 +188,8 @@ def conductor(
             tls_cert=tls_cert,
             tls_key=tls_key,
             otlp_endpoint=otlp_endpoint,
+            record=record,
+            record_bytes=parse_bytes(record_bytes),
         )
         log_to_stderr(log_level)
         # Otherwise each counter has a second line with its time of creation.

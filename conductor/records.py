@@ -116,7 +116,8 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class RequestEvent:
     """An event of an in-flight request. "alive": it is still queued or running; the event only
-    prolongs its reservations. `tokens` of a "tokens" event: how many more tokens were generated.
+    prolongs its reservations. "fetched": all blocks that its decision fetches have come, or were
+    given up. `tokens` of a "tokens" event: how many more tokens were generated.
     `route` of a hedged request: the ids of the prefill and the decode instance that the event is
     about; without it, those of its decision. For clients of the service: `tenant` is the tenant of
     the request, `conductor` the URL in its decision of the conductor that decided."""
@@ -129,19 +130,21 @@ class RequestEvent:
     conductor: str = ""
 
 
-EVENT_KINDS = ("alive", "prefill_done", "first_token", "tokens", "finished", "cancelled")
+EVENT_KINDS = ("alive", "fetched", "prefill_done", "first_token", "tokens", "finished", "cancelled")
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """A fetch of blocks [start, stop) of the prompt from `source`, before prefill reaches them.
 
-    `source` is a holder's name ("node-a/dram", "prefill-3/hbm"); `seconds` is the estimated time.
+    `source` is the name of a node, or the id of an instance for the `tier` "hbm"; `seconds` is the
+    estimated time.
     """
 
     start: int
     stop: int
     source: str
+    tier: str
     nbytes: int
     seconds: float
 

@@ -45,6 +45,8 @@ ELSEWHERE = {
     "tiffin trace": "it takes the file of a trace; tests/bench/traces has its own",
     "tiffin simulate": "the same; tests/bench/sim",
     "tiffin plan": "the same; tests/bench/planning",
+    "tiffin reproduce": "it takes minutes; tests/bench/reproduce runs the parts, small",
+    "tiffin whatif": "it takes a recording; tests/bench/whatif makes its own",
 }
 
 

@@ -35,12 +35,13 @@ _NOTE = "Dynamo's index is empty, ours is not"
 
 def dynamo(setting: Setting) -> list[Row]:
     """The same decisions from Dynamo and from us. Raises Missing, NodeUnavailable."""
-    with _dynamo(setting) as theirs:
+    with selection_service(setting) as theirs:
         return [row for kind in (PRIVATE, HOT) for row in _compared(setting, theirs, kind)]
 
 
 @contextlib.contextmanager
-def _dynamo(setting: Setting) -> Iterator[PeerProcess]:
+def selection_service(setting: Setting) -> Iterator[PeerProcess]:
+    """Dynamo's SelectionService in a process, with the workers of the setting. Raises Missing."""
     python, sizes = setting.dynamo, setting.sizes
     if python is None:
         raise Missing("give --dynamo PYTHON, of an environment that has ai-dynamo-runtime")

@@ -82,6 +82,14 @@ def demo(
             metavar="S",
         ),
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="Let the conductor record the requests here, for `tiffin whatif`.",
+            dir_okay=False,
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the plot and the rows.")] = Path("out"),
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON, without progress.")
@@ -113,7 +121,7 @@ def demo(
         errors_console.print(message, markup=False)
         raise typer.Exit(MISSING)
     if engine == "vllm":
-        given = {"--nodes": nodes, "--nvme": nvme, "--overload": overload}
+        given = {"--nodes": nodes, "--nvme": nvme, "--overload": overload, "--record": record}
         refused = [name for name, value in given.items() if value is not None]
         if refused:
             raise typer.BadParameter(f"{', '.join(refused)}: not with --engine vllm")
@@ -132,6 +140,7 @@ def demo(
         "seed": seed,
     }
     chosen |= {"dram": dram, "nvme": nvme, "overload_s": overload}
+    chosen["record"] = None if record is None else str(record)
     _end(lambda: _run(chosen, quick, out, as_json))
 
 

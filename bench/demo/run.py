@@ -59,7 +59,8 @@ OBJECTIVE_OF_P90 = 2.0
 @dataclass(frozen=True, slots=True)
 class Options:
     """Options of the command line. `workers` is the number of prefill workers, and of decode
-    workers. `overload_s`: how long requests arrive; None is by `overload.LASTS_OBJECTIVES`."""
+    workers. `overload_s`: how long requests arrive; None is by `overload.LASTS_OBJECTIVES`.
+    `record`: the conductor's recording."""
 
     requests: int
     workers: int = 2
@@ -69,6 +70,7 @@ class Options:
     nvme: str = "512MiB"
     overload_s: float | None = None
     size: ModelSize = FULL
+    record: str = ""
 
     @classmethod
     def quick(cls, **changes: Any) -> Options:
@@ -199,8 +201,9 @@ class _Demo:
             [row for rows in measured[role] for row in rows] for role in ("prefill", "decode")
         )
         profile = self._outcome.profile = fitted(prefill, decode)
+        record = Path(self._options.record) if self._options.record else None
         self._conductor = self._stack.enter_context(
-            conductor(self._pool, profile, self._folder, START_S)
+            conductor(self._pool, profile, self._folder, START_S, record)
         )
         url, pool = self._conductor.url, self._pool
         for names in self._names.values():

@@ -74,6 +74,8 @@ def reproduce(
         if not as_json:
             for table in tables(findings[-1]):
                 _console.print(table)
+            for note in findings[-1].evidence.notes:
+                _console.print(note, highlight=False, markup=False)
     if as_json:
         typer.echo(json.dumps([one.plain() for one in findings], indent=2))
     _write(findings, html, plots, as_markdown)

@@ -66,9 +66,21 @@ class Plot:
 
 
 @dataclass(frozen=True, slots=True)
+class Grid:
+    """A table of ours that has no paper's figures beside it; cells are text."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that one reproduction found."""
+    """All that one reproduction found. `notes` say what the paper leaves open and what was taken
+    for it, and why figures deviate."""
 
     comparisons: tuple[Comparison, ...] = ()
     statements: tuple[Statement, ...] = ()
     plots: tuple[Plot, ...] = field(default=(), repr=False)
+    notes: tuple[str, ...] = ()
+    grids: tuple[Grid, ...] = ()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,6 +43,12 @@ class Reproduction:
     source: str
     run: Callable[[Effort, Tell], Evidence]
     second_hand: bool = False
+
+    @property
+    def about(self) -> str:
+        """What its file says of it: what is compared, and what was taken where the paper is
+        silent."""
+        return inspect.getdoc(sys.modules[self.run.__module__]) or ""
 
 
 _REPRODUCTIONS: dict[str, Reproduction] = {}

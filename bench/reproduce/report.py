@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from ..display import number
+from .evidence import EXPLAINED_DEVIATION
 from .plots import png
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .evidence import Comparison, Evidence
+    from .evidence import Comparison, Evidence, Grid
     from .registry import Reproduction
 
 
@@ -40,6 +41,7 @@ class Finding:
                 {**asdict(one), "deviation": round(one.deviation, 4)} for one in found.comparisons
             ],
             "statements": [asdict(one) for one in found.statements],
+            "grids": [asdict(one) for one in found.grids],
         }
 
 
@@ -65,17 +67,38 @@ def tables(finding: Finding) -> list[Table]:
         for said in found.statements:
             table.add_row(said.text, "yes" if said.holds else "NO", said.figures)
         made.append(table)
-    return made
+    return [*made, *map(_rich, found.grids)]
 
 
-def markdown(findings: list[Finding], images: str = "") -> str:
-    """A section for each, with its plots if `images` says in which folder they are."""
-    return "\n".join(_section(one, images) for one in findings)
+def _rich(grid: Grid) -> Table:
+    table = Table(title=grid.title, title_justify="left")
+    for at, name in enumerate(grid.columns):
+        table.add_column(name, justify="right" if at else "left")
+    for row in grid.rows:
+        table.add_row(*row)
+    return table
+
+
+def markdown(findings: list[Finding], images: str) -> str:
+    """docs/evidence.md: a section for each, with its plots from the folder `images`."""
+    compared = [one for finding in findings for one in finding.evidence.comparisons]
+    said = [one for finding in findings for one in finding.evidence.statements]
+    near = sum(one.near for one in compared)
+    holding = sum(one.holds for one in said)
+    counts = (
+        f"{len(findings)} reproductions; of {len(compared)} published figures {near} are within "
+        f"{EXPLAINED_DEVIATION:.0%}; of {len(said)} statements {holding} hold."
+    )
+    sections = [_section(one, images) for one in findings]
+    return "\n".join([_PAGE, counts, "", *sections])
 
 
 def _section(finding: Finding, images: str) -> str:
     about, found = finding.reproduction, finding.evidence
-    lines = [f"### {about.title}", "", f"{about.source}. `tiffin reproduce {about.name}`", ""]
+    at_second_hand = " Known at second hand: compared in direction." if about.second_hand else ""
+    command = f"`tiffin reproduce {about.name}`, {finding.wall_s:.0f} s."
+    lines = [f"## {about.title}", "", f"{about.source}.{at_second_hand} {command}", ""]
+    lines += [about.about, ""]
     if found.comparisons:
         lines += ["| | paper | here | deviation |", "|---|--:|--:|--:|"]
         for one in found.comparisons:
@@ -88,9 +111,15 @@ def _section(finding: Finding, images: str) -> str:
         for said in found.statements:
             lines.append(f"| {said.text} | {'yes' if said.holds else '**no**'} | {said.figures} |")
         lines.append("")
-    if images:
-        for plot in found.plots:
-            lines += [f"![{plot.title}]({images}/{plot.name}.png)", ""]
+    for grid in found.grids:
+        lines += [grid.title, "", "| " + " | ".join(grid.columns) + " |"]
+        lines.append("|---" + "|--:" * (len(grid.columns) - 1) + "|")
+        lines += ["| " + " | ".join(row) + " |" for row in grid.rows]
+        lines.append("")
+    for plot in found.plots:
+        lines += [f"![{plot.title}]({images}/{plot.name}.png)", ""]
+    for note in found.notes:
+        lines += [note, ""]
     return "\n".join(lines)
 
 
@@ -102,6 +131,10 @@ def html_page(findings: list[Finding]) -> str:
         parts.append(f"<h2>{html.escape(about.title)}</h2><p>{html.escape(about.source)}. ")
         parts.append(f"<code>tiffin reproduce {about.name}</code></p>")
         parts.append(_html_comparisons(found) + _html_statements(found))
+        parts += [f"<p>{html.escape(note)}</p>" for note in found.notes]
+        for grid in found.grids:
+            parts.append(f"<h3>{html.escape(grid.title)}</h3>")
+            parts.append(_html_table(grid.columns, grid.rows))
         for plot in found.plots:
             image = base64.b64encode(png(plot)).decode()
             parts.append(
@@ -150,6 +183,22 @@ def _shown(value: float, unit: str) -> str:
     digits = f"{value:,.0f}" if abs(value) >= 1000 else number(value)
     return f"{digits} {unit}".strip()
 
+
+_PAGE = """# Evidence
+
+What others have published, computed again with Tiffin's own code: the simulated cluster that the
+conductor's core drives ([simulate.md](conductor/simulate.md)), its planner, its eviction.
+Written by
+
+    tiffin reproduce --all --plots docs/images/evidence --markdown docs/evidence.md
+
+Constants, seeds and traces are inputs, the same for all: one hardware profile for each machine that
+a paper names, and the traces of [data](../bench/data/README.md). None is tuned for a result. The
+paper's figure is beside ours, and **bold** is what deviates by more than 15%; the text below a
+table says why, as far as that was found out. What is a look-alike of a trace that is not public
+says so.
+
+"""
 
 _HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Tiffin: evidence</title><style>

@@ -97,10 +97,10 @@ class ConductorProcess:
 
 @contextlib.contextmanager
 def conductor(
-    pool: LocalPool, profile: Profile, folder: Path, timeout_s: float
+    pool: LocalPool, profile: Profile, folder: Path, timeout_s: float, record: Path | None = None
 ) -> Iterator[ConductorProcess]:
-    """A conductor that follows the pool's nodes by their directory, if there is one. Raises
-    ProcessFailed if it does not start."""
+    """A conductor that follows the pool's nodes by their directory, if there is one, and records
+    requests to `record`. Raises ProcessFailed if it does not start."""
     (folder / "profiles").mkdir()
     (folder / "profiles" / f"{PROFILE}.json").write_bytes(profile.to_json())
     settings = folder / "conductor.json"
@@ -108,6 +108,8 @@ def conductor(
     options = ["--profiles", str(folder / "profiles"), "--config", str(settings)]
     if pool.directory:
         options += ["--directory", pool.directory, "--pool-token-file", str(pool.token_file)]
+    if record is not None:
+        options += ["--record", str(record)]
     child, url = _started(options, folder / "conductor.log", timeout_s)
     try:
         yield ConductorProcess(child, url)

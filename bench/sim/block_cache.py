@@ -9,6 +9,8 @@ from tiffin.kvstore.memory.eviction import LRU
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tiffin.kvstore.memory.eviction import EvictionPolicy
+
 
 class CachedBlock:
     """A block that is there; see `Evictable`."""
@@ -20,15 +22,22 @@ class CachedBlock:
 
 
 class BlockCache:
-    """Blocks by key, at most `capacity_blocks`. The head of a chain counts as used last."""
+    """Blocks by key, at most `capacity_blocks`. The head of a chain counts as used last. `order`:
+    one of the store's policies of eviction, LRU by default."""
 
-    def __init__(self, capacity_blocks: int) -> None:
+    def __init__(
+        self, capacity_blocks: int, order: EvictionPolicy[CachedBlock] | None = None
+    ) -> None:
         self.capacity_blocks = capacity_blocks
         self._blocks: dict[bytes, CachedBlock] = {}
-        self._order: LRU[CachedBlock] = LRU()
+        # Not `or`: a policy without candidates is false.
+        self._order: EvictionPolicy[CachedBlock] = LRU() if order is None else order
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
 
     def match(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks of a prompt are there."""

@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from enum import StrEnum
+from functools import partial
 from pathlib import Path  # noqa: TC003 # typer reads it
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from tiffin.conductor.errors import ConductorError
 from tiffin.kvstore.errors import InvalidInput
 
 from ..traces.readers import read
-from ..traces.scaling import at_rate
-from .outcomes import summarise
+from ..traces.scaling import at_rate, window, with_tenants
+from .colocated import ColocatedOptions, simulate_colocated, summarise_colocated
+from .display import table
+from .engine_options import EngineMode, EngineOptions
+from .goodput import highest_rate
+from .outcomes import Summary, summarise
 from .simulation import SimulationOptions, simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
     from ..traces.trace import Trace
-    from .outcomes import Summary
 
 _DEFAULTS = SimulationOptions()
+_REQUESTS = "Requests"
 _console = Console()
+
+
+class Preemption(StrEnum):
+    """Values of `SimulationOptions.preemption`."""
+
+    NONE = "none"
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
 
 
 def commands(app: typer.Typer) -> None:
@@ -44,7 +57,37 @@ def simulated(
         list[str] | None,
         typer.Option(help="Of the conductor; several are shown side by side.", show_default=False),
     ] = None,
-    rate: Annotated[float, typer.Option(help="So many times the trace's own rate.")] = 1.0,
+    colocated: Annotated[
+        list[EngineMode] | None,
+        typer.Option(
+            help="Instances that prefill and decode, instead of a policy or beside it; as many.",
+            show_default=False,
+        ),
+    ] = None,
+    rate: Annotated[
+        float,
+        typer.Option(help="So many times the trace's own rate.", rich_help_panel=_REQUESTS),
+    ] = 1.0,
+    start: Annotated[
+        float, typer.Option(min=0, help="Second of the trace.", rich_help_panel=_REQUESTS)
+    ] = 0.0,
+    stop: Annotated[
+        float | None, typer.Option(min=0, help="Second of the trace.", rich_help_panel=_REQUESTS)
+    ] = None,
+    tenants: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Each sends the whole trace, of its own.", rich_help_panel=_REQUESTS
+        ),
+    ] = 1,
+    closed: Annotated[
+        bool,
+        typer.Option(
+            "--closed",
+            help="A conversation's next turn comes after the answer.",
+            rich_help_panel=_REQUESTS,
+        ),
+    ] = False,
     prefill: Annotated[int, typer.Option(min=1, help="Instances that prefill.")] = 8,
     decode: Annotated[int, typer.Option(min=1, help="Instances that decode.")] = 8,
     profile: Annotated[str, typer.Option(help="Their latency profile.")] = _DEFAULTS.profile,
@@ -57,6 +100,31 @@ def simulated(
     late: Annotated[
         float, typer.Option(min=0, help="Seconds until the conductor hears of anything.")
     ] = _DEFAULTS.late_s,
+    noise: Annotated[
+        float, typer.Option(min=0, max=2, help="Of the log of all times of computing: its spread.")
+    ] = 0.0,
+    nvme: Annotated[
+        int, typer.Option(min=0, metavar="TOKENS", help="That a node keeps on disk, too.")
+    ] = 0,
+    chunk: Annotated[
+        int, typer.Option(min=0, metavar="TOKENS", help="Prompts are computed in chunks; 0: whole.")
+    ] = 0,
+    stages: Annotated[
+        int, typer.Option(min=1, help="Nodes of one prefill instance, a pipeline for chunks.")
+    ] = 1,
+    layerwise: Annotated[
+        bool, typer.Option("--layerwise", help="Loads and hand-overs overlap with computing.")
+    ] = False,
+    preemption: Annotated[
+        Preemption, typer.Option(help="Of answers for which the memory is too small.")
+    ] = Preemption.NONE,
+    goodput: Annotated[
+        bool,
+        typer.Option(
+            "--goodput",
+            help="Find the rate at which 90% meet the objectives: some ten simulations for each.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="The same seed, the same outcome.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
@@ -70,7 +138,11 @@ def simulated(
 
     `tiffin simulate conversation_trace.jsonl --policy random --policy kvcache_centric`
 
+    `tiffin simulate trace.jsonl --policy kvcache_centric --colocated plain --colocated chunked`
+
     `tiffin simulate trace.jsonl --rate 2 --ttft 30 --tbt 0.1 --admission predictive`
+
+    `tiffin simulate trace.jsonl --start 600 --stop 1200 --ttft 30 --tbt 0.1 --goodput`
     """
     options = SimulationOptions(
         prefill=prefill,
@@ -82,22 +154,58 @@ def simulated(
         admission=admission,
         late_s=late,
         seed=seed,
+        noise=noise,
+        nvme_cache_tokens=nvme,
+        chunk_tokens=chunk,
+        stages=stages,
+        layerwise=layerwise,
+        preemption=preemption.value,
+        closed=closed,
     )
     try:
-        trace = at_rate(read(file), rate)
-        found = [
-            _one(trace, replace(options, policy=name)) for name in policy or [_DEFAULTS.policy]
-        ]
+        trace = with_tenants(read(file), tenants, seed)
+        trace = at_rate(window(trace, start, stop or float("inf")), rate)
+        if goodput:
+            _check_objectives(options)
+        found, rates = list[Summary](), list[float]()
+        for run in _runs(options, policy, colocated):
+            if goodput:
+                rates.append(_goodput(trace, run))
+            found.append(run(trace))
     except (InvalidInput, ConductorError, OSError) as error:
         _console.print(f"tiffin simulate: {error}", style="red", highlight=False, markup=False)
         raise typer.Exit(2) from error
     if as_json:
-        typer.echo(json.dumps([asdict(one) for one in found], indent=2))
+        shown = [asdict(one) for one in found]
+        for one, times in zip(shown, rates, strict=False):
+            one["goodput_rate"] = times
+        typer.echo(json.dumps(shown, indent=2))
     else:
-        _console.print(table(trace.name, found))
+        _console.print(table(trace.name, found, rates))
 
 
-def _one(trace: Trace, options: SimulationOptions) -> Summary:
+def _runs(
+    options: SimulationOptions, policies: list[str] | None, modes: list[EngineMode] | None
+) -> list[Callable[[Trace], Summary]]:
+    """What is shown side by side."""
+    names = policies or ([] if modes else [options.policy])
+    return [
+        *(partial(_one, replace(options, policy=name)) for name in names),
+        *(partial(_colocated, options, mode) for mode in modes or ()),
+    ]
+
+
+def _check_objectives(options: SimulationOptions) -> None:
+    if options.ttft_s is None and options.tbt_s is None:
+        raise InvalidInput("goodput is a rate at which objectives are met: give --ttft or --tbt")
+
+
+def _goodput(trace: Trace, run: Callable[[Trace], Summary]) -> float:
+    """Times of the trace's rate."""
+    return highest_rate(lambda times: run(at_rate(trace, times)).attained or 0.0)
+
+
+def _one(options: SimulationOptions, trace: Trace) -> Summary:
     shown = Console(stderr=True)
     with Progress(console=shown, transient=True, disable=not shown.is_terminal) as progress:
         task = progress.add_task(options.policy, total=1.0)
@@ -105,41 +213,17 @@ def _one(trace: Trace, options: SimulationOptions) -> Summary:
     return summarise(trace, outcome)
 
 
-def table(title: str, summaries: Sequence[Summary]) -> Table:
-    """A column for each summary."""
-    made = Table(title=title, title_justify="left")
-    made.add_column("")
-    for one in summaries:
-        made.add_column(one.policy, justify="right")
-    rows = [
-        ("requests", [f"{s.requests:,}" for s in summaries]),
-        ("rejected", [_rejected(s) for s in summaries]),
-        ("TTFT mean", [f"{s.ttft_s.mean:.2f} s" for s in summaries]),
-        *(
-            (f"TTFT {name}", [f"{getattr(s.ttft_s, name):.2f} s" for s in summaries])
-            for name in ("p50", "p90", "p99")
-        ),
-        *(
-            (f"TBT {name}", [f"{getattr(s.tbt_s, name) * 1e3:.0f} ms" for s in summaries])
-            for name in ("p50", "p90", "p99")
-        ),
-        ("met the objectives", [_share(s.attained) for s in summaries]),
-        ("prompt tokens found", [f"{s.hit_share:.1%}" for s in summaries]),
-        ("an ideal pool's", [f"{s.ideal_hit_share:.1%}" for s in summaries]),
-        ("GPU time of a prefill", [f"{s.compute_s:.3f} s" for s in summaries]),
-        ("moved", [f"{s.moved_bytes / 1e12:.2f} TB" for s in summaries]),
-        ("predicted TTFT, bias", [f"{s.ttft_bias:+.1%}" for s in summaries]),
-        ("predicted TTFT, p90 error", [f"{s.ttft_error_p90:.1%}" for s in summaries]),
-    ]
-    for name, values in rows:
-        made.add_row(name, *values)
-    return made
-
-
-def _share(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
-
-
-def _rejected(summary: Summary) -> str:
-    by_reason = ", ".join(f"{count:,} {reason}" for reason, count in summary.rejected.items())
-    return by_reason or "0"
+def _colocated(options: SimulationOptions, mode: EngineMode, trace: Trace) -> Summary:
+    """As many nodes of the same hardware, each of which does both."""
+    engine = EngineOptions(
+        mode,
+        sequences_max=options.batch_max,
+        kv_capacity_tokens=options.kv_capacity_tokens,
+        token_bytes=options.token_bytes,
+    )
+    cluster = ColocatedOptions(
+        *(options.prefill + options.decode, engine, options.profile),
+        ttft_s=options.ttft_s,
+        tbt_s=options.tbt_s,
+    )
+    return summarise_colocated(trace, simulate_colocated(trace, cluster))

@@ -10,20 +10,16 @@ if TYPE_CHECKING:
 
 
 class ScheduledEvent:
-    """What is to happen at `at_s`; not after `cancel`."""
+    """What is to happen; not after `cancel`."""
 
-    __slots__ = ("act", "at_s", "number")
+    __slots__ = ("act",)
 
-    def __init__(self, at_s: float, number: int, act: Callable[[], None]) -> None:
-        self.at_s, self.number = at_s, number
+    def __init__(self, act: Callable[[], None]) -> None:
         self.act: Callable[[], None] | None = act
 
     def cancel(self) -> None:
         """It does not happen."""
         self.act = None
-
-    def __lt__(self, other: ScheduledEvent) -> bool:
-        return (self.at_s, self.number) < (other.at_s, other.number)
 
 
 class VirtualClock:
@@ -31,14 +27,15 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._events: list[ScheduledEvent] = []
+        # Tuples are compared in C. Numbers differ, so events themselves are never compared.
+        self._events: list[tuple[float, int, ScheduledEvent]] = []
         self._number = 0
 
     def at(self, at_s: float, act: Callable[[], None]) -> ScheduledEvent:
         """Call `act` at `at_s`; at once if that is over."""
         self._number += 1
-        event = ScheduledEvent(max(at_s, self.now_s), self._number, act)
-        heapq.heappush(self._events, event)
+        event = ScheduledEvent(act)
+        heapq.heappush(self._events, (max(at_s, self.now_s), self._number, event))
         return event
 
     def after(self, seconds: float, act: Callable[[], None]) -> ScheduledEvent:
@@ -48,7 +45,7 @@ class VirtualClock:
     def run(self, while_true: Callable[[], bool]) -> None:
         """Let time pass from event to event, until there is none or the condition ends."""
         while self._events and while_true():
-            event = heapq.heappop(self._events)
+            at_s, _, event = heapq.heappop(self._events)
             if event.act is not None:
-                self.now_s = event.at_s
+                self.now_s = at_s
                 event.act()

@@ -8,7 +8,7 @@ node that many read from is slow for all of them.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,13 +19,28 @@ if TYPE_CHECKING:
 _NOTHING_BYTES = 1e-3
 
 
+class CompletedTransfer(NamedTuple):
+    """A transfer that has arrived, after `seconds`, latency included."""
+
+    source: str
+    target: str
+    nbytes: float
+    seconds: float
+
+
 class Transfer:
-    """Bytes on their way from `source` to `target`."""
+    """Bytes on their way from `source` to `target`, sent at `sent_s`."""
 
-    __slots__ = ("done", "event", "left_bytes", "rate_bytes_s", "since_s", "source", "target")
+    __slots__ = (
+        *("done", "event", "left_bytes", "nbytes", "rate_bytes_s", "sent_s", "since_s"),
+        *("source", "target"),
+    )
 
-    def __init__(self, source: str, target: str, nbytes: float, done: Callable[[], None]) -> None:
-        self.source, self.target, self.left_bytes, self.done = source, target, nbytes, done
+    def __init__(
+        self, source: str, target: str, nbytes: float, sent_s: float, done: Callable[[], None]
+    ) -> None:
+        self.source, self.target, self.done = source, target, done
+        self.nbytes, self.left_bytes, self.sent_s = nbytes, nbytes, sent_s
         self.rate_bytes_s, self.since_s = 0.0, 0.0
         self.event: ScheduledEvent | None = None
 
@@ -38,15 +53,30 @@ class Network:
         self._sent: dict[str, dict[Transfer, None]] = {}
         self._received: dict[str, dict[Transfer, None]] = {}
         self.moved_bytes: Counter[tuple[str, str]] = Counter()
+        self.completed: list[CompletedTransfer] = []
 
     def send(self, source: str, target: str, nbytes: float, done: Callable[[], None]) -> None:
         """Send bytes, and call `done` when they have arrived."""
         if source == target or nbytes <= 0:
             self._clock.after(0.0, done)
             return
-        transfer = Transfer(source, target, nbytes, done)
+        transfer = Transfer(source, target, nbytes, self._clock.now_s, done)
         self.moved_bytes[source, target] += round(nbytes)
         self._clock.after(self._latency_s, lambda: self._begin(transfer))
+
+    def next_rate_bytes_s(self, source: str, target: str) -> float:
+        """At which one more transfer would go, if it began now."""
+        sent, received = self._sent.get(source, ()), self._received.get(target, ())
+        return self._bandwidth / (1 + max(len(sent), len(received)))
+
+    def left_s(self, source: str, target: str) -> float:
+        """Until all has arrived that is on its way between the two, at the rates of now."""
+        left_s, now = 0.0, self._clock.now_s
+        for one in self._sent.get(source, ()):
+            if one.target == target:
+                end_s = one.since_s + one.left_bytes / one.rate_bytes_s
+                left_s = max(left_s, end_s - now)
+        return left_s
 
     def _begin(self, transfer: Transfer) -> None:
         transfer.since_s = self._clock.now_s
@@ -58,6 +88,10 @@ class Network:
         del self._sent[transfer.source][transfer]
         del self._received[transfer.target][transfer]
         self._share(transfer)
+        seconds = self._clock.now_s - transfer.sent_s
+        self.completed.append(
+            CompletedTransfer(transfer.source, transfer.target, transfer.nbytes, seconds)
+        )
         transfer.done()
 
     def _share(self, changed: Transfer) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..traces.ideal_cache import hit_share
+from .usage import Usage, usage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,6 +57,7 @@ class Summary:
     ttft_bias: float
     ttft_error_p90: float
     moved_bytes: int
+    usage: Usage
     attained: float | None
     span_s: float
 
@@ -80,6 +82,7 @@ def summarise(trace: Trace, outcome: SimulationOutcome) -> Summary:
         ttft_error_p90=float(np.quantile(np.abs(errors), 0.9)) if len(errors) else 0.0,
         moved_bytes=sum(outcome.moved_bytes.values()),
         attained=_attained_share(outcome),
+        usage=usage(trace, outcome),
         span_s=max((job.ended_s or 0.0 for job in jobs), default=0.0),
     )
 

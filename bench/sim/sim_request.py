@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 class SimRequest:
     """A request; times are seconds of the virtual clock. `keys` name its full blocks.
 
-    `cached_tokens`: not computed; `compute_s`: of its prefill, on the GPU; `gaps_s`: between its
-    tokens, [output_tokens - 1].
+    `cached_tokens`: not computed; `by_tier` has these tokens by the tier that they were in: "hbm",
+    "dram", "nvme" of its own node, or "fetched". `compute_s`: of its prefill, on the GPU; `gaps_s`:
+    between its tokens, [output_tokens - 1].
     """
 
     name: str
@@ -24,11 +25,18 @@ class SimRequest:
     keys: tuple[bytes, ...]
     decision: Decision | None = None
     rejected: str = ""
+    fetched_blocks: int = 0
     cached_tokens: int = 0
+    by_tier: dict[str, int] = field(default_factory=dict)
     compute_s: float = 0.0
     first_token_s: float | None = None
     ended_s: float | None = None
     gaps_s: list[float] = field(default_factory=list)
+
+    @property
+    def expected_cached_tokens(self) -> int:
+        """Tokens of the prompt that the conductor did not expect to be computed."""
+        return 0 if self.decision is None else self.decision.cached_tokens
 
     @property
     def ttft_s(self) -> float | None:

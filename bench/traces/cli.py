@@ -30,7 +30,7 @@ TraceFile = Annotated[
     typer.Argument(
         dir_okay=False,
         metavar="FILE",
-        help="Mooncake's JSON lines, or Azure's CSV.",
+        help="Mooncake's JSON lines, Azure's CSV, or a recording of a conductor.",
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="The same seed gives the same file.")]

@@ -1,4 +1,4 @@
-"""Traces from files, in the formats of Mooncake and of Azure.
+"""Traces from files: in the formats of Mooncake and of Azure, and recordings (`recordings.py`).
 
 Mooncake's is one JSON object per line: `timestamp` (arrival, milliseconds), `input_length` and
 `output_length` (tokens), `hash_ids` (one per 512 tokens of the prompt, the last may be partial).
@@ -18,6 +18,7 @@ import msgspec
 
 from tiffin.kvstore.errors import InvalidInput
 
+from .recordings import is_recording, read_recording, trace_of
 from .trace import BLOCK_TOKENS, Trace, TraceRequest
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def read(path: Path) -> Trace:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             first = file.readline()
+            if is_recording(first):
+                return trace_of(read_recording(path))
             file.seek(0)
             parse = parse_azure if first.strip() == AZURE_HEADER else parse_mooncake
             requests = parse(file, str(path))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
     from ..core.conductor import Conductor
+    from ..recording.recorder import Recorder
     from ..service.feeds import Feeding
     from ..web.tracing import Tracing
     from .request_bodies import Limits
@@ -46,15 +47,23 @@ def create_app(
     clock: Callable[[], float] = time.monotonic,
     feeding: Feeding | None = None,
     tracing: Tracing | None = None,
+    recorder: Recorder | None = None,
 ) -> FastAPI:
     """The ASGI application of a conductor; `app.state.service` is its `Service`.
 
     Without `auth` it admits every request whose Host header names this machine. `reasons`: health
     checks of `/readyz` besides that of the instances. `clock`: monotonic seconds. `feeding` follows
-    the events of instances that publish them. `tracing` records spans of decisions.
+    the events of instances that publish them. `tracing` records spans of decisions, `recorder`
+    requests and what became of them.
     """
     service = Service(
-        conductor, limits, reasons=reasons, clock=clock, feeding=feeding, tracing=tracing
+        conductor,
+        limits,
+        reasons=reasons,
+        clock=clock,
+        feeding=feeding,
+        tracing=tracing,
+        recorder=recorder,
     )
     app = FastAPI(title=TITLE, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.service, app.state.door = service, Door(auth or Tokens())

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..core.conductor import Conductor
     from ..core.settings import Settings
     from ..pool.role_flip import Action
+    from ..recording.recorder import Recorder
     from ..records import InstanceSpec, Request, RequestEvent, Role
     from ..replicas.replica import News
     from ..service.feeds import Feeding
@@ -49,7 +50,8 @@ _FEEDS_S = 1.0
 
 class Service:
     """See the module. `reasons` are health checks: each returns why the service is not ready, such
-    as a feed that is not connected, or "". `clock` is monotonic, `wall` the Unix time."""
+    as a feed that is not connected, or "". `clock` is monotonic, `wall` the Unix time. `recorder`
+    is told of every request, and what became of it."""
 
     def __init__(
         self,
@@ -61,8 +63,10 @@ class Service:
         wall: Callable[[], float] = time.time,
         feeding: Feeding | None = None,
         tracing: Tracing | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.core = core
+        self._recorder = recorder
         self.tracing = tracing or Tracing()
         self.limits = limits or Limits()
         self.models = KeyedModels()
@@ -96,6 +100,9 @@ class Service:
         self._tell_who_was_put_out()
         if outcome.decided_at < now:
             return outcome
+        if self._recorder is not None:
+            self._recorder.look(self.core, now)
+            self._recorder.scheduled(request, outcome, now)
         if isinstance(outcome, Decision):
             self.metrics.scheduled(request, outcome, took_s, now)
         else:
@@ -108,8 +115,13 @@ class Service:
     def _tell_who_was_put_out(self) -> None:
         """Publish the rejections of requests that another request has preempted from a queue."""
         for rejection in self.core.put_out():
-            self.metrics.timings.forget(rejection.request_id)
-            self._show(rejection)
+            self._rejected_after_all(rejection)
+
+    def _rejected_after_all(self, rejection: Rejection) -> None:
+        self.metrics.timings.forget(rejection.request_id)
+        if self._recorder is not None:
+            self._recorder.rejected(rejection)
+        self._show(rejection)
 
     def _show(self, outcome: Decision | Rejection) -> None:
         """Queue a decision for the subscribers. Its text is made once, when the first of them takes
@@ -124,12 +136,13 @@ class Service:
         self.core.observe(event, now)
         self._tell_who_was_put_out()
         self.metrics.observed(event, now)
+        if self._recorder is not None:
+            self._recorder.observed(event, now)
         if event.kind != "prefill_done" or self.core.settings.admission.mode != "baseline":
             return None
         rejection = self.core.recheck(event.request_id, now)
         if rejection is not None:
-            self.metrics.timings.forget(event.request_id)
-            self._show(rejection)
+            self._rejected_after_all(rejection)
         return rejection
 
     def announce(self, spec: InstanceSpec | None, instance: str, load: Load | None) -> None:
@@ -270,8 +283,13 @@ class Service:
 
     def tick(self) -> None:
         """Do the periodic work: expire requests and instances, and retry deferred news."""
-        for request_id in self.core.tick(self.clock()):
+        now = self.clock()
+        for request_id in self.core.tick(now):
             self.metrics.timings.forget(request_id)
+            if self._recorder is not None:
+                self._recorder.expired(request_id)
+        if self._recorder is not None:
+            self._recorder.look(self.core, now)
         if self._feeding is not None:
             for instance in self._feeding.followed:
                 if instance not in self.core.cluster:  # it was silent for too long

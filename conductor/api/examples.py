@@ -28,7 +28,14 @@ BODIES: dict[str, Any] = {
     "drain_node": {"deadline_s": 600},
 }
 
-_FETCH = {"start": 4, "stop": 7, "source": "node-a/dram", "nbytes": 201326592, "seconds": 0.052}
+_FETCH = {
+    "start": 4,
+    "stop": 7,
+    "source": "node-a",
+    "tier": "dram",
+    "nbytes": 201326592,
+    "seconds": 0.052,
+}
 _RATE = {"name": "rate", "value": 10.0, "unit": "requests/s", "why": "constant over 12 intervals"}
 _PLAN = {
     "model": "llama-3-8b", "planned_at": 1790000000.0, "mode": "advise",

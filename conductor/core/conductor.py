@@ -191,6 +191,10 @@ class Conductor:
         self.ledger.prolong(flight, now + self.settings.core.decision_ttl_s)
         if event.kind == "alive":
             return
+        if event.kind == "fetched":
+            if flight.phase is RequestPhase.PREFILL:  # later ones are those of its hand-over
+                self._moved(flight)
+            return
         if event.kind in ("finished", "cancelled"):
             self._finish(flight, event.kind == "finished", now)
             return
@@ -203,6 +207,13 @@ class Conductor:
             self._first_token(flight, route, now)
         else:
             self._tokens(flight, event.tokens, now)
+
+    def next_prefill(self, instance: str, now: float) -> str | None:
+        """The id of the request that an idle prefill instance computes next, by the order of its
+        queue: classes, tenants, shortest first. Each request is returned once; None if nothing is
+        left. For instances that ask; others take their requests in an order of their own, and the
+        conductor only estimates it. Raises UnknownInstance."""
+        return self.ledger.next_prefill(self.cluster.row(instance), now)
 
     def recheck(self, request_id: str, now: float) -> Rejection | None:
         """The second admission check of mode "baseline", after the prefill: returns a rejection and
@@ -314,6 +325,12 @@ class Conductor:
         return InstanceView(
             cluster.spec(name), cluster.role(row), cluster.status[row], heard_s, load
         )
+
+    def latency(self, instance: str) -> tuple[float, ...]:
+        """(c0, c1, c2, d0, d1, d2) of an instance's latency profile, before calibration. Raises
+        UnknownInstance."""
+        self.cluster.row(instance)
+        return self._latency[instance]
 
     # -- blocks ------------------------------------------------------------------------------------
 
@@ -499,6 +516,7 @@ class Conductor:
             return
         flight.first_token_at = flight.last_token_at = now
         flight.answered_tokens = max(flight.answered_tokens, 1)
+        flight.step_s = self._step_s(flight)
         self.shadow.first_token(flight.request.id, now)
         self.races.first_token(flight.request.id, route)
         if flight.prefill_row < 0 or route != _chosen(flight.decision):
@@ -509,13 +527,26 @@ class Conductor:
         self._correct(self.cluster.name(flight.prefill_row))
 
     def _tokens(self, flight: InflightRequest, count: int, now: float) -> None:
-        last = flight.last_token_at
+        last, before_s = flight.last_token_at, flight.step_s
         self.ledger.tokens(flight, count, now)
+        flight.step_s = self._step_s(flight)
         if count and last is not None and flight.decode_row >= 0 and now > last:
-            predicted_s, observed_s = flight.decision.predicted_tbt_s, (now - last) / count
+            # By the load that was there, not by the forecast of it that the decision was made with:
+            # the factor is of the hardware, and errors of a forecast are not.
+            profile_s, observed_s = (before_s + flight.step_s) / 2, (now - last) / count
             for key in self._keys(flight.decode_row):
-                self.calibration.observe_tbt(key, predicted_s, observed_s, flight.tbt_factor)
+                self.calibration.observe_tbt(key, profile_s, observed_s, 1.0)
             self._correct(self.cluster.name(flight.decode_row))
+
+    def _step_s(self, flight: InflightRequest) -> float:
+        """Seconds of a decode step now where a request decodes, by the profile; 0 if its instances
+        were removed."""
+        steps = [0.0]
+        for row in flight.shares:
+            d0, d1, d2 = self._latency[self.cluster.name(row)][3:]
+            batch, context = self.cluster.batch.item(row), self.cluster.context_tokens.item(row)
+            steps.append(d0 + d1 * batch + d2 * context)
+        return max(steps)
 
     def _finish(self, flight: InflightRequest, finished: bool, now: float) -> None:
         tbt_s: float | None = None

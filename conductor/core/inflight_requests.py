@@ -38,7 +38,8 @@ class InflightRequest:
     """One request in flight.
 
     Rows are the cluster's; -1 once their instance is removed. `own_s` is the predicted prefill time
-    without queueing, `factor` the calibration factor in it. `shares` has, by row, the tokens that
+    without queueing, `factor` the calibration factor in it, `step_s` a decode step by the profile
+    at the last token. `shares` has, by row, the tokens that
     are reserved in the HBM of an instance: of the decode instance alone, or of all instances that
     the context is spread over.
     """
@@ -55,7 +56,7 @@ class InflightRequest:
     decided_at: float
     expires_at: float
     factor: float = 1.0
-    tbt_factor: float = 1.0
+    step_s: float = 0.0
     hbm_blocks: int = 0  # leading blocks that its prefill instance had in HBM
     handover_bytes: int = 0  # that leave the prefill instance's node once the prefill is done
     # (source node, bytes) of what is being moved for it: its fetches, then its hand-over
@@ -75,6 +76,7 @@ class Ledger:
         self._queues = queues
         self._flights: dict[str, InflightRequest] = {}
         self._running: dict[int, str] = {}  # per row, the request whose prefill should be running
+        self._started: dict[int, str] = {}  # per row, the request that it was last told to start
         self._expiry: list[tuple[float, str]] = []
         self._present: Counter[int] = Counter()  # requests queued or running at each row
 
@@ -127,6 +129,22 @@ class Ledger:
             self._cluster.promise(flight.decode_row, batch=1)
             self._cluster.heavy[flight.decode_row] += flight.heavy
         return True
+
+    def next_prefill(self, row: int, now: float) -> str | None:
+        """The request to be computed next at a row that asks because it is idle. The one before may
+        still count as running: the event of its end comes later."""
+        running = self._running.get(row)
+        if running is not None and running == self._started.get(row):
+            del self._running[row]
+            self._queues.done(row, now)
+            running = None
+        if running is None:
+            waiter = self._queues.take(row, now)
+            if waiter is None:
+                return None
+            running = self._running[row] = waiter.request_id
+        self._started[row] = running
+        return running
 
     def tokens(self, flight: InflightRequest, count: int, now: float) -> None:
         """Count `count` more generated tokens of a request."""
@@ -185,6 +203,7 @@ class Ledger:
         subtracts nothing from the row's next instance."""
         self._queues.forget(row)
         self._running.pop(row, None)
+        self._started.pop(row, None)
         self._present.pop(row, None)
         for flight in self._flights.values():
             flight.prefill_row = -1 if flight.prefill_row == row else flight.prefill_row
@@ -213,6 +232,8 @@ class Ledger:
         if row < 0:
             return
         self._cluster.promise(row, queued=-1, queued_tokens=-flight.prefill_tokens)
+        if self._started.get(row) == flight.request.id:
+            del self._started[row]  # it may be scheduled there again
         if self._running.get(row) == flight.request.id:
             del self._running[row]
             self._queues.done(row, now)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ..decode.output_length import Lengths
     from ..prefill.policy_registry import Choice, Policy, PolicyQuestion
     from ..prefill.wait_estimate import Queues
-    from ..records import Request
+    from ..records import Fetch, Request
     from ..state.inflight_prefills import Computing
     from ..state.instance_table import Cluster
     from .decision_view import View
@@ -179,10 +179,11 @@ def _plan(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: floa
             return plan
         return _placed(parts, _at_one(parts, request, target, now), plan, now)
     apart = prefill[~cluster.decodes[prefill]]
-    if parts.settings.disaggregation.form != "predicted" or not len(apart):
+    form = parts.settings.disaggregation.form
+    if form == "local" or not len(apart):
         return plan
-    if not cluster.batch[target]:  # nobody is held up, and the policy has compared the rest
-        return plan
+    if form == "predicted" and not cluster.batch[target]:
+        return plan  # nobody is held up, and the policy has compared the rest
     return _placed(parts, plan, _chosen(parts, request, apart, decode, now), now)
 
 
@@ -423,7 +424,6 @@ def _flight(
         decision = replace(
             decision, placement=why.reason, local_s=why.local_s, remote_s=why.remote_s
         )
-    names = decision.prefill, decision.decode
     return InflightRequest(
         request=request,
         decision=decision,
@@ -436,11 +436,10 @@ def _flight(
         heavy=parts.lengths.heavy(plan.output_tokens),
         decided_at=now,
         expires_at=decision.expires_at,
-        factor=parts.calibration.factor(names[0], _profile(cluster, row)),
-        tbt_factor=parts.calibration.tbt_factor(names[1], _profile(cluster, plan.decode_row)),
+        factor=parts.calibration.factor(decision.prefill, _profile(cluster, row)),
         hbm_blocks=int(question.hbm_blocks[at]),
         handover_bytes=_handover_bytes(cluster, question, row, plan.decode_row),
-        transfers=tuple((_node(cluster, fetch.source), fetch.nbytes) for fetch in choice.fetches),
+        transfers=tuple((_node(cluster, fetch), fetch.nbytes) for fetch in choice.fetches),
     )
 
 
@@ -524,9 +523,9 @@ def _profile(cluster: Cluster, row: int) -> str:
     return spec.profile if spec is not None else ""
 
 
-def _node(cluster: Cluster, source: str) -> int:
-    """The number of the node of a holder `NAME/TIER`; -1 for an instance that was removed."""
-    name, _, tier = source.rpartition("/")
-    if tier == "hbm":
+def _node(cluster: Cluster, fetch: Fetch) -> int:
+    """The number of the node of a fetch's source; -1 for an instance that was removed."""
+    name = fetch.source
+    if fetch.tier == "hbm":
         return int(cluster.node[cluster.row(name)]) if name in cluster else -1
     return cluster.node_number(name)

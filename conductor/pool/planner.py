@@ -221,10 +221,11 @@ class Planner:
         self._factors = (1.0, 1.0)
         # Why the last forecast is the constant predictor's, though another one is configured.
         self.forecast_error = ""
-        # The wanted flip (old role, new role), and for how many intervals in a row it was wanted;
-        # `_fewer`: for how many intervals in a row fewer instances were wanted.
+        # The wanted flip (old role, new role), and for how many intervals in a row it was wanted.
         self._wish: tuple[Role, Role] | None = None
-        self._wished = self._fewer = 0
+        self._wished = 0
+        # How many instances were wanted in each of the last `confirm` intervals.
+        self._wanted: deque[int] = deque(maxlen=self.settings.confirm)
 
     def configure(self, settings: PlannerSettings) -> None:
         """Apply changed settings; the new time limits also hold for the next steps of flips that
@@ -232,6 +233,7 @@ class Planner:
         self.settings = settings
         self.flips.settings = settings.flips
         self._history = deque(self._history, maxlen=settings.window)
+        self._wanted = deque(self._wanted, maxlen=settings.confirm)
 
     def observe(self, interval: ObservedDemand) -> None:
         """Add the interval that has ended to the history. An idle interval only lowers the rate:
@@ -349,8 +351,8 @@ class Planner:
 
     def _scale(self, now: int, needed: tuple[float, float], ready: Sequence[FleetMember]) -> int:
         """How many instances there should be. Scaling up takes effect at once, scaling down only
-        after `confirm` intervals in a row, or at once if over the budget. The result respects the
-        roles' minimum and, above all, the budget."""
+        as far as the last `confirm` intervals agree, or at once if over the budget. The result
+        respects the roles' minimum and, above all, the budget."""
         own, least = (
             self.settings,
             (self.settings.flips.prefill_min, self.settings.flips.decode_min),
@@ -362,11 +364,11 @@ class Planner:
             wanted = max(whole[0], least[0]) + max(whole[1], least[1])
         if own.instances_max:
             wanted = min(wanted, own.instances_max)
-        over_budget = bool(own.instances_max) and now > own.instances_max
-        self._fewer = self._fewer + 1 if wanted < now else 0
-        if wanted < now and self._fewer < own.confirm and not over_budget:
-            return now
-        return wanted
+        self._wanted.append(wanted)
+        if own.instances_max and now > own.instances_max:
+            return wanted
+        agreed = max(self._wanted) if len(self._wanted) == own.confirm else now
+        return max(wanted, min(now, agreed))
 
     def _best_flip(
         self,

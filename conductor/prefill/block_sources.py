@@ -97,9 +97,9 @@ class Places:
         found.pop(-1, None)
         return list(found)
 
-    def label(self, place: int, tier: int) -> str:
-        """The holder's label in the index, as in "node-a/dram". `tier` is 0 for the faster one."""
-        return f"{self.names[place]}/{TIERS[int(self.tiers[tier, place])]}"
+    def tier(self, place: int, tier: int) -> str:
+        """The name of a place's tier. `tier` is 0 for the faster one."""
+        return TIERS[int(self.tiers[tier, place])]
 
     def is_local(self, place: int, node: str) -> bool:
         """Whether a place is the kvstore node `node` itself, not an instance or another node."""

@@ -60,9 +60,8 @@ class Longest:
             if start < stop:
                 seconds = float(self._seconds(tier, rows, np.array([stop - start]))[0])
                 nbytes = (stop - start) * spec.block_bytes
-                found.append(
-                    Fetch(start, stop, self.places.label(self.place, tier), nbytes, seconds)
-                )
+                source, name = self.places.names[self.place], self.places.tier(self.place, tier)
+                found.append(Fetch(start, stop, source, name, nbytes, seconds))
         return tuple(found)
 
     def _seconds(self, tier: int, rows: Blocks, blocks: Blocks) -> Floats:

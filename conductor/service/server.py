@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import signal
+import time
 import tomllib
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,8 @@ from tiffin.kvstore.errors import InvalidInput
 
 from ..api.app import create_app
 from ..api.request_bodies import Limits
+from ..recording.recorder import Recorder
+from ..recording.recording_file import BYTES_MAX, RecordingFile
 from ..replicas.replica import SharedConductor
 from ..state.allowed_hosts import host_of
 from ..web.auth import Tokens, check_listen
@@ -57,7 +60,8 @@ _CONFIG_BYTES_MAX = 1 << 20
 class ConductorOptions:
     """The options of a conductor process. `directory` is a URL for `open_directory`, `share` the
     Redis of a `SharedConductor` and its peers, `advertise` the URL at which clients reach it (else
-    where it listens), `credentials` are for the pool's nodes, `otlp_endpoint` is for spans. Raises
+    where it listens), `credentials` are for the pool's nodes, `otlp_endpoint` is for spans,
+    `record` is a file for a recording, of up to `record_bytes`. Raises
     InvalidInput for an invalid combination, InvalidRequest for what is no URL."""
 
     listen: tuple[str, int] = ("127.0.0.1", PORT)
@@ -71,6 +75,8 @@ class ConductorOptions:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     otlp_endpoint: str = ""
+    record: Path | None = None
+    record_bytes: int = BYTES_MAX
 
     def __post_init__(self) -> None:
         check_listen(self.listen[0], self.tokens)
@@ -114,7 +120,7 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     tracing = open_tracing("tiffin-conductor", options.otlp_endpoint)
-    with listening(options.listen) as door:
+    with listening(options.listen) as door, _recording(core, options, loop.time()) as recorder:
         feeding = Feeding(lambda update: core.apply(update, loop.time()), loop)
         app = create_app(
             core,
@@ -124,6 +130,7 @@ async def serve(
             clock=loop.time,
             feeding=feeding,
             tracing=tracing,
+            recorder=recorder,
         )
         service: Service = app.state.service
         server = web_server(
@@ -168,6 +175,21 @@ def _connections(limits: Limits) -> ConnectionLimits:
     return ConnectionLimits(
         limits.connections, per_peer=limits.peer_connections, head_s=limits.head_s
     )
+
+
+@contextlib.contextmanager
+def _recording(core: Conductor, options: ConductorOptions, now: float) -> Iterator[Recorder | None]:
+    """A recorder to the file of the options, if there is one. Raises InvalidInput."""
+    if options.record is None:
+        yield None
+        return
+    with RecordingFile(options.record, options.record_bytes) as file:
+        recorder = Recorder(file.put)
+        recorder.begin(core.settings, now, time.time())
+        try:
+            yield recorder
+        finally:
+            recorder.end()
 
 
 @contextlib.contextmanager

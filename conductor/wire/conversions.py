@@ -163,6 +163,7 @@ def decision_reply(
                 start=one.start,
                 stop=one.stop,
                 source=one.source,
+                tier=one.tier,
                 nbytes=one.nbytes,
                 seconds=one.seconds,
             )

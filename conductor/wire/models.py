@@ -145,7 +145,8 @@ class FetchReply(Reply, frozen=True, kw_only=True):
 
     start: int
     stop: int
-    source: str
+    source: Annotated[str, Meta(description='A node; of the tier "hbm" the id of an instance.')]
+    tier: Annotated[str, Meta(description='Where they are there: "hbm", "dram" or "nvme".')]
     nbytes: int
     seconds: float | None
 

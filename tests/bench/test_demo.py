@@ -24,6 +24,7 @@ from tiffin.bench.demo.engines.model import NEW_TOKENS
 from tiffin.bench.demo.router import DemoPrompt, Router, ServedRequest
 from tiffin.bench.demo.run import Alone, DemoOutcome, Options, objective_s
 from tiffin.bench.serving.conducting import fitted
+from tiffin.bench.traces.recordings import read_recording
 from tiffin.conductor.errors import InvalidRequest
 from tiffin.conductor.records import Rejection, Request
 from tiffin.conductor.wire.models import CandidateReply, EntryReply
@@ -416,6 +417,8 @@ def test_the_quick_demo_runs_and_agrees(tmp_path: Path, nodes: int) -> None:
             str(nodes),
             "--out",
             str(out),
+            "--record",
+            str(tmp_path / "requests.jsonl"),
         ],
         capture_output=True,
         text=True,
@@ -437,6 +440,11 @@ def test_the_quick_demo_runs_and_agrees(tmp_path: Path, nodes: int) -> None:
     short = [r for r in rows if r["moved_tokens"] < r["prompt_tokens"] // 512 * 512]
     assert [r for r in short if not r["not_saved"]] == []
     assert len(short) <= 2, short
+    recording = read_recording(tmp_path / "requests.jsonl")
+    recorded = {one.id: one for one in recording.requests}
+    for row in rows:
+        assert recorded[row["id"]].ttft_s == pytest.approx(row["ttft_s"], abs=0.5)
+        assert recorded[row["id"]].prefill == row["prefill"]
     found, handed = summary["found_blocks"], summary["handed_blocks"]
     assert sum(r["hit_tokens"] for r in rows) == 512 * sum(found.values())
     assert sum(r["moved_tokens"] for r in rows) == 512 * sum(handed.values())

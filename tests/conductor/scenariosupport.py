@@ -196,7 +196,10 @@ def _pairs(*words: str) -> Iterator[tuple[str, str]]:
 def _decided(one: Decision) -> str:
     where = one.prefill if one.prefill == one.decode else f"{one.prefill}, then {one.decode}"
     parts = [f"{one.cached_tokens} tokens cached", f"TTFT {one.predicted_ttft_s:.2f} s"]
-    parts += [f"fetches {fetch.start}:{fetch.stop} from {fetch.source}" for fetch in one.fetches]
+    parts += [
+        f"fetches {fetch.start}:{fetch.stop} from {fetch.source}/{fetch.tier}"
+        for fetch in one.fetches
+    ]
     if one.wait_for:
         parts.append(f"waits for {one.wait_for}")
     parts += [f"or {' then '.join(dict.fromkeys(route))}" for route in one.alternatives]

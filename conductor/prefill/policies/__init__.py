@@ -1,6 +1,14 @@
 """Prefill policies: they choose the prefill instance. One interface, selected by name."""
 
 # Each module registers its policies by name (`policy_registry.policy`).
-from . import joint, kv_cost, kvcache_centric, preble, prefix_aware, simple
+from . import algorithm_1, joint, kv_cost, kvcache_centric, preble, prefix_aware, simple
 
-__all__ = ["joint", "kv_cost", "kvcache_centric", "preble", "prefix_aware", "simple"]
+__all__ = [
+    "algorithm_1",
+    "joint",
+    "kv_cost",
+    "kvcache_centric",
+    "preble",
+    "prefix_aware",
+    "simple",
+]

@@ -294,8 +294,8 @@ class _Search:
         blocks = np.full(len(question.rows), computed.blocks - start)
         seconds = float(self._computed_transfer_s(blocks)[at])
         nbytes = (computed.blocks - start) * int(question.cluster.block_bytes[question.rows[at]])
-        source = f"{question.cluster.name(computed.row)}/hbm"
-        return (Fetch(start, computed.blocks, source, nbytes, seconds),)
+        source = question.cluster.name(computed.row)
+        return (Fetch(start, computed.blocks, source, "hbm", nbytes, seconds),)
 
     def _refined_plan(self, at: int) -> tuple[int, tuple[Fetch, ...]]:
         refined = self.refined
@@ -311,6 +311,6 @@ class _Search:
             if place < 0 or self.places.is_local(place, spec.node):
                 continue
             nbytes = (piece.stop - piece.start) * spec.block_bytes
-            label = self.places.label(place, piece.tier)
-            fetches.append(Fetch(piece.start, piece.stop, label, nbytes, piece.seconds))
+            source, tier = self.places.names[place], self.places.tier(place, piece.tier)
+            fetches.append(Fetch(piece.start, piece.stop, source, tier, nbytes, piece.seconds))
         return int(refined.plans.blocks[candidate]), tuple(fetches)

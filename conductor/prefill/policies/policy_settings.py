@@ -88,6 +88,14 @@ class KvcacheCentricSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=
     """Whether blocks are brought while the request waits in the queue. Algorithm 1 adds the two."""
 
 
+class Algorithm1Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Mooncake's Algorithm 1 to the letter."""
+
+    balancing_threshold: Ratio = 1.2
+    """An instance fetches if the longest prefix is at least this many times its own. Unpublished;
+    the same as that of `kvcache_centric`."""
+
+
 class JointSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Instance and sources of every range of the prompt, chosen together."""
 
@@ -124,4 +132,5 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     kv_cost: KvCostSettings = KvCostSettings()
     preble: PrebleSettings = PrebleSettings()
     kvcache_centric: KvcacheCentricSettings = KvcacheCentricSettings()
+    algorithm_1: Algorithm1Settings = Algorithm1Settings()
     joint: JointSettings = JointSettings()

@@ -33,6 +33,10 @@ def prefill_s(tokens: int, cached: int = 0) -> float:
     return c0 + c1 * (tokens - cached) + c2 * (tokens**2 - cached**2)
 
 
+def load_s(tokens: int) -> float:
+    return tokens * ONE.token_bytes / ONE.settings().transfers.dram_bandwidth_bytes_s
+
+
 @pytest.fixture(scope="module")
 def trace() -> Trace:
     """Conversations, twice as many as four instances can prefill at leisure."""
@@ -62,7 +66,7 @@ def test_a_prompt_that_was_there_before_costs_its_last_token() -> None:
     first, again = (TraceRequest(at_s, 8192, 1, tuple(range(16))) for at_s in (0.0, 60.0))
     jobs = simulate(Trace("two", (first, again)), ONE).jobs
     assert jobs[1].cached_tokens == 8191
-    assert jobs[1].ttft_s == pytest.approx(prefill_s(8192, 8191), abs=1e-6)
+    assert jobs[1].ttft_s == pytest.approx(load_s(8191) + prefill_s(8192, 8191), abs=1e-6)
 
 
 def test_blocks_are_fetched_from_another_node_while_their_prompt_waits() -> None:
@@ -82,7 +86,9 @@ def test_blocks_are_fetched_from_another_node_while_their_prompt_waits() -> None
     fetched = outcome.moved_bytes[busy.decision.prefill, other.decision.prefill]
     assert fetched == 32_768 * outcome.options.token_bytes
     moving_s = fetched / outcome.options.bandwidth_bytes_s + outcome.options.latency_s
+    moving_s += load_s(32_768)
     assert other.ttft_s == pytest.approx(moving_s + prefill_s(33_280, 32_768), abs=1e-6)
+    assert other.by_tier == {"dram": 0, "fetched": 32_768}
 
 
 def test_a_queue_is_that_of_the_theory() -> None:
@@ -115,7 +121,8 @@ def test_what_comes_in_is_served_or_refused_and_bytes_are_those_of_the_blocks(tr
         assert job.first_token_s is not None
         assert job.first_token_s + sum(job.gaps_s) == pytest.approx(job.ended_s)
     to_decode = sum(n for (_, at), n in outcome.moved_bytes.items() if at.startswith("decode"))
-    assert to_decode == sum(job.trace.prompt_tokens for job in served) * options.token_bytes
+    handed = [job for job in served if job.trace.output_tokens > 1]
+    assert to_decode == sum(job.trace.prompt_tokens for job in handed) * options.token_bytes
     between = sum(outcome.moved_bytes.values()) - to_decode
     assert between % (trace.block_tokens * options.token_bytes) == 0, "whole blocks are fetched"
 
@@ -165,3 +172,11 @@ def test_the_command_shows_policies_side_by_side(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["simulate", str(file), "--policy", "best"])
     assert done.exit_code == 2
     assert "kvcache_centric" in done.output, "it names those that there are"
+
+
+def test_a_prompt_finds_what_the_one_before_it_has_just_computed() -> None:
+    """It waits for it on the same instance, and begins at the moment when that ends."""
+    first = TraceRequest(0.0, 8192, 1, tuple(range(16)))
+    second = TraceRequest(0.01, 8192, 1, (*range(15), 99))
+    one, other = simulate(Trace("two", (first, second)), ONE).jobs
+    assert (one.cached_tokens, other.cached_tokens) == (0, 15 * 512)

@@ -24,6 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tiffin.conductor.core.inflight_requests import RequestPhase
 from tiffin.conductor.core.settings import Settings, patched
+from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.errors import (
     Conflict,
     InvalidRequest,
@@ -93,6 +94,23 @@ class TestOneRequest:
         assert seconds(2.001) == idle_s
         tell(made, "a", "tokens", "finished", now=3.0, tokens=3)
         assert made.transfers.in_flight_bytes(node) == 0
+
+    def test_what_it_fetches_is_on_the_way_until_it_has_come(self) -> None:
+        made = conductor(spec("p", Role.PREFILL), spec("q", Role.PREFILL), spec("d", Role.DECODE))
+        made.apply(Added("node-p", "dram", keys("a", 8)), 0.5)
+        made.drain("p", 0.5)  # who has the blocks gets nothing new, and lends them
+        decision = made.schedule(prompt("a"), 1.0)
+        assert isinstance(decision, Decision)
+        (fetch,) = decision.fetches
+        assert (decision.prefill, fetch.source, fetch.tier) == ("q", "node-p", "dram")
+        node = made.cluster.node_number("node-p")
+        assert made.transfers.in_flight_bytes(node) == fetch.nbytes == 8 * (160 << 20)
+        tell(made, "a", "fetched", "fetched", now=1.1)
+        assert made.transfers.in_flight_bytes(node) == 0
+        tell(made, "a", "prefill_done", now=2.0)
+        handed_over = made.transfers.in_flight_bytes(made.cluster.node_number("node-q"))
+        tell(made, "a", "fetched", now=2.1)  # late: it is not the end of the hand-over
+        assert made.transfers.in_flight_bytes(made.cluster.node_number("node-q")) == handed_over > 0
 
     @pytest.mark.parametrize("end", ["cancelled", "finished"])
     def test_it_may_end_while_its_kv_is_on_the_way(self, end: str) -> None:
@@ -225,7 +243,7 @@ class TestPlaces:
             assert far.layerwise
             routes.add((far.prefill, far.decode))
             tell(made, far.request_id, "finished", now=number + 0.9)
-        assert routes == {("p", "both"), ("both", "both")}
+        assert routes == {("p", "both")}
 
     def test_a_context_is_spread_over_several(self) -> None:
         made = conductor(
@@ -511,6 +529,59 @@ class TestSettings:
         assert nothing_is_promised(made)
 
 
+class TestAnInstanceThatAsksWhatIsNext:
+    """`next_prefill` gives each request once, in the order of the queue."""
+
+    def test_the_higher_class_is_first_and_each_is_given_once(self) -> None:
+        made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE))
+        for name, priority in (("a", "low"), ("b", "low"), ("c", "high"), ("d", "normal")):
+            made.schedule(prompt(name, priority=priority), 1.0)
+        assert [made.next_prefill("p", 1.0) for _ in range(5)] == ["a", "c", "d", "b", None]
+
+    def test_the_shortest_is_first_if_the_queue_says_so(self) -> None:
+        queue = {"order": "shortest-first"}
+        made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE), queue=queue)
+        for name, blocks in (("a", 8), ("long", 60), ("short", 2)):
+            made.schedule(prompt(name, blocks), 1.0)
+        assert [made.next_prefill("p", 1.0) for _ in range(3)] == ["a", "short", "long"]
+
+    @pytest.mark.parametrize("heard_first", [True, False])
+    def test_the_end_of_the_one_before_may_be_heard_of_before_or_after(
+        self, heard_first: bool
+    ) -> None:
+        made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE))
+        for name in ("a", "b"):
+            made.schedule(prompt(name), 1.0)
+        assert made.next_prefill("p", 1.0) == "a"
+        if heard_first:
+            tell(made, "a", "prefill_done", now=2.0)
+        assert made.next_prefill("p", 2.0) == "b"
+        if not heard_first:
+            tell(made, "a", "prefill_done", now=2.1)
+        assert made.next_prefill("p", 3.0) is None
+        tell(made, "b", "prefill_done", now=3.1)
+        assert made.cluster.queued[made.cluster.row("p")] == 0
+        assert len(made.queues) == 0
+
+    def test_one_that_is_scheduled_there_again_is_given_again(self) -> None:
+        made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE))
+        made.schedule(prompt("a"), 1.0)
+        assert made.next_prefill("p", 1.0) == "a"
+        tell(made, "a", "cancelled", now=1.5)
+        made.schedule(prompt("a"), 2.0)
+        assert made.next_prefill("p", 2.0) == "a"
+
+    def test_a_row_that_is_used_again_has_given_nothing(self) -> None:
+        made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE))
+        made.schedule(prompt("a"), 1.0)
+        assert made.next_prefill("p", 1.0) == "a"
+        made.remove("p", 2.0)
+        made.register(spec("p", Role.PREFILL), 3.0)
+        assert made.next_prefill("p", 3.0) is None
+        with pytest.raises(UnknownInstance):
+            made.next_prefill("q", 3.0)
+
+
 class Life(RuleBasedStateMachine):
     """Requests, events, instances and time, in any order, repeated, too late, or of unknown
     requests."""
@@ -548,6 +619,18 @@ class Life(RuleBasedStateMachine):
             self.made.observe(RequestEvent(f"r{number}", kind, tokens), self.now)
         except UnknownRequest:
             assert not known
+
+    @rule(number=st.integers(0, 4))
+    def ask(self, number: int) -> None:
+        try:
+            given = self.made.next_prefill(f"i{number}", self.now)
+        except UnknownInstance:
+            return
+        if given is not None:
+            flight = self.made.ledger.get(given)
+            assert flight is not None
+            assert flight.phase is RequestPhase.PREFILL
+            assert flight.prefill_row == self.made.cluster.row(f"i{number}")
 
     @rule(number=st.integers(0, 4), role=st.sampled_from(list(Role)))
     def come(self, number: int, role: Role) -> None:
@@ -655,3 +738,23 @@ def test_a_hot_prompt_does_not_fill_whoever_was_measured_to_be_the_fastest() -> 
         for name in made.cluster.names:
             made.heartbeat(name, Load(), now)
     assert max(placed.values()) - min(placed.values()) <= 1
+
+
+def test_a_load_that_nobody_foresaw_is_not_taken_for_slow_hardware() -> None:
+    """Requests are admitted on an idle instance, then others come: each step takes as long as the
+    profile says for the batch that there is."""
+    made = conductor(spec("a"), calibration={"step": 0.1})
+    others, tokens = Load(running=64, context_tokens=500_000), 100
+    for number in range(8):
+        name, now = f"r{number}", 100.0 * number
+        made.heartbeat("a", Load(running=0, context_tokens=0), now)
+        assert isinstance(made.schedule(prompt(name), now), Decision)
+        made.heartbeat("a", others, now)
+        tell(made, name, "prefill_done", "first_token", now=now + 1.0)
+        row = made.cluster.row("a")
+        batch, context = made.cluster.batch[row], made.cluster.context_tokens[row]
+        d0, d1, d2 = latency_profiles.load(PROFILE).decode
+        took_s = tokens * (d0 + d1 * batch + d2 * (context + tokens / 2))
+        tell(made, name, "tokens", now=now + 1.0 + took_s, tokens=tokens)
+        tell(made, name, "finished", now=now + 1.0 + took_s)
+    assert made.calibration.tbt_factor("a") == pytest.approx(1.0, abs=0.01)

@@ -68,6 +68,15 @@ def test_a_long_prompt_leaves_those_that_decode_alone() -> None:
     assert (long.prefill, long.decode, long.placement) == ("p", "both", "predicted")
 
 
+@pytest.mark.parametrize(("form", "where"), [("remote", "p"), ("rule", "p"), ("local", "both")])
+def test_a_form_holds_wherever_the_policy_would_prefill(form: str, where: str) -> None:
+    """Also if the policy itself chooses the instance that decodes: here the other has a queue."""
+    made = pair(form)
+    made.heartbeat("p", Load(queued_prefill_tokens=20_000, queued=2), 1.0)
+    long = decided(made, prompt("b", 16))
+    assert (long.prefill, long.decode) == (where, "both")
+
+
 def test_a_cached_prompt_is_prefilled_where_its_blocks_are() -> None:
     made = pair()
     busy(made, 4)

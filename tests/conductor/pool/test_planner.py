@@ -180,6 +180,15 @@ class TestScale:
             wanted.append(plan.instances_wanted)
         assert wanted == [8, 8, 2, 2]
 
+    def test_fewer_only_as_far_as_all_of_these_intervals_agree(self) -> None:
+        """One quiet minute after two in which six were enough: not two instances, but six."""
+        one = planner()
+        for rate in (3.4, 3.4, 0.5):
+            one.observe(interval(rate))
+            plan = one.plan(fleet(6, 2), 0.0)
+        assert plan is not None
+        assert plan.instances_wanted == 5 + 1
+
     def test_mixed_ones_share_their_time(self) -> None:
         """One request per second is 1.11 of prefill and 0.1 of decode; at 0.8, 1.5 instances."""
         one = planner()

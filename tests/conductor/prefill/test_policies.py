@@ -24,6 +24,7 @@ from tiffin.conductor.prefill.policies.policy_settings import (
 )
 
 NAMES = (
+    "algorithm_1",
     "joint",
     "kv_cost",
     "kvcache_centric",
@@ -63,7 +64,7 @@ def loaded_worlds(draw: st.DrawFn) -> tuple[World, list[tuple[int, int, int]]]:
 def test_all_are_there_by_name() -> None:
     assert tuple(policy_registry.names()) == NAMES
     assert [policy_registry.policy(name).name for name in NAMES] == list(NAMES)
-    with pytest.raises(InvalidRequest, match="no policy 'best'; there are joint, kv_cost"):
+    with pytest.raises(InvalidRequest, match="no policy 'best'; there are algorithm_1, joint"):
         policy_registry.policy("best")
 
 
@@ -87,7 +88,7 @@ def test_each_explains_its_choice_in_finite_numbers(
     assert (choice.ttft_s >= np.array(least_s) * (1 - 1e-9)).all()
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "round_robin"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("algorithm_1", "round_robin")])
 def test_each_spreads_what_is_equal(name: str) -> None:
     world = World(blocks=2, instances=[Inst() for _ in range(3)])
     chosen = Counter(
@@ -232,7 +233,7 @@ def test_kv_cost_fetches_what_it_gave_credit_for() -> None:
     world = World(6, [Inst("a")], nodes, links)
     policy = policy_registry.policy("kv_cost")
     choice = policy.choose(world.question())
-    assert [(f.start, f.stop, f.source) for f in choice.fetches] == [(0, 6, "far/dram")]
+    assert [(f.start, f.stop, f.source, f.tier) for f in choice.fetches] == [(0, 6, "far", "dram")]
     assert choice.cached_blocks == 6
     alone = policy.choose(world.question(PolicySettings(kv_cost=KvCostSettings(shared_credit=0))))
     assert (alone.cached_blocks, alone.fetches) == (0, ())
@@ -282,7 +283,9 @@ def test_preble_is_e2(
 # -- a hot prefix ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["kvcache_centric", "joint", "kv_cost", "preble", "prefix_aware"])
+@pytest.mark.parametrize(
+    "name", ["algorithm_1", "kvcache_centric", "joint", "kv_cost", "preble", "prefix_aware"]
+)
 def test_a_hot_prefix_does_not_herd(name: str) -> None:
     """200 requests for one prefix that one of 8 instances has. Each request joins a queue, and an
     instance that has fetched or computed the prefix has it from then on. No instance may get more
@@ -316,7 +319,7 @@ def test_places_leave_out_who_is_not_registered() -> None:
     world = World(2, [Inst("a", hbm=frozenset({0})), Inst()], {"a": Node(nvme=frozenset({0, 1}))})
     question = world.question()
     assert question.places.names == ["i0", "a"]
-    assert [question.places.label(1, tier) for tier in (0, 1)] == ["a/dram", "a/nvme"]
+    assert [question.places.tier(1, tier) for tier in (0, 1)] == ["dram", "nvme"]
     fast, whole = question.places.lengths(question.match)
     assert (fast.tolist(), whole.tolist()) == ([1, 0], [1, 2])
     empty = Places()
@@ -330,6 +333,7 @@ def test_places_leave_out_who_is_not_registered() -> None:
         {"name": ""},
         {"joint": {"sources_max": 0}},
         {"kvcache_centric": {"balancing_threshold": 0.5}},
+        {"algorithm_1": {"balancing_threshold": 0.5}},
         {"kv_cost": {"device_credit": 1.5}},
         {"kv_cost": {"temperature": float("nan")}},
         {"preble": {"window_s": 180}},

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Makes an environment for each peer of `tiffin bench peers`, beside ours and without changing it:
+#
+#   install.sh PYTHON FOLDER [PEER ...]
+#
+# PEER is mooncake, lmcache, dynamo or sglang; the default is all four: 2.3 GB in FOLDER, most of it
+# LMCache's torch. pip must find torch's builds for CPUs, in its configuration or by
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# Mooncake also needs libraries of the system: apt install libibverbs1 librdmacm1 libnuma1
+set -euo pipefail
+python=$1 folder=$2
+shift 2
+
+environment() { # NAME REQUIREMENT ...
+    "$python" -m venv "$folder/$1"
+    "$folder/$1/bin/pip" install --quiet "${@:2}"
+}
+
+mooncake() {
+    environment mooncake mooncake-transfer-engine-non-cuda==0.3.13.post1 numpy==2.4.6
+}
+
+# Without most of its dependencies, which are for GPUs and for clouds: these are what its storage
+# backends and its hashes import.
+lmcache() {
+    environment lmcache torch==2.13.0+cpu numpy==2.2.6 aiofile aiohttp blake3 cachetools cryptography \
+        httpx msgspec numba nvtx "opentelemetry-sdk<=1.40" "opentelemetry-exporter-otlp<=1.40" \
+        "opentelemetry-exporter-prometheus<=0.61b0" "prometheus-client<=0.24.1" psutil py-cpuinfo \
+        pyyaml pyzmq redis safetensors "setuptools<81" sortedcontainers transformers
+    "$folder/lmcache/bin/pip" install --quiet --no-deps lmcache==0.5.6
+}
+
+dynamo() {
+    environment dynamo ai-dynamo-runtime==1.6.1
+}
+
+sglang() {
+    environment sglang sglang-router==0.3.2
+}
+
+for peer in "${@:-mooncake lmcache dynamo sglang}"; do
+    for name in $peer; do "$name"; done
+done

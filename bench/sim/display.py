@@ -1,0 +1,59 @@
+"""Tables of simulations, side by side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .outcomes import Summary
+
+
+def table(title: str, summaries: Sequence[Summary], goodputs: Sequence[float] = ()) -> Table:
+    """A column for each summary. `goodputs`: times of the trace's rate, of each."""
+    made = Table(title=title, title_justify="left")
+    made.add_column("")
+    for one in summaries:
+        made.add_column(one.policy, justify="right")
+    rows = [
+        ("requests", [f"{s.requests:,}" for s in summaries]),
+        ("rejected", [_rejected(s) for s in summaries]),
+        ("TTFT mean", [f"{s.ttft_s.mean:.2f} s" for s in summaries]),
+        *(
+            (f"TTFT {name}", [f"{getattr(s.ttft_s, name):.2f} s" for s in summaries])
+            for name in ("p50", "p90", "p99")
+        ),
+        *(
+            (f"TBT {name}", [f"{getattr(s.tbt_s, name) * 1e3:.0f} ms" for s in summaries])
+            for name in ("p50", "p90", "p99")
+        ),
+        ("met the objectives", [_share(s.attained) for s in summaries]),
+        *(
+            [("goodput, of this rate", [f"{times:.2f} x" for times in goodputs])]
+            if goodputs
+            else []
+        ),
+        ("prompt tokens found", [f"{s.hit_share:.1%}" for s in summaries]),
+        ("an ideal pool's", [f"{s.ideal_hit_share:.1%}" for s in summaries]),
+        ("GPU time of a prefill", [f"{s.compute_s:.3f} s" for s in summaries]),
+        ("moved", [f"{s.moved_bytes / 1e12:.2f} TB" for s in summaries]),
+        ("of it for prompts", [f"{s.usage.fetched_bytes / 1e12:.2f} TB" for s in summaries]),
+        ("evenness of prefills", [f"{s.usage.evenness:.3f}" for s in summaries]),
+        ("predicted TTFT, bias", [f"{s.ttft_bias:+.1%}" for s in summaries]),
+        ("predicted TTFT, p90 error", [f"{s.ttft_error_p90:.1%}" for s in summaries]),
+    ]
+    for name, values in rows:
+        made.add_row(name, *values)
+    return made
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def _rejected(summary: Summary) -> str:
+    by_reason = ", ".join(f"{count:,} {reason}" for reason, count in summary.rejected.items())
+    return by_reason or "0"

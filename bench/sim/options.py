@@ -1,0 +1,87 @@
+"""What is simulated: a cluster, its conductor, and how requests come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tiffin.conductor.core.settings import Settings, patched
+from tiffin.conductor.cost import latency_profiles
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationOptions:
+    """A cluster and its conductor.
+
+    The defaults are Mooncake's test-bed (FAST '25, section 5): Llama-3-70B on nodes of eight A800
+    with four cards of 200 Gb/s, of which its transfer engine gets 87 GB/s (figure 12), 327,680
+    bytes of KV per token, and 3 million tokens of memory per node (figure 10).
+
+    **Prefill.** `order`: in that of arrival, or as `Conductor.next_prefill` says, by
+    its `queue_order`. A prompt is
+    computed in chunks of `chunk_tokens` (0: whole), by `stages` nodes in a pipeline (section 4.1 of
+    the paper: chunked pipeline parallelism). `layerwise`: loading blocks, fetching them and handing
+    KV over overlap with computing, of which only one of `layers` is left to be waited for.
+
+    **Tiers.** Tokens of KV that a prefill instance keeps in HBM, and its node in memory and on
+    NVMe; 0: no such tier. Blocks are loaded at the bandwidths of `Settings.transfers`.
+
+    **Decode.** `kv_capacity_tokens` and `batch_max` limit a batch. `preemption`: none, as a request
+    joins only if there is room for its whole answer; or "recompute" and "swap": what is done with
+    its KV if there is not (`DecodeInstance`).
+
+    **The conductor.** `use_lengths`: whether its admission forecasts with predicted lengths of
+    answers, else all take as long. `fetches`: whether instances fetch blocks from others' nodes.
+
+    **What the conductor hears** comes `late_s` late, and up to `late_jitter_s` later; loads come
+    every `heartbeat_s`. `noise`: computing and decoding take times with this standard deviation of
+    their logarithm, and the profile's mean.
+
+    `replication`: whether nodes carry out the conductor's orders to copy hot blocks. What it takes
+    to find these, every heartbeat, doubles the time of a simulation.
+
+    **Requests** come when the trace says so; `closed`: the next turn of a conversation not before
+    the answer to the one before.
+    """
+
+    prefill: int = 8
+    decode: int = 8
+    policy: str = "kvcache_centric"
+    admission: str = "off"
+    profile: str = latency_profiles.DEFAULT
+    decode_profile: str = ""  # of instances that decode; empty for the same
+    token_bytes: int = 327_680
+    order: Literal["arrival", "conductor"] = "arrival"
+    queue_order: Literal["fcfs", "shortest-first", "longest-first"] = "fcfs"
+    chunk_tokens: int = 0
+    stages: int = 1
+    layerwise: bool = False
+    layers: int = 80
+    hbm_cache_tokens: int = 0
+    cache_tokens: int = 3_000_000
+    nvme_cache_tokens: int = 0
+    eviction: str = "lru"
+    kv_capacity_tokens: int = 1_000_000
+    batch_max: int = 256
+    preemption: Literal["none", "recompute", "swap"] = "none"
+    bandwidth_bytes_s: float = 87e9
+    latency_s: float = 1e-3
+    late_s: float = 0.1
+    late_jitter_s: float = 0.0
+    heartbeat_s: float = 1.0
+    noise: float = 0.0
+    use_lengths: bool = True
+    fetches: bool = True
+    closed: bool = False
+    replication: bool = False
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    seed: int = 0
+
+    def settings(self) -> Settings:
+        """Of the conductor. Raises InvalidRequest for a policy that does not exist."""
+        admission = {"mode": self.admission, "use_lengths": self.use_lengths}
+        changes = {"policy": {"name": self.policy}, "admission": admission}
+        links = {"link_bandwidth_bytes_s": self.bandwidth_bytes_s, "link_latency_s": self.latency_s}
+        queue = {"order": self.queue_order}
+        return patched(Settings(), {**changes, "transfers": links, "queue": queue})
