@@ -3,7 +3,11 @@ of both pools swing against each other (figures 9 and 10), a prediction damps th
 many requests each refuses.
 
 Published are: the model, 8 and 8 instances, a trace of 23,000 requests at twice its speed for table
-3; 20 machines and 20 minutes for figure 9. What is not, is chosen once, for all modes:
+3; 20 machines and 20 minutes for figure 9. On 8 and 8 nothing is refused here, and other clusters
+that were tried do not swing either: with room for KV as elsewhere (a million tokens of context) a
+full memory refuses requests before TBT does; with a TBT of 100 ms, or half of the trace, early
+rejection finds a balance. So the cluster is one that was looked for, in which loads can swing: it
+shows that they do in our conductor, not that they do in general. It is the same for all modes:
 
 - TTFT of 30 s, as for the same trace in section 8.1.3;
 - TBT of 75 ms: the lowest load of decode in figure 9 is 35%, and a step of one request on this
@@ -68,6 +72,15 @@ ONE_LENGTH = WorkloadParameters(
     pause=LogNormal(1, 0),
 )
 ONE_LENGTH_REQUESTS = 7_000
+
+_SWING = """The lowest load of decode is higher than the paper's: that is not explained. Prediction
+damps the load of prefill by keeping it full; decode, whose objective it exceeds, is not damped."""
+_ORDER = """The paper's order does not come out. On 8 and 8 instances nothing is refused: this
+hardware profile carries twice the trace's rate (13 requests a second of 0.48 s of prefill are 6.3
+of 8 instances). With both pools short, the second check of "baseline" refuses fewer than the first
+one of "early" and "predictive", whose forecasts of decode err by 8 to 10 ms at 20 s ahead, of an
+objective of 75: of what they refuse, most would have been served in time, by the conductor's own
+shadow accounts. That this error is the cause was not isolated."""
 # The look-alike in 20 minutes: 19 requests/s, of which either pool can do some 16.
 SPEED = 3.0
 WARM_S, STOP_S = 100.0, 1200.0
@@ -190,7 +203,7 @@ def oscillation(effort: Effort, tell: Tell) -> Evidence:
         ),
     )
     return Evidence(
-        tuple(comparisons), statements, tuple(_plot(mode, found[mode]) for mode in MODES)
+        tuple(comparisons), statements, tuple(_plot(mode, found[mode]) for mode in MODES), (_SWING,)
     )
 
 
@@ -217,7 +230,7 @@ def rejections(effort: Effort, tell: Tell) -> Evidence:
             comparisons.append(Comparison(f"rejected, {what}", ratio, rejected))
             comparisons.append(Comparison(f"rejected or late, {what}", ratio, failed))
         statements += _rejection_statements(name, found)
-    return Evidence(tuple(comparisons), tuple(statements))
+    return Evidence(tuple(comparisons), tuple(statements), notes=(_ORDER,))
 
 
 def _rejection_statements(name: str, found: dict[str, Overloaded]) -> list[Statement]:

@@ -1,6 +1,7 @@
 """Mooncake's comparison of schedulers (FAST '25, figure 5): the conversation trace on 16 nodes.
 
-The rate is not published. Here it is the trace's own, on 8 and 8 instances.
+Neither the rate nor how many of the nodes prefill is published. Here 8 of them do, at the trace's
+own rate and at others.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from ...sim.outcomes import summarise
 from ...sim.simulation import SimulationOptions, simulate
-from ..evidence import Comparison, Evidence, Statement
+from ...traces.scaling import at_rate
+from ..evidence import Comparison, Evidence, Line, Plot, Statement
 from ..inputs import conversation
 from ..registry import reproduction
 
@@ -23,22 +25,46 @@ PUBLISHED_TTFT_S = {
     "prefix_aware": 3.58,
     "kvcache_centric": 3.07,
 }
+RATES = (1.0, 1.3, 1.6)  # times the trace's own
+
+_NOTE = """The paper's times are longer: at 1.3 times the rate that of random is met, and those of
+the others are still half. So it is not the rate alone that differs; the number of nodes that
+prefill and the engine's own delays are not published."""
 
 
 @reproduction("mooncake-scheduling", "Schedulers compared", "Mooncake, FAST '25, figure 5")
 def scheduling(effort: Effort, tell: Tell) -> Evidence:
     """Mean TTFT under each policy."""
-    found = {}
-    for policy in PUBLISHED_TTFT_S:
-        tell(policy)
-        options = SimulationOptions(policy=policy, seed=effort.seeds[0])
-        outcome = simulate(conversation(), options)
-        found[policy] = summarise(conversation(), outcome).ttft_s.mean
-    comparisons = [
-        Comparison(f"mean TTFT, {policy}", published, found[policy], "s")
+    found: dict[str, list[float]] = {policy: [] for policy in PUBLISHED_TTFT_S}
+    for rate in RATES:
+        trace = at_rate(conversation(), rate)
+        for policy, means_s in found.items():
+            tell(f"{policy}, {rate} x")
+            options = SimulationOptions(policy=policy, seed=effort.seeds[0])
+            means_s.append(summarise(trace, simulate(trace, options)).ttft_s.mean)
+    comparisons = tuple(
+        Comparison(f"mean TTFT, {policy}", published, found[policy][0], "s")
         for policy, published in PUBLISHED_TTFT_S.items()
-    ]
-    order = sorted(found, key=lambda policy: found[policy], reverse=True)
-    figures = ", ".join(f"{policy} {found[policy]:.2f} s" for policy in order)
-    same = order == list(PUBLISHED_TTFT_S)
-    return Evidence(tuple(comparisons), (Statement("the order of the four", same, figures),))
+    )
+    return Evidence(comparisons, tuple(_statements(found)), (_plot(found),), (_NOTE,))
+
+
+def _statements(found: dict[str, list[float]]) -> list[Statement]:
+    said = []
+    for at, rate in enumerate(RATES):
+        order = sorted(found, key=lambda policy: found[policy][at], reverse=True)
+        figures = ", ".join(f"{policy} {found[policy][at]:.2f} s" for policy in order)
+        said.append(
+            Statement(f"the order of the four, {rate} x", order == list(PUBLISHED_TTFT_S), figures)
+        )
+    return said
+
+
+def _plot(found: dict[str, list[float]]) -> Plot:
+    lines = [Line(policy, RATES, tuple(means_s)) for policy, means_s in found.items()]
+    paper = Line("paper, rate unknown", (1.0,) * 4, tuple(PUBLISHED_TTFT_S.values()), "dots")
+    return Plot(
+        *("mooncake-scheduling", "Mean TTFT by scheduler, conversation on 8 and 8 nodes"),
+        *("times the trace's rate", "mean TTFT (s)", (*lines, paper)),
+        log_y=True,
+    )
