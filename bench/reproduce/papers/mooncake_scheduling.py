@@ -64,7 +64,10 @@ def _plot(found: dict[str, list[float]]) -> Plot:
     lines = [Line(policy, RATES, tuple(means_s)) for policy, means_s in found.items()]
     paper = Line("paper, rate unknown", (1.0,) * 4, tuple(PUBLISHED_TTFT_S.values()), "dots")
     return Plot(
-        *("mooncake-scheduling", "Mean TTFT by scheduler, conversation on 8 and 8 nodes"),
-        *("times the trace's rate", "mean TTFT (s)", (*lines, paper)),
+        "mooncake-scheduling",
+        "Mean TTFT by scheduler, conversation on 8 and 8 nodes",
+        "times the trace's rate",
+        "mean TTFT (s)",
+        (*lines, paper),
         log_y=True,
     )
