@@ -73,8 +73,18 @@ class Http:
     """A connection with one request at a time, blocking. Answers have a Content-Length."""
 
     def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection((LOOPBACK, port), 30.0)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._port = port
+        self._socket = self._connect()
+
+    def renew(self) -> None:
+        """Connect again: servers close connections that were idle for seconds."""
+        self._socket.close()
+        self._socket = self._connect()
+
+    def _connect(self) -> socket.socket:
+        connected = socket.create_connection((LOOPBACK, self._port), 30.0)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connected
 
     def ask(self, raw: bytes) -> bytes:
         """The body of the answer. Raises ConnectionError for a status that is no success."""

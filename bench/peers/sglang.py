@@ -131,7 +131,13 @@ def _rows(
 def _requests(to: Http, raw: list[bytes], number: int) -> Callable[[], list[float]]:
     """A turn of so many requests, from where the last turn ended."""
     endless = cycle(raw)
-    return lambda: to.seconds(islice(endless, number))
+
+    def turn() -> list[float]:
+        to.renew()
+        to.ask(next(endless))  # the first one on a connection does not count
+        return to.seconds(islice(endless, number))
+
+    return turn
 
 
 class _Scheduled:
@@ -150,6 +156,8 @@ class _Scheduled:
     def __call__(self) -> list[float]:
         """A turn. Requests are then reported as finished, which is not timed."""
         seconds, names = [], []
+        self._conductor.renew()
+        self._worker.renew()
         for tokens, keys, raw in islice(self._talks, self._number):
             name = f"request-{next(self._names)}"
             start_s = time.perf_counter()
