@@ -115,6 +115,10 @@ def simulated(
     layerwise: Annotated[
         bool, typer.Option("--layerwise", help="Loads and hand-overs overlap with computing.")
     ] = False,
+    kv_tokens: Annotated[
+        int,
+        typer.Option(min=1, metavar="TOKENS", help="Of context, that an instance has room for."),
+    ] = _DEFAULTS.kv_capacity_tokens,
     preemption: Annotated[
         Preemption, typer.Option(help="Of answers for which the memory is too small.")
     ] = Preemption.NONE,
@@ -160,6 +164,7 @@ def simulated(
         stages=stages,
         layerwise=layerwise,
         preemption=preemption.value,
+        kv_capacity_tokens=kv_tokens,
         closed=closed,
     )
     try:
