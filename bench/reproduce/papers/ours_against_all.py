@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from ..registry import Tell
 
 RATES = (1.25, 1.8)
-# Those between are for the plot: one seed, and who is worth looking at.
-PLOTTED_RATES = (1.0, 1.25, 1.5, 1.8)
+# The one between is for the plot: one seed, and who is worth looking at.
+PLOTTED_RATES = (1.25, 1.5, 1.8)
 PLOTTED = (ORACLE, *OURS, "algorithm_1", "kv_cost", "prefix_aware")
 # Of the trace, in its own time, for goodput with the default effort.
 SHORT_S = 900.0
