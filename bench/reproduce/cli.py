@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path  # noqa: TC003 # typer reads it
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +19,11 @@ from tiffin.kvstore.errors import InvalidInput
 from .plots import png
 from .registry import Effort, Reproduction, named, reproductions
 from .report import Finding, html_page, markdown, tables
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .registry import Tell
 
 _console = Console()
 _progress_console = Console(stderr=True)
@@ -35,6 +43,9 @@ def reproduce(
     full: Annotated[
         bool, typer.Option("--full", help="More seeds, for closer confidence: some hours.")
     ] = False,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="At a time, in processes of their own.")
+    ] = os.cpu_count() or 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")] = False,
     html: Annotated[
         Path | None, typer.Option(help="Write a report with plots, one file.", dir_okay=False)
@@ -67,30 +78,61 @@ def reproduce(
     except InvalidInput as error:
         _console.print(f"tiffin reproduce: {error}", style="red", highlight=False, markup=False)
         raise typer.Exit(2) from error
-    effort = Effort.full() if full else Effort()
-    findings = []
-    for one in chosen:
-        findings.append(_run(one, effort))
-        if not as_json:
-            for table in tables(findings[-1]):
-                _console.print(table)
-            for note in findings[-1].evidence.notes:
-                _console.print(note, highlight=False, markup=False)
+    findings, failed = _run_all(chosen, Effort.full() if full else Effort(), jobs)
     if as_json:
         typer.echo(json.dumps([one.plain() for one in findings], indent=2))
+    else:
+        for finding in findings:
+            _show(finding)
     _write(findings, html, plots, as_markdown)
+    for name, error in failed.items():
+        _console.print(f"tiffin reproduce: {name} failed: {error}", style="red", markup=False)
+    if failed:
+        raise typer.Exit(1)
 
 
-def _run(one: Reproduction, effort: Effort) -> Finding:
-    start = time.monotonic()
+def _run_all(
+    chosen: Sequence[Reproduction], effort: Effort, jobs: int
+) -> tuple[list[Finding], dict[str, str]]:
+    """All findings, and the errors of those that failed."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     hidden = not _progress_console.is_terminal
     with Progress(*columns, console=_progress_console, transient=True, disable=hidden) as progress:
-        task = progress.add_task(one.name)
-        evidence = one.run(
-            effort, lambda text: progress.update(task, description=f"{one.name}: {text}")
-        )
-    return Finding(one, evidence, time.monotonic() - start)
+        task = progress.add_task("")
+
+        def tell(text: str) -> None:
+            progress.update(task, description=text)
+
+        if min(jobs, len(chosen)) == 1:
+            return [run(one, effort, tell) for one in chosen], {}
+        return _in_processes(chosen, effort, jobs, tell)
+
+
+def _in_processes(
+    chosen: Sequence[Reproduction], effort: Effort, jobs: int, tell: Tell
+) -> tuple[list[Finding], dict[str, str]]:
+    # Not forked: numpy's threads may hold locks.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        running = {pool.submit(run, one, effort): one.name for one in chosen}
+        for count, done in enumerate(as_completed(running), start=1):
+            tell(f"{count} of {len(chosen)}, the last one was {running[done]}")
+    errors = {name: one.exception() for one, name in running.items()}
+    failed = {name: f"{type(e).__name__}: {e}" for name, e in errors.items() if e is not None}
+    return [one.result() for one, name in running.items() if name not in failed], failed
+
+
+def run(one: Reproduction, effort: Effort, tell: Tell = lambda text: None) -> Finding:
+    """Run one, here."""
+    start = time.monotonic()
+    return Finding(one, one.run(effort, tell), time.monotonic() - start)
+
+
+def _show(finding: Finding) -> None:
+    for table in tables(finding):
+        _console.print(table)
+    for note in finding.evidence.notes:
+        _console.print(note, highlight=False, markup=False)
 
 
 def _write(

@@ -62,7 +62,7 @@ be. For code the spread of HumanEval's lengths is an assumption: 6.7, 12.6 and 2
 sigma of 0.2, 0.35 and 0.5. An idle vLLM meets the objective of chat with OPT-13B for 88.8% only, so
 there is no ratio. With the same engine speed, roles apart gain 21 to 59% where any two nodes can be
 paired, and within a node for summaries only. Pipeline stages cost nothing, as in the simulator of
-the paper's repository, which favours deep pipelines. Means of lengths are from notes on the paper."""
+the paper's repository, so deep pipelines are favoured. Means of lengths are from notes on it."""
 
 
 @reproduction(
