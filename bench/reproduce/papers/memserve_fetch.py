@@ -32,6 +32,14 @@ BANDWIDTHS_BYTES_S = (1e9, 2e9, 4e9, 8e9, 16e9, 32e9, 87e9)
 QUEUED, RIVALS = (0, 1), (0, 1, 3)
 
 
+NOTES = (
+    "kvcache_centric is wrong only behind a queue: as in Mooncake's Algorithm 1, it adds the time "
+    "in the queue and that of the transfer, which overlap here. joint knows that they do.",
+    "Rivals fetch as much as the prompt itself: the conductor takes a card for a queue and the "
+    "network shares it, which is the same for equal sizes.",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Judged:
     """A cell, and its TTFT by each way: those of the policies' decisions, "always" and "never"."""
@@ -108,7 +116,7 @@ def fetch_or_recompute(effort: Effort, tell: Tell) -> Evidence:
                 + " in the mean",
             ),
         ]
-    return Evidence((), tuple(statements), (_plot(judged),))
+    return Evidence((), tuple(statements), (_plot(judged),), NOTES)
 
 
 def _shares(judged: list[Judged]) -> str:
