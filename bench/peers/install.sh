@@ -4,8 +4,7 @@
 #   install.sh PYTHON FOLDER [PEER ...]
 #
 # PEER is mooncake, lmcache, dynamo or sglang; the default is all four: 2.3 GB in FOLDER, most of it
-# LMCache's torch. pip must find torch's builds for CPUs, in its configuration or by
-# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# LMCache's torch. pip must find torch's builds for CPUs, as for tests/engines/install.sh.
 # Mooncake also needs libraries of the system: apt install libibverbs1 librdmacm1 libnuma1
 set -euo pipefail
 python=$1 folder=$2
