@@ -85,8 +85,8 @@ def reproduce(
         for finding in findings:
             _show(finding)
     _write(findings, html, plots, as_markdown)
-    for name, error in failed.items():
-        _console.print(f"tiffin reproduce: {name} failed: {error}", style="red", markup=False)
+    for name, why in failed.items():
+        _console.print(f"tiffin reproduce: {name} failed: {why}", style="red", markup=False)
     if failed:
         raise typer.Exit(1)
 
