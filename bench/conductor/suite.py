@@ -34,32 +34,32 @@ def _policies(setting: Setting) -> list[Row]:
 
 
 def _walk(setting: Setting) -> list[Row]:
-    from . import index
+    from ..conductor import index
 
     return index.walk(setting.sizes.instances, setting.sizes.rounds)
 
 
 def _events(setting: Setting) -> list[Row]:
-    from . import index
+    from ..conductor import index
 
     sizes = setting.sizes
     return index.events(sizes.index_blocks, sizes.instances, sizes.index_rounds)
 
 
 def _memory(setting: Setting) -> list[Row]:
-    from . import index
+    from ..conductor import index
 
     return index.memory(setting.sizes.index_blocks)
 
 
 def _resync(setting: Setting) -> list[Row]:
-    from . import index
+    from ..conductor import index
 
     return index.resync(setting.sizes.index_blocks, setting.sizes.index_rounds)
 
 
 def _folding(setting: Setting) -> list[Row]:
-    from . import index
+    from ..conductor import index
 
     return index.folding(setting.sizes.folded_blocks, setting.sizes.index_rounds)
 

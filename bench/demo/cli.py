@@ -181,7 +181,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _run(chosen: dict[str, Any], quick: bool, out: Path, as_json: bool) -> dict[str, Any]:
-    from . import decisions, report
+    from ..demo import decisions, report
     from .plot import plot
     from .run import Options, run
 

@@ -28,9 +28,9 @@ from tiffin.kvstore.cli.local.local_pool import LocalPool, LocalPoolOptions
 from tiffin.kvstore.errors import NodeUnavailable
 from tiffin.kvstore.sizes import parse_bytes
 
+from ..demo import overload
 from ..serving.conducting import PROFILE, conductor, fitted
 from ..serving.errors import ProcessFailed
-from . import overload
 from .engines.children import Crew, EngineProcess
 from .engines.model import FULL, QUICK, VOCAB, ModelSize
 from .engines.trace import load_slice, tokens_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..sim.goodput import TARGET_SHARE, highest_rate
+from ..sim.results.goodput import TARGET_SHARE, highest_rate
 from .batching_role import Engine, colocated_s, decode_tbt_s, mean_gap_s
 from .prefill_role import first_tokens_s
 

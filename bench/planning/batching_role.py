@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..sim.outcomes import longest_tenth_s
+from ..sim.results.outcomes import longest_tenth_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

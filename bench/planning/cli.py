@@ -17,7 +17,7 @@ from tiffin.conductor.errors import ConductorError
 from tiffin.kvstore.errors import InvalidInput
 
 from ..display import number
-from ..sim.simulation import SimulationOptions
+from ..sim.cluster.simulation import SimulationOptions
 from ..traces.readers import read
 from .families import family
 from .plan import Plan, Question, plan

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..sim.goodput import TARGET_SHARE, highest_rate
-from ..sim.outcomes import attained_share
-from ..sim.simulation import simulate
+from ..sim.cluster.simulation import simulate
+from ..sim.results.goodput import TARGET_SHARE, highest_rate
+from ..sim.results.outcomes import attained_share
 from ..traces.scaling import at_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ..sim.simulation import SimulationOptions
+    from ..sim.cluster.simulation import SimulationOptions
     from ..traces.trace import Trace
     from .ratio import Estimate, Fleet
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tiffin.conductor.errors import InvalidRequest
 
-from ..sim.simulation import SimulationOptions
+from ..sim.cluster.simulation import SimulationOptions
 from .attainment import Goals, Unit
 from .batching_role import longest_gaps_s
 from .confirm import Confirmed, confirm

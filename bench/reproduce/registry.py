@@ -70,8 +70,8 @@ def reproductions() -> dict[str, Reproduction]:
     """All of them, in order of name."""
     from . import papers
 
-    for module in pkgutil.iter_modules(papers.__path__):
-        importlib.import_module(f"{papers.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(papers.__path__, f"{papers.__name__}."):
+        importlib.import_module(module.name)
     return dict(sorted(_REPRODUCTIONS.items()))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiffin.conductor.records import InstanceSpec, Load, Role
 
-from . import servers
+from ..serving import servers
 from .conducting import conductor
 from .presence import Presence
 from .servers import SCHEMA, Server

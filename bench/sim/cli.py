@@ -18,12 +18,12 @@ from tiffin.kvstore.errors import InvalidInput
 
 from ..traces.readers import read
 from ..traces.scaling import at_rate, window, with_tenants
-from .colocated import ColocatedOptions, simulate_colocated, summarise_colocated
-from .display import table
-from .engine_options import EngineMode, EngineOptions
-from .goodput import highest_rate
-from .outcomes import Summary, summarise
-from .simulation import SimulationOptions, simulate
+from .cluster.colocated import ColocatedOptions, simulate_colocated, summarise_colocated
+from .cluster.simulation import SimulationOptions, simulate
+from .instances.engine_options import EngineMode, EngineOptions
+from .results.display import table
+from .results.goodput import highest_rate
+from .results.outcomes import Summary, summarise
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from .. import fragmentation
+from ...bench import fragmentation
 from .rows import Row, Target, single
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..store.rows import Row, Spread, Target
-from . import contenders
+from ..vllm import contenders
 from .engine.engine import EngineOptions
 from .engine_process import engine, model
 

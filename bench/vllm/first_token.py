@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from ..network.setting import remote_node
-from . import contenders
+from ..vllm import contenders
 from .contenders import NODE_BYTES, Contender
 from .engine.engine import EngineOptions
 from .engine_process import GroupProcess, engine, model

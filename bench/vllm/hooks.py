@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..store.rows import MICROSECONDS, Row, Target, times
-from . import contenders
+from ..vllm import contenders
 from .engine.engine import EngineOptions
 from .engine_process import engine, model
 

@@ -26,7 +26,7 @@ from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.cost.latency_model import decode_step_s, prefill_s
 from tiffin.kvstore.errors import InvalidInput
 
-from ..sim.block_cache import BlockCache
+from ..sim.nodes.block_cache import BlockCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

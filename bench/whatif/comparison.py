@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..sim.outcomes import quantiles
+from ..sim.results.outcomes import quantiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from ..sim.outcomes import Quantiles
-    from ..sim.sim_request import SimRequest
+    from ..sim.instances.sim_request import SimRequest
+    from ..sim.results.outcomes import Quantiles
     from ..traces.recordings import Recording
 
 # A replay that is farther from what was observed says little of what would have been.

@@ -11,7 +11,7 @@ import msgspec
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.records import Objectives
 
-from ..sim.simulation import SimulationOptions, simulate
+from ..sim.cluster.simulation import SimulationOptions, simulate
 from ..traces.recordings import trace_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tiffin.conductor.records import Decision, Rejection, Request
 
-    from ..sim.simulation import Profiles, SimulationOutcome
+    from ..sim.cluster.simulation import Profiles, SimulationOutcome
     from ..traces.recordings import Recording
     from .setup import Setup
 

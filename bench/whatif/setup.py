@@ -13,7 +13,7 @@ from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.cost.latency_profiles import Profile
 from tiffin.kvstore.errors import InvalidInput
 
-from ..sim.simulation import SimulationOptions
+from ..sim.cluster.simulation import SimulationOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tiffin.bench.reproduce.mooncake_systems import ENGINES, MOONCAKE, Served, Workload
-from tiffin.bench.reproduce.papers.mooncake_bandwidth import always_fetched
-from tiffin.bench.reproduce.papers.mooncake_capacity import gains
+from tiffin.bench.reproduce.papers.mooncake.mooncake_bandwidth import always_fetched
+from tiffin.bench.reproduce.papers.mooncake.mooncake_capacity import gains
+from tiffin.bench.reproduce.setups.mooncake_systems import ENGINES, MOONCAKE, Served, Workload
 from tiffin.bench.traces.generator import generate
 from tiffin.bench.traces.trace import Trace, TraceRequest
 from tiffin.conductor.cost import latency_profiles

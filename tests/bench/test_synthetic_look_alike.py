@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiffin.bench.reproduce.synthetic_look_alike import (
+from tiffin.bench.reproduce.setups.synthetic_look_alike import (
     PARTS,
     REQUESTS,
     likeness,

@@ -10,8 +10,8 @@ import msgspec
 import typer
 from rich.console import Console
 
-from .. import decisions
-from . import report
+from ...demo import decisions
+from ..vllm import report
 from .run import VllmOptions, run
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import numpy as np
 from tiffin.conductor.cost import latency_profiles
 
 from ..evidence import Evidence, Line, Plot, Statement
-from ..fetch_or_compute import BLOCK_TOKENS, Cell, fetched_blocks, ttft_s
 from ..registry import reproduction
+from ..setups.fetch_or_compute import BLOCK_TOKENS, Cell, fetched_blocks, ttft_s
 
 if TYPE_CHECKING:
     from ..registry import Effort, Tell

@@ -23,10 +23,10 @@ from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.records import Decision, InstanceSpec, Load, Request, RequestEvent, Role
 
 from ...sim.clock import VirtualClock
-from ...sim.goodput import highest_rate
-from ...sim.lockstep_group import LockstepGroup, Shards
-from ...sim.outcomes import longest_gaps_s
-from ...sim.sim_request import SimRequest
+from ...sim.instances.lockstep_group import LockstepGroup, Shards
+from ...sim.instances.sim_request import SimRequest
+from ...sim.results.goodput import highest_rate
+from ...sim.results.outcomes import longest_gaps_s
 from ...traces.phases import Phase, RequestKind, in_phases
 from ..evidence import Evidence, Line, Plot, Statement
 from ..registry import reproduction

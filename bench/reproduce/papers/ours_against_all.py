@@ -17,12 +17,14 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from ...sim.oracle import POLICY as ORACLE
-from ...sim.simulation import SimulationOptions
+from ...sim.cluster.oracle import POLICY as ORACLE
+from ...sim.cluster.simulation import SimulationOptions
 from ...traces.generator import generate
 from ...traces.look_alike import look_alike
 from ...traces.scaling import at_rate, window
-from ..contest import (
+from ..evidence import Evidence, Grid, Line, Plot, Statement
+from ..registry import Effort, reproduction
+from ..setups.contest import (
     ALL,
     NEAR_SHARE,
     OURS,
@@ -35,9 +37,7 @@ from ..contest import (
     mean_ttft_s,
     statements,
 )
-from ..evidence import Evidence, Grid, Line, Plot, Statement
-from ..inputs import conversation
-from ..registry import Effort, reproduction
+from ..setups.inputs import conversation
 
 if TYPE_CHECKING:
     from ...traces.trace import Trace

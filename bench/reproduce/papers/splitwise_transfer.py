@@ -19,14 +19,14 @@ from tiffin.conductor.cost.latency_model import decode_step_s, prefill_s
 from tiffin.conductor.records import Decision, InstanceSpec, Request, Role
 
 from ...sim.clock import VirtualClock
-from ...sim.decode_instance import DecodeInstance
-from ...sim.handover import HandOver
-from ...sim.network import Network
-from ...sim.sim_request import SimRequest
+from ...sim.instances.decode_instance import DecodeInstance
+from ...sim.instances.sim_request import SimRequest
+from ...sim.nodes.handover import HandOver
+from ...sim.nodes.network import Network
 from ...traces.trace import TraceRequest
 from ..evidence import Comparison, Evidence, Line, Plot, Statement
-from ..inputs import azure_code
 from ..registry import reproduction
+from ..setups.inputs import azure_code
 
 if TYPE_CHECKING:
     from ..registry import Effort, Tell

@@ -14,9 +14,15 @@ from tiffin.bench.planning.attainment import (
     prefill_share,
 )
 from tiffin.bench.planning.workload import Fixed, poisson
-from tiffin.bench.reproduce.distserve_inputs import distserve, vllm
-from tiffin.bench.reproduce.papers.distserve_measured import _CHAT as CHAT
-from tiffin.bench.reproduce.papers.distserve_measured import DISTSERVE, VLLM, Run, apart, together
+from tiffin.bench.reproduce.papers.distserve.distserve_measured import _CHAT as CHAT
+from tiffin.bench.reproduce.papers.distserve.distserve_measured import (
+    DISTSERVE,
+    VLLM,
+    Run,
+    apart,
+    together,
+)
+from tiffin.bench.reproduce.setups.distserve_inputs import distserve, vllm
 
 GOALS = Goals(0.4, 0.04, batch_tokens=0)
 EXAMPLE = poisson("example", Fixed(512), Fixed(64), 1500, 3)

@@ -9,7 +9,7 @@ from planningsupport import profile, stream
 from tiffin.bench.planning.attainment import Goals, Unit, goodput, pair_share, prefill_share
 from tiffin.bench.planning.memory import ModelSize
 from tiffin.bench.planning.placement import Hardware, best, high_affinity, low_affinity, roles
-from tiffin.bench.reproduce.papers.distserve_queueing import (
+from tiffin.bench.reproduce.papers.distserve.distserve_queueing import (
     crossing,
     inter_op_s,
     intra_op_s,

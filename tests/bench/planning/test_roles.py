@@ -18,8 +18,8 @@ from tiffin.bench.planning.batching_role import (
 )
 from tiffin.bench.planning.prefill_role import first_tokens_s
 from tiffin.bench.planning.workload import Workload, from_trace
-from tiffin.bench.sim.outcomes import longest_gaps_s as of_job
-from tiffin.bench.sim.simulation import SimulationOptions, simulate
+from tiffin.bench.sim.cluster.simulation import SimulationOptions, simulate
+from tiffin.bench.sim.results.outcomes import longest_gaps_s as of_job
 from tiffin.bench.traces.trace import Trace, TraceRequest
 from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.cost.latency_model import prefill_s

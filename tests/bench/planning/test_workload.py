@@ -11,7 +11,7 @@ from planningsupport import profile, stream
 from tiffin.bench.planning.families import family
 from tiffin.bench.planning.memory import MODELS, kv_room
 from tiffin.bench.planning.workload import Fixed, Quantiles, from_trace, poisson
-from tiffin.bench.reproduce.distserve_inputs import APPLICATIONS, TOKENS_MAX, USABLE_BYTES
+from tiffin.bench.reproduce.setups.distserve_inputs import APPLICATIONS, TOKENS_MAX, USABLE_BYTES
 from tiffin.bench.traces.trace import Trace, TraceRequest
 from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.errors import InvalidRequest

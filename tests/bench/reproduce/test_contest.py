@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tiffin.bench.reproduce.contest import (
+from tiffin.bench.reproduce.setups.contest import (
     ALL,
     OURS,
     PEERS,
@@ -18,8 +18,8 @@ from tiffin.bench.reproduce.contest import (
     mean_ttft_s,
     statements,
 )
-from tiffin.bench.sim.oracle import POLICY as ORACLE
-from tiffin.bench.sim.simulation import SimulationOptions
+from tiffin.bench.sim.cluster.oracle import POLICY as ORACLE
+from tiffin.bench.sim.cluster.simulation import SimulationOptions
 from tiffin.bench.traces.generator import generate
 from tiffin.bench.traces.trace import Trace, TraceRequest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiffin.bench.reproduce.papers.mooncake_eviction import (
+from tiffin.bench.reproduce.papers.mooncake.mooncake_eviction import (
     POLICIES,
     UNLIMITED_BLOCKS,
     block_hit_share,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from tiffin.bench.reproduce.fetch_or_compute import Cell, fetched_blocks, ttft_s
 from tiffin.bench.reproduce.papers import (
     dynamo_disaggregation,
     dynamo_planner,
@@ -17,6 +16,7 @@ from tiffin.bench.reproduce.papers import (
     tetriinfer_flips,
     tetriinfer_scheduling,
 )
+from tiffin.bench.reproduce.setups.fetch_or_compute import Cell, fetched_blocks, ttft_s
 from tiffin.conductor.cost import latency_profiles
 
 PROFILE = latency_profiles.load(latency_profiles.DEFAULT)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiffin.bench.reproduce.contest import ALL
 from tiffin.bench.reproduce.papers import ours_against_all
 from tiffin.bench.reproduce.registry import Effort
+from tiffin.bench.reproduce.setups.contest import ALL
 from tiffin.bench.traces.generator import generate
 
 if TYPE_CHECKING:

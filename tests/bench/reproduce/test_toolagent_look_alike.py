@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from tiffin.bench.reproduce.papers.mooncake_hit_rate import CAPACITIES_TOKENS, TOOL_AGENT
-from tiffin.bench.reproduce.toolagent_look_alike import GRAIN_S, REQUESTS, toolagent
+from tiffin.bench.reproduce.papers.mooncake.mooncake_hit_rate import CAPACITIES_TOKENS, TOOL_AGENT
+from tiffin.bench.reproduce.setups.toolagent_look_alike import GRAIN_S, REQUESTS, toolagent
 from tiffin.bench.traces.ideal_cache import hit_share
 from tiffin.bench.traces.statistics import describe
 

@@ -12,11 +12,15 @@ from typer.testing import CliRunner
 
 from tiffin.bench.sim.cli import commands
 from tiffin.bench.sim.clock import VirtualClock
-from tiffin.bench.sim.colocated import ColocatedOptions, simulate_colocated, summarise_colocated
-from tiffin.bench.sim.colocated_instance import ColocatedInstance
-from tiffin.bench.sim.decode_instance import DecodeInstance
-from tiffin.bench.sim.engine_options import EngineMode, EngineOptions
-from tiffin.bench.sim.sim_request import SimRequest
+from tiffin.bench.sim.cluster.colocated import (
+    ColocatedOptions,
+    simulate_colocated,
+    summarise_colocated,
+)
+from tiffin.bench.sim.instances.colocated_instance import ColocatedInstance
+from tiffin.bench.sim.instances.decode_instance import DecodeInstance
+from tiffin.bench.sim.instances.engine_options import EngineMode, EngineOptions
+from tiffin.bench.sim.instances.sim_request import SimRequest
 from tiffin.bench.traces.generator import generate
 from tiffin.bench.traces.scaling import at_rate
 from tiffin.bench.traces.trace import Trace, TraceRequest
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Literal
 
-    from tiffin.bench.sim.colocated import ColocatedOutcome
+    from tiffin.bench.sim.cluster.colocated import ColocatedOutcome
 
 PROFILE = latency_profiles.load(latency_profiles.DEFAULT)
 C0, C1, C2 = PROFILE.prefill

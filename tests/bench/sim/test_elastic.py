@@ -7,7 +7,11 @@ from functools import cache
 
 import pytest
 
-from tiffin.bench.sim.elastic_cluster import ElasticOptions, ElasticOutcome, simulate_elastic
+from tiffin.bench.sim.cluster.elastic_cluster import (
+    ElasticOptions,
+    ElasticOutcome,
+    simulate_elastic,
+)
 from tiffin.bench.traces.phases import Phase, RequestKind, in_phases
 from tiffin.bench.traces.trace import Trace, TraceRequest
 from tiffin.conductor.cost import latency_profiles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiffin.bench.sim.goodput import highest_rate
+from tiffin.bench.sim.results.goodput import highest_rate
 
 
 @pytest.mark.parametrize("limit", [0.013, 0.5, 1.0, 1.7, 300.0])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tiffin.bench.sim.clock import VirtualClock
-from tiffin.bench.sim.handover import HandOver
-from tiffin.bench.sim.network import Network
+from tiffin.bench.sim.nodes.handover import HandOver
+from tiffin.bench.sim.nodes.network import Network
 
 # The network takes the last thousandth of a byte for sent.
 LAYERS, BANDWIDTH_BYTES_S = 10, 100.0

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from tiffin.bench.sim.clock import VirtualClock
-from tiffin.bench.sim.lockstep_group import LockstepGroup, Shards
-from tiffin.bench.sim.sim_request import SimRequest
+from tiffin.bench.sim.instances.lockstep_group import LockstepGroup, Shards
+from tiffin.bench.sim.instances.sim_request import SimRequest
 from tiffin.bench.traces.trace import TraceRequest
 from tiffin.conductor.cost import latency_profiles
 

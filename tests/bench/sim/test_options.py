@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from tiffin.bench.sim.node_cache import NodeCache, TierChange
-from tiffin.bench.sim.outcomes import summarise
-from tiffin.bench.sim.prefill_work import prefill_work
-from tiffin.bench.sim.simulation import SimulationOptions, simulate
+from tiffin.bench.sim.cluster.simulation import SimulationOptions, simulate
+from tiffin.bench.sim.instances.prefill_work import prefill_work
+from tiffin.bench.sim.nodes.node_cache import NodeCache, TierChange
+from tiffin.bench.sim.results.outcomes import summarise
 from tiffin.bench.traces.generator import generate
 from tiffin.bench.traces.scaling import at_rate
 from tiffin.bench.traces.trace import Trace, TraceRequest

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tiffin.bench.sim.load_series import LoadSeries, correlation
-from tiffin.bench.sim.simulation import SimulationOptions, conductor_of, simulate
+from tiffin.bench.sim.cluster.load_series import LoadSeries, correlation
+from tiffin.bench.sim.cluster.simulation import SimulationOptions, conductor_of, simulate
 from tiffin.bench.traces.trace import Trace, TraceRequest
 from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.records import Objectives
 
 if TYPE_CHECKING:
-    from tiffin.bench.sim.simulation import Profiles
+    from tiffin.bench.sim.cluster.simulation import Profiles
     from tiffin.conductor.core import Conductor
 
 PROFILE = latency_profiles.load(latency_profiles.DEFAULT)

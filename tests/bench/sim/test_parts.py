@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tiffin.bench.sim.block_cache import BlockCache
 from tiffin.bench.sim.clock import VirtualClock
-from tiffin.bench.sim.decode_instance import DecodeInstance
-from tiffin.bench.sim.network import Network
-from tiffin.bench.sim.sim_request import SimRequest
+from tiffin.bench.sim.instances.decode_instance import DecodeInstance
+from tiffin.bench.sim.instances.sim_request import SimRequest
+from tiffin.bench.sim.nodes.block_cache import BlockCache
+from tiffin.bench.sim.nodes.network import Network
 from tiffin.bench.traces.ideal_cache import IdealCache
 from tiffin.bench.traces.trace import TraceRequest
 from tiffin.conductor.cost import latency_profiles

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tiffin.bench.sim.clock import VirtualClock
-from tiffin.bench.sim.decode_instance import DecodeInstance
-from tiffin.bench.sim.outcomes import summarise
-from tiffin.bench.sim.sim_request import SimRequest
-from tiffin.bench.sim.simulation import SimulationOptions, simulate
+from tiffin.bench.sim.cluster.simulation import SimulationOptions, simulate
+from tiffin.bench.sim.instances.decode_instance import DecodeInstance
+from tiffin.bench.sim.instances.sim_request import SimRequest
+from tiffin.bench.sim.results.outcomes import summarise
 from tiffin.bench.traces.generator import generate
 from tiffin.bench.traces.scaling import at_rate
 from tiffin.bench.traces.trace import TraceRequest

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from tiffin.bench.reproduce.inputs import conversation
-from tiffin.bench.sim.simulation import SimulationOptions, simulate
+from tiffin.bench.reproduce.setups.inputs import conversation
+from tiffin.bench.sim.cluster.simulation import SimulationOptions, simulate
 from tiffin.bench.traces.scaling import at_rate
 from tiffin.bench.traces.trace import Trace
 from tiffin.conductor.api.app import create_app
@@ -34,7 +34,7 @@ from tiffin.conductor.wire.conversions import decision_reply
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiffin.bench.sim.simulation import Profiles
+    from tiffin.bench.sim.cluster.simulation import Profiles
     from tiffin.conductor.api.conductor_service import Service
     from tiffin.conductor.events.index_updates import Update
     from tiffin.conductor.records import InstanceSpec, Load, Request, RequestEvent

@@ -11,8 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from tiffin.bench.sim.cli import commands
-from tiffin.bench.sim.outcomes import summarise
-from tiffin.bench.sim.simulation import SimulationOptions, simulate
+from tiffin.bench.sim.cluster.simulation import SimulationOptions, simulate
+from tiffin.bench.sim.results.outcomes import summarise
 from tiffin.bench.traces.generator import generate
 from tiffin.bench.traces.scaling import at_rate
 from tiffin.bench.traces.trace import Trace, TraceRequest
@@ -22,7 +22,7 @@ from tiffin.conductor.cost import latency_profiles
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiffin.bench.sim.simulation import SimulationOutcome
+    from tiffin.bench.sim.cluster.simulation import SimulationOutcome
 
 PROFILE = latency_profiles.load(latency_profiles.DEFAULT)
 ONE = SimulationOptions(prefill=1, decode=1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tiffin.bench.sim.outcomes import summarise
-from tiffin.bench.sim.simulation import SimulationOptions, simulate
-from tiffin.bench.sim.usage import jain
+from tiffin.bench.sim.cluster.simulation import SimulationOptions, simulate
+from tiffin.bench.sim.results.outcomes import summarise
+from tiffin.bench.sim.results.usage import jain
 from tiffin.bench.traces.generator import generate
 from tiffin.bench.traces.scaling import at_rate
 from tiffin.bench.traces.trace import Trace, TraceRequest

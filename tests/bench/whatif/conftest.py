@@ -14,7 +14,7 @@ from tiffin.bench.traces.scaling import at_rate
 sys.path.insert(0, str(Path(__file__).parent))
 
 if TYPE_CHECKING:
-    from tiffin.bench.sim.simulation import SimulationOutcome
+    from tiffin.bench.sim.cluster.simulation import SimulationOutcome
     from tiffin.bench.traces.trace import Trace
 
 

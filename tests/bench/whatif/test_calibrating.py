@@ -21,7 +21,7 @@ from tiffin.kvstore.errors import InvalidInput
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiffin.bench.sim.simulation import SimulationOutcome
+    from tiffin.bench.sim.cluster.simulation import SimulationOutcome
 
     Truth = tuple[Path, SimulationOutcome]
 

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tiffin.bench.sim.simulation import SimulationOptions, simulate
+from tiffin.bench.sim.cluster.simulation import SimulationOptions, simulate
 from tiffin.bench.traces.readers import read
 from tiffin.bench.traces.recordings import Recording, read_recording, trace_of
 from tiffin.bench.whatif.cli import commands
@@ -24,7 +24,7 @@ from tiffin.kvstore.errors import InvalidInput
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiffin.bench.sim.simulation import SimulationOutcome
+    from tiffin.bench.sim.cluster.simulation import SimulationOutcome
     from tiffin.bench.traces.trace import Trace
 
     Truth = tuple[Path, SimulationOutcome]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from tiffin.bench.sim.simulation import SimulationOptions, simulate
+from tiffin.bench.sim.cluster.simulation import SimulationOptions, simulate
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.recording.recorder import Recorder
 from tiffin.conductor.recording.recording_file import RecordingFile
@@ -14,7 +14,7 @@ from tiffin.conductor.records import RequestEvent
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiffin.bench.sim.simulation import Profiles, SimulationOutcome
+    from tiffin.bench.sim.cluster.simulation import Profiles, SimulationOutcome
     from tiffin.bench.traces.trace import Trace
     from tiffin.conductor.records import Decision, Rejection, Request
 

@@ -1,0 +1,1 @@
+"""DistServe (OSDI '24)."""

@@ -1,0 +1,1 @@
+"""Mooncake (FAST '25; arXiv 2407.00079)."""

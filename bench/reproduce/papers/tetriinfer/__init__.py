@@ -1,0 +1,1 @@
+"""TetriInfer (arXiv 2401.11181)."""

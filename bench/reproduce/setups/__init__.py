@@ -1,0 +1,1 @@
+"""What reproductions are run on: traces, systems, contests."""

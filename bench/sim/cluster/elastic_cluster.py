@@ -1,0 +1,307 @@
+"""A simulated cluster that changes: roles flip, instances start and leave, as the conductor wants.
+
+The conductor is the one of the service, with its slow loop: it plans, flips roles (`planner.mode`
+"act"), and advises how many instances there should be, which an autoscaler here follows. It is told
+of tokens now and then while they come, as by the gateway. Prompts share nothing, so there are no
+caches; `simulation.py` has those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tiffin.conductor.core import Conductor
+from tiffin.conductor.core.settings import Settings, patched
+from tiffin.conductor.cost import latency_profiles
+from tiffin.conductor.errors import UnknownRequest
+from tiffin.conductor.pool.role_flip import SetRole, Verify
+from tiffin.conductor.records import (
+    InstanceSpec,
+    Load,
+    Objectives,
+    Rejection,
+    Request,
+    RequestEvent,
+    Role,
+)
+
+from ..clock import VirtualClock
+from ..instances.mixed_instance import MixedInstance
+from ..instances.sim_request import SimRequest
+from ..nodes.network import Network
+from .autoscaler import Autoscaler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from tiffin.conductor.pool.planner import FleetPlan
+    from tiffin.conductor.pool.role_flip import Action, Flip
+
+    from ...traces.trace import Trace, TraceRequest
+
+    # Which of the instances that decode gets a request whose prefill is done.
+    ChooseDecode = Callable[[Sequence[MixedInstance], random.Random], MixedInstance]
+
+MODEL = "simulated"
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticOptions:
+    """A cluster and its conductor; what it shares with `SimulationOptions` means the same.
+
+    `instances` at the start, by role; `changes` of the conductor's settings. `report_s`: between
+    two reports of a request's tokens. `flip_s`: from the conductor's call until an empty instance
+    has its new role; `start_s`: from the order of an instance until it serves. `autoscale`: whether
+    the planner's advice on their number is followed. `choose_decode`, if given, overrules the
+    conductor's choice, for baselines. `output_class`: what the caller says of a request's answer.
+    """
+
+    instances: Mapping[Role, int]
+    changes: Mapping[str, object] = field(default_factory=dict)
+    profile: str = latency_profiles.DEFAULT
+    token_bytes: int = 327_680
+    kv_capacity_tokens: int = 1_000_000
+    batch_max: int = 256
+    bandwidth_bytes_s: float = 87e9
+    latency_s: float = 1e-3
+    late_s: float = 0.01
+    heartbeat_s: float = 1.0
+    report_s: float = 4.0
+    flip_s: float = 5.0
+    start_s: float = 60.0
+    autoscale: bool = False
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    choose_decode: ChooseDecode | None = None
+    output_class: Callable[[TraceRequest], str] = lambda request: ""
+    seed: int = 0
+
+    def settings(self) -> Settings:
+        """Of the conductor. Raises InvalidRequest."""
+        links = {"link_bandwidth_bytes_s": self.bandwidth_bytes_s, "link_latency_s": self.latency_s}
+        basic = patched(Settings(), {"admission": {"mode": "off"}, "transfers": links})
+        return patched(basic, dict(self.changes))
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSample:
+    """Instances that serve at a time, by role, and all that are paid for."""
+
+    at_s: float
+    prefill: int
+    decode: int
+    mixed: int
+    paid: int
+
+
+@dataclass(slots=True)
+class ElasticOutcome:
+    """All jobs in order of arrival; the fleet at each heartbeat, the plans, the flips that ended.
+    `instance_s`: the seconds of all instances that were paid for."""
+
+    jobs: list[SimRequest] = field(default_factory=list)
+    fleet: list[FleetSample] = field(default_factory=list)
+    plans: list[FleetPlan] = field(default_factory=list)
+    flips: list[Flip] = field(default_factory=list)
+    instance_s: float = 0.0
+
+
+def simulate_elastic(trace: Trace, options: ElasticOptions) -> ElasticOutcome:
+    """Replay the trace; blocks of prompts are ignored. The same arguments give the same outcome."""
+    return _Cluster(trace, options).run()
+
+
+class _Cluster:
+    def __init__(self, trace: Trace, options: ElasticOptions) -> None:
+        self._trace, self._options = trace, options
+        self._clock = clock = VirtualClock()
+        self._network = Network(clock, options.bandwidth_bytes_s, options.latency_s)
+        self._core = Conductor(options.settings(), dice=random.Random(options.seed))
+        self._dice = random.Random(options.seed)
+        self._profile = latency_profiles.load(options.profile)
+        self._autoscaler = Autoscaler(self._core)
+        self._outcome = ElasticOutcome()
+        self._left = len(trace.requests)
+        self._running: dict[str, SimRequest] = {}
+        self._decoding: dict[str, tuple[SimRequest, MixedInstance]] = {}
+        self._reported: dict[str, int] = {}  # by job: tokens after the first
+        self._instances: dict[str, MixedInstance] = {}
+        self._starting: dict[str, Role] = {}
+        self._began_s: dict[str, float] = {}
+
+    def run(self) -> ElasticOutcome:
+        """See `simulate_elastic`."""
+        for role, count in self._options.instances.items():
+            for _ in range(count):
+                self._start(role, 0.0)
+        self._clock.at(0.0, self._beat)
+        self._clock.at(0.0, self._keep_alive)
+        self._clock.at(0.0, self._report)
+        for number, request in enumerate(self._trace.requests):
+            self._clock.at(request.arrival_s, self._arrival(number, request))
+        self._clock.run(lambda: self._left > 0)
+        for name in list(self._began_s):
+            self._pay(name)
+        self._outcome.flips = list(self._core.steering.flips())
+        return self._outcome
+
+    # -- the fleet ---------------------------------------------------------------------------------
+
+    def _start(self, role: Role, after_s: float) -> None:
+        name = f"instance-{len(self._instances) + len(self._starting)}"
+        self._starting[name] = role
+        self._began_s[name] = self._clock.now_s
+        if after_s:
+            self._clock.after(after_s, lambda: self._started(name))
+        else:
+            self._started(name)
+
+    def _started(self, name: str) -> None:
+        options, role = self._options, self._starting.pop(name)
+        block_tokens = self._trace.block_tokens
+        self._instances[name] = MixedInstance(
+            *(name, self._clock, self._profile, options.kv_capacity_tokens, options.batch_max),
+            prefilled=self._prefilled,
+            done=self._ended,
+        )
+        spec = InstanceSpec(
+            *(name, MODEL, role, options.profile),
+            node=name,
+            block_tokens=block_tokens,
+            block_bytes=block_tokens * options.token_bytes,
+            kv_capacity_tokens=options.kv_capacity_tokens,
+            batch_max=options.batch_max,
+            labels={"role_url": "simulated"},
+        )
+        self._core.register(spec, self._clock.now_s)
+
+    def _pay(self, name: str) -> None:
+        self._outcome.instance_s += self._clock.now_s - self._began_s.pop(name)
+
+    def _steer(self) -> None:
+        """The conductor's slow loop, and what follows of its plans."""
+        now = self._clock.now_s
+        self._carry_out(self._core.steering.tick(None, now).actions)
+        plan = self._core.steering.plans().get(MODEL)
+        plans = self._outcome.plans
+        if plan is not None and (not plans or plan is not plans[-1]):
+            plans.append(plan)
+            if self._options.autoscale:
+                for role in self._autoscaler.follow(plan, list(self._starting.values()), now):
+                    self._start(role, self._options.start_s)
+        for name in self._autoscaler.empty():
+            self._core.remove(name, now)
+            self._pay(name)
+
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        steering = self._core.steering
+        for action in actions:
+            name = action.instance
+            if isinstance(action, SetRole):
+                self._clock.after(
+                    self._options.flip_s,
+                    lambda name=name: self._carry_out(  # type: ignore[misc]
+                        steering.committed(name, self._clock.now_s)
+                    ),
+                )
+            elif isinstance(action, Verify):
+                self._carry_out(steering.verified(name, self._clock.now_s))
+
+    # -- what the conductor is told ----------------------------------------------------------------
+
+    def _event(self, job: SimRequest, kind: str, tokens: int = 0) -> None:
+        event = RequestEvent(job.name, kind, tokens)
+
+        def say() -> None:
+            with contextlib.suppress(UnknownRequest):  # it has expired meanwhile
+                self._core.observe(event, self._clock.now_s)
+
+        self._clock.after(self._options.late_s, say)
+
+    def _beat(self) -> None:
+        """All instances tell their load, and the conductor's time goes on."""
+        now, roles = self._clock.now_s, dict.fromkeys(Role, 0)
+        for view in self._core.instances(now):
+            one = self._instances[view.spec.id]
+            load = Load(
+                queued=one.queued,
+                queued_prefill_tokens=one.queued_tokens,
+                running=one.batch,
+                context_tokens=one.context_tokens,
+            )
+            self._core.heartbeat(one.name, load, now)
+            roles[view.role] += view.status == "ready"
+        counts = (roles[Role.PREFILL], roles[Role.DECODE], roles[Role.MIXED])
+        self._outcome.fleet.append(FleetSample(now, *counts, len(self._began_s)))
+        self._core.tick(now)
+        self._steer()
+        self._clock.after(self._options.heartbeat_s, self._beat)
+
+    def _report(self) -> None:
+        for job, instance in self._decoding.values():
+            more = instance.answered(job) - self._reported[job.name]
+            if more:
+                self._reported[job.name] += more
+                self._event(job, "tokens", more)
+        self._clock.after(self._options.report_s, self._report)
+
+    def _keep_alive(self) -> None:
+        now = self._clock.now_s
+        for name in self._running:
+            with contextlib.suppress(UnknownRequest):
+                self._core.observe(RequestEvent(name, "alive"), now)
+        self._clock.after(self._core.settings.core.decision_ttl_s / 3, self._keep_alive)
+
+    # -- the life of a request ---------------------------------------------------------------------
+
+    def _arrival(self, number: int, request: TraceRequest) -> Callable[[], None]:
+        def arrive() -> None:
+            job = SimRequest(f"r{number}", request, ())
+            self._outcome.jobs.append(job)
+            self._schedule(job)
+
+        return arrive
+
+    def _schedule(self, job: SimRequest) -> None:
+        options = self._options
+        request = Request(
+            *(job.name, MODEL, job.trace.prompt_tokens),
+            objectives=Objectives(options.ttft_s, options.tbt_s),
+            output_class=options.output_class(job.trace),
+        )
+        outcome = self._core.schedule(request, self._clock.now_s)
+        if isinstance(outcome, Rejection):
+            job.rejected = outcome.reason
+            self._left -= 1
+            return
+        job.decision = outcome
+        self._running[job.name] = job
+        self._instances[outcome.prefill].enqueue(job)
+
+    def _prefilled(self, instance: MixedInstance, job: SimRequest) -> None:
+        """The first token is there, and the prompt's KV goes to the instance that decodes."""
+        assert job.decision is not None
+        job.first_token_s = self._clock.now_s
+        self._event(job, "prefill_done")
+        self._event(job, "first_token")
+        decode = self._instances[job.decision.decode]
+        if self._options.choose_decode is not None:
+            able = [
+                self._instances[view.spec.id]
+                for view in self._core.instances(self._clock.now_s)
+                if view.role is not Role.PREFILL
+            ]
+            decode = self._options.choose_decode(able, self._dice)
+        self._decoding[job.name], self._reported[job.name] = (job, decode), 0
+        nbytes = job.trace.prompt_tokens * self._options.token_bytes
+        self._network.send(instance.name, decode.name, nbytes, lambda: decode.join(job))
+
+    def _ended(self, job: SimRequest) -> None:
+        job.ended_s = self._clock.now_s
+        del self._running[job.name], self._decoding[job.name]
+        self._event(job, "tokens", job.trace.output_tokens - 1 - self._reported.pop(job.name))
+        self._event(job, "finished")
+        self._left -= 1

@@ -1,0 +1,415 @@
+"""A simulated cluster that answers a trace, and the conductor's core that decides for it.
+
+The conductor is the one of the service, with its settings: it knows nothing but what it is told,
+and everything that it is told comes `late_s` late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from tiffin.conductor.admission.counterfactual import ShadowCounts
+from tiffin.conductor.core import Conductor
+from tiffin.conductor.cost import latency_profiles
+from tiffin.conductor.errors import UnknownRequest
+from tiffin.conductor.events.index_updates import Added, Removed
+from tiffin.conductor.records import (
+    InstanceSpec,
+    Load,
+    Objectives,
+    Rejection,
+    Request,
+    RequestEvent,
+    Role,
+)
+
+from ...traces.turns import previous_turns
+from ..clock import VirtualClock
+from ..instances.decode_instance import DecodeInstance
+from ..instances.prefill_instance import PrefillInstance, PrefillParts
+from ..instances.prefill_work import pipelined, prefill_work
+from ..instances.sim_request import SimRequest
+from ..nodes.network import Network
+from ..nodes.node_cache import NodeCache
+from .load_series import LoadSeries
+from .options import SimulationOptions as SimulationOptions  # noqa: TC001 # others take it here
+from .order_carrier import OrderCarrier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from tiffin.conductor.cost.latency_profiles import Profile
+    from tiffin.conductor.records import Decision
+
+    from ...traces.trace import Trace
+    from ..nodes.network import CompletedTransfer
+    from ..nodes.node_cache import TierChange
+
+    Profiles = Callable[[str], Profile]
+
+_MODEL = "simulated"
+_ROLES = (Role.PREFILL, Role.DECODE)
+
+
+@dataclass(slots=True)
+class SimulationOutcome:
+    """All jobs in order of arrival; bytes that were sent, by sender and receiver; all transfers in
+    the order of their ends; how often an answer was preempted; the load of both pools at each
+    heartbeat; the conductor's estimate of what became of the refused."""
+
+    options: SimulationOptions
+    jobs: list[SimRequest] = field(default_factory=list)
+    moved_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+    transfers: list[CompletedTransfer] = field(default_factory=list)
+    preempted: int = 0
+    loads: LoadSeries = field(default_factory=LoadSeries)
+    shadow: ShadowCounts = field(default_factory=ShadowCounts)
+
+
+def conductor_of(options: SimulationOptions, profiles: Profiles) -> Conductor:
+    """The core, with these settings and the seed's dice, which knows the instances by `profiles`.
+    Raises InvalidRequest."""
+    return Conductor(options.settings(), dice=random.Random(options.seed), profile=profiles)
+
+
+class Scheduler(Protocol):
+    """What decides; the conductor's core is one."""
+
+    def schedule(self, request: Request, now: float) -> Decision | Rejection:
+        """Where a request runs, or that it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrueState:
+    """The cluster as it is at any moment, for a scheduler that knows more than a conductor can.
+    `running`: admitted requests that have not ended."""
+
+    trace: Trace
+    options: SimulationOptions
+    prefills: Mapping[str, PrefillInstance]
+    decodes: Mapping[str, DecodeInstance]
+    network: Network
+    running: Mapping[str, SimRequest]
+
+
+def simulate(
+    trace: Trace,
+    options: SimulationOptions,
+    tell: Callable[[float], None] = lambda share: None,
+    *,
+    scheduler: Callable[[TrueState], Scheduler] | None = None,
+    core: Callable[[SimulationOptions, Profiles], Conductor] = conductor_of,
+    profiles: Profiles = latency_profiles.load,
+) -> SimulationOutcome:
+    """Replay the trace: requests come when it says so. The same arguments give the same outcome.
+    `tell` is told the share of requests that has ended. `scheduler` makes what decides in place of
+    the conductor, `core` makes the conductor, which knows the instances by their profiles as it is
+    given them. `profiles` finds those of the simulated hardware. Raises InvalidRequest."""
+    return _Simulation(trace, options, tell, scheduler, core, profiles).run()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        trace: Trace,
+        options: SimulationOptions,
+        tell: Callable[[float], None],
+        scheduler: Callable[[TrueState], Scheduler] | None,
+        core: Callable[[SimulationOptions, Profiles], Conductor],
+        profiles: Profiles,
+    ) -> None:
+        self._trace, self._options, self._tell_share = trace, options, tell
+        self._clock = clock = VirtualClock()
+        self._network = Network(clock, options.bandwidth_bytes_s, options.latency_s)
+        self._objectives = Objectives(options.ttft_s, options.tbt_s)
+        profile, decode_profile = (profiles(self._profile(role)) for role in _ROLES)
+
+        def known(name: str) -> Profile:
+            found = profiles(name)
+            return pipelined(found, options.stages) if name == options.profile else found
+
+        self._core = core(options, known)
+        self._chance = random.Random(options.seed)
+        self._outcome = SimulationOutcome(options)
+        self._left = len(trace.requests)
+        self._running: dict[str, SimRequest] = {}
+        self._coming: dict[str, int] = {}  # by job: parts of its KV that have not come
+        self._held: dict[str, list[Callable[[], None]]] = {}  # by the job that is waited for
+        self._next_turns = _next_turns(trace) if options.closed else {}
+        self._prefills = self._prefill_instances(profile)
+        self._carrier = OrderCarrier(
+            self._network,
+            {name: one.cache for name, one in self._prefills.items()},
+            trace.block_tokens * options.token_bytes,
+            lambda outcome: self._later(functools.partial(self._core.steering.ended, outcome)),
+        )
+        self._decodes = {
+            name: DecodeInstance(
+                name,
+                clock,
+                decode_profile,
+                options.kv_capacity_tokens,
+                options.batch_max,
+                self._ended,
+                self._comes_back(decode_profile),
+            )
+            for name in (f"decode-{number}" for number in range(options.decode))
+        }
+        state = TrueState(
+            trace, options, self._prefills, self._decodes, self._network, self._running
+        )
+        self._scheduler: Scheduler = scheduler(state) if scheduler else self._core
+
+    def _prefill_instances(self, profile: Profile) -> dict[str, PrefillInstance]:
+        options, tokens = self._options, self._trace.block_tokens
+        ways = options.settings().transfers
+        load_byte_s = {
+            "hbm": 0.0,
+            "dram": 1 / ways.dram_bandwidth_bytes_s,
+            "nvme": 1 / ways.nvme_bandwidth_bytes_s,
+        }
+        parts = PrefillParts(self._clock, profile, options, tokens, load_byte_s, self._noisy)
+        choose = self._next_prefill if options.order == "conductor" else None
+        found = {}
+        for name in (f"prefill-{number}" for number in range(options.prefill)):
+            cache = NodeCache(
+                hbm_blocks=options.hbm_cache_tokens // tokens,
+                dram_blocks=options.cache_tokens // tokens,
+                nvme_blocks=options.nvme_cache_tokens // tokens,
+                policy=options.eviction,
+                changed=functools.partial(self._blocks_changed, name),
+            )
+            found[name] = PrefillInstance(name, parts, cache, self._began, self._prefilled, choose)
+        return found
+
+    def _comes_back(self, profile: Profile) -> Callable[[int], float] | None:
+        """Seconds for a preempted request to come back, by tokens of its context."""
+        options = self._options
+        if options.preemption == "none":
+            return None
+        if options.preemption == "recompute":
+            return lambda tokens: prefill_work(profile, tokens, 0, 0, 1).gpu_s
+        # To memory and back.
+        byte_s = 2 / options.settings().transfers.dram_bandwidth_bytes_s
+        return lambda tokens: tokens * options.token_bytes * byte_s
+
+    def run(self) -> SimulationOutcome:
+        """See `simulate`."""
+        for role, names in ((Role.PREFILL, self._prefills), (Role.DECODE, self._decodes)):
+            for name in names:
+                self._core.register(self._spec(name, role), 0.0)
+        self._beat()
+        self._keep_alive()
+        later_turns = {number for numbers in self._next_turns.values() for number in numbers}
+        for number, request in enumerate(self._trace.requests):
+            if number not in later_turns:
+                self._clock.at(request.arrival_s, functools.partial(self._arrive, number))
+        self._clock.run(lambda: self._left > 0)
+        self._outcome.moved_bytes = dict(self._network.moved_bytes)
+        self._outcome.transfers = self._network.completed
+        self._outcome.preempted = sum(one.preempted for one in self._decodes.values())
+        self._outcome.shadow = self._core.shadow.counts
+        return self._outcome
+
+    def _spec(self, name: str, role: Role) -> InstanceSpec:
+        options, block_tokens = self._options, self._trace.block_tokens
+        return InstanceSpec(
+            *(name, _MODEL, role, self._profile(role)),
+            node=name,
+            block_tokens=block_tokens,
+            block_bytes=block_tokens * options.token_bytes,
+            kv_capacity_tokens=options.kv_capacity_tokens,
+            batch_max=options.batch_max,
+            fetches=options.fetches,
+        )
+
+    def _noisy(self, seconds: float) -> float:
+        sigma = self._options.noise
+        if not sigma:
+            return seconds
+        return seconds * self._chance.lognormvariate(-sigma * sigma / 2, sigma)
+
+    def _profile(self, role: Role) -> str:
+        options = self._options
+        return options.decode_profile or options.profile if role is Role.DECODE else options.profile
+
+    # -- what the conductor is told ----------------------------------------------------------------
+
+    def _later(self, say: Callable[[float], None]) -> None:
+        """Tell the conductor something, late."""
+        late_s = self._options.late_s
+        if self._options.late_jitter_s:
+            late_s += self._chance.uniform(0, self._options.late_jitter_s)
+        self._clock.after(late_s, lambda: say(self._clock.now_s))
+
+    def _event(self, job: SimRequest, kind: str, tokens: int = 0) -> None:
+        event = RequestEvent(job.name, kind, tokens)
+
+        def say(now: float) -> None:
+            with contextlib.suppress(UnknownRequest):  # it has expired meanwhile
+                self._core.observe(event, now)
+
+        self._later(say)
+
+    def _blocks_changed(self, name: str, change: TierChange) -> None:
+        for kind, keys in ((Added, change.added), (Removed, change.removed)):
+            if keys:
+                update = kind(name, change.tier, keys)
+                self._later(functools.partial(self._core.apply, update))
+
+    def _beat(self) -> None:
+        """All instances tell their load, and the conductor's time goes on."""
+        now = self._clock.now_s
+        for name, one in self._prefills.items():
+            load = Load(queued=one.queued, queued_prefill_tokens=one.queued_tokens)
+            self._core.heartbeat(name, load, now)
+        for name, other in self._decodes.items():
+            load = Load(running=other.batch, context_tokens=other.context_tokens)
+            self._core.heartbeat(name, load, now)
+        self._core.tick(now)
+        if self._options.replication:
+            for order in self._core.steering.tick(self._carrier.spaces(), now).orders:
+                self._later(lambda _, order=order: self._carrier.carry(order))  # type: ignore[misc]
+        rows = self._core.cluster.rows_for(_MODEL, prefill=True)
+        waits_s = self._core.queues.wait_s(rows, "normal", 0.0, now)
+        steps_s = [one.step_s for one in self._decodes.values()]
+        self._outcome.loads.sample(now, waits_s, steps_s, self._objectives)
+        self._clock.after(self._options.heartbeat_s, self._beat)
+
+    def _keep_alive(self) -> None:
+        """As a gateway does: or the conductor would take long requests for lost."""
+        now = self._clock.now_s
+        for name in self._running:
+            with contextlib.suppress(UnknownRequest):
+                self._core.observe(RequestEvent(name, "alive"), now)
+        self._clock.after(self._core.settings.core.decision_ttl_s / 3, self._keep_alive)
+
+    def _next_prefill(self, instance: PrefillInstance) -> str | None:
+        return self._core.next_prefill(instance.name, self._clock.now_s)
+
+    # -- the life of a request ---------------------------------------------------------------------
+
+    def _arrive(self, number: int) -> None:
+        request, now = self._trace.requests[number], self._clock.now_s
+        keys = tuple(block.to_bytes(16) for block in self._trace.full_blocks(request))
+        job = SimRequest(f"r{number}", replace(request, arrival_s=now), keys)
+        self._outcome.jobs.append(job)
+        self._schedule(job)
+
+    def _schedule(self, job: SimRequest) -> None:
+        now = self._clock.now_s
+        request = Request(
+            job.name, _MODEL, job.trace.prompt_tokens, job.keys, objectives=self._objectives
+        )
+        outcome = self._scheduler.schedule(request, now)
+        if isinstance(outcome, Rejection):
+            job.rejected = outcome.reason
+            self._over(job)
+            return
+        job.decision = outcome
+        self._running[job.name] = job
+        self._held[job.name] = []
+        if outcome.wait_for in self._held and outcome.wait_for != job.name:
+            self._held[outcome.wait_for].append(lambda: self._start(job, outcome))
+        else:
+            self._start(job, outcome)
+
+    def _start(self, job: SimRequest, decision: Decision) -> None:
+        """Queue the prompt, and fetch its blocks as the conductor has decided."""
+        instance = self._prefills[decision.prefill]
+        own = have = instance.cache.match(job.keys)
+        parts: list[tuple[str, int]] = []
+        for fetch in sorted(decision.fetches, key=lambda fetch: fetch.start):
+            stop = min(fetch.stop, self._prefills[fetch.source].cache.match(job.keys))
+            if fetch.start <= have < stop:  # what the conductor believed may be evicted meanwhile
+                parts.append((fetch.source, stop - have))
+                have = stop
+        job.fetched_blocks = have - own
+        instance.enqueue(job, fetching=bool(parts))
+        coming = len(parts)
+
+        def arrived() -> None:
+            nonlocal coming
+            coming -= 1
+            if not coming:
+                self._event(job, "fetched")
+                instance.cache.put(job.keys[:have])
+                instance.fetched(job)
+
+        block_bytes = self._trace.block_tokens * self._options.token_bytes
+        for source, blocks in parts:
+            self._network.send(source, instance.name, blocks * block_bytes, arrived)
+
+    def _began(self, instance: PrefillInstance, job: SimRequest, seconds: float) -> None:
+        """Its prefill has begun: with overlap, the KV of all layers but the last goes to the
+        instance that decodes meanwhile."""
+        if self._options.layerwise and job.trace.output_tokens > 1:
+            self._coming[job.name] = 2
+            self._hand_over(instance, job, 1 - 1 / self._options.layers)
+
+    def _prefilled(self, instance: PrefillInstance, job: SimRequest) -> None:
+        """The first token is there, and the prompt's KV goes to the instance that decodes."""
+        job.first_token_s = self._clock.now_s
+        instance.cache.put(job.keys)
+        for start in self._held.pop(job.name, ()):
+            start()
+        if self._options.admission == "baseline" and self._rejected_late(job):
+            return
+        self._event(job, "prefill_done")
+        self._event(job, "first_token")
+        if job.trace.output_tokens <= 1:  # nothing is left to decode
+            self._ended(job)
+            return
+        self._hand_over(instance, job, 1 / self._options.layers if self._options.layerwise else 1.0)
+
+    def _hand_over(self, instance: PrefillInstance, job: SimRequest, share: float) -> None:
+        assert job.decision is not None
+        decode = self._decodes[job.decision.decode]
+
+        def arrived() -> None:
+            left = self._coming.pop(job.name, 1) - 1
+            if left:
+                self._coming[job.name] = left
+            else:
+                decode.join(job)
+
+        nbytes = job.trace.prompt_tokens * self._options.token_bytes
+        self._network.send(instance.name, decode.name, share * nbytes, arrived)
+
+    def _rejected_late(self, job: SimRequest) -> bool:
+        """The second check of "baseline": whether the request is refused after its prefill."""
+        rejection = self._core.recheck(job.name, self._clock.now_s)
+        if rejection is None:
+            return False
+        job.rejected = rejection.reason
+        del self._running[job.name]
+        self._over(job)
+        return True
+
+    def _ended(self, job: SimRequest) -> None:
+        job.ended_s = self._clock.now_s
+        del self._running[job.name]
+        self._event(job, "tokens", max(0, job.trace.output_tokens - 1))
+        self._event(job, "finished")
+        self._over(job)
+
+    def _over(self, job: SimRequest) -> None:
+        now = self._clock.now_s
+        for number in self._next_turns.get(int(job.name[1:]), ()):
+            at_s = max(now, self._trace.requests[number].arrival_s)
+            self._clock.at(at_s, functools.partial(self._arrive, number))
+        self._left -= 1
+        self._tell_share(1 - self._left / len(self._trace.requests))
+
+
+def _next_turns(trace: Trace) -> dict[int, list[int]]:
+    """By request, those that go on with it."""
+    found: dict[int, list[int]] = {}
+    for number, before in enumerate(previous_turns(trace)):
+        if before is not None:
+            found.setdefault(before, []).append(number)
+    return found

@@ -1,0 +1,1 @@
+"""Engines of a simulated cluster: they prefill, decode, or do both."""

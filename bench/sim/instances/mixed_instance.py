@@ -1,0 +1,88 @@
+"""An instance that can do both: prompts are computed between the steps of its decodes.
+
+A prompt goes before the next step, whole, as in vLLM without chunked prefill: it delays the next
+token of all that decode here. With one kind of work only, it is an instance of that kind.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from typing import TYPE_CHECKING
+
+from tiffin.conductor.cost.latency_model import prefill_s
+
+from .decode_instance import DecodeInstance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tiffin.conductor.cost.latency_profiles import Profile
+
+    from ..clock import VirtualClock
+    from .sim_request import SimRequest
+
+
+class MixedInstance(DecodeInstance):
+    """`prefilled` is called with each prompt that is computed, `done` with each answer."""
+
+    def __init__(
+        self,
+        name: str,
+        clock: VirtualClock,
+        profile: Profile,
+        capacity_tokens: int,
+        batch_max: int,
+        prefilled: Callable[[MixedInstance, SimRequest], None],
+        done: Callable[[SimRequest], None],
+    ) -> None:
+        super().__init__(name, clock, profile, capacity_tokens, batch_max, done)
+        self._prefill, self._prefilled = profile.prefill, prefilled
+        self._prompts: deque[SimRequest] = deque()
+        self._computing: SimRequest | None = None
+
+    @property
+    def queued(self) -> int:
+        """Prompts that wait or are computed."""
+        return len(self._prompts) + (self._computing is not None)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Their tokens."""
+        jobs = [*self._prompts, *([self._computing] if self._computing else [])]
+        return sum(job.trace.prompt_tokens for job in jobs)
+
+    @property
+    def decoding(self) -> int:
+        """Requests that decode here, or wait for room."""
+        return self.batch + len(self._waiting)
+
+    def answered(self, job: SimRequest) -> int:
+        """Tokens that a request which decodes here has got by now, without the first one."""
+        began = self._began.get(job.name)
+        return 0 if began is None else bisect_right(self._step_ends_s, self._clock.now_s) - began
+
+    def enqueue(self, job: SimRequest) -> None:
+        """A prompt arrives."""
+        self._prompts.append(job)
+        if self._run_ends is not None:
+            self._cut()
+        elif self._computing is None:
+            self._run()
+
+    def _run(self) -> None:
+        """Compute the next prompt, if there is one; else let the decodes go on."""
+        if self._computing is not None:
+            return  # somebody joins meanwhile
+        if not self._prompts:
+            super()._run()
+            return
+        job = self._computing = self._prompts.popleft()
+        job.compute_s = float(prefill_s(*self._prefill, job.trace.prompt_tokens, 0))
+        self._clock.after(job.compute_s, self._computed)
+
+    def _computed(self) -> None:
+        job, self._computing = self._computing, None
+        assert job is not None
+        self._prefilled(self, job)
+        self._run()

@@ -1,0 +1,1 @@
+"""What a simulated node is made of: its network card, its tiers."""

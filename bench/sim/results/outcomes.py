@@ -1,0 +1,139 @@
+"""What came of a simulated trace, as plain numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...traces.ideal_cache import hit_share
+from .usage import Usage, usage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from ...traces.trace import Trace
+    from ..cluster.simulation import SimulationOutcome
+    from ..instances.sim_request import SimRequest
+
+# A request's TBT is the mean of the longest tenth of its gaps (Mooncake, FAST '25, section 5).
+_LONGEST_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Of some seconds; all 0 if there are none."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Of all requests. `rejected`: how many, by reason. Shares are of 1.
+
+    `tbt_s`: over the requests, of each the mean of the longest tenth of its gaps. `hit_share`: of
+    the tokens of prompts that were computed or loaded, those that were loaded; `ideal_hit_share`:
+    what one cache of the size of all nodes' memory would have had, if nothing took time.
+    `compute_s`: GPU seconds of a prefill. `ttft_bias` and `ttft_error_p90`: how far the predicted
+    TTFT is from the observed one, as shares of it, in the mean and as a size.
+    `attained`: requests that met both objectives, of all that came; None without an objective.
+    """
+
+    policy: str
+    requests: int
+    rejected: dict[str, int]
+    ttft_s: Quantiles
+    tbt_s: Quantiles
+    compute_s: float
+    hit_share: float
+    ideal_hit_share: float
+    ttft_bias: float
+    ttft_error_p90: float
+    moved_bytes: int
+    usage: Usage
+    attained: float | None
+    span_s: float
+
+
+def summarise(trace: Trace, outcome: SimulationOutcome) -> Summary:
+    """The summary of a simulation of the trace."""
+    options, jobs = outcome.options, outcome.jobs
+    served = [job for job in jobs if job.ended_s is not None]
+    capacity = options.prefill * (options.cache_tokens // trace.block_tokens)
+    prompts = sum(job.trace.prompt_tokens for job in served)
+    errors = _prediction_errors(served)
+    return Summary(
+        policy=options.policy,
+        requests=len(jobs),
+        rejected=dict(Counter(job.rejected for job in jobs if job.rejected)),
+        ttft_s=quantiles([_ttft_s(job) for job in served]),
+        tbt_s=quantiles([longest_gaps_s(job) for job in served if job.gaps_s]),
+        compute_s=float(np.mean([job.compute_s for job in served])) if served else 0.0,
+        hit_share=sum(job.cached_tokens for job in served) / prompts if prompts else 0.0,
+        ideal_hit_share=hit_share(trace, capacity),
+        ttft_bias=float(errors.mean()) if len(errors) else 0.0,
+        ttft_error_p90=float(np.quantile(np.abs(errors), 0.9)) if len(errors) else 0.0,
+        moved_bytes=sum(outcome.moved_bytes.values()),
+        attained=_attained_share(outcome),
+        usage=usage(trace, outcome),
+        span_s=max((job.ended_s or 0.0 for job in jobs), default=0.0),
+    )
+
+
+def quantiles(seconds: Sequence[float]) -> Quantiles:
+    """Of a list of seconds."""
+    if not seconds:
+        return Quantiles(0.0, 0.0, 0.0, 0.0)
+    values = np.asarray(seconds)
+    p50, p90, p99 = np.quantile(values, [0.5, 0.9, 0.99]).tolist()
+    return Quantiles(float(values.mean()), p50, p90, p99)
+
+
+def longest_gaps_s(job: SimRequest) -> float:
+    """The mean of the longest tenth of a request's gaps between tokens, of one at least."""
+    return longest_tenth_s(job.gaps_s)
+
+
+def longest_tenth_s(gaps_s: Sequence[float]) -> float:
+    """The mean of the longest tenth of some gaps, of one at least."""
+    count = max(1, round(len(gaps_s) * _LONGEST_SHARE))
+    return float(np.mean(sorted(gaps_s)[-count:]))
+
+
+def attained_share(outcome: SimulationOutcome) -> float:
+    """Share of all requests that came which were served within their objectives."""
+    ttft_s, tbt_s = outcome.options.ttft_s, outcome.options.tbt_s
+    served = [job for job in outcome.jobs if job.ended_s is not None]
+    return sum(attained(job, ttft_s, tbt_s) for job in served) / max(1, len(outcome.jobs))
+
+
+def _attained_share(outcome: SimulationOutcome) -> float | None:
+    options = outcome.options
+    aimed = options.ttft_s is not None or options.tbt_s is not None
+    return attained_share(outcome) if aimed and outcome.jobs else None
+
+
+def attained(job: SimRequest, ttft_s: float | None, tbt_s: float | None) -> bool:
+    """Whether a request that has ended met both objectives; None: there is no such objective."""
+    if ttft_s is not None and _ttft_s(job) > ttft_s:
+        return False
+    return tbt_s is None or not job.gaps_s or longest_gaps_s(job) <= tbt_s
+
+
+def _ttft_s(job: SimRequest) -> float:
+    assert job.ttft_s is not None, "it has ended"
+    return job.ttft_s
+
+
+def _prediction_errors(jobs: Sequence[SimRequest]) -> NDArray[np.float64]:
+    pairs = [(job.decision.predicted_ttft_s, _ttft_s(job)) for job in jobs if job.decision]
+    predicted, observed = np.asarray(pairs, np.float64).reshape(-1, 2).T
+    errors: NDArray[np.float64] = (predicted - observed) / np.maximum(observed, 1e-9)
+    return errors
