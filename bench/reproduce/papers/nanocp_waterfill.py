@@ -51,7 +51,7 @@ WAYS = ("waterfill", "whole", "static 4", "static 16")
 AT_RATE = 32.0  # requests/s
 NOTES = (
     "Read as time per step, the exchange is so cheap that equal shards over all instances, which "
-    "are in perfect balance, win by 8%. Read as time per layer, they can not meet the objective at "
+    "are in perfect balance, win by 4%. Read as time per layer, they can not meet the objective at "
     "any rate. The paper's gain of 1.88 to 3.27 times lies between both.",
     "If it is per layer, the conductor's setting `spread.exchange_s` has to be set to its product "
     "with the layers, as is done here; its default is one of 60 us per step.",
