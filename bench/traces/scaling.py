@@ -65,6 +65,7 @@ def _renumbered(copies: Sequence[tuple[int, TraceRequest]]) -> list[TraceRequest
     return [
         replace(
             request,
+            tenant=f"tenant-{tenant}",
             blocks=tuple(numbers.setdefault((tenant, b), len(numbers)) for b in request.blocks),
         )
         for tenant, request in copies

@@ -19,6 +19,7 @@ class TraceRequest:
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
+    tenant: str = ""
 
     def full_blocks(self, block_tokens: int = BLOCK_TOKENS) -> int:
         """How many of `blocks` are full: only these can be reused by a longer prompt."""

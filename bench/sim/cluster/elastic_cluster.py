@@ -241,9 +241,10 @@ class _Cluster:
         self._clock.after(self._options.heartbeat_s, self._beat)
 
     def _report(self) -> None:
+        answered = {name: one.answered() for name, one in self._instances.items()}
         for job, instance in self._decoding.values():
-            more = instance.answered(job) - self._reported[job.name]
-            if more:
+            more = answered[instance.name].get(job.name, 0) - self._reported[job.name]
+            if more > 0:
                 self._reported[job.name] += more
                 self._event(job, "tokens", more)
         self._clock.after(self._options.report_s, self._report)

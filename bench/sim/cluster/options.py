@@ -34,8 +34,8 @@ class SimulationOptions:
     answers, else all take as long. `fetches`: whether instances fetch blocks from others' nodes.
 
     **What the conductor hears** comes `late_s` late, and up to `late_jitter_s` later; loads come
-    every `heartbeat_s`. `noise`: computing and decoding take times with this standard deviation of
-    their logarithm, and the profile's mean.
+    every `heartbeat_s`, and how many tokens were answered every `report_s`. `noise`: computing and
+    decoding take times with this standard deviation of their logarithm, and the profile's mean.
 
     `replication`: whether nodes carry out the conductor's orders to copy hot blocks. What it takes
     to find these, every heartbeat, doubles the time of a simulation.
@@ -69,6 +69,7 @@ class SimulationOptions:
     late_s: float = 0.1
     late_jitter_s: float = 0.0
     heartbeat_s: float = 1.0
+    report_s: float = 4.0
     noise: float = 0.0
     use_lengths: bool = True
     fetches: bool = True

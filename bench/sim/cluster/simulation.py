@@ -137,6 +137,7 @@ class _Simulation:
         self._outcome = SimulationOutcome(options)
         self._left = len(trace.requests)
         self._running: dict[str, SimRequest] = {}
+        self._told: dict[str, int] = {}  # by job: tokens of which the conductor was told
         self._coming: dict[str, int] = {}  # by job: parts of its KV that have not come
         self._held: dict[str, list[Callable[[], None]]] = {}  # by the job that is waited for
         self._next_turns = _next_turns(trace) if options.closed else {}
@@ -204,11 +205,16 @@ class _Simulation:
                 self._core.register(self._spec(name, role), 0.0)
         self._beat()
         self._keep_alive()
+        self._report()
         later_turns = {number for numbers in self._next_turns.values() for number in numbers}
         for number, request in enumerate(self._trace.requests):
             if number not in later_turns:
                 self._clock.at(request.arrival_s, functools.partial(self._arrive, number))
         self._clock.run(lambda: self._left > 0)
+        heard_s = self._clock.now_s + self._options.late_s + self._options.late_jitter_s
+        self._clock.run(
+            lambda: self._clock.now_s <= heard_s
+        )  # the conductor hears of the last ones
         self._outcome.moved_bytes = dict(self._network.moved_bytes)
         self._outcome.transfers = self._network.completed
         self._outcome.preempted = sum(one.preempted for one in self._decodes.values())
@@ -280,6 +286,15 @@ class _Simulation:
         self._outcome.loads.sample(now, waits_s, steps_s, self._objectives)
         self._clock.after(self._options.heartbeat_s, self._beat)
 
+    def _report(self) -> None:
+        """As a gateway does: how many tokens have come since the last time."""
+        for instance in self._decodes.values():
+            for name, tokens in instance.answered().items():
+                if tokens > self._told[name]:
+                    self._event(self._running[name], "tokens", tokens - self._told[name])
+                    self._told[name] = tokens
+        self._clock.after(self._options.report_s, self._report)
+
     def _keep_alive(self) -> None:
         """As a gateway does: or the conductor would take long requests for lost."""
         now = self._clock.now_s
@@ -303,7 +318,9 @@ class _Simulation:
     def _schedule(self, job: SimRequest) -> None:
         now = self._clock.now_s
         request = Request(
-            job.name, _MODEL, job.trace.prompt_tokens, job.keys, objectives=self._objectives
+            *(job.name, _MODEL, job.trace.prompt_tokens, job.keys),
+            objectives=self._objectives,
+            tenant=job.trace.tenant,
         )
         outcome = self._scheduler.schedule(request, now)
         if isinstance(outcome, Rejection):
@@ -312,6 +329,7 @@ class _Simulation:
             return
         job.decision = outcome
         self._running[job.name] = job
+        self._told[job.name] = 0
         self._held[job.name] = []
         if outcome.wait_for in self._held and outcome.wait_for != job.name:
             self._held[outcome.wait_for].append(lambda: self._start(job, outcome))
@@ -393,7 +411,8 @@ class _Simulation:
     def _ended(self, job: SimRequest) -> None:
         job.ended_s = self._clock.now_s
         del self._running[job.name]
-        self._event(job, "tokens", max(0, job.trace.output_tokens - 1))
+        left = job.trace.output_tokens - 1 - self._told.pop(job.name)
+        self._event(job, "tokens", max(0, left))
         self._event(job, "finished")
         self._over(job)
 

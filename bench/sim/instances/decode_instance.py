@@ -66,6 +66,14 @@ class DecodeInstance:
         """Seconds of a step of the present batch."""
         return self._d0 + self._d1 * self.batch + self._d2 * self.context_tokens
 
+    def answered(self) -> dict[str, int]:
+        """By request of the batch, its tokens after the first one, so far."""
+        ended = bisect_right(self._step_ends_s, self._clock.now_s, lo=self._run_from)
+        return {
+            name: len(self._given_s.get(name, ())) + ended - began
+            for name, began in self._began.items()
+        }
+
     def join(self, job: SimRequest) -> None:
         """A request's KV has come. Its first token was given by the prefill."""
         if job.trace.output_tokens <= 1:

@@ -6,7 +6,6 @@ token of all that decode here. With one kind of work only, it is an instance of 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -56,11 +55,6 @@ class MixedInstance(DecodeInstance):
     def decoding(self) -> int:
         """Requests that decode here, or wait for room."""
         return self.batch + len(self._waiting)
-
-    def answered(self, job: SimRequest) -> int:
-        """Tokens that a request which decodes here has got by now, without the first one."""
-        began = self._began.get(job.name)
-        return 0 if began is None else bisect_right(self._step_ends_s, self._clock.now_s) - began
 
     def enqueue(self, job: SimRequest) -> None:
         """A prompt arrives."""

@@ -42,12 +42,19 @@ def table(title: str, summaries: Sequence[Summary], goodputs: Sequence[float] = 
         ("moved", [f"{s.moved_bytes / 1e12:.2f} TB" for s in summaries]),
         ("of it for prompts", [f"{s.usage.fetched_bytes / 1e12:.2f} TB" for s in summaries]),
         ("evenness of prefills", [f"{s.usage.evenness:.3f}" for s in summaries]),
+        *_fairness(summaries),
         ("predicted TTFT, bias", [f"{s.ttft_bias:+.1%}" for s in summaries]),
         ("predicted TTFT, p90 error", [f"{s.ttft_error_p90:.1%}" for s in summaries]),
     ]
     for name, values in rows:
         made.add_row(name, *values)
     return made
+
+
+def _fairness(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
+    found = [summary.usage.fairness for summary in summaries]
+    shown = ["" if value is None else f"{value:.3f}" for value in found]
+    return [("fairness to tenants", shown)] if any(shown) else []
 
 
 def _share(share: float | None) -> str:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from ...traces.trace import Trace
     from ..cluster.simulation import SimulationOutcome
+    from ..instances.sim_request import SimRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Usage:
     `hit_share_by_tier`: of the tokens of all prompts, those that were loaded, by the tier that they
     were in: "hbm", "dram", "nvme" of the own node, or "fetched". `evenness`: Jain's index over the
     GPU seconds of the instances that prefill; 1 if all did the same, 1/n if one did all.
+    `fairness`: the same over the tenants' mean TTFT; None if there is one tenant.
     """
 
     fetched_bytes: int
@@ -28,6 +30,7 @@ class Usage:
     copied_bytes: int
     hit_share_by_tier: dict[str, float]
     evenness: float
+    fairness: float | None = None
 
 
 def usage(trace: Trace, outcome: SimulationOutcome) -> Usage:
@@ -50,7 +53,17 @@ def usage(trace: Trace, outcome: SimulationOutcome) -> Usage:
         copied_bytes=sum(outcome.moved_bytes.values()) - handed_over - fetched,
         hit_share_by_tier={tier: count / tokens for tier, count in sorted(hits.items()) if count},
         evenness=jain(busy_s.values()),
+        fairness=_fairness(served),
     )
+
+
+def _fairness(served: Iterable[SimRequest]) -> float | None:
+    waits_s: dict[str, list[float]] = {}
+    for job in served:
+        waits_s.setdefault(job.trace.tenant, []).append(job.ttft_s or 0.0)
+    if len(waits_s) < 2:
+        return None
+    return jain(sum(waits) / len(waits) for waits in waits_s.values())
 
 
 def jain(values: Iterable[float]) -> float:

@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from tiffin.bench.reproduce.papers import (
+from tiffin.bench.reproduce.papers import memserve_fetch, nanocp_waterfill, splitwise_transfer
+from tiffin.bench.reproduce.papers.dynamo import (
     dynamo_disaggregation,
     dynamo_planner,
     dynamo_router,
-    memserve_fetch,
-    mooncake_break_even,
-    nanocp_waterfill,
-    splitwise_transfer,
-    tetriinfer_flips,
-    tetriinfer_scheduling,
 )
+from tiffin.bench.reproduce.papers.mooncake import mooncake_break_even
+from tiffin.bench.reproduce.papers.tetriinfer import tetriinfer_flips, tetriinfer_scheduling
 from tiffin.bench.reproduce.setups.fetch_or_compute import Cell, fetched_blocks, ttft_s
 from tiffin.conductor.cost import latency_profiles
 

@@ -9,14 +9,13 @@ from tiffin.bench.sim.cluster.simulation import SimulationOptions, simulate
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.recording.recorder import Recorder
 from tiffin.conductor.recording.recording_file import RecordingFile
-from tiffin.conductor.records import RequestEvent
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tiffin.bench.sim.cluster.simulation import Profiles, SimulationOutcome
     from tiffin.bench.traces.trace import Trace
-    from tiffin.conductor.records import Decision, Rejection, Request
+    from tiffin.conductor.records import Decision, Rejection, Request, RequestEvent
 
 # Everything is told at once, so that the conductor observes what happens.
 TRUTH = SimulationOptions(prefill=3, decode=2, late_s=0.0, seed=5)
@@ -52,9 +51,4 @@ def record(trace: Trace, options: SimulationOptions, path: Path) -> SimulationOu
         outcome = simulate(
             trace, options, core=lambda one, profiles: RecordedCore(one, profiles, recorder)
         )
-        for job in outcome.jobs:  # a simulation ends with the last answer, before that is reported
-            recorder.observed(
-                RequestEvent(job.name, "tokens", job.trace.output_tokens - 1), job.ended_s or 0
-            )
-            recorder.observed(RequestEvent(job.name, "finished"), job.ended_s or 0)
     return outcome
