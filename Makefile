@@ -12,6 +12,7 @@
 #   make lint     ruff and mypy
 #   make bench    the performance tables: store, network, conductor, kernels and HBM tier, each row
 #                 against a limit measured in the same run
+#   make evidence   published results, computed again, into docs/evidence.md: half an hour
 #   make bench-peers  Mooncake, LMCache, Dynamo and SGLang's router beside ours, in one run: ten
 #                 minutes, and 2.3 GB in .venv-peers the first time
 #
@@ -41,7 +42,7 @@ EXTRAS := $(if $(strip $(TORCH)),engines$(comma)kernels$(comma))authenticate,ben
 PARALLEL := --numprocesses logical --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test coverage engines test-engines test-slow test-campaign lint format bench bench-peers clean
+.PHONY: help venv demo test coverage engines test-engines test-slow test-campaign lint format bench bench-peers evidence clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -104,6 +105,9 @@ lint: venv build/links/tiffin
 format: venv
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+evidence: venv
+	$(BIN)/tiffin reproduce --all --plots docs/images/evidence --markdown docs/evidence.md
 
 bench: venv
 	$(BIN)/tiffin bench store
