@@ -16,7 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tiffin.kvstore.errors import InvalidInput
 
-from .plots import png
+from ..plots import png
 from .registry import Effort, Reproduction, named, reproductions
 from .report import Finding, html_page, markdown, tables
 

@@ -4,7 +4,10 @@ curves. Plain data."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..plots import Plot
 
 # Above it, docs/evidence.md explains the deviation.
 EXPLAINED_DEVIATION = 0.15
@@ -40,29 +43,6 @@ class Statement:
     text: str
     holds: bool
     figures: str
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A curve. `kind` is how it is drawn; a paper's points are drawn as dots."""
-
-    name: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    kind: Literal["line", "dots", "steps"] = "line"
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """Curves over one axis; `name` is a file's name."""
-
-    name: str
-    title: str
-    x_label: str
-    y_label: str
-    lines: tuple[Line, ...]
-    log_x: bool = False
-    log_y: bool = False
 
 
 @dataclass(frozen=True, slots=True)

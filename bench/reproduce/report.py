@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from ..display import number
+from ..plots import png
 from .evidence import EXPLAINED_DEVIATION
-from .plots import png
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,17 +16,19 @@ from rich.progress import Progress
 from tiffin.conductor.errors import ConductorError
 from tiffin.kvstore.errors import InvalidInput
 
+from ..plots import png
 from ..traces.readers import read
 from ..traces.scaling import at_rate, window, with_tenants
 from .cluster.colocated import ColocatedOptions, simulate_colocated, summarise_colocated
 from .cluster.simulation import SimulationOptions, simulate
 from .instances.engine_options import EngineMode, EngineOptions
+from .results.curves import SimulationRun, curves
 from .results.display import table
 from .results.goodput import highest_rate
-from .results.outcomes import Summary, summarise
+from .results.outcomes import summarise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ..traces.trace import Trace
 
@@ -129,6 +131,10 @@ def simulated(
             help="Find the rate at which 90% meet the objectives: some ten simulations for each.",
         ),
     ] = False,
+    plots: Annotated[
+        Path | None,
+        typer.Option(help="Write distributions and loads as PNG in this folder.", file_okay=False),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed, the same outcome.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
@@ -145,6 +151,8 @@ def simulated(
     `tiffin simulate trace.jsonl --policy kvcache_centric --colocated plain --colocated chunked`
 
     `tiffin simulate trace.jsonl --rate 2 --ttft 30 --tbt 0.1 --admission predictive`
+
+    `tiffin simulate trace.jsonl --policy random --policy joint --plots plots`
 
     `tiffin simulate trace.jsonl --start 600 --stop 1200 --ttft 30 --tbt 0.1 --goodput`
     """
@@ -172,26 +180,28 @@ def simulated(
         trace = at_rate(window(trace, start, stop or float("inf")), rate)
         if goodput:
             _check_objectives(options)
-        found, rates = list[Summary](), list[float]()
+        found, rates = list[SimulationRun](), list[float]()
         for run in _runs(options, policy, colocated):
             if goodput:
                 rates.append(_goodput(trace, run))
             found.append(run(trace))
+        if plots is not None:
+            _write_plots(found, plots)
     except (InvalidInput, ConductorError, OSError) as error:
         _console.print(f"tiffin simulate: {error}", style="red", highlight=False, markup=False)
         raise typer.Exit(2) from error
     if as_json:
-        shown = [asdict(one) for one in found]
+        shown = [asdict(one.summary) for one in found]
         for one, times in zip(shown, rates, strict=False):
             one["goodput_rate"] = times
         typer.echo(json.dumps(shown, indent=2))
     else:
-        _console.print(table(trace.name, found, rates))
+        _console.print(table(trace.name, [one.summary for one in found], rates))
 
 
 def _runs(
     options: SimulationOptions, policies: list[str] | None, modes: list[EngineMode] | None
-) -> list[Callable[[Trace], Summary]]:
+) -> list[Callable[[Trace], SimulationRun]]:
     """What is shown side by side."""
     names = policies or ([] if modes else [options.policy])
     return [
@@ -205,20 +215,20 @@ def _check_objectives(options: SimulationOptions) -> None:
         raise InvalidInput("goodput is a rate at which objectives are met: give --ttft or --tbt")
 
 
-def _goodput(trace: Trace, run: Callable[[Trace], Summary]) -> float:
+def _goodput(trace: Trace, run: Callable[[Trace], SimulationRun]) -> float:
     """Times of the trace's rate."""
-    return highest_rate(lambda times: run(at_rate(trace, times)).attained or 0.0)
+    return highest_rate(lambda times: run(at_rate(trace, times)).summary.attained or 0.0)
 
 
-def _one(options: SimulationOptions, trace: Trace) -> Summary:
+def _one(options: SimulationOptions, trace: Trace) -> SimulationRun:
     shown = Console(stderr=True)
     with Progress(console=shown, transient=True, disable=not shown.is_terminal) as progress:
         task = progress.add_task(options.policy, total=1.0)
         outcome = simulate(trace, options, lambda share: progress.update(task, completed=share))
-    return summarise(trace, outcome)
+    return SimulationRun(summarise(trace, outcome), outcome.jobs, outcome.loads)
 
 
-def _colocated(options: SimulationOptions, mode: EngineMode, trace: Trace) -> Summary:
+def _colocated(options: SimulationOptions, mode: EngineMode, trace: Trace) -> SimulationRun:
     """As many nodes of the same hardware, each of which does both."""
     engine = EngineOptions(
         mode,
@@ -231,4 +241,11 @@ def _colocated(options: SimulationOptions, mode: EngineMode, trace: Trace) -> Su
         ttft_s=options.ttft_s,
         tbt_s=options.tbt_s,
     )
-    return summarise_colocated(trace, simulate_colocated(trace, cluster))
+    outcome = simulate_colocated(trace, cluster)
+    return SimulationRun(summarise_colocated(trace, outcome), outcome.jobs)
+
+
+def _write_plots(runs: Sequence[SimulationRun], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for plot in curves(runs):
+        (folder / f"{plot.name}.png").write_bytes(png(plot))

@@ -16,7 +16,8 @@ import numpy as np
 
 from tiffin.conductor.cost import latency_profiles
 
-from ..evidence import Evidence, Line, Plot, Statement
+from ...plots import Line, Plot
+from ..evidence import Evidence, Statement
 from ..registry import reproduction
 from ..setups.fetch_or_compute import BLOCK_TOKENS, Cell, fetched_blocks, ttft_s
 

@@ -22,13 +22,14 @@ from tiffin.conductor.core.settings import Settings, patched
 from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.records import Decision, InstanceSpec, Load, Request, RequestEvent, Role
 
+from ...plots import Line, Plot
 from ...sim.clock import VirtualClock
 from ...sim.instances.lockstep_group import LockstepGroup, Shards
 from ...sim.instances.sim_request import SimRequest
 from ...sim.results.goodput import highest_rate
 from ...sim.results.outcomes import longest_gaps_s
 from ...traces.phases import Phase, RequestKind, in_phases
-from ..evidence import Evidence, Line, Plot, Statement
+from ..evidence import Evidence, Statement
 from ..registry import reproduction
 
 if TYPE_CHECKING:

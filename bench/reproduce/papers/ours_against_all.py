@@ -17,12 +17,13 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from ...plots import Line, Plot
 from ...sim.cluster.oracle import POLICY as ORACLE
 from ...sim.cluster.simulation import SimulationOptions
 from ...traces.generator import generate
 from ...traces.look_alike import look_alike
 from ...traces.scaling import at_rate, window
-from ..evidence import Evidence, Grid, Line, Plot, Statement
+from ..evidence import Evidence, Grid, Statement
 from ..registry import Effort, reproduction
 from ..setups.contest import (
     ALL,

@@ -18,13 +18,14 @@ from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.cost.latency_model import decode_step_s, prefill_s
 from tiffin.conductor.records import Decision, InstanceSpec, Request, Role
 
+from ...plots import Line, Plot
 from ...sim.clock import VirtualClock
 from ...sim.instances.decode_instance import DecodeInstance
 from ...sim.instances.sim_request import SimRequest
 from ...sim.nodes.handover import HandOver
 from ...sim.nodes.network import Network
 from ...traces.trace import TraceRequest
-from ..evidence import Comparison, Evidence, Line, Plot, Statement
+from ..evidence import Comparison, Evidence, Statement
 from ..registry import reproduction
 from ..setups.inputs import azure_code
 

@@ -9,9 +9,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tiffin.bench.plots import Line, Plot, png
 from tiffin.bench.reproduce import cli, registry
-from tiffin.bench.reproduce.evidence import Comparison, Evidence, Line, Plot, Statement
-from tiffin.bench.reproduce.plots import png
+from tiffin.bench.reproduce.evidence import Comparison, Evidence, Statement
 from tiffin.bench.reproduce.registry import Effort, Reproduction, reproductions
 from tiffin.bench.reproduce.report import Finding, html_page, markdown
 

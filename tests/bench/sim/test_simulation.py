@@ -162,10 +162,12 @@ def test_the_command_shows_policies_side_by_side(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     write(Trace("slice", generate("multi-turn", 40, seed=1).requests), file)
     options = ["--policy", "random", "--policy", "joint", "--prefill", "2", "--decode", "2"]
-    done = CliRunner().invoke(app, ["simulate", str(file), *options])
+    plots = tmp_path / "plots"
+    done = CliRunner().invoke(app, ["simulate", str(file), *options, "--plots", str(plots)])
     assert done.exit_code == 0, done.output
     assert "joint" in done.output
     assert "TTFT mean" in done.output
+    assert (plots / "ttft.png").read_bytes().startswith(b"\x89PNG")
     done = CliRunner().invoke(app, ["simulate", str(file), "--json"])
     (one,) = json.loads(done.output)
     assert one["requests"] == 40

@@ -23,7 +23,8 @@ from ....planning.attainment import (
 )
 from ....planning.batching_role import colocated_s
 from ....planning.workload import Fixed, poisson
-from ...evidence import Comparison, Evidence, Line, Plot, Statement
+from ....plots import Line, Plot
+from ...evidence import Comparison, Evidence, Statement
 from ...registry import reproduction
 from ...setups.distserve_inputs import distserve, vllm
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from ....planning.attainment import tbt_s, ttft_s
 from ....planning.batching_role import colocated_s
-from ...evidence import Comparison, Evidence, Line, Plot, Statement
+from ....plots import Line, Plot
+from ...evidence import Comparison, Evidence, Statement
 from ...registry import reproduction
 from ...setups.distserve_inputs import APPLICATIONS, distserve, vllm
 

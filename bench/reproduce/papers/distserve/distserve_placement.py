@@ -14,7 +14,8 @@ import numpy as np
 
 from ....planning.attainment import PRECISION, colocated_share, goodput, pair_share
 from ....planning.placement import high_affinity, low_affinity
-from ...evidence import Comparison, Evidence, Line, Plot, Statement
+from ....plots import Line, Plot
+from ...evidence import Comparison, Evidence, Statement
 from ...registry import reproduction
 from ...setups.distserve_inputs import APPLICATIONS, distserve, vllm
 

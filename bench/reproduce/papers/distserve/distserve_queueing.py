@@ -15,8 +15,9 @@ import numpy as np
 from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.cost.latency_model import prefill_s
 
+from ....plots import Line, Plot
 from ....sim.clock import VirtualClock
-from ...evidence import Comparison, Evidence, Line, Plot, Statement
+from ...evidence import Comparison, Evidence, Statement
 from ...registry import reproduction
 
 if TYPE_CHECKING:

@@ -18,9 +18,10 @@ from tiffin.conductor.pool.capacity_model import Goals
 from tiffin.conductor.pool.planner import PlannerSettings
 from tiffin.conductor.records import Role
 
+from ....plots import Line, Plot
 from ....sim.cluster.elastic_cluster import ElasticOptions, simulate_elastic
 from ....traces.phases import Phase, RequestKind, in_phases
-from ...evidence import Evidence, Line, Plot, Statement
+from ...evidence import Evidence, Statement
 from ...registry import reproduction
 from ...setups.one_instance import serves
 

@@ -14,10 +14,11 @@ import numpy as np
 
 from tiffin.conductor.core.settings import patched
 
+from ....plots import Line, Plot
 from ....sim.cluster.simulation import SimulationOptions, simulate
 from ....traces.generator import generate
 from ....traces.scaling import at_rate
-from ...evidence import Evidence, Line, Plot, Statement
+from ...evidence import Evidence, Statement
 from ...registry import reproduction
 
 if TYPE_CHECKING:

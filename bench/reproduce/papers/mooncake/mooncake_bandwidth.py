@@ -24,11 +24,12 @@ import numpy as np
 from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.cost.latency_model import prefill_s
 
+from ....plots import Line, Plot
 from ....sim.clock import VirtualClock
 from ....sim.cluster.simulation import simulate
 from ....sim.nodes.network import Network
 from ....traces.ideal_cache import IdealCache
-from ...evidence import Comparison, Evidence, Line, Plot, Statement
+from ...evidence import Comparison, Evidence, Statement
 from ...registry import reproduction
 from ...setups.mooncake_systems import MOONCAKE_CLUSTER
 from ...setups.synthetic_look_alike import synthetic_look_alike

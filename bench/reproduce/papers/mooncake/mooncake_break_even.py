@@ -14,7 +14,8 @@ import msgspec
 
 from tiffin.conductor.cost import latency_profiles
 
-from ...evidence import Comparison, Evidence, Line, Plot, Statement
+from ....plots import Line, Plot
+from ...evidence import Comparison, Evidence, Statement
 from ...registry import reproduction
 from ...setups.fetch_or_compute import BLOCK_TOKENS, Cell, fetched_blocks
 

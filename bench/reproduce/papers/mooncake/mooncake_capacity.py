@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ....plots import Line, Plot
 from ....sim.instances.engine_options import EngineMode, EngineOptions
-from ...evidence import Comparison, Evidence, Line, Plot, Statement
+from ...evidence import Comparison, Evidence, Statement
 from ...registry import reproduction
 from ...setups.mooncake_systems import (
     ENGINES,

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from tiffin.kvstore.memory.eviction import LFU, LRU, LengthAware
 
+from ....plots import Line, Plot
 from ....sim.nodes.block_cache import BlockCache, CachedBlock
-from ...evidence import Comparison, Evidence, Line, Plot, Statement
+from ...evidence import Comparison, Evidence, Statement
 from ...registry import reproduction
 from ...setups.toolagent_look_alike import toolagent
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ....plots import Line, Plot
 from ....traces.ideal_cache import hit_share
-from ...evidence import Comparison, Evidence, Line, Plot, Statement
+from ...evidence import Comparison, Evidence, Statement
 from ...registry import reproduction
 from ...setups.inputs import conversation
 from ...setups.toolagent_look_alike import toolagent

@@ -30,11 +30,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ....plots import Line, Plot
 from ....sim.cluster.load_series import correlation
 from ....sim.cluster.simulation import SimulationOptions, simulate
 from ....traces.generator import LogNormal, WorkloadParameters, generate_from
 from ....traces.scaling import at_rate
-from ...evidence import Comparison, Evidence, Line, Plot, Statement
+from ...evidence import Comparison, Evidence, Statement
 from ...registry import reproduction
 from ...setups.toolagent_look_alike import toolagent
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...evidence import Comparison, Evidence, Line, Plot, Statement
+from ....plots import Line, Plot
+from ...evidence import Comparison, Evidence, Statement
 from ...registry import reproduction
 from ...setups.mooncake_systems import MOONCAKE_CLUSTER, NODES, Workload, disaggregated
 

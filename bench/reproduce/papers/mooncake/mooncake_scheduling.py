@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ....plots import Line, Plot
 from ....sim.cluster.simulation import SimulationOptions, simulate
 from ....sim.results.outcomes import summarise
 from ....traces.scaling import at_rate
-from ...evidence import Comparison, Evidence, Line, Plot, Statement
+from ...evidence import Comparison, Evidence, Statement
 from ...registry import reproduction
 from ...setups.inputs import conversation
 

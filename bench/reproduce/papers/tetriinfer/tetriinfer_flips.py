@@ -17,9 +17,10 @@ from tiffin.conductor.pool.capacity_model import Goals, fleet_rate
 from tiffin.conductor.pool.role_flip import Step
 from tiffin.conductor.records import Role
 
+from ....plots import Line, Plot
 from ....sim.cluster.elastic_cluster import ElasticOptions, simulate_elastic
 from ....traces.phases import Phase, RequestKind, in_phases
-from ...evidence import Evidence, Line, Plot, Statement
+from ...evidence import Evidence, Statement
 from ...registry import reproduction
 from ...setups.one_instance import serves
 from .tetriinfer_scheduling import (

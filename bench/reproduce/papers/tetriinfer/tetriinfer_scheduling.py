@@ -15,9 +15,10 @@ import numpy as np
 
 from tiffin.conductor.records import Role
 
+from ....plots import Line, Plot
 from ....sim.cluster.elastic_cluster import ElasticOptions, simulate_elastic
 from ....traces.phases import Phase, RequestKind, in_phases
-from ...evidence import Evidence, Line, Plot, Statement
+from ...evidence import Evidence, Statement
 from ...registry import reproduction
 
 if TYPE_CHECKING:

@@ -1,14 +1,35 @@
-"""Plots of a reproduction's curves, as PNG."""
+"""Curves as plain data, and their plots as PNG."""
 
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .evidence import Plot
+from dataclasses import dataclass
+from typing import Literal
 
 _DOTS_PER_INCH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A curve. `kind` is how it is drawn; a paper's points are drawn as dots."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    kind: Literal["line", "dots", "steps"] = "line"
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Curves over one axis; `name` is a file's name."""
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...]
+    log_x: bool = False
+    log_y: bool = False
 
 
 def png(plot: Plot) -> bytes:
