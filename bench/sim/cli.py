@@ -178,6 +178,8 @@ def simulated(
     try:
         trace = with_tenants(read(file), tenants, seed)
         trace = at_rate(window(trace, start, stop or float("inf")), rate)
+        if not trace.requests:
+            raise InvalidInput(f"no request of {file} comes from --start {start} to --stop {stop}")
         if goodput:
             _check_objectives(options)
         found, rates = list[SimulationRun](), list[float]()

@@ -21,6 +21,7 @@ def table(title: str, summaries: Sequence[Summary], goodputs: Sequence[float] = 
     rows = [
         ("requests", [f"{s.requests:,}" for s in summaries]),
         ("rejected", [_rejected(s) for s in summaries]),
+        *_of_the_rejected(summaries),
         ("TTFT mean", [f"{s.ttft_s.mean:.2f} s" for s in summaries]),
         *(
             (f"TTFT {name}", [f"{getattr(s.ttft_s, name):.2f} s" for s in summaries])
@@ -37,6 +38,7 @@ def table(title: str, summaries: Sequence[Summary], goodputs: Sequence[float] = 
             else []
         ),
         ("prompt tokens found", [f"{s.hit_share:.1%}" for s in summaries]),
+        *_tiers(summaries),
         ("an ideal pool's", [f"{s.ideal_hit_share:.1%}" for s in summaries]),
         ("GPU time of a prefill", [f"{s.compute_s:.3f} s" for s in summaries]),
         ("moved", [f"{s.moved_bytes / 1e12:.2f} TB" for s in summaries]),
@@ -49,6 +51,24 @@ def table(title: str, summaries: Sequence[Summary], goodputs: Sequence[float] = 
     for name, values in rows:
         made.add_row(name, *values)
     return made
+
+
+def _of_the_rejected(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
+    if not any(summary.rejected for summary in summaries):
+        return []
+    return [
+        ("that would have been in time", [f"{s.usage.refused_in_time:,}" for s in summaries]),
+        ("GPU time of theirs", [f"{s.usage.wasted_s:.0f} s" for s in summaries]),
+    ]
+
+
+def _tiers(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
+    """Where they were found, if that is more than one place."""
+    found = [summary.usage.hit_share_by_tier for summary in summaries]
+    names = sorted({name for one in found for name in one})
+    if len(names) < 2:
+        return []
+    return [(f"  {name}", [_share(one.get(name)) for one in found]) for name in names]
 
 
 def _fairness(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:

@@ -22,7 +22,9 @@ class Usage:
     `hit_share_by_tier`: of the tokens of all prompts, those that were loaded, by the tier that they
     were in: "hbm", "dram", "nvme" of the own node, or "fetched". `evenness`: Jain's index over the
     GPU seconds of the instances that prefill; 1 if all did the same, 1/n if one did all.
-    `fairness`: the same over the tenants' mean TTFT; None if there is one tenant.
+    `fairness`: the same over the tenants' mean TTFT; None if there is one tenant. `wasted_s`: GPU
+    seconds of prefills whose requests were refused afterwards. `refused_in_time`: refused requests
+    that would have met their objectives, by the conductor's own estimate.
     """
 
     fetched_bytes: int
@@ -31,6 +33,8 @@ class Usage:
     hit_share_by_tier: dict[str, float]
     evenness: float
     fairness: float | None = None
+    wasted_s: float = 0.0
+    refused_in_time: int = 0
 
 
 def usage(trace: Trace, outcome: SimulationOutcome) -> Usage:
@@ -54,6 +58,8 @@ def usage(trace: Trace, outcome: SimulationOutcome) -> Usage:
         hit_share_by_tier={tier: count / tokens for tier, count in sorted(hits.items()) if count},
         evenness=jain(busy_s.values()),
         fairness=_fairness(served),
+        wasted_s=sum(job.compute_s for job in outcome.jobs if job.rejected),
+        refused_in_time=outcome.shadow.rejected_would_have_met,
     )
 
 
