@@ -176,10 +176,12 @@ def simulated(
         closed=closed,
     )
     try:
-        trace = with_tenants(read(file), tenants, seed)
-        trace = at_rate(window(trace, start, stop or float("inf")), rate)
+        whole = with_tenants(read(file), tenants, seed)
+        trace = at_rate(window(whole, start, stop or float("inf")), rate)
         if not trace.requests:
-            raise InvalidInput(f"no request of {file} comes from --start {start} to --stop {stop}")
+            raise InvalidInput(
+                f"no request comes in that part of {file}, which has {whole.span_s:.0f} s"
+            )
         if goodput:
             _check_objectives(options)
         found, rates = list[SimulationRun](), list[float]()
