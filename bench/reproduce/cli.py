@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path  # noqa: TC003 # typer reads it
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -79,12 +80,12 @@ def reproduce(
         _console.print(f"tiffin reproduce: {error}", style="red", highlight=False, markup=False)
         raise typer.Exit(2) from error
     findings, failed = _run_all(chosen, Effort.full() if full else Effort(), jobs)
+    _write(findings, html, plots, as_markdown)  # first: a run takes long, and an output may fail
     if as_json:
-        typer.echo(json.dumps([one.plain() for one in findings], indent=2))
+        typer.echo(json.dumps([one.plain() for one in findings], indent=2, default=_number))
     else:
         for finding in findings:
             _show(finding)
-    _write(findings, html, plots, as_markdown)
     for name, why in failed.items():
         _console.print(f"tiffin reproduce: {name} failed: {why}", style="red", markup=False)
     if failed:
@@ -126,6 +127,13 @@ def run(one: Reproduction, effort: Effort, tell: Tell = lambda text: None) -> Fi
     """Run one, here."""
     start = time.monotonic()
     return Finding(one, one.run(effort, tell), time.monotonic() - start)
+
+
+def _number(value: object) -> object:
+    """numpy's numbers, for JSON."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} in a finding")
 
 
 def _show(finding: Finding) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -32,7 +33,7 @@ FOUND = Evidence(
         Comparison("hits", 50.0, 30.0, "%"),
         Comparison("nothing", 0.0, 1.0),
     ),
-    (Statement("A <beats> B", False, "A 3, B 2"),),
+    (Statement("A <beats> B", np.bool_(False), "A 3, B 2"),),  # type: ignore[arg-type]
     (PLOT,),
     ("Hits are fewer, as blocks are larger.",),
 )
