@@ -65,6 +65,10 @@ def served(policy: str, kind: str, speed: float, seed: int, requests: int = REQU
     )
 
 
+_NOTE = """That whole answers of tool-agent traffic gain less than twice is not explained; there the
+router finds 51 to 56% of the prompts in caches, and round robin 45%."""
+
+
 @reproduction(
     "dynamo-router",
     "Requests go where their prefix is",
@@ -81,7 +85,7 @@ def router(effort: Effort, tell: Tell) -> Evidence:
             found[policy] = [_mean(policy, kind, speed, effort.seeds) for speed in speeds]
         statements += _statements(kind, found)
         plots.append(_plot(kind, found))
-    return Evidence((), tuple(statements), tuple(plots))
+    return Evidence((), tuple(statements), tuple(plots), (_NOTE,))
 
 
 def _mean(policy: str, kind: str, speed: float, seeds: tuple[int, ...]) -> Served:
