@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+from dataclasses import replace
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import pytest
@@ -45,6 +48,11 @@ def trace() -> Trace:
 
 def run(trace: Trace, policy: str = "kvcache_centric", seed: int = 0) -> SimulationOutcome:
     return simulate(trace, SimulationOptions(prefill=4, decode=4, policy=policy, seed=seed))
+
+
+def mean_s(outcome: SimulationOutcome) -> float:
+    """From a request's arrival to its last token."""
+    return fmean((job.ended_s or math.inf) - job.trace.arrival_s for job in outcome.jobs)
 
 
 def ends(outcome: SimulationOutcome) -> list[tuple[float | None, float | None, int]]:
@@ -104,6 +112,22 @@ def test_a_queue_is_that_of_the_theory() -> None:
     assert found.ttft_s.mean == pytest.approx(service_s + waits_s, rel=0.05)
 
 
+def test_a_queue_of_prompts_of_chance_length_is_that_of_the_theory() -> None:
+    """M/M/1: prefills that take exponential times of mean S: TTFT = S / (1 - R S)."""
+    dice, mean_s, busy = random.Random(5), 3.0, 0.5
+    c0, c1, c2 = PROFILE.prefill
+    at_s, requests = 0.0, []
+    for _ in range(6_000):
+        at_s += dice.expovariate(busy / mean_s)
+        # The length whose prefill takes that long; those below c0 take c0, a few in a hundred.
+        over_s = max(dice.expovariate(1 / mean_s) - c0, 0.0)
+        tokens = (math.sqrt(c1 * c1 + 4 * c2 * over_s) - c1) / (2 * c2)
+        requests.append(TraceRequest(at_s, max(1, round(tokens)), 1))
+    found = summarise(trace := Trace("chance", tuple(requests)), simulate(trace, ONE))
+    assert found.compute_s == pytest.approx(mean_s, rel=0.05)
+    assert found.ttft_s.mean == pytest.approx(mean_s / (1 - busy), rel=0.1)
+
+
 def test_what_comes_in_is_served_or_refused_and_bytes_are_those_of_the_blocks(trace: Trace) -> None:
     options = SimulationOptions(prefill=2, decode=4, admission="early", ttft_s=5.0, tbt_s=0.1)
     outcome = simulate(trace, options)
@@ -143,6 +167,19 @@ def test_policies_that_know_more_do_better(trace: Trace) -> None:
     assert blind.ttft_s.mean > load.ttft_s.mean > blocks.ttft_s.mean
     assert blocks.hit_share > 1.2 * blind.hit_share
     assert all(one.hit_share <= one.ideal_hit_share + 0.01 for one in found.values())
+
+
+@pytest.mark.parametrize("more", ["prefill", "decode", "cache_tokens"])
+def test_more_instances_and_more_memory_do_no_harm(trace: Trace, more: str) -> None:
+    few = SimulationOptions(prefill=4, decode=2, cache_tokens=200_000)
+    many = replace(few, **{more: 2 * getattr(few, more)})
+    noise = 1.02
+    first, second = (simulate(trace, options) for options in (few, many))
+    # Of the whole, as who prefills faster gives those more to do that decode.
+    assert mean_s(second) <= mean_s(first) * noise
+    first_found, second_found = summarise(trace, first), summarise(trace, second)
+    assert second_found.ttft_s.mean <= first_found.ttft_s.mean * noise
+    assert second_found.hit_share >= first_found.hit_share / noise
 
 
 def test_a_faster_network_does_no_harm(trace: Trace) -> None:
