@@ -102,7 +102,8 @@ class InstanceSpec:
 class Load:
     """The load that an instance reports in a heartbeat; None for unknown values.
 
-    `queued_prefill_tokens` are queued or being computed; `running` requests decode, with
+    `queued_prefill_tokens` wait to be computed, or are: without those that caches are expected to
+    have, as the conductor counts its own requests; `running` requests decode, with
     `context_tokens` of context together; `kv_used_tokens` are in use in HBM.
     """
 
