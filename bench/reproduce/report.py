@@ -193,10 +193,10 @@ Written by
     tiffin reproduce --all --plots docs/images/evidence --markdown docs/evidence.md
 
 Constants, seeds and traces are inputs, the same for all: one hardware profile for each machine that
-a paper names, and the traces of [data](../bench/data/README.md). None is tuned for a result. The
-paper's figure is beside ours, and **bold** is what deviates by more than 15%; the text below a
-table says why, as far as that was found out. What is a look-alike of a trace that is not public
-says so.
+a paper names, and the traces of [data](../bench/data/README.md). None is tuned for a result, and a
+section whose scenario was looked for says so. The paper's figure is beside ours, and **bold** is
+what deviates by more than 15%; the text below a table says why, as far as that was found out. What
+is a look-alike of a trace that is not public says so.
 
 """
 
