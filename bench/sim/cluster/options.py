@@ -34,7 +34,9 @@ class SimulationOptions:
     answers, else all take as long. `fetches`: whether instances fetch blocks from others' nodes.
 
     **What the conductor hears** comes `late_s` late, and up to `late_jitter_s` later; loads come
-    every `heartbeat_s`, and how many tokens were answered every `report_s`. `noise`: computing and
+    every `heartbeat_s`, and how many tokens were answered every `report_s`. Loads are those of
+    `load_late_s` before, and their tokens have an error with `load_noise` as the standard deviation
+    of its logarithm. `noise`: computing and
     decoding take times with this standard deviation of their logarithm, and the profile's mean.
 
     `replication`: whether nodes carry out the conductor's orders to copy hot blocks. What it takes
@@ -70,6 +72,8 @@ class SimulationOptions:
     late_jitter_s: float = 0.0
     heartbeat_s: float = 1.0
     report_s: float = 4.0
+    load_late_s: float = 0.0
+    load_noise: float = 0.0
     noise: float = 0.0
     use_lengths: bool = True
     fetches: bool = True

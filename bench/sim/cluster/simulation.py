@@ -271,11 +271,11 @@ class _Simulation:
         """All instances tell their load, and the conductor's time goes on."""
         now = self._clock.now_s
         for name, one in self._prefills.items():
-            load = Load(queued=one.queued, queued_prefill_tokens=one.queued_tokens)
-            self._core.heartbeat(name, load, now)
+            tokens = self._heard(one.queued_tokens)
+            self._tell_load(name, Load(queued=one.queued, queued_prefill_tokens=tokens))
         for name, other in self._decodes.items():
-            load = Load(running=other.batch, context_tokens=other.context_tokens)
-            self._core.heartbeat(name, load, now)
+            tokens = self._heard(other.context_tokens)
+            self._tell_load(name, Load(running=other.batch, context_tokens=tokens))
         self._core.tick(now)
         if self._options.replication:
             for order in self._core.steering.tick(self._carrier.spaces(), now).orders:
@@ -285,6 +285,18 @@ class _Simulation:
         steps_s = [one.step_s for one in self._decodes.values()]
         self._outcome.loads.sample(now, waits_s, steps_s, self._objectives)
         self._clock.after(self._options.heartbeat_s, self._beat)
+
+    def _tell_load(self, name: str, load: Load) -> None:
+        late_s = self._options.load_late_s
+        if not late_s:
+            self._core.heartbeat(name, load, self._clock.now_s)
+            return
+        self._clock.after(late_s, lambda: self._core.heartbeat(name, load, self._clock.now_s))
+
+    def _heard(self, tokens: int) -> int:
+        """What an instance says of its tokens."""
+        sigma = self._options.load_noise
+        return round(tokens * self._chance.lognormvariate(0, sigma)) if sigma else tokens
 
     def _report(self) -> None:
         """As a gateway does: how many tokens have come since the last time."""

@@ -149,6 +149,7 @@ def test_whoever_waits_for_an_answer_asks_after_it() -> None:
     "more",
     [
         {"noise": 0.3, "late_jitter_s": 0.5},
+        {"load_late_s": 3.0, "load_noise": 0.5},
         {"layerwise": True, "chunk_tokens": 1024, "stages": 2},
         {"order": "conductor", "closed": True},
         {"hbm_cache_tokens": 200_000, "cache_tokens": 400_000, "nvme_cache_tokens": 2_000_000},
@@ -162,6 +163,17 @@ def test_whatever_is_simulated_serves_everybody_and_is_repeated(
     assert all(job.ended_s is not None for job in first.jobs)
     assert [job.ended_s for job in first.jobs] == [job.ended_s for job in again.jobs]
     assert all(sum(job.by_tier.values()) == job.cached_tokens for job in first.jobs)
+
+
+def test_who_hears_of_loads_late_and_wrongly_decides_worse() -> None:
+    """Of documents that need no cache, the least loaded instance is chosen by what is heard."""
+    trace = at_rate(generate("long-document", 400, seed=1), 3.0)
+    options = SimulationOptions(prefill=4, decode=4, policy="least_loaded")
+    known, guessed = (
+        summarise(trace, simulate(trace, one))
+        for one in (options, replace(options, load_late_s=20.0, load_noise=2.0))
+    )
+    assert guessed.ttft_s.mean > known.ttft_s.mean
 
 
 def test_noise_keeps_the_mean(trace: Trace) -> None:
