@@ -8,7 +8,6 @@ caches; `simulation.py` has those.
 
 from __future__ import annotations
 
-import contextlib
 import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.core.settings import Settings, patched
 from tiffin.conductor.cost import latency_profiles
-from tiffin.conductor.errors import UnknownRequest
 from tiffin.conductor.pool.role_flip import SetRole, Verify
 from tiffin.conductor.records import (
     InstanceSpec,
@@ -24,7 +22,6 @@ from tiffin.conductor.records import (
     Objectives,
     Rejection,
     Request,
-    RequestEvent,
     Role,
 )
 
@@ -33,6 +30,7 @@ from ..instances.mixed_instance import MixedInstance
 from ..instances.sim_request import SimRequest
 from ..nodes.network import Network
 from .autoscaler import Autoscaler
+from .request_reports import RequestReports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -125,9 +123,8 @@ class _Cluster:
         self._autoscaler = Autoscaler(self._core)
         self._outcome = ElasticOutcome()
         self._left = len(trace.requests)
-        self._running: dict[str, SimRequest] = {}
+        self._reports = RequestReports(self._core, clock, lambda: options.late_s)
         self._decoding: dict[str, tuple[SimRequest, MixedInstance]] = {}
-        self._reported: dict[str, int] = {}  # by job: tokens after the first
         self._instances: dict[str, MixedInstance] = {}
         self._starting: dict[str, Role] = {}
         self._began_s: dict[str, float] = {}
@@ -138,7 +135,7 @@ class _Cluster:
             for _ in range(count):
                 self._start(role, 0.0)
         self._clock.at(0.0, self._beat)
-        self._clock.at(0.0, self._keep_alive)
+        self._clock.at(0.0, self._reports.keep_alive)
         self._clock.at(0.0, self._report)
         for number, request in enumerate(self._trace.requests):
             self._clock.at(request.arrival_s, self._arrival(number, request))
@@ -212,15 +209,6 @@ class _Cluster:
 
     # -- what the conductor is told ----------------------------------------------------------------
 
-    def _event(self, job: SimRequest, kind: str, tokens: int = 0) -> None:
-        event = RequestEvent(job.name, kind, tokens)
-
-        def say() -> None:
-            with contextlib.suppress(UnknownRequest):  # it has expired meanwhile
-                self._core.observe(event, self._clock.now_s)
-
-        self._clock.after(self._options.late_s, say)
-
     def _beat(self) -> None:
         """All instances tell their load, and the conductor's time goes on."""
         now, roles = self._clock.now_s, dict.fromkeys(Role, 0)
@@ -243,18 +231,8 @@ class _Cluster:
     def _report(self) -> None:
         answered = {name: one.answered() for name, one in self._instances.items()}
         for job, instance in self._decoding.values():
-            more = answered[instance.name].get(job.name, 0) - self._reported[job.name]
-            if more > 0:
-                self._reported[job.name] += more
-                self._event(job, "tokens", more)
+            self._reports.answered(job, answered[instance.name].get(job.name, 0))
         self._clock.after(self._options.report_s, self._report)
-
-    def _keep_alive(self) -> None:
-        now = self._clock.now_s
-        for name in self._running:
-            with contextlib.suppress(UnknownRequest):
-                self._core.observe(RequestEvent(name, "alive"), now)
-        self._clock.after(self._core.settings.core.decision_ttl_s / 3, self._keep_alive)
 
     # -- the life of a request ---------------------------------------------------------------------
 
@@ -279,15 +257,15 @@ class _Cluster:
             self._left -= 1
             return
         job.decision = outcome
-        self._running[job.name] = job
+        self._reports.begin(job)
         self._instances[outcome.prefill].enqueue(job)
 
     def _prefilled(self, instance: MixedInstance, job: SimRequest) -> None:
         """The first token is there, and the prompt's KV goes to the instance that decodes."""
         assert job.decision is not None
         job.first_token_s = self._clock.now_s
-        self._event(job, "prefill_done")
-        self._event(job, "first_token")
+        self._reports.event(job, "prefill_done")
+        self._reports.event(job, "first_token")
         decode = self._instances[job.decision.decode]
         if self._options.choose_decode is not None:
             able = [
@@ -296,13 +274,12 @@ class _Cluster:
                 if view.role is not Role.PREFILL
             ]
             decode = self._options.choose_decode(able, self._dice)
-        self._decoding[job.name], self._reported[job.name] = (job, decode), 0
+        self._decoding[job.name] = job, decode
         nbytes = job.trace.prompt_tokens * self._options.token_bytes
         self._network.send(instance.name, decode.name, nbytes, lambda: decode.join(job))
 
     def _ended(self, job: SimRequest) -> None:
         job.ended_s = self._clock.now_s
-        del self._running[job.name], self._decoding[job.name]
-        self._event(job, "tokens", job.trace.output_tokens - 1 - self._reported.pop(job.name))
-        self._event(job, "finished")
+        del self._decoding[job.name]
+        self._reports.finished(job)
         self._left -= 1

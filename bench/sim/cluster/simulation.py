@@ -6,7 +6,6 @@ and everything that it is told comes `late_s` late.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 from tiffin.conductor.admission.counterfactual import ShadowCounts
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.cost import latency_profiles
-from tiffin.conductor.errors import UnknownRequest
 from tiffin.conductor.events.index_updates import Added, Removed
 from tiffin.conductor.records import (
     InstanceSpec,
@@ -23,7 +21,6 @@ from tiffin.conductor.records import (
     Objectives,
     Rejection,
     Request,
-    RequestEvent,
     Role,
 )
 
@@ -38,6 +35,7 @@ from ..nodes.node_cache import NodeCache
 from .load_series import LoadSeries
 from .options import SimulationOptions as SimulationOptions  # noqa: TC001 # others take it here
 from .order_carrier import OrderCarrier
+from .request_reports import RequestReports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -136,8 +134,7 @@ class _Simulation:
         self._chance = random.Random(options.seed)
         self._outcome = SimulationOutcome(options)
         self._left = len(trace.requests)
-        self._running: dict[str, SimRequest] = {}
-        self._told: dict[str, int] = {}  # by job: tokens of which the conductor was told
+        self._reports = RequestReports(self._core, clock, self._late_s)
         self._coming: dict[str, int] = {}  # by job: parts of its KV that have not come
         self._held: dict[str, list[Callable[[], None]]] = {}  # by the job that is waited for
         self._next_turns = _next_turns(trace) if options.closed else {}
@@ -146,7 +143,9 @@ class _Simulation:
             self._network,
             {name: one.cache for name, one in self._prefills.items()},
             trace.block_tokens * options.token_bytes,
-            lambda outcome: self._later(functools.partial(self._core.steering.ended, outcome)),
+            lambda outcome: self._reports.later(
+                functools.partial(self._core.steering.ended, outcome)
+            ),
         )
         self._decodes = {
             name: DecodeInstance(
@@ -161,7 +160,7 @@ class _Simulation:
             for name in (f"decode-{number}" for number in range(options.decode))
         }
         state = TrueState(
-            trace, options, self._prefills, self._decodes, self._network, self._running
+            trace, options, self._prefills, self._decodes, self._network, self._reports.running
         )
         self._scheduler: Scheduler = scheduler(state) if scheduler else self._core
 
@@ -204,7 +203,7 @@ class _Simulation:
             for name in names:
                 self._core.register(self._spec(name, role), 0.0)
         self._beat()
-        self._keep_alive()
+        self._reports.keep_alive()
         self._report()
         later_turns = {number for numbers in self._next_turns.values() for number in numbers}
         for number, request in enumerate(self._trace.requests):
@@ -212,9 +211,8 @@ class _Simulation:
                 self._clock.at(request.arrival_s, functools.partial(self._arrive, number))
         self._clock.run(lambda: self._left > 0)
         heard_s = self._clock.now_s + self._options.late_s + self._options.late_jitter_s
-        self._clock.run(
-            lambda: self._clock.now_s <= heard_s
-        )  # the conductor hears of the last ones
+        # The conductor hears of the last ones.
+        self._clock.run(lambda: self._clock.now_s <= heard_s)
         self._outcome.moved_bytes = dict(self._network.moved_bytes)
         self._outcome.transfers = self._network.completed
         self._outcome.preempted = sum(one.preempted for one in self._decodes.values())
@@ -245,27 +243,17 @@ class _Simulation:
 
     # -- what the conductor is told ----------------------------------------------------------------
 
-    def _later(self, say: Callable[[float], None]) -> None:
-        """Tell the conductor something, late."""
+    def _late_s(self) -> float:
         late_s = self._options.late_s
         if self._options.late_jitter_s:
             late_s += self._chance.uniform(0, self._options.late_jitter_s)
-        self._clock.after(late_s, lambda: say(self._clock.now_s))
-
-    def _event(self, job: SimRequest, kind: str, tokens: int = 0) -> None:
-        event = RequestEvent(job.name, kind, tokens)
-
-        def say(now: float) -> None:
-            with contextlib.suppress(UnknownRequest):  # it has expired meanwhile
-                self._core.observe(event, now)
-
-        self._later(say)
+        return late_s
 
     def _blocks_changed(self, name: str, change: TierChange) -> None:
         for kind, keys in ((Added, change.added), (Removed, change.removed)):
             if keys:
                 update = kind(name, change.tier, keys)
-                self._later(functools.partial(self._core.apply, update))
+                self._reports.later(functools.partial(self._core.apply, update))
 
     def _beat(self) -> None:
         """All instances tell their load, and the conductor's time goes on."""
@@ -279,7 +267,7 @@ class _Simulation:
         self._core.tick(now)
         if self._options.replication:
             for order in self._core.steering.tick(self._carrier.spaces(), now).orders:
-                self._later(lambda _, order=order: self._carrier.carry(order))  # type: ignore[misc]
+                self._reports.later(lambda _, order=order: self._carrier.carry(order))  # type: ignore[misc]
         rows = self._core.cluster.rows_for(_MODEL, prefill=True)
         waits_s = self._core.queues.wait_s(rows, "normal", 0.0, now)
         steps_s = [one.step_s for one in self._decodes.values()]
@@ -302,18 +290,8 @@ class _Simulation:
         """As a gateway does: how many tokens have come since the last time."""
         for instance in self._decodes.values():
             for name, tokens in instance.answered().items():
-                if tokens > self._told[name]:
-                    self._event(self._running[name], "tokens", tokens - self._told[name])
-                    self._told[name] = tokens
+                self._reports.answered(self._reports.running[name], tokens)
         self._clock.after(self._options.report_s, self._report)
-
-    def _keep_alive(self) -> None:
-        """As a gateway does: or the conductor would take long requests for lost."""
-        now = self._clock.now_s
-        for name in self._running:
-            with contextlib.suppress(UnknownRequest):
-                self._core.observe(RequestEvent(name, "alive"), now)
-        self._clock.after(self._core.settings.core.decision_ttl_s / 3, self._keep_alive)
 
     def _next_prefill(self, instance: PrefillInstance) -> str | None:
         return self._core.next_prefill(instance.name, self._clock.now_s)
@@ -340,8 +318,7 @@ class _Simulation:
             self._over(job)
             return
         job.decision = outcome
-        self._running[job.name] = job
-        self._told[job.name] = 0
+        self._reports.begin(job)
         self._held[job.name] = []
         if outcome.wait_for in self._held and outcome.wait_for != job.name:
             self._held[outcome.wait_for].append(lambda: self._start(job, outcome))
@@ -366,7 +343,7 @@ class _Simulation:
             nonlocal coming
             coming -= 1
             if not coming:
-                self._event(job, "fetched")
+                self._reports.event(job, "fetched")
                 instance.cache.put(job.keys[:have])
                 instance.fetched(job)
 
@@ -389,8 +366,8 @@ class _Simulation:
             start()
         if self._options.admission == "baseline" and self._rejected_late(job):
             return
-        self._event(job, "prefill_done")
-        self._event(job, "first_token")
+        self._reports.event(job, "prefill_done")
+        self._reports.event(job, "first_token")
         if job.trace.output_tokens <= 1:  # nothing is left to decode
             self._ended(job)
             return
@@ -416,16 +393,13 @@ class _Simulation:
         if rejection is None:
             return False
         job.rejected = rejection.reason
-        del self._running[job.name]
+        self._reports.drop(job)
         self._over(job)
         return True
 
     def _ended(self, job: SimRequest) -> None:
         job.ended_s = self._clock.now_s
-        del self._running[job.name]
-        left = job.trace.output_tokens - 1 - self._told.pop(job.name)
-        self._event(job, "tokens", max(0, left))
-        self._event(job, "finished")
+        self._reports.finished(job)
         self._over(job)
 
     def _over(self, job: SimRequest) -> None:
