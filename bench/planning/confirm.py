@@ -91,4 +91,4 @@ def _attained(
 ) -> float:
     text = f"{fleet.label} at {factor * trace.rate:.2f} requests/s"
     outcome = simulate(at_rate(trace, factor), options, lambda share: tell(text, share))
-    return attained_share(outcome)
+    return attained_share(outcome.jobs, options.ttft_s, options.tbt_s) or 0.0

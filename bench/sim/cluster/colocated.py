@@ -4,11 +4,8 @@ these, with the fewest requests. Nothing moves between nodes."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from tiffin.conductor.cost import latency_profiles
 
@@ -17,7 +14,7 @@ from ..clock import VirtualClock
 from ..instances.colocated_instance import ColocatedInstance
 from ..instances.engine_options import EngineMode, EngineOptions
 from ..instances.sim_request import SimRequest
-from ..results.outcomes import Summary, attained, longest_gaps_s, quantiles
+from ..results.outcomes import Summary, attained_share, cached_share, summary_of
 from ..results.usage import Usage
 
 if TYPE_CHECKING:
@@ -88,34 +85,14 @@ def summarise_colocated(trace: Trace, outcome: ColocatedOutcome) -> Summary:
     """The same figures as of a cluster with a conductor. The ideal hit share is that of a cache of
     the memory for KV of all instances."""
     options, jobs = outcome.options, outcome.jobs
-    served = [job for job in jobs if job.ended_s is not None]
-    prompts = sum(job.trace.prompt_tokens for job in served)
     blocks = options.instances * (options.engine.kv_capacity_tokens // trace.block_tokens)
     cached = options.engine.mode is EngineMode.PREFIX
-    cached_share = sum(job.cached_tokens for job in served) / prompts if prompts else 0.0
-    return Summary(
-        policy=f"colocated, {options.engine.mode}",
-        requests=len(jobs),
-        rejected=dict(Counter(job.rejected for job in jobs if job.rejected)),
-        ttft_s=quantiles([job.ttft_s for job in served if job.ttft_s is not None]),
-        tbt_s=quantiles([longest_gaps_s(job) for job in served if job.gaps_s]),
-        compute_s=float(np.mean([job.compute_s for job in served])) if served else 0.0,
-        hit_share=cached_share,
-        ideal_hit_share=hit_share(trace, blocks) if cached else 0.0,
-        ttft_bias=0.0,
-        ttft_error_p90=0.0,
-        moved_bytes=0,
-        usage=Usage(0, 0, 0, {"hbm": cached_share} if cached_share else {}, 1.0),
+    found = cached_share([job for job in jobs if job.ended_s is not None])
+    return summary_of(
+        f"colocated, {options.engine.mode}",
+        jobs,
         attained=attained_share(jobs, options.ttft_s, options.tbt_s),
-        span_s=max((job.ended_s or 0.0 for job in jobs), default=0.0),
+        ideal_hit_share=hit_share(trace, blocks) if cached else 0.0,
+        moved_bytes=0,
+        usage=Usage(0, 0, 0, {"hbm": found} if found else {}, 1.0),
     )
-
-
-def attained_share(
-    jobs: list[SimRequest], ttft_s: float | None, tbt_s: float | None
-) -> float | None:
-    """Requests that met both objectives, of all that came; None without an objective."""
-    if (ttft_s is None and tbt_s is None) or not jobs:
-        return None
-    met = sum(job.ended_s is not None and attained(job, ttft_s, tbt_s) for job in jobs)
-    return met / len(jobs)

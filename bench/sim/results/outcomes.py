@@ -64,27 +64,52 @@ class Summary:
 
 def summarise(trace: Trace, outcome: SimulationOutcome) -> Summary:
     """The summary of a simulation of the trace."""
-    options, jobs = outcome.options, outcome.jobs
-    served = [job for job in jobs if job.ended_s is not None]
+    options = outcome.options
     capacity = options.prefill * (options.cache_tokens // trace.block_tokens)
-    prompts = sum(job.trace.prompt_tokens for job in served)
+    return summary_of(
+        options.policy,
+        outcome.jobs,
+        attained=attained_share(outcome.jobs, options.ttft_s, options.tbt_s),
+        ideal_hit_share=hit_share(trace, capacity),
+        moved_bytes=sum(outcome.moved_bytes.values()),
+        usage=usage(trace, outcome),
+    )
+
+
+def summary_of(
+    policy: str,
+    jobs: Sequence[SimRequest],
+    *,
+    attained: float | None,
+    ideal_hit_share: float,
+    moved_bytes: int,
+    usage: Usage,
+) -> Summary:
+    """The summary of the requests of a simulated cluster of any kind."""
+    served = [job for job in jobs if job.ended_s is not None]
     errors = _prediction_errors(served)
     return Summary(
-        policy=options.policy,
+        policy=policy,
         requests=len(jobs),
         rejected=dict(Counter(job.rejected for job in jobs if job.rejected)),
         ttft_s=quantiles([_ttft_s(job) for job in served]),
         tbt_s=quantiles([longest_gaps_s(job) for job in served if job.gaps_s]),
         compute_s=float(np.mean([job.compute_s for job in served])) if served else 0.0,
-        hit_share=sum(job.cached_tokens for job in served) / prompts if prompts else 0.0,
-        ideal_hit_share=hit_share(trace, capacity),
+        hit_share=cached_share(served),
+        ideal_hit_share=ideal_hit_share,
         ttft_bias=float(errors.mean()) if len(errors) else 0.0,
         ttft_error_p90=float(np.quantile(np.abs(errors), 0.9)) if len(errors) else 0.0,
-        moved_bytes=sum(outcome.moved_bytes.values()),
-        attained=_attained_share(outcome),
-        usage=usage(trace, outcome),
+        moved_bytes=moved_bytes,
+        attained=attained,
+        usage=usage,
         span_s=max((job.ended_s or 0.0 for job in jobs), default=0.0),
     )
+
+
+def cached_share(served: Sequence[SimRequest]) -> float:
+    """Of the tokens of all prompts, those that were not computed."""
+    prompts = sum(job.trace.prompt_tokens for job in served)
+    return sum(job.cached_tokens for job in served) / prompts if prompts else 0.0
 
 
 def quantiles(seconds: Sequence[float]) -> Quantiles:
@@ -107,17 +132,14 @@ def longest_tenth_s(gaps_s: Sequence[float]) -> float:
     return float(np.mean(sorted(gaps_s)[-count:]))
 
 
-def attained_share(outcome: SimulationOutcome) -> float:
-    """Share of all requests that came which were served within their objectives."""
-    ttft_s, tbt_s = outcome.options.ttft_s, outcome.options.tbt_s
-    served = [job for job in outcome.jobs if job.ended_s is not None]
-    return sum(attained(job, ttft_s, tbt_s) for job in served) / max(1, len(outcome.jobs))
-
-
-def _attained_share(outcome: SimulationOutcome) -> float | None:
-    options = outcome.options
-    aimed = options.ttft_s is not None or options.tbt_s is not None
-    return attained_share(outcome) if aimed and outcome.jobs else None
+def attained_share(
+    jobs: Sequence[SimRequest], ttft_s: float | None, tbt_s: float | None
+) -> float | None:
+    """Requests that met both objectives, of all that came; None without an objective."""
+    if (ttft_s is None and tbt_s is None) or not jobs:
+        return None
+    met = sum(job.ended_s is not None and attained(job, ttft_s, tbt_s) for job in jobs)
+    return met / len(jobs)
 
 
 def attained(job: SimRequest, ttft_s: float | None, tbt_s: float | None) -> bool:
@@ -125,6 +147,11 @@ def attained(job: SimRequest, ttft_s: float | None, tbt_s: float | None) -> bool
     if ttft_s is not None and _ttft_s(job) > ttft_s:
         return False
     return tbt_s is None or not job.gaps_s or longest_gaps_s(job) <= tbt_s
+
+
+def attained_in_mean(job: SimRequest, ttft_s: float, tbt_s: float) -> bool:
+    """The same, where the objective is for the mean of a request's gaps, of which it has one."""
+    return _ttft_s(job) <= ttft_s and float(np.mean(job.gaps_s)) <= tbt_s
 
 
 def _ttft_s(job: SimRequest) -> float:

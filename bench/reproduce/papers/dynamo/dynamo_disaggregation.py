@@ -18,6 +18,7 @@ from tiffin.conductor.records import Role
 from ....plots import Line, Plot
 from ....sim.cluster.elastic_cluster import ElasticOptions, simulate_elastic
 from ....sim.results.goodput import highest_rate
+from ....sim.results.outcomes import attained_in_mean
 from ....traces.phases import Phase, RequestKind, in_phases
 from ...evidence import Evidence, Statement
 from ...registry import reproduction
@@ -78,7 +79,7 @@ def served(way: str, rate: float, seed: int, requests: int = REQUESTS) -> Served
     jobs = simulate_elastic(trace, options).jobs
     short, long = _by_length(jobs)
     return Served(
-        float(np.mean([_attained(job) for job in jobs])),
+        float(np.mean([attained_in_mean(job, TTFT_S, TBT_S) for job in jobs])),
         (float(np.mean(short)), float(np.mean(long))),
         float(np.mean([job.ttft_s for job in jobs if job.ttft_s is not None])),
     )
@@ -92,11 +93,6 @@ def _by_length(jobs: list[SimRequest]) -> tuple[list[bool], list[bool]]:
         long = job.trace.prompt_tokens > BOUND_TOKENS
         found[long].append(job.decision.prefill == job.decision.decode)
     return found
-
-
-def _attained(job: SimRequest) -> bool:
-    assert job.ttft_s is not None, "all are served"
-    return job.ttft_s <= TTFT_S and float(np.mean(job.gaps_s)) <= TBT_S
 
 
 @reproduction(

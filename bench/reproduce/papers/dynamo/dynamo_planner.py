@@ -20,6 +20,7 @@ from tiffin.conductor.records import Role
 
 from ....plots import Line, Plot
 from ....sim.cluster.elastic_cluster import ElasticOptions, simulate_elastic
+from ....sim.results.outcomes import attained_in_mean
 from ....traces.phases import Phase, RequestKind, in_phases
 from ...evidence import Evidence, Statement
 from ...registry import reproduction
@@ -85,9 +86,7 @@ def served(outcomes: list[ElasticOutcome]) -> Served:
 
 def _attained(job: SimRequest) -> bool:
     """The planner plans for means, so a request's time between tokens is its mean."""
-    if job.ttft_s is None or job.ended_s is None:
-        return False
-    return job.ttft_s <= TTFT_S and float(np.mean(job.gaps_s)) <= TBT_S
+    return job.ended_s is not None and attained_in_mean(job, TTFT_S, TBT_S)
 
 
 @reproduction(

@@ -19,6 +19,7 @@ from tiffin.conductor.records import Role
 
 from ....plots import Line, Plot
 from ....sim.cluster.elastic_cluster import ElasticOptions, simulate_elastic
+from ....sim.results.outcomes import attained_in_mean
 from ....traces.phases import Phase, RequestKind, in_phases
 from ...evidence import Evidence, Statement
 from ...registry import reproduction
@@ -35,7 +36,6 @@ from .tetriinfer_scheduling import (
 
 if TYPE_CHECKING:
     from ....sim.cluster.elastic_cluster import ElasticOutcome
-    from ....sim.instances.sim_request import SimRequest
     from ...registry import Effort, Tell
 
 PHASE_S = 200.0
@@ -103,13 +103,8 @@ def served(outcome: ElasticOutcome) -> Served:
     return Served(
         float(np.mean([job.ttft_s for job in jobs if job.ttft_s is not None])),
         float(np.mean([job.ended_s - job.trace.arrival_s for job in jobs if job.ended_s])),
-        sum(map(_attained, jobs)) / len(outcome.jobs),
+        sum(attained_in_mean(job, TTFT_S, TBT_S) for job in jobs) / len(outcome.jobs),
     )
-
-
-def _attained(job: SimRequest) -> bool:
-    assert job.ttft_s is not None, "it has ended"
-    return job.ttft_s <= TTFT_S and float(np.mean(job.gaps_s)) <= TBT_S
 
 
 @reproduction(
