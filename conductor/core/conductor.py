@@ -47,6 +47,7 @@ from ..state.inflight_prefills import Computing
 from ..state.input_checks import check_instance, check_load, check_request
 from ..state.instance_table import Cluster
 from ..state.prefix_index import PrefixIndex
+from .calibrated_profiles import CalibratedProfiles
 from .decision_log import DecisionLog
 from .decision_view import View
 from .inflight_requests import Ledger, RequestPhase
@@ -124,7 +125,7 @@ class Conductor:
         self.names = Names(self.cluster, self.holdings, self.transfers, self.ledger)
         self.steering = Steering(self)
         self._profile = profile
-        self._latency: dict[str, tuple[float, ...]] = {}  # by instance, before calibration
+        self.profiles = CalibratedProfiles(self.cluster, self.calibration)
         self._log = DecisionLog()
         self.arrivals = ArrivalBuffer(self.popularity, dice)
         self._put_out: deque[Rejection] = deque(maxlen=PUT_OUT_MAX)
@@ -271,12 +272,11 @@ class Conductor:
         self.cluster.register(spec, latency, now)
         if before == spec.model and spec.id in self.steering.flipping():
             self.cluster.assign(spec.id, on=False)  # a role flip may restart it: keep it draining
-        self._latency[spec.id] = latency
         self.index.holder(spec.id, "hbm")
         if spec.node:
             self.index.holder(spec.node, "dram")
             self.index.holder(spec.node, "nvme")
-        self._correct(spec.id)
+        self.profiles.register(spec.id, latency)
 
     def heartbeat(self, instance: str, load: Load, now: float) -> None:
         """Take an instance's heartbeat with its load. Raises UnknownInstance, InvalidRequest."""
@@ -296,8 +296,7 @@ class Conductor:
         self.computing.leave(row=row)
         self.races.lost(instance)
         self.holdings.drop_instance(instance)
-        self.calibration.forget(instance)
-        self._latency.pop(instance, None)
+        self.profiles.forget(instance)
         self.cluster.remove(instance)
 
     def drain(self, instance: str, now: float) -> None:
@@ -330,7 +329,7 @@ class Conductor:
         """(c0, c1, c2, d0, d1, d2) of an instance's latency profile, before calibration. Raises
         UnknownInstance."""
         self.cluster.row(instance)
-        return self._latency[instance]
+        return self.profiles.latency(instance)
 
     # -- blocks ------------------------------------------------------------------------------------
 
@@ -516,37 +515,17 @@ class Conductor:
             return
         flight.first_token_at = flight.last_token_at = now
         flight.answered_tokens = max(flight.answered_tokens, 1)
-        flight.step_s = self._step_s(flight)
+        flight.step_s = self.profiles.step_s(flight)
         self.shadow.first_token(flight.request.id, now)
         self.races.first_token(flight.request.id, route)
-        if flight.prefill_row < 0 or route != _chosen(flight.decision):
-            return  # the prediction was for the chosen route: no calibration from another one
-        predicted_s, observed_s = flight.decision.predicted_ttft_s, now - flight.decided_at
-        for key in self._keys(flight.prefill_row):
-            self.calibration.observe_ttft(key, predicted_s, observed_s, flight.factor)
-        self._correct(self.cluster.name(flight.prefill_row))
+        if route == _chosen(flight.decision):  # the prediction was for this route
+            self.profiles.first_token(flight, now)
 
     def _tokens(self, flight: InflightRequest, count: int, now: float) -> None:
         last, before_s = flight.last_token_at, flight.step_s
         self.ledger.tokens(flight, count, now)
-        flight.step_s = self._step_s(flight)
-        if count and last is not None and flight.decode_row >= 0 and now > last:
-            # By the load that was there, not by the forecast of it that the decision was made with:
-            # the factor is of the hardware, and errors of a forecast are not.
-            profile_s, observed_s = (before_s + flight.step_s) / 2, (now - last) / count
-            for key in self._keys(flight.decode_row):
-                self.calibration.observe_tbt(key, profile_s, observed_s, 1.0)
-            self._correct(self.cluster.name(flight.decode_row))
-
-    def _step_s(self, flight: InflightRequest) -> float:
-        """Seconds of a decode step now where a request decodes, by the profile; 0 if its instances
-        were removed."""
-        steps = [0.0]
-        for row in flight.shares:
-            d0, d1, d2 = self._latency[self.cluster.name(row)][3:]
-            batch, context = self.cluster.batch.item(row), self.cluster.context_tokens.item(row)
-            steps.append(d0 + d1 * batch + d2 * context)
-        return max(steps)
+        flight.step_s = self.profiles.step_s(flight)
+        self.profiles.tokens(flight, count, last, before_s, now)
 
     def _finish(self, flight: InflightRequest, finished: bool, now: float) -> None:
         tbt_s: float | None = None
@@ -589,23 +568,6 @@ class Conductor:
         for node, nbytes in flight.transfers:
             self.transfers.end(node, nbytes)
         flight.transfers = ()
-
-    def _keys(self, row: int) -> tuple[str, str]:
-        """The calibration keys of a row: its instance, and its profile for future instances."""
-        spec = self.cluster.specs[row]
-        assert spec is not None
-        return spec.id, spec.profile
-
-    def _correct(self, instance: str) -> None:
-        """Set an instance's latency columns to its profile's coefficients times the calibration
-        factors."""
-        row = self.cluster.row(instance)
-        keys = self._keys(row)
-        prefill, decode = self.calibration.factor(*keys), self.calibration.tbt_factor(*keys)
-        factors = (prefill, prefill, prefill, decode, decode, decode)
-        values = zip(("c0", "c1", "c2", "d0", "d1", "d2"), self._latency[instance], strict=True)
-        for (name, value), factor in zip(values, factors, strict=True):
-            getattr(self.cluster, name)[row] = value * factor
 
     def _check_alike(self, spec: InstanceSpec) -> None:
         """Raises Conflict for an instance whose block size differs from that of other instances of

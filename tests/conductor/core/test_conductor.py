@@ -724,7 +724,7 @@ def test_a_hot_prompt_does_not_fill_whoever_was_measured_to_be_the_fastest() -> 
     made = conductor(*(spec(f"i{number}") for number in range(8)))
     for _ in range(200):
         made.calibration.observe_ttft("i3", 1.0, 0.999)
-    made._correct("i3")
+    made.profiles.correct("i3")
     for name in made.cluster.names:
         made.apply(Added(name, "hbm", prompt("").keys), 0.0)
     placed: Counter[str] = Counter()
