@@ -169,6 +169,7 @@ class Decision:
     of each instance that a request's context is spread over. `alternatives` are the other routes of
     a hedged request. `placement` is why the prefill is where it is decoded, or elsewhere; it is
     empty where there was nothing to choose. `local_s`, `remote_s`: the predicted costs of both.
+    `output_tokens` is the predicted length of the answer, `output_source` who knew it.
     """
 
     request_id: str
@@ -193,6 +194,8 @@ class Decision:
     placement: str = ""
     local_s: float | None = None
     remote_s: float | None = None
+    output_tokens: int = 0
+    output_source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

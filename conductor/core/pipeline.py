@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..cost.calibration import Calibration
     from ..cost.transfer_model import TransferModel
     from ..decode.load_forecast import Horizon
-    from ..decode.output_length import Lengths
+    from ..decode.output_length import Length, Lengths
     from ..prefill.policy_registry import Choice, Policy, PolicyQuestion
     from ..prefill.wait_estimate import Queues
     from ..records import Fetch, Request
@@ -85,10 +85,14 @@ class RequestPlan:
     decode_rows: Rows
     decode: DecodeChoice | NoDecode
     spread: ContextSpread | None
-    output_tokens: int
+    length: Length
     tbt_s: float
     forecast: AdmissionForecast
     placement: PrefillPlacement | None = None  # None where there was nothing to decide
+
+    @property
+    def output_tokens(self) -> int:
+        return self.length.tokens
 
     @property
     def prefill_row(self) -> int:
@@ -248,7 +252,8 @@ def _alone(
         return _decoded(parts, question, choice, rows, now)
     request, cluster, settings = question.request, parts.cluster, parts.settings.decode
     ttft_s, queue_s = choice.ttft_s.item(choice.at), question.queue_s.item(choice.at)
-    output_tokens = parts.lengths.predict(request).tokens
+    length = parts.lengths.predict(request)
+    output_tokens = length.tokens
     batch, context = expected_load_of(parts.horizon, cluster, row, now + ttft_s, now)
     chosen = choose_only(
         request, cluster, row, output_tokens, settings,
@@ -263,7 +268,7 @@ def _alone(
         room=isinstance(chosen, DecodeChoice),
         room_ever=_fits_ever(parts, request, output_tokens, rows),
     )
-    return RequestPlan(question, choice, rows, chosen, None, output_tokens, tbt_s, forecast)
+    return RequestPlan(question, choice, rows, chosen, None, length, tbt_s, forecast)
 
 
 def _decoded(
@@ -272,7 +277,8 @@ def _decoded(
     """The plan that decodes on the best of the rows `decode`."""
     settings, request = parts.settings, question.request
     ttft_s = float(choice.ttft_s[choice.at])
-    output_tokens = parts.lengths.predict(request).tokens
+    length = parts.lengths.predict(request)
+    output_tokens = length.tokens
     row = int(question.rows[choice.at])
     batch, context = expected_load(parts.horizon, parts.cluster, decode, now + ttft_s, now)
     asked = DecodeQuestion(
@@ -305,7 +311,7 @@ def _decoded(
         room=apart is not None or isinstance(chosen, DecodeChoice),
         room_ever=_fits_ever(parts, request, output_tokens, decode),
     )
-    return RequestPlan(question, choice, decode, chosen, apart, output_tokens, tbt_s, forecast)
+    return RequestPlan(question, choice, decode, chosen, apart, length, tbt_s, forecast)
 
 
 def _degraded(
@@ -416,6 +422,8 @@ def _flight(
         decode_candidates=_decode_candidates(parts, plan),
         decided_at=now,
         expires_at=now + settings.core.decision_ttl_s,
+        output_tokens=plan.output_tokens,
+        output_source=plan.length.source,
     )
     own_s = max(plan.forecast.ttft_s - plan.forecast.queue_s, 1e-6)
     tokens = request.prompt_tokens + plan.output_tokens

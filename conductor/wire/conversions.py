@@ -180,6 +180,8 @@ def decision_reply(
         placement=decision.placement,
         local_s=decision.local_s,
         remote_s=decision.remote_s,
+        output_tokens=decision.output_tokens,
+        output_source=decision.output_source,
     )
 
 
@@ -204,6 +206,8 @@ def entry_reply(entry: Decision | Rejection, unix_s: Callable[[float], float]) -
             placement=entry.placement,
             local_s=entry.local_s,
             remote_s=entry.remote_s,
+            output_tokens=entry.output_tokens,
+            output_source=entry.output_source,
             candidates_count=len(entry.candidates),
         )
     return EntryReply(

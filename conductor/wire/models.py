@@ -213,6 +213,14 @@ class DecisionReply(Reply, frozen=True, kw_only=True):
     remote_s: Annotated[
         float | None, Meta(description="Of one elsewhere, with the transfer of the cache.")
     ] = None
+    output_tokens: Annotated[int, Meta(description="Predicted length of the answer.")] = 0
+    output_source: Annotated[
+        str,
+        Meta(
+            description="Who knew it: `caller`, `class` or `model` (earlier answers of these), "
+            "`default`."
+        ),
+    ] = ""
 
 
 # -- instances -------------------------------------------------------------------------------------
@@ -391,6 +399,14 @@ class EntryReply(Reply, frozen=True, kw_only=True):
     remote_s: Annotated[
         float | None, Meta(description="Of one elsewhere, with the transfer of the cache.")
     ] = None
+    output_tokens: Annotated[int, Meta(description="Predicted length of the answer.")] = 0
+    output_source: Annotated[
+        str,
+        Meta(
+            description="Who knew it: `caller`, `class` or `model` (earlier answers of these), "
+            "`default`."
+        ),
+    ] = ""
     reason: Annotated[str, Meta(description="Of a rejection.")] = ""
     message: str = ""
     retry_after_s: float | None = None

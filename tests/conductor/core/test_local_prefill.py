@@ -86,6 +86,14 @@ def test_a_cached_prompt_is_prefilled_where_its_blocks_are() -> None:
     assert cached.cached_tokens == 16 * BLOCK
 
 
+def test_a_decision_says_how_long_the_answer_will_be_and_who_knew() -> None:
+    made = pair()
+    told = decided(made, Request("a", "m", SHORT_TOKENS, output_tokens=40))
+    assert (told.output_tokens, told.output_source) == (40, "caller")
+    guessed = decided(made, Request("b", "m", SHORT_TOKENS, output_tokens_max=100))
+    assert (guessed.output_tokens, guessed.output_source) == (100, "default")
+
+
 # -- against a fleet that answers ------------------------------------------------------------------
 
 
