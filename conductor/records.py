@@ -118,7 +118,9 @@ class Load:
 class RequestEvent:
     """An event of an in-flight request. "alive": it is still queued or running; the event only
     prolongs its reservations. "fetched": all blocks that its decision fetches have come, or were
-    given up. `tokens` of a "tokens" event: how many more tokens were generated.
+    given up. "prefill_began": the engine starts to compute the prompt. "handed_over": all of the
+    prompt's KV is where it is decoded, before or after "first_token", depending on which of both
+    instances gives that. `tokens` of a "tokens" event: how many more tokens were generated.
     `route` of a hedged request: the ids of the prefill and the decode instance that the event is
     about; without it, those of its decision. For clients of the service: `tenant` is the tenant of
     the request, `conductor` the URL in its decision of the conductor that decided."""
@@ -131,7 +133,19 @@ class RequestEvent:
     conductor: str = ""
 
 
-EVENT_KINDS = ("alive", "fetched", "prefill_done", "first_token", "tokens", "finished", "cancelled")
+EVENT_KINDS = (
+    "alive",
+    "fetched",
+    "prefill_began",
+    "prefill_done",
+    "handed_over",
+    "first_token",
+    "tokens",
+    "finished",
+    "cancelled",
+)
+# Those that may name the route of a hedged request.
+ROUTED_EVENT_KINDS = ("prefill_began", "prefill_done", "handed_over", "first_token")
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,10 +131,13 @@ async def event(
     conductors, say it to the one that decided: its address is `conductor` of the decision.
 
     Name the `tenant` that it was scheduled with: ids belong to a tenant.
-    `tokens` takes a body with how many more have been answered, `prefill_done` and
-    `first_token` of a race one with the route. A request that was not heard of for as long as
-    its decision said is taken for lost, and is not known any more: say `alive` of one of which
-    there is nothing else to be said, such as one that waits for its first token.
+    `tokens` takes a body with how many more have been answered; `prefill_began`, `prefill_done`,
+    `handed_over` and `first_token` of a race take one with the route. `prefill_began` says that
+    the engine starts to compute the prompt, `handed_over` that all of its KV is where it is
+    decoded; who does not know these leaves them out, and they are estimated. A request that was
+    not heard of for as long as its decision said is taken for lost, and is not known any more: say
+    `alive` of one of which there is nothing else to be said, such as one that waits for its first
+    token.
     """
     conversions.check_id(request_id, "request_id")
     if event not in EVENT_KINDS:

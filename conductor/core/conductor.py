@@ -190,7 +190,7 @@ class Conductor:
         if flight is None:
             raise UnknownRequest(f"no request {event.request_id!r} is in flight")
         self.ledger.prolong(flight, now + self.settings.core.decision_ttl_s)
-        if event.kind == "alive":
+        if event.kind in ("alive", "prefill_began", "handed_over"):
             return
         if event.kind == "fetched":
             if flight.phase is RequestPhase.PREFILL:  # later ones are those of its hand-over

@@ -6,7 +6,16 @@ import math
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidRequest
-from ..records import Decision, InstanceSpec, Load, Objectives, Request, RequestEvent, Role
+from ..records import (
+    ROUTED_EVENT_KINDS,
+    Decision,
+    InstanceSpec,
+    Load,
+    Objectives,
+    Request,
+    RequestEvent,
+    Role,
+)
 from ..state.request_ids import name_of, parted
 from .block_keys import parse_keys
 from .models import (
@@ -97,8 +106,8 @@ def to_event(name: str, kind: str, body: EventBody) -> RequestEvent:
         raise InvalidRequest(f'tokens goes with the event "tokens", not with {kind!r}')
     if body.route is None:
         return RequestEvent(name, kind, body.tokens)
-    if kind not in ("prefill_done", "first_token"):
-        raise InvalidRequest(f"route goes with prefill_done and first_token, not with {kind!r}")
+    if kind not in ROUTED_EVENT_KINDS:
+        raise InvalidRequest(f"route goes with {', '.join(ROUTED_EVENT_KINDS)}, not with {kind!r}")
     names = (check_id(name, "an instance's id") for name in (body.route.prefill, body.route.decode))
     return RequestEvent(name, kind, route=(next(names), next(names)))
 

@@ -134,8 +134,8 @@ class EventBody(Body, frozen=True, kw_only=True):
     route: Annotated[
         RouteBody | None,
         Meta(
-            description='Of "prefill_done" and "first_token" of a request that is raced: the route '
-            "that has come so far. Else the decision's first."
+            description='Of "prefill_began", "prefill_done", "handed_over" and "first_token" of a '
+            "request that is raced: the route that has come so far. Else the decision's first."
         ),
     ] = None
 

@@ -161,6 +161,7 @@ class _Cluster:
         block_tokens = self._trace.block_tokens
         self._instances[name] = MixedInstance(
             *(name, self._clock, self._profile, options.kv_capacity_tokens, options.batch_max),
+            began=lambda job: self._reports.event(job, "prefill_began"),
             prefilled=self._prefilled,
             done=self._ended,
         )
@@ -275,8 +276,13 @@ class _Cluster:
             ]
             decode = self._options.choose_decode(able, self._dice)
         self._decoding[job.name] = job, decode
+
+        def arrived() -> None:
+            self._reports.event(job, "handed_over")
+            decode.join(job)
+
         nbytes = job.trace.prompt_tokens * self._options.token_bytes
-        self._network.send(instance.name, decode.name, nbytes, lambda: decode.join(job))
+        self._network.send(instance.name, decode.name, nbytes, arrived)
 
     def _ended(self, job: SimRequest) -> None:
         job.ended_s = self._clock.now_s

@@ -354,6 +354,7 @@ class _Simulation:
     def _began(self, instance: PrefillInstance, job: SimRequest, seconds: float) -> None:
         """Its prefill has begun: with overlap, the KV of all layers but the last goes to the
         instance that decodes meanwhile."""
+        self._reports.event(job, "prefill_began")
         if self._options.layerwise and job.trace.output_tokens > 1:
             self._coming[job.name] = 2
             self._hand_over(instance, job, 1 - 1 / self._options.layers)
@@ -382,6 +383,7 @@ class _Simulation:
             if left:
                 self._coming[job.name] = left
             else:
+                self._reports.event(job, "handed_over")
                 decode.join(job)
 
         nbytes = job.trace.prompt_tokens * self._options.token_bytes

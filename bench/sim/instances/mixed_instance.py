@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class MixedInstance(DecodeInstance):
-    """`prefilled` is called with each prompt that is computed, `done` with each answer."""
+    """`began` is called with each prompt that is to be computed now, `prefilled` when it has been,
+    `done` with each answer."""
 
     def __init__(
         self,
@@ -32,11 +33,12 @@ class MixedInstance(DecodeInstance):
         profile: Profile,
         capacity_tokens: int,
         batch_max: int,
+        began: Callable[[SimRequest], None],
         prefilled: Callable[[MixedInstance, SimRequest], None],
         done: Callable[[SimRequest], None],
     ) -> None:
         super().__init__(name, clock, profile, capacity_tokens, batch_max, done)
-        self._prefill, self._prefilled = profile.prefill, prefilled
+        self._prefill, self._prompt_began, self._prefilled = profile.prefill, began, prefilled
         self._prompts: deque[SimRequest] = deque()
         self._computing: SimRequest | None = None
 
@@ -72,6 +74,7 @@ class MixedInstance(DecodeInstance):
             super()._run()
             return
         job = self._computing = self._prompts.popleft()
+        self._prompt_began(job)
         job.compute_s = float(prefill_s(*self._prefill, job.trace.prompt_tokens, 0))
         self._clock.after(job.compute_s, self._computed)
 

@@ -301,7 +301,7 @@ class TestEvents:
         register(http)
         http.post("/v1/schedule", json=prompt())
         body = {"route": {"prefill": "i1", "decode": "i2"}}
-        for kind in ("prefill_done", "first_token"):
+        for kind in ("prefill_began", "prefill_done", "handed_over", "first_token"):
             assert http.post(f"/v1/requests/r1/{kind}", json=body).status_code == 204
             assert core.events[-1] == RequestEvent("r1", kind, route=("i1", "i2"))
         response = http.post("/v1/requests/r1/finished", json=body)

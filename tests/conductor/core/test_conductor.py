@@ -71,6 +71,20 @@ class TestOneRequest:
             tell(made, "a", "finished", now=3.0)
         assert made.decision("a") is decision
 
+    def test_what_else_engines_say_prolongs_it(self) -> None:
+        made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE))
+        decision = made.schedule(prompt("a"), 1.0)
+        assert isinstance(decision, Decision)
+        ttl_s = made.settings.core.decision_ttl_s
+        for number, kind in enumerate(("prefill_began", "prefill_done", "handed_over"), 1):
+            now = 1.0 + number * 0.9 * ttl_s
+            assert made.tick(now) == []
+            tell(made, "a", kind, now=now)
+        row = made.cluster.row("d")
+        assert made.cluster.batch[row] == 1
+        tell(made, "a", "handed_over", "first_token", "finished", now=now)
+        assert nothing_is_promised(made)
+
     def test_its_kv_is_on_the_way_between_prefill_and_first_token(self) -> None:
         """Others that need the same network card wait for it."""
         made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE))
