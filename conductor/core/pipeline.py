@@ -26,6 +26,7 @@ from ..prefill.disaggregation import (
     PredictedWays,
     PrefillPlacement,
     Situation,
+    delay_weight,
     layerwise,
     place,
 )
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
     from ..admission.hedging import Races
     from ..cost.calibration import Calibration
     from ..cost.transfer_model import TransferModel
+    from ..decode.length_predictor import Length
     from ..decode.load_forecast import Horizon
-    from ..decode.output_length import Length, Lengths
+    from ..decode.output_length import Lengths
     from ..prefill.policy_registry import Choice, Policy, PolicyQuestion
     from ..prefill.wait_estimate import Queues
     from ..records import Fetch, Request
@@ -93,6 +95,11 @@ class RequestPlan:
     @property
     def output_tokens(self) -> int:
         return self.length.tokens
+
+    @property
+    def computing_s(self) -> float:
+        """The predicted time to the first token without the queue."""
+        return max(self.forecast.ttft_s - self.forecast.queue_s, 0.0)
 
     @property
     def prefill_row(self) -> int:
@@ -170,23 +177,22 @@ def _plan(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: floa
     chosen.
 
     Conditional disaggregation: a mixed-role prefill instance also decodes the request if it has
-    room and meets the TBT objective. Whether a mixed-role instance prefills what it decodes, or
-    another one does, is decided by `disaggregation.place`.
+    room and meets the TBT objective. Whether an instance that decodes prefills as well, or another
+    one does, is decided by `disaggregation.place`.
     """
     plan = _chosen(parts, request, prefill, decode, now)
-    cluster = parts.cluster
-    target = plan.decode_row
-    if plan.spread is not None or not cluster.prefills[target]:
+    cluster, target = parts.cluster, plan.decode_row
+    if plan.spread is not None:
         return plan
-    if plan.prefill_row != target:
-        if cluster.decodes[plan.prefill_row]:
+    if not cluster.decodes[plan.prefill_row]:
+        if not cluster.prefills[target]:
             return plan
         return _placed(parts, _at_one(parts, request, target, now), plan, now)
     apart = prefill[~cluster.decodes[prefill]]
     form = parts.settings.disaggregation.form
     if form == "local" or not len(apart):
         return plan
-    if form == "predicted" and not cluster.batch[target]:
+    if form == "predicted" and not cluster.batch[plan.prefill_row]:
         return plan  # nobody is held up, and the policy has compared the rest
     return _placed(parts, plan, _chosen(parts, request, apart, decode, now), now)
 
@@ -214,7 +220,8 @@ def _chosen(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: fl
 
 
 def _placed(parts: Parts, local: RequestPlan, remote: RequestPlan, now: float) -> RequestPlan:
-    """Of two plans, the one that is better: to prefill where it is decoded, or elsewhere."""
+    """Of two plans, the one that is better: to prefill on an instance that decodes, or on one that
+    does not."""
     cluster, settings = parts.cluster, parts.settings.disaggregation
     question, row = local.question, local.prefill_row
     situation = Situation(
@@ -223,18 +230,29 @@ def _placed(parts: Parts, local: RequestPlan, remote: RequestPlan, now: float) -
         prefill_queue=int(cluster.queued[remote.prefill_row]),
         running_decodes=int(cluster.batch[row]),
     )
-    target = np.array([remote.decode_row])
-    moving_s = _move_s(parts, remote.question, remote.prefill_row, target, now)
-    computing_s = max(local.forecast.ttft_s - local.forecast.queue_s, 0.0)
+    step_s = _tbt_now_s(parts, row, question.request.prompt_tokens)
+    weight = delay_weight(settings, question.request.objectives, step_s, local.output_tokens)
+    held_up_s = weight * local.computing_s * situation.running_decodes
     ways = PredictedWays(
-        local_s=local.forecast.ttft_s,
-        held_up_s=computing_s * situation.running_decodes,
-        remote_s=remote.forecast.ttft_s + float(moving_s[0]),
+        local_s=_arrival_s(parts, local, now) + held_up_s,
+        remote_s=_arrival_s(parts, remote, now),
     )
     placement = place(settings, situation, ways)
     chosen = remote if placement.remote else local
     chosen.placement = placement
     return chosen
+
+
+def _arrival_s(parts: Parts, plan: RequestPlan, now: float) -> float:
+    """Seconds until a request could decode by this plan, and by which its prefill delays others.
+
+    As many requests are expected to come during a wait as were found waiting (Little's law), and
+    each of them waits for this prefill as well.
+    """
+    row = plan.prefill_row
+    moving_s = _move_s(parts, plan.question, row, np.array([plan.decode_row]), now)
+    behind_s = plan.computing_s * int(parts.cluster.queued[row])
+    return plan.forecast.ttft_s + float(moving_s[0]) + behind_s
 
 
 def _at_one(parts: Parts, request: Request, row: int, now: float) -> RequestPlan:

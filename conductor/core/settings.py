@@ -12,8 +12,9 @@ from ..admission.counterfactual import ShadowSettings
 from ..admission.hedging import RacingSettings
 from ..cost.calibration import CalibrationSettings
 from ..cost.transfer_model import TransferSettings
+from ..decode import length_predictor
 from ..decode.context_parallel import SpreadSettings
-from ..decode.output_length import LengthSettings
+from ..decode.length_predictor import LengthSettings
 from ..decode.selection import DecodeSettings
 from ..errors import InvalidRequest
 from ..pool.draining import DrainSettings
@@ -64,7 +65,8 @@ class InstanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Every setting of the conductor. Raises ValueError for a policy that does not exist."""
+    """Every setting of the conductor. Raises ValueError for a policy, and for a predictor of
+    lengths, that does not exist."""
 
     core: CoreSettings = CoreSettings()
     instances: InstanceSettings = InstanceSettings()
@@ -87,6 +89,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def __post_init__(self) -> None:
         if self.policy.name not in policy_registry.names():
             raise ValueError(f"policy.name: there are {', '.join(policy_registry.names())}")
+        if self.lengths.predictor not in length_predictor.names():
+            raise ValueError(f"lengths.predictor: there are {', '.join(length_predictor.names())}")
 
 
 def patched(settings: Settings, changes: dict[str, Any]) -> Settings:

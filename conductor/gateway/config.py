@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Handoff = Literal["vllm", "pool", "stream"]
-Header = Literal["priority", "tenant", "objectives", "urgent"]
+Header = Literal["priority", "tenant", "objectives", "urgent", "output"]
 
 
 class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -140,7 +140,7 @@ class GatewayConfig(_Group, frozen=True, kw_only=True):
     """How often a request is placed again whose instance was gone. Few: it may be the request that
     ends instances."""
 
-    honour: tuple[Header, ...] = ("priority", "tenant", "objectives", "urgent")
+    honour: tuple[Header, ...] = ("priority", "tenant", "objectives", "urgent", "output")
     """Which of the clients' `x-tiffin-...` headers count. Whoever may set `tenant` can take what is
     another's fair share."""
 

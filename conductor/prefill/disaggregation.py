@@ -2,10 +2,10 @@
 
 A prefill on the decode instance delays the next token of every request that decodes there; a remote
 prefill has to transfer the KV cache, and waits in a queue. So prompts that are short, or mostly
-cached, are prefilled on the decode instance. The effective length decides: prompt tokens less those
-cached there.
-
-Two forms, both published for Dynamo. The rule:
+cached, are prefilled on the decode instance. The default form, `predicted`, compares what both ways
+are predicted to cost, in seconds: of this request's time to the first token, and of what others are
+delayed by. Two more are published for Dynamo. They know no times, and decide by the effective
+length, prompt tokens less those cached there. The rule:
 
     remote if effective >= remote_tokens_min and prefill queue < queue_max
            or running decodes >= busy_decodes and effective >= busy_tokens_min
@@ -26,10 +26,13 @@ Splitwise (ISCA '24) found it to be worth it from 512 tokens on, measured on H10
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
+if TYPE_CHECKING:
+    from ..records import Objectives
 
 Tokens = Annotated[int, Meta(ge=0, le=16 << 20)]
 Requests = Annotated[int, Meta(ge=0, le=1_000_000)]
@@ -66,7 +69,8 @@ class DisaggregationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=
 
     delay_weight: Annotated[float, Meta(ge=0, le=1000)] = 1.0
     """Of `predicted`: what a second by which a local prefill delays another request's token counts,
-    in seconds of TTFT."""
+    in seconds of TTFT. With both objectives, times the share of the one that it is worth in shares
+    of the other: see `delay_weight`."""
 
     near_share: Annotated[float, Meta(ge=0, le=1)] = 0.05
     """Of `predicted`: ways that differ by at most this share of the faster one are decided by the
@@ -122,19 +126,14 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class PredictedWays:
-    """What both ways are predicted to cost, in seconds.
+    """What both ways are predicted to cost, in seconds of TTFT, those of others included.
 
-    `local_s`: TTFT if the decode instance prefills. `held_up_s`: how long that delays the requests
-    that decode there, summed over them. `remote_s`: TTFT if another one does, with the transfer.
+    `local_s`: if an instance prefills that decodes, with the weighted delay of what it decodes.
+    `remote_s`: if another one does, with the transfer.
     """
 
     local_s: float
-    held_up_s: float
     remote_s: float
-
-    def local_cost_s(self, settings: DisaggregationSettings) -> float:
-        """Seconds to compare with `remote_s`."""
-        return self.local_s + settings.delay_weight * self.held_up_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +163,26 @@ def place(
     return PrefillPlacement(settings.form == "remote", "setting")
 
 
+def delay_weight(
+    settings: DisaggregationSettings, objectives: Objectives, step_s: float, output_tokens: int
+) -> float:
+    """Seconds of TTFT that are as bad as a second by which a prefill delays a running decode.
+
+    A request with both objectives can wait `ttft_s` for its first token, and has
+
+        output_tokens · (tbt_s - step_s)
+
+    to spare after that, with steps of `step_s`. Each second counts as its share of what there is.
+    Nothing to spare counts as one step: less can not be told from it. Without both objectives, all
+    seconds are equal.
+    """
+    ttft_s, tbt_s = objectives.ttft_s, objectives.tbt_s
+    if ttft_s is None or tbt_s is None:
+        return settings.delay_weight
+    spare_s = max(output_tokens * (tbt_s - step_s), step_s, 1e-6)
+    return settings.delay_weight * ttft_s / spare_s
+
+
 def score(votes: tuple[Vote, ...], situation: Situation) -> float:
     """Weights for remote less weights for local, of the votes with a metric above the threshold."""
     value = 0.0
@@ -181,7 +200,7 @@ def layerwise(settings: DisaggregationSettings, moved_tokens: int) -> bool:
 def _by_prediction(
     settings: DisaggregationSettings, situation: Situation, ways: PredictedWays
 ) -> PrefillPlacement:
-    local_s, remote_s = ways.local_cost_s(settings), ways.remote_s
+    local_s, remote_s = ways.local_s, ways.remote_s
     if abs(local_s - remote_s) <= settings.near_share * min(local_s, remote_s):
         return replace(_by_rule(settings, situation), local_s=local_s, remote_s=remote_s)
     remote = remote_s < local_s

@@ -100,7 +100,8 @@ _INDIFFERENT = Objectives()
 class Wishes:
     """The scheduling options in a request's headers. A request id is unique within its tenant;
     `name` is unique in the whole pool. `chosen`: the client chose the id, and other clients may
-    choose the same."""
+    choose the same. `output_class` and `output_tokens` are what the client knows of the answer's
+    length: its kind, and an estimate."""
 
     request_id: str
     priority: str = "normal"
@@ -108,6 +109,8 @@ class Wishes:
     objectives: Objectives = _INDIFFERENT
     urgent: bool = False
     chosen: bool = False
+    output_class: str = ""
+    output_tokens: int | None = None
 
     @property
     def name(self) -> str:
@@ -172,7 +175,8 @@ def read_wishes(
 ) -> Wishes:
     """Parse the headers that `honour` lists. `request_id` is the default for a client that sends no
     id. `owner` identifies the client's API key, "" without keys: it is the tenant if the client
-    names no other. Raises Refusal for invalid values."""
+    names no other; and the tenant is the output class if the client names none: the answers of one
+    application are alike. Raises Refusal for invalid values."""
     tenant = _name(headers, "x-tiffin-tenant", owner) if "tenant" in honour else owner
     priority, urgent, objectives = "normal", False, _INDIFFERENT
     if "priority" in honour:
@@ -183,12 +187,25 @@ def read_wishes(
         objectives = Objectives(
             _milliseconds(headers, "x-tiffin-ttft-ms"), _milliseconds(headers, "x-tiffin-tbt-ms")
         )
+    output_class, output_tokens = tenant, None
+    if "output" in honour:
+        output_class = _name(headers, "x-tiffin-output-class", tenant)
+        output_tokens = _count(headers, "x-tiffin-output-tokens")
     given = headers.get("x-request-id", "")
     if given:
         request_id = _request_id(given)
         if tenant != owner and owner:
             request_id = _marked(request_id, owner)
-    return Wishes(request_id, priority, tenant, objectives, urgent, chosen=bool(given))
+    return Wishes(
+        request_id,
+        priority,
+        tenant,
+        objectives,
+        urgent,
+        chosen=bool(given),
+        output_class=output_class,
+        output_tokens=output_tokens,
+    )
 
 
 def _marked(request_id: str, owner: str) -> str:
@@ -287,6 +304,19 @@ def _flag(headers: Mapping[str, str], header: str) -> bool:
     if value not in ("true", "false"):
         raise Refusal(400, "invalid_header", f"{header} is true or false", param=header)
     return value == "true"
+
+
+def _count(headers: Mapping[str, str], header: str) -> int | None:
+    """A header with a number of tokens; None without the header. Raises Refusal."""
+    text = headers.get(header)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and 0 < int(text) <= TOKENS_MAX):
+        raise Refusal(
+            400, "invalid_header", f"{header} is a number of tokens, 1 to {TOKENS_MAX}",
+            param=header,
+        )  # fmt: skip
+    return int(text)
 
 
 def _milliseconds(headers: Mapping[str, str], header: str) -> float | None:

