@@ -120,7 +120,8 @@ class RequestEvent:
     prolongs its reservations. "fetched": all blocks that its decision fetches have come, or were
     given up. "prefill_began": the engine starts to compute the prompt. "handed_over": all of the
     prompt's KV is where it is decoded, before or after "first_token", depending on which of both
-    instances gives that. `tokens` of a "tokens" event: how many more tokens were generated.
+    instances gives that. `tokens` of a "tokens" event: how many more tokens were generated; or
+    `total_tokens`, how many in all, the first one included, which may be reported twice.
     `route` of a hedged request: the ids of the prefill and the decode instance that the event is
     about; without it, those of its decision. For clients of the service: `tenant` is the tenant of
     the request, `conductor` the URL in its decision of the conductor that decided."""
@@ -131,6 +132,7 @@ class RequestEvent:
     route: tuple[str, str] | None = None
     tenant: str = ""
     conductor: str = ""
+    total_tokens: int | None = None
 
 
 EVENT_KINDS = (

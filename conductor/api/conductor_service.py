@@ -132,7 +132,7 @@ class Service:
     def observe(self, event: RequestEvent) -> Rejection | None:
         """Process an event of an in-flight request. Returns a rejection if the request is rejected
         after its prefill. Raises UnknownRequest."""
-        now = self.clock()
+        now, event = self.clock(), self.core.counted(event)
         self.core.observe(event, now)
         self._tell_who_was_put_out()
         self.metrics.observed(event, now)

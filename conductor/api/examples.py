@@ -15,6 +15,13 @@ BODIES: dict[str, Any] = {
         "output_tokens_max": 512,
     },
     "event": {"tokens": 16},
+    "events": {
+        "events": [
+            {"request_id": "chatcmpl-7f3a", "event": "first_token"},
+            {"request_id": "chatcmpl-52c1", "event": "tokens", "total_tokens": 65},
+            {"request_id": "chatcmpl-0b9d", "event": "finished", "tenant": "acme"},
+        ]
+    },
     "announce": {
         "model": "llama-3-8b",
         "role": "prefill",
@@ -64,6 +71,19 @@ ANSWERS: dict[str, Any] = {
         "alternatives": [], "expires_in_s": 60.0, "conductor": "",
         "placement": "predicted", "local_s": 0.93, "remote_s": 0.44,
         "output_tokens": 180, "output_source": "class",
+    },
+    "events": {
+        "taken": 2,
+        "failed": [
+            {
+                "at": 2, "status": 404,
+                "error": {
+                    "message": "no request 'acme/chatcmpl-0b9d' is in flight",
+                    "type": "invalid_request_error", "code": "unknown_request", "param": None,
+                    "tiffin": None,
+                },
+            }
+        ],
     },
     "match": {
         "asked_blocks": 1,

@@ -13,17 +13,18 @@ from starlette.responses import Response, StreamingResponse
 
 from ..core.settings import Settings
 from ..errors import InvalidRequest, UnknownRequest
-from ..records import EVENT_KINDS, Decision, Role
+from ..records import Decision, Role
 from ..replicas.replica import SharedConductor
 from ..state.request_ids import name_of
 from ..web.auth import Right
 from ..web.metrics import CONTENT_TYPE
 from ..web.time_slices import TimeSlices
-from ..wire import conversions, models
+from ..wire import conversions, event_batch, models
 from ..wire.answers import JSON, Refusal, answer, answer_all, ready, rejected
 from ..wire.block_keys import parse_keys, parse_schema
 from ..wire.decision_text import Shown
-from .decision_stream import events
+from .decision_stream import events as stream_events
+from .event_batches import observe, observe_all
 from .parameters import Candidates, EventKind, InstanceId, NodeName, RequestId, Tenant  # noqa: TC001
 from .prompt_decoding import MatchText, ScheduleText, read_token_ids
 from .rest_route import HotRoute, RestRoute, body_of, door_of, rest, service_of
@@ -139,19 +140,25 @@ async def event(
     `alive` of one of which there is nothing else to be said, such as one that waits for its first
     token.
     """
-    conversions.check_id(request_id, "request_id")
-    if event not in EVENT_KINDS:
-        raise InvalidRequest(f"no event {event[:64]!r}; there are {', '.join(EVENT_KINDS)}")
     body = await body_of(http, models.EventBody, optional=True)
-    try:
-        rejection = service_of(http).observe(
-            conversions.to_event(name_of(tenant, request_id), event, body)
-        )
-    except UnknownRequest as error:
-        if tenant:
-            raise
-        raise UnknownRequest(f"{error}; of a tenant's request say whose: ?tenant=...") from error
+    rejection = observe(service_of(http), request_id, tenant, event, body)
     return _done() if rejection is None else rejected(rejection)
+
+
+@_hot.post(
+    "/v1/events",
+    **rest("requests", Right.SCHEDULE, event_batch.EventsReply, body=event_batch.EventsBody),
+)
+async def events(http: Request) -> Response:
+    """Say what became of several requests in one call, in the order in which it happened: as many
+    calls with one event each. An event that can't be taken, or after which its request is rejected,
+    is listed in `failed`, and the others are taken. Of several conductors, send it those events
+    whose requests it decided.
+
+    A client that sends what happened every 50 ms, with `total_tokens`, costs the conductor a
+    tenth of a call for each event, and may repeat a call whose answer was lost."""
+    body = await body_of(http, event_batch.EventTexts)
+    return answer(await observe_all(service_of(http), body.events))
 
 
 # -- instances -------------------------------------------------------------------------------------
@@ -338,7 +345,7 @@ async def stream(http: Request, candidates: Candidates = 0) -> Response:
     if broadcast.full:
         raise Refusal(503, "too_many_streams", "too many follow the decisions", retry_after_s=10.0)
     return StreamingResponse(
-        events(broadcast, candidates),
+        stream_events(broadcast, candidates),
         media_type="text/event-stream",
         headers={"cache-control": "no-store", "x-accel-buffering": "no"},
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -17,12 +17,14 @@ import msgspec
 from ..errors import ConductorUnavailable, InvalidRequest, UnknownRequest
 from ..records import Rejection
 from ..wire.error_codes import REJECTED, error_of
+from ..wire.event_batch import EventFailure, EventsReply
 from ..wire.models import (
     DecisionReply,
     DecisionsReply,
     DrainReply,
     DrainsReply,
     EntryReply,
+    ErrorDetail,
     ErrorReply,
     HealthReply,
     HotPrefixReply,
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 
     from ..errors import ConductorError
     from ..records import InstanceSpec, Load, Request, RequestEvent, Role
+
+# What became of one event of several: None if it was taken.
+EventResult: TypeAlias = "Rejection | ConductorError | None"
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -119,13 +124,62 @@ def observe(event: RequestEvent) -> RestCall[Rejection | None]:
     the mode "baseline" does. Raises UnknownRequest, but not for an event that names its conductor.
     """
     path = f"/v1/requests/{_segment(event.request_id)}/{_segment(event.kind)}{_of(event.tenant)}"
-    body: dict[str, Any] = {"tokens": event.tokens} if event.kind == "tokens" else {}
-    if event.route is not None:
-        body["route"] = {"prefill": event.route[0], "decode": event.route[1]}
+    body = _about(event)
     raw = _encode(body) if body else None
     # A cancellation goes to no other conductor, which may have made a new decision for the request.
-    again, only_there = event.kind != "tokens", event.kind == "cancelled"
+    again, only_there = _idempotent(event), event.kind == "cancelled"
     return RestCall("POST", path, _heard, raw, again, lambda: None, event.conductor, only_there)
+
+
+def observe_many(
+    events: Sequence[RequestEvent], conductor: str = ""
+) -> RestCall[list[EventResult]]:
+    """Report events of several requests, at most `EVENTS_MAX`, to the conductor at this URL ("":
+    the client's own) that decided about all of them, and to no other one. Returns for each event,
+    in their order: None, a rejection after its prefill, or the error of this event alone;
+    UnknownRequest is none if the conductor is named."""
+    items = [
+        {"request_id": event.request_id, "event": event.kind, "tenant": event.tenant}
+        | _about(event)
+        for event in events
+    ]
+    repeatable = all(map(_idempotent, events))
+
+    def read(status: int, body: bytes) -> list[EventResult]:
+        found: list[EventResult] = [None] * len(events)
+        for failed in _events_reply(status, body).failed:
+            if failed.at < len(found):
+                found[failed.at] = _result(failed, known=not conductor)
+        return found
+
+    return RestCall(
+        "POST", "/v1/events", read, _encode({"events": items}), repeatable,
+        lambda: [None] * len(events), conductor, only_there=True,
+    )  # fmt: skip
+
+
+def _about(event: RequestEvent) -> dict[str, Any]:
+    """What an event says beside its kind."""
+    body: dict[str, Any] = {}
+    if event.total_tokens is not None:
+        body["total_tokens"] = event.total_tokens
+    elif event.kind == "tokens":
+        body["tokens"] = event.tokens
+    if event.route is not None:
+        body["route"] = {"prefill": event.route[0], "decode": event.route[1]}
+    return body
+
+
+def _idempotent(event: RequestEvent) -> bool:
+    return event.kind != "tokens" or event.total_tokens is not None
+
+
+def _result(failed: EventFailure, *, known: bool) -> EventResult:
+    error = failed.error
+    if (rejection := _rejection_of(error)) is not None:
+        return rejection
+    problem = error_of(failed.status, error.code, error.message)
+    return None if isinstance(problem, UnknownRequest) and not known else problem
 
 
 def register(
@@ -291,6 +345,9 @@ def _reader(kind: type[R]) -> Callable[[int, bytes], R]:
     return read
 
 
+_events_reply = _reader(EventsReply)
+
+
 _read_decision = _reader(DecisionReply)
 
 
@@ -312,9 +369,12 @@ def _heard(status: int, body: bytes) -> Rejection | None:
 def _rejection(body: bytes) -> Rejection | None:
     """Decode a rejection; None for another error of the same status."""
     try:
-        detail = _error.decode(body).error
+        return _rejection_of(_error.decode(body).error)
     except msgspec.DecodeError:
         return None
+
+
+def _rejection_of(detail: ErrorDetail) -> Rejection | None:
     told = detail.tiffin
     if not detail.code.startswith(REJECTED) or told is None:
         return None

@@ -29,15 +29,17 @@ from httpx_sse import aconnect_sse, connect_sse
 
 from tiffin.kvstore.credentials import read_token
 
-from ..errors import ConductorUnavailable, InvalidRequest
+from ..errors import ConductorError, ConductorUnavailable, InvalidRequest
+from ..wire.event_batch import EVENTS_MAX
 from . import calls
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
+    from ..records import RequestEvent
     from ..wire.models import EntryReply
-    from .calls import RestCall
+    from .calls import EventResult, RestCall
 
 H = TypeVar("H", httpx.Client, httpx.AsyncClient)
 P = ParamSpec("P")
@@ -147,6 +149,20 @@ class ConductorClient(_Verbs[httpx.Client]):
         """Close all connections."""
         self._http.close()
 
+    def observe_many(self, events: Sequence[RequestEvent]) -> list[EventResult]:
+        """Report events of several requests in as few calls as possible, each to the conductor that
+        it names. Returns for each event, in their order: None if it was taken, a rejection after
+        its prefill, or the error of this event. Never raises ConductorError. The call is repeated
+        if no event has `tokens`: report `total_tokens`."""
+        found: list[EventResult] = [None] * len(events)
+        for conductor, places in _batches(events):
+            try:
+                results = self._do(calls.observe_many([events[at] for at in places], conductor))
+            except ConductorError as error:
+                results = [error] * len(places)
+            _enter(found, places, results)
+        return found
+
     def follow(self, candidates: int = 0) -> Iterator[EntryReply]:
         """Subscribe to the decisions, until the conductor stops or the iterator is closed."""
         path = calls.following(candidates)
@@ -192,6 +208,18 @@ class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
         """Close all connections."""
         await self._http.aclose()
 
+    async def observe_many(self, events: Sequence[RequestEvent]) -> list[EventResult]:
+        """See `ConductorClient.observe_many`."""
+        found: list[EventResult] = [None] * len(events)
+        for conductor, places in _batches(events):
+            try:
+                call = calls.observe_many([events[at] for at in places], conductor)
+                results = await self._do(call)
+            except ConductorError as error:
+                results = [error] * len(places)
+            _enter(found, places, results)
+        return found
+
     async def follow(self, candidates: int = 0) -> AsyncIterator[EntryReply]:
         """Subscribe to the decisions, until the conductor stops or the iterator is closed."""
         path = calls.following(candidates)
@@ -234,6 +262,22 @@ class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
                 attempt += 1
             else:
                 return call.answered(response.status_code, response.content, again=attempt > 0)
+
+
+def _batches(events: Sequence[RequestEvent]) -> Iterator[tuple[str, list[int]]]:
+    """Events in batches for one conductor each, by their places in `events`: the conductor's URL,
+    and the places."""
+    places: dict[str, list[int]] = {}
+    for at, event in enumerate(events):
+        places.setdefault(event.conductor, []).append(at)
+    for conductor, some in places.items():
+        for start in range(0, len(some), EVENTS_MAX):
+            yield conductor, some[start : start + EVENTS_MAX]
+
+
+def _enter(found: list[EventResult], places: Sequence[int], results: Sequence[EventResult]) -> None:
+    for at, result in zip(places, results, strict=True):
+        found[at] = result
 
 
 def _request_of(own: httpx.URL, call: RestCall[Any], attempt: int) -> dict[str, Any]:

@@ -50,7 +50,7 @@ from ..state.prefix_index import PrefixIndex
 from .calibrated_profiles import CalibratedProfiles
 from .decision_log import DecisionLog
 from .decision_view import View
-from .inflight_requests import Ledger, RequestPhase
+from .inflight_requests import Ledger, RequestPhase, since_last
 from .pipeline import Parts, RefusedRequest, decide
 from .settings import Settings, patched
 
@@ -182,6 +182,7 @@ class Conductor:
         repeated or late `prefill_done` or `first_token` event changes nothing else. Raises
         UnknownRequest, and InvalidRequest for an event kind that does not exist and for `tokens`
         out of range."""
+        event = self.counted(event)
         if event.kind not in EVENT_KINDS or event.tokens < 0 or event.tokens > TOKENS_MAX:
             raise InvalidRequest(
                 f"event {event.kind!r} of {event.tokens} tokens: there are {', '.join(EVENT_KINDS)}"
@@ -208,6 +209,10 @@ class Conductor:
             self._first_token(flight, route, now)
         else:
             self._tokens(flight, event.tokens, now)
+
+    def counted(self, event: RequestEvent) -> RequestEvent:
+        """The event with the tokens since the last one, if it has the total of all."""
+        return since_last(event, self.ledger.get(event.request_id))
 
     def next_prefill(self, instance: str, now: float) -> str | None:
         """The id of the request that an idle prefill instance computes next, by the order of its

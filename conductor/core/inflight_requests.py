@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ..prefill.wait_estimate import Queues
-    from ..records import Decision, Request
+    from ..records import Decision, Request, RequestEvent
     from ..state.instance_table import Cluster
 
 
@@ -66,6 +66,14 @@ class InflightRequest:
     last_token_at: float | None = None
     answered_tokens: int = 0
     context: dict[int, int] = field(default_factory=dict)  # tokens counted in the columns, by row
+
+
+def since_last(event: RequestEvent, flight: InflightRequest | None) -> RequestEvent:
+    """The event with `tokens` for `total_tokens`: those that were not reported before."""
+    if event.total_tokens is None:
+        return event
+    reported = 0 if flight is None else flight.answered_tokens
+    return replace(event, tokens=max(0, event.total_tokens - reported), total_tokens=None)
 
 
 class Ledger:

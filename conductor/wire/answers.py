@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.responses import Response
 
+from ..records import Rejection
 from ..state.request_ids import parted
 from .error_codes import REJECTED, code_of
 from .models import ErrorDetail, ErrorReply, HealthReply, RejectionDetail
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ..errors import ConductorError
-    from ..records import Rejection
 
 JSON = "application/json"
 REASON_HEADER = "x-tiffin-reject-reason"
@@ -80,8 +80,30 @@ def error(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """An error answer."""
-    detail = ErrorDetail(message=message, type=_type(status), code=code, param=param, tiffin=tiffin)
+    detail = _detail(status, code, message, param=param, tiffin=tiffin)
     return answer(ErrorReply(error=detail), status, headers)
+
+
+def told(what: ConductorError | Refusal | Rejection) -> tuple[int, ErrorDetail]:
+    """Status and error of what would be an answer of its own, within the answer to a batch."""
+    if isinstance(what, Refusal):
+        return what.status, _detail(what.status, what.code, str(what), param=what.param)
+    if isinstance(what, Rejection):
+        status, code = _rejection_code(what)
+        return status, _detail(status, code, what.message, tiffin=_rejection_detail(what))
+    status, code = code_of(what)
+    return status, _detail(status, code, str(what))
+
+
+def _detail(
+    status: int,
+    code: str,
+    message: str,
+    *,
+    param: str | None = None,
+    tiffin: RejectionDetail | None = None,
+) -> ErrorDetail:
+    return ErrorDetail(message=message, type=_type(status), code=code, param=param, tiffin=tiffin)
 
 
 def refused(refusal: Refusal) -> Response:
@@ -102,7 +124,22 @@ def failed(failure: ConductorError) -> Response:
 def rejected(rejection: Rejection) -> Response:
     """The answer for a rejection: 429 for load, 503 if no instance could serve the request; both
     with Retry-After."""
-    tiffin = RejectionDetail(
+    seconds = rejection.retry_after_s
+    headers = {
+        "retry-after": str(retry_after(1.0 if seconds is None else seconds)),
+        REASON_HEADER: rejection.reason,
+    }
+    status, code = _rejection_code(rejection)
+    tiffin = _rejection_detail(rejection)
+    return error(status, code, rejection.message, tiffin=tiffin, headers=headers)
+
+
+def _rejection_code(rejection: Rejection) -> tuple[int, str]:
+    return 429 if rejection.overloaded else 503, f"{REJECTED}{rejection.reason}"
+
+
+def _rejection_detail(rejection: Rejection) -> RejectionDetail:
+    return RejectionDetail(
         request_id=parted(rejection.request_id)[1],
         reason=rejection.reason,
         predicted_ttft_s=rejection.predicted_ttft_s,
@@ -110,14 +147,6 @@ def rejected(rejection: Rejection) -> Response:
         retry_after_s=rejection.retry_after_s,
         terms=dict(rejection.terms),
     )
-    seconds = rejection.retry_after_s
-    headers = {
-        "retry-after": str(retry_after(1.0 if seconds is None else seconds)),
-        REASON_HEADER: rejection.reason,
-    }
-    status = 429 if rejection.overloaded else 503
-    code = f"{REJECTED}{rejection.reason}"
-    return error(status, code, rejection.message, tiffin=tiffin, headers=headers)
 
 
 def retry_after(seconds: float) -> int:

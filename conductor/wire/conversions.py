@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ..pool.role_flip import Flip
     from ..records import Candidate, Rejection
     from .block_keys import KeyedModels
+    from .event_batch import EventItem
     from .models import EventBody, LoadBody, ScheduleBody
 
 
@@ -99,13 +100,16 @@ def to_request(
     )
 
 
-def to_event(name: str, kind: str, body: EventBody) -> RequestEvent:
+def to_event(name: str, kind: str, body: EventBody | EventItem) -> RequestEvent:
     """The event of the request `name`. Raises InvalidRequest for fields that events of this kind do
     not have."""
-    if body.tokens and kind != "tokens":
+    total = body.total_tokens
+    if (body.tokens or total is not None) and kind != "tokens":
         raise InvalidRequest(f'tokens goes with the event "tokens", not with {kind!r}')
+    if body.tokens and total is not None:
+        raise InvalidRequest("send tokens, how many more, or total_tokens, not both")
     if body.route is None:
-        return RequestEvent(name, kind, body.tokens)
+        return RequestEvent(name, kind, body.tokens, total_tokens=total)
     if kind not in ROUTED_EVENT_KINDS:
         raise InvalidRequest(f"route goes with {', '.join(ROUTED_EVENT_KINDS)}, not with {kind!r}")
     names = (check_id(name, "an instance's id") for name in (body.route.prefill, body.route.decode))

@@ -131,6 +131,13 @@ class EventBody(Body, frozen=True, kw_only=True):
     tokens: Annotated[
         Tokens, Meta(description='Of "tokens": how many more have been answered.', examples=[16])
     ] = 0
+    total_tokens: Annotated[
+        Tokens | None,
+        Meta(
+            description='Of "tokens", instead of `tokens`: how many have been answered in all. '
+            "Such an event may be sent twice."
+        ),
+    ] = None
     route: Annotated[
         RouteBody | None,
         Meta(

@@ -52,8 +52,9 @@ class Recorder(Conductor):
         return super().schedule(request, now)
 
     def observe(self, event: RequestEvent, now: float) -> None:
-        super().observe(event, now)
-        self.events.append(event)
+        counted = self.counted(event)
+        super().observe(counted, now)
+        self.events.append(counted)
 
     def register(self, spec: InstanceSpec, now: float) -> None:
         super().register(spec, now)

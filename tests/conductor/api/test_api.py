@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from apisupport import KEY, MODEL, Recorder, spec_body
@@ -18,6 +19,7 @@ from starlette.testclient import TestClient
 
 from tiffin.conductor.api import routes
 from tiffin.conductor.api.app import create_app
+from tiffin.conductor.api.event_batches import observe_all
 from tiffin.conductor.api.openapi import document
 from tiffin.conductor.api.request_bodies import Limits
 from tiffin.conductor.pool.draining import GONE_S
@@ -26,6 +28,7 @@ from tiffin.conductor.pool.orders import Ended, NodeSpace
 from tiffin.conductor.records import Rejection, RequestEvent
 from tiffin.conductor.web.auth import Grant, Right, Tokens, load_tokens
 from tiffin.conductor.wire.block_keys import parse_schema
+from tiffin.conductor.wire.event_batch import EVENTS_MAX
 from tiffin.kvstore import KVSchema
 
 if TYPE_CHECKING:
@@ -335,6 +338,102 @@ class TestEvents:
         response = http.post(f"/v1/requests/{path}", json=body)
         assert response.status_code == 400
         assert word in error_of(response)["message"]
+
+
+class TestEventsInBatches:
+    def test_of_several_requests_in_their_order(self, http: TestClient, core: Recorder) -> None:
+        register(http)
+        for name, tenant in (("r1", ""), ("r1", "acme"), ("r2", "")):
+            http.post("/v1/schedule", json=prompt(request_id=name, tenant=tenant))
+        events = [
+            {"request_id": "r1", "event": "first_token"},
+            {"request_id": "r1", "event": "first_token", "tenant": "acme"},
+            {"request_id": "r2", "event": "prefill_done"},
+            {"request_id": "r1", "event": "tokens", "total_tokens": 17},
+            {"request_id": "r1", "event": "finished"},
+        ]
+        response = http.post("/v1/events", json={"events": events})
+        assert (response.status_code, response.json()) == (200, {"taken": 5, "failed": []})
+        assert [(e.request_id, e.kind) for e in core.events] == [
+            ("r1", "first_token"), ("acme/r1", "first_token"), ("r2", "prefill_done"),
+            ("r1", "tokens"), ("r1", "finished"),
+        ]  # fmt: skip
+
+    def test_a_bad_one_spoils_no_other(self, http: TestClient, core: Recorder) -> None:
+        register(http)
+        http.post("/v1/schedule", json=prompt())
+        events: list[Any] = [
+            {"request_id": "r1", "event": "finished", "tokens": 3},
+            {"request_id": "gone", "event": "alive"},
+            {"request_id": "r1", "event": "began"},
+            {"request_id": "a/b", "event": "alive"},
+            {"request_id": "r1", "event": "tokens", "tokens": -1},
+            {"request_id": "r1", "event": "tokens", "tokens": 1, "total_tokens": 2},
+            {"request_id": "r1", "event": "alive", "colour": "red"},
+            7,
+            {"request_id": "r1", "event": "first_token"},
+        ]
+        response = http.post("/v1/events", json={"events": events})
+        answer = response.json()
+        assert (response.status_code, answer["taken"]) == (200, 1)
+        assert [(one["at"], one["status"], one["error"]["code"]) for one in answer["failed"]] == [
+            (0, 400, "invalid_request"), (1, 404, "unknown_request"), (2, 400, "invalid_request"),
+            (3, 400, "invalid_request"), (4, 422, "invalid_body"), (5, 400, "invalid_request"),
+            (6, 422, "invalid_body"), (7, 422, "invalid_body"),
+        ]  # fmt: skip
+        assert [event.kind for event in core.events] == ["first_token"]
+
+    def test_a_rejection_after_the_prefill_is_told(self, http: TestClient, core: Recorder) -> None:
+        register(http)
+        body = {"admission": {"mode": "baseline"}}
+        assert http.patch("/v1/policy", json=body).status_code == 200
+        http.post("/v1/schedule", json=prompt(objectives={"tbt_s": 1e-6}))
+        events = [{"request_id": "r1", "event": "prefill_done"}]
+        (failed,) = http.post("/v1/events", json={"events": events}).json()["failed"]
+        assert (failed["at"], failed["status"]) == (0, 429)
+        assert failed["error"]["code"] == "rejected_tbt"
+        assert failed["error"]["tiffin"]["request_id"] == "r1"
+
+    def test_a_total_may_be_told_twice(self, http: TestClient, core: Recorder) -> None:
+        register(http)
+        http.post("/v1/schedule", json=prompt())
+        for total in (None, 17, 17, 9, 33):
+            event: dict[str, Any] = {"request_id": "r1", "event": "first_token"}
+            if total is not None:
+                event |= {"event": "tokens", "total_tokens": total}
+            http.post("/v1/events", json={"events": [event]})
+        flight = core.ledger.get("r1")
+        assert flight is not None
+        assert flight.answered_tokens == 33
+        assert [event.tokens for event in core.events] == [0, 16, 0, 0, 16]
+
+    def test_it_is_bounded(self, http: TestClient) -> None:
+        events = [{"request_id": "r", "event": "alive"}] * (EVENTS_MAX + 1)
+        assert http.post("/v1/events", json={"events": events}).status_code == 422
+        answer = http.post("/v1/events", json={"events": events[1:]}).json()
+        assert len(answer["failed"]) == EVENTS_MAX
+
+    def test_others_have_their_turn_meanwhile(self, core: Recorder) -> None:
+        """A thousand events take longer than a decision may wait."""
+        service = create_app(core).state.service
+        texts = [msgspec.Raw(b'{"request_id": "r", "event": "alive"}')] * EVENTS_MAX
+
+        async def scenario() -> int:
+            turns = 0
+
+            async def others() -> None:
+                nonlocal turns
+                while True:
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            task = asyncio.create_task(others())
+            await asyncio.sleep(0)
+            await observe_all(service, texts)
+            task.cancel()
+            return turns
+
+        assert asyncio.run(scenario()) > 1
 
 
 class TestPool:
@@ -783,7 +882,7 @@ class TestDoors:
             for method, operation in methods.items()
             if operation["operationId"] != "stream"
         ]
-        assert len(described) == 20
+        assert len(described) == 21
         for method, template, operation in described:
             path = template.format(request_id="r", event="finished", instance="i", node="n")
             if "security" not in operation:

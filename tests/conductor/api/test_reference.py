@@ -26,7 +26,7 @@ from tiffin.conductor.pool.orders import NodeSpace
 from tiffin.conductor.prefill.policy_registry import policy
 from tiffin.conductor.records import InstanceSpec, Role
 from tiffin.conductor.web import auth
-from tiffin.conductor.wire import error_codes, models
+from tiffin.conductor.wire import error_codes, event_batch, models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,7 +128,7 @@ def test_every_route_that_is_served_is_described() -> None:
         for method in route.methods - {"HEAD"}
     }
     assert served == {(path, method) for path, methods in described.items() for method in methods}
-    assert len(served) == 21
+    assert len(served) == 22
 
 
 def operations() -> dict[str, dict[str, Any]]:
@@ -185,7 +185,8 @@ def test_the_examples_are_taken_as_they_stand(as_started: TestClient) -> None:
         assert done.status_code == 204, done.text
     decode = {**instance, "role": "decode"}
     assert as_started.put(path.format(instance="decode-1"), json=decode).status_code == 204
-    assert set(shown) == {"schedule", "event", "announce", "flip", "match", "drain_node"}
+    known = {"schedule", "event", "events", "announce", "flip", "match", "drain_node"}
+    assert set(shown) == known
     for method, path, body in shown.values():
         where = path.format(instance="prefill-3", **IN_PATHS)
         answer = as_started.request(method, where, json=body)
@@ -225,7 +226,8 @@ def test_the_examples_of_answers_are_ones() -> None:
     for name, example in ANSWERS.items():
         content = operations()[name]["responses"]["200"]["content"][JSON]
         assert content["example"] == example
-        kind = getattr(models, content["schema"]["$ref"].rpartition("/")[2])
+        name_of_kind = content["schema"]["$ref"].rpartition("/")[2]
+        kind = getattr(models, name_of_kind, None) or getattr(event_batch, name_of_kind)
         assert msgspec.to_builtins(msgspec.convert(example, kind)) == example, name
     chosen = ANSWERS["schedule"]["policy"]
     assert policy(chosen).name == chosen

@@ -41,6 +41,7 @@ from tiffin.conductor.records import (
 )
 from tiffin.conductor.replicas.replica import SharedConductor
 from tiffin.conductor.web.auth import load_tokens
+from tiffin.conductor.wire.event_batch import EVENTS_MAX
 from tiffin.conductor.wire.models import DecisionReply
 from tiffin.kvstore import KVSchema
 
@@ -118,6 +119,56 @@ def test_a_request_from_schedule_to_its_end(client: Both, service: tuple[Recorde
     assert core.events[-3] == raced
     with pytest.raises(UnknownRequest):
         client.observe(RequestEvent(REQUEST.id, "finished"))
+
+
+def test_events_in_batches(client: Both, service: tuple[Recorder, str]) -> None:
+    core, _ = service
+    client.register(SPEC)
+    for name in ("b-1", "b-2"):
+        client.schedule(replace(REQUEST, id=name))
+    told = [
+        RequestEvent("b-1", "first_token", route=("i 1?", "another")),
+        RequestEvent("unheard-of", "finished"),
+        RequestEvent("b-1", "tokens", total_tokens=9),
+        RequestEvent("b-2", "tokens", 4),
+        RequestEvent("b-1", "finished"),
+        RequestEvent("b-2", "finished"),
+    ]
+    assert client.observe_many([]) == []
+    taken, unknown, *more = client.observe_many(told)
+    assert (taken, more) == (None, [None] * 4)
+    assert isinstance(unknown, UnknownRequest)
+    assert core.events[-5:] == [
+        told[0], RequestEvent("b-1", "tokens", 8), *told[3:],
+    ]  # fmt: skip
+
+
+def test_a_batch_goes_to_the_conductors_that_decided(client: Both, kind: str) -> None:
+    """One that has gone took with it what its events were about; other errors are told."""
+    with served(Recorder()) as there, socket.create_server(("127.0.0.1", 0)) as silent:
+        gone = f"http://127.0.0.1:{free_port()}"
+        deaf = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        other = Both(kind, there)
+        other.register(SPEC)
+        other.schedule(replace(REQUEST, id="elsewhere"))
+        hasty = Both(kind, client.url, timeout_s=0.2)
+        results = hasty.observe_many(
+            [
+                RequestEvent("elsewhere", "finished", conductor=gone),
+                RequestEvent("elsewhere", "finished", conductor=there),
+                RequestEvent("elsewhere", "finished", conductor=there),
+                RequestEvent("elsewhere", "finished"),
+                RequestEvent("elsewhere", "finished", conductor=deaf),
+            ]
+        )
+        assert results[:3] == [None, None, None]
+        assert [type(one) for one in results[3:]] == [UnknownRequest, ConductorUnavailable]
+
+
+def test_more_events_than_a_batch_has(client: Both) -> None:
+    results = client.observe_many([RequestEvent("nobody", "alive")] * (EVENTS_MAX + 3))
+    assert len(results) == EVENTS_MAX + 3
+    assert {type(one) for one in results} == {UnknownRequest}
 
 
 def test_a_prompt_by_its_tokens(client: Both, service: tuple[Recorder, str]) -> None:
@@ -344,6 +395,16 @@ class TestRepetition:
             with pytest.raises(ConductorUnavailable):
                 Both(kind, flaky.url).observe(RequestEvent("r", "tokens", 5))
             assert len(flaky.requests) == 1
+
+    @pytest.mark.parametrize(("tokens", "calls"), [({"tokens": 5}, 1), ({"total_tokens": 5}, 2)])
+    def test_a_batch_is_repeated_if_its_tokens_are_totals(
+        self, kind: str, tokens: dict[str, int], calls: int
+    ) -> None:
+        events = [RequestEvent("r", "alive"), RequestEvent("r", "tokens", **tokens)]
+        with Flaky(1, answer("200 OK", b'{"taken": 2, "failed": []}')) as flaky:
+            results = Both(kind, flaky.url).observe_many(events)
+            assert len(flaky.requests) == calls
+        assert (results == [None, None]) == (calls == 2)
 
     def test_an_end_that_was_heard_the_first_time_is_an_end(self, kind: str) -> None:
         gone = b'{"error":{"message":"no","type":"t","code":"unknown_request"}}'

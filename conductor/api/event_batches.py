@@ -1,0 +1,64 @@
+"""Takes events in batches: each for itself, in slices, so that no batch holds up a decision."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..errors import ConductorError, InvalidRequest, UnknownRequest
+from ..records import EVENT_KINDS
+from ..state.request_ids import name_of
+from ..web.time_slices import TimeSlices
+from ..wire import conversions
+from ..wire.answers import Refusal, invalid_json, told
+from ..wire.event_batch import EventFailure, EventItem, EventsReply
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..records import Rejection
+    from ..wire.models import EventBody
+    from .conductor_service import Service
+
+_item = msgspec.json.Decoder(EventItem)
+
+
+async def observe_all(service: Service, texts: Sequence[msgspec.Raw]) -> EventsReply:
+    """Take events in their order. Those that can't be taken are listed in the answer."""
+    turns, failed = TimeSlices(), list[EventFailure]()
+    for at, text in enumerate(texts):
+        problem = _observe(service, text)
+        if problem is not None:
+            status, error = told(problem)
+            failed.append(EventFailure(at=at, status=status, error=error))
+        await turns.give()
+    return EventsReply(taken=len(texts) - len(failed), failed=failed)
+
+
+def _observe(service: Service, text: msgspec.Raw) -> Rejection | ConductorError | Refusal | None:
+    try:
+        item = _item.decode(text)
+        return observe(service, item.request_id, item.tenant, item.event, item)
+    except (msgspec.DecodeError, RecursionError) as error:
+        return invalid_json(error)
+    except UnicodeDecodeError:
+        return Refusal(400, "invalid_json", "the event is not UTF-8")
+    except ConductorError as error:
+        return error
+
+
+def observe(
+    service: Service, request_id: str, tenant: str, kind: str, body: EventBody | EventItem
+) -> Rejection | None:
+    """Take one event. Returns a rejection if the request is rejected after its prefill. Raises
+    ConductorError."""
+    conversions.check_id(request_id, "request_id")
+    if kind not in EVENT_KINDS:
+        raise InvalidRequest(f"no event {kind[:64]!r}; there are {', '.join(EVENT_KINDS)}")
+    try:
+        return service.observe(conversions.to_event(name_of(tenant, request_id), kind, body))
+    except UnknownRequest as error:
+        if tenant:
+            raise
+        raise UnknownRequest(f"{error}; of a tenant's request say whose: ?tenant=...") from error
