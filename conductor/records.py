@@ -185,7 +185,9 @@ class Decision:
     of each instance that a request's context is spread over. `alternatives` are the other routes of
     a hedged request. `placement` is why the prefill is where it is decoded, or elsewhere; it is
     empty where there was nothing to choose. `local_s`, `remote_s`: the predicted costs of both.
-    `output_tokens` is the predicted length of the answer, `output_source` who knew it.
+    `output_tokens` is the predicted length of the answer, `output_source` who knew it. `model` is
+    the one that serves the request, if that is another than was asked for. `degraded` says what was
+    given up to take it.
     """
 
     request_id: str
@@ -212,6 +214,7 @@ class Decision:
     remote_s: float | None = None
     output_tokens: int = 0
     output_source: str = ""
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

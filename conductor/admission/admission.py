@@ -35,6 +35,7 @@ from msgspec import Meta
 
 from ..errors import InvalidRequest
 from ..records import TOKENS_MAX, Objectives, Rejection
+from .degradation import STEPS, Step, possible, relaxed
 
 if TYPE_CHECKING:
     import random
@@ -48,10 +49,10 @@ if TYPE_CHECKING:
     Relief = Callable[[float], float | None]
 
 Mode = Literal["off", "baseline", "early", "predictive"]
-Step = Literal["cap_output", "local_prefill", "relax"]
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
 Scale = Annotated[float, Meta(ge=0.1, le=10.0)]
 Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
+Steps = Annotated[tuple[Step, ...], Meta(max_length=STEPS)]
 
 # Room for all priority classes, and for some that no longer exist.
 CLASSES_MAX = 64
@@ -75,11 +76,19 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     prediction that is slightly too late is believed to be wrong: better late than refused. Below 1
     what is left is kept for higher classes, and some are refused who would have been in time."""
 
-    degrade: Annotated[tuple[Step, ...], Meta(max_length=3)] = ()
+    degrade: Steps = ()
     """What is tried before a request is refused, the least harmful first: "cap_output" (its answer
     is cut at `output_tokens_cap`), "local_prefill" (no transfer: its decode instance computes it),
-    "relax" (its objectives are `relax_factor` times as long). None unless chosen: a caller who was
-    not told gets another answer than it asked for. The fewest steps that suffice are taken."""
+    "relax" (its objectives are `relax_factor` times as long), "smaller_model" (that of
+    `smaller_models` answers), "best_effort" (it has no objectives, and waits in the lowest class).
+    None unless chosen: a caller who was not told gets another answer than it asked for. The fewest
+    steps that suffice are taken."""
+
+    degrade_classes: Annotated[dict[Name, Steps], Meta(max_length=CLASSES_MAX)] = {}
+    """The same for classes of priority that have steps of their own."""
+
+    smaller_models: Annotated[dict[Name, Name], Meta(max_length=CLASSES_MAX)] = {}
+    """Of "smaller_model": who answers for each model. Both must read prompts with one tokenizer."""
 
     output_tokens_cap: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] = 256
     """Of "cap_output". The mean answer of published traces has 182 to 343 tokens."""
@@ -104,14 +113,21 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """At most so much is added at random, or all who were refused together come back together."""
 
     def __post_init__(self) -> None:
-        if len(set(self.degrade)) < len(self.degrade):
-            raise ValueError("degrade: give each step once")
+        for steps in (self.degrade, *self.degrade_classes.values()):
+            if len(set(steps)) < len(steps):
+                raise ValueError("degrade: give each step once")
         if self.retry_after_s_max < self.retry_after_s_min:
             raise ValueError("retry_after_s_max: at least retry_after_s_min")
 
     def scale(self, priority: str) -> float:
         """The load up to which requests of a priority class are admitted."""
         return self.class_scales.get(priority, 1.0)
+
+    def steps(self, request: Request) -> list[Step]:
+        """The degradation steps that a request may have to take."""
+        listed = self.degrade_classes.get(request.priority, self.degrade)
+        cap, smaller = self.output_tokens_cap, self.smaller_models
+        return [step for step in listed if possible(step, request, cap, smaller)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +221,7 @@ def decide(
         if attempt.load <= limit:
             return _admit(attempt, limit, outlook.request, settings)
         nearest = min(nearest, attempt, key=lambda one: one.load)
-    return _refuse(nearest, limit, settings, dice, relief)
+    return _refuse(nearest, limit, outlook.request, settings, dice, relief)
 
 
 def decide_decode(
@@ -224,7 +240,7 @@ def decide_decode(
     attempt = _attempt(outlook.forecast, objectives, "early", ())
     if settings.mode != "baseline" or attempt.load <= limit:
         return _admit(attempt, limit, outlook.request, settings)
-    return _refuse(attempt, limit, settings, dice, relief)
+    return _refuse(attempt, limit, outlook.request, settings, dice, relief)
 
 
 def expected_decode_s(
@@ -286,7 +302,7 @@ def _degraded(
     """Attempts with one degradation step, then with two, then with all, in the order of the
     settings."""
     forecasts: dict[tuple[Step, ...], AdmissionForecast | None] = {(): outlook.forecast}
-    able = [step for step in settings.degrade if _able(step, outlook.request, settings)]
+    able = settings.steps(outlook.request)
     for count in range(1, len(able) + 1):
         for steps in combinations(able, count):
             asked = tuple(step for step in steps if step != "relax")
@@ -295,25 +311,8 @@ def _degraded(
             forecast = forecasts[asked]
             if forecast is None:
                 continue
-            objectives = outlook.request.objectives
-            if "relax" in steps:
-                objectives = _relaxed(objectives, settings.relax_factor)
+            objectives = relaxed(outlook.request.objectives, steps, settings.relax_factor)
             yield _attempt(forecast, objectives, settings.mode, steps)
-
-
-def _able(step: Step, request: Request, settings: AdmissionSettings) -> bool:
-    if step == "cap_output":
-        already = request.output_tokens_max
-        return already is None or already > settings.output_tokens_cap
-    return step != "relax" or request.objectives != Objectives()
-
-
-def _relaxed(objectives: Objectives, factor: float) -> Objectives:
-    ttft_s, tbt_s = objectives.ttft_s, objectives.tbt_s
-    return Objectives(
-        ttft_s=None if ttft_s is None else ttft_s * factor,
-        tbt_s=None if tbt_s is None else tbt_s * factor,
-    )
 
 
 def _check(objectives: Objectives) -> None:
@@ -336,7 +335,7 @@ def _admit(
         forecast=attempt.forecast,
         objectives=attempt.objectives,
         steps=attempt.steps,
-        degraded=tuple(_words(step, settings) for step in attempt.steps),
+        degraded=tuple(_words(step, request, settings) for step in attempt.steps),
         output_tokens_max=settings.output_tokens_cap if capped else request.output_tokens_max,
         terms=_terms(attempt, limit),
     )
@@ -345,6 +344,7 @@ def _admit(
 def _refuse(
     attempt: _Attempt,
     limit: float,
+    request: Request,
     settings: AdmissionSettings,
     dice: random.Random,
     relief: Relief | None,
@@ -358,7 +358,7 @@ def _refuse(
         forecast=attempt.forecast,
         objectives=attempt.objectives,
         steps=attempt.steps,
-        degraded=tuple(_words(step, settings) for step in attempt.steps),
+        degraded=tuple(_words(step, request, settings) for step in attempt.steps),
         reason=reason,
         message=_message(attempt, limit, reason, wait_s),
         retry_after_s=None if wait_s is None else retry_after_s(wait_s, settings, dice),
@@ -410,10 +410,12 @@ def _exceeds(what: str, predicted_s: float, objective_s: float | None, limit: fl
     return text if limit == 1.0 else f"{text} times {limit:g}, which is its class's part of it"
 
 
-def _words(step: Step, settings: AdmissionSettings) -> str:
+def _words(step: Step, request: Request, settings: AdmissionSettings) -> str:
     if step == "cap_output":
         return f"cap_output:{settings.output_tokens_cap}"
-    return step if step == "local_prefill" else f"relax:{settings.relax_factor:g}"
+    if step == "smaller_model":
+        return f"smaller_model:{settings.smaller_models[request.model]}"
+    return f"relax:{settings.relax_factor:g}" if step == "relax" else step
 
 
 def _terms(attempt: _Attempt, limit: float) -> dict[str, float]:

@@ -70,7 +70,7 @@ ANSWERS: dict[str, Any] = {
         "wait_for": "", "output_tokens_max": None, "degraded": [], "shards": [],
         "alternatives": [], "expires_in_s": 60.0, "conductor": "",
         "placement": "predicted", "local_s": 0.93, "remote_s": 0.44,
-        "output_tokens": 180, "output_source": "class",
+        "output_tokens": 180, "output_source": "class", "model": "",
     },
     "events": {
         "taken": 2,

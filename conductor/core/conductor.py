@@ -160,7 +160,7 @@ class Conductor:
         check_request(request)
         flight = self.ledger.get(request.id)
         if flight is not None:
-            if prompt_of(flight.request) != prompt_of(request):
+            if prompt_of(flight.asked) != prompt_of(request):
                 raise Conflict(f"request {request.id!r} is in flight with another prompt")
             avoided = avoids(request, flight.decision)
             if self._stands(flight) and not avoided:

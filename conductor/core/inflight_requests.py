@@ -37,7 +37,8 @@ class RequestPhase(IntEnum):
 class InflightRequest:
     """One request in flight.
 
-    Rows are the cluster's; -1 once their instance is removed. `own_s` is the predicted prefill time
+    `request` is what is served, after degradation, of what was `asked`. Rows are the cluster's; -1
+    once their instance is removed. `own_s` is the predicted prefill time
     without queueing, `factor` the calibration factor in it, `step_s` a decode step by the profile
     at the last token. `shares` has, by row, the tokens that
     are reserved in the HBM of an instance: of the decode instance alone, or of all instances that
@@ -45,6 +46,7 @@ class InflightRequest:
     """
 
     request: Request
+    asked: Request
     decision: Decision
     prefill_row: int
     decode_row: int

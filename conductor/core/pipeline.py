@@ -15,6 +15,7 @@ import numpy as np
 from ..admission import admission
 from ..admission.admission import AdmissionForecast, Outlook
 from ..admission.counterfactual import Ghost
+from ..admission.degradation import after
 from ..admission.hedging import second_route
 from ..cost.transfer_model import TIERS
 from ..decode.context_parallel import ContextSpread, members_wanted, spread
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..admission.admission import Step, Verdict
+    from ..admission.admission import Verdict
+    from ..admission.degradation import Step
     from ..admission.hedging import Races
     from ..cost.calibration import Calibration
     from ..cost.transfer_model import TransferModel
@@ -336,22 +338,22 @@ def _degraded(
     parts: Parts, request: Request, steps: tuple[Step, ...], now: float
 ) -> RequestPlan | None:
     """The plan after the degradation `steps`; None if no instance can serve the request so."""
+    request = after(
+        steps,
+        request,
+        output_tokens_cap=parts.settings.admission.output_tokens_cap,
+        smaller_models=parts.settings.admission.smaller_models,
+        lowest_class=parts.settings.queue.classes[-1].name,
+    )
     prefill, decode = _able(parts, request)
-    if "cap_output" in steps:
-        cap = parts.settings.admission.output_tokens_cap
-        wanted = request.output_tokens
-        request = replace(
-            request,
-            output_tokens_max=cap,
-            output_tokens=None if wanted is None else min(wanted, cap),
-        )
     if "local_prefill" in steps:
-        prefill = np.intersect1d(prefill, decode, assume_unique=True)
-        if not len(prefill):
-            return None
-        plan = _plan(parts, request, prefill, prefill, now)
+        prefill = decode = np.intersect1d(prefill, decode, assume_unique=True)
+    if not len(prefill) or not len(decode):
+        return None
+    plan = _plan(parts, request, prefill, decode, now)
+    if "local_prefill" in steps:
         return _at_one(parts, request, plan.prefill_row, now)
-    return _plan(parts, request, prefill, decode, now)
+    return plan
 
 
 def _move_s(
@@ -416,7 +418,7 @@ def _flight(
     parts: Parts, request: Request, plan: RequestPlan, verdict: Verdict, now: float
 ) -> InflightRequest:
     cluster, settings, question, choice = parts.cluster, parts.settings, plan.question, plan.choice
-    row, at = plan.prefill_row, choice.at
+    row, at, served = plan.prefill_row, choice.at, question.request
     capped = verdict.output_tokens_max
     decision = Decision(
         request_id=request.id,
@@ -442,6 +444,7 @@ def _flight(
         expires_at=now + settings.core.decision_ttl_s,
         output_tokens=plan.output_tokens,
         output_source=plan.length.source,
+        model=served.model if served.model != request.model else "",
     )
     own_s = max(plan.forecast.ttft_s - plan.forecast.queue_s, 1e-6)
     tokens = request.prompt_tokens + plan.output_tokens
@@ -451,7 +454,8 @@ def _flight(
             decision, placement=why.reason, local_s=why.local_s, remote_s=why.remote_s
         )
     return InflightRequest(
-        request=request,
+        request=served,
+        asked=request,
         decision=decision,
         prefill_row=row,
         decode_row=plan.decode_row,

@@ -106,7 +106,7 @@ def patched(settings: Settings, changes: dict[str, Any]) -> Settings:
 
 
 # Replaced as a whole, not merged: their keys are names that callers choose, not settings.
-_WHOLE = ("class_scales", "tenant_weights")
+_WHOLE = ("class_scales", "tenant_weights", "degrade_classes", "smaller_models")
 
 
 def _merged(old: dict[str, Any], changes: dict[str, Any], where: str) -> dict[str, Any]:

@@ -195,6 +195,7 @@ def decision_reply(
         remote_s=decision.remote_s,
         output_tokens=decision.output_tokens,
         output_source=decision.output_source,
+        model=decision.model,
     )
 
 
@@ -221,6 +222,7 @@ def entry_reply(entry: Decision | Rejection, unix_s: Callable[[float], float]) -
             remote_s=entry.remote_s,
             output_tokens=entry.output_tokens,
             output_source=entry.output_source,
+            model=entry.model,
             candidates_count=len(entry.candidates),
         )
     return EntryReply(

@@ -228,6 +228,9 @@ class DecisionReply(Reply, frozen=True, kw_only=True):
             "`default`."
         ),
     ] = ""
+    model: Annotated[
+        str, Meta(description="Who serves it, if another model than was asked; else empty.")
+    ] = ""
 
 
 # -- instances -------------------------------------------------------------------------------------
@@ -413,6 +416,9 @@ class EntryReply(Reply, frozen=True, kw_only=True):
             description="Who knew it: `caller`, `class` or `model` (earlier answers of these), "
             "`default`."
         ),
+    ] = ""
+    model: Annotated[
+        str, Meta(description="Who serves it, if another model than was asked; else empty.")
     ] = ""
     reason: Annotated[str, Meta(description="Of a rejection.")] = ""
     message: str = ""

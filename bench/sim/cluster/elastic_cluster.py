@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.core.settings import Settings, patched
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     # Which of the instances that decode gets a request whose prefill is done.
     ChooseDecode = Callable[[Sequence[MixedInstance], random.Random], MixedInstance]
 
-MODEL = "simulated"
+MODEL, SMALLER_MODEL = "simulated", "simulated-smaller"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ class ElasticOptions:
     two reports of a request's tokens. `flip_s`: from the conductor's call until an empty instance
     has its new role; `start_s`: from the order of an instance until it serves. `autoscale`: whether
     the planner's advice on their number is followed. `choose_decode`, if given, overrules the
-    conductor's choice, for baselines. `output_class`: what the caller says of a request's answer.
+    conductor's choice, for baselines. `output_class`: what the caller says of a request's answer,
+    `priority` its class. `smaller`: instances of `SMALLER_MODEL`, by role, of `smaller_profile`.
     """
 
     instances: Mapping[Role, int]
@@ -75,6 +76,10 @@ class ElasticOptions:
     tbt_s: float | None = None
     choose_decode: ChooseDecode | None = None
     output_class: Callable[[TraceRequest], str] = lambda request: ""
+    priority: str = "normal"
+    order: Literal["arrival", "conductor"] = "arrival"
+    smaller: Mapping[Role, int] = field(default_factory=dict)
+    smaller_profile: str = latency_profiles.DEFAULT
     seed: int = 0
 
     def settings(self) -> Settings:
@@ -119,7 +124,6 @@ class _Cluster:
         self._network = Network(clock, options.bandwidth_bytes_s, options.latency_s)
         self._core = Conductor(options.settings(), dice=random.Random(options.seed))
         self._dice = random.Random(options.seed)
-        self._profile = latency_profiles.load(options.profile)
         self._autoscaler = Autoscaler(self._core)
         self._outcome = ElasticOutcome()
         self._left = len(trace.requests)
@@ -131,9 +135,11 @@ class _Cluster:
 
     def run(self) -> ElasticOutcome:
         """See `simulate_elastic`."""
-        for role, count in self._options.instances.items():
-            for _ in range(count):
-                self._start(role, 0.0)
+        options = self._options
+        for model, counts in ((MODEL, options.instances), (SMALLER_MODEL, options.smaller)):
+            for role, count in counts.items():
+                for _ in range(count):
+                    self._start(role, 0.0, model)
         self._clock.at(0.0, self._beat)
         self._clock.at(0.0, self._reports.keep_alive)
         self._clock.at(0.0, self._report)
@@ -147,26 +153,29 @@ class _Cluster:
 
     # -- the fleet ---------------------------------------------------------------------------------
 
-    def _start(self, role: Role, after_s: float) -> None:
+    def _start(self, role: Role, after_s: float, model: str = MODEL) -> None:
         name = f"instance-{len(self._instances) + len(self._starting)}"
         self._starting[name] = role
         self._began_s[name] = self._clock.now_s
         if after_s:
-            self._clock.after(after_s, lambda: self._started(name))
+            self._clock.after(after_s, lambda: self._started(name, model))
         else:
-            self._started(name)
+            self._started(name, model)
 
-    def _started(self, name: str) -> None:
+    def _started(self, name: str, model: str) -> None:
         options, role = self._options, self._starting.pop(name)
+        profile = options.profile if model == MODEL else options.smaller_profile
         block_tokens = self._trace.block_tokens
         self._instances[name] = MixedInstance(
-            *(name, self._clock, self._profile, options.kv_capacity_tokens, options.batch_max),
+            *(name, self._clock, latency_profiles.load(profile)),
+            *(options.kv_capacity_tokens, options.batch_max),
             began=lambda job: self._reports.event(job, "prefill_began"),
             prefilled=self._prefilled,
             done=self._ended,
+            choose=self._next_prefill if options.order == "conductor" else None,
         )
         spec = InstanceSpec(
-            *(name, MODEL, role, options.profile),
+            *(name, model, role, profile),
             node=name,
             block_tokens=block_tokens,
             block_bytes=block_tokens * options.token_bytes,
@@ -250,6 +259,7 @@ class _Cluster:
         request = Request(
             *(job.name, MODEL, job.trace.prompt_tokens),
             objectives=Objectives(options.ttft_s, options.tbt_s),
+            priority=options.priority,
             output_class=options.output_class(job.trace),
         )
         outcome = self._core.schedule(request, self._clock.now_s)
@@ -258,8 +268,12 @@ class _Cluster:
             self._left -= 1
             return
         job.decision = outcome
+        job.cut_at(outcome.output_tokens_max)
         self._reports.begin(job)
         self._instances[outcome.prefill].enqueue(job)
+
+    def _next_prefill(self, instance: MixedInstance) -> str | None:
+        return self._core.next_prefill(instance.name, self._clock.now_s)
 
     def _prefilled(self, instance: MixedInstance, job: SimRequest) -> None:
         """The first token is there, and the prompt's KV goes to the instance that decodes."""

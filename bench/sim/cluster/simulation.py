@@ -318,6 +318,7 @@ class _Simulation:
             self._over(job)
             return
         job.decision = outcome
+        job.cut_at(outcome.output_tokens_max)
         self._reports.begin(job)
         self._held[job.name] = []
         if outcome.wait_for in self._held and outcome.wait_for != job.name:

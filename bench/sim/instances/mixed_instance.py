@@ -6,7 +6,6 @@ token of all that decode here. With one kind of work only, it is an instance of 
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 from tiffin.conductor.cost.latency_model import prefill_s
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
 
 class MixedInstance(DecodeInstance):
     """`began` is called with each prompt that is to be computed now, `prefilled` when it has been,
-    `done` with each answer."""
+    `done` with each answer. `choose`: which of the waiting prompts is next, by name; without it
+    they are computed in order of arrival."""
 
     def __init__(
         self,
@@ -36,10 +36,12 @@ class MixedInstance(DecodeInstance):
         began: Callable[[SimRequest], None],
         prefilled: Callable[[MixedInstance, SimRequest], None],
         done: Callable[[SimRequest], None],
+        choose: Callable[[MixedInstance], str | None] | None = None,
     ) -> None:
         super().__init__(name, clock, profile, capacity_tokens, batch_max, done)
         self._prefill, self._prompt_began, self._prefilled = profile.prefill, began, prefilled
-        self._prompts: deque[SimRequest] = deque()
+        self._choose = choose
+        self._prompts: dict[str, SimRequest] = {}
         self._computing: SimRequest | None = None
 
     @property
@@ -50,7 +52,7 @@ class MixedInstance(DecodeInstance):
     @property
     def queued_tokens(self) -> int:
         """Their tokens."""
-        jobs = [*self._prompts, *([self._computing] if self._computing else [])]
+        jobs = [*self._prompts.values(), *([self._computing] if self._computing else [])]
         return sum(job.trace.prompt_tokens for job in jobs)
 
     @property
@@ -60,7 +62,7 @@ class MixedInstance(DecodeInstance):
 
     def enqueue(self, job: SimRequest) -> None:
         """A prompt arrives."""
-        self._prompts.append(job)
+        self._prompts[job.name] = job
         if self._run_ends is not None:
             self._cut()
         elif self._computing is None:
@@ -73,7 +75,10 @@ class MixedInstance(DecodeInstance):
         if not self._prompts:
             super()._run()
             return
-        job = self._computing = self._prompts.popleft()
+        name = self._choose(self) if self._choose is not None else None
+        if name is None or name not in self._prompts:
+            name = next(iter(self._prompts))
+        job = self._computing = self._prompts.pop(name)
         self._prompt_began(job)
         job.compute_s = float(prefill_s(*self._prefill, job.trace.prompt_tokens, 0))
         self._clock.after(job.compute_s, self._computed)

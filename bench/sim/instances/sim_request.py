@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ class SimRequest:
     first_token_s: float | None = None
     ended_s: float | None = None
     gaps_s: list[float] = field(default_factory=list)
+
+    def cut_at(self, tokens: int | None) -> None:
+        """Its answer ends after so many tokens, if it would be longer."""
+        if tokens is not None and tokens < self.trace.output_tokens:
+            self.trace = replace(self.trace, output_tokens=tokens)
 
     @property
     def expected_cached_tokens(self) -> int:

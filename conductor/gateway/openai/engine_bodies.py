@@ -5,6 +5,7 @@ Unchanged fields are spliced in as the client wrote them, never decoded and enco
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -58,6 +59,12 @@ def answer_body(
         told = {"shards": Raw(_encoder.encode(shards))} if shards else {}
         changes["kv_transfer_params"] = Raw(_encoder.encode({**(transfer or {}), **told}))
     return _encoder.encode(ask.fields | changes) if changes else ask.raw
+
+
+def asked_of(ask: ClientRequest, model: str) -> ClientRequest:
+    """The same request to another model."""
+    fields = ask.fields | {"model": Raw(_encoder.encode(model))}
+    return replace(ask, model=model, fields=fields, raw=_encoder.encode(fields))
 
 
 def stored_tokens(ask: ClientRequest, handoff: Handoff, block_tokens: int) -> int | None:

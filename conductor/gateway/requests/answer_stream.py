@@ -378,6 +378,8 @@ class Serving(Response):
         self._told["x-tiffin-cached-tokens"] = str(placed.cached_tokens)
         if placed.fallback:
             self._told["x-tiffin-fallback"] = placed.fallback
+        if placed.degraded:
+            self._told["x-tiffin-degraded"] = ", ".join(placed.degraded)
 
     def _began(self, status: int) -> None:
         self._sent_head = True

@@ -53,6 +53,8 @@ class Running:
         answers first, and its answer, which has begun. Calls of engines are spans of `span`;
         `attempt` makes the engine's request id unique per retry. Adds the names of instances that
         are gone to `gone`. Raises EngineError, and what `prefilled` raises."""
+        if placement.model:
+            ask = engine_bodies.asked_of(ask, placement.model)
         calls = [
             self._route(
                 ask, placement, route, span, _engine_id(ask, attempt, number), prefilled, gone

@@ -44,7 +44,8 @@ class Placement:
     the route. `wait_for` is the in-flight request whose blocks this request waits for; that wait
     is included in `predicted_ttft_s` (None: not predicted). `shards` says how the context is
     spread over several instances. `conductor` is the URL for the request's events, "" for that of
-    the gateway's conductor.
+    the gateway's conductor. `model` answers, if not empty, in place of the one that was asked;
+    `degraded` says what was given up to take the request.
     """
 
     routes: tuple[InstanceRoute, ...]
@@ -59,6 +60,8 @@ class Placement:
     fallback: str = ""
     in_doubt: bool = False
     conductor: str = ""
+    model: str = ""
+    degraded: tuple[str, ...] = ()
 
 
 class NoInstance(Exception):
@@ -176,6 +179,8 @@ class Placer:
             predicted_ttft_s=decided.predicted_ttft_s,
             shards=self._shards(decided),
             conductor=decided.conductor,
+            model=decided.model,
+            degraded=tuple(decided.degraded),
         )
 
     def _shards(self, decided: DecisionReply) -> tuple[Shard, ...]:

@@ -448,6 +448,32 @@ class TestWhatTheConductorIsAsked:
         with pytest.MonkeyPatch.context() as monkeypatch:
             asyncio.run(scenario(monkeypatch))
 
+    @pytest.mark.parametrize("split", [False, True])
+    def test_a_smaller_model_is_asked_in_place_of_the_one_that_was(self, split: bool) -> None:
+        """And the answer's headers say so, with whatever else was given up."""
+
+        class Smaller(Heard):
+            def schedule(self, request: Any, now: float) -> Any:
+                decided = super().schedule(request, now)
+                degraded = ("smaller_model:tiny", "best_effort")
+                return dataclasses.replace(decided, model="tiny", degraded=degraded)
+
+        async def scenario(monkeypatch: pytest.MonkeyPatch) -> None:
+            monkeypatch.setattr("gatewaysupport.Heard", Smaller)
+            both = [Engine("p0", Role.PREFILL), Engine("d0", Role.DECODE)]
+            engines = both if split else [Engine("m0")]
+            settings = {"disaggregation": {"form": "remote"}}
+            async with cluster(*engines, settings=settings) as it:
+                response = await it.post({"prompt": PROMPT, "seed": 7})
+                sent = [body for engine in engines for body in engine.completions]
+                assert [(body["model"], body["seed"]) for body in sent] == [("tiny", 7)] * len(
+                    engines
+                )
+                assert response.headers["x-tiffin-degraded"] == "smaller_model:tiny, best_effort"
+
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            asyncio.run(scenario(monkeypatch))
+
 
 class TestTheDoor:
     def test_bodies_that_are_refused(self) -> None:

@@ -1,0 +1,170 @@
+"""Steps before a refusal: a smaller model, a cut of the answer, best effort, each said aloud."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from coresupport import conductor, nothing_is_promised, prompt, spec, tell
+
+from tiffin.bench.sim.cluster.elastic_cluster import (
+    MODEL,
+    SMALLER_MODEL,
+    ElasticOptions,
+    simulate_elastic,
+)
+from tiffin.bench.traces.phases import Phase, RequestKind, in_phases
+from tiffin.conductor.admission.degradation import Step, after
+from tiffin.conductor.core.settings import Settings, patched
+from tiffin.conductor.errors import Conflict, InvalidRequest
+from tiffin.conductor.records import (
+    Decision,
+    InstanceSpec,
+    Load,
+    Objectives,
+    Rejection,
+    Request,
+    Role,
+)
+
+if TYPE_CHECKING:
+    from tiffin.conductor.core import Conductor
+
+SMALLER = "llama-3.1-8b.h100.tp1.vllm"
+
+
+def overloaded(*steps: Step, **classes: tuple[Step, ...]) -> Conductor:
+    """One instance with a minute of queue, and an idle one of a smaller model."""
+    smaller = InstanceSpec("small", "s", Role.MIXED, SMALLER)
+    made = conductor(
+        spec("large"),
+        smaller,
+        admission={
+            "degrade": steps,
+            "degrade_classes": classes,
+            "smaller_models": {"m": "s"},
+            "output_tokens_cap": 64,
+        },
+    )
+    made.heartbeat("large", Load(queued_prefill_tokens=400_000, queued=40), 1.0)
+    made.heartbeat("small", Load(), 1.0)
+    return made
+
+
+def asked(name: str = "r", priority: str = "normal") -> Request:
+    return prompt(name, 4, objectives=Objectives(ttft_s=2.0, tbt_s=0.2), priority=priority)
+
+
+def test_without_steps_it_is_refused() -> None:
+    outcome = overloaded().schedule(asked(), 1.0)
+    assert isinstance(outcome, Rejection)
+    assert outcome.reason == "ttft"
+
+
+def test_a_smaller_model_answers_and_the_decision_says_so() -> None:
+    made = overloaded("smaller_model")
+    decision = made.schedule(asked(), 1.0)
+    assert isinstance(decision, Decision)
+    assert (decision.prefill, decision.decode, decision.model) == ("small", "small", "s")
+    assert decision.degraded == ("smaller_model:s",)
+    assert decision.predicted_ttft_s < 2.0
+    assert made.schedule(asked(), 1.1) is decision, "asked again, it is the same request"
+    with pytest.raises(Conflict):
+        made.schedule(prompt("r", 5), 1.2)
+    tell(made, "r", "prefill_done", "first_token", "finished", now=2.0)
+    assert nothing_is_promised(made)
+    assert not made.match(asked().keys, 2.0).blocks, "blocks of one model are none of another"
+
+
+def test_best_effort_has_no_objectives_and_waits_behind_all_others() -> None:
+    made = overloaded("best_effort")
+    decision = made.schedule(asked(), 1.0)
+    assert isinstance(decision, Decision)
+    assert (decision.prefill, decision.degraded, decision.model) == ("large", ("best_effort",), "")
+    flight = made.ledger.get("r")
+    assert flight is not None
+    assert flight.request.priority == made.settings.queue.classes[-1].name
+    assert flight.request.objectives == Objectives()
+    assert flight.asked == asked()
+
+
+def test_the_least_harmful_step_that_suffices_is_taken() -> None:
+    """A shorter answer does not help against a queue for prefill; the next step does."""
+    decision = overloaded("cap_output", "smaller_model", "best_effort").schedule(asked(), 1.0)
+    assert isinstance(decision, Decision)
+    assert decision.degraded == ("smaller_model:s",)
+
+
+def test_each_class_may_have_steps_of_its_own() -> None:
+    made = overloaded("smaller_model", high=("best_effort",), low=())
+    names = {
+        priority: getattr(made.schedule(asked(priority, priority), 1.0), "degraded", "refused")
+        for priority in ("high", "normal", "low")
+    }
+    assert names == {
+        "high": ("best_effort",),
+        "normal": ("smaller_model:s",),
+        "low": "refused",
+    }
+
+
+def test_a_model_without_a_smaller_one_is_refused_all_the_same() -> None:
+    made = overloaded("smaller_model")
+    made.patch({"admission": {"smaller_models": {"m": "nobody-serves-it"}}}, 1.0)
+    assert isinstance(made.schedule(asked(), 1.0), Rejection)
+    made.patch({"admission": {"smaller_models": {}}}, 1.0)
+    assert isinstance(made.schedule(asked(), 1.0), Rejection)
+    with pytest.raises(InvalidRequest, match="each step once"):
+        patched(Settings(), {"admission": {"degrade_classes": {"low": ["relax", "relax"]}}})
+
+
+def test_steps_change_what_is_asked() -> None:
+    request = prompt("r", 4, output_tokens=900, objectives=Objectives(ttft_s=1.0))
+    changed = after(
+        ("cap_output", "smaller_model", "best_effort"),
+        request,
+        output_tokens_cap=64,
+        smaller_models={"m": "s"},
+        lowest_class="low",
+    )
+    assert (changed.output_tokens, changed.output_tokens_max) == (64, 64)
+    assert (changed.model, changed.keys, changed.id) == ("s", (), "r")
+    assert (changed.objectives, changed.priority) == (Objectives(), "low")
+
+
+def test_in_an_overload_fewer_are_refused_and_those_in_full_are_still_in_time() -> None:
+    """A simulated cluster that gets more than it can serve, by itself and with two instances of a
+    smaller model beside it."""
+    trace = in_phases((Phase(20.0, 14.0, (RequestKind((500, 3_000), (100, 400)),)),), 1)
+
+    def outcome(*steps: Step) -> tuple[float, float, set[str]]:
+        """Shares that were refused, and that were served in full and in time; the models."""
+        options = ElasticOptions(
+            {Role.PREFILL: 1, Role.DECODE: 1},
+            {"admission": {
+                "mode": "predictive", "degrade": steps, "smaller_models": {MODEL: SMALLER_MODEL},
+            }},
+            profile="llama-3.1-70b.h100.tp4.vllm",
+            kv_capacity_tokens=440_000,
+            ttft_s=1.0,
+            tbt_s=0.03,
+            smaller={Role.MIXED: 2},
+            smaller_profile=SMALLER,
+        )  # fmt: skip
+        jobs = simulate_elastic(trace, options).jobs
+        placed = [job.decision for job in jobs if job.decision is not None]
+        in_time = [
+            job for job in jobs
+            if job.decision is not None and not job.decision.degraded and job.ttft_s is not None
+            and job.ttft_s <= 1.0
+        ]  # fmt: skip
+        refused = sum(bool(job.rejected) for job in jobs) / len(jobs)
+        return refused, len(in_time) / len(jobs), {one.model for one in placed}
+
+    refused, in_time, models = outcome()
+    assert refused > 0.2
+    assert models == {""}
+    fewer, still_in_time, models = outcome("smaller_model")
+    assert fewer < 0.5 * refused
+    assert still_in_time > 0.95 * in_time
+    assert models == {"", SMALLER_MODEL}
