@@ -1,7 +1,16 @@
 """Prefill policies: they choose the prefill instance. One interface, selected by name."""
 
 # Each module registers its policies by name (`policy_registry.policy`).
-from . import algorithm_1, joint, kv_cost, kvcache_centric, preble, prefix_aware, simple
+from . import (
+    algorithm_1,
+    joint,
+    kv_cost,
+    kvcache_centric,
+    preble,
+    prefix_aware,
+    simple,
+    weighted_factors,
+)
 
 __all__ = [
     "algorithm_1",
@@ -11,4 +20,5 @@ __all__ = [
     "preble",
     "prefix_aware",
     "simple",
+    "weighted_factors",
 ]

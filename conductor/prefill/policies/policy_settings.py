@@ -116,6 +116,27 @@ class JointSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Nobody waits longer for another request's blocks: that request may fail."""
 
 
+class WeightedFactorsSettings(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
+):
+    """Weights of Fregly's Table 17-3; the last two are deducted."""
+
+    occupancy: Weight = 3.0
+    """Of a per cent of KV capacity in use."""
+
+    active: Weight = 1.0
+    """Of a request."""
+
+    bandwidth: Weight = 0.5
+    """Of a per cent of memory bandwidth in use."""
+
+    match: Weight = 10.0
+    """Of having the prefix."""
+
+    recent: Weight = 1.0
+    """Of computing it just now."""
+
+
 class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Which policy chooses the instance for prefill, and what each of them can be told."""
 
@@ -134,3 +155,4 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     kvcache_centric: KvcacheCentricSettings = KvcacheCentricSettings()
     algorithm_1: Algorithm1Settings = Algorithm1Settings()
     joint: JointSettings = JointSettings()
+    weighted_factors: WeightedFactorsSettings = WeightedFactorsSettings()

@@ -34,6 +34,7 @@ NAMES = (
     "prefix_aware",
     "random",
     "round_robin",
+    "weighted_factors",
 )
 LOADS = st.tuples(st.integers(0, 200), st.integers(0, 200), st.integers(0, 100_000))
 
@@ -237,6 +238,42 @@ def test_kv_cost_fetches_what_it_gave_credit_for() -> None:
     assert choice.cached_blocks == 6
     alone = policy.choose(world.question(PolicySettings(kv_cost=KvCostSettings(shared_credit=0))))
     assert (alone.cached_blocks, alone.fetches) == (0, ())
+
+
+# -- weighted_factors ------------------------------------------------------------------------------
+
+
+@settings(max_examples=70)
+@given(loaded_worlds())
+def test_weighted_factors_are_those_of_the_book(
+    case: tuple[World, list[tuple[int, int, int]]],
+) -> None:
+    world, loads = case
+    question = loaded(world, loads)
+    question.cluster.kv_capacity_tokens[:] = capacity = 50_000
+    choice = policy_registry.policy("weighted_factors").choose(question)
+    locals_ = [world.own_lengths(number)[2] for number in range(len(loads))]
+    costs = []
+    for number, (queued, running, context) in enumerate(loads):
+        d0, d1, d2 = world.instances[number].latency[3:]
+        occupancy = min((context + 1_000 * queued) / capacity, 1)
+        bandwidth = d2 * context / max(d0 + d1 * running + d2 * context, 1e-9)
+        has = locals_[number] > 0 and locals_[number] == question.best_blocks
+        cost = 3 * 100 * occupancy + (queued + running) + 0.5 * 100 * bandwidth - 10 * has
+        costs.append(cost)
+        assert choice.cost[number] == pytest.approx(cost)
+    assert costs[choice.at] == pytest.approx(min(costs))
+
+
+def test_a_prefix_that_is_being_computed_is_worth_a_request() -> None:
+    world = World(4, [Inst() for _ in range(3)])
+    question = world.question()
+    now = question.now
+    question.computing.begin("first", 1, -1, world.keys, 0, now + 5.0, now)
+    policy = policy_registry.policy("weighted_factors")
+    assert policy.choose(question).at == 1
+    question.cluster.queued[1] = 2
+    assert policy.choose(question).at != 1
 
 
 # -- preble ----------------------------------------------------------------------------------------
