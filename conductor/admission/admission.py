@@ -90,6 +90,13 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     smaller_models: Annotated[dict[Name, Name], Meta(max_length=CLASSES_MAX)] = {}
     """Of "smaller_model": who answers for each model. Both must read prompts with one tokenizer."""
 
+    cap_classes: Annotated[tuple[Name, ...], Meta(max_length=CLASSES_MAX)] = ()
+    """Classes of priority whose answers may end early when steps take longer than somebody on the
+    same instance was promised, the longest first (`output_caps.py`). None unless chosen."""
+
+    cap_tokens_min: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] = 128
+    """No answer is ended before. TetriInfer's bound of a light decode."""
+
     output_tokens_cap: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] = 256
     """Of "cap_output". The mean answer of published traces has 182 to 343 tokens."""
 

@@ -18,6 +18,7 @@ from ..admission import admission
 from ..admission.admission import AdmissionForecast, Outlook
 from ..admission.counterfactual import Shadow
 from ..admission.hedging import HedgedRoute, Races
+from ..admission.output_caps import OutputCaps, caps_by_class
 from ..cost import latency_profiles
 from ..cost.calibration import Calibration
 from ..cost.transfer_model import TransferModel
@@ -55,7 +56,7 @@ from .pipeline import Parts, RefusedRequest, decide
 from .settings import Settings, patched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ..cost.latency_profiles import Profile
     from ..events.index_updates import Update
@@ -76,13 +77,15 @@ Outcome = TypeVar("Outcome", "Decision", "Rejection")
 @dataclass(frozen=True, slots=True)
 class InstanceView:
     """The current state of an instance. `load`: requests and tokens, both those that this conductor
-    placed there and those from elsewhere. `heard_s`: seconds since its last heartbeat."""
+    placed there and those from elsewhere. `heard_s`: seconds since its last heartbeat.
+    `output_caps`: by class of priority, where its answers end for now."""
 
     spec: InstanceSpec
     role: Role
     status: Status
     heard_s: float
     load: dict[str, float]
+    output_caps: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,7 @@ class Conductor:
         self.shadow = Shadow(settings.shadow)
         self.popularity = Popularity(dice, settings.popularity)
         self.ledger = Ledger(self.cluster, self.queues)
+        self.output_caps = OutputCaps()
         self.names = Names(self.cluster, self.holdings, self.transfers, self.ledger)
         self.steering = Steering(self)
         self._profile = profile
@@ -255,6 +259,7 @@ class Conductor:
         self.holdings.expire(now)
         self.horizon.advance(now)
         self.shadow.tick(now)
+        self.output_caps.tick(self.cluster, self.ledger, self.settings.admission)
         timeout_s = self.settings.core.heartbeat_timeout_s
         silent = self.cluster.used & (self.cluster.heard_at < now - timeout_s)
         for row in silent.nonzero()[0].tolist():
@@ -298,6 +303,7 @@ class Conductor:
         self.ledger.forget_row(row)
         self.horizon.forget_row(row, now)
         self.shadow.forget_row(row)
+        self.output_caps.forget(row)
         self.computing.leave(row=row)
         self.races.lost(instance)
         self.holdings.drop_instance(instance)
@@ -326,8 +332,9 @@ class Conductor:
         columns = ("queued", "queued_tokens", "batch", "context_tokens", "kv_used_tokens")
         load = {column: float(getattr(cluster, column)[row]) for column in columns}
         heard_s = max(0.0, now - float(cluster.heard_at[row]))
+        caps = caps_by_class(self.output_caps.at(row), self.settings.admission)
         return InstanceView(
-            cluster.spec(name), cluster.role(row), cluster.status[row], heard_s, load
+            cluster.spec(name), cluster.role(row), cluster.status[row], heard_s, load, caps
         )
 
     def latency(self, instance: str) -> tuple[float, ...]:

@@ -29,6 +29,7 @@ class GatewayMetrics:
         self.requests = self._counter("requests", "Answers.", "route", "status")
         self.cancelled = self._counter("cancelled", "Requests whose client hung up.")
         self.broken = self._counter("broken_streams", "Streams that an instance did not end.")
+        self.cut = self._counter("cut_answers", "Answers that were ended because of the load.")
         self.fallbacks = self._counter(
             "fallbacks", "Requests that were placed without the conductor.", "why"
         )

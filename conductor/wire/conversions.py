@@ -283,6 +283,7 @@ def instance_reply(view: InstanceView) -> InstanceReply:
         labels=spec.labels,
         heard_s=view.heard_s,
         load=dict(view.load),
+        output_caps=dict(view.output_caps),
     )
 
 

@@ -315,6 +315,10 @@ class InstanceReply(Reply, frozen=True, kw_only=True):
     labels: dict[str, str]
     heard_s: Annotated[float | None, Meta(description="Since its last heartbeat.")]
     load: dict[str, float | None]
+    output_caps: Annotated[
+        dict[str, int],
+        Meta(description="By class of priority, after how many tokens its answers end for now."),
+    ] = {}
 
 
 class InstancesReply(Reply, frozen=True, kw_only=True):

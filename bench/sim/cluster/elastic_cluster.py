@@ -76,7 +76,7 @@ class ElasticOptions:
     tbt_s: float | None = None
     choose_decode: ChooseDecode | None = None
     output_class: Callable[[TraceRequest], str] = lambda request: ""
-    priority: str = "normal"
+    priority: Callable[[TraceRequest], str] = lambda request: "normal"
     order: Literal["arrival", "conductor"] = "arrival"
     smaller: Mapping[Role, int] = field(default_factory=dict)
     smaller_profile: str = latency_profiles.DEFAULT
@@ -235,8 +235,20 @@ class _Cluster:
         counts = (roles[Role.PREFILL], roles[Role.DECODE], roles[Role.MIXED])
         self._outcome.fleet.append(FleetSample(now, *counts, len(self._began_s)))
         self._core.tick(now)
+        self._end_at_caps()
         self._steer()
         self._clock.after(self._options.heartbeat_s, self._beat)
+
+    def _end_at_caps(self) -> None:
+        """As a gateway does that asks for the instances at every heartbeat."""
+        for view in self._core.instances(self._clock.now_s):
+            if not view.output_caps:
+                continue
+            instance = self._instances[view.spec.id]
+            for name, tokens in instance.answered().items():
+                cap = view.output_caps.get(self._options.priority(self._decoding[name][0].trace))
+                if cap is not None and tokens >= cap:
+                    instance.end_now(name)
 
     def _report(self) -> None:
         answered = {name: one.answered() for name, one in self._instances.items()}
@@ -259,7 +271,7 @@ class _Cluster:
         request = Request(
             *(job.name, MODEL, job.trace.prompt_tokens),
             objectives=Objectives(options.ttft_s, options.tbt_s),
-            priority=options.priority,
+            priority=options.priority(job.trace),
             output_class=options.output_class(job.trace),
         )
         outcome = self._core.schedule(request, self._clock.now_s)

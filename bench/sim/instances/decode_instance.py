@@ -94,6 +94,25 @@ class DecodeInstance:
         room = needed <= self._capacity_tokens
         return not self.batch or (room and self.batch < self._batch_max)
 
+    def end_now(self, name: str) -> None:
+        """The answer of a request of the batch ends with the token of the present step."""
+        began = self._began.get(name)
+        if began is None or self._run_ends is None:
+            return
+        step = bisect_left(self._step_ends_s, self._clock.now_s, lo=self._run_from)
+        job = next(job for jobs in self._ends.values() for job in jobs if job.name == name)
+        tokens = len(self._given_s.get(name, ())) + step - began + 2
+        if tokens >= job.trace.output_tokens:
+            return
+        for ends in [ends for ends, jobs in self._ends.items() if job in jobs]:
+            self._ends[ends].remove(job)
+            if not self._ends[ends]:
+                del self._ends[ends]
+        self._ends.setdefault(step, []).append(job)
+        self._reserved_tokens -= job.trace.output_tokens - tokens
+        job.cut_at(tokens)
+        self._cut()
+
     def _run(self) -> None:
         """Let those leave for whom there is no room, and join who fit, and step until somebody
         ends or has to leave."""

@@ -114,6 +114,12 @@ class Known:
         one = self._instances.get(name)
         return one is not None and one.labels.get(SHARDS_LABEL) == "true"
 
+    def output_cap(self, name: str, priority: str) -> int | None:
+        """After how many tokens an answer of this class ends on this instance for now; None: at its
+        own end."""
+        one = self._instances.get(name)
+        return None if one is None else one.output_caps.get(priority)
+
     def models(self) -> list[str]:
         """The models of all instances, without duplicates, in the list's order."""
         return list(dict.fromkeys(one.model for one in self._instances.values()))

@@ -67,6 +67,21 @@ def asked_of(ask: ClientRequest, model: str) -> ClientRequest:
     return replace(ask, model=model, fields=fields, raw=_encoder.encode(fields))
 
 
+def last_events(ask: ClientRequest, degraded: str) -> bytes:
+    """The end of a stream that the gateway ends before the engine does."""
+    chat = ask.path == CHAT
+    nothing: dict[str, object] = {"delta": {}} if chat else {"text": ""}
+    choice = {"index": 0, **nothing, "finish_reason": "length"}
+    event = {
+        "id": ask.wishes.request_id,
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "model": ask.model,
+        "choices": [choice],
+        "tiffin": {"degraded": [degraded]},
+    }
+    return b"data: " + _encoder.encode(event) + b"\n\ndata: [DONE]\n\n"
+
+
 def stored_tokens(ask: ClientRequest, handoff: Handoff, block_tokens: int) -> int | None:
     """How many of the prompt's tokens a pool can take over, which has whole blocks only; None if
     that is not known."""

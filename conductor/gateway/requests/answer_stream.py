@@ -37,6 +37,7 @@ from ..engines.engine_client import (
     EngineSlow,
     Whole,
 )
+from ..openai.engine_bodies import last_events
 from .execution import handed_over
 from .placement import NoInstance, NoShards, Placement
 from .prefix_wait import hold_s
@@ -317,6 +318,8 @@ class Serving(Response):
                     told = answer.counter.tokens
                     latencies.more(answer.counter.events, gateway.clock())
                     await _body(send, data, more=True)
+                    if not answer.counter.ended and (cap := self._cap(told)) is not None:
+                        return await self._cut(cap, send)
         except EngineBroke as failure:
             log.warning("a stream broke: %s", failure)
             self._gateway.metrics.broken.inc()
@@ -328,6 +331,23 @@ class Serving(Response):
         if answer.counter.failed:
             self._gateway.metrics.broken.inc()
             return "cancelled"
+        return "finished"
+
+    def _cap(self, tokens: int) -> int | None:
+        """The cap of answers like this one where it is decoded, if it has reached that. An answer
+        with several choices is left alone: it has an end for each."""
+        assert self._route is not None
+        if self._ask.whole:
+            return None
+        name, priority = self._route.decode.name, self._ask.wishes.priority
+        cap = self._gateway.known.output_cap(name, priority)
+        return cap if cap is not None and tokens >= cap else None
+
+    async def _cut(self, cap: int, send: Send) -> str:
+        """End the answer here, as at a limit of its own, and say why."""
+        self._gateway.metrics.cut.inc()
+        self._span.set({"tiffin.cut_at": cap})
+        await self._last(send, last_events(self._ask, f"cut_answer:{cap}"))
         return "finished"
 
     def _whole(self, answer: Whole) -> Response:

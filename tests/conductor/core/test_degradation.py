@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,6 +29,7 @@ from tiffin.conductor.records import (
 )
 
 if TYPE_CHECKING:
+    from tiffin.bench.traces.trace import TraceRequest
     from tiffin.conductor.core import Conductor
 
 SMALLER = "llama-3.1-8b.h100.tp1.vllm"
@@ -168,3 +170,114 @@ def test_in_an_overload_fewer_are_refused_and_those_in_full_are_still_in_time() 
     assert fewer < 0.5 * refused
     assert still_in_time > 0.95 * in_time
     assert models == {"", SMALLER_MODEL}
+
+
+# -- after admission -------------------------------------------------------------------------------
+
+
+def running(made: Conductor, answered: dict[str, int], tbt_s: float | None = None) -> None:
+    """Let these requests, whose names begin with their class, have answered so many tokens."""
+    for name, tokens in answered.items():
+        objectives = Objectives(tbt_s=tbt_s)
+        request = prompt(name, 2, priority=name.split("-")[0], objectives=objectives)
+        assert isinstance(made.schedule(request, 1.0), Decision)
+        tell(made, name, "prefill_done", "first_token", now=1.0)
+        tell(made, name, "tokens", now=1.0, tokens=tokens - 1)
+
+
+def capped(*classes: str) -> Conductor:
+    made = conductor(spec("i"), admission={"mode": "off", "cap_classes": classes})
+    made.heartbeat("i", Load(), 1.0)
+    return made
+
+
+ANSWERED = {"high-0": 900, "low-0": 800, "low-1": 500, "low-2": 300, "low-3": 100, "normal-0": 50}
+
+
+def step_s(made: Conductor, *, without: tuple[str, ...] = ()) -> float:
+    """Of a decode step with all but some of them."""
+    c, flights = made.cluster, [made.ledger.get(name) for name in ANSWERED if name not in without]
+    context = sum(one.request.prompt_tokens + one.answered_tokens for one in flights if one)
+    return float(c.d0[0] + c.d1[0] * len(flights) + c.d2[0] * context)
+
+
+def test_as_few_of_the_longest_answers_end_as_suffice() -> None:
+    probe = capped()
+    running(probe, ANSWERED)
+    all_of_them = step_s(probe)
+    without_one, without_two = (
+        step_s(probe, without=out) for out in (("low-0",), ("low-0", "low-1"))
+    )
+    for promised_s, cap in (
+        (all_of_them * 1.001, None),
+        ((all_of_them + without_one) / 2, 800),
+        ((without_one + without_two) / 2, 500),
+        (all_of_them / 2, 300),  # not enough: but answers shorter than 128 tokens are left alone
+    ):
+        made = capped("low")
+        running(made, ANSWERED, promised_s)
+        made.tick(1.0)
+        assert made.instance("i", 1.0).output_caps == ({} if cap is None else {"low": cap})
+
+
+def test_no_class_is_capped_unless_it_is_named() -> None:
+    made = capped()
+    running(made, ANSWERED, 0.001)
+    made.tick(1.0)
+    assert made.instance("i", 1.0).output_caps == {}
+
+
+def test_a_cap_goes_as_the_load_does() -> None:
+    made = capped("low")
+    running(made, ANSWERED, 0.001)
+    made.tick(1.0)
+    caps = [made.instance("i", 1.0).output_caps["low"]]
+    for name in ("high-0", "low-0", "low-1", "low-2", "normal-0"):
+        tell(made, name, "finished", now=2.0)
+    flight = made.ledger.get("low-3")
+    assert flight is not None
+    made.cluster.d0[:] = made.cluster.d1[:] = made.cluster.d2[:] = 0.0  # as if it were fast now
+    for now in range(2, 20):
+        made.tick(float(now))
+        caps.append(made.instance("i", float(now)).output_caps.get("low", 0))
+        tell(made, "low-3", "alive", now=float(now))
+    assert caps[0] == 300
+    relaxed = [cap for cap in caps if cap]
+    assert relaxed == sorted(relaxed)
+    assert caps[-1] == 0, "no answer there is near it"
+
+
+def test_caps_keep_promises_where_admission_did_not() -> None:
+    """Everybody is admitted, and long answers of a low class would make all late. With caps hardly
+    anyone is, for a tenth of what would have been answered."""
+    kinds = (RequestKind((200, 800), (100, 200)), RequestKind((200, 800), (900, 3_000)))
+    trace = in_phases((Phase(50.0, 10.0, kinds),), 0)
+    asked_tokens = {one.arrival_s: one.output_tokens for one in trace.requests}
+
+    def priority(request: TraceRequest) -> str:
+        return "low" if asked_tokens[request.arrival_s] >= 900 else "high"
+
+    def outcome(*classes: str) -> tuple[float, float]:
+        """The share of the high class in time, and of all tokens that were answered."""
+        options = ElasticOptions(
+            {Role.PREFILL: 2, Role.DECODE: 1},
+            {"admission": {"mode": "off", "cap_classes": classes}},
+            profile="llama-3.1-70b.h100.tp4.vllm",
+            kv_capacity_tokens=440_000,
+            ttft_s=2.0,
+            tbt_s=0.025,
+            report_s=1.0,
+            priority=priority,
+        )
+        jobs = simulate_elastic(trace, options).jobs
+        high = [job for job in jobs if priority(job.trace) == "high"]
+        in_time = sum(fmean(job.gaps_s) <= 0.025 for job in high) / len(high)
+        given = sum(job.trace.output_tokens for job in jobs)
+        return in_time, given / sum(asked_tokens.values())
+
+    late, whole = outcome()
+    assert late < 0.8
+    assert whole == 1.0
+    in_time, given = outcome("low")
+    assert in_time > 0.95
+    assert given > 0.75

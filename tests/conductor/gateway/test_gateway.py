@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -473,6 +474,43 @@ class TestWhatTheConductorIsAsked:
 
         with pytest.MonkeyPatch.context() as monkeypatch:
             asyncio.run(scenario(monkeypatch))
+
+    @pytest.mark.parametrize("chat", [False, True])
+    def test_a_running_answer_ends_at_the_cap_of_its_class(self, chat: bool) -> None:
+        """The stream ends as at a limit, and says why; the instance's connection is closed, and the
+        conductor hears that the answer has ended."""
+
+        async def scenario() -> None:
+            engine = Engine("m0", hold_at=4)
+            async with cluster(engine) as it:
+                row = it.core.cluster.row("m0")
+                it.core.patch({"admission": {"cap_classes": ["low"]}}, 0.0)
+                it.core.output_caps._caps[row] = 3
+                await it.gateway.refresh()
+                said = [{"role": "user", "content": "Hi"}]
+                body: dict[str, Any] = {"messages": said} if chat else {"prompt": "Hi"}
+                path = "/v1/chat/completions" if chat else "/v1/completions"
+                for priority in ("low", "high"):
+                    asked = {**body, "model": MODEL, "stream": True}
+                    headers = {"x-tiffin-priority": priority}
+                    response = await it.http.post(path, json=asked, headers=headers)
+                    events = [
+                        json.loads(line[6:]) for line in response.text.splitlines()
+                        if line.startswith("data: {")
+                    ]  # fmt: skip
+                    assert response.text.endswith("data: [DONE]\n\n")
+                    assert response.text.count("[DONE]") == 1
+                    last = events[-1]["choices"][0]
+                    cut = events[-1].get("tiffin", {}).get("degraded")
+                    assert cut == (["cut_answer:3"] if priority == "low" else None)
+                    if cut:
+                        assert last["finish_reason"] == "length"
+                    engine.go.set()
+                await it.idle()
+                assert it.core.kinds.count("finished") == 2
+                assert it.number("cut_answers_total") == 1
+
+        run(scenario)
 
 
 class TestTheDoor:
