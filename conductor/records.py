@@ -121,10 +121,12 @@ class RequestEvent:
     given up. "prefill_began": the engine starts to compute the prompt. "handed_over": all of the
     prompt's KV is where it is decoded, before or after "first_token", depending on which of both
     instances gives that. `tokens` of a "tokens" event: how many more tokens were generated; or
-    `total_tokens`, how many in all, the first one included, which may be reported twice.
+    `total_tokens`, also of an end: how many in all, the first one included, which may be told
+    twice.
     `route` of a hedged request: the ids of the prefill and the decode instance that the event is
     about; without it, those of its decision. For clients of the service: `tenant` is the tenant of
-    the request, `conductor` the URL in its decision of the conductor that decided."""
+    the request, `conductor` the URL in its decision of the conductor that decided. `age_s`: how
+    long ago it happened, when it is told."""
 
     request_id: str
     kind: str
@@ -133,6 +135,7 @@ class RequestEvent:
     tenant: str = ""
     conductor: str = ""
     total_tokens: int | None = None
+    age_s: float = 0.0
 
 
 EVENT_KINDS = (

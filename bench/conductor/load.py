@@ -6,7 +6,8 @@ It prints `"ready"` and then reads lines: `ask N` sends N requests in a closed l
 list of seconds; `pace N RATE` sends them in an open loop, RATE a second, whether or not earlier
 requests were answered, and measures from the time when each was due: a closed loop, which waits for
 an answer before the next request, hardly notices a stalled service. `finish` reports all scheduled
-requests as finished to the service. A status that is no success ends the process.
+requests as finished to the service. `whole N` schedules N requests and then tells all events of
+their answers in batches, `single N` in a call each. A status that is no success ends the process.
 
 Written on asyncio's transports: an HTTP client would take more CPU time than the service under
 test, which has no more cores than this process: one.
@@ -18,12 +19,13 @@ import asyncio
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 from tiffin.conductor.client import calls
 from tiffin.conductor.records import Request, RequestEvent
+from tiffin.conductor.wire.event_batch import EVENTS_MAX
 
 from .index import keys_of
 from .setting import BLOCK_TOKENS
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 
 _HOST = "127.0.0.1"
 _ANSWER_S = 60.0
+# An answer, and how much of it a gateway tells at a time: its default.
+ANSWER_TOKENS = 350
+_REPORT_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +155,21 @@ class _Sender:
         self._open.clear()
         return await self._send(raw)
 
+    async def whole(self, number: int, *, single: bool) -> list[float]:
+        """Schedule `number` requests and tell all events of their answers, those that happen at the
+        same time in one call, or in a call each; seconds of each call."""
+        seconds = await self.ask(number)
+        for event in events_of_an_answer():
+            told = [replace(event, request_id=name) for name in self._open]
+            if single:
+                raw = [self._raw(calls.observe(one)) for one in told]
+            else:
+                batches = range(0, len(told), EVENTS_MAX)
+                raw = [self._raw(calls.observe_many(told[at : at + EVENTS_MAX])) for at in batches]
+            seconds += await self._send(raw)
+        self._open.clear()
+        return seconds
+
     def close(self) -> None:
         """End all connections."""
         for one in self._connections:
@@ -179,6 +199,16 @@ class _Sender:
         return seconds
 
 
+def events_of_an_answer() -> list[RequestEvent]:
+    """What a gateway tells of an answer."""
+    totals = range(1 + _REPORT_TOKENS, ANSWER_TOKENS, _REPORT_TOKENS)
+    return [
+        RequestEvent("", "first_token", age_s=0.01),
+        *(RequestEvent("", "tokens", total_tokens=total, age_s=0.01) for total in totals),
+        RequestEvent("", "finished", total_tokens=ANSWER_TOKENS, age_s=0.01),
+    ]
+
+
 async def _send_some(connection: _Connection, left: Iterator[bytes], seconds: list[float]) -> None:
     for raw in left:
         start_s = time.perf_counter()
@@ -201,6 +231,8 @@ async def run(load: RequestLoad) -> None:
         word, *numbers = line.split()
         if word == "pace":
             seconds = await sender.pace(int(numbers[0]), float(numbers[1]))
+        elif word in ("whole", "single"):
+            seconds = await sender.whole(int(numbers[0]), single=word == "single")
         else:
             seconds = await (sender.ask(int(numbers[0])) if word == "ask" else sender.finish())
         print(json.dumps(seconds), flush=True)

@@ -70,6 +70,12 @@ def _service(setting: Setting) -> list[Row]:
     return service(setting)
 
 
+def _whole_requests(setting: Setting) -> list[Row]:
+    from .whole_requests import whole_requests
+
+    return whole_requests(setting)
+
+
 def _stalls(setting: Setting) -> list[Row]:
     from .stalls import stalls
 
@@ -111,6 +117,7 @@ _MEASUREMENTS: dict[str, Measurement] = {
     "resync": _resync,
     "folding": _folding,
     "service": _service,
+    "whole-requests": _whole_requests,
     "stalls": _stalls,
     "floods": _floods,
     "dynamo": _dynamo,

@@ -135,9 +135,10 @@ class Service:
         now, event = self.clock(), self.core.counted(event)
         self.core.observe(event, now)
         self._tell_who_was_put_out()
-        self.metrics.observed(event, now)
+        at = now - event.age_s
+        self.metrics.observed(event, at)
         if self._recorder is not None:
-            self._recorder.observed(event, now)
+            self._recorder.observed(event, at)
         if event.kind != "prefill_done" or self.core.settings.admission.mode != "baseline":
             return None
         rejection = self.core.recheck(event.request_id, now)

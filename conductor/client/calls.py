@@ -132,14 +132,15 @@ def observe(event: RequestEvent) -> RestCall[Rejection | None]:
 
 
 def observe_many(
-    events: Sequence[RequestEvent], conductor: str = ""
+    events: Sequence[RequestEvent], conductor: str = "", *, forgotten: bool = False
 ) -> RestCall[list[EventResult]]:
-    """Report events of several requests, at most `EVENTS_MAX`, to the conductor at this URL ("":
-    the client's own) that decided about all of them, and to no other one. Returns for each event,
-    in their order: None, a rejection after its prefill, or the error of this event alone;
-    UnknownRequest is none if the conductor is named."""
+    """Report events of several requests, 1 to `EVENTS_MAX`, to the conductor at this URL ("": the
+    client's own), and to no other one. Returns for each event, in their order: None, a rejection
+    after its prefill, or the error of this event alone; an empty list if the conductor is gone.
+    `forgotten`: UnknownRequest is no error."""
     items = [
-        {"request_id": event.request_id, "event": event.kind, "tenant": event.tenant}
+        {"request_id": event.request_id, "event": event.kind}
+        | ({"tenant": event.tenant} if event.tenant else {})
         | _about(event)
         for event in events
     ]
@@ -149,18 +150,18 @@ def observe_many(
         found: list[EventResult] = [None] * len(events)
         for failed in _events_reply(status, body).failed:
             if failed.at < len(found):
-                found[failed.at] = _result(failed, known=not conductor)
+                found[failed.at] = _result(failed, forgotten=forgotten)
         return found
 
     return RestCall(
         "POST", "/v1/events", read, _encode({"events": items}), repeatable,
-        lambda: [None] * len(events), conductor, only_there=True,
+        list, conductor, only_there=True,
     )  # fmt: skip
 
 
 def _about(event: RequestEvent) -> dict[str, Any]:
     """What an event says beside its kind."""
-    body: dict[str, Any] = {}
+    body: dict[str, Any] = {"age_s": event.age_s} if event.age_s else {}
     if event.total_tokens is not None:
         body["total_tokens"] = event.total_tokens
     elif event.kind == "tokens":
@@ -174,12 +175,12 @@ def _idempotent(event: RequestEvent) -> bool:
     return event.kind != "tokens" or event.total_tokens is not None
 
 
-def _result(failed: EventFailure, *, known: bool) -> EventResult:
+def _result(failed: EventFailure, *, forgotten: bool) -> EventResult:
     error = failed.error
     if (rejection := _rejection_of(error)) is not None:
         return rejection
     problem = error_of(failed.status, error.code, error.message)
-    return None if isinstance(problem, UnknownRequest) and not known else problem
+    return None if isinstance(problem, UnknownRequest) and forgotten else problem
 
 
 def register(

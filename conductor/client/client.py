@@ -154,14 +154,14 @@ class ConductorClient(_Verbs[httpx.Client]):
         it names. Returns for each event, in their order: None if it was taken, a rejection after
         its prefill, or the error of this event. Never raises ConductorError. The call is repeated
         if no event has `tokens`: report `total_tokens`."""
-        found: list[EventResult] = [None] * len(events)
-        for conductor, places in _batches(events):
-            try:
-                results = self._do(calls.observe_many([events[at] for at in places], conductor))
-            except ConductorError as error:
-                results = [error] * len(places)
-            _enter(found, places, results)
-        return found
+        report = _BatchReport(events)
+        for batch in report.batches():
+            while batch.places:
+                try:
+                    batch.enter(self._do(batch.call()))
+                except ConductorError as error:
+                    batch.enter([error] * len(batch.places))
+        return report.results
 
     def follow(self, candidates: int = 0) -> Iterator[EntryReply]:
         """Subscribe to the decisions, until the conductor stops or the iterator is closed."""
@@ -210,15 +210,14 @@ class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
 
     async def observe_many(self, events: Sequence[RequestEvent]) -> list[EventResult]:
         """See `ConductorClient.observe_many`."""
-        found: list[EventResult] = [None] * len(events)
-        for conductor, places in _batches(events):
-            try:
-                call = calls.observe_many([events[at] for at in places], conductor)
-                results = await self._do(call)
-            except ConductorError as error:
-                results = [error] * len(places)
-            _enter(found, places, results)
-        return found
+        report = _BatchReport(events)
+        for batch in report.batches():
+            while batch.places:
+                try:
+                    batch.enter(await self._do(batch.call()))
+                except ConductorError as error:
+                    batch.enter([error] * len(batch.places))
+        return report.results
 
     async def follow(self, candidates: int = 0) -> AsyncIterator[EntryReply]:
         """Subscribe to the decisions, until the conductor stops or the iterator is closed."""
@@ -264,20 +263,46 @@ class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
                 return call.answered(response.status_code, response.content, again=attempt > 0)
 
 
-def _batches(events: Sequence[RequestEvent]) -> Iterator[tuple[str, list[int]]]:
-    """Events in batches for one conductor each, by their places in `events`: the conductor's URL,
-    and the places."""
-    places: dict[str, list[int]] = {}
-    for at, event in enumerate(events):
-        places.setdefault(event.conductor, []).append(at)
-    for conductor, some in places.items():
-        for start in range(0, len(some), EVENTS_MAX):
-            yield conductor, some[start : start + EVENTS_MAX]
+class _BatchReport:
+    """Events on their way to the conductors that they name, and what came of each."""
+
+    def __init__(self, events: Sequence[RequestEvent]) -> None:
+        self.events = events
+        self.results: list[EventResult] = [None] * len(events)
+
+    def batches(self) -> Iterator[_Batch]:
+        """Batches for one conductor each, with the events in their order."""
+        places: dict[str, list[int]] = {}
+        for at, event in enumerate(self.events):
+            places.setdefault(event.conductor, []).append(at)
+        for conductor, some in places.items():
+            for start in range(0, len(some), EVENTS_MAX):
+                yield _Batch(self, conductor, some[start : start + EVENTS_MAX])
 
 
-def _enter(found: list[EventResult], places: Sequence[int], results: Sequence[EventResult]) -> None:
-    for at, result in zip(places, results, strict=True):
-        found[at] = result
+class _Batch:
+    """Some events, by their `places` among all, that are still to be sent to one conductor."""
+
+    def __init__(self, report: _BatchReport, conductor: str, places: list[int]) -> None:
+        self._report, self.places = report, places
+        self._conductor, self._named = conductor, bool(conductor)
+
+    def call(self) -> RestCall[list[EventResult]]:
+        events = [self._report.events[at] for at in self.places]
+        return calls.observe_many(events, self._conductor, forgotten=self._named)
+
+    def enter(self, results: list[EventResult]) -> None:
+        """Take the answer. If the named conductor is gone, what is left goes to the client's own
+        one, which may be the same at another address; but no cancellation: another one may have
+        made a new decision for the request."""
+        if not results:
+            self._conductor = ""
+            events = self._report.events
+            self.places = [at for at in self.places if events[at].kind != "cancelled"]
+            return
+        for at, result in zip(self.places, results, strict=True):
+            self._report.results[at] = result
+        self.places = []
 
 
 def _request_of(own: httpx.URL, call: RestCall[Any], attempt: int) -> dict[str, Any]:

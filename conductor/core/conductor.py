@@ -28,8 +28,10 @@ from ..errors import Conflict, InvalidRequest, UnknownRequest
 from ..events.routed_blocks import Holdings
 from ..pool.arrival_buffer import ArrivalBuffer
 from ..pool.demand_forecast import check_predictor
+from ..pool.offered_demand import OfferedDemand
 from ..pool.pool_controller import Steering
 from ..pool.popularity import Popularity
+from ..pool.prompt_sums import NO_PROMPTS, PromptSums
 from ..prefill.policy_registry import policy
 from ..prefill.wait_estimate import Queues
 from ..records import (
@@ -132,6 +134,7 @@ class Conductor:
         self.profiles = CalibratedProfiles(self.cluster, self.calibration)
         self._log = DecisionLog()
         self.arrivals = ArrivalBuffer(self.popularity, dice)
+        self.offered = OfferedDemand()
         self._put_out: deque[Rejection] = deque(maxlen=PUT_OUT_MAX)
         self._counts = dict.fromkeys(
             ("decided", "rejected", "expired", "preempted", "rescheduled"), 0
@@ -178,6 +181,8 @@ class Conductor:
                 return flight.decision  # the instance may be up, and only its heartbeats missing
             self._end(flight, now, "rescheduled")
         if isinstance(outcome, RefusedRequest):
+            self._offered(request, outcome.computed_tokens, now)
+            self.offered.counted(request, now)
             return self._refuse(outcome)
         return self._begin(outcome, now)
 
@@ -201,7 +206,9 @@ class Conductor:
             if flight.phase is RequestPhase.PREFILL:  # later ones are those of its hand-over
                 self._moved(flight)
             return
+        at = now - event.age_s  # when it happened
         if event.kind in ("finished", "cancelled"):
+            flight.answered_last(event.tokens, at)
             self._finish(flight, event.kind == "finished", now)
             return
         route = _chosen(flight.decision) if event.route is None else HedgedRoute(*event.route)
@@ -210,9 +217,9 @@ class Conductor:
             return
         self._moved(flight)
         if event.kind == "first_token":
-            self._first_token(flight, route, now)
+            self._first_token(flight, route, at)
         else:
-            self._tokens(flight, event.tokens, now)
+            self._tokens(flight, event.tokens, at)
 
     def counted(self, event: RequestEvent) -> RequestEvent:
         """The event with the tokens since the last one, if it has the total of all."""
@@ -425,6 +432,8 @@ class Conductor:
         decision = flight.decision
         preempted = self.ledger.begin(flight, now)
         if preempted is None:
+            self._offered(request, flight.prefill_tokens, now)
+            self.offered.counted(request, now)
             return self._refuse(RefusedRequest(self._queue_full(flight, now)))
         self._make_way(preempted, request.id, now)
         for node, nbytes in flight.transfers:
@@ -451,11 +460,19 @@ class Conductor:
         if decision.alternatives:
             others = [HedgedRoute(*other) for other in decision.alternatives]
             self.races.start(request.id, [_chosen(decision), *others], now)
-        computed = request.prompt_tokens - decision.cached_tokens
-        self.steering.came(request.model, request.prompt_tokens, computed, now)
+        self._offered(request, request.prompt_tokens - decision.cached_tokens, now)
         self._counts["decided"] += 1
         self._logged(decision)
         return decision
+
+    def _offered(self, request: Request, computed_tokens: int | None, now: float) -> PromptSums:
+        """Count a request as demand, unless it was counted before."""
+        if not self.offered.is_new(request, now):
+            return NO_PROMPTS
+        tokens = request.prompt_tokens
+        sums = PromptSums.of(tokens, tokens if computed_tokens is None else computed_tokens)
+        self.steering.came(request.model, sums, now)
+        return sums
 
     def _stands(self, flight: InflightRequest) -> bool:
         """Whether the instances with work left for a request are registered and not lost: both in
@@ -555,6 +572,8 @@ class Conductor:
 
     def _end(self, flight: InflightRequest, now: float, why: str | None) -> None:
         """End an in-flight request and release its reservations, exactly once."""
+        if why in ("rescheduled", "rejected", "preempted"):
+            self.offered.counted(flight.request, now)  # it comes again
         self._released(flight)
         if self.ledger.end(flight, now):
             self.horizon.end(flight.request.id, now)

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from ..prefill.fairness import Waiter
+from ..records import RequestEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ..prefill.wait_estimate import Queues
-    from ..records import Decision, Request, RequestEvent
+    from ..records import Decision, Request
     from ..state.instance_table import Cluster
 
 
@@ -69,13 +70,22 @@ class InflightRequest:
     answered_tokens: int = 0
     context: dict[int, int] = field(default_factory=dict)  # tokens counted in the columns, by row
 
+    def answered_last(self, tokens: int, at: float) -> None:
+        """The last tokens of an answer, told with its end."""
+        if tokens:
+            self.answered_tokens += tokens
+            self.last_token_at = at
+
 
 def since_last(event: RequestEvent, flight: InflightRequest | None) -> RequestEvent:
     """The event with `tokens` for `total_tokens`: those that were not reported before."""
     if event.total_tokens is None:
         return event
-    reported = 0 if flight is None else flight.answered_tokens
-    return replace(event, tokens=max(0, event.total_tokens - reported), total_tokens=None)
+    more = max(0, event.total_tokens - (0 if flight is None else flight.answered_tokens))
+    return RequestEvent(  # `replace` takes three times as long
+        event.request_id, event.kind, more, event.route, event.tenant, event.conductor,
+        age_s=event.age_s,
+    )  # fmt: skip
 
 
 class Ledger:

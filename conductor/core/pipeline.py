@@ -119,6 +119,7 @@ class RefusedRequest(NamedTuple):
 
     rejection: Rejection
     ghost: Ghost | None = None
+    computed_tokens: int | None = None  # of its prompt, where it would have run
 
 
 @dataclass(slots=True)
@@ -528,7 +529,8 @@ def _refused(
         rejected_at=now,
         joining_s=float(joining),
     )
-    return RefusedRequest(rejection, ghost)
+    computed = request.prompt_tokens - _tokens(question, choice.cached_blocks)
+    return RefusedRequest(rejection, ghost, computed)
 
 
 def _nobody(parts: Parts, request: Request, now: float, reason: str) -> RefusedRequest:

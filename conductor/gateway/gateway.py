@@ -101,7 +101,12 @@ class Gateway:
         self.running = Running(self._engines, config)
         self._placing = Placer(client, self.known, self.health, config, self.metrics, clock)
         self.reporter = Reporter(
-            client, self.health, clock, tokens=config.report_tokens, interval_s=config.report_s
+            client,
+            self.health,
+            clock,
+            tokens=config.report_tokens,
+            interval_s=config.report_s,
+            batch_s=config.report_batch_s,
         )
         self._complaint = ""
         self._refreshing: asyncio.Task[None] | None = None

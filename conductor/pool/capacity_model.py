@@ -17,20 +17,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ..records import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
+    from .prompt_sums import PromptMoments
     from .role_flip import FleetMember
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """The average request. `computed_tokens` of the prompt are not cached; `variation` is the
-    coefficient of variation of the prefill time of prompts. The factors are by how much instances
+    coefficient of variation of the prefill time of prompts. With `moments` of the prompts, mean and
+    variation of their prefill time follow from those instead. The factors are by how much instances
     are slower than their profiles (1: not at all)."""
 
     prompt_tokens: float
@@ -39,6 +41,7 @@ class Workload:
     variation: float = 1.0
     prefill_factor: float = 1.0
     decode_factor: float = 1.0
+    moments: PromptMoments | None = None
 
     @property
     def context_tokens(self) -> float:
@@ -70,7 +73,10 @@ class Capacity:
 
 
 def service_s(latency: Sequence[float], work: Workload) -> float:
-    """Prefill time of the average prompt: c0 + c1 (n - p) + c2 (n² - p²), n - p tokens computed."""
+    """Mean prefill time: c0 + c1 (n - p) + c2 (n² - p²), n - p tokens computed, of each prompt; or
+    without `moments`, of the average prompt."""
+    if work.moments is not None:
+        return work.prefill_factor * work.moments.mean_s(latency)
     c0, c1, c2 = latency[:3]
     n, computed = work.prompt_tokens, min(work.computed_tokens, work.prompt_tokens)
     cached = n - computed
@@ -105,7 +111,9 @@ def capacity(member: FleetMember, work: Workload, goals: Goals) -> Capacity:
     """The capacity of an instance in either role."""
     unattainable = []
     one_s = service_s(member.latency, work)
-    rate = prefill_rate(one_s, work.variation, goals)
+    moments = work.moments
+    variation = work.variation if moments is None else moments.variation(member.latency)
+    rate = prefill_rate(one_s, variation, goals)
     if rate <= 0:
         unattainable.append("ttft")
         rate = goals.utilisation_max / one_s
@@ -121,20 +129,49 @@ def capacity(member: FleetMember, work: Workload, goals: Goals) -> Capacity:
 
 
 def fleet_rate(roles: Iterable[tuple[Role, Capacity]]) -> float:
-    """Requests per second that instances serve together, each in its role.
+    """Requests per second that instances serve together, each in its role."""
+    return RoleRates.of(roles).served()
 
-    Every request needs a prefill and a decode, so the scarcer of both is the limit. Mixed instances
-    split their time between prefill and decode and serve whichever is scarcer.
-    """
-    prefill = decode = mixed_prefill = mixed_decode = 0.0
-    for role, one in roles:
-        if role is Role.PREFILL:
-            prefill += one.prefill_rate
-        elif role is Role.DECODE:
-            decode += one.decode_rate
-        else:
-            mixed_prefill += one.prefill_rate
-            mixed_decode += one.decode_rate
+
+class RoleRates(NamedTuple):
+    """Requests per second that the instances of each role serve: mixed ones either the one or the
+    other."""
+
+    prefill: float = 0.0
+    decode: float = 0.0
+    mixed_prefill: float = 0.0
+    mixed_decode: float = 0.0
+
+    @classmethod
+    def of(cls, roles: Iterable[tuple[Role, Capacity]]) -> Self:
+        """The sums over instances."""
+        prefill = decode = mixed_prefill = mixed_decode = 0.0
+        for role, one in roles:
+            if role is Role.PREFILL:
+                prefill += one.prefill_rate
+            elif role is Role.DECODE:
+                decode += one.decode_rate
+            else:
+                mixed_prefill += one.prefill_rate
+                mixed_decode += one.decode_rate
+        return cls(prefill, decode, mixed_prefill, mixed_decode)
+
+    def flipped(self, one: Capacity, new: Role) -> Self:
+        """The sums after an instance that prefills decodes, or the reverse."""
+        sign = 1.0 if new is Role.PREFILL else -1.0
+        return self._replace(
+            prefill=max(0.0, self.prefill + sign * one.prefill_rate),
+            decode=max(0.0, self.decode - sign * one.decode_rate),
+        )
+
+    def served(self) -> float:
+        """Requests per second that all serve together. Every request needs a prefill and a decode,
+        so the scarcer of both is the limit. Mixed instances split their time between both and serve
+        whichever is scarcer."""
+        return _served(*self)
+
+
+def _served(prefill: float, decode: float, mixed_prefill: float, mixed_decode: float) -> float:
     if not mixed_prefill or not mixed_decode:
         return min(prefill, decode)
     if math.isinf(prefill + mixed_prefill + decode + mixed_decode):
@@ -162,15 +199,6 @@ def best_split(total: int, prefills: float, decodes: float, least: tuple[int, in
         return full, count
 
     return min(choices, key=fullest)
-
-
-def flipped(
-    fleet: Sequence[FleetMember], capacities: Mapping[str, Capacity], instance: str, new: Role
-) -> float:
-    """The `fleet_rate` of the ready instances if `instance` had the role `new`."""
-    return fleet_rate(
-        (new if m.id == instance else m.role, capacities[m.id]) for m in fleet if m.ready
-    )
 
 
 def _per(needed: float, count: int) -> float:

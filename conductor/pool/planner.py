@@ -29,14 +29,20 @@ import msgspec
 from msgspec import Meta
 
 from ..records import Role
-from .capacity_model import Capacity, Goals, Workload, best_split, capacity, fleet_rate, flipped
+from ..state.sliced_work import finished
+from .capacity_model import Capacity, Goals, RoleRates, Workload, best_split, capacity
 from .demand_forecast import DemandForecast, DemandQuestion
+from .prompt_sums import NO_PROMPTS, PromptMoments, PromptSums
 from .role_flip import Flips, FlipSettings
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from ..state.sliced_work import Work
     from .role_flip import Action, FleetMember
+
+# Instances whose capacity is computed in one piece: half a millisecond.
+_MEMBERS_AT_ONCE = 32
 
 Factor = Annotated[float, Meta(gt=0, le=1)]
 
@@ -134,14 +140,11 @@ class FleetPlan:
 
 @dataclass(frozen=True, slots=True)
 class ObservedDemand:
-    """The demand in one interval: sums over the requests that arrived in it. The factors are the
-    calibration's."""
+    """The demand in one interval: sums over the requests that were offered in it. The factors are
+    the calibration's."""
 
     seconds: float
-    requests: int
-    prompt_tokens: float = 0.0
-    computed_tokens: float = 0.0
-    computed_tokens_squared: float = 0.0
+    prompts: PromptSums = NO_PROMPTS
     output_tokens: float = 0.0
     answered: int = 0
     prefill_factor: float = 1.0
@@ -152,21 +155,12 @@ class Meter:
     """Accumulates the demand of the current interval."""
 
     def __init__(self, now: float) -> None:
+        self._prompts = NO_PROMPTS
         self._begin(now)
 
-    def came(self, prompt_tokens: int, computed_tokens: int) -> None:
-        """Count a scheduled request; `computed_tokens` of its prompt are not cached."""
-        self.came_together(1, prompt_tokens, computed_tokens, float(computed_tokens) ** 2)
-
-    def came_together(
-        self, requests: int, prompt_tokens: float, computed_tokens: float, squared: float
-    ) -> None:
-        """Count several scheduled requests by their sums; `squared` are squares of the tokens that
-        each of them computes."""
-        self._requests += requests
-        self._prompt += prompt_tokens
-        self._computed += computed_tokens
-        self._squared += squared
+    def came(self, prompts: PromptSums) -> None:
+        """Count requests that were offered, by their sums."""
+        self._prompts = self._prompts.plus(prompts)
 
     def answered(self, output_tokens: int) -> None:
         """Count a request that has ended, with so many output tokens."""
@@ -179,10 +173,7 @@ class Meter:
         """End the current interval and begin the next; returns the one that ended."""
         found = ObservedDemand(
             max(now - self._began_at, 1e-9),
-            self._requests,
-            self._prompt,
-            self._computed,
-            self._squared,
+            self._prompts,
             self._output,
             self._answered,
             prefill_factor,
@@ -193,18 +184,22 @@ class Meter:
 
     def _begin(self, now: float) -> None:
         self._began_at = now
-        self._requests = self._answered = 0
-        self._prompt = self._computed = self._squared = self._output = 0.0
+        self._prompts = NO_PROMPTS
+        self._answered, self._output = 0, 0.0
 
 
 class _Means(NamedTuple):
-    """Means per request over one interval, and its request rate."""
+    """Means per request over one interval, and its request rate; then the fields of
+    `PromptMoments`."""
 
     rate: float
     prompt_tokens: float
-    computed_tokens: float
     output_tokens: float
-    variation: float
+    computed: float
+    quadratic: float
+    computed_squared: float
+    computed_quadratic: float
+    quadratic_squared: float
 
 
 class Planner:
@@ -239,21 +234,18 @@ class Planner:
         """Add the interval that has ended to the history. An idle interval only lowers the rate:
         the means per request stay as they were."""
         self._factors = interval.prefill_factor, interval.decode_factor
-        last = self._history[-1] if self._history else _Means(0.0, 0.0, 0.0, 0.0, 1.0)
-        count, seconds = interval.requests, interval.seconds
-        if not count:
+        last = self._history[-1] if self._history else _Means(*([0.0] * len(_Means._fields)))
+        prompts, seconds = interval.prompts, interval.seconds
+        if not prompts.requests:
             self._history.append(last._replace(rate=0.0))
             return
-        mean = interval.computed_tokens / count
-        variance = max(0.0, interval.computed_tokens_squared / count - mean * mean)
         output = interval.output_tokens / interval.answered if interval.answered else 0.0
         self._history.append(
             _Means(
-                count / seconds,
-                interval.prompt_tokens / count,
-                mean,
+                prompts.requests / seconds,
+                prompts.prompt_tokens / prompts.requests,
                 output or last.output_tokens,
-                math.sqrt(variance) / mean if mean else 0.0,
+                *prompts.moments(),
             )
         )
 
@@ -274,6 +266,17 @@ class Planner:
         leads: bool = True,
         forecast: DemandForecast | None = None,
     ) -> FleetPlan | None:
+        """See `planning`, which does this in pieces."""
+        return finished(self.planning(fleet, now, leads=leads, forecast=forecast))
+
+    def planning(
+        self,
+        fleet: Sequence[FleetMember],
+        now: float,
+        *,
+        leads: bool = True,
+        forecast: DemandForecast | None = None,
+    ) -> Work[FleetPlan | None]:
         """The plan of one interval; call it once per interval, after `observe`. `forecast` is the
         answer to `question`; without it the forecast is computed here. None if there is no basis
         for a plan: no ready instance, or no request was ever seen, or the mode is `off`. If the
@@ -287,8 +290,10 @@ class Planner:
         if not work.prompt_tokens:
             return None
         goals = Goals(self.settings.ttft_s, self.settings.tbt_s, self.settings.utilisation_max)
-        capacities = _capacities(ready, work, goals)
-        serves = fleet_rate((member.role, capacities[member.id]) for member in ready)
+        capacities = yield from _capacities(ready, work, goals)
+        rates = RoleRates.of((member.role, capacities[member.id]) for member in ready)
+        serves = rates.served()
+        yield
         load = rate / serves if serves else math.inf if rate else 0.0
         mean = _mean(list(capacities.values()))
         needed = self._needed(rate, mean)
@@ -296,7 +301,9 @@ class Planner:
         counts = {role: sum(m.role is role for m in ready) for role in Role}
         flippable = counts[Role.PREFILL] + counts[Role.DECODE]
         least = (self.settings.flips.prefill_min, self.settings.flips.decode_min)
-        flip, after = self._best_flip(ready, capacities, serves)
+        yield
+        flip, after = self._best_flip(ready, capacities, rates)
+        yield
         reasons = [
             *self._reasons(rate, work, mean, needed),
             PlanReason("serves", serves, "requests/s", "all instances in their roles"),
@@ -341,8 +348,17 @@ class Planner:
         """Requests per second, and the average request, in the next interval."""
         found = forecast or self.question().answer()
         self.forecast_error = found.error
-        rate, prompt, computed, output, variation = found.values
-        return rate, Workload(prompt, min(computed, prompt), output, variation, *self._factors)
+        rate, prompt, output, *means = found.values
+        moments, (prefill, decode) = PromptMoments(*means), self._factors
+        work = Workload(
+            prompt,
+            min(moments.computed, prompt),
+            output,
+            prefill_factor=prefill,
+            decode_factor=decode,
+            moments=moments,
+        )
+        return rate, work
 
     def _needed(self, rate: float, mean: Capacity) -> tuple[float, float]:
         """How many average instances prefill and decode need, each filled up to `flip_above`."""
@@ -374,22 +390,19 @@ class Planner:
         self,
         ready: Sequence[FleetMember],
         capacities: dict[str, Capacity],
-        serves: float,
+        rates: RoleRates,
     ) -> tuple[tuple[str, Role] | None, float]:
         """The flip after which the fleet serves most, if that is more than now, and what it serves
         then; of equal candidates the instance with the fewest requests. Mixed instances are never
         flipped."""
-        # One candidate per role and capacity, the one with the fewest requests: to evaluate a
-        # thousand candidates takes a second.
-        alike: dict[tuple[Role, Capacity], FleetMember] = {}
-        for member in sorted(ready, key=lambda m: (m.requests, m.id)):
-            if member.role is not Role.MIXED:
-                alike.setdefault((member.role, capacities[member.id]), member)
+        serves = rates.served()
         best: tuple[float, int, str] | None = None
         choice: tuple[str, Role] | None = None
-        for member in alike.values():
+        for member in ready:
+            if member.role is Role.MIXED:
+                continue
             new = Role.DECODE if member.role is Role.PREFILL else Role.PREFILL
-            after = flipped(ready, capacities, member.id, new)
+            after = rates.flipped(capacities[member.id], new).served()
             rank = (-after, member.requests, member.id)
             if after > serves and (best is None or rank < best):
                 best, choice = rank, (member.id, new)
@@ -465,12 +478,14 @@ class Planner:
 
 def _capacities(
     members: Sequence[FleetMember], work: Workload, goals: Goals
-) -> dict[str, Capacity]:
-    """The capacity of each instance. Equal instances are computed once; a thousand different ones
-    take 10 ms."""
+) -> Work[dict[str, Capacity]]:
+    """The capacity of each instance. Equal instances are computed once; a thousand different ones,
+    as calibration makes them, take 10 ms, and so many pieces."""
     known: dict[tuple[object, ...], Capacity] = {}
     found: dict[str, Capacity] = {}
-    for member in members:
+    for at, member in enumerate(members):
+        if at % _MEMBERS_AT_ONCE == _MEMBERS_AT_ONCE - 1:
+            yield
         like = (member.latency, member.kv_capacity_tokens, member.batch_max)
         one = known.get(like)
         if one is None:

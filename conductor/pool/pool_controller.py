@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .leader import LeaderLease
     from .orders import Ended, NodeSpace, Order
     from .planner import FleetPlan
+    from .prompt_sums import PromptSums
     from .role_flip import Action, Flip
 
 log = logging.getLogger("tiffin.conductor")
@@ -119,16 +120,10 @@ class Steering:
 
     # -- what is observed --------------------------------------------------------------------------
 
-    def came(self, model: str, prompt_tokens: int, computed_tokens: int, now: float) -> None:
-        """Record that a request was placed."""
-        self._plans_of(model, now).meter.came(prompt_tokens, computed_tokens)
-
-    def came_elsewhere(self, model: str, sums: Sequence[float], now: float) -> None:
-        """Record requests that another conductor has placed: their number, and the sums of their
-        prompt tokens, of their computed tokens, and of the squares of these."""
-        requests, prompt_tokens, computed_tokens, squared = sums
-        meter = self._plans_of(model, now).meter
-        meter.came_together(int(requests), prompt_tokens, computed_tokens, squared)
+    def came(self, model: str, prompts: PromptSums, now: float) -> None:
+        """Record requests that were offered here, or to another conductor, whether they were placed
+        or refused."""
+        self._plans_of(model, now).meter.came(prompts)
 
     def answered(self, model: str, output_tokens: int, now: float) -> None:
         """Record that a request has ended, with so many output tokens."""
@@ -287,11 +282,18 @@ class Steering:
 
     def forecasted(self, model: str, forecast: DemandForecast, now: float) -> list[Action]:
         """Take the answer to a question of `tick`; returns the actions of the plan that waited."""
+        return finished(self.taking_forecast(model, forecast, now))
+
+    def taking_forecast(
+        self, model: str, forecast: DemandForecast, now: float
+    ) -> Work[list[Action]]:
+        """`forecasted` in pieces."""
         planned = self._planned.get(model)
         if planned is None or not planned.asked:
             return []
         planned.asked = False
-        return self._plan(model, planned, self.fleet(model), now, forecast)
+        fleets = yield from self._fleets((model,))
+        return (yield from self._plan(model, planned, fleets[model], now, forecast))
 
     def fleet(self, model: str) -> list[FleetMember]:
         """A model's instances, with the number of in-flight requests of each."""
@@ -390,7 +392,7 @@ class Steering:
                 planned.planner.observe(planned.meter.close(now))
                 question = planned.planner.question()
                 if not (ask and question.slow):
-                    steered.actions += self._plan(model, planned, fleet, now)
+                    steered.actions += yield from self._plan(model, planned, fleet, now)
                 elif not planned.asked:
                     planned.asked = True
                     steered.questions[model] = question
@@ -402,11 +404,12 @@ class Steering:
         fleet: Sequence[FleetMember],
         now: float,
         forecast: DemandForecast | None = None,
-    ) -> list[Action]:
+    ) -> Work[list[Action]]:
         planner = planned.planner
         plan, trouble = None, ""
         try:
-            plan = planner.plan(fleet, now, leads=self.leads(now), forecast=forecast)
+            leads = self.leads(now)
+            plan = yield from planner.planning(fleet, now, leads=leads, forecast=forecast)
             if planner.forecast_error:
                 trouble = f"the constant predictor stands in: {planner.forecast_error}"
         except (ConductorError, ValueError, ArithmeticError) as error:

@@ -102,9 +102,9 @@ class Recorder:
             one.prefilled_at = now
         elif event.kind == "first_token" and one.first_token_at is None:
             one.first_token_at = one.last_token_at = now
-        elif event.kind == "tokens" and event.tokens:
+        elif event.kind in ("tokens", "finished", "cancelled") and event.tokens:
             one.tokens, one.last_token_at = one.tokens + event.tokens, now
-        elif event.kind in ("finished", "cancelled"):
+        if event.kind in ("finished", "cancelled"):
             self._end(event.request_id, event.kind)
 
     def rejected(self, rejection: Rejection) -> None:

@@ -13,7 +13,6 @@ events go to the conductor that has decided it, at `address`, and to no other on
 
 from __future__ import annotations
 
-import itertools
 import operator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,7 +27,8 @@ from msgspec.structs import replace
 from ..core.conductor import Conductor
 from ..errors import ConductorError, InvalidRequest
 from ..pool.leader import FlipsElsewhere, LeaderLease
-from ..records import Decision, Load, Role
+from ..pool.prompt_sums import NO_PROMPTS, PromptSums
+from ..records import Load, Role
 from ..state.allowed_hosts import check_hosts
 from .remote_load import PeerLoads, own_rows
 from .shared_records import SharedRecords, merged
@@ -37,13 +37,8 @@ from .states import DemandRow, HeardRow, State
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from ..core.pipeline import Accepted
-    from ..records import InstanceSpec, Rejection
+    from ..records import InstanceSpec, Request
     from .shared_records import Change, RecordNews
-
-
-# The sums of a model without requests.
-_NONE = (0.0,) * 4
 
 
 class SharingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -106,7 +101,7 @@ class SharedConductor(Conductor):
         self._records = SharedRecords(self.cluster, self._flips)
         self._heard: dict[str, tuple[HeardRow, float]] = {}  # (row, time)
         self._beats = 0
-        self._demand: dict[str, tuple[float, ...]] = {}
+        self._demand: dict[str, PromptSums] = {}
         self._news = News()
         self._deaths = 0
 
@@ -163,7 +158,7 @@ class SharedConductor(Conductor):
             address=self.address,
             loads=own_rows(self.cluster, self.ledger, self.queues, lowest, now),
             heard=[row for row, _ in self._heard.values()],
-            demand=list(itertools.starmap(DemandRow, self._demand.items())),
+            demand=[DemandRow(model, list(sums)) for model, sums in self._demand.items()],
         )
         if state != self._state:
             self._state = replace(state, number=state.number + 1)
@@ -261,12 +256,11 @@ class SharedConductor(Conductor):
         self._loads.report(self.cluster.row(instance), load)
 
     def _hear_demand(self, before: list[DemandRow], rows: list[DemandRow], now: float) -> None:
-        known = {row.model: row.sums for row in before}
+        known = {row.model: _sums(row) for row in before}
         for row in rows:
-            was = known.get(row.model, _NONE)
-            if row.sums[0] > was[0] and self.cluster.model_number(row.model) is not None:
-                more = tuple(map(operator.sub, row.sums, was))
-                self.steering.came_elsewhere(row.model, more, now)
+            sums, was = _sums(row), known.get(row.model, NO_PROMPTS)
+            if sums.requests > was.requests and self.cluster.model_number(row.model) is not None:
+                self.steering.came(row.model, PromptSums(*map(operator.sub, sums, was)), now)
 
     def _remove_here(self, instance: str, now: float) -> None:
         self._loads.vacate(self.cluster.row(instance))
@@ -292,12 +286,12 @@ class SharedConductor(Conductor):
         flips = self.steering.flipping()
         return {name: (role.value, by or self.name) for name, (role, by) in flips.items()}
 
-    def _begin(self, accepted: Accepted, now: float) -> Decision | Rejection:
-        outcome = super()._begin(accepted, now)
-        if isinstance(outcome, Decision):
-            request = accepted.flight.request
-            computed = float(request.prompt_tokens - outcome.cached_tokens)
-            more = 1, request.prompt_tokens, computed, computed**2
-            was = self._demand.get(request.model, _NONE)
-            self._demand[request.model] = tuple(map(operator.add, was, more))
-        return outcome
+    def _offered(self, request: Request, computed_tokens: int | None, now: float) -> PromptSums:
+        more = super()._offered(request, computed_tokens, now)
+        was = self._demand.get(request.model, NO_PROMPTS)
+        self._demand[request.model] = was.plus(more)
+        return more
+
+
+def _sums(row: DemandRow) -> PromptSums:
+    return PromptSums(*row.sums[: len(NO_PROMPTS)])

@@ -49,11 +49,11 @@ class HeardRow(Struct, array_like=True, frozen=True):
 
 
 class DemandRow(Struct, array_like=True, frozen=True):
-    """A model's requests that one conductor has placed since it began: their number, and the sums
-    of prompt tokens, of computed tokens, and of the squares of the latter."""
+    """A model's requests that were offered to one conductor since it began: the fields of
+    `PromptSums`."""
 
     model: Name
-    sums: tuple[Total, Total, Total, Total] = (0.0, 0.0, 0.0, 0.0)
+    sums: Annotated[list[Total], Meta(max_length=16)] = []
 
 
 class State(Struct, array_like=True, frozen=True):

@@ -109,7 +109,8 @@ class Acting:
             found = await forecast_apart(list(questions.values()))
         steering, now = self._core.steering, self._service.clock()
         for model, forecast in zip(questions, found, strict=True):
-            self.act(steering.forecasted(model, forecast, now))
+            work = steering.taking_forecast(model, forecast, now)
+            self.act(await TimeSlices().finish(work))
 
     async def _call(self, action: Action) -> None:
         error = await self._try(action)

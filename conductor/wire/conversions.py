@@ -53,6 +53,10 @@ if TYPE_CHECKING:
     from .models import EventBody, LoadBody, ScheduleBody
 
 
+# Events that may say how many tokens were answered in all.
+TOTAL_KINDS = ("tokens", "finished", "cancelled")
+
+
 def check_id(text: str, what: str) -> str:
     """Returns `text` if it is a valid id of a request or an instance, or a valid name of a node.
     Raises InvalidRequest."""
@@ -104,16 +108,19 @@ def to_event(name: str, kind: str, body: EventBody | EventItem) -> RequestEvent:
     """The event of the request `name`. Raises InvalidRequest for fields that events of this kind do
     not have."""
     total = body.total_tokens
-    if (body.tokens or total is not None) and kind != "tokens":
+    if body.tokens and kind != "tokens":
         raise InvalidRequest(f'tokens goes with the event "tokens", not with {kind!r}')
+    if total is not None and kind not in TOTAL_KINDS:
+        raise InvalidRequest(f"total_tokens goes with {', '.join(TOTAL_KINDS)}, not with {kind!r}")
     if body.tokens and total is not None:
         raise InvalidRequest("send tokens, how many more, or total_tokens, not both")
+    age_s = body.age_s
     if body.route is None:
-        return RequestEvent(name, kind, body.tokens, total_tokens=total)
+        return RequestEvent(name, kind, body.tokens, total_tokens=total, age_s=age_s)
     if kind not in ROUTED_EVENT_KINDS:
         raise InvalidRequest(f"route goes with {', '.join(ROUTED_EVENT_KINDS)}, not with {kind!r}")
     names = (check_id(name, "an instance's id") for name in (body.route.prefill, body.route.decode))
-    return RequestEvent(name, kind, route=(next(names), next(names)))
+    return RequestEvent(name, kind, route=(next(names), next(names)), age_s=age_s)
 
 
 def to_spec(instance: str, body: InstanceBody) -> InstanceSpec:

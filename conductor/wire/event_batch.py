@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from ..records import EVENT_KINDS
-from .models import Body, ErrorDetail, Id, Name, Reply, RouteBody, Tokens
+from .models import SECONDS_MAX, Body, ErrorDetail, Id, Name, Reply, RouteBody, Tokens
 
 # A gateway with a thousand streams at 25 ms per token tells of 130 of them in 50 ms.
 EVENTS_MAX = 1024
@@ -28,10 +28,20 @@ class EventItem(Body, frozen=True, kw_only=True):
     total_tokens: Annotated[
         Tokens | None,
         Meta(
-            description='Of "tokens", instead of `tokens`: how many have been answered in all. '
-            "Such an event may be sent twice, and of several only the last one counts."
+            description='Of "tokens", instead of `tokens`, and of an end: how many have been '
+            "answered in all. Such an event may be sent twice, and of several only the last one "
+            "counts."
         ),
     ] = None
+    age_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=SECONDS_MAX,
+            description="How long ago it happened, as the call was sent: so the time that it waited"
+            " for others is not taken for the engine's.",
+        ),
+    ] = 0.0
     route: Annotated[
         RouteBody | None,
         Meta(description="Of an event of a race that has one: the route."),

@@ -134,10 +134,19 @@ class EventBody(Body, frozen=True, kw_only=True):
     total_tokens: Annotated[
         Tokens | None,
         Meta(
-            description='Of "tokens", instead of `tokens`: how many have been answered in all. '
-            "Such an event may be sent twice."
+            description='Of "tokens", instead of `tokens`, and of an end: how many have been '
+            "answered in all. Such an event may be sent twice."
         ),
     ] = None
+    age_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=SECONDS_MAX,
+            description="How long ago it happened, as the call was sent: so the time that it waited"
+            " for others is not taken for the engine's.",
+        ),
+    ] = 0.0
     route: Annotated[
         RouteBody | None,
         Meta(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tiffin.conductor.pool.planner import ObservedDemand, Planner, PlannerSettings
+from tiffin.conductor.pool.prompt_sums import PromptSums
 from tiffin.conductor.pool.role_flip import FleetMember
 from tiffin.conductor.records import Role
 
@@ -27,15 +28,11 @@ def fleet(prefills: int, decodes: int, mixed: int = 0) -> list[FleetMember]:
 def interval(rate: float, *, output: float = 10.0, prompt: float = 1000.0) -> ObservedDemand:
     """The observed demand of an interval of equal prompts."""
     count = round(rate * INTERVAL_S)
+    each = PromptSums.of(round(prompt), round(prompt))
+    prompts = PromptSums(*(count * one for one in each))
     return ObservedDemand(
-        count / rate if count else INTERVAL_S,
-        count,
-        prompt * count,
-        prompt * count,
-        prompt * prompt * count,
-        output * count,
-        count,
-    )
+        count / rate if count else INTERVAL_S, prompts, output * count, count
+    )  # fmt: skip
 
 
 def planner(**options: object) -> Planner:

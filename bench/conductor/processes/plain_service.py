@@ -38,6 +38,7 @@ def main(port: int) -> None:
         server_header=False,
         ws="none",
         proxy_headers=False,
+        timeout_keep_alive=75,
     )
     uvloop.run(uvicorn.Server(configuration).serve())
 

@@ -1,5 +1,5 @@
-"""Reports of request events to the conductor: in order, one call at a time per request, with token
-counts batched.
+"""Reports of request events to the conductors: of each request in order, and of all requests that a
+conductor decided in batches.
 
 No answer waits for these reports but for `prefill_done`, to which the conductor may reply with a
 rejection. A lost report changes an estimate of the conductor, not an answer. After a failed call
@@ -12,23 +12,18 @@ import asyncio
 import contextlib
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ...errors import ConductorError, ConductorUnavailable
 from ...records import TOKENS_MAX, Rejection, RequestEvent
+from .event_outbox import REST_S, EventOutbox
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
     from ...client.client import AsyncConductorClient
+    from ...errors import ConductorUnavailable
 
 log = logging.getLogger("tiffin.gateway")
-
-# Back-off: after so long one request, or the regular refresh, tries a failed conductor again.
-REST_S = 1.0
-_ENDS = ("finished", "cancelled")
-# How often the end of a request is told, `REST_S` apart, to a conductor that does not answer.
-_END_TRIES = 4
 
 
 class Health:
@@ -73,8 +68,8 @@ class Health:
 
 
 class Reporter:
-    """Sends reports to the conductor: every `tokens` tokens, or every `interval_s`. For one event
-    loop."""
+    """Sends reports to the conductors: of each request every `tokens` tokens, or every
+    `interval_s`, and of all requests together what happened in `batch_s`. For one event loop."""
 
     def __init__(
         self,
@@ -84,14 +79,16 @@ class Reporter:
         *,
         tokens: int,
         interval_s: float,
+        batch_s: float,
     ) -> None:
         self.tokens, self.interval_s = tokens, interval_s
         self._client, self._health, self.now = client, health, clock
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._batch_s = batch_s
+        self._outboxes: dict[str, EventOutbox] = {}  # by the conductor's URL
 
     def __len__(self) -> int:
-        """The number of report tasks that still run."""
-        return len(self._tasks)
+        """The number of events that were not sent, or not answered yet."""
+        return sum(map(len, self._outboxes.values()))
 
     def begin(
         self, request_id: str, alive_s: float, tenant: str = "", conductor: str = ""
@@ -102,147 +99,128 @@ class Reporter:
         return ConductorReport(self, request_id, alive_s, tenant, conductor)
 
     def cancelled(self, request_id: str, tenant: str = "", conductor: str = "") -> None:
-        """Report in the background that a request without a `ConductorReport` has ended; the
-        conductor may never have placed it."""
+        """Report that a request without a `ConductorReport` has ended; the conductor may never have
+        placed it."""
         event = RequestEvent(request_id, "cancelled", tenant=tenant, conductor=conductor)
-        self.spawn(self.end(event))
+        self.outbox(conductor).put(event)
 
     async def say(self, event: RequestEvent) -> Rejection | None:
         """Send one event now. Returns a rejection if the conductor rejects the request after all.
-        Raises ConductorError.
+        Raises ConductorError. A failed report does not change the conductor's health, which decides
+        on calls for placement."""
+        return await self.outbox(event.conductor).ask(event)
 
-        Events that end a request are sent even during back-off: without them the conductor would
-        keep the request's reservation for minutes. A failed report does not change the conductor's
-        health, which decides on calls for placement.
-        """
-        if event.kind not in _ENDS and self._health.rests(self.now()):
-            raise ConductorUnavailable("the conductor did not answer a moment ago")
-        return await self._client.observe(event)
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run the coroutine as a background task; `close` waits for it."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def outbox(self, conductor: str) -> EventOutbox:
+        """What goes to the conductor at this URL."""
+        found = self._outboxes.get(conductor)
+        if found is None:
+            # Conductors that went, and of which nothing is under way.
+            self._outboxes = {url: one for url, one in self._outboxes.items() if len(one)}
+            found = EventOutbox(self._client, self._batch_s, self._may_call)
+            self._outboxes[conductor] = found
+        return found
 
     async def close(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for the pending reports, then cancel the rest."""
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+        """Wait up to `timeout_s` for the pending reports, then give the rest up."""
+        every = list(self._outboxes.values())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(one.flush() for one in every))
+        for one in every:
+            await one.close()
 
-    async def end(self, event: RequestEvent) -> None:
-        """Send an event that ends a request, several times if the conductor does not answer: no
-        later event says so, and the request would count as running for minutes."""
-        for left in reversed(range(_END_TRIES)):
-            try:
-                await self.say(event)
-            except ConductorUnavailable:
-                if left:
-                    await asyncio.sleep(REST_S)
-                continue
-            except ConductorError:  # for example, it does not know the request
-                pass
-            return
+    def _may_call(self) -> bool:
+        """Events that end a request are sent even during back-off: without them the conductor would
+        keep the request's reservation for minutes."""
+        return not self._health.rests(self.now())
 
 
 class ConductorReport:
-    """Sends the events of one request, in order. The owner calls `end` or `drop`."""
+    """The events of one request, in order. The owner calls `end` or `drop`."""
 
     def __init__(
         self, reporter: Reporter, request_id: str, alive_s: float, tenant: str, conductor: str
     ) -> None:
         self._reporter, self._alive_s = reporter, alive_s
         self._event = partial(RequestEvent, request_id, tenant=tenant, conductor=conductor)
-        self._some, self._enough = asyncio.Event(), asyncio.Event()
-        self._first: RequestEvent | None = None
+        self._key, self._conductor = (tenant, request_id), conductor
         self._answers_at = float("inf")
-        self._pending = 0
-        self._end: str | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._total = self._told = 0  # tokens that were answered, and that the conductor knows of
+        self._over = False
+        self._said_at = 0.0
+        self._alive: asyncio.TimerHandle | None = None
+        self._later: asyncio.TimerHandle | None = None
 
     def running(self, answers_in_s: float | None = None) -> None:
         """The request is in flight: send keepalive events until there is more to report. A request
         whose first token the gateway can't see is taken to be decoding after `answers_in_s`."""
         if answers_in_s is not None:
             self._answers_at = self._reporter.now() + answers_in_s
-        self._start()
+        self._watch()
 
     def first_token(self, route: tuple[str, str] | None = None) -> None:
         """Report the first token; of a raced request, on this route."""
-        self._first = self._event("first_token", route=route)
-        self._tell()
+        self._total = self._told = max(self._total, 1)
+        self._say(self._event("first_token", route=route))
 
     def tokens(self, count: int) -> None:
         """Add `count` answered tokens to the next report."""
-        if count <= 0:
+        if count <= 0 or self._over:
             return
-        self._pending = min(self._pending + count, TOKENS_MAX)
-        self._some.set()
-        if self._pending >= self._reporter.tokens:
-            self._enough.set()
-        self._start()
+        self._total = min(self._total + count, TOKENS_MAX)
+        if self._later is None:
+            # Also tokens that arrived with the first one wait: they were not decoded since then.
+            loop = asyncio.get_running_loop()
+            self._later = loop.call_later(self._reporter.interval_s, self._tell_tokens)
+        elif self._total - self._told >= self._reporter.tokens:
+            self._tell_tokens()
 
     def end(self, kind: str) -> None:
         """Report the end, "finished" or "cancelled". Later calls of `end` have no effect."""
-        if self._end is None:
-            self._end = kind
-            self._tell()
+        if not self._over:
+            total = self._total if self._total > self._told else None
+            self._say(self._event(kind, total_tokens=total))
+            self._stop()
 
     def drop(self) -> None:
         """Send nothing more: the request is placed again, or the conductor has rejected it."""
-        self._end = ""
-        if self._task is not None:
-            self._task.cancel()
+        if not self._over:
+            self._reporter.outbox(self._conductor).forget(*self._key)
+            self._stop()
 
-    def _tell(self) -> None:
-        self._some.set()
-        self._enough.set()
-        self._start()
+    def _tell_tokens(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+        if self._total > self._told:
+            self._told = self._total
+            self._say(self._event("tokens", total_tokens=self._total))
 
-    def _start(self) -> None:
-        if self._task is None and self._end != "":
-            self._task = self._reporter.spawn(self._run())
+    def _say(self, event: RequestEvent) -> None:
+        if not self._over:
+            self._said_at = asyncio.get_running_loop().time()
+            self._reporter.outbox(self._conductor).put(event)
+            self._watch()
 
-    async def _run(self) -> None:
-        ended = False
-        while not ended:
-            if not await _within(self._some, self._alive_s):
-                answers = self._reporter.now() >= self._answers_at
-                await self._say(self._event("tokens" if answers else "alive"))
-                continue
-            await _within(self._enough, self._reporter.interval_s)
-            first, tokens, end = self._first, self._pending, self._end
-            if first and end is None:
-                # Tokens that arrived together with the first one were not decoded in the time since
-                # then: a later report counts them.
-                tokens = 0
-            self._first, ended = None, end is not None
-            self._pending -= tokens
-            self._enough.clear()
-            if not self._pending:
-                self._some.clear()
-            if first:
-                await self._say(first)
-            if tokens:
-                await self._say(self._event("tokens", tokens))
-            if end:
-                await self._reporter.end(self._event(end))
+    def _watch(self) -> None:
+        """Say that the request lives whenever nothing else was said for `alive_s`."""
+        if self._alive is None and not self._over:
+            loop = asyncio.get_running_loop()
+            self._said_at = self._said_at or loop.time()
+            self._alive = loop.call_at(self._said_at + self._alive_s, self._lives)
 
-    async def _say(self, event: RequestEvent) -> None:
-        """Send one event. A failed event is not retried: the next event says more."""
-        with contextlib.suppress(ConductorError):
-            await self._reporter.say(event)
+    def _lives(self) -> None:
+        self._alive = None
+        if asyncio.get_running_loop().time() < self._said_at + self._alive_s:
+            self._watch()
+            return
+        answers = self._reporter.now() >= self._answers_at
+        self._say(
+            self._event("tokens", total_tokens=self._total) if answers else self._event("alive")
+        )
 
-
-async def _within(event: asyncio.Event, seconds: float) -> bool:
-    """Wait for `event`; False after a timeout of `seconds`."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True
+    def _stop(self) -> None:
+        self._over = True
+        for timer in (self._alive, self._later):
+            if timer is not None:
+                timer.cancel()

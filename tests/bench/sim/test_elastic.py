@@ -118,6 +118,22 @@ def test_instances_start_when_the_load_rises_and_leave_when_it_falls() -> None:
     assert fixed.instance_s == pytest.approx(2 * fixed.fleet[-1].at_s, rel=0.02)
 
 
+def test_a_fleet_grows_for_those_whom_it_refuses() -> None:
+    """With admission no instance is overloaded, and only the refused show what is missing."""
+    phases = (Phase(400.0, 6.0, (RequestKind((2000, 4000), (50, 100)),)),)
+    changes = {"planner": PLANNER, "admission": {"mode": "early"}}
+    options = ElasticOptions(
+        {P: 1, D: 1}, changes, autoscale=True, start_s=20.0, ttft_s=1.0, tbt_s=0.1, seed=0
+    )
+    outcome = simulate_elastic(in_phases(phases, 0), options)
+    refused = [job.trace.arrival_s for job in outcome.jobs if job.rejected]
+    assert sum(at < 60.0 for at in refused) > 100
+    late = [job for job in outcome.jobs if job.trace.arrival_s > 200.0]
+    assert sum(bool(job.rejected) for job in late) < 0.02 * len(late)
+    fixed = simulate_elastic(in_phases(phases, 0), replace(options, autoscale=False))
+    assert sum(bool(job.rejected) for job in fixed.jobs) > 3 * len(refused)
+
+
 def test_phases_have_their_rates_and_kinds() -> None:
     trace = in_phases((Phase(500.0, 4.0, (PROMPTS,)), Phase(500.0, 1.0, (ANSWERS,))), 2)
     early = [request for request in trace.requests if request.arrival_s < 500.0]

@@ -25,6 +25,7 @@ from tiffin.conductor.api.request_bodies import Limits
 from tiffin.conductor.pool.draining import GONE_S
 from tiffin.conductor.pool.leader import LeaderLease
 from tiffin.conductor.pool.orders import Ended, NodeSpace
+from tiffin.conductor.pool.prompt_sums import PromptSums
 from tiffin.conductor.records import Rejection, RequestEvent
 from tiffin.conductor.web.auth import Grant, Right, Tokens, load_tokens
 from tiffin.conductor.wire.block_keys import parse_schema
@@ -457,7 +458,7 @@ class TestPool:
 
     def test_numbers_that_are_infinite_are_null(self, http: TestClient, core: Recorder) -> None:
         register(http, role="decode")  # and nobody prefills
-        core.steering.came(MODEL, 600, 600, time.monotonic())
+        core.steering.came(MODEL, PromptSums.of(600, 600), time.monotonic())
         core.steering.tick({}, time.monotonic() + 1000.0)
         (plan,) = http.get("/v1/plans").json()["plans"]
         assert (plan["load"], plan["serves_rate"]) == (None, 0.0)

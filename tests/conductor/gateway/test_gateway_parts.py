@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,8 +51,9 @@ from tiffin.conductor.gateway.openai.token_counter import (
     answered_tokens,
 )
 from tiffin.conductor.gateway.openai.tokenizing import LocalTokenizer, Tokenizing
-from tiffin.conductor.gateway.requests import conductor_reports
-from tiffin.conductor.gateway.requests.conductor_reports import REST_S, Health, Reporter
+from tiffin.conductor.gateway.requests import event_outbox
+from tiffin.conductor.gateway.requests.conductor_reports import Health, Reporter
+from tiffin.conductor.gateway.requests.event_outbox import REST_S
 from tiffin.conductor.gateway.server import GatewayOptions
 from tiffin.conductor.records import RequestEvent
 from tiffin.conductor.wire.answers import Refusal
@@ -60,7 +62,7 @@ from tiffin.kvstore import KVSchema
 from tiffin.kvstore.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 MODEL = "llama-3-8b"
 SCHEMA = KVSchema.gqa(
@@ -356,6 +358,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.heard: list[RequestEvent] = []
+        self.ages_s: list[float] = []
         self.go = asyncio.Event()
         self.go.set()
         self.gone = False
@@ -363,18 +366,28 @@ class Listener:
         self.error: ConductorError | None = None
         self.calls = 0
 
-    async def observe(self, event: RequestEvent) -> None:
+    async def observe_many(self, events: list[RequestEvent]) -> list[ConductorError | None]:
         self.calls += 1
         if self.error is not None:
-            raise self.error
+            return [self.error] * len(events)
         if self.gone or self.calls <= self.deaf:
-            raise ConductorUnavailable("gone")
+            return [ConductorUnavailable("gone")] * len(events)
         await self.go.wait()
-        self.heard.append(event)
+        self.heard += [replace(event, age_s=0.0) for event in events]
+        self.ages_s += [event.age_s for event in events]
+        return [None] * len(events)
 
 
-def reporter(listener: Any, tokens: int = 4, interval_s: float = 60.0) -> Reporter:
-    return Reporter(listener, Health(), lambda: 0.0, tokens=tokens, interval_s=interval_s)
+def reporter(
+    listener: Any,
+    tokens: int = 4,
+    interval_s: float = 60.0,
+    batch_s: float = 0.0,
+    now: Callable[[], float] = lambda: 0.0,
+) -> Reporter:
+    return Reporter(
+        listener, Health(), now, tokens=tokens, interval_s=interval_s, batch_s=batch_s
+    )  # fmt: skip
 
 
 class TestReports:
@@ -392,9 +405,9 @@ class TestReports:
             report.end("cancelled")
             listener.go.set()
             await reports.close(5.0)
-            assert [(e.kind, e.tokens) for e in listener.heard] == [
-                ("first_token", 0), ("tokens", 10), ("finished", 0),
-            ]  # fmt: skip
+            told = [(e.kind, e.total_tokens) for e in listener.heard]
+            assert (told[0], told[-1]) == (("first_token", None), ("finished", 11))
+            assert len(told) < 5, "what happens during a call goes with the next one"
             assert len(reports) == 0
 
         asyncio.run(scenario())
@@ -408,14 +421,13 @@ class TestReports:
             report = reports.begin("r", 60.0)
             report.first_token()
             report.tokens(2)
-            for _ in range(20):
-                await asyncio.sleep(0)
+            await until(lambda: bool(listener.heard))
             assert [e.kind for e in listener.heard] == ["first_token"]
             report.tokens(2)
             report.end("finished")
             await reports.close(5.0)
-            assert [(e.kind, e.tokens) for e in listener.heard[1:]] == [
-                ("tokens", 4), ("finished", 0),
+            assert [(e.kind, e.total_tokens) for e in listener.heard[1:]] == [
+                ("tokens", 5), ("finished", None),
             ]  # fmt: skip
 
         asyncio.run(scenario())
@@ -442,15 +454,82 @@ class TestReports:
         async def scenario() -> None:
             now = 0.0
             listener = Listener()
-            reports = Reporter(listener, Health(), lambda: now, tokens=4, interval_s=60.0)  # type: ignore[arg-type]
+            reports = reporter(listener, now=lambda: now)
             report = reports.begin("r", 0.001)
             report.running(answers_in_s=5.0)
             await until(lambda: bool(listener.heard))
             assert {e.kind for e in listener.heard} == {"alive"}
             now = 5.0
-            await until(lambda: listener.heard[-1] == RequestEvent("r", "tokens", 0))
+            await until(lambda: listener.heard[-1] == RequestEvent("r", "tokens", total_tokens=0))
             report.end("finished")
             await reports.close(5.0)
+
+        asyncio.run(scenario())
+
+    def test_events_of_all_requests_go_in_one_call(self) -> None:
+        async def scenario() -> None:
+            listener = Listener()
+            reports = reporter(listener, batch_s=0.02)
+            begun = [reports.begin(f"r{number}", 60.0) for number in range(50)]
+            for report in begun:
+                report.first_token()
+            for report in begun:
+                report.end("finished")
+            assert len(reports) == 100
+            await until(lambda: not len(reports))
+            assert (listener.calls, len(listener.heard)) == (1, 100)
+            of_one = [event.kind for event in listener.heard if event.request_id == "r7"]
+            assert of_one == ["first_token", "finished"]
+            assert min(listener.ages_s) > 0.01, "how long they waited is told"
+
+        asyncio.run(scenario())
+
+    def test_a_slow_conductor_gets_fewer_events_and_not_more(self) -> None:
+        async def scenario() -> None:
+            listener = Listener()
+            listener.go.clear()
+            reports = reporter(listener, tokens=2)
+            report = reports.begin("r", 60.0)
+            report.first_token()
+            await until(lambda: listener.calls == 1)
+            for _ in range(1000):
+                report.tokens(1)
+            assert len(reports) == 2, "the one under way, and the last total"
+            listener.go.set()
+            report.end("finished")
+            await reports.close(5.0)
+            assert listener.heard[-1] == RequestEvent("r", "finished", total_tokens=1001) or (
+                listener.heard[-2] == RequestEvent("r", "tokens", total_tokens=1001)
+            )
+
+        asyncio.run(scenario())
+
+    def test_each_conductor_gets_its_own(self) -> None:
+        async def scenario() -> None:
+            listener = Listener()
+            reports = reporter(listener)
+            for number in range(4):
+                reports.cancelled(f"r{number}", conductor=f"http://{number % 2}")
+            await reports.close(5.0)
+            assert listener.calls == 2
+            by = [(event.conductor, event.request_id) for event in listener.heard]
+            assert sorted(by) == [
+                ("http://0", "r0"), ("http://0", "r2"), ("http://1", "r1"), ("http://1", "r3"),
+            ]  # fmt: skip
+
+        asyncio.run(scenario())
+
+    def test_what_waits_for_an_answer_does_not_wait_for_the_batch(self) -> None:
+        async def scenario() -> None:
+            listener = Listener()
+            reports = reporter(listener, batch_s=60.0)
+            reports.begin("q", 60.0).first_token()
+            assert await reports.say(RequestEvent("r", "prefill_done")) is None
+            assert [event.kind for event in listener.heard] == ["first_token", "prefill_done"]
+            listener.gone = True
+            with pytest.raises(ConductorUnavailable):
+                await reports.say(RequestEvent("r", "prefill_done"))
+            await reports.close(0.0)
 
         asyncio.run(scenario())
 
@@ -474,7 +553,7 @@ class TestReports:
         self, known: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Nothing after it would say that the request is over."""
-        monkeypatch.setattr(conductor_reports, "REST_S", 0.001)
+        monkeypatch.setattr(event_outbox, "REST_S", 0.001)
 
         async def scenario() -> None:
             listener = Listener()
@@ -503,7 +582,7 @@ class TestReports:
         asyncio.run(scenario())
 
     def test_a_conductor_that_is_gone_costs_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(conductor_reports, "REST_S", 0.001)
+        monkeypatch.setattr(event_outbox, "REST_S", 0.001)
 
         async def scenario() -> None:
             listener = Listener()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from plannersupport import INTERVAL_S, LATENCY, D, P, fleet, interval, planner
 from tiffin.conductor.errors import InvalidRequest
 from tiffin.conductor.pool.demand_forecast import PREDICTORS
 from tiffin.conductor.pool.planner import FleetPlan, Meter, ObservedDemand, Planner, PlannerSettings
+from tiffin.conductor.pool.prompt_sums import PromptSums
 from tiffin.conductor.pool.role_flip import Assign, FleetMember, FlipSettings, SetRole, Verify
 
 
@@ -308,18 +310,40 @@ def test_where_a_predictor_fails_the_last_interval_stands_in(
 class TestMeter:
     def test_it_adds_up_and_begins_anew(self) -> None:
         meter = Meter(10.0)
-        meter.came(100, 60), meter.came(300, 20), meter.answered(7)
+        meter.came(PromptSums.of(100, 60)), meter.came(PromptSums.of(300, 20)), meter.answered(7)
+        squares = 100.0**2 - 40**2, 300.0**2 - 280**2
+        prompts = PromptSums(
+            2, 400, 80, sum(squares), 4000, 60 * squares[0] + 20 * squares[1],
+            squares[0] ** 2 + squares[1] ** 2,
+        )  # fmt: skip
         assert meter.close(40.0, prefill_factor=1.5) == ObservedDemand(
-            30.0, 2, 400.0, 80.0, 4000.0, 7.0, 1, 1.5, 1.0
+            30.0, prompts, 7.0, 1, 1.5, 1.0
         )
-        assert meter.close(50.0) == ObservedDemand(10.0, 0)
+        assert meter.close(50.0) == ObservedDemand(10.0)
+
+    def test_a_long_tail_takes_more_than_its_mean(self) -> None:
+        """One prompt in ten of 100,000 tokens, the others of 1,000: a plan for the mean prompt of
+        10,900 tokens believes that an instance serves nearly twice of what it does."""
+        quadratic = (0.1, 1e-4, 1e-8, 0.0, 0.01, 0.0)
+        rates = []
+        for prompts in ([1000] * 9 + [100_000], [10_900] * 10):
+            one, meter = planner(mode="advise"), Meter(0.0)
+            for tokens in prompts:
+                meter.came(PromptSums.of(tokens, tokens)), meter.answered(10)
+            one.observe(meter.close(1000.0))
+            plan = one.plan([replace(m, latency=quadratic) for m in fleet(1, 9)], 1000.0)
+            assert plan is not None
+            rates.append(plan.serves_rate)
+        total_s = 10 * 0.1 + 1e-4 * 109_000 + 1e-8 * (9 * 1000**2 + 100_000**2)
+        assert rates[0] < 0.9 * 10 / total_s, "more cannot be served, whatever the queue does"
+        assert rates[1] > 1.5 * rates[0]
 
     def test_factors_make_instances_slower(self) -> None:
         rates = []
         for factor in (1.0, 2.0):
             one = planner(mode="advise")
             meter = Meter(0.0)
-            meter.came(1000, 1000), meter.answered(10)
+            meter.came(PromptSums.of(1000, 1000)), meter.answered(10)
             one.observe(meter.close(1.0, prefill_factor=factor, decode_factor=factor))
             plan = one.plan(fleet(1, 1), 0.0)
             assert plan is not None

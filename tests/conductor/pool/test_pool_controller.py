@@ -17,6 +17,7 @@ from tiffin.conductor.pool import pool_controller
 from tiffin.conductor.pool.demand_forecast import PREDICTORS
 from tiffin.conductor.pool.draining import GONE_S
 from tiffin.conductor.pool.orders import Admit, Copy, Ended, Evacuate, NodeSpace
+from tiffin.conductor.pool.prompt_sums import PromptSums
 from tiffin.conductor.pool.role_flip import SetRole, Verify
 from tiffin.conductor.records import Decision, Load, Request, Role, Status
 
@@ -337,7 +338,7 @@ class TestPlanning:
         assert made.steering.tick({}, 5.0, ask=True).questions == {}
         asked = made.steering.tick({}, 12.0, ask=True).questions
         assert list(asked) == ["m"]
-        assert (asked["m"].predictor, len(asked["m"].columns)) == ("holt-winters", 5)
+        assert (asked["m"].predictor, len(asked["m"].columns)) == ("holt-winters", 8)
         assert made.steering.plans() == {}
         assert made.steering.tick({}, 23.0, ask=True).questions == {}, "one at a time"
         made.steering.forecasted("m", asked["m"].stand_in("it is slow"), 24.0)
@@ -357,7 +358,7 @@ class TestPlanning:
         def fails(fleet: object, now: float, **_: object) -> None:
             raise ZeroDivisionError
 
-        monkeypatch.setattr(made.steering._planned["m"].planner, "plan", fails)
+        monkeypatch.setattr(made.steering._planned["m"].planner, "planning", fails)
         with caplog.at_level(logging.WARNING, "tiffin.conductor"):
             for second in range(1, 40):
                 made.steering.tick({}, float(second))
@@ -373,7 +374,7 @@ class TestPlanning:
             planner={"interval_s": 10.0},
         )
         for number in range(5):
-            made.steering.came(f"m{number}", 100, 100, 0.0)
+            made.steering.came(f"m{number}", PromptSums.of(100, 100), 0.0)
         asked: list[str] = []
         monkeypatch.setattr(made, "requests_at", lambda name: asked.append(name) or 0)
         made.steering.tick({}, 5.0)
@@ -388,13 +389,13 @@ class TestPlanning:
             spec("a"), replace(spec("b"), model="other"), planner={"interval_s": 3600.0}
         )
         for model in ("m", "other"):
-            made.steering.came(model, 100, 100, 0.0)
+            made.steering.came(model, PromptSums.of(100, 100), 0.0)
         made.remove("b", 1.0)
         day_s = 86_400.0
         for hours in range(1, 47):
             made.steering.tick({}, hours * 3600.0)
         assert made.steering._planned.keys() == {"m", "other"}
-        made.steering.came("other", 100, 100, 1.95 * day_s)
+        made.steering.came("other", PromptSums.of(100, 100), 1.95 * day_s)
         for hours in range(47, 5 * 24):
             made.steering.tick({}, hours * 3600.0)
         assert made.steering._planned.keys() == {"m"}

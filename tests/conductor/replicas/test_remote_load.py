@@ -185,7 +185,7 @@ STATE = State(
     "http://10.0.0.9:7800",
     [LoadRow("i0", queued=3, queued_s=1.5)],
     [HeardRow("i0", 9, 8, Load(running=3))],
-    [DemandRow("m", (2.0, 800.0, 600.0, 180_000.0))],
+    [DemandRow("m", [2.0, 800.0, 600.0, 180_000.0, 1e5, 2e7, 5e9])],
 )
 RECORDS = [
     InstanceRecord("i0", spec("i0", role, labels={"rack": "7"}), role.value, True, ("decode", "a"))
@@ -216,7 +216,7 @@ def test_what_is_not_ours_is_nothing(noise: bytes, at: int) -> None:
         {"loads": [LoadRow("i0", batch=1 << 41)]},
         {"loads": [LoadRow("")]},
         {"heard": [HeardRow("i0", -1)]},
-        {"demand": [DemandRow("m", (1.0, float("nan"), 0.0, 0.0))]},
+        {"demand": [DemandRow("m", [1.0, float("nan"), 0.0, 0.0])]},
         {"address": "x" * 4096},
     ],
 )
