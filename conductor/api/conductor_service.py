@@ -8,6 +8,7 @@ counted and streamed once.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -19,6 +20,7 @@ from ..errors import ConductorError, Conflict, InvalidRequest
 from ..records import Decision, Load, Rejection
 from ..replicas.replica import SharedConductor
 from ..state.allowed_hosts import EVENTS_LABEL, check_hosts
+from ..state.sliced_work import finished
 from ..web.metrics import ConductorMetrics
 from ..web.tracing import Tracing
 from ..wire.block_keys import KeyedModels, parse_schema
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from ..records import InstanceSpec, Request, RequestEvent, Role
     from ..replicas.replica import News
     from ..service.feeds import Feeding
+    from ..state.sliced_work import Work
     from ..web.metrics import Family
 
 log = logging.getLogger("tiffin.conductor")
@@ -88,6 +91,8 @@ class Service:
         self._causes: set[tuple[str, str]] = set()
         self._contradicting: dict[str, KVSchema] = {}
         self._schemaless: set[str] = set()
+        # Held by the one batch of events that is being taken: of several, one at a time has slices.
+        self.batch_turn = asyncio.Lock()
         # Callback that sends role changes to the instances, while `action_runner.py` runs.
         self.act: Callable[[Sequence[Action]], None] | None = None
 
@@ -284,8 +289,13 @@ class Service:
 
     def tick(self) -> None:
         """Do the periodic work: expire requests and instances, and retry deferred news."""
+        finished(self.ticking())
+
+    def ticking(self) -> Work[None]:
+        """`tick` in pieces, between which requests may be placed."""
         now = self.clock()
-        for request_id in self.core.tick(now):
+        expired = yield from self.core.ticking(now)
+        for request_id in expired:
             self.metrics.timings.forget(request_id)
             if self._recorder is not None:
                 self._recorder.expired(request_id)

@@ -26,13 +26,15 @@ _item = msgspec.json.Decoder(EventItem)
 
 async def observe_all(service: Service, texts: Sequence[msgspec.Raw]) -> EventsReply:
     """Take events in their order. Those that can't be taken are listed in the answer."""
-    turns, failed = TimeSlices(), list[EventFailure]()
-    for at, text in enumerate(texts):
-        problem = _observe(service, text)
-        if problem is not None:
-            status, error = told(problem)
-            failed.append(EventFailure(at=at, status=status, error=error))
-        await turns.give()
+    failed: list[EventFailure] = []
+    async with service.batch_turn:  # or each of many batches would take a slice before a decision
+        turns = TimeSlices()
+        for at, text in enumerate(texts):
+            problem = _observe(service, text)
+            if problem is not None:
+                status, error = told(problem)
+                failed.append(EventFailure(at=at, status=status, error=error))
+            await turns.give()
     return EventsReply(taken=len(texts) - len(failed), failed=failed)
 
 

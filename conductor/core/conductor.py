@@ -50,6 +50,7 @@ from ..state.inflight_prefills import Computing
 from ..state.input_checks import check_instance, check_load, check_request
 from ..state.instance_table import Cluster
 from ..state.prefix_index import PrefixIndex
+from ..state.sliced_work import finished
 from .calibrated_profiles import CalibratedProfiles
 from .decision_log import DecisionLog
 from .decision_view import View
@@ -72,6 +73,8 @@ if TYPE_CHECKING:
 
 # Preempted requests kept until the next `put_out` call; the simulator never calls it.
 PUT_OUT_MAX = 1024
+# Expired requests that are ended in one piece: half a millisecond.
+EXPIRED_AT_ONCE = 16
 
 Outcome = TypeVar("Outcome", "Decision", "Rejection")
 
@@ -257,13 +260,21 @@ class Conductor:
     def tick(self, now: float) -> list[str]:
         """Advance time: expire requests without events and guessed blocks, mark silent instances as
         lost and remove those silent for `forget_s`. Returns the ids of expired requests."""
-        late = self.ledger.expired(now)
-        for flight in late:
-            self._end(flight, now, "expired")
-        self.arrivals.count(now)
+        return finished(self.ticking(now))
+
+    def ticking(self, now: float) -> Work[list[str]]:
+        """`tick` in pieces, between which requests may be placed."""
+        expired: list[str] = []
+        while late := self.ledger.expired(now, EXPIRED_AT_ONCE):
+            for flight in late:
+                self._end(flight, now, "expired")
+                expired.append(flight.request.id)
+            yield
+        yield from self.arrivals.counting(now)
         self.races.expired(now)
         self.computing.expire(now)
         self.holdings.expire(now)
+        yield
         self.horizon.advance(now)
         self.shadow.tick(now)
         self.output_caps.tick(self.cluster, self.ledger, self.settings.admission)
@@ -273,7 +284,7 @@ class Conductor:
             self.cluster.set_status(self.cluster.name(row), Status.LOST)
         self._forget_silent(now)
         self.names.tick(now)
-        return [flight.request.id for flight in late]
+        return expired
 
     # -- instances ---------------------------------------------------------------------------------
 
@@ -375,7 +386,7 @@ class Conductor:
 
     def finding_hot(self, n: int, now: float) -> Work[list[HotPrefix]]:
         """The `n` most popular prefixes, as sliced work (`sliced_work.py`)."""
-        self.arrivals.count(now)
+        yield from self.arrivals.counting(now)
         return (yield from self.popularity.finding_hot(n, now))
 
     # -- what was decided --------------------------------------------------------------------------

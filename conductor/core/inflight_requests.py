@@ -200,10 +200,11 @@ class Ledger:
         del self._flights[flight.request.id]
         return True
 
-    def expired(self, now: float) -> list[InflightRequest]:
-        """Requests past their expiry. They are still in flight: the caller must end them."""
+    def expired(self, now: float, most: int = 1 << 30) -> list[InflightRequest]:
+        """At most `most` requests past their expiry. They are still in flight: the caller must end
+        them."""
         late: dict[str, InflightRequest] = {}  # an id that was used again has several heap entries
-        while self._expiry and self._expiry[0][0] <= now:
+        while self._expiry and self._expiry[0][0] <= now and len(late) < most:
             _, request_id = heapq.heappop(self._expiry)
             flight = self._flights.get(request_id)
             if flight is None:

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from ..state.sliced_work import finished
+
 if TYPE_CHECKING:
     import random
 
     from ..records import InstanceSpec, Request
+    from ..state.sliced_work import Work
     from .popularity import Popularity
 
 # More requests than one process can place within a tick of a tenth of a second.
@@ -35,6 +38,10 @@ class ArrivalBuffer:
         self._seen.append((request, prefill))
 
     def count(self, now: float) -> None:
+        """See `counting`, which does this in pieces."""
+        finished(self.counting(now))
+
+    def counting(self, now: float) -> Work[None]:
         """Add the buffered requests to `popularity`: their prefixes, and the demand per node."""
         seen = list(self._seen)
         self._seen.clear()
@@ -47,3 +54,4 @@ class ArrivalBuffer:
             )  # fmt: skip
             if shared and spec.node:
                 self._popularity.wanted(request.keys[:shared], spec.node, now, weight=weight)
+            yield

@@ -252,7 +252,7 @@ class Steering:
         """`tick` in pieces. Between two of them the caller may place requests and call any method
         but `ended`, which it calls only before or after the whole tick."""
         steered = Steered()
-        self._core.arrivals.count(now)
+        yield from self._core.arrivals.counting(now)
         if nodes is not None:
             self._nodes = nodes
         pool = self._pool(self._nodes, now)

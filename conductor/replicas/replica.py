@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from ..records import InstanceSpec, Request
+    from ..state.sliced_work import Work
     from .shared_records import Change, RecordNews
 
 
@@ -122,13 +123,13 @@ class SharedConductor(Conductor):
         self._remove_here(instance, now)
         self._records.removed(instance)
 
-    def tick(self, now: float) -> list[str]:
+    def ticking(self, now: float) -> Work[list[str]]:
         """See `Conductor.tick`. For as long as this process was stopped, no instance was silent."""
         stopped_s, self._ticked_at = now - self._ticked_at, now
         if self.sharing.dead_s < stopped_s < inf:
             heard_at = self.cluster.heard_at
             np.minimum(heard_at + stopped_s, now, out=heard_at)
-        return super().tick(now)
+        return (yield from super().ticking(now))
 
     def requests_at(self, instance: str) -> int:
         """See `Conductor.requests_at`; includes other conductors' requests."""

@@ -32,6 +32,7 @@ from ..replicas.replica import SharedConductor
 from ..state.allowed_hosts import host_of
 from ..web.auth import Tokens, check_listen
 from ..web.connection_limits import ConnectionLimits
+from ..web.time_slices import TimeSlices
 from ..web.tracing import open_tracing
 from .action_runner import Acting
 from .feeds import Feeding
@@ -214,7 +215,7 @@ async def _tick(service: Service) -> None:
     """Tick the service every `TICK_S`. A tick that raises ends the process: without ticks it would
     go on with reservations that never expire."""
     while True:
-        service.tick()
+        await TimeSlices().finish(service.ticking())
         await asyncio.sleep(TICK_S)
 
 

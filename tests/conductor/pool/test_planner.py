@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from plannersupport import INTERVAL_S, LATENCY, D, P, fleet, interval, planner
 
 from tiffin.conductor.errors import InvalidRequest
+from tiffin.conductor.pool.capacity_model import Goals, Workload, capacity, fleet_rate
 from tiffin.conductor.pool.demand_forecast import PREDICTORS
 from tiffin.conductor.pool.planner import FleetPlan, Meter, ObservedDemand, Planner, PlannerSettings
 from tiffin.conductor.pool.prompt_sums import PromptSums
@@ -305,6 +306,50 @@ def test_where_a_predictor_fails_the_last_interval_stands_in(
     one.observe(interval(2.0))
     assert one.plan(members, 120.0) is not None
     assert one.forecast_error == ""
+
+
+class TestAThousandInstances:
+    """Each is calibrated differently, so each has a capacity of its own."""
+
+    @staticmethod
+    def members(count: int) -> list[FleetMember]:
+        speeds = random.Random(1)
+        return [
+            replace(m, latency=tuple(speeds.uniform(1, 2) * one for one in LATENCY))
+            for m in fleet(count // 2, count // 2)
+        ]
+
+    def test_they_are_planned_in_pieces(self) -> None:
+        """So that no decision waits for a whole plan."""
+        one, members = planner(mode="advise"), self.members(1000)
+        one.observe(interval(100.0))
+        pieces = sum(1 for _ in one.planning(members, 60.0))
+        assert pieces > len(members) / 50
+        one.observe(interval(100.0))
+        assert one.plan(members, 120.0) is not None
+
+    def test_the_best_flip_is_that_of_all(self) -> None:
+        members = self.members(20)
+        one = planner(mode="advise")
+        one.observe(interval(20.0))
+        plan = one.plan(members, 60.0)
+        assert plan is not None
+        assert plan.flip is not None
+        moments = PromptSums.of(1000, 1000).moments()
+        work, goals = Workload(1000, 1000, 10, moments=moments), Goals(100.0, 0.1)
+
+        def served(flipped: str = "") -> float:
+            other = {P: D, D: P}
+            return fleet_rate(
+                (other[m.role] if m.id == flipped else m.role, capacity(m, work, goals))
+                for m in members
+            )
+
+        best = max(members, key=lambda m: served(m.id))
+        assert plan.flip[0] == best.id
+        assert plan.serves_rate == pytest.approx(served())
+        (after,) = [one.value for one in plan.reasons if one.name == "serves_after_flip"]
+        assert after == pytest.approx(served(best.id))
 
 
 class TestMeter:
