@@ -19,7 +19,7 @@ from tiffin.kvstore.errors import InvalidInput
 
 from ..plots import png
 from .registry import Effort, Reproduction, named, reproductions
-from .report import Finding, html_page, markdown, tables
+from .report import Finding, goal_table, html_page, markdown, tables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,9 @@ def commands(app: typer.Typer) -> None:
 def reproduce(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME...", help="Of reproductions; without one they are listed."),
+        typer.Argument(
+            metavar="NAME...", help="Of reproductions, or patterns; without one they are listed."
+        ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Run all of them.")] = False,
     full: Annotated[
@@ -68,6 +70,8 @@ def reproduce(
 
     `tiffin reproduce mooncake-hit-rate`
 
+    `tiffin reproduce 'goals-*'`
+
     `tiffin reproduce --all --html evidence.html`
     """
     if not names and not everything:
@@ -86,6 +90,8 @@ def reproduce(
     else:
         for finding in findings:
             _show(finding)
+        if goals := goal_table(findings):
+            _console.print(goals)
     for name, why in failed.items():
         _console.print(f"tiffin reproduce: {name} failed: {why}", style="red", markup=False)
     if failed:

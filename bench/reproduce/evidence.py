@@ -46,6 +46,15 @@ class Statement:
 
 
 @dataclass(frozen=True, slots=True)
+class Goal:
+    """What Tiffin is to reach, in figures; the figure that decides, and whether it is reached."""
+
+    text: str
+    figure: str
+    reached: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Grid:
     """A table of ours that has no paper's figures beside it; cells are text."""
 
@@ -64,3 +73,4 @@ class Evidence:
     plots: tuple[Plot, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()
     grids: tuple[Grid, ...] = ()
+    goals: tuple[Goal, ...] = ()

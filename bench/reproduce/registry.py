@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import sys
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from tiffin.kvstore.errors import InvalidInput
@@ -29,6 +30,11 @@ class Effort:
     def full(cls) -> Effort:
         """As much as confidence takes."""
         return cls(tuple(range(5)))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is as much as that."""
+        return len(self.seeds) >= len(Effort.full().seeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +74,22 @@ def reproduction(
 
 def reproductions() -> dict[str, Reproduction]:
     """All of them, in order of name."""
-    from . import papers
+    from . import goals, papers
 
-    for module in pkgutil.walk_packages(papers.__path__, f"{papers.__name__}."):
-        importlib.import_module(module.name)
+    for room in (goals, papers):
+        for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
+            importlib.import_module(module.name)
     return dict(sorted(_REPRODUCTIONS.items()))
 
 
 def named(names: list[str]) -> list[Reproduction]:
-    """Those of the names. Raises InvalidInput, with the names that there are."""
+    """Those of the names, or of patterns as in a shell ("goals-*"), each once. Raises InvalidInput,
+    with the names that there are."""
     known = reproductions()
+    found: dict[str, Reproduction] = {}
     for name in names:
-        if name not in known:
+        matching = [one for one in known if fnmatchcase(one, name)]
+        if not matching:
             raise InvalidInput(f"no reproduction {name!r}; there are {', '.join(known)}")
-    return [known[name] for name in names]
+        found |= {one: known[one] for one in matching}
+    return list(found.values())

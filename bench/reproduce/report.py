@@ -11,13 +11,15 @@ from rich.table import Table
 
 from ..display import number
 from ..plots import png
-from .evidence import EXPLAINED_DEVIATION
+from .evidence import EXPLAINED_DEVIATION, Grid
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .evidence import Comparison, Evidence, Grid
+    from .evidence import Comparison, Evidence
     from .registry import Reproduction
+
+GOAL_COLUMNS = ("goal", "figure", "reached")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Finding:
             ],
             "statements": [asdict(one) for one in found.statements],
             "grids": [asdict(one) for one in found.grids],
+            "goals": [asdict(one) for one in found.goals],
         }
 
 
@@ -70,6 +73,32 @@ def tables(finding: Finding) -> list[Table]:
     return [*made, *map(_rich, found.grids)]
 
 
+def goal_grid(findings: Sequence[Finding]) -> Grid | None:
+    """All goals of all findings, in one table; None if there are none."""
+    rows = tuple(
+        (goal.text, goal.figure, "yes" if goal.reached else "**no**")
+        for finding in findings
+        for goal in finding.evidence.goals
+    )
+    if not rows:
+        return None
+    reached = sum(row[-1] == "yes" for row in rows)
+    return Grid(f"Goals: {reached} of {len(rows)} are reached.", GOAL_COLUMNS, rows)
+
+
+def goal_table(findings: Sequence[Finding]) -> Table | None:
+    """The same for a terminal."""
+    grid = goal_grid(findings)
+    if grid is None:
+        return None
+    table = Table(title=grid.title, title_justify="left", show_lines=True)
+    for name in grid.columns:
+        table.add_column(name)
+    for text, figure, reached in grid.rows:
+        table.add_row(text, figure, "yes" if reached == "yes" else "NO")
+    return table
+
+
 def _rich(grid: Grid) -> Table:
     table = Table(title=grid.title, title_justify="left")
     for at, name in enumerate(grid.columns):
@@ -89,8 +118,10 @@ def markdown(findings: list[Finding], images: str) -> str:
         f"{len(findings)} reproductions; of {len(compared)} published figures {near} are within "
         f"{EXPLAINED_DEVIATION:.0%}; of {len(said)} statements {holding} hold."
     )
+    goals = goal_grid(findings)
+    table = ["## Goals", "", _GOALS, "", *_markdown_grid(goals)] if goals else []
     sections = [_section(one, images) for one in findings]
-    return "\n".join([_PAGE, counts, "", *sections])
+    return "\n".join([_PAGE, counts, "", *table, *sections])
 
 
 def _section(finding: Finding, images: str) -> str:
@@ -111,16 +142,23 @@ def _section(finding: Finding, images: str) -> str:
         for said in found.statements:
             lines.append(f"| {said.text} | {'yes' if said.holds else '**no**'} | {said.figures} |")
         lines.append("")
-    for grid in found.grids:
-        lines += [grid.title, "", "| " + " | ".join(grid.columns) + " |"]
-        lines.append("|---" + "|--:" * (len(grid.columns) - 1) + "|")
-        lines += ["| " + " | ".join(row) + " |" for row in grid.rows]
-        lines.append("")
+    for grid in (goal_grid([finding]), *found.grids):
+        lines += _markdown_grid(grid) if grid else []
     for plot in found.plots:
         lines += [f"![{plot.title}]({images}/{plot.name}.png)", ""]
     for note in found.notes:
         lines += [note, ""]
     return "\n".join(lines)
+
+
+def _markdown_grid(grid: Grid) -> list[str]:
+    others = "|---" if grid.columns == GOAL_COLUMNS else "|--:"
+    return [
+        *(grid.title, "", "| " + " | ".join(grid.columns) + " |"),
+        "|---" + others * (len(grid.columns) - 1) + "|",
+        *("| " + " | ".join(row) + " |" for row in grid.rows),
+        "",
+    ]
 
 
 def html_page(findings: list[Finding]) -> str:
@@ -132,7 +170,9 @@ def html_page(findings: list[Finding]) -> str:
         parts.append(f"<code>tiffin reproduce {about.name}</code></p>")
         parts.append(_html_comparisons(found) + _html_statements(found))
         parts += [f"<p>{html.escape(note)}</p>" for note in found.notes]
-        for grid in found.grids:
+        for grid in (goal_grid([finding]), *found.grids):
+            if grid is None:
+                continue
             parts.append(f"<h3>{html.escape(grid.title)}</h3>")
             parts.append(_html_table(grid.columns, grid.rows))
         for plot in found.plots:
@@ -199,6 +239,11 @@ what deviates by more than 15%; the text below a table says why, as far as that 
 is a look-alike of a trace that is not public says so.
 
 """
+
+_GOALS = """What the conductor is to reach in the simulator with one configuration, its defaults:
+`tiffin reproduce 'goals-*'`. The sections of that name below say how each figure is measured, and
+why one is missed. Two more goals are measured on real processes, by `tiffin bench conductor`:
+requests per second by REST, and the time of a decision while all else goes on."""
 
 _HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Tiffin: evidence</title><style>

@@ -119,7 +119,7 @@ def test_overloads_prompts_share_prefixes_within_a_pass_and_none_between_passes(
 def test_an_overload_counts_what_was_in_time_of_the_admitted_and_of_all() -> None:
     times_s = (0.5, 1.0, 1.5, None)
     served = [
-        ServedRequest(f"r{number}", number, 0.0, 100, rejected="" if time_s else "ttft")
+        ServedRequest(f"r{number}", number, float(number), 100, rejected="" if time_s else "ttft")
         for number, time_s in enumerate(times_s)
     ]
     for one, time_s in zip(served, times_s, strict=True):
@@ -128,6 +128,7 @@ def test_an_overload_counts_what_was_in_time_of_the_admitted_and_of_all() -> Non
     assert (found["arrived"], found["admitted"], found["rejected"], found["met"]) == (4, 3, 1, 2)
     assert found["met_share"] == pytest.approx(2 / 3)
     assert found["goodput"] == 0.5
+    assert found["goodput_s"] == 0.5  # the last came after three seconds, and had one more
     assert found["ttft_p50_s"] == 1.0
     nobody = overload.summarise(overload.Pass("off", served[3:]), 1.0)
     assert (nobody["admitted"], nobody["met_share"], nobody["ttft_p90_s"]) == (0, 0.0, 0.0)
@@ -319,6 +320,9 @@ def outcome() -> DemoOutcome:
     )
 
 
+BESIDE = "of the 3.00 before the overload"
+
+
 def test_summary_adds_up(outcome: DemoOutcome, tmp_path: Path) -> None:
     summary = report.summarise(outcome)
     assert summary["hit_rate"] == 0.5
@@ -329,9 +333,12 @@ def test_summary_adds_up(outcome: DemoOutcome, tmp_path: Path) -> None:
     assert summary["handed_blocks"] == {"home": 4, "network": 2}
     assert summary["network_bytes"] == 6144
     assert summary["overload"]["off"]["met_share"] == 1.0
+    assert summary["goodput_before_s"] == 3.0
     json.dumps(report.rows(outcome, summary), allow_nan=False)
     report.table(summary)
-    report.overload_table(summary)
+    shown = report.overload_table(summary)
+    beside = list(shown.columns[1].cells)[list(shown.columns[0].cells).index(BESIDE)]
+    assert beside == f"{3 / 1.2 / 3.0:.0%}", "three in time in 1.2 seconds, and three in one before"
     plot.plot(outcome, summary, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -87,10 +87,6 @@ def _documents(seed: int) -> Trace:
     return at_rate(generate("long-document", DOCUMENT_REQUESTS, seed), DOCUMENT_RATE)
 
 
-def _is_full(effort: Effort) -> bool:
-    return len(effort.seeds) >= len(Effort.full().seeds)
-
-
 @reproduction("ours-against-all", "Ours beside all: conversations", _SOURCE)
 def conversations(effort: Effort, tell: Tell) -> Evidence:
     """Mean TTFT at two rates, and the curves between them."""
@@ -141,7 +137,7 @@ def slow_links(effort: Effort, tell: Tell) -> Evidence:
 @reproduction("ours-against-all-goodput", "Ours beside all: goodput", _SOURCE)
 def goodputs(effort: Effort, tell: Tell) -> Evidence:
     """The highest rate at which 90% of requests have TTFT ≤ 30 s and TBT ≤ 0.1 s."""
-    full = _is_full(effort)
+    full = effort.is_full
     options = SimulationOptions(ttft_s=TTFT_S, tbt_s=TBT_S, replication=False)
     seeds = effort.seeds if full else effort.seeds[:1]
     found: dict[str, list[float]] = {policy: [] for policy in ALL}

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 OURS = ("kvcache_centric", "joint")
 PEERS = ("algorithm_1", "kv_cost", "prefix_aware", "preble", "least_loaded", "random")
 ALL = (ORACLE, *OURS, *PEERS)
+# By name, what a second of computing counts for beside one of waiting.
+ORACLES = {ORACLE: 0.0, "oracle, work x 2": 2.0}
 
 # Two means that differ by less count as equal.
 SAME_SHARE = 0.01
@@ -69,11 +71,12 @@ Results = dict[str, list["Summary"]]  # by policy, in order of the seeds
 
 
 def replay(trace: Trace, options: SimulationOptions, policy: str) -> Summary:
-    """The summary of one policy, or of the oracle, on a trace."""
-    if policy != ORACLE:
+    """The summary of one policy, or of one of the oracles, on a trace."""
+    if policy not in ORACLES:
         options = replace(options, policy=policy)
         return summarise(trace, simulate(trace, options))
-    return replace(summarise(trace, simulate(trace, options, scheduler=Oracle)), policy=ORACLE)
+    scheduler = partial(Oracle, work_weight=ORACLES[policy])
+    return replace(summarise(trace, simulate(trace, options, scheduler=scheduler)), policy=policy)
 
 
 def contest(

@@ -8,7 +8,13 @@ where the queue is what is really left to compute there, blocks are where they r
 be, when those that wait before have been computed), and a transfer goes at the rate that both cards
 would give it now. Of decode instances it takes the one with the shortest step, with all requests
 that are on their way there. It is greedy: it does not know what comes next, and does not keep
-anything free for that. So it is no bound; a policy can do better.
+anything free for that. So it is no bound; a policy can do better. With a `work_weight` it takes the
+lowest
+
+    TTFT + work_weight × prefill
+
+as a second of computing is one that those who come later wait: where queues do not end, by as many
+of them as there are.
 """
 
 from __future__ import annotations
@@ -34,9 +40,10 @@ POLICY = "oracle"
 
 class Way(NamedTuple):
     """A way to prefill a prompt: `blocks` of it are found, after those from `source` ("": its own)
-    have come in `transfer_s`. Of equal TTFTs the one is less whose card sends less, as the prompt's
+    have come in `transfer_s`. Of equal costs the one is less whose card sends less, as the prompt's
     KV has to leave it."""
 
+    cost_s: float
     ttft_s: float
     sending: int
     instance: str
@@ -49,8 +56,8 @@ class Way(NamedTuple):
 class Oracle:
     """See the top of the file."""
 
-    def __init__(self, state: TrueState) -> None:
-        self._state = state
+    def __init__(self, state: TrueState, work_weight: float = 0.0) -> None:
+        self._state, self._work_weight = state, work_weight
         self._block_tokens = state.trace.block_tokens
         self._block_bytes = self._block_tokens * state.options.token_bytes
         self._profile = latency_profiles.load(state.options.profile)
@@ -87,16 +94,34 @@ class Oracle:
             before.append(instance.computing.keys)
         own = max([have[name], *(_common(request.keys, keys) for keys in before)])
         sending = network.sending(name)
-        found = [Way(queue_s + self._prefill_s(tokens, own), sending, name, own)]
+        found = [self._way(queue_s, tokens, sending, name, own)]
         for source, blocks in have.items():
             if blocks > own:
                 # The instance fetches what it does not have now.
                 nbytes = (blocks - have[name]) * self._block_bytes
                 rate = network.next_rate_bytes_s(source, name)
                 moving_s = self._state.options.latency_s + nbytes / rate
-                ttft_s = max(queue_s, moving_s) + self._prefill_s(tokens, blocks)
-                found.append(Way(ttft_s, sending, name, blocks, source, have[name], moving_s))
+                wait_s, start = max(queue_s, moving_s), have[name]
+                found.append(
+                    self._way(wait_s, tokens, sending, name, blocks, source, start, moving_s)
+                )
         return found
+
+    def _way(
+        self,
+        wait_s: float,
+        tokens: int,
+        sending: int,
+        name: str,
+        blocks: int,
+        source: str = "",
+        start: int = 0,
+        transfer_s: float = 0.0,
+    ) -> Way:
+        prefill_s = self._prefill_s(tokens, blocks)
+        ttft_s = wait_s + prefill_s
+        cost_s = ttft_s + self._work_weight * prefill_s
+        return Way(cost_s, ttft_s, sending, name, blocks, source, start, transfer_s)
 
     def _queue_s(self, instance: PrefillInstance, now: float) -> float:
         """Until all that waits there has been computed."""

@@ -1,0 +1,1 @@
+"""What Tiffin is to reach, in figures that can say no; one file for each kind of goal."""

@@ -1,0 +1,93 @@
+"""Goodput of the conversation trace: the highest rate at which 90% of its requests have a first
+token within 30 s and times between tokens within 100 ms.
+
+Nobody is refused: a refused request would be one that missed its objectives. The baselines that
+prefill and decode on the same GPUs are those of Mooncake's evaluation, vLLM's modes on as many
+nodes. With the default effort it is the first ten minutes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...sim.cluster.colocated import ColocatedOptions, simulate_colocated, summarise_colocated
+from ...sim.cluster.oracle import POLICY as ORACLE
+from ...sim.cluster.simulation import SimulationOptions
+from ...sim.results.goodput import highest_rate
+from ...traces.look_alike import look_alike
+from ...traces.scaling import at_rate, window
+from ..evidence import Evidence, Grid
+from ..registry import Effort, reproduction
+from ..setups.contest import Interval, goodput
+from ..setups.fleets import TBT_S, TTFT_S
+from ..setups.inputs import conversation
+from ..setups.judged import Cell, judged
+from ..setups.mooncake_systems import ENGINES, NODES
+from .first_tokens import ALGORITHM_1, DEFAULT, SHORT_S
+
+if TYPE_CHECKING:
+    from ...sim.instances.engine_options import EngineOptions
+    from ...traces.trace import Trace
+    from ..registry import Tell
+
+POLICIES = tuple(dict.fromkeys((DEFAULT, "joint", ALGORITHM_1, ORACLE)))
+OVER_ALGORITHM_1, OVER_COLOCATED = 1.15, 3.0
+OPTIONS = SimulationOptions(ttft_s=TTFT_S, tbt_s=TBT_S)
+
+
+def colocated_goodput(trace: Trace, engine: EngineOptions) -> float:
+    """Requests per second that engines of one kind serve with the objectives met."""
+    options = ColocatedOptions(NODES, engine, ttft_s=TTFT_S, tbt_s=TBT_S)
+
+    def attained(factor: float) -> float:
+        faster = at_rate(trace, factor)
+        share = summarise_colocated(faster, simulate_colocated(faster, options)).attained
+        assert share is not None, "there are objectives"
+        return share
+
+    return highest_rate(attained, start=0.5, precision=0.05) * trace.rate
+
+
+@reproduction(
+    "goals-goodput",
+    "Goals: goodput of conversations",
+    "no paper; Mooncake's Algorithm 1, and vLLM as in FAST '25, section 5.2",
+)
+def conversations(effort: Effort, tell: Tell) -> Evidence:
+    """Of all policies and of all engines."""
+    found: dict[str, list[float]] = {}
+    # The trace itself, then those like it.
+    seeds = (None, *effort.seeds) if effort.is_full else (None,)
+    for seed in seeds:
+        whole = conversation() if seed is None else look_alike(conversation(), seed)
+        trace = whole if effort.is_full else window(whole, 0.0, SHORT_S)
+        for policy in POLICIES:
+            tell(f"seed {seed}, {policy}")
+            options = replace(OPTIONS, seed=seed or 0)
+            found.setdefault(policy, []).append(goodput(trace, options, policy))
+        for name, engine in ENGINES.items():
+            tell(f"seed {seed}, {name}")
+            found.setdefault(name, []).append(colocated_goodput(trace, engine))
+    rates = {name: Interval.of(values) for name, values in found.items()}
+    best = max(ENGINES, key=lambda name: rates[name].mean)
+    goals = tuple(
+        judged(
+            f"goodput at TBT ≤ {TBT_S * 1e3:.0f} ms ≥ {least:g} × that of {what}",
+            [_cell(rates, other, least)],
+        )
+        for other, least, what in (
+            (ALGORITHM_1, OVER_ALGORITHM_1, "Algorithm 1"),
+            (best, OVER_COLOCATED, "the best colocated baseline"),
+        )
+    )
+    order = sorted(rates, key=lambda name: rates[name].mean, reverse=True)
+    rows = tuple((name, rates[name].shown(".2f")) for name in order)
+    table = Grid("Goodput of conversations", ("scheduler", "requests/s"), rows)
+    return Evidence(goals=goals, grids=(table,))
+
+
+def _cell(rates: dict[str, Interval], other: str, least: float) -> Cell:
+    ours, theirs = rates[DEFAULT].mean, rates[other].mean
+    figure = f"{ours:.2f}/s, {ours / theirs:.2f} × {theirs:.2f}/s"
+    return Cell(f"{DEFAULT} and {other}", least * theirs / ours, figure)
