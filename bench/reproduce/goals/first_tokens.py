@@ -13,7 +13,7 @@ minutes of each.
 
 `oracle` is greedy with exact knowledge. The best oracle is the best, afterwards and for each
 figure, of that one and of those that pay for the GPU seconds that a prompt takes as well (`oracle,
-work x 2`: each counts as two of waiting): no scheduler knows ahead which it will be.
+work x 4`: each counts as four of waiting): no scheduler knows ahead which it will be.
 """
 
 from __future__ import annotations

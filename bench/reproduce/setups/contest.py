@@ -27,7 +27,7 @@ OURS = ("kvcache_centric", "joint")
 PEERS = ("algorithm_1", "kv_cost", "prefix_aware", "preble", "least_loaded", "random")
 ALL = (ORACLE, *OURS, *PEERS)
 # By name, what a second of computing counts for beside one of waiting.
-ORACLES = {ORACLE: 0.0, "oracle, work x 2": 2.0}
+ORACLES = {ORACLE: 0.0, "oracle, work x 4": 4.0}
 
 # Two means that differ by less count as equal.
 SAME_SHARE = 0.01

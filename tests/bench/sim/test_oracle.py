@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from tiffin.bench.sim.cluster.oracle import POLICY, Oracle
@@ -60,6 +62,23 @@ def test_blocks_that_are_being_computed_are_counted_where_one_waits_for_them() -
     assert second.decision is not None
     assert second.decision.prefill == first.decision.prefill
     assert second.cached_tokens == 32_767
+
+
+def test_who_pays_for_work_waits_to_save_it() -> None:
+    """A busy instance has a prompt's blocks; a free one would compute them anew a second sooner."""
+    turns = (
+        TraceRequest(0.0, 32_768, 1, SHARED),
+        TraceRequest(100.0, 40_000, 1),
+        TraceRequest(100.5, 33_280, 1, (*SHARED, 3000)),
+    )
+    slow = SimulationOptions(prefill=2, decode=2, bandwidth_bytes_s=1e8)
+    cached = [
+        simulate(Trace("turns", turns), slow, scheduler=partial(Oracle, work_weight=weight))
+        .jobs[-1]
+        .cached_tokens
+        for weight in (0.0, 4.0)
+    ]
+    assert cached == [0, 32_768]
 
 
 def test_of_equal_instances_one_is_taken_whose_card_is_free() -> None:
