@@ -3,13 +3,17 @@ can serve, with the mode of admission that the conductor comes with.
 
 Three fleets (`setups/fleets.py`) are short of prefill, short of decode, and balanced. The load is
 offered as a multiple of what the fleet could serve by the profile; overload is two and three times
-that, and the peak is the highest goodput at any load. The other modes stand beside it.
+that, and the peak is the highest goodput at any lower load. The other modes stand beside it.
+
+Admission by predicted times refuses long prompts first, and more requests are served the more there
+are to choose from. So goodput is also counted in tokens, of the prompts and answers that were in
+time.
 """
 
 from __future__ import annotations
 
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tiffin.conductor.core.settings import Settings
 
@@ -17,7 +21,7 @@ from ...plots import Line, Plot
 from ...sim.cluster.simulation import simulate
 from ..evidence import Evidence, Grid
 from ..registry import Effort, reproduction
-from ..setups.fleets import FLEETS, Fleet, goodput, offered, workload
+from ..setups.fleets import FLEETS, Fleet, goodput, offered, token_goodput, workload
 from ..setups.judged import Cell, judged
 
 if TYPE_CHECKING:
@@ -29,7 +33,15 @@ LOADS = (0.75, 1.0, 1.5, 2.0, 3.0)
 OVERLOADS = (2.0, 3.0)
 LEAST_OF_PEAK = 0.92
 
-Curve = dict[float, float]  # by load, requests per second
+
+class Goodput(NamedTuple):
+    """Per second, of what was in time."""
+
+    requests: float
+    tokens: float
+
+
+Curve = dict[float, Goodput]  # by load
 
 
 def _curve(
@@ -38,14 +50,13 @@ def _curve(
     """Goodput over the load, the mean over the seeds."""
     found: Curve = {}
     for load in loads:
-        rates = []
+        each = []
         for seed in seeds:
             tell(f"{fleet.name}, {mode}, {load:g} ×, seed {seed}")
-            trace = workload(seed)
-            options = fleet.options(mode, seed)
-            outcome = simulate(offered(trace, load * fleet.rate(trace)), options)
-            rates.append(goodput(outcome.jobs, options))
-        found[load] = fmean(rates)
+            trace, options = workload(seed), fleet.options(mode, seed)
+            jobs = simulate(offered(trace, load * fleet.rate(trace)), options).jobs
+            each.append(Goodput(goodput(jobs, options), token_goodput(jobs, options)))
+        found[load] = Goodput(*(fmean(values) for values in zip(*each, strict=True)))
     return found
 
 
@@ -63,14 +74,18 @@ def overloads(effort: Effort, tell: Tell) -> Evidence:
         for fleet in FLEETS
         for mode in (MODE, *OTHERS)
     }
+    what = f"goodput at 2 and 3 times the load ≥ {LEAST_OF_PEAK:g} of its peak below"
     goals = (
-        judged(
-            f"goodput at 2 and 3 times the load ≥ {LEAST_OF_PEAK:g} of its peak, admission {MODE}",
-            [
-                _kept(fleet.name, found[fleet.name, MODE], load)
-                for fleet in FLEETS
-                for load in OVERLOADS
-            ],
+        *(
+            judged(
+                f"{what}, {unit} per second, admission {MODE}",
+                [
+                    _kept(fleet.name, found[fleet.name, MODE], load, unit)
+                    for fleet in FLEETS
+                    for load in OVERLOADS
+                ],
+            )
+            for unit in Goodput._fields
         ),
         judged(
             f"goodput at twice the load is highest with the default, admission {MODE}",
@@ -80,35 +95,38 @@ def overloads(effort: Effort, tell: Tell) -> Evidence:
     return Evidence(goals=goals, grids=(_grid(found),), plots=(_plot(found),))
 
 
-def _kept(fleet: str, curve: Curve, load: float) -> Cell:
-    peak, kept = max(curve.values()), curve[load]
-    figure = f"{kept:.2f}/s of {peak:.2f}/s, {kept / peak:.2f}"
+def _kept(fleet: str, curve: Curve, load: float, unit: str) -> Cell:
+    rates: dict[float, float] = {at: getattr(one, unit) for at, one in curve.items() if at <= load}
+    peak, kept = max(rates.values()), rates[load]
+    figure = f"{kept:,.2f}/s of {peak:,.2f}/s, {kept / peak:.2f}"
     return Cell(f"{fleet}, {load:g} ×", LEAST_OF_PEAK * peak / max(kept, 1e-9), figure)
 
 
 def _best(fleet: str, found: dict[tuple[str, str], Curve]) -> Cell:
     load = OVERLOADS[0]
-    ours = found[fleet, MODE][load]
+    ours = found[fleet, MODE][load].requests
     other = max(OTHERS, key=lambda mode: found[fleet, mode][load])
-    theirs = found[fleet, other][load]
+    theirs = found[fleet, other][load].requests
     return Cell(fleet, theirs / max(ours, 1e-9), f"{ours:.2f}/s; {other} {theirs:.2f}/s")
 
 
 def _grid(found: dict[tuple[str, str], Curve]) -> Grid:
     rows = tuple(
-        (
-            f"{fleet}, {mode}",
-            *(f"{curve[load]:.2f}" if load in curve else "" for load in LOADS),
-        )
+        (f"{fleet}, {mode}", *(_shown(curve[load]) if load in curve else "" for load in LOADS))
         for (fleet, mode), curve in found.items()
     )
     columns = ("fleet and mode", *(f"{load:g} ×" for load in LOADS))
-    return Grid("Goodput, requests/s, by the load that is offered", columns, rows)
+    title = "Goodput by the load that is offered: requests/s, and thousands of tokens/s"
+    return Grid(title, columns, rows)
+
+
+def _shown(one: Goodput) -> str:
+    return f"{one.requests:.2f}, {one.tokens / 1e3:.0f}"
 
 
 def _plot(found: dict[tuple[str, str], Curve]) -> Plot:
     lines = tuple(
-        Line(f"{fleet}, {mode}", tuple(curve), tuple(curve.values()))
+        Line(f"{fleet}, {mode}", tuple(curve), tuple(one.requests for one in curve.values()))
         for (fleet, mode), curve in found.items()
         if mode == MODE
     )

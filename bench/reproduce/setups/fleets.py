@@ -116,9 +116,23 @@ def decode_rate(trace: Trace, options: SimulationOptions) -> float:
 
 def goodput(jobs: Sequence[SimRequest], options: SimulationOptions) -> float:
     """Requests per second that met both objectives, of those that count."""
+    met, lasts_s = _met(jobs, options)
+    return len(met) / lasts_s
+
+
+def token_goodput(jobs: Sequence[SimRequest], options: SimulationOptions) -> float:
+    """Tokens per second of the prompts and answers of these requests: who refuses the long ones
+    serves more requests, and not more of these."""
+    met, lasts_s = _met(jobs, options)
+    return sum(job.trace.prompt_tokens + job.trace.output_tokens for job in met) / lasts_s
+
+
+def _met(jobs: Sequence[SimRequest], options: SimulationOptions) -> tuple[list[SimRequest], float]:
+    """Those that met both objectives, of those that count, and the seconds in which these came."""
     first, last = (round(share * (len(jobs) - 1)) for share in (FROM_SHARE, TO_SHARE))
-    counted = jobs[first:last]
-    met = sum(
-        job.ended_s is not None and attained(job, options.ttft_s, options.tbt_s) for job in counted
-    )
-    return met / (jobs[last].trace.arrival_s - jobs[first].trace.arrival_s)
+    met = [
+        job
+        for job in jobs[first:last]
+        if job.ended_s is not None and attained(job, options.ttft_s, options.tbt_s)
+    ]
+    return met, jobs[last].trace.arrival_s - jobs[first].trace.arrival_s

@@ -14,6 +14,7 @@ from tiffin.bench.reproduce.setups.fleets import (
     goodput,
     offered,
     prefill_rate,
+    token_goodput,
 )
 from tiffin.bench.reproduce.setups.inputs import conversation
 from tiffin.bench.sim.cluster.simulation import simulate
@@ -71,3 +72,4 @@ def test_goodput_is_of_the_requests_in_the_middle() -> None:
     assert goodput(late, options) == pytest.approx(6 / 7)
     edges = [job(number, 2.0 if number in (0, 1, 9, 10) else 0.5) for number in range(11)]
     assert goodput(edges, options) == pytest.approx(1.0)
+    assert token_goodput(late, options) == pytest.approx(101 * 6 / 7)

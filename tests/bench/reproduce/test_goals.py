@@ -10,6 +10,7 @@ from tiffin.bench.reproduce import registry
 from tiffin.bench.reproduce.evidence import Evidence, Goal
 from tiffin.bench.reproduce.goals import first_tokens, goodput, networks, overload
 from tiffin.bench.reproduce.goals.first_tokens import ALGORITHM_1, DEFAULT, HALF, NEAR, POLICIES
+from tiffin.bench.reproduce.goals.overload import Goodput
 from tiffin.bench.reproduce.registry import Effort, Reproduction, named
 from tiffin.bench.reproduce.report import Finding, goal_table, html_page, markdown
 from tiffin.bench.reproduce.setups.contest import ORACLES
@@ -151,17 +152,23 @@ def test_goodput_and_networks_compare_the_default(monkeypatch: pytest.MonkeyPatc
 def test_an_overload_is_judged_by_the_peak_and_by_other_modes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    falling = {load: 5.0 - load for load in overload.LOADS}
+    falling = {load: Goodput(5.0 - load, 10_000.0) for load in overload.LOADS}
 
-    def curve(fleet: object, mode: str, loads: tuple[float, ...], *_: object) -> dict[float, float]:
-        return {load: falling[load] if mode == overload.MODE else 3.5 for load in loads}
+    def curve(fleet: object, mode: str, loads: tuple[float, ...], *_: object) -> overload.Curve:
+        return {load: falling[load] if mode == overload.MODE else Goodput(3.5, 0) for load in loads}
 
     monkeypatch.setattr(overload, "_curve", curve)
     found = overload.overloads(EFFORT, told)
-    kept, best = found.goals
+    kept, kept_tokens, best = found.goals
     assert kept.figure.startswith("0 of 6; the worst: 2.00/s of 4.25/s, 0.47")
+    assert kept_tokens.reached
     assert not best.reached
     assert len(found.grids[0].rows) == 3 * (1 + len(overload.OTHERS))
+
+
+def test_what_rises_with_the_load_has_not_fallen() -> None:
+    rising = {load: Goodput(load, 1.0) for load in overload.LOADS}
+    assert overload._kept("", rising, 2.0, "requests").reached
 
 
 # -- showing ---------------------------------------------------------------------------------------
