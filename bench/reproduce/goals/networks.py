@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 GIGABITS = (10, 24, 100, 800)
 POLICIES = tuple(dict.fromkeys((DEFAULT, "joint", ALGORITHM_1, ORACLE)))
 CARDS_SHARE = 0.5
+
+_SHARED = """What lies between a policy and the oracle on slow cards is traffic that it does not
+know of: KV on its way to the instances that decode, and, on the receiver's side, what others send
+there."""
+
 DOCUMENT_RATE = 2.0
 DOCUMENTS, DOCUMENTS_SHORT = 3_000, 1_000
 WORKLOADS = ("documents", "conversations")
@@ -102,4 +107,4 @@ def networks(effort: Effort, tell: Tell) -> Evidence:
         for title, means in found.items()
     )
     table = Grid("Mean TTFT, s", ("workload and card", *POLICIES), rows)
-    return Evidence(goals=(goal,), grids=(table,))
+    return Evidence(goals=(goal,), grids=(table,), notes=(_SHARED,))

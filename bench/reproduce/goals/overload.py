@@ -41,6 +41,10 @@ class Goodput(NamedTuple):
     tokens: float
 
 
+_LONGEST = """What is refused for its predicted TTFT is a long prompt first, so goodput in requests
+rises where that in tokens stays. "baseline" refuses after the prefill: where only prefill is short
+it serves about as much, and where decode is, prefills are wasted and decodes too full."""
+
 Curve = dict[float, Goodput]  # by load
 
 
@@ -92,7 +96,7 @@ def overloads(effort: Effort, tell: Tell) -> Evidence:
             [_best(fleet.name, found) for fleet in FLEETS],
         ),
     )
-    return Evidence(goals=goals, grids=(_grid(found),), plots=(_plot(found),))
+    return Evidence(goals=goals, grids=(_grid(found),), plots=(_plot(found),), notes=(_LONGEST,))
 
 
 def _kept(fleet: str, curve: Curve, load: float, unit: str) -> Cell:
