@@ -8,8 +8,8 @@ so who needs less GPU time gains most, and below it who waits less.
 
 Of the traces, the conversation trace and those like it were there when the policies were written;
 the look-alike of the tool and agent trace, whose prompts share more, and Azure's code trace, whose
-prompts share nothing, were not looked at for them. With the default effort it is the first ten
-minutes of each.
+prompts share nothing, were not looked at for them. It is the first ten minutes of each, and
+half an hour with the full effort.
 
 `oracle` is greedy with exact knowledge. The best oracle is the best, afterwards and for each
 figure, of that one and of one that pays for the GPU seconds that a prompt takes as well (`oracle,
@@ -72,15 +72,20 @@ NEAR_GREEDY = 1.05  # of the greedy oracle's
 BIAS, ERROR_P90 = 0.03, 0.20
 HIT_POINTS = 1.0
 
-SHORT_S = 600.0  # of a trace, with the default effort
+# Of a trace, with the default effort and with the full one.
+SHORT_S, LONG_S = 600.0, 1800.0
 
 _SOURCE = "no paper; Mooncake's Algorithm 1 and schedulers with exact knowledge"
 
 
 @cache
-def _trace(name: str, seed: int, lasts_s: float | None) -> Trace:
-    whole = _TRACES[name](seed)
-    return whole if lasts_s is None else window(whole, 0.0, lasts_s)
+def _trace(name: str, seed: int, lasts_s: float) -> Trace:
+    return window(_TRACES[name](seed), 0.0, lasts_s)
+
+
+def lasts_s(effort: Effort) -> float:
+    """How long a trace is, in its own time."""
+    return LONG_S if effort.is_full else SHORT_S
 
 
 _TRACES: dict[str, Callable[[int], Trace]] = {
@@ -92,7 +97,7 @@ _TRACES: dict[str, Callable[[int], Trace]] = {
 
 
 @cache
-def _factor(name: str, seed: int, lasts_s: float | None) -> float:
+def _factor(name: str, seed: int, lasts_s: float) -> float:
     options = SimulationOptions(policy=ALGORITHM_1, seed=seed)
     return saturating_factor(_trace(name, seed, lasts_s), options)
 
@@ -106,10 +111,10 @@ def _seeds(name: str, effort: Effort) -> tuple[int, ...]:
 
 def measured(name: str, share: float, effort: Effort, tell: Tell) -> Results:
     """All policies on a trace, at a share of the rate at which Algorithm 1 saturates."""
-    lasts_s = None if effort.is_full else SHORT_S
+    part = lasts_s(effort)
 
     def trace(seed: int) -> Trace:
-        return at_rate(_trace(name, seed, lasts_s), share * _factor(name, seed, lasts_s))
+        return at_rate(_trace(name, seed, part), share * _factor(name, seed, part))
 
     scenario = Scenario(f"{name}, {share:g} of saturation", trace, OPTIONS)
     return contest(scenario, _seeds(name, effort), tell, POLICIES)

@@ -4,7 +4,8 @@ token within 30 s and times between tokens within 100 ms.
 Half of the nodes prefill; beside that stands the default policy with the roles that the planner's
 formulas give the same nodes. Nobody is refused: a refused request would be one that missed its
 objectives. The baselines that prefill and decode on the same GPUs are those of Mooncake's
-evaluation, vLLM's modes on as many nodes. With the default effort it is the first ten minutes.
+evaluation, vLLM's modes on as many nodes. It is the first ten minutes of the trace, and half an
+hour with the full effort.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..setups.fleets import TBT_S, TTFT_S, decode_rate, prefill_rate
 from ..setups.inputs import conversation
 from ..setups.judged import Cell, judged
 from ..setups.mooncake_systems import ENGINES, NODES
-from .first_tokens import ALGORITHM_1, DEFAULT, SHORT_S
+from .first_tokens import ALGORITHM_1, DEFAULT, lasts_s
 
 if TYPE_CHECKING:
     from ...sim.instances.engine_options import EngineOptions
@@ -79,7 +80,7 @@ def conversations(effort: Effort, tell: Tell) -> Evidence:
     seeds = (None, *effort.seeds) if effort.is_full else (None,)
     for seed in seeds:
         whole = conversation() if seed is None else look_alike(conversation(), seed)
-        trace = whole if effort.is_full else window(whole, 0.0, SHORT_S)
+        trace = window(whole, 0.0, lasts_s(effort))
         for policy in POLICIES:
             tell(f"seed {seed}, {policy}")
             options = replace(OPTIONS, seed=seed or 0)

@@ -23,7 +23,7 @@ from ..setups.contest import Scenario, contest, mean_ttft_s
 from ..setups.inputs import conversation
 from ..setups.judged import Cell, judged
 from ..setups.saturation import saturating_factor
-from .first_tokens import ALGORITHM_1, DEFAULT, HALF, NEAR_GREEDY, SHORT_S
+from .first_tokens import ALGORITHM_1, DEFAULT, HALF, LONG_S, NEAR_GREEDY, SHORT_S
 
 if TYPE_CHECKING:
     from ...traces.trace import Trace
@@ -54,8 +54,7 @@ def _at_fast(workload: str, seed: int, full: bool) -> Trace:
     if workload == "documents":
         trace = generate("long-document", DOCUMENTS if full else DOCUMENTS_SHORT, seed)
         return at_rate(trace, DOCUMENT_RATE / trace.rate)
-    whole = look_alike(conversation(), seed)
-    trace = whole if full else window(whole, 0.0, SHORT_S)
+    trace = window(look_alike(conversation(), seed), 0.0, LONG_S if full else SHORT_S)
     options = SimulationOptions(policy=ALGORITHM_1, seed=seed)
     return at_rate(trace, HALF * saturating_factor(trace, options))
 

@@ -72,7 +72,7 @@ def _curve(
 def overloads(effort: Effort, tell: Tell) -> Evidence:
     """All fleets and modes."""
     seeds = effort.seeds if effort.is_full else effort.seeds[:1]
-    others = LOADS if effort.is_full else OVERLOADS[:1]
+    others = OVERLOADS if effort.is_full else OVERLOADS[:1]
     found = {
         (fleet.name, mode): _curve(fleet, mode, LOADS if mode == MODE else others, seeds, tell)
         for fleet in FLEETS
