@@ -102,7 +102,8 @@ def overloads(effort: Effort, tell: Tell) -> Evidence:
 def _kept(fleet: str, curve: Curve, load: float, unit: str) -> Cell:
     rates: dict[float, float] = {at: getattr(one, unit) for at, one in curve.items() if at <= load}
     peak, kept = max(rates.values()), rates[load]
-    figure = f"{kept:,.2f}/s of {peak:,.2f}/s, {kept / peak:.2f}"
+    form = ",.0f" if unit == "tokens" else ".2f"
+    figure = f"{kept:{form}}/s of {peak:{form}}/s, {kept / peak:.2f}"
     return Cell(f"{fleet}, {load:g} ×", LEAST_OF_PEAK * peak / max(kept, 1e-9), figure)
 
 
