@@ -59,6 +59,7 @@ class InflightRequest:
     decided_at: float
     expires_at: float
     factor: float = 1.0
+    grows: bool = False  # its part of the KV room is what it has, not what is predicted
     step_s: float = 0.0
     hbm_blocks: int = 0  # leading blocks that its prefill instance had in HBM
     handover_bytes: int = 0  # that leave the prefill instance's node once the prefill is done
@@ -171,8 +172,12 @@ class Ledger:
         self.prefill_done(flight, now)
         flight.answered_tokens += count
         flight.last_token_at = now
-        if flight.decode_row >= 0:
-            self._count(flight, flight.decode_row, count)
+        row = flight.decode_row
+        if row >= 0:
+            self._count(flight, row, count)
+            if flight.grows and row in flight.shares:
+                flight.shares[row] += count
+                self._cluster.promise(row, kv_used_tokens=count)
 
     def prolong(self, flight: InflightRequest, until: float) -> None:
         """Extend a request's expiry to `until`, never shorten it."""

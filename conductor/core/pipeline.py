@@ -448,7 +448,8 @@ def _flight(
         model=served.model if served.model != request.model else "",
     )
     own_s = max(plan.forecast.ttft_s - plan.forecast.queue_s, 1e-6)
-    tokens = request.prompt_tokens + plan.output_tokens
+    grows = settings.decode.reserve == "dynamic" and plan.spread is None
+    tokens = request.prompt_tokens + (0 if grows else plan.output_tokens)
     if plan.placement is not None:
         why = plan.placement
         decision = replace(
@@ -464,6 +465,7 @@ def _flight(
         prefill_s=own_s,
         prefill_tokens=max(request.prompt_tokens - decision.cached_tokens, 1),
         shares=_shares(plan, tokens),
+        grows=grows,
         heavy=parts.lengths.heavy(plan.output_tokens),
         decided_at=now,
         expires_at=decision.expires_at,

@@ -5,6 +5,11 @@ All candidates are compared at once; every term is an array with one number per 
     tbt_s = factor · (d0 + d1 · (batch + 1) + d2 · (context + prompt + growth_share · answer))
     room  = (1 - reserve_share) · capacity - used - growing - prompt - answer    [tokens]
 
+With `reserve` "static", `used` has every answer with its predicted length. With "dynamic" it has
+what there is, and the request's own answer stands for what all grow by until one of them ends: of b
+answers of g tokens, each somewhere in its course, the first ends after g / (b + 1) steps in the
+mean, in which all b + 1 together grow by g.
+
 The first is the step of continuous batching (`latency_model.py`) with this request in it, in the
 middle of its answer. The second must not be negative, and there must be a place in the batch: an
 instance that runs out of KV room preempts a request, and a preempted prompt is computed twice.
@@ -64,6 +69,10 @@ class DecodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     reserve_share: Annotated[float, Meta(ge=0.0, le=0.9)] = 0.05
     """Of the KV capacity that is kept free, for answers that are longer than predicted. The 1 % of
     vLLM's block manager (as Vidur models it) is of what is taken, not of what is predicted."""
+
+    reserve: Literal["static", "dynamic"] = "static"
+    """What an answer takes of the KV room while it runs: all that is predicted from the start, or
+    only what it has, so that an instance takes more. TetriInfer's two ways to admit decodes."""
 
     growth_share: Share = 0.5
     """How much of the answer counts as context in the time between tokens: 0.5 is the mean over its

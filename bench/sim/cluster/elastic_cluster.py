@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.core.settings import Settings, patched
 from tiffin.conductor.cost import latency_profiles
+from tiffin.conductor.cost.latency_model import prefill_s
 from tiffin.conductor.pool.role_flip import SetRole, Verify
 from tiffin.conductor.records import (
     InstanceSpec,
@@ -35,6 +36,7 @@ from .request_reports import RequestReports
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from tiffin.conductor.decode.length_predictor import LengthPredictor
     from tiffin.conductor.pool.planner import FleetPlan
     from tiffin.conductor.pool.role_flip import Action, Flip
 
@@ -55,7 +57,9 @@ class ElasticOptions:
     has its new role; `start_s`: from the order of an instance until it serves. `autoscale`: whether
     the planner's advice on their number is followed. `choose_decode`, if given, overrules the
     conductor's choice, for baselines. `output_class`: what the caller says of a request's answer,
-    `priority` its class. `smaller`: instances of `SMALLER_MODEL`, by role, of `smaller_profile`.
+    `priority` its class. `preemption`: answers join as far as there is room for their context, and
+    are computed again if there is none later. `lengths` predicts them, in place of the settings'.
+    `smaller`: instances of `SMALLER_MODEL`, by role, of `smaller_profile`.
     """
 
     instances: Mapping[Role, int]
@@ -78,6 +82,8 @@ class ElasticOptions:
     output_class: Callable[[TraceRequest], str] = lambda request: ""
     priority: Callable[[TraceRequest], str] = lambda request: "normal"
     order: Literal["arrival", "conductor"] = "arrival"
+    preemption: bool = False
+    lengths: Callable[[Trace], LengthPredictor] | None = None
     smaller: Mapping[Role, int] = field(default_factory=dict)
     smaller_profile: str = latency_profiles.DEFAULT
     seed: int = 0
@@ -103,13 +109,15 @@ class FleetSample:
 @dataclass(slots=True)
 class ElasticOutcome:
     """All jobs in order of arrival; the fleet at each heartbeat, the plans, the flips that ended.
-    `instance_s`: the seconds of all instances that were paid for."""
+    `instance_s`: the seconds of all instances that were paid for. `preempted`: how often an answer
+    had to leave."""
 
     jobs: list[SimRequest] = field(default_factory=list)
     fleet: list[FleetSample] = field(default_factory=list)
     plans: list[FleetPlan] = field(default_factory=list)
     flips: list[Flip] = field(default_factory=list)
     instance_s: float = 0.0
+    preempted: int = 0
 
 
 def simulate_elastic(trace: Trace, options: ElasticOptions) -> ElasticOutcome:
@@ -123,6 +131,8 @@ class _Cluster:
         self._clock = clock = VirtualClock()
         self._network = Network(clock, options.bandwidth_bytes_s, options.latency_s)
         self._core = Conductor(options.settings(), dice=random.Random(options.seed))
+        if options.lengths is not None:
+            self._core.lengths.use(options.lengths(trace))
         self._dice = random.Random(options.seed)
         self._autoscaler = Autoscaler(self._core)
         self._outcome = ElasticOutcome()
@@ -148,6 +158,7 @@ class _Cluster:
         self._clock.run(lambda: self._left > 0)
         for name in list(self._began_s):
             self._pay(name)
+        self._outcome.preempted = sum(one.preempted for one in self._instances.values())
         self._outcome.flips = list(self._core.steering.flips())
         return self._outcome
 
@@ -173,6 +184,7 @@ class _Cluster:
             prefilled=self._prefilled,
             done=self._ended,
             choose=self._next_prefill if options.order == "conductor" else None,
+            comes_back_s=self._computed_again_s(profile) if options.preemption else None,
         )
         spec = InstanceSpec(
             *(name, model, role, profile),
@@ -184,6 +196,11 @@ class _Cluster:
             labels={"role_url": "simulated"},
         )
         self._core.register(spec, self._clock.now_s)
+
+    @staticmethod
+    def _computed_again_s(profile: str) -> Callable[[int], float]:
+        prefill = latency_profiles.load(profile).prefill
+        return lambda tokens: float(prefill_s(*prefill, tokens, 0))
 
     def _pay(self, name: str) -> None:
         self._outcome.instance_s += self._clock.now_s - self._began_s.pop(name)

@@ -37,8 +37,9 @@ class MixedInstance(DecodeInstance):
         prefilled: Callable[[MixedInstance, SimRequest], None],
         done: Callable[[SimRequest], None],
         choose: Callable[[MixedInstance], str | None] | None = None,
+        comes_back_s: Callable[[int], float] | None = None,
     ) -> None:
-        super().__init__(name, clock, profile, capacity_tokens, batch_max, done)
+        super().__init__(name, clock, profile, capacity_tokens, batch_max, done, comes_back_s)
         self._prefill, self._prompt_began, self._prefilled = profile.prefill, began, prefilled
         self._choose = choose
         self._prompts: dict[str, SimRequest] = {}
