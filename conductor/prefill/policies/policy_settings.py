@@ -50,8 +50,10 @@ class KvCostSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     shared_credit: Share = 0.5
     """One block that only others have; at 0, nothing is fetched."""
 
-    prefill_load_scale: Weight = 1.0
-    """Weight of prefill against decode; 4 did best on long prompts."""
+    prefill_load_scale: Weight = 4.0
+    """Weight of prefill against decode. Dynamo's default is 1, and its advice for long prompts 4,
+    which was better in simulations too, where prefill is short, and no worse where decode is
+    (docs/conductor/policies.md). It matters where instances do both."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """Softmax sampling; 0 takes the lowest cost."""
