@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +24,7 @@ from ..cost.calibration import Calibration
 from ..cost.transfer_model import TransferModel
 from ..decode.load_forecast import Horizon
 from ..decode.output_length import Lengths
+from ..decode.rebinding import Rebinding, proposed
 from ..errors import Conflict, InvalidRequest, UnknownRequest
 from ..events.routed_blocks import Holdings
 from ..pool.arrival_buffer import ArrivalBuffer
@@ -256,6 +257,19 @@ class Conductor:
             return None
         self._end(flight, now, "rejected")
         return self._logged(verdict.rejection(request_id, now))
+
+    def rebind(self, every_s: float) -> list[Rebinding]:
+        """Move bindings of spread contexts between their members, as far as that repays its cost
+        within `every_s`, after which the caller asks again. The caller tells the engines, which
+        have to be able to (docs/conductor/decode.md)."""
+        moves = proposed(self.cluster, self.ledger, self.settings.spread.rebind_s, every_s)
+        for move in moves:
+            flight = self.ledger.get(move.request_id)
+            assert flight is not None
+            self.ledger.rebind(flight, move.target)
+            decode = self.cluster.name(move.target)
+            flight.decision = replace(flight.decision, decode=decode)
+        return moves
 
     def tick(self, now: float) -> list[str]:
         """Advance time: expire requests without events and guessed blocks, mark silent instances as

@@ -179,6 +179,14 @@ class Ledger:
                 flight.shares[row] += count
                 self._cluster.promise(row, kv_used_tokens=count)
 
+    def rebind(self, flight: InflightRequest, row: int) -> None:
+        """Another member of a spread request's runs everything but attention from now on."""
+        if flight.phase is RequestPhase.DECODE and flight.decode_row >= 0:
+            for at, one in ((flight.decode_row, -1), (row, 1)):
+                self._cluster.promise(at, batch=one)
+                self._cluster.heavy[at] += one * flight.heavy
+        flight.decode_row = row
+
     def prolong(self, flight: InflightRequest, until: float) -> None:
         """Extend a request's expiry to `until`, never shorten it."""
         flight.expires_at = max(flight.expires_at, until)

@@ -81,6 +81,10 @@ class SpreadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     exchange_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 60e-6
     """What every step takes longer when members exchange results. NanoCP reports 60 µs."""
 
+    rebind_s: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.025
+    """What it costs a group to move a request's binding to another member while it runs, as far as
+    that was not measured: a decode step. NanoCP changes a table of routes, and moves no KV."""
+
     def __post_init__(self) -> None:
         for (lower, fewer), (upper, more) in zip(self.buckets, self.buckets[1:], strict=False):
             if upper <= lower or more < fewer:
@@ -205,7 +209,7 @@ def _over(
 def _bound(
     question: DecodeQuestion, settings: SpreadSettings, members: Tokens, split: Tokens
 ) -> ContextSpread:
-    binding = rebind(question.batch_now.take(members))
+    binding = int(question.batch_now.take(members).argmin())
     more_tokens = np.zeros(len(question.rows))
     more_tokens[members] = split
     more_requests = np.zeros(len(question.rows), np.int64)
@@ -219,19 +223,6 @@ def _bound(
         binding=int(members[binding]),
         tbt_s=float(step_s.max()) + exchange_s,
     )
-
-
-def rebind(batch: Sequence[int] | Tokens, current: int | None = None) -> int:
-    """The member that runs everything but attention: the one with the smallest batch.
-
-    `batch` [members] does not count this request. Moving the binding transfers no KV, but costs a
-    change of routes: it stays at `current` unless another member's batch, with the request added,
-    would still be smaller than that of `current` without it.
-    """
-    least = int(np.argmin(batch))
-    if current is not None and batch[least] + 1 >= batch[current]:
-        return current
-    return least
 
 
 def _block_tokens(question: DecodeQuestion) -> int:

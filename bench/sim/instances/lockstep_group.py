@@ -8,7 +8,7 @@ request's binding, does the rest.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,6 +62,8 @@ class LockstepGroup:
         self.batch: NDArray[np.int64] = np.zeros(size, np.int64)
         self.held_tokens: NDArray[np.int64] = np.zeros(size, np.int64)
         self._spread = 0  # running requests with several shards
+        self._moving: dict[str, int] = {}  # by job: its next binding
+        self._moving_s = 0.0
 
     def join(self, job: SimRequest, shards: Shards) -> None:
         """A request's KV has come."""
@@ -71,7 +73,28 @@ class LockstepGroup:
         elif len(self._waiting) == 1:
             self._cut()
 
+    def rebind(self, name: str, binding: int, seconds: float) -> None:
+        """From the next step on, another member runs everything but attention for a request. That
+        step takes `seconds` longer. No effect on one that has ended."""
+        if name in self._running:
+            self._moving[name] = binding
+            self._moving_s += seconds
+            self._cut()
+
+    def _move(self) -> float:
+        """Change the bindings that are to be changed; returns by how much the step is longer."""
+        for name, binding in self._moving.items():
+            if name in self._running:
+                job, shards = self._running[name]
+                self._hold(shards, -1)
+                self._running[name] = job, replace(shards, binding=binding)
+                self._hold(self._running[name][1], 1)
+        self._moving.clear()
+        seconds, self._moving_s = self._moving_s, 0.0
+        return seconds
+
     def _begin(self) -> None:
+        moving_s = self._move()
         while self._waiting and self._fits(self._waiting[0][1]):
             job, shards = self._waiting.popleft()
             self._running[job.name] = job, shards
@@ -82,6 +105,9 @@ class LockstepGroup:
         step_s = self._d0 + self._d1 * self.batch + self._d2 * self.held_tokens
         self._run_step_s = float(step_s.max()) + (self._exchange_s if self._spread else 0.0)
         self._run_from_s, self._run_steps = self._clock.now_s, min(self._left.values())
+        if moving_s:
+            self._run_step_s += moving_s
+            self._run_steps = 1
         self._run = self._clock.after(self._run_steps * self._run_step_s, self._ran)
 
     def _fits(self, shards: Shards) -> bool:

@@ -15,7 +15,6 @@ from tiffin.conductor.decode.context_parallel import (
     ContextSpread,
     SpreadSettings,
     members_wanted,
-    rebind,
     spread,
     waterfill,
 )
@@ -278,24 +277,3 @@ def test_the_slowest_member_sets_the_pace_and_only_the_binding_has_one_more() ->
     shard = dict(zip(result.members, result.tokens, strict=True))
     steps = [0.02 + 1e-4 * 50 + 5e-8 * shard[0], 0.02 + 1e-4 * 11 + 5e-8 * shard[1]]
     assert result.tbt_s == pytest.approx(max(steps) + ON.exchange_s)
-
-
-# -- the binding -----------------------------------------------------------------------------------
-
-
-def test_the_least_loaded_member_is_bound() -> None:
-    assert rebind([5, 3, 9]) == 1
-
-
-def test_a_binding_moves_only_if_it_is_better_off() -> None:
-    assert rebind([5, 4], current=0) == 0, "there it would be one of five again"
-    assert rebind([5, 3], current=0) == 1
-    assert rebind([5, 5], current=1) == 1
-
-
-@given(st.lists(st.integers(0, 50), min_size=2, max_size=8), st.data())
-def test_a_binding_comes_to_rest(batch: list[int], data: st.DataObject) -> None:
-    """After one move the binding is stable until something else changes."""
-    start = data.draw(st.integers(0, len(batch) - 1))
-    there = rebind(batch, start)
-    assert rebind(batch, there) == there
