@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,6 +57,8 @@ class Request:
     unit of fair queueing. `output_tokens` is the caller's estimate of the answer's length;
     `output_tokens_max` is the length where it is cut. `exclude` are ids of instances that must not
     be chosen, such as one that has just refused the request; unknown ids are ignored.
+    `first_token_from`: which instance gives the first token that counts. From "decode" it comes
+    after the hand-over of the prompt's KV, from "prefill" before it.
     """
 
     id: str
@@ -71,6 +73,7 @@ class Request:
     output_class: str = ""
     urgent: bool = False  # may be hedged: raced over two routes
     exclude: tuple[str, ...] = ()
+    first_token_from: Literal["prefill", "decode"] = "prefill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,12 @@ class InstanceSpec:
     batch_max: int = 256
     fetches: bool = True
     labels: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def host(self) -> str:
+        """The node that it is on. Without a kvstore node it has a network card nevertheless: then
+        it is a node of its own, by a name that no kvstore node has."""
+        return self.node or f"\0{self.id}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,8 @@ def schedule(
     }
     if request.exclude:
         body["exclude"] = list(request.exclude)
+    if request.first_token_from != "prefill":
+        body["first_token_from"] = request.first_token_from
     if token_ids is not None:
         body |= {"token_ids": list(token_ids), "namespace": namespace}
     else:

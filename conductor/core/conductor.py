@@ -58,6 +58,7 @@ from .decision_view import View
 from .inflight_requests import Ledger, RequestPhase, since_last
 from .pipeline import Parts, RefusedRequest, decide
 from .settings import Settings, patched
+from .transfer_bookings import TransferBookings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -132,7 +133,8 @@ class Conductor:
         self.popularity = Popularity(dice, settings.popularity)
         self.ledger = Ledger(self.cluster, self.queues)
         self.output_caps = OutputCaps()
-        self.names = Names(self.cluster, self.holdings, self.transfers, self.ledger)
+        self.bookings = TransferBookings(self.cluster, self.transfers)
+        self.names = Names(self.cluster, self.holdings, self.transfers, self.bookings)
         self.steering = Steering(self)
         self._profile = profile
         self.profiles = CalibratedProfiles(self.cluster, self.calibration)
@@ -204,11 +206,9 @@ class Conductor:
         if flight is None:
             raise UnknownRequest(f"no request {event.request_id!r} is in flight")
         self.ledger.prolong(flight, now + self.settings.core.decision_ttl_s)
-        if event.kind in ("alive", "prefill_began", "handed_over"):
-            return
-        if event.kind == "fetched":
-            if flight.phase is RequestPhase.PREFILL:  # later ones are those of its hand-over
-                self._moved(flight)
+        if event.kind in ("alive", "fetched", "prefill_began", "handed_over"):
+            if event.route in (None, _chosen(flight.decision)):
+                self._moving(event, now)
             return
         at = now - event.age_s  # when it happened
         if event.kind in ("finished", "cancelled"):
@@ -219,7 +219,6 @@ class Conductor:
         self._prefilled(flight, route, now)
         if event.kind == "prefill_done":
             return
-        self._moved(flight)
         if event.kind == "first_token":
             self._first_token(flight, route, at)
         else:
@@ -461,9 +460,8 @@ class Conductor:
             self.offered.counted(request, now)
             return self._refuse(RefusedRequest(self._queue_full(flight, now)))
         self._make_way(preempted, request.id, now)
-        for node, nbytes in flight.transfers:
-            self.transfers.begin(node, nbytes, now)
-        ready_at = now + decision.predicted_ttft_s
+        self.bookings.decided(flight, now)
+        ready_at = now + flight.prefilled_s
         node_number = int(self.cluster.node[flight.prefill_row])
         self.computing.begin(
             request.id, flight.prefill_row, node_number, request.keys,
@@ -474,7 +472,8 @@ class Conductor:
             self.settings.admission, output, decision.predicted_tbt_s
         )
         context = request.prompt_tokens + output // 2
-        self.horizon.promise(request.id, flight.decode_row, context, ready_at, decode_s, now)
+        decodes_at = ready_at + flight.handover_s
+        self.horizon.promise(request.id, flight.decode_row, context, decodes_at, decode_s, now)
         self.shadow.admitted(
             request.id, flight.prefill_row, flight.decode_row, request.objectives, flight.own_s, now
         )
@@ -540,7 +539,7 @@ class Conductor:
         return self._logged(refused.rejection)
 
     def _queue_full(self, flight: InflightRequest, now: float) -> Rejection:
-        wait_s = flight.decision.predicted_ttft_s - flight.own_s
+        wait_s = flight.prefilled_s - flight.own_s
         return Rejection(
             flight.request.id,
             "queue_full",
@@ -558,8 +557,8 @@ class Conductor:
 
     def _prefilled(self, flight: InflightRequest, route: HedgedRoute, now: float) -> None:
         if self.ledger.prefill_done(flight, now):
-            self._released(flight)
-            self._hand_over(flight, now)
+            self.computing.end(flight.request.id)
+            self.bookings.prefilled(flight.request.id, now)
             self._computed(flight, route, now)
             self.horizon.start(flight.request.id, now)
             self.shadow.prefill_done(flight.request.id, now)
@@ -567,6 +566,8 @@ class Conductor:
     def _first_token(self, flight: InflightRequest, route: HedgedRoute, now: float) -> None:
         if flight.first_token_at is not None:
             return
+        if flight.request.first_token_from == "decode":
+            self.bookings.handed_over(flight.request.id, now)
         flight.first_token_at = flight.last_token_at = now
         flight.answered_tokens = max(flight.answered_tokens, 1)
         flight.step_s = self.profiles.step_s(flight)
@@ -576,6 +577,8 @@ class Conductor:
             self.profiles.first_token(flight, now)
 
     def _tokens(self, flight: InflightRequest, count: int, now: float) -> None:
+        if count:  # they were decoded: its KV is there, since some time
+            self.bookings.handed_over(flight.request.id, now, told=False)
         last, before_s = flight.last_token_at, flight.step_s
         self.ledger.tokens(flight, count, now)
         flight.step_s = self.profiles.step_s(flight)
@@ -608,22 +611,18 @@ class Conductor:
                 self._counts[why] += 1
 
     def _released(self, flight: InflightRequest) -> None:
-        """The prefill is over: drop it from the in-flight prefills and end its transfers."""
+        """Drop it from the in-flight prefills, and end its transfers."""
         self.computing.end(flight.request.id)
-        self._moved(flight)
+        self.bookings.ended(flight.request.id)
 
-    def _hand_over(self, flight: InflightRequest, now: float) -> None:
-        """The prompt's KV leaves the node of the prefill instance, until the first token."""
-        if flight.prefill_row >= 0 and flight.handover_bytes:
-            node = int(self.cluster.node[flight.prefill_row])
-            self.transfers.begin(node, flight.handover_bytes, now)
-            flight.transfers = ((node, flight.handover_bytes),)
-
-    def _moved(self, flight: InflightRequest) -> None:
-        """The transfers of a request have ended."""
-        for node, nbytes in flight.transfers:
-            self.transfers.end(node, nbytes)
-        flight.transfers = ()
+    def _moving(self, event: RequestEvent, now: float) -> None:
+        """An event that only says what its blocks and its KV do."""
+        if event.kind == "fetched":
+            self.bookings.fetched(event.request_id, now)
+        elif event.kind == "prefill_began":
+            self.bookings.prefill_began(event.request_id, now)
+        elif event.kind == "handed_over":
+            self.bookings.handed_over(event.request_id, now)
 
     def _check_alike(self, spec: InstanceSpec) -> None:
         """Raises Conflict for an instance whose block size differs from that of other instances of

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..prefill.block_sources import PlacedQuestion, Places
+from ..prefill.disaggregation import overlapped
 from ..state.prefix_index import HolderRun, PrefixMatch
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class View:
         self._places = Places()
         self._ready: dict[tuple[str, bool], _Ready] = {}
         self._in_dram = self._on_nvme = 0  # bit masks of all holders of that tier
+        self._at_decode = 0  # and of the HBM of instances that decode
 
     def rows(self, model: str, *, prefill: bool) -> Rows:
         """Rows ready to prefill (or decode) this model."""
@@ -136,6 +138,7 @@ class View:
             computing=computing,
             settings=settings.policy,
             dice=dice,
+            overlapped=overlapped(settings.disaggregation, request.prompt_tokens),
             places=self._places,
         )
         most = int(local.argmax())
@@ -143,6 +146,15 @@ class View:
         waits_s = queues.wait_s(rows, request.priority, own_s, now, request.tenant)
         question.queue_s = waits_s + self._cluster.others_s.take(rows)
         return question
+
+    def device_blocks(self, match: PrefixMatch, model: str, decode: Rows) -> Rows:
+        """Leading blocks that each row that decodes has in its own HBM."""
+        if not match.runs or not match.runs[0].holders & self._at_decode:
+            return np.zeros(len(decode), np.int64)
+        ready = self._ready.get((model, False))
+        if ready is None or ready.rows is not decode:
+            ready = _Ready(decode, self._columns)
+        return ready.device_blocks(match)
 
     def _leading(self, match: PrefixMatch, model: str, rows: Rows) -> tuple[Rows, Rows, Rows]:
         """Leading blocks that each row has in HBM; in HBM or its node's DRAM; and in either of them
@@ -176,6 +188,7 @@ class View:
         self._ready.clear()
         self._in_dram = _mask(index, "dram")
         self._on_nvme = _mask(index, "nvme")
+        self._at_decode = 0
         columns = np.full((3, len(cluster.specs)), _NO_HOLDER, np.int64)
         for row, spec in enumerate(cluster.specs):
             if spec is None:
@@ -184,6 +197,8 @@ class View:
             for tier, (name, kind) in enumerate(holders):
                 number = index.find(name, kind) if name else None
                 columns[tier, row] = _NO_HOLDER if number is None else number
+            if cluster.decodes[row] and columns[0, row] >= 0:
+                self._at_decode |= 1 << int(columns[0, row])
         self._columns = columns
         self._places = Places.of(index, cluster)  # may allocate node numbers
         self._seen = (cluster.version, index.layout)

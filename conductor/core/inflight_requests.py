@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..prefill.wait_estimate import Queues
     from ..records import Decision, Request
     from ..state.instance_table import Cluster
+    from .transfer_bookings import Move
 
 
 class RequestPhase(IntEnum):
@@ -62,9 +63,11 @@ class InflightRequest:
     grows: bool = False  # its part of the KV room is what it has, not what is predicted
     step_s: float = 0.0
     hbm_blocks: int = 0  # leading blocks that its prefill instance had in HBM
-    handover_bytes: int = 0  # that leave the prefill instance's node once the prefill is done
-    # (source node, bytes) of what is being moved for it: its fetches, then its hand-over
-    transfers: tuple[tuple[int, int], ...] = ()
+    fetches: tuple[Move, ...] = ()
+    handover: tuple[Move, ...] = ()
+    prefilled_s: float = 0.0  # from the decision to the end of the prefill, as predicted
+    handover_s: float = 0.0  # from the end of the prefill until it can be decoded
+    overlapped: bool = False  # its KV leaves while it is computed
     phase: RequestPhase = RequestPhase.PREFILL
     first_token_at: float | None = None
     last_token_at: float | None = None

@@ -17,7 +17,6 @@ from ..admission.admission import AdmissionForecast, Outlook
 from ..admission.counterfactual import Ghost
 from ..admission.degradation import after
 from ..admission.hedging import second_route
-from ..cost.transfer_model import TIERS
 from ..decode.context_parallel import ContextSpread, members_wanted, spread
 from ..decode.load_forecast import expected_load, expected_load_of, relief_s
 from ..decode.selection import DecodeChoice, DecodeQuestion, NoDecode, choose_only
@@ -32,8 +31,10 @@ from ..prefill.disaggregation import (
     place,
 )
 from ..records import Decision, Rejection
+from . import hand_over
 from .explain import best_of
 from .inflight_requests import InflightRequest
+from .transfer_bookings import fetched_moves, handed_over_moves
 
 if TYPE_CHECKING:
     import random
@@ -50,16 +51,15 @@ if TYPE_CHECKING:
     from ..decode.output_length import Lengths
     from ..prefill.policy_registry import Choice, Policy, PolicyQuestion
     from ..prefill.wait_estimate import Queues
-    from ..records import Fetch, Request
+    from ..records import Request
     from ..state.inflight_prefills import Computing
     from ..state.instance_table import Cluster
     from .decision_view import View
     from .explain import Candidates
+    from .hand_over import HandOver
     from .settings import Settings
 
     Rows = NDArray[np.int64]
-
-_HBM = TIERS.index("hbm")
 
 
 @dataclass(slots=True)
@@ -92,6 +92,8 @@ class RequestPlan:
     length: Length
     tbt_s: float
     forecast: AdmissionForecast
+    handover: HandOver | None = None  # to each of `decode_rows`; None for the same instance
+    first_waits_s: float = 0.0  # for it, of the TTFT
     placement: PrefillPlacement | None = None  # None where there was nothing to decide
 
     @property
@@ -101,7 +103,12 @@ class RequestPlan:
     @property
     def computing_s(self) -> float:
         """The predicted time to the first token without the queue."""
-        return max(self.forecast.ttft_s - self.forecast.queue_s, 0.0)
+        return max(self.prefilled_s - self.forecast.queue_s, 0.0)
+
+    @property
+    def prefilled_s(self) -> float:
+        """Until the prefill is done."""
+        return self.forecast.ttft_s - self.first_waits_s
 
     @property
     def prefill_row(self) -> int:
@@ -111,6 +118,15 @@ class RequestPlan:
     def decode_row(self) -> int:
         at = self.spread.binding if self.spread is not None else self.decode.at
         return int(self.decode_rows[at])
+
+    @property
+    def handover_s(self) -> float:
+        """From the end of the prefill until the last one of those that decode has its KV."""
+        if self.handover is None:
+            return 0.0
+        seconds = self.handover.seconds
+        members = [self.decode.at] if self.spread is None else list(self.spread.members)
+        return float(seconds[members].max())
 
 
 class RefusedRequest(NamedTuple):
@@ -190,14 +206,14 @@ def _plan(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: floa
     if not cluster.decodes[plan.prefill_row]:
         if not cluster.prefills[target]:
             return plan
-        return _placed(parts, _at_one(parts, request, target, now), plan, now)
+        return _placed(parts, _at_one(parts, request, target, now), plan)
     apart = prefill[~cluster.decodes[prefill]]
     form = parts.settings.disaggregation.form
     if form == "local" or not len(apart):
         return plan
     if form == "predicted" and not cluster.batch[plan.prefill_row]:
         return plan  # nobody is held up, and the policy has compared the rest
-    return _placed(parts, plan, _chosen(parts, request, apart, decode, now), now)
+    return _placed(parts, plan, _chosen(parts, request, apart, decode, now))
 
 
 def _chosen(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: float) -> RequestPlan:
@@ -222,7 +238,7 @@ def _chosen(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: fl
     return _decoded(parts, question, choice, decode, now)
 
 
-def _placed(parts: Parts, local: RequestPlan, remote: RequestPlan, now: float) -> RequestPlan:
+def _placed(parts: Parts, local: RequestPlan, remote: RequestPlan) -> RequestPlan:
     """Of two plans, the one that is better: to prefill on an instance that decodes, or on one that
     does not."""
     cluster, settings = parts.cluster, parts.settings.disaggregation
@@ -237,8 +253,8 @@ def _placed(parts: Parts, local: RequestPlan, remote: RequestPlan, now: float) -
     weight = delay_weight(settings, question.request.objectives, step_s, local.output_tokens)
     held_up_s = weight * local.computing_s * situation.running_decodes
     ways = PredictedWays(
-        local_s=_arrival_s(parts, local, now) + held_up_s,
-        remote_s=_arrival_s(parts, remote, now),
+        local_s=_arrival_s(parts, local) + held_up_s,
+        remote_s=_arrival_s(parts, remote),
     )
     placement = place(settings, situation, ways)
     chosen = remote if placement.remote else local
@@ -246,16 +262,14 @@ def _placed(parts: Parts, local: RequestPlan, remote: RequestPlan, now: float) -
     return chosen
 
 
-def _arrival_s(parts: Parts, plan: RequestPlan, now: float) -> float:
+def _arrival_s(parts: Parts, plan: RequestPlan) -> float:
     """Seconds until a request could decode by this plan, and by which its prefill delays others.
 
     As many requests are expected to come during a wait as were found waiting (Little's law), and
     each of them waits for this prefill as well.
     """
-    row = plan.prefill_row
-    moving_s = _move_s(parts, plan.question, row, np.array([plan.decode_row]), now)
-    behind_s = plan.computing_s * int(parts.cluster.queued[row])
-    return plan.forecast.ttft_s + float(moving_s[0]) + behind_s
+    behind_s = plan.computing_s * int(parts.cluster.queued[plan.prefill_row])
+    return plan.prefilled_s + plan.handover_s + behind_s
 
 
 def _at_one(parts: Parts, request: Request, row: int, now: float) -> RequestPlan:
@@ -300,8 +314,9 @@ def _decoded(
     ttft_s = float(choice.ttft_s[choice.at])
     length = parts.lengths.predict(request)
     output_tokens = length.tokens
-    row = int(question.rows[choice.at])
-    batch, context = expected_load(parts.horizon, parts.cluster, decode, now + ttft_s, now)
+    moved = hand_over.predict(parts.view, parts.transfers, settings, question, choice, decode)
+    starts_at = now + ttft_s + float(moved.seconds.min())
+    batch, context = expected_load(parts.horizon, parts.cluster, decode, starts_at, now)
     asked = DecodeQuestion(
         request=request,
         cluster=parts.cluster,
@@ -312,7 +327,7 @@ def _decoded(
         batch=batch,
         context_tokens=context,
         heavy=parts.lengths.heavy(output_tokens),
-        move_s=_move_s(parts, question, row, decode, now),
+        move_s=moved.seconds,
         enforce=False,  # admission enforces TBT, by priority class and after degradation steps
     )
     chosen = choose_decode(asked)
@@ -324,15 +339,26 @@ def _decoded(
         tbt_s = float(chosen.tbt_s[at])
     else:
         tbt_s = chosen.best_tbt_s or 0.0
+    tbt_now_s = _tbt_now_s(parts, int(decode[at]), request.prompt_tokens + output_tokens / 2)
+    # The KV is waited for by the first token, or by the second one: then that is, over the answer,
+    # so much for each token.
+    moving_s, first_waits_s = float(moved.seconds[at]), 0.0
+    if request.first_token_from == "decode" and decode[at] != question.rows[choice.at]:
+        first_waits_s = moving_s + tbt_s
+    else:
+        waiting_s = moving_s / max(output_tokens, 1)
+        tbt_s, tbt_now_s = tbt_s + waiting_s, tbt_now_s + waiting_s
     forecast = AdmissionForecast(
-        ttft_s=ttft_s,
-        tbt_now_s=_tbt_now_s(parts, int(decode[at]), request.prompt_tokens + output_tokens / 2),
+        ttft_s=ttft_s + first_waits_s,
+        tbt_now_s=tbt_now_s,
         tbt_then_s=tbt_s,
         queue_s=min(float(question.queue_s[choice.at]), ttft_s),
         room=apart is not None or isinstance(chosen, DecodeChoice),
         room_ever=_fits_ever(parts, request, output_tokens, decode),
     )
-    return RequestPlan(question, choice, decode, chosen, apart, length, tbt_s, forecast)
+    return RequestPlan(
+        question, choice, decode, chosen, apart, length, tbt_s, forecast, moved, first_waits_s
+    )
 
 
 def _degraded(
@@ -355,35 +381,6 @@ def _degraded(
     if "local_prefill" in steps:
         return _at_one(parts, request, plan.prefill_row, now)
     return plan
-
-
-def _move_s(
-    parts: Parts, question: PolicyQuestion, row: int, decode: Rows, now: float
-) -> NDArray[np.float64]:
-    """Seconds to transfer the prompt's KV from the prefill instance to each decode instance: 0 to
-    the prefill instance itself."""
-    cluster = parts.cluster
-    if len(decode) == 1 and decode[0] == row:
-        return np.zeros(1)
-    nbytes = _prompt_bytes(cluster, question, row)
-    source = int(cluster.node[row])
-    seconds = parts.transfers.seconds(source, _HBM, cluster.node.take(decode), nbytes, now)
-    return np.where(decode == row, 0.0, seconds)
-
-
-def _prompt_bytes(cluster: Cluster, question: PolicyQuestion, row: int) -> float:
-    """Bytes of the prompt's KV, in the blocks of an instance."""
-    tokens = question.request.prompt_tokens
-    return int(cluster.block_bytes[row]) * tokens / question.block_tokens
-
-
-def _handover_bytes(cluster: Cluster, question: PolicyQuestion, row: int, decode_row: int) -> int:
-    """Bytes that leave the prefill instance's node for the decode instance: none if it is on the
-    same node, or the same instance."""
-    node = int(cluster.node[row])
-    if decode_row == row or (node >= 0 and node == int(cluster.node[decode_row])):
-        return 0
-    return int(_prompt_bytes(cluster, question, row))
 
 
 def _spread(settings: Settings, asked: DecodeQuestion) -> ContextSpread | None:
@@ -447,7 +444,7 @@ def _flight(
         output_source=plan.length.source,
         model=served.model if served.model != request.model else "",
     )
-    own_s = max(plan.forecast.ttft_s - plan.forecast.queue_s, 1e-6)
+    own_s = max(plan.computing_s, 1e-6)
     grows = settings.decode.reserve == "dynamic" and plan.spread is None
     tokens = request.prompt_tokens + (0 if grows else plan.output_tokens)
     if plan.placement is not None:
@@ -471,9 +468,24 @@ def _flight(
         expires_at=decision.expires_at,
         factor=parts.calibration.factor(decision.prefill, _profile(cluster, row)),
         hbm_blocks=int(question.hbm_blocks[at]),
-        handover_bytes=_handover_bytes(cluster, question, row, plan.decode_row),
-        transfers=tuple((_node(cluster, fetch), fetch.nbytes) for fetch in choice.fetches),
+        fetches=fetched_moves(cluster, choice.fetches, row),
+        handover=handed_over_moves(cluster, row, _handed_over_bytes(plan)),
+        handover_s=plan.handover_s,
+        prefilled_s=plan.prefilled_s,
+        overlapped=question.overlapped,
     )
+
+
+def _handed_over_bytes(plan: RequestPlan) -> dict[int, float]:
+    """By row, what is sent there of the prompt's KV: its share of a context that is spread."""
+    if plan.handover is None:
+        return {}
+    nbytes = plan.handover.nbytes
+    if plan.spread is None:
+        return {plan.decode_row: float(nbytes[plan.decode.at])}
+    tokens = sum(plan.spread.tokens)
+    parts = zip(plan.spread.members, plan.spread.tokens, strict=True)
+    return {int(plan.decode_rows[at]): float(nbytes[at]) * own / tokens for at, own in parts}
 
 
 def _shares(plan: RequestPlan, tokens: int) -> dict[int, int]:
@@ -524,7 +536,7 @@ def _refused(
         prefill_row=plan.prefill_row,
         decode_row=row,
         objectives=request.objectives,
-        own_s=max(plan.forecast.ttft_s - plan.forecast.queue_s, 0.0),
+        own_s=plan.computing_s,
         decode_s=admission.expected_decode_s(
             parts.settings.admission, plan.output_tokens, plan.tbt_s
         ),
@@ -555,11 +567,3 @@ def _tokens(question: PolicyQuestion, blocks: int) -> int:
 def _profile(cluster: Cluster, row: int) -> str:
     spec = cluster.specs[row]
     return spec.profile if spec is not None else ""
-
-
-def _node(cluster: Cluster, fetch: Fetch) -> int:
-    """The number of the node of a fetch's source; -1 for an instance that was removed."""
-    name = fetch.source
-    if fetch.tier == "hbm":
-        return int(cluster.node[cluster.row(name)]) if name in cluster else -1
-    return cluster.node_number(name)

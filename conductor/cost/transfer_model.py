@@ -2,12 +2,14 @@
 
 The seconds of a transfer are modelled as
 
-    latency + waiting at the sender + nbytes / min(bandwidth of the link, of the source's tier)
+    latency + waiting + nbytes / min(bandwidth of the link that is left, of the source's tier)
 
 A link's latency and bandwidth are moving averages of its receiver's reports (`NodeRecord.links` of
-the store) and of completed transfers. The waiting time is that of the sender's transfers in flight
-that it can not have sent yet, at the rate of its fastest link: a node is modelled with one network
-card. Reading within one node costs its tier's bandwidth alone.
+the store) and of completed transfers. A node is modelled with one network
+card, which sends and receives at the rates of its fastest links; waiting is for what the sender's
+card has promised to send, or the receiver's to receive, whichever takes longer; what both will have
+to do besides, by plans that they know, leaves the link a part of its bandwidth (`card_queue.py`).
+Reading within one node costs its tier's bandwidth alone.
 
 Node numbers are the cluster's (`Cluster.node_number`), -1 for no node; two instances without a node
 count as on different nodes. Links are stored as square matrices, so that a thousand candidates are
@@ -24,6 +26,8 @@ from msgspec import Meta
 
 from ..state.instance_table import NODES_MAX as NODES_MAX
 from ..state.prefix_index import TIERS as TIERS
+from .card_queue import CardQueue
+from .link_speeds import LinkSpeeds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -42,6 +46,8 @@ LATENCY_S_MAX = 10.0
 
 # Reports that differ by less than a thousandth, plus a microsecond of latency, are no change.
 _SAME, _LATENCY_S_SMALL = 1e-3, 1e-6
+# So much, as a share, is news of links in general.
+_NEWS = 0.05
 
 Bandwidth = Annotated[float, Meta(ge=BANDWIDTH_BYTES_S_MIN, le=BANDWIDTH_BYTES_S_MAX)]
 
@@ -85,10 +91,6 @@ class TransferModel:
     _latency_s: NDArray[np.float32]
     _own: NDArray[np.bool_]
     _known: NDArray[np.bool_]
-    # [source]: bytes in flight, when they can have been sent, and the rate of sending.
-    _in_flight_bytes: Floats
-    _sent_at: Floats
-    _rate_bytes_s: Floats
 
     def __init__(
         self, node_number: Callable[[str], int], settings: TransferSettings | None = None
@@ -96,16 +98,21 @@ class TransferModel:
         self._number = node_number
         self._names: dict[int, str] = {}
         self._nodes = 0
+        self._sending, self._receiving = CardQueue(), CardQueue()
         self.ignored = 0  # invalid or implausible measurements
         self.settings = settings or TransferSettings()
+        self._speeds = LinkSpeeds()
+        self._default_byte_s = 1 / self.settings.link_bandwidth_bytes_s
         self._tier_byte_s = self._of_tiers()
         self._grow(_NODES_MIN)
 
     def configure(self, settings: TransferSettings) -> None:
         """Change the settings; measurements stay."""
+        if settings.link_bandwidth_bytes_s != self.settings.link_bandwidth_bytes_s:
+            self._default_byte_s = 1 / settings.link_bandwidth_bytes_s
         self.settings = settings
         self._tier_byte_s = self._of_tiers()
-        self._byte_s[~self._known] = 1 / settings.link_bandwidth_bytes_s
+        self._byte_s[~self._known] = self._default_byte_s
         self._latency_s[~self._known] = settings.link_latency_s
         self._settle()
 
@@ -123,29 +130,27 @@ class TransferModel:
             else:
                 self.ignored += 1
 
-    def moved(
-        self,
-        source_node: int,
-        target_node: int,
-        nbytes: int,
-        seconds: float,
-        waited_s: float = 0.0,
-    ) -> None:
-        """Record a completed transfer from a node's memory that took `seconds`, of which it waited
-        `waited_s` for other transfers. Only for transfers that measure the link: not for reads from
-        disk; transfers within a node, and those that mostly waited, are ignored. At least half of
-        the rest counts as time of sending bytes: the link's latency is an average, too."""
+    def moved(self, source_node: int, target_node: int, nbytes: int, seconds: float) -> None:
+        """Record a transfer from memory to memory that had both cards to itself, and took `seconds`
+        from the event that began it to the one that ended it. Transfers within a node are ignored.
+        What is learnt of links in general counts for those that nobody has measured."""
         low, high = sorted((source_node, target_node))
         if low < 0 or low == high or high >= NODES_MAX or nbytes <= 0:
             return
-        if not 0 <= waited_s <= seconds / 2 or seconds <= 0:
+        if not 0 < seconds < np.inf:
             self.ignored += 1
             return
         self._fit(high)
-        latency_s = float(self._latency_s[source_node, target_node])
-        busy_s = seconds - waited_s
-        moving_s = max(busy_s - latency_s, busy_s / 2)
-        self._measured(source_node, target_node, nbytes / moving_s, latency_s)
+        byte_s, general_byte_s = self._speeds.observe(source_node, target_node, nbytes, seconds)
+        if byte_s is not None:
+            latency_s = float(self._latency_s[source_node, target_node])
+            self._measured(source_node, target_node, 1 / byte_s, latency_s)
+        news = abs(general_byte_s / self._default_byte_s - 1) if general_byte_s else 0.0
+        if general_byte_s and news > _NEWS:  # seldom: it is written for every link
+            fastest_s, slowest_s = 1 / BANDWIDTH_BYTES_S_MAX, 1 / BANDWIDTH_BYTES_S_MIN
+            self._default_byte_s = min(max(general_byte_s, fastest_s), slowest_s)
+            self._byte_s[~self._known] = self._default_byte_s
+            self._settle()
 
     def forget(self, numbers: Collection[int]) -> None:
         """Reset these node numbers before they are reused: their links become unknown, and they
@@ -155,18 +160,21 @@ class TransferModel:
             return
         for number in at:
             self._names.pop(number, None)
-        knew = np.flatnonzero(np.logical_or.reduce(self._known[:, at], axis=1))
-        senders = np.union1d(knew, np.array(at, np.int64))
+        knew = np.logical_or.reduce(self._known[:, at], axis=1)
+        knew |= np.logical_or.reduce(self._known[at], axis=0)
+        nodes = np.union1d(np.flatnonzero(knew), np.array(at, np.int64))
         unknown: list[tuple[NDArray[Any], Any]] = [
             (self._known, False),
             (self._own, False),
-            (self._byte_s, 1 / self.settings.link_bandwidth_bytes_s),
+            (self._byte_s, self._default_byte_s),
             (self._latency_s, self.settings.link_latency_s),
         ]
         for matrix, value in unknown:
             matrix[at, :] = matrix[:, at] = value
-        self._in_flight_bytes[at] = self._sent_at[at] = 0.0
-        self._settle(senders)
+        self._speeds.forget(set(at))
+        self._sending.forget(at)
+        self._receiving.forget(at)
+        self._settle(nodes)
 
     def ways(self) -> dict[str, dict[str, tuple[float, float]]]:
         """(bandwidth in bytes/s, latency in s) of the measured links, by source and target."""
@@ -180,28 +188,64 @@ class TransferModel:
 
     # -- transfers in flight -----------------------------------------------------------------------
 
-    def begin(self, source_node: int, nbytes: int, now: float | None = None) -> None:
-        """Add a transfer in flight from a node. With `now`, it adds waiting time only until the
-        node can have sent it; without, until `end`."""
-        if not 0 <= source_node < NODES_MAX:
-            return
-        self._fit(source_node)
-        self._in_flight_bytes[source_node] += nbytes
-        free_at = np.inf if now is None else max(float(self._sent_at[source_node]), now)
-        self._sent_at[source_node] = free_at + nbytes / float(self._rate_bytes_s[source_node])
+    def begin(
+        self, source_node: int, nbytes: int, now: float | None = None, *, target_node: int = -1
+    ) -> None:
+        """Add a transfer in flight between two nodes. With `now`, it adds waiting time only until
+        the cards can have done with it; without, until `end`."""
+        for queue, node in self._ends(source_node, target_node):
+            queue.begin(node, nbytes, now)
 
-    def end(self, source_node: int, nbytes: int) -> None:
-        """Remove a transfer in flight that succeeded or failed; `nbytes` as in `begin`."""
-        if not 0 <= source_node < self._nodes:
-            return
-        left = self._in_flight_bytes[source_node] - nbytes
-        self._in_flight_bytes[source_node] = max(left, 0)
-        if left <= 0:
-            self._sent_at[source_node] = 0.0
+    def end(self, source_node: int, nbytes: int, *, target_node: int = -1) -> None:
+        """Remove a transfer in flight that succeeded or failed; arguments as of `begin`."""
+        for queue, node in self._ends(source_node, target_node):
+            queue.end(node, nbytes)
+
+    def plan(self, source_node: int, target_node: int, nbytes: int, ready_at: float) -> None:
+        """Add a transfer that will begin at about `ready_at`; `unplan` before it begins, or when it
+        will not."""
+        for queue, node in self._ends(source_node, target_node):
+            queue.plan(node, nbytes, ready_at)
+
+    def unplan(self, source_node: int, target_node: int, nbytes: int) -> None:
+        """Remove a planned transfer; arguments as of `plan`."""
+        for queue, node in self._ends(source_node, target_node):
+            queue.unplan(node, nbytes)
+
+    def traffic(self, source_node: int, target_node: int) -> tuple[int, int]:
+        """(how many transfers are in flight at the two cards, how many have begun there): a
+        transfer that finds none, and during which none begins, has its link to itself."""
+        both = self._ends(source_node, target_node)
+        in_flight = sum(int(queue.in_flight[node]) for queue, node in both)
+        return in_flight, sum(int(queue.begun[node]) for queue, node in both)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight or planned."""
+        return self._sending.idle and self._receiving.idle
 
     def in_flight_bytes(self, source_node: int) -> int:
-        """The bytes of a node's transfers in flight: begun and not ended."""
-        return int(self._in_flight_bytes[source_node]) if 0 <= source_node < self._nodes else 0
+        """The bytes that a node sends: begun and not ended."""
+        return int(self._sending.bytes[source_node]) if 0 <= source_node < self._nodes else 0
+
+    def receiving_bytes(self, target_node: int) -> int:
+        """The bytes that a node receives: begun and not ended."""
+        return int(self._receiving.bytes[target_node]) if 0 <= target_node < self._nodes else 0
+
+    def planned_bytes(self, source_node: int) -> int:
+        """The bytes that a node will send: planned and not begun."""
+        return (
+            int(self._sending.planned_bytes[source_node]) if 0 <= source_node < self._nodes else 0
+        )
+
+    def _ends(self, source_node: int, target_node: int) -> list[tuple[CardQueue, int]]:
+        """The queues and numbers of both cards; a number that is none has no card here."""
+        found = []
+        for queue, node in ((self._sending, source_node), (self._receiving, target_node)):
+            if 0 <= node < NODES_MAX:
+                self._fit(node)
+                found.append((queue, node))
+        return found
 
     # -- the estimate ------------------------------------------------------------------------------
 
@@ -229,8 +273,10 @@ class TransferModel:
         # row or column; all of these are equal.
         at = source * (self._nodes + 1) + target
         link, latency_s = self._byte_s.take(at).astype(np.float64), self._latency_s.take(at)
-        wait_s = self._waiting_s(now).take(source) * (link > 0)
+        sender_s, receiver_s = self._sending.waits_s(now), self._receiving.waits_s(now)
+        wait_s = np.maximum(sender_s.take(source), receiver_s.take(target)) * (link > 0)
         tier = self._tier_byte_s.take(source_tiers)
+        link = link * self._slowing(source, target, now)
         if same is not None:
             link, wait_s = np.where(same, 0.0, link), np.where(same, 0.0, wait_s)
             latency_s = np.where(same, 0.0, latency_s)
@@ -250,23 +296,71 @@ class TransferModel:
         highest = max(source_node, int(target_nodes.max(initial=-1)))
         if highest >= self._nodes:
             return self.seconds(source_node, source_tier, target_nodes, nbytes, now)
-        link = self._byte_s[source_node].take(target_nodes)
-        in_flight_s = self._in_flight_bytes.item(source_node) / self._rate_bytes_s.item(source_node)
-        wait_s = min(in_flight_s, max(self._sent_at.item(source_node) - now, 0.0))
+        wait_s: Floats | float = self._sending.wait_s(source_node, now)
+        if not self._receiving.idle:
+            wait_s = np.maximum(self._receiving.waits_s(now).take(target_nodes), wait_s)
+        slowing = self._slowing(source_node, target_nodes, now)
+        return self._from(source_node, source_tier, target_nodes, nbytes, wait_s, slowing)
+
+    def later_seconds_from(
+        self,
+        source_node: int,
+        source_tier: int,
+        target_nodes: NDArray[Any],
+        nbytes: NDArray[Any],
+        begins_at: float,
+    ) -> Floats:
+        """`seconds_from` for transfers that begin at `begins_at`, behind what is planned too."""
+        highest = max(source_node, int(target_nodes.max(initial=-1)))
+        if highest >= self._nodes:
+            return self.seconds(source_node, source_tier, target_nodes, nbytes, begins_at)
+        wait_s: Floats | float = 0.0
+        if not self._sending.idle:
+            wait_s = float(self.sender_waits_s(np.array([source_node]), begins_at)[0])
+        if not self._receiving.idle:
+            wait_s = np.maximum(self._receiving.later_waits_s(target_nodes, begins_at), wait_s)
+        return self._from(source_node, source_tier, target_nodes, nbytes, wait_s)
+
+    def sender_waits_s(self, source_nodes: NDArray[Any], begins_at: Floats | float) -> Floats:
+        """Seconds that a transfer which begins at `begins_at` would wait at each sender's card,
+        behind what is in flight and what is planned."""
+        if self._sending.idle:
+            return np.zeros(len(source_nodes))
+        known = np.where(source_nodes < self._nodes, source_nodes, -1)
+        return self._sending.later_waits_s(known, begins_at)
+
+    def sending_s(self, source_nodes: NDArray[Any], nbytes: Floats) -> Floats:
+        """Seconds in which each sender's card can send its bytes."""
+        known = np.where(source_nodes < self._nodes, source_nodes, -1)
+        seconds: Floats = nbytes / self._sending.rate_bytes_s.take(known)
+        return seconds
+
+    def _slowing(self, source: Numbers, target: Numbers, now: float | None) -> Floats | float:
+        """How many times as long sending takes because of what is planned at both cards: they share
+        their bandwidth with it."""
+        if now is None or not (self._sending.planning or self._receiving.planning):
+            return 1.0
+        sender, receiver = (one.planned_shares(now) for one in (self._sending, self._receiving))
+        share = np.maximum(sender.take(source), receiver.take(target))
+        slowing: Floats = 1 / np.maximum(1 - share, 0.5)
+        return slowing
+
+    def _from(
+        self,
+        source_node: int,
+        source_tier: int,
+        target_nodes: NDArray[Any],
+        nbytes: NDArray[Any],
+        wait_s: Floats | float,
+        slowing: Floats | float = 1.0,
+    ) -> Floats:
+        link = self._byte_s[source_node].take(target_nodes) * slowing
         seconds: Floats = nbytes * np.maximum(link, self._tier_byte_s[source_tier])
         seconds += self._latency_s[source_node].take(target_nodes)
-        if wait_s:
+        if not isinstance(wait_s, float) or wait_s:
             seconds += wait_s * (link > 0)
         seconds *= nbytes > 0
         return seconds
-
-    def _waiting_s(self, now: float | None) -> Floats:
-        """Seconds of waiting per sender: its bytes in flight at its rate, at most the time until it
-        can have sent them."""
-        in_flight_s: Floats = self._in_flight_bytes / self._rate_bytes_s
-        if now is None:
-            return in_flight_s
-        return np.minimum(in_flight_s, np.maximum(self._sent_at - now, 0.0))
 
     # -- the matrices ------------------------------------------------------------------------------
 
@@ -303,8 +397,10 @@ class TransferModel:
     def _write(self, source: int, target: int, byte_s: float, latency_s: float) -> None:
         self._byte_s[source, target], self._latency_s[source, target] = byte_s, latency_s
         self._known[source, target] = True
-        # The rate of a sender's fastest link is taken as that of its network card.
-        self._rate_bytes_s[source] = 1 / self._byte_s[source][self._known[source]].min()
+        # The rate of the fastest link is taken as that of the network card.
+        self._sending.rate_bytes_s[source] = 1 / self._byte_s[source][self._known[source]].min()
+        into_s = self._byte_s[:, target][self._known[:, target]]
+        self._receiving.rate_bytes_s[target] = 1 / into_s.min()
 
     def _of_tiers(self) -> Floats:
         own = self.settings
@@ -319,13 +415,10 @@ class TransferModel:
         """Grow the matrices to `nodes`, plus a last row and column for unknown nodes."""
         had, size, own = self._nodes, nodes + 1, self.settings
         grown: dict[str, NDArray[Any]] = {
-            "_byte_s": np.full((size, size), 1 / own.link_bandwidth_bytes_s, np.float32),
+            "_byte_s": np.full((size, size), self._default_byte_s, np.float32),
             "_latency_s": np.full((size, size), own.link_latency_s, np.float32),
             "_own": np.zeros((size, size), np.bool_),
             "_known": np.zeros((size, size), np.bool_),
-            "_in_flight_bytes": np.zeros(size),
-            "_sent_at": np.zeros(size),
-            "_rate_bytes_s": np.full(size, own.link_bandwidth_bytes_s),
         }
         for name, array in grown.items():
             if had:
@@ -333,14 +426,19 @@ class TransferModel:
                 array[kept] = getattr(self, name)[kept]
             setattr(self, name, array)
         self._nodes = nodes
+        for queue in (self._sending, self._receiving):
+            queue.grow(nodes)
+            queue.rate_bytes_s = np.full(size, 1 / self._default_byte_s)
         self._settle()
 
-    def _settle(self, senders: NDArray[np.int64] | slice = slice(None)) -> None:
-        """Update the values derived from the links: senders' rates, and 0 seconds of link time
+    def _settle(self, nodes: NDArray[np.int64] | slice = slice(None)) -> None:
+        """Update the values derived from the links: the cards' rates, and 0 seconds of link time
         within a node. The last row and column, of unknown nodes, are never within one node."""
-        known_s = np.where(self._known[senders], self._byte_s[senders], np.inf)
-        byte_s = known_s.min(axis=1).astype(np.float64)
-        default_s = 1 / self.settings.link_bandwidth_bytes_s
-        self._rate_bytes_s[senders] = 1 / np.where(np.isinf(byte_s), default_s, byte_s)
+        default_s = self._default_byte_s
+        outward = np.where(self._known[nodes], self._byte_s[nodes], np.inf).min(axis=1)
+        inward = np.where(self._known[:, nodes], self._byte_s[:, nodes], np.inf).min(axis=0)
+        for queue, byte_s in ((self._sending, outward), (self._receiving, inward)):
+            known_s = np.where(np.isinf(byte_s), default_s, byte_s.astype(np.float64))
+            queue.rate_bytes_s[nodes] = 1 / known_s
         inner = np.arange(self._nodes)
         self._byte_s[inner, inner] = self._latency_s[inner, inner] = 0.0

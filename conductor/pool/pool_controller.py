@@ -276,6 +276,8 @@ class Steering:
 
     def ended(self, outcome: Ended, now: float) -> None:
         """Record the outcome of an order: carried out, or failed."""
+        whole = None if outcome.error else now
+        self._core.bookings.carried_out(outcome.number, outcome.blocks, whole)
         owner, number, _ = self._owners.pop(outcome.number, (None, 0, 0.0))
         if owner is not None:
             owner.ended(replace(outcome, number=number), now)
@@ -493,6 +495,7 @@ class Steering:
             number = next(self._numbers)
             self._owners[number] = owner, order.number, now + 2 * LOST_S
             numbered.append(replace(order, number=number))
+            self._core.bookings.ordered(numbered[-1], now)
         return numbered
 
     def _give_up_lost(self, now: float) -> None:
@@ -502,6 +505,7 @@ class Steering:
             if until > now:
                 return
             del self._owners[number]
+            self._core.bookings.carried_out(number, 0, None)
 
 
 def _make_room(

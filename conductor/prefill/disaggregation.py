@@ -100,6 +100,10 @@ class DisaggregationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=
     layerwise_tokens_min: Tokens = 512
     """Tokens to move from which their KV cache goes layer by layer; below, in one piece."""
 
+    overlapped: bool = False
+    """Whether engines do that, and KV leaves while it is computed. Else it is taken to leave when
+    the prefill is done."""
+
 
 @dataclass(frozen=True, slots=True)
 class Situation:
@@ -195,6 +199,11 @@ def score(votes: tuple[Vote, ...], situation: Situation) -> float:
 def layerwise(settings: DisaggregationSettings, moved_tokens: int) -> bool:
     """Whether the KV cache of `moved_tokens` is transferred layer by layer, not in one piece."""
     return moved_tokens >= settings.layerwise_tokens_min
+
+
+def overlapped(settings: DisaggregationSettings, moved_tokens: int) -> bool:
+    """Whether the KV cache of `moved_tokens` leaves while it is computed."""
+    return settings.overlapped and layerwise(settings, moved_tokens)
 
 
 def _by_prediction(

@@ -57,6 +57,7 @@ class PolicyQuestion:
     computing: Computing
     settings: PolicySettings
     dice: random.Random
+    overlapped: bool = field(default=False, kw_only=True)  # its KV leaves while it is computed
 
     @property
     def block_tokens(self) -> int:
@@ -125,18 +126,26 @@ def lowest(cost: Floats, dice: random.Random) -> int:
     return least if len(best) < 2 else best.item(dice.randrange(len(best)))
 
 
-def quickest(question: PolicyQuestion, ttft_s: Floats, work_s: Floats) -> int:
+def quickest(
+    question: PolicyQuestion, ttft_s: Floats, work_s: Floats, waits_s: Floats | None = None
+) -> int:
     """The index of the lowest TTFT [candidates]. Candidates within `near_share` of it are ties, as
-    the latency model can not tell them apart. Of these the least work wins (`work_s` [candidates]:
-    seconds to load blocks and to compute), then the fewest decodes, which each prefill there
-    delays; then a random choice. Without these tie-breakers, an instance that is quicker by a
-    millionth would get all requests until it is full, and would recompute blocks that another
-    instance could use with the same TTFT."""
+    the latency model can not tell them apart. Of these the shortest wait for the hand-over wins
+    (`waits_s` [candidates], see `handover_wait.py`; times as near as above are the same), then the
+    least work (`work_s` [candidates]: seconds to load blocks and to compute), then the fewest
+    decodes, which each prefill there delays; then a random choice. Without these tie-breakers, an
+    instance that is quicker by a millionth would get all requests until it is full, and would
+    recompute blocks that another instance could use with the same TTFT."""
     factor, everybody = 1.0 + question.settings.near_share, len(ttft_s)
     least = int(ttft_s.argmin())
     near = (ttft_s <= ttft_s[least] * factor).nonzero()[0]
     if len(near) < 2:
         return least
+    if waits_s is not None:
+        waits_s = waits_s if len(near) == everybody else waits_s.take(near)
+        near_s = ttft_s[least] * question.settings.near_share
+        soon = waits_s <= waits_s[waits_s.argmin()] + near_s
+        near = near if soon.all() else near[soon]
     # With a hot prompt all candidates are near: skipping `take` then saves some microseconds.
     work_s = work_s if len(near) == everybody else work_s.take(near)
     little = work_s <= work_s[work_s.argmin()] * factor

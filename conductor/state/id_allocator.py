@@ -6,7 +6,7 @@ number must not carry state of its earlier name. A node's name is kept as long a
 
 - an instance is registered on it,
 - it has blocks in the index, or an event feed follows it,
-- or an in-flight request fetches from it;
+- or something is in flight from it or to it;
 
 all other state of a node, above all its links to other nodes, is dropped with its name. That other
 nodes report links to a name does not keep it. A model's name is kept as long as an instance serves
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from ..core.inflight_requests import Ledger
+    from ..core.transfer_bookings import TransferBookings
     from ..cost.transfer_model import TransferModel
     from ..events.routed_blocks import Holdings
     from .instance_table import Cluster
@@ -85,10 +85,14 @@ class Names:
     """Garbage collection: forgets names that are not in use. Not thread-safe."""
 
     def __init__(
-        self, cluster: Cluster, holdings: Holdings, transfers: TransferModel, ledger: Ledger
+        self,
+        cluster: Cluster,
+        holdings: Holdings,
+        transfers: TransferModel,
+        bookings: TransferBookings,
     ) -> None:
         self._cluster, self._holdings = cluster, holdings
-        self._transfers, self._ledger = transfers, ledger
+        self._transfers, self._bookings = transfers, bookings
         self._next_at = float("-inf")
         self._crowded_at = CROWDED_MIN
 
@@ -105,12 +109,12 @@ class Names:
             self.sweep()
 
     def sweep(self) -> None:
-        """Forget the names that are not in use. Visits each name and each in-flight request."""
+        """Forget the names that are not in use. Visits each name and each booked transfer."""
         specs = self._cluster.specs
-        beside = {spec.node for spec in specs if spec is not None and spec.node}
+        beside = {spec.host for spec in specs if spec is not None}
         followed = self._holdings.forget_idle_nodes(beside)
-        fetched_from = {number for flight in self._ledger for number, _ in flight.transfers}
-        self._transfers.forget(self._cluster.forget_nodes(beside | followed, fetched_from))
+        freed = self._cluster.forget_nodes(beside | followed, self._bookings.nodes())
+        self._transfers.forget(freed)
         self._cluster.forget_models()
         self._crowded_at = 2 * self._count() + CROWDED_MIN
 

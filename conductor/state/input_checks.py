@@ -21,6 +21,8 @@ def check_request(request: Request) -> None:
         raise InvalidRequest(
             f"{len(request.keys)} full blocks in a prompt of {request.prompt_tokens} tokens"
         )
+    if request.first_token_from not in ("prefill", "decode"):
+        raise InvalidRequest(f"first_token_from is {request.first_token_from!r}: prefill or decode")
     for name in ("output_tokens", "output_tokens_max"):
         value = getattr(request, name)
         if value is not None and not 1 <= value <= TOKENS_MAX:

@@ -43,7 +43,7 @@ _COLUMNS: dict[str, tuple[Any, Any]] = {
     "prefills": (np.bool_, False),  # its role includes prefill
     "decodes": (np.bool_, False),
     "model": (np.int32, -1),
-    "node": (np.int32, -1),  # number of the kvstore node on the instance's host
+    "node": (np.int32, -1),  # number of the instance's host (`InstanceSpec.host`)
     "profile": (np.int32, -1),
     "block_bytes": (np.int64, 0),
     "fetches": (np.bool_, False),  # whether it can fetch blocks from other holders
@@ -206,7 +206,7 @@ class Cluster:
         self.draining[row] = False
         self.set_role(row, spec.role)
         self.model[row] = self._models.give(spec.model)
-        self.node[row] = self.node_number(spec.node)
+        self.node[row] = self.node_number(spec.host)
         self.block_bytes[row] = spec.block_bytes
         self.fetches[row] = spec.fetches
         self.kv_capacity_tokens[row] = spec.kv_capacity_tokens

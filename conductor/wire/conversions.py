@@ -101,6 +101,7 @@ def to_request(
         output_class=body.output_class,
         urgent=body.urgent,
         exclude=tuple(check_id(name, "exclude") for name in body.exclude),
+        first_token_from=body.first_token_from,
     )
 
 

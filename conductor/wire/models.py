@@ -116,6 +116,13 @@ class ScheduleBody(Body, frozen=True, kw_only=True):
             description="Instances that must not be chosen: one that has refused it, say.",
         ),
     ] = []
+    first_token_from: Annotated[
+        Literal["prefill", "decode"],
+        Meta(
+            description="Which instance gives the first token that counts: from the one that "
+            "decodes it comes after the prompt's KV was handed over."
+        ),
+    ] = "prefill"
 
 
 class RouteBody(Body, frozen=True, kw_only=True):

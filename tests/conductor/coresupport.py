@@ -54,3 +54,8 @@ def tell(made: Conductor, request_id: str, *kinds: str, now: float, tokens: int 
 
 def nothing_is_promised(made: Conductor) -> bool:
     return all(not getattr(made.cluster, column).any() for column in OWN)
+
+
+def nothing_moves(made: Conductor) -> bool:
+    """Whether no transfer is booked, and no card has anything to do."""
+    return len(made.bookings) == 0 and made.transfers.idle

@@ -208,6 +208,7 @@ class Worker:
         from it, full ones that it lacks are put into it."""
         from .engine import as_ids
 
+        self._presence.say(order.id, "prefill_began")
         ids = as_ids(order.tokens)
         cache, _ = self._cached.load(ids)
         token = self._driver.extend(cache, ids)
@@ -242,6 +243,7 @@ class Worker:
         while hit < full and time.monotonic() < deadline:
             time.sleep(HANDOVER_POLL_S)
             cache, hit = self._cached.load(ids)
+        self._presence.say(order.id, "handed_over")
         last = self._cached.last
         tokens = [order.first_token]
         one = Decoding(order, cache, ids, last.hit_tokens, last.load_s, tokens)

@@ -89,4 +89,6 @@ class SimulationOptions:
         changes = {"policy": {"name": self.policy}, "admission": admission}
         links = {"link_bandwidth_bytes_s": self.bandwidth_bytes_s, "link_latency_s": self.latency_s}
         queue = {"order": self.queue_order}
-        return patched(Settings(), {**changes, "transfers": links, "queue": queue})
+        layers = {"layerwise_tokens_min": 0, "overlapped": self.layerwise}
+        more = {"transfers": links, "queue": queue, "disaggregation": layers}
+        return patched(Settings(), {**changes, **more})

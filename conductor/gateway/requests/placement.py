@@ -143,6 +143,7 @@ class Placer:
             # Without a stream the gateway can't see which of two raced routes is first.
             urgent=wishes.urgent and ask.stream,
             exclude=tuple(sorted(avoid)),
+            first_token_from="decode",  # the answer that clients get is all of one instance
         )
         namespace = self._config.model(ask.model).namespace if sized.token_ids else ""
         return await self._client.schedule(

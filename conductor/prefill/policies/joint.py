@@ -34,6 +34,7 @@ from ...cost.transfer_model import TIERS
 from ...records import Fetch
 from ..block_sources import places_of
 from ..fetch_plan import NEVER_S, Plans
+from ..handover_wait import handover_waits_s
 from ..local_cost import Compute, own, start_s
 from ..policy_registry import Choice, quickest, register
 from ..remote_fetch import extend
@@ -264,13 +265,16 @@ class _Search:
 
     def choice(self) -> Choice:
         """The best candidate, with the fetches of its plan."""
-        at = quickest(self.question, self.ttft_s, self.ttft_s - self.question.queue_s)
+        work_s = self.ttft_s - self.question.queue_s
+        waits_s = handover_waits_s(self.question, self.ttft_s, work_s)
+        at = quickest(self.question, self.ttft_s, work_s, waits_s)
         number = int(self.round[at])
         blocks, fetches = self._plan(at, number)
         terms = {
             "queue_s": self.question.queue_s,
             "start_s": self.start_s,
             "prefill_s": self.ttft_s - self.start_s,
+            "handover_wait_s": waits_s,
         }
         waits = self.computed.request_id if self.computed and number == 2 else ""
         return Choice(at, self.ttft_s, self.ttft_s, blocks, terms, fetches, waits)

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..handover_wait import handover_waits_s
 from ..local_cost import Compute, own
 from ..policy_registry import Choice, quickest, register
 from ..remote_fetch import extend
@@ -55,12 +56,14 @@ class KvcacheCentric:
             overlap=settings.overlap,
             to_win=True,
         )
-        at = quickest(question, best.ttft_s, best.transfer_s + best.compute_s)
+        waits_s = handover_waits_s(question, best.ttft_s, best.ttft_s - question.queue_s)
+        at = quickest(question, best.ttft_s, best.transfer_s + best.compute_s, waits_s)
         terms = {
             "queue_s": question.queue_s,
             "load_s": mine.load_s,
             "transfer_s": best.transfer_s,
             "prefill_s": best.compute_s,
+            "handover_wait_s": waits_s,
         }
         fetches = best.fetches(at, int(mine.blocks[at]))
         return Choice(at, best.ttft_s, best.ttft_s, int(best.blocks[at]), terms, fetches)

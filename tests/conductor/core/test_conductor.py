@@ -14,6 +14,7 @@ from coresupport import (
     conductor,
     keys,
     nothing_is_promised,
+    nothing_moves,
     prompt,
     spec,
     tell,
@@ -85,7 +86,7 @@ class TestOneRequest:
         tell(made, "a", "handed_over", "first_token", "finished", now=now)
         assert nothing_is_promised(made)
 
-    def test_its_kv_is_on_the_way_between_prefill_and_first_token(self) -> None:
+    def test_its_kv_is_on_the_way_until_it_is_handed_over(self) -> None:
         """Others that need the same network card wait for it."""
         made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE))
         node = int(made.cluster.node[made.cluster.row("p")])
@@ -98,15 +99,28 @@ class TestOneRequest:
         decision = made.schedule(prompt("a"), 1.0)
         assert isinstance(decision, Decision)
         assert (decision.prefill, decision.decode) == ("p", "d")
-        assert seconds(1.0) == idle_s, "nothing is there to be moved yet"
+        assert made.transfers.in_flight_bytes(node) == 0, "nothing is there to be moved yet"
         tell(made, "a", "prefill_done", now=2.0)
         assert made.transfers.in_flight_bytes(node) == nbytes
         sending_s = nbytes / made.settings.transfers.link_bandwidth_bytes_s
         assert seconds(2.0) == pytest.approx(idle_s + sending_s)
         assert seconds(2.0 + sending_s) == pytest.approx(idle_s), "it can have been sent"
-        tell(made, "a", "first_token", now=2.001)
-        assert seconds(2.001) == idle_s
-        tell(made, "a", "tokens", "finished", now=3.0, tokens=3)
+        tell(made, "a", "first_token", now=2.001)  # the prefill itself gives it
+        assert seconds(2.001) == pytest.approx(idle_s + sending_s - 0.001)
+        tell(made, "a", "handed_over", now=2.1)
+        assert seconds(2.1) == idle_s
+        tell(made, "a", "handed_over", "tokens", "finished", now=3.0, tokens=3)
+        assert made.transfers.in_flight_bytes(node) == 0
+
+    def test_tokens_that_were_decoded_had_its_kv(self) -> None:
+        """An older gateway does not say that it was handed over."""
+        made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE))
+        made.schedule(prompt("a"), 1.0)
+        tell(made, "a", "prefill_done", "first_token", now=2.0)
+        node = made.cluster.find_node("node-p")
+        tell(made, "a", "tokens", now=2.1)  # none yet
+        assert made.transfers.in_flight_bytes(node) > 0
+        tell(made, "a", "tokens", now=2.2, tokens=1)
         assert made.transfers.in_flight_bytes(node) == 0
 
     def test_what_it_fetches_is_on_the_way_until_it_has_come(self) -> None:
@@ -605,7 +619,7 @@ class Life(RuleBasedStateMachine):
         self.now = 0.0
         self.made = conductor(
             queue={"waiting_max": 3}, core={"decision_ttl_s": 20.0}, spread={"enabled": True},
-            racing={"enabled": True},
+            racing={"enabled": True}, disaggregation={"overlapped": True},
         )  # fmt: skip
         self.made.register(spec("i0"), 0.0)
 
@@ -691,6 +705,7 @@ class Life(RuleBasedStateMachine):
         if not len(ledger):
             assert nothing_is_promised(self.made)
             assert len(self.made.computing) == len(self.made.horizon) == len(self.made.queues) == 0
+            assert nothing_moves(self.made)
 
     def teardown(self) -> None:
         for flight in self.made.ledger:

@@ -79,7 +79,7 @@ def test_a_form_holds_wherever_the_policy_would_prefill(form: str, where: str) -
 
 def test_a_cached_prompt_is_prefilled_where_its_blocks_are() -> None:
     made = pair()
-    busy(made, 4)
+    busy(made, 2)
     made.apply(Added("both", "hbm", keys("c", 16)), 1.0)
     cached = decided(made, prompt("c", 16))
     assert (cached.prefill, cached.decode) == ("both", "both")

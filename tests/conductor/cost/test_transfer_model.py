@@ -69,21 +69,30 @@ def test_reports_are_averaged() -> None:
     assert seconds(ways, 0, 1) == pytest.approx(0.6, rel=2e-3)
 
 
+def taught(ways: TransferModel, target: int, byte_s: float, late_s: float = 0.3) -> None:
+    """Transfers of several sizes from 0, each with a delay that is not the network's."""
+    for size in range(1, 7):
+        ways.moved(0, target, size * GB, size * GB * byte_s + late_s)
+
+
 def test_transfers_that_ended_count_as_reports() -> None:
     ways = made()
-    ways.moved(0, 1, GB, 0.201)
-    assert seconds(ways, 0, 1) == pytest.approx(0.201, rel=1e-4)
-    ways.moved(0, 2, GB, 0.301, waited_s=0.1)
-    assert seconds(ways, 0, 2) == pytest.approx(0.201, rel=1e-4)
-    ways.moved(0, 3, GB // 2000, 0.0008)
-    assert seconds(ways, 0, 3) == pytest.approx(0.001 + 0.8, rel=1e-4), "half of it moved bytes"
+    ways.observe("n2", {"n3": [8e9, 0.0]})
+    taught(ways, 1, 0.2e-9)
+    assert seconds(ways, 0, 1) == pytest.approx(0.201, rel=1e-4), "the delay is not learnt"
+    assert seconds(ways, 0, 2) == pytest.approx(0.201, rel=1e-4), "nor is this link known better"
+    assert seconds(ways, 3, 2) == pytest.approx(0.125, rel=1e-4), "this one was measured"
     for source, target, nbytes in ((0, 0, GB), (-1, 0, GB), (0, -1, GB), (0, 1, 0)):
         ways.moved(source, target, nbytes, 99.0)
     assert ways.ignored == 0
-    for took_s, waited_s in ((0.0, 0.0), (-1.0, 0.0), (math.nan, 0.0), (math.inf, 0.0), (1.0, 0.6)):
-        ways.moved(0, 1, GB, took_s, waited_s)
-    assert ways.ignored == 5
+    for took_s in (0.0, -1.0, math.nan, math.inf):
+        ways.moved(0, 1, GB, took_s)
+    assert ways.ignored == 4
     assert seconds(ways, 0, 1) == pytest.approx(0.201, rel=1e-4)
+    ways.forget([0, 1])
+    assert seconds(ways, 0, 1) == pytest.approx(0.201, rel=1e-4), "as links in general"
+    ways.configure(TransferSettings(link_bandwidth_bytes_s=2e9, link_latency_s=0.0))
+    assert seconds(ways, 0, 1) == pytest.approx(0.5, rel=1e-4), "whoever sets it knows better"
 
 
 BANDWIDTHS = (0.0, -1e9, math.nan, math.inf, 1e5, 1e14)
@@ -147,6 +156,52 @@ def test_what_a_sender_has_promised_is_waited_for() -> None:
         ways.begin(nobody, GB)
         assert ways.in_flight_bytes(nobody) == 0
         ways.end(nobody, GB)
+
+
+def test_a_receiver_is_waited_for_as_well() -> None:
+    """Several senders to one receiver (incast)."""
+    ways = made()
+    ways.begin(0, 2 * GB, 0.0, target_node=3)
+    ways.begin(1, 3 * GB, 0.0, target_node=3)
+    assert ways.receiving_bytes(3) == 5 * GB
+    took = ways.seconds_from(2, DRAM, np.array([3, 1, 2]), np.full(3, GB), 0.0)
+    assert took == pytest.approx([6.001, 1.001, 0.05], rel=1e-5)
+    took = ways.seconds_from(0, DRAM, np.array([3, 1]), np.full(2, GB), 1.0)
+    assert took == pytest.approx([5.001, 2.001], rel=1e-5), "the longer wait, less what has passed"
+    ways.end(1, 3 * GB, target_node=3)
+    assert seconds(ways, 2, 3) == pytest.approx(3.001, rel=1e-5)
+    ways.end(0, 2 * GB, target_node=3)
+    assert ways.idle
+
+
+def test_a_receivers_rate_is_that_of_its_fastest_link() -> None:
+    ways = made()
+    ways.observe("n1", {"n0": [10e9, 0.0], "n2": [4e9, 0.0]})
+    ways.begin(3, 4 * GB, target_node=1)
+    assert seconds(ways, 0, 1) == pytest.approx(0.4 + 0.1, rel=1e-5)
+    ways.forget([0])
+    assert seconds(ways, 2, 1) == pytest.approx(1.0 + 0.25, rel=1e-5)
+
+
+def test_what_is_planned_comes_before_what_begins_later_and_shares_with_what_begins_now() -> None:
+    ways = made()
+    ways.plan(0, 1, 2 * GB, 4.0)
+    targets, nbytes = np.array([1, 2]), np.full(2, GB)
+
+    def later(at: float) -> list[float]:
+        return ways.later_seconds_from(0, DRAM, targets, nbytes, at).tolist()
+
+    assert later(4.0) == pytest.approx([3.001, 3.001], rel=1e-5)
+    assert later(5.0) == pytest.approx([2.001, 2.001], rel=1e-5)
+    assert later(6.0) == pytest.approx([1.001, 1.001], rel=1e-5)
+    assert ways.sender_waits_s(np.array([0, 1, 900]), 5.0).tolist() == [1.0, 0.0, 0.0]
+    # Until 6.0, a third of the time goes to the plan.
+    assert float(ways.seconds(0, DRAM, 2, GB, 0.0)) == pytest.approx(0.001 + 1.5, rel=1e-5)
+    assert float(ways.seconds(0, DRAM, 2, GB, 4.0)) == pytest.approx(0.001 + 2.0, rel=1e-5)
+    assert float(ways.seconds(2, DRAM, 3, GB, 4.0)) == pytest.approx(1.001, rel=1e-5)
+    ways.unplan(0, 1, 2 * GB)
+    assert ways.idle
+    assert later(4.0) == pytest.approx([1.001, 1.001], rel=1e-5)
 
 
 def test_a_sender_waits_at_the_rate_of_its_fastest_link() -> None:
@@ -228,6 +283,10 @@ def test_nodes_beyond_the_limit_are_served_at_the_defaults(monkeypatch: pytest.M
     ways.observe("n90", {"n0": [10e9, 0.0]})
     ways.observe("n1", {"n90": [10e9, 0.0]})
     ways.moved(90, 1, GB, 0.1)
+    ways.begin(90, GB, 0.0, target_node=1)
+    ways.plan(1, 90, GB, 0.0)
+    ways.end(90, GB, target_node=1)
+    ways.unplan(1, 90, GB)
     ways.forget([90])
     assert ways.ignored == 2
     times = ways.seconds(np.array([90, 90, 0, 3]), DRAM, np.array([1, 90, 90, 3]), GB)

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiffin.conductor.cost.transfer_model import TIERS
 from tiffin.conductor.errors import UnknownModel
 from tiffin.conductor.events.index_updates import NODE_TIERS, Added, Gone, HolderInventory
+from tiffin.conductor.pool.orders import Copy
 from tiffin.conductor.records import Decision, InstanceSpec, Load, Rejection, Request
 from tiffin.conductor.state import id_allocator as names_module
 from tiffin.conductor.state import instance_table as cluster_module
@@ -132,19 +133,14 @@ class TestNodes:
             follow(made, "n", 0.0)
         else:
             made.register(spec("i", node="other"), 0.0)
-            decision = made.schedule(prompt("r"), 0.0)
-            assert isinstance(decision, Decision)
-            flight = made.ledger.get("r")
-            assert flight is not None
-            flight.transfers = ((number, GB),)
-            made.transfers.begin(number, GB, 0.0)
+            made.bookings.ordered(Copy(7, (), b"", 0, "n", "node-other", GB, "hot"), 0.0)
         made.cluster.node_number("of nobody")
         made.names.sweep()
         assert made.cluster.find_node("n") == number
         assert made.cluster.find_node("of nobody") == -1
         if how == "in flight":
             assert made.transfers.in_flight_bytes(number) == GB
-            tell(made, "r", "finished", now=1.0)
+            made.bookings.carried_out(7, 0, 1.0)
         elif how == "instance":
             made.remove("i", 1.0)
         else:
@@ -225,14 +221,14 @@ class TestModels:
         monkeypatch.setattr(cluster_module, "IDLE_MODELS_MAX", 1)
         cluster = Cluster()
         for i in range(20):
-            one = InstanceSpec(f"i{i}", f"m{i}", *_REST)
+            one = InstanceSpec(f"i{i}", f"m{i}", *_REST, node="n")
             cluster.register(one, (0.0,) * 6, 0.0)
             if i % 2:
                 cluster.remove(f"i{i}")
             cluster.forget_models()
         for i in range(0, 20, 2):
             assert cluster.rows_for(f"m{i}", prefill=True).tolist() == [cluster.row(f"i{i}")]
-        assert cluster.names_numbered <= 11
+        assert cluster.names_numbered <= 12
 
 
 _REST = (spec("any").role, spec("any").profile)
@@ -252,10 +248,9 @@ class _Life:
 
     @property
     def live(self) -> set[str]:
-        flights = self.made.ledger
-        sending = {number for flight in flights for number, _ in flight.transfers}
-        fetched_from = {node for node in self.NODES if self.made.cluster.find_node(node) in sending}
-        return set(self.beside.values()) | self.followed | fetched_from
+        booked, find = self.made.bookings.nodes(), self.made.cluster.find_node
+        moving = {node for node in self.NODES if find(node) in booked}
+        return set(self.beside.values()) | self.followed | moving
 
     def step(self) -> None:
         dice, made = self.dice, self.made
@@ -316,5 +311,6 @@ class _Life:
             for target in self.live - {source}:
                 if not {(source, target), (target, source)} & self.ways.keys():
                     took_s = seconds(self.made, source, target)
-                    sends = self.made.transfers.in_flight_bytes(cluster.find_node(source))
-                    assert sends or took_s == pytest.approx(default_s, rel=1e-5)
+                    busy = self.made.bookings.nodes()
+                    idle = busy.isdisjoint(map(cluster.find_node, (source, target)))
+                    assert not idle or took_s == pytest.approx(default_s, rel=1e-5)
