@@ -33,7 +33,8 @@ class SimulationOptions:
     **The conductor.** `use_lengths`: whether its admission forecasts with predicted lengths of
     answers, else all take as long. `fetches`: whether instances fetch blocks from others' nodes.
 
-    **What the conductor hears** comes `late_s` late, and up to `late_jitter_s` later; loads come
+    **What the conductor hears** comes `late_s` late, and up to `late_jitter_s` later. An event of a
+    request says how old it is, as the gateway knows how long it has kept it. Loads come
     every `heartbeat_s`, and how many tokens were answered every `report_s`. Loads are those of
     `load_late_s` before, and their tokens have an error with `load_noise` as the standard deviation
     of its logarithm. `noise`: computing and

@@ -30,10 +30,11 @@ class RequestReports:
         self._clock.after(self._late_s(), lambda: say(self._clock.now_s))
 
     def event(self, job: SimRequest, kind: str, tokens: int = 0) -> None:
-        """An event of a request."""
-        event = RequestEvent(job.name, kind, tokens)
+        """An event of a request, which says how long ago it was."""
+        happened = self._clock.now_s
 
         def say(now: float) -> None:
+            event = RequestEvent(job.name, kind, tokens, age_s=now - happened)
             with contextlib.suppress(UnknownRequest):  # it has expired meanwhile
                 self._core.observe(event, now)
 
