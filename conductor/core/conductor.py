@@ -181,6 +181,7 @@ class Conductor:
             if avoided or min(flight.prefill_row, flight.decode_row) < 0:
                 self._end(flight, now, "rescheduled")
                 flight = None
+        self.ledger.advance(now)
         outcome = decide(self._parts, request, now)
         if flight is not None:
             if isinstance(outcome, RefusedRequest):
@@ -465,7 +466,7 @@ class Conductor:
         node_number = int(self.cluster.node[flight.prefill_row])
         self.computing.begin(
             request.id, flight.prefill_row, node_number, request.keys,
-            min(flight.hbm_blocks, len(request.keys)), ready_at, now,
+            min(flight.hbm_blocks, len(request.keys)), ready_at, now, flight.ready_at,
         )  # fmt: skip
         output = accepted.plan.output_tokens
         decode_s = admission.expected_decode_s(
@@ -619,6 +620,7 @@ class Conductor:
         """An event that only says what its blocks and its KV do."""
         if event.kind == "fetched":
             self.bookings.fetched(event.request_id, now)
+            self.ledger.fetched(event.request_id, now)
         elif event.kind == "prefill_began":
             self.bookings.prefill_began(event.request_id, now)
         elif event.kind == "handed_over":

@@ -121,8 +121,14 @@ class View:
         """The input of a prefill policy: candidates `rows`, their cached blocks and queue times."""
         self._refresh()
         match = self._index.match(request.keys)
-        hbm, dram, local = self._leading(match, request.model, rows)
-        question = PlacedQuestion(
+        tiers = self._leading(match, request.model, rows)
+        held = tiers[2]
+        most = int(held.argmax())
+        own_s = self._own_s(request, int(rows[most]), int(held[most]))
+        queue_s = queues.wait_s(rows, request.priority, own_s, now, request.tenant)
+        queue_s = queue_s + self._cluster.others_s.take(rows)
+        hbm, dram, local = _with_queued(tiers, rows, computing, request, now, queue_s)
+        return PlacedQuestion(
             request=request,
             now=now,
             cluster=self._cluster,
@@ -130,9 +136,11 @@ class View:
             hbm_blocks=hbm,
             dram_blocks=dram,
             local_blocks=local,
+            held_blocks=held,
             best_blocks=longest(match),
             pool_blocks=match.blocks,
-            queue_s=np.zeros(len(rows)),
+            queue_s=queue_s,
+            coming=queues.coming(rows, now),
             match=match,
             transfers=transfers,
             computing=computing,
@@ -141,11 +149,6 @@ class View:
             overlapped=overlapped(settings.disaggregation, request.prompt_tokens),
             places=self._places,
         )
-        most = int(local.argmax())
-        own_s = self._own_s(request, int(rows[most]), question, int(local[most]))
-        waits_s = queues.wait_s(rows, request.priority, own_s, now, request.tenant)
-        question.queue_s = waits_s + self._cluster.others_s.take(rows)
-        return question
 
     def device_blocks(self, match: PrefixMatch, model: str, decode: Rows) -> Rows:
         """Leading blocks that each row that decodes has in its own HBM."""
@@ -174,11 +177,13 @@ class View:
         local = match.leading(columns) if held & self._on_nvme else dram
         return hbm, dram, local
 
-    def _own_s(self, request: Request, row: int, question: PlacedQuestion, blocks: int) -> float:
+    def _own_s(self, request: Request, row: int, blocks: int) -> float:
         """Estimated prefill time on `row`, which has `blocks` of the prompt cached:
         `PolicyQuestion.prefill_s`."""
         c, n = self._cluster, request.prompt_tokens
-        p = min(blocks * question.block_tokens, n - 1)
+        spec = c.specs[row]
+        assert spec is not None
+        p = min(blocks * spec.block_tokens, n - 1)
         return c.c0.item(row) + c.c1.item(row) * (n - p) + c.c2.item(row) * (n * n - p * p)
 
     def _refresh(self) -> None:
@@ -202,6 +207,31 @@ class View:
         self._columns = columns
         self._places = Places.of(index, cluster)  # may allocate node numbers
         self._seen = (cluster.version, index.layout)
+
+
+def _with_queued(
+    tiers: tuple[Rows, Rows, Rows],
+    rows: Rows,
+    computing: Computing,
+    request: Request,
+    now: float,
+    queue_s: NDArray[np.float64],
+) -> tuple[Rows, Rows, Rows]:
+    """The leading blocks of each row, by tier, with those that its queue will have computed before
+    the request's turn."""
+
+    def turn_at(row: int) -> float:
+        at = int(rows.searchsorted(row))  # rows are sorted
+        return now + queue_s.item(at) if at < len(rows) and rows[at] == row else -np.inf
+
+    queued = computing.by_row(request.keys, now, turn_at)
+    if not queued:
+        return tiers
+    blocks = np.zeros(len(rows), np.int64)
+    for row, count in queued.items():
+        blocks[int(rows.searchsorted(row))] = count
+    hbm, dram, local = (np.maximum(blocks, tier) for tier in tiers)
+    return hbm, dram, local
 
 
 def _mask(index: PrefixIndex, tier: str) -> int:

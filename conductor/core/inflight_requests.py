@@ -16,6 +16,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from ..prefill.fairness import Waiter
+from ..prefill.queue import Pushed
 from ..records import RequestEvent
 
 if TYPE_CHECKING:
@@ -40,11 +41,11 @@ class InflightRequest:
     """One request in flight.
 
     `request` is what is served, after degradation, of what was `asked`. Rows are the cluster's; -1
-    once their instance is removed. `own_s` is the predicted prefill time
-    without queueing, `factor` the calibration factor in it, `step_s` a decode step by the profile
-    at the last token. `shares` has, by row, the tokens that
-    are reserved in the HBM of an instance: of the decode instance alone, or of all instances that
-    the context is spread over.
+    once their instance is removed. `own_s` is the predicted TTFT without the queue, `prefill_s`
+    what of it occupies the prefill instance, `ready_at` when the blocks will have come that are
+    fetched or waited for, `factor` the calibration factor in it, `step_s` a decode step by the
+    profile at the last token. `shares` has, by row, the tokens that are reserved in the HBM of an
+    instance: of the decode instance alone, or of all instances that the context is spread over.
     """
 
     request: Request
@@ -59,6 +60,7 @@ class InflightRequest:
     heavy: bool
     decided_at: float
     expires_at: float
+    ready_at: float = 0.0
     factor: float = 1.0
     grows: bool = False  # its part of the KV room is what it has, not what is predicted
     step_s: float = 0.0
@@ -119,14 +121,18 @@ class Ledger:
         they are still in flight, and the caller must end them. Returns None, with nothing reserved,
         if the queue is full."""
         request, row = flight.request, flight.prefill_row
-        waiter = Waiter(request.id, flight.prefill_s, now, request.priority, request.tenant)
-        preempted: tuple[Waiter, ...] = ()
-        if row not in self._running and self._queues.begin(row, waiter, now):
+        # A request that is held back until another one is done keeps no place meanwhile.
+        arrived_at = flight.ready_at if flight.decision.wait_for else now
+        waiter = Waiter(request.id, flight.prefill_s, arrived_at, request.priority, request.tenant)
+        pushed = Pushed(True)
+        if flight.ready_at > now:
+            pushed = self._queues.expect(row, waiter, flight.ready_at)
+        elif row not in self._running and self._queues.begin(row, waiter, now):
             self._running[row] = request.id
         else:
-            accepted, preempted = self._queues.push(row, waiter)
-            if not accepted:
-                return None
+            pushed = self._queues.push(row, waiter)
+        if not pushed.accepted:
+            return None
         self._flights[request.id] = flight
         self._cluster.promise(row, queued=1, queued_tokens=flight.prefill_tokens)
         for at, tokens in flight.shares.items():
@@ -135,8 +141,19 @@ class Ledger:
             self._present[at] += 1
         heapq.heappush(self._expiry, (flight.expires_at, request.id))
         self._go_on(row, now)
-        victims = (self._flights.get(one.request_id) for one in preempted)
+        victims = (self._flights.get(one.request_id) for one in pushed.preempted)
         return tuple(victim for victim in victims if victim is not None)
+
+    def advance(self, now: float) -> None:
+        """Queue the requests whose blocks should have come by now."""
+        for row, ready_at in self._queues.arrived(now):
+            self._go_on(row, ready_at)
+
+    def fetched(self, request_id: str, now: float) -> None:
+        """The blocks of a request have come."""
+        row = self._queues.ready(request_id)
+        if row is not None:
+            self._go_on(row, now)
 
     def prefill_done(self, flight: InflightRequest, now: float) -> bool:
         """Move a request whose prefill is done from the queue to its decode instance. Returns False
@@ -157,6 +174,7 @@ class Ledger:
     def next_prefill(self, row: int, now: float) -> str | None:
         """The request to be computed next at a row that asks because it is idle. The one before may
         still count as running: the event of its end comes later."""
+        self.advance(now)
         running = self._running.get(row)
         if running is not None and running == self._started.get(row):
             del self._running[row]

@@ -30,6 +30,7 @@ from ..prefill.disaggregation import (
     layerwise,
     place,
 )
+from ..prefill.local_cost import turn_s
 from ..records import Decision, Rejection
 from . import hand_over
 from .explain import best_of
@@ -286,7 +287,7 @@ def _alone(
     if parts.settings.spread.enabled:
         return _decoded(parts, question, choice, rows, now)
     request, cluster, settings = question.request, parts.cluster, parts.settings.decode
-    ttft_s, queue_s = choice.ttft_s.item(choice.at), question.queue_s.item(choice.at)
+    ttft_s, queue_s = choice.ttft_s.item(choice.at), turn_s(question).item(choice.at)
     length = parts.lengths.predict(request)
     output_tokens = length.tokens
     batch, context = expected_load_of(parts.horizon, cluster, row, now + ttft_s, now)
@@ -352,7 +353,7 @@ def _decoded(
         ttft_s=ttft_s + first_waits_s,
         tbt_now_s=tbt_now_s,
         tbt_then_s=tbt_s,
-        queue_s=min(float(question.queue_s[choice.at]), ttft_s),
+        queue_s=min(turn_s(question).item(choice.at), ttft_s),
         room=apart is not None or isinstance(chosen, DecodeChoice),
         room_ever=_fits_ever(parts, request, output_tokens, decode),
     )
@@ -426,7 +427,7 @@ def _flight(
         predicted_ttft_s=plan.forecast.ttft_s,
         predicted_tbt_s=plan.tbt_s,
         cached_tokens=_tokens(question, choice.cached_blocks),
-        available_tokens=_tokens(question, question.pool_blocks),
+        available_tokens=_tokens(question, max(question.pool_blocks, choice.cached_blocks)),
         fetches=choice.fetches,
         layerwise=layerwise(settings.disaggregation, request.prompt_tokens),
         wait_for=choice.wait_for,
@@ -459,7 +460,8 @@ def _flight(
         prefill_row=row,
         decode_row=plan.decode_row,
         own_s=own_s,
-        prefill_s=own_s,
+        prefill_s=max(choice.own_s, 1e-6),
+        ready_at=now + choice.ready_s if choice.ready_s else 0.0,
         prefill_tokens=max(request.prompt_tokens - decision.cached_tokens, 1),
         shares=_shares(plan, tokens),
         grows=grows,

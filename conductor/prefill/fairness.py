@@ -42,7 +42,7 @@ class Waiter:
 
 
 class Line:
-    """The queue of one tenant. Waiters must be pushed in order of arrival."""
+    """The queue of one tenant, in order of arrival."""
 
     __slots__ = ("_aging_s", "_heap", "_order", "_sequence", "_waiting")
 
@@ -63,9 +63,14 @@ class Line:
         return (waiter for _, waiter in self._waiting.values())
 
     def push(self, waiter: Waiter) -> None:
-        """Append a waiter."""
+        """Add a waiter, mostly at the end; before those that arrived later than it, if it had to
+        wait for its blocks."""
         self._sequence += 1
+        later = []
+        while self._waiting and self._newest.arrived_at > waiter.arrived_at:
+            later.append(self._waiting.popitem())
         self._waiting[waiter.request_id] = (self._sequence, waiter)
+        self._waiting.update(reversed(later))
         if self._order != "fcfs":
             size_s = waiter.seconds if self._order == "shortest-first" else -waiter.seconds
             heapq.heappush(self._heap, (size_s, self._sequence, waiter.request_id))
@@ -94,6 +99,10 @@ class Line:
         other._sequence = self._sequence
         other._waiting, other._heap = self._waiting.copy(), self._heap.copy()
         return other
+
+    @property
+    def _newest(self) -> Waiter:
+        return self._waiting[next(reversed(self._waiting))][1]
 
     def _waits(self, item: tuple[float, int, str]) -> bool:
         waiting = self._waiting.get(item[2])

@@ -7,11 +7,10 @@ remainder, so a plan has no gaps; otherwise it is free to change sources from ra
 
     bring(x)  = least seconds to load the first x blocks: per source a fixed start time (latency,
                 and the transfers it has in flight), and a time per block
-    TTFT      = min over x of  start(queue, bring(x)) + compute(x)
+    TTFT      = min over x of  max(queue, bring(x)) + compute(x)
 
-with `start` the sum, or with overlap the maximum, of the two. bring(x) does not depend on where the
-plan stops, so it is computed range by range, as a shortest path: either continue with the source of
-the range before, or start another one.
+bring(x) does not depend on where the plan stops, so it is computed range by range, as a shortest
+path: either continue with the source of the range before, or start another one.
 
 Within a range, bring(x) is linear for one source, and compute(x) is concave: a token costs more,
 the later it is. The sum is concave too, with its minimum at an end. The maximum has one corner,
@@ -30,8 +29,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from .local_cost import start_s
 
 if TYPE_CHECKING:
     from .local_cost import Compute
@@ -74,17 +71,15 @@ class Plans:
         fixed_s: Floats,
         queue_s: Floats,
         compute: Compute,
-        *,
-        overlap: bool,
     ) -> None:
         self._stretches, self._fixed_s = stretches, fixed_s
         self._before = [(np.full_like(fixed_s, NEVER_S), np.zeros(len(queue_s)))]
         starts, prefills, cuts = [], [], []
         for stretch in stretches:
             enter_s = self._enter_s(stretch)
-            blocks = _stops(stretch, enter_s, queue_s, overlap=overlap)
+            blocks = _stops(stretch, enter_s, queue_s)
             bring_s = enter_s + stretch.block_s * blocks
-            starts.append(start_s(queue_s, bring_s, overlap=overlap))
+            starts.append(np.maximum(queue_s, bring_s))
             cuts.append(stretch.start + blocks)
             prefills.append(compute.seconds(cuts[-1]))
         self._choose(starts, prefills, cuts)
@@ -144,13 +139,9 @@ class Plans:
         return int(via_s[:, candidate].argmin()) if index else -1
 
 
-def _stops(stretch: SourceRange, enter_s: Floats, queue_s: Floats, *, overlap: bool) -> Floats:
+def _stops(stretch: SourceRange, enter_s: Floats, queue_s: Floats) -> Floats:
     """The block counts within a range that are tried as stops, [stops, sources, candidates]."""
     size = float(stretch.stop - stretch.start)
-    if not overlap:
-        stops = np.zeros((2, *enter_s.shape))
-        stops[1] = size
-        return stops
     stops = np.empty((3, *enter_s.shape))
     free = np.floor((queue_s - enter_s) / np.maximum(stretch.block_s, _TINY_S))
     np.clip(free, 0.0, size, out=stops[0])

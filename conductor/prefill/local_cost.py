@@ -62,6 +62,13 @@ class Own:
     load_s: Floats
     compute_s: Floats
 
+    def fetched_from(self, question: PolicyQuestion) -> Blocks:
+        """The first block of a remote fetch, [candidates]: an engine begins when the request
+        arrives, and fetches what it does not hold then, also what queued prompts will compute."""
+        if question.held_blocks is question.local_blocks:
+            return self.blocks
+        return np.minimum(self.blocks, question.held_blocks)
+
 
 def tier_block_s(question: PolicyQuestion) -> tuple[Floats, Floats]:
     """Seconds to read one block from the candidate's own node's DRAM, and from its NVMe,
@@ -98,8 +105,15 @@ def _better(one: Own, other: Own) -> Own:
     )
 
 
-def start_s(queue_s: Floats, bring_s: Floats, *, overlap: bool) -> Floats:
-    """Seconds until the prefill starts: after the queue and after its blocks are loaded; with
-    `overlap` both run at the same time."""
-    started: Floats = np.maximum(queue_s, bring_s) if overlap else queue_s + bring_s
-    return started
+def turn_s(question: PolicyQuestion, ready_s: Floats | float = 0.0) -> Floats:
+    """Seconds until the turn of a request whose blocks will have come in `ready_s`, [candidates]:
+    they come while it queues. Prompts that are queued there before it and whose blocks come earlier
+    than its turn go first; those whose blocks come later do not."""
+    begins_s: Floats = np.maximum(question.queue_s, ready_s)
+    coming = question.coming
+    if coming is None:
+        return begins_s
+    after_s = np.maximum(question.queue_s, coming.ready_s) + coming.seconds
+    behind = coming.ready_s <= begins_s
+    turns_s: Floats = np.where(behind, np.maximum(after_s, ready_s), begins_s)
+    return turns_s

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..state.instance_table import Cluster
     from ..state.prefix_index import PrefixMatch
     from .policies.policy_settings import PolicySettings
+    from .wait_estimate import Coming
 
     Floats = NDArray[np.float64]
     Blocks = NDArray[np.int64]
@@ -37,9 +38,11 @@ class PolicyQuestion:
 
     `rows` [candidates] are rows of `cluster`. The other arrays have one number per candidate:
     leading blocks of the prompt that the instance has in HBM, that it and its node have in HBM or
-    DRAM, and in HBM, DRAM or NVMe. `best_blocks` is the longest leading part that any one holder
+    DRAM, and in HBM, DRAM or NVMe. These are blocks that it will have at this request's turn:
+    those that prompts queued there are going to compute count as in HBM. `held_blocks` are those
+    that it and its node have now. `best_blocks` is the longest leading part that any one holder
     has, `pool_blocks` the longest that all holders have together. `queue_s` is each candidate's
-    queueing time.
+    queueing time, without the prompts in `coming`, whose blocks still come.
     """
 
     request: Request
@@ -49,9 +52,11 @@ class PolicyQuestion:
     hbm_blocks: Blocks
     dram_blocks: Blocks
     local_blocks: Blocks
+    held_blocks: Blocks
     best_blocks: int
     pool_blocks: int
     queue_s: Floats
+    coming: Coming | None
     match: PrefixMatch
     transfers: TransferModel
     computing: Computing
@@ -71,14 +76,17 @@ class PolicyQuestion:
 class Choice:
     """The answer of a policy. `at` is the index of the chosen candidate in `PolicyQuestion.rows`.
     `cost` [candidates], lowest best; `terms`: its parts, each [candidates]. `ttft_s` [candidates]
-    is the predicted TTFT. The chosen candidate uses `cached_blocks`, after `fetches`."""
+    is the predicted TTFT. The chosen candidate uses `cached_blocks`, after `fetches`: they have
+    come in `ready_s`, and the prompt occupies the instance for `own_s`."""
 
     at: int
     cost: Floats
     ttft_s: Floats
     cached_blocks: int
+    own_s: float
     terms: dict[str, Floats] = field(default_factory=dict)
     fetches: tuple[Fetch, ...] = ()
+    ready_s: float = 0.0
     wait_for: str = ""
 
 

@@ -3,16 +3,19 @@ Algorithm 1's second branch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..records import Fetch
 from .block_sources import places_of
-from .local_cost import start_s
+from .local_cost import turn_s
+from .policy_registry import Choice
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from .block_sources import Places
     from .local_cost import Compute, Own
     from .policy_registry import Blocks, Floats, PolicyQuestion
@@ -160,21 +163,45 @@ def _first_to_send(
 @dataclass(slots=True)
 class Extended:
     """The best plan of each candidate with its own blocks and those of the longest prefix, all
-    [candidates]: it uses `blocks`, fetches those beyond its own in `transfer_s`, and computes the
-    rest in `compute_s`. `whole_s` is the transfer time also where a fetch does not pay."""
+    [candidates]: where it `fetches`, blocks from `start_blocks` on come in `transfer_s` while the
+    prompt queues. It uses `blocks`, has its turn in `turn_s`, and then occupies the instance for
+    `own_s`: loading (`load_s`) and computing. `whole_s` is the transfer time also where a fetch
+    does not pay."""
 
+    question: PolicyQuestion
     blocks: Blocks
     transfer_s: Floats
-    compute_s: Floats
-    ttft_s: Floats
+    turn_s: Floats
+    load_s: Floats
+    own_s: Floats
+    fetches: NDArray[np.bool_]
+    start_blocks: Blocks
     source: Longest | None
     whole_s: Floats
 
-    def fetches(self, at: int, own_blocks: int) -> tuple[Fetch, ...]:
+    @property
+    def ttft_s(self) -> Floats:
+        """The predicted TTFT, [candidates]."""
+        return self.turn_s + self.own_s
+
+    def choice(self, at: int, cost: Floats) -> Choice:
+        """The answer that this candidate is chosen, by its `cost`."""
+        terms = {
+            "queue_s": self.question.queue_s,
+            "transfer_s": self.transfer_s,
+            "start_s": self.turn_s,
+            "load_s": self.load_s,
+            "prefill_s": self.own_s - self.load_s,
+        }
+        own_s, ready_s = self.own_s.item(at), self.transfer_s.item(at)
+        blocks, orders = self.blocks.item(at), self.orders(at)
+        return Choice(at, cost, self.ttft_s, blocks, own_s, terms, orders, ready_s)
+
+    def orders(self, at: int) -> tuple[Fetch, ...]:
         """The fetches of one candidate."""
-        if self.source is None or self.blocks[at] <= own_blocks:
+        if self.source is None or not self.fetches[at]:
             return ()
-        return self.source.fetches(at, own_blocks)
+        return self.source.fetches(at, int(self.start_blocks[at]))
 
 
 def extend(
@@ -183,19 +210,28 @@ def extend(
     compute: Compute,
     *,
     threshold: float = 1.0,
-    overlap: bool = False,
     to_win: bool = False,
 ) -> Extended:
     """Per candidate the better of its own prefix and a fetch of the longest one, which must be
     longer by a factor of `threshold`. With `to_win`, fetches are considered only if one could give
     a lower TTFT than the best candidate has without."""
-    ttft_s = start_s(question.queue_s, mine.load_s, overlap=overlap) + mine.compute_s
-    none = np.zeros(len(ttft_s))
+    zero_s, never = np.zeros(len(mine.blocks)), np.zeros(len(mine.blocks), np.bool_)
+    alone = Extended(
+        question=question,
+        blocks=mine.blocks,
+        transfer_s=zero_s,
+        turn_s=turn_s(question),
+        load_s=mine.load_s,
+        own_s=mine.load_s + mine.compute_s,
+        fetches=never,
+        start_blocks=mine.blocks,
+        source=None,
+        whole_s=zero_s,
+    )
     # No holder has more than each candidate uses already: most prompts of a hot prefix end here.
-    alone = Extended(mine.blocks, none, mine.compute_s, ttft_s, None, none)
     if question.pool_blocks <= mine.blocks[mine.blocks.argmin()]:
         return alone
-    compute_s = compute.seconds(question.pool_blocks)
+    compute_s, ttft_s = compute.seconds(question.pool_blocks), alone.ttft_s
     if to_win:
         # The lower bound: all cached blocks available at once, with no transfer time.
         at_best = question.queue_s + compute_s
@@ -206,20 +242,24 @@ def extend(
         return alone
     if source.blocks != question.pool_blocks:
         compute_s = compute.seconds(source.blocks)
-    transfer_s = source.transfer_s(mine.blocks)
-    bring_s = mine.load_s + transfer_s
-    fetched_s = start_s(question.queue_s, bring_s, overlap=overlap) + compute_s
-    pays = (source.blocks > mine.blocks) & (fetched_s < ttft_s)
+    start_blocks = mine.fetched_from(question)
+    transfer_s = source.transfer_s(start_blocks)
+    then_s, own_then_s = turn_s(question, transfer_s), mine.load_s + compute_s
+    pays = (source.blocks > mine.blocks) & (then_s + own_then_s < ttft_s)
     if threshold > 1.0:  # multiplied, not divided, so that an own prefix of 0 is no special case
         pays &= source.blocks >= threshold * mine.blocks
     pays &= question.cluster.fetches.take(question.rows)
     if not pays.any():
-        return Extended(mine.blocks, none, mine.compute_s, ttft_s, source, transfer_s)
+        return replace(alone, source=source, whole_s=transfer_s)
     return Extended(
-        np.where(pays, source.blocks, mine.blocks),
-        np.where(pays, transfer_s, none),
-        np.where(pays, compute_s, mine.compute_s),
-        np.where(pays, fetched_s, ttft_s),
-        source,
-        transfer_s,
+        question=question,
+        blocks=np.where(pays, source.blocks, mine.blocks),
+        transfer_s=np.where(pays, transfer_s, zero_s),
+        turn_s=np.where(pays, then_s, alone.turn_s),
+        load_s=mine.load_s,
+        own_s=np.where(pays, own_then_s, alone.own_s),
+        fetches=pays,
+        start_blocks=start_blocks,
+        source=source,
+        whole_s=transfer_s,
     )

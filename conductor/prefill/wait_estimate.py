@@ -16,12 +16,18 @@ and, if c has a reserved share r itself, not more than (same + own seconds) / r.
 
 The estimate assumes that no other request arrives. Later arrivals of a higher class make it too
 low; aging and cancelled requests make it wrong either way.
+
+A queue holds GPU seconds, so a request whose blocks still come (they are fetched, or computed by
+another one) is not in it: an instance computes others meanwhile. vLLM's scheduler skips a request
+that waits for remote KV, and the request keeps its place. Likewise here: it is `coming`, and takes
+the place of its arrival once its blocks are due (`arrived`).
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -39,10 +45,19 @@ if TYPE_CHECKING:
     Rows = NDArray[np.int64]
 
 _ROWS_MIN = 64
+_TINY_S = 1e-9
 
 # Size classes of prefill seconds, in powers of two: below 2 ms, ... , 32 s and more.
 _SIZES = 16
 _SIZE_MIN_S = 1 / 1024
+
+
+class Coming(NamedTuple):
+    """The requests whose blocks still come, taken as one for each candidate: GPU seconds, and when
+    it is ready, as seconds from now, on average. Both [candidates]."""
+
+    seconds: Floats
+    ready_s: Floats
 
 
 class Queues:
@@ -54,28 +69,34 @@ class Queues:
     _sized: Rows  # [classes, sizes, rows]: waiters of each size class, and their seconds
     _size_s: Floats
     _tenants: Rows  # [classes, rows]: tenants that have waiters
+    _coming_s: Floats  # [rows]: seconds of those whose blocks still come
+    _coming_at: Floats  # [rows]: the sum of seconds · when they are ready
 
     def __init__(self, settings: QueueSettings | None = None) -> None:
         self._settings = settings or QueueSettings()
         self._queues: dict[int, PrefillQueue] = {}
         self._row_of: dict[str, int] = {}
+        self._coming: dict[str, tuple[int, float, Waiter]] = {}  # row, and when it is ready
+        self._ready_at: list[tuple[float, str]] = []  # a heap, with stale entries
         self._rows = 0
         self._reset(_ROWS_MIN)
 
     def __len__(self) -> int:
-        return len(self._row_of)
+        return len(self._row_of) + len(self._coming)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._row_of
+        return request_id in self._row_of or request_id in self._coming
 
     def configure(self, settings: QueueSettings) -> None:
         """Change the settings. All waiters stay, in order of arrival; a waiter whose class no
         longer exists moves to the lowest one. The seconds that tenants and classes have earned are
         reset to 0."""
         before, running_until = self._queues, self._running_until
+        coming_s, coming_at = self._coming_s, self._coming_at
         self._settings, self._queues = settings, {}
         self._reset(self._rows)
         self._running_until = running_until
+        self._coming_s, self._coming_at = coming_s, coming_at
         for row, queue in before.items():
             for waiter in queue:
                 self._queue(row).adopt(waiter)
@@ -87,7 +108,7 @@ class Queues:
         Raises InvalidRequest for an unknown class and an impossible estimate, Conflict for an id
         that waits already, there or elsewhere.
         """
-        if waiter.request_id in self._row_of:
+        if waiter.request_id in self:
             raise Conflict(f"request {waiter.request_id!r} waits already")
         pushed = self._queue(row).push(waiter)
         for victim in pushed.preempted:
@@ -102,12 +123,56 @@ class Queues:
         `push`."""
         if self._queues.get(row):
             return False
-        if waiter.request_id in self._row_of:
+        if waiter.request_id in self:
             raise Conflict(f"request {waiter.request_id!r} waits already")
         self._blank.check(waiter)
         self._grow(row)
         self._running_until[row] = max(self._running_until.item(row), now) + waiter.seconds
         return True
+
+    def expect(self, row: int, waiter: Waiter, ready_at: float) -> Pushed:
+        """Announce a waiter whose blocks will have come at `ready_at`. It needs a place as one that
+        is pushed does, and takes it then (`arrived`). Raises as `push`."""
+        pushed = self.push(row, waiter)
+        if pushed.accepted:
+            self._queues[row].remove(waiter.request_id)
+            self._uncount(row, waiter)
+            self._coming[waiter.request_id] = (row, ready_at, waiter)
+            self._count_coming(row, waiter, ready_at, 1)
+            heapq.heappush(self._ready_at, (ready_at, waiter.request_id))
+        return pushed
+
+    def arrived(self, now: float) -> list[tuple[int, float]]:
+        """Put the waiters whose blocks are due into their queues. Returns the row of each, and when
+        it was due."""
+        found: list[tuple[int, float]] = []
+        while self._ready_at and self._ready_at[0][0] <= now:
+            ready_at, request_id = heapq.heappop(self._ready_at)
+            coming = self._coming.get(request_id)
+            if coming is not None and coming[1] == ready_at:
+                found.append((coming[0], ready_at))
+                self.ready(request_id)
+        return found
+
+    def ready(self, request_id: str) -> int | None:
+        """The blocks of a waiter have come: put it into its queue, also if that is full. Returns
+        its row; None if it was not coming."""
+        found = self._left(request_id)
+        if found is None:
+            return None
+        row, waiter = found
+        self._queue(row).adopt(waiter)
+        self._count(row, waiter, 1)
+        return row
+
+    def coming(self, rows: Rows, now: float) -> Coming | None:
+        """The waiters at each of the rows whose blocks still come; None if there are none."""
+        if not self._coming:
+            return None
+        self._grow(int(rows.max(initial=0)))
+        seconds = self._coming_s.take(rows)
+        ready_s = self._coming_at.take(rows) / np.maximum(seconds, _TINY_S) - now
+        return Coming(seconds, ready_s)
 
     def preempt(
         self, row: int, priority: str, *, places: int = 0, seconds: float = 0.0
@@ -139,7 +204,7 @@ class Queues:
         anywhere."""
         row = self._row_of.get(request_id)
         if row is None:
-            return None
+            return self._left(request_id)
         waiter = self._queues[row].remove(request_id)
         assert waiter is not None
         self._uncount(row, waiter)
@@ -149,6 +214,7 @@ class Queues:
         """Drop the queue of a removed instance. Returns its waiters, in order of arrival, to be
         sent elsewhere."""
         left = list(self._queues.get(row, ()))
+        left += [waiter for at, _, waiter in self._coming.values() if at == row]
         for waiter in left:
             self.remove(waiter.request_id)
         self._queues.pop(row, None)
@@ -161,12 +227,13 @@ class Queues:
         return self._queues.get(row)
 
     def __iter__(self) -> Iterator[Waiter]:
-        """All waiters of all queues."""
+        """All waiters of all queues, and those whose blocks still come."""
         for queue in list(self._queues.values()):
             yield from queue
+        yield from [waiter for _, _, waiter in self._coming.values()]
 
     def waiting(self, rows: Rows) -> Rows:
-        """The number of waiters at each of the rows."""
+        """The number of waiters at each of the rows whose blocks are there."""
         self._grow(int(rows.max(initial=0)))
         waiting: Rows = self._waiting.take(rows, axis=1).sum(axis=0)
         return waiting
@@ -247,6 +314,24 @@ class Queues:
         if not self._sized[number, size, row]:
             self._size_s[number, size, row] = 0.0
 
+    def _left(self, request_id: str) -> tuple[int, Waiter] | None:
+        """Take out a waiter whose blocks were coming."""
+        coming = self._coming.pop(request_id, None)
+        if coming is None:
+            return None
+        row, ready_at, waiter = coming
+        self._count_coming(row, waiter, ready_at, -1)
+        if len(self._ready_at) > 2 * len(self._coming) + 16:  # most entries are stale
+            self._ready_at = [(at, name) for name, (_, at, _) in self._coming.items()]
+            heapq.heapify(self._ready_at)
+        return row, waiter
+
+    def _count_coming(self, row: int, waiter: Waiter, ready_at: float, sign: int) -> None:
+        self._coming_s[row] += sign * waiter.seconds
+        self._coming_at[row] += sign * waiter.seconds * ready_at
+        if self._coming_s[row] < _TINY_S:  # rounding
+            self._coming_s[row] = self._coming_at[row] = 0.0
+
     def _count_tenant(self, row: int, waiter: Waiter, number: int, sign: int) -> None:
         key = (number, waiter.tenant)
         counts, seconds = (
@@ -277,6 +362,8 @@ class Queues:
         self._sized = np.zeros((classes, _SIZES, rows), np.int64)
         self._size_s = np.zeros((classes, _SIZES, rows))
         self._tenants = np.zeros((classes, rows), np.int64)
+        self._coming_s = np.zeros(rows)
+        self._coming_at = np.zeros(rows)
         # Only rows where a tenant has waiters: there can be many tenants, each at few instances.
         self._tenant_s: dict[tuple[int, str], dict[int, float]] = {}
         self._tenant_counts: dict[tuple[int, str], dict[int, int]] = {}
@@ -285,7 +372,8 @@ class Queues:
         if row < self._rows:
             return
         more = max(self._rows, row + 1 - self._rows)
-        for name in ("_waiting", "_class_s", "_sized", "_size_s", "_tenants"):
+        columns = ("_waiting", "_class_s", "_sized", "_size_s", "_tenants")
+        for name in (*columns, "_coming_s", "_coming_at"):
             column = getattr(self, name)
             empty = np.zeros((*column.shape[:-1], more), column.dtype)
             setattr(self, name, np.concatenate((column, empty), axis=-1))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 # Owners kept per block: requests that compute it at the same time. Requests beyond the limit are
 # not found through that block, which costs nothing as long as one of the owners succeeds. The limit
@@ -50,6 +50,7 @@ class _Work:
     row: int
     node: int
     keys: tuple[bytes, ...]  # the blocks that it computes
+    queued_at: float
     ready_at: float
     believed_until: float
 
@@ -78,9 +79,11 @@ class Computing:
         start_block: int,
         ready_at: float,
         now: float,
+        queued_at: float = 0.0,
     ) -> None:
         """Track a prefill: `request_id` will compute `keys[start_block:]` on the instance of `row`,
-        whose node has the number `node`. Replaces the request's earlier entry. Raises
+        whose node has the number `node`. It is queued there at `queued_at`, once the blocks that it
+        fetches have come. Replaces the request's earlier entry. Raises
         InvalidRequest for a start beyond the keys."""
         if not 0 <= start_block <= len(keys):
             raise InvalidRequest(
@@ -92,7 +95,7 @@ class Computing:
         if not computed or len(self._owners) + len(computed) > KEYS_MAX:
             return
         late_s = max(LATE_S_MIN, ready_at - now)
-        work = _Work(request_id, row, node, computed, ready_at, ready_at + late_s)
+        work = _Work(request_id, row, node, computed, queued_at, ready_at, ready_at + late_s)
         self._works[request_id] = work
         alone = (work,)  # one tuple shared by all keys, so that most entries need none of their own
         for key in computed:
@@ -127,6 +130,26 @@ class Computing:
                 first = min(believed, key=lambda work: work.ready_at)
                 return Computed(first.request_id, first.row, index + 1, max(first.ready_at, now))
         return None
+
+    def by_row(
+        self, keys: Sequence[bytes], now: float, turn_at: Callable[[int], float]
+    ) -> dict[int, int]:
+        """The leading blocks of this prompt that each row will have computed by the prompt's turn
+        there, at `turn_at(row)`; rows without any are left out. A prefill counts if it is in the
+        queue by then, and so before this prompt."""
+        owners, found = self._owners, dict[int, int]()
+        if not owners or owners.keys().isdisjoint(keys):
+            return found
+        seen: tuple[_Work, ...] = ()
+        for index in range(len(keys) - 1, -1, -1):
+            works = owners.get(keys[index], ())
+            if works is seen:  # neighbouring blocks mostly have the same owners
+                continue
+            for work in works:
+                if now <= work.believed_until and work.queued_at <= turn_at(work.row):
+                    found.setdefault(work.row, index + 1)
+            seen = works
+        return found
 
     def expire(self, now: float) -> list[str]:
         """Drop prefills that are too late; returns the requests' ids."""

@@ -34,8 +34,8 @@ QUEUED, RIVALS = (0, 1), (0, 1, 3)
 
 
 NOTES = (
-    "kvcache_centric is wrong only behind a queue: as in Mooncake's Algorithm 1, it adds the time "
-    "in the queue and that of the transfer, which overlap here. joint knows that they do.",
+    "Behind a queue blocks come while the prompt waits: kvcache_centric, in this unlike Mooncake's "
+    "Algorithm 1, takes the longer of the two times. joint may fetch a part only.",
     "Rivals fetch as much as the prompt itself: the conductor takes a card for a queue and the "
     "network shares it, which is the same for equal sizes.",
 )

@@ -61,9 +61,8 @@ DOCUMENT_REQUESTS, DOCUMENT_RATE = 3_000, 2.0
 # Mooncake's objectives for its real workload (table 2 and section 5 of the FAST '25 paper).
 TTFT_S, TBT_S = 30.0, 0.1
 
-_COMPUTING = """`joint` counts blocks that are being computed and waits for them, which the others
-do not: without that it loses its lead over `kvcache_centric` on the trace itself (4.28 s and 3.87
-at 1.8 times the rate)."""
+_COMPUTING = """All but `algorithm_1` count blocks that prompts queued on an instance will have
+computed by a prompt's turn. Besides, `joint` waits for blocks that other instances compute."""
 _SPREAD = """At 1.8 times the rate some of the traces are beyond what 8 instances can prefill: then
 seeds differ by more than policies, and intervals are wide."""
 _HANDED_OVER = """What is handed over to the instances that decode fills the cards. The conductor

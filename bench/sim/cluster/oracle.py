@@ -28,8 +28,6 @@ from tiffin.conductor.records import Decision, Fetch
 from ..instances.prefill_work import prefill_work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tiffin.conductor.records import Request
 
     from ..instances.prefill_instance import PrefillInstance
@@ -89,10 +87,7 @@ class Oracle:
         """All ways to prefill on one instance."""
         instance, network = self._state.prefills[name], self._state.network
         tokens, queue_s = request.prompt_tokens, self._queue_s(instance, now)
-        before = [job.keys for job, _ in instance.waiting]
-        if instance.computing is not None:
-            before.append(instance.computing.keys)
-        own = max([have[name], *(_common(request.keys, keys) for keys in before)])
+        own = instance.will_have(request.keys)
         sending = network.sending(name)
         found = [self._way(queue_s, tokens, sending, name, own)]
         for source, blocks in have.items():
@@ -124,13 +119,14 @@ class Oracle:
         return Way(cost_s, ttft_s, sending, name, blocks, source, start, transfer_s)
 
     def _queue_s(self, instance: PrefillInstance, now: float) -> float:
-        """Until all that waits there has been computed."""
+        """Until all that waits there, and can be computed by then, has been."""
         ends_s = max(instance.free_at_s - now, 0.0)
         for job, fetching in instance.waiting:
             assert job.decision is not None
             if fetching:
                 source = job.decision.fetches[0].source
-                ends_s = max(ends_s, self._state.network.left_s(source, instance.name))
+                if self._state.network.left_s(source, instance.name) > ends_s:
+                    continue  # it is skipped until its blocks have come
             planned = -(-job.decision.cached_tokens // self._block_tokens)
             blocks = max(planned, instance.cache.match(job.keys))
             ends_s += self._prefill_s(job.trace.prompt_tokens, blocks)
@@ -155,15 +151,3 @@ class Oracle:
             (d0 + d1 * (batch[name] + 1) + d2 * (context[name] + prompt_tokens), name)
             for name in self._state.decodes
         ]
-
-
-def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """How many leading blocks two prompts share. A block's key stands for all before it."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -1,4 +1,8 @@
-"""An instance that prefills: one prompt after the other, each when its blocks are there."""
+"""An instance that prefills: one prompt after the other, each when its blocks are there.
+
+A prompt whose blocks still come keeps its place, and those behind it are computed meanwhile, as
+vLLM's scheduler skips requests that wait for remote KV (`WAITING_FOR_REMOTE_KVS`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from ..nodes.node_cache import TIERS
 from .prefill_work import PrefillWork, prefill_work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from tiffin.conductor.cost.latency_profiles import Profile
 
@@ -56,8 +60,8 @@ class PrefillInstance:
     """`name` is that of its node, too, whose tiers are `cache`.
 
     `began` is called with each job when it is computed, and the seconds that this takes; `done`
-    when its first token is there. `choose`: which of the waiting jobs is next, by name; without it
-    they are computed in order of arrival.
+    when its first token is there. `choose`: which of the waiting jobs is next, by name, which is
+    waited for if blocks of it still come; without it they are computed in order of arrival.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class PrefillInstance:
         self._parts, self._clock = parts, parts.clock
         self._began, self._done, self._choose = began, done, choose
         self._queue: dict[str, SimRequest] = {}
-        self._next: SimRequest | None = None  # taken from the queue, waits for its blocks
+        self._next: SimRequest | None = None  # chosen, waits for its blocks
         self._fetching: dict[str, int] = {}  # by job: blocks from its start that will have come
         self._computing: SimRequest | None = None
         self.busy_s = 0.0
@@ -105,6 +109,11 @@ class PrefillInstance:
         """Their tokens, less those that the conductor took for cached."""
         return sum(job.trace.prompt_tokens - job.expected_cached_tokens for job in self.jobs)
 
+    def will_have(self, keys: Sequence[bytes]) -> int:
+        """How many leading blocks of a prompt are here, or will be when the prompts that wait or
+        are computed have been."""
+        return max([self.cache.match(keys), *(common_blocks(keys, job.keys) for job in self.jobs)])
+
     def enqueue(self, job: SimRequest, fetching: bool) -> None:
         """A prompt arrives. `fetching`: `fetched` will be called."""
         self._queue[job.name] = job
@@ -133,8 +142,8 @@ class PrefillInstance:
             return None
         name = self._choose(self) if self._choose is not None else None
         if name is None or name not in self._queue:
-            name = next(iter(self._queue))
-        return self._queue.pop(name)
+            name = next((one for one in self._queue if one not in self._fetching), None)
+        return None if name is None else self._queue.pop(name)
 
     def _compute(self, job: SimRequest) -> None:
         parts = self._parts
@@ -177,3 +186,15 @@ class PrefillInstance:
     def _free(self) -> None:
         self._computing = None
         self._go_on()
+
+
+def common_blocks(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """How many leading blocks two prompts share. A block's key stands for all before it."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

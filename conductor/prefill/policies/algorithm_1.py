@@ -12,8 +12,8 @@ It is there to compare with; `kvcache_centric` is the same algorithm with what a
 besides. To the letter means:
 
 - A transfer is made whenever the ratio says so, also if computing would be faster.
-- `prefix_len` are all blocks that the instance and its node have, in any tier; loading them takes
-  no time.
+- `prefix_len` are all blocks that the instance and its node have now, in any tier; loading them
+  takes no time. Blocks that are being computed do not count.
 - The best match is the longest prefix alone, whatever its place is sending: of equal ones the
   first. So a hot prefix is fetched from one place.
 
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..block_sources import places_of
-from ..local_cost import Compute
+from ..local_cost import Compute, turn_s
 from ..policy_registry import Choice, register
 from ..remote_fetch import Longest
 
@@ -46,7 +46,7 @@ class Algorithm1:
     def choose(self, question: PolicyQuestion) -> Choice:
         """The cost is the predicted TTFT in seconds."""
         threshold = question.settings.algorithm_1.balancing_threshold
-        prefix, best = question.local_blocks, _best_match(question)
+        prefix, best = question.held_blocks, _best_match(question)
         blocks, transfer_s = prefix, np.zeros(len(prefix))
         if best is not None:
             fetches = best.blocks >= threshold * prefix  # also for a prefix of 0
@@ -54,13 +54,15 @@ class Algorithm1:
             blocks = np.where(fetches, np.maximum(best.blocks, prefix), prefix)
             transfer_s = np.where(fetches, best.transfer_s(prefix), 0.0)
         prefill_s = Compute(question).seconds(blocks)
-        ttft_s = transfer_s + question.queue_s + prefill_s
+        queue_s = turn_s(question)
+        ttft_s = transfer_s + queue_s + prefill_s
         at = int(ttft_s.argmin())
-        terms = {"queue_s": question.queue_s, "transfer_s": transfer_s, "prefill_s": prefill_s}
+        terms = {"queue_s": queue_s, "transfer_s": transfer_s, "prefill_s": prefill_s}
         fetched: tuple[Fetch, ...] = ()
         if best is not None and blocks[at] > prefix[at]:
             fetched = best.fetches(at, int(prefix[at]))
-        return Choice(at, ttft_s, ttft_s, int(blocks[at]), terms, fetched)
+        own_s, ready_s = float(prefill_s[at]), float(transfer_s[at])
+        return Choice(at, ttft_s, ttft_s, int(blocks[at]), own_s, terms, fetched, ready_s)
 
 
 def _best_match(question: PolicyQuestion) -> Longest | None:

@@ -7,8 +7,7 @@ Algorithm 1 has one source, the longest prefix, and adds its transfer to the que
   takes c1 (b - a) + c2 (b² - a²) seconds;
 - a source's transfers in flight add to its cost, so many requests for one prefix use many sources;
 - blocks are fetched while the request waits in the queue;
-- a request can wait for blocks that another request is computing right now, on the same instance
-  or, with a transfer, on another one.
+- a request can wait for blocks that another instance is computing right now, and fetch them then.
 
 To evaluate all of it for a thousand instances would take milliseconds. So the search goes in
 rounds, and ends as soon as no instance can be better than the best so far:
@@ -25,23 +24,22 @@ round left out may be too high.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...cost.transfer_model import TIERS
 from ...records import Fetch
+from ..awaited_blocks import awaited
 from ..block_sources import places_of
 from ..fetch_plan import NEVER_S, Plans
 from ..handover_wait import handover_waits_s
-from ..local_cost import Compute, own, start_s
+from ..local_cost import Compute, own, turn_s
 from ..policy_registry import Choice, quickest, register
 from ..remote_fetch import extend
 from ..source_ranges import chosen_places, lanes, stretches
 
 if TYPE_CHECKING:
-    from ...state.inflight_prefills import Computed
     from ..block_sources import Places
     from ..local_cost import Own
     from ..policy_registry import Blocks, Floats, PolicyQuestion
@@ -79,11 +77,16 @@ class _Search:
     and `round` [candidates] is the round that found it."""
 
     def __init__(self, question: PolicyQuestion) -> None:
+        # Prompts whose blocks still come are taken for queued, or for later than this one, once for
+        # all plans.
+        question = replace(question, queue_s=turn_s(question), coming=None)
         self.question, self.settings = question, question.settings.joint
         self.compute = Compute(question)
         self.mine: Own = own(question, self.compute)
         self.places: Places = places_of(question)
-        self.computed: Computed | None = self._being_computed()
+        wait_max_s = self.settings.wait_max_s
+        wait = self.settings.wait
+        self.awaited = awaited(question, self.mine, self.compute, wait_max_s) if wait else None
         self.extended: Extended | None = None
         self.refined: _Refined | None = None
         self.start_s = self._start_s(self.mine.load_s)
@@ -92,7 +95,7 @@ class _Search:
         self._search()
 
     def _search(self) -> None:
-        known = max(self.question.pool_blocks, self.computed.blocks if self.computed else 0)
+        known = max(self.question.pool_blocks, self.awaited.computed.blocks if self.awaited else 0)
         lacking = known - self.question.hbm_blocks
         if int(lacking.max()) <= 0:
             return
@@ -107,7 +110,7 @@ class _Search:
         """The lower bound of each candidate's TTFT: all known blocks arrive at the speed of the
         fastest tier, or as many of them as the queueing time allows."""
         question = self.question
-        if self.computed is not None:  # the blocks may need no transfer at all
+        if self.awaited is not None:  # the blocks may need no transfer at all
             return question.queue_s + self.compute.seconds(known)
         ways = question.transfers.settings
         fastest = max(
@@ -115,8 +118,7 @@ class _Search:
         )
         block_s = np.maximum(question.cluster.block_bytes[question.rows], 1) / fastest
         all_s = self._start_s(lacking * block_s) + self.compute.seconds(known)
-        free = question.queue_s / block_s if self.settings.overlap else 0.0
-        some = np.minimum(question.hbm_blocks + free, float(known))
+        some = np.minimum(question.hbm_blocks + question.queue_s / block_s, float(known))
         floor_s: Floats = np.minimum(all_s, question.queue_s + self.compute.seconds(some))
         return floor_s
 
@@ -135,61 +137,23 @@ class _Search:
         self.round[where] = number
 
     def _start_s(self, bring_s: Floats) -> Floats:
-        return start_s(self.question.queue_s, bring_s, overlap=self.settings.overlap)
+        return np.maximum(self.question.queue_s, bring_s)
 
     # -- round 2: wait for a prefill in flight -----------------------------------------------------
 
-    def _being_computed(self) -> Computed | None:
-        """The prefill in flight that the request may wait for, or None."""
-        question = self.question
-        if not self.settings.wait or not len(question.computing):
-            return None
-        computed = question.computing.match(question.request.keys, question.now)
-        if computed is None or computed.ready_at - question.now > self.settings.wait_max_s:
-            return None
-        return computed if question.cluster.used[computed.row] else None
-
     def _wait(self, could: Blocks, floor_s: Floats) -> Floats:
-        """Round 2. The computing instance has the blocks once they are ready; all other instances
-        fetch them then."""
-        if self.computed is None:
-            return floor_s
-        question, computed = self.question, self.computed
-        ready_s = computed.ready_at - question.now
-        lacking = np.maximum(computed.blocks - self.mine.blocks, 0)
-        transfer_s = self._computed_transfer_s(lacking)
-        there_s = np.maximum(ready_s, self.mine.load_s) + transfer_s
-        # Without overlap, only loading and transfer are added: the other request's prefill runs
-        # while this request waits in the queue.
-        waited_s = np.maximum(question.queue_s, ready_s) + self.mine.load_s + transfer_s
-        started_s = np.maximum(question.queue_s, there_s) if self.settings.overlap else waited_s
-        same = question.rows == computed.row
-        started_s = np.where(same, np.maximum(question.queue_s, ready_s), started_s)
-        ttft_s = started_s + self.compute.seconds(computed.blocks)
-        able = same | question.cluster.fetches.take(question.rows)
-        self._improve(2, np.where((lacking > 0) & able, ttft_s, NEVER_S), started_s)
+        """Round 2. Candidates fetch the blocks once the other instance has computed them."""
+        wait = self.awaited
+        if wait is not None:
+            self._improve(2, np.where(wait.able, wait.turn_s + wait.own_s, NEVER_S), wait.turn_s)
         return floor_s
-
-    def _computed_transfer_s(self, blocks: Blocks) -> Floats:
-        """Seconds to send `blocks` of the computed blocks to each candidate."""
-        question = self.question
-        cluster, computed = question.cluster, self.computed
-        assert computed is not None
-        nbytes = blocks * cluster.block_bytes[question.rows]
-        return question.transfers.seconds(
-            int(cluster.node[computed.row]),
-            TIERS.index("hbm"),
-            cluster.node[question.rows],
-            nbytes,
-            question.now,
-        )
 
     # -- round 3: fetch from the place with the longest prefix -------------------------------------
 
     def _fetch_longest(self, could: Blocks, floor_s: Floats) -> Floats:
-        best = extend(self.question, self.mine, self.compute, overlap=self.settings.overlap)
+        best = extend(self.question, self.mine, self.compute)
         self.extended = best
-        self._improve(3, best.ttft_s, best.ttft_s - best.compute_s)
+        self._improve(3, best.ttft_s, best.turn_s)
         return self._floor_of_one_sender(best, floor_s) if self._one_sender(best) else floor_s
 
     def _one_sender(self, best: Extended) -> bool:
@@ -197,7 +161,7 @@ class _Search:
         then the only plan left to try is to fetch less. This is the usual case for the tail that
         only this prompt has."""
         source, places = best.source, self.places
-        if source is None or not source.fast or self.computed is not None:
+        if source is None or not source.fast or self.awaited is not None:
             return False
         base, holders = int(self.question.hbm_blocks.min()), 0
         for run in self.question.match.runs:
@@ -215,14 +179,13 @@ class _Search:
         `fetch_plan.py`. Of L blocks that take T, at most L queue / T arrive while the request
         waits in the queue, and one more may be worth it."""
         question = self.question
-        end_s = self.ttft_s
-        if self.settings.overlap:
-            lacking = question.pool_blocks - question.hbm_blocks
-            free = lacking * question.queue_s / np.maximum(best.whole_s, 1e-9) + 1.0
-            some = np.minimum(question.hbm_blocks + free, float(question.pool_blocks))
-            # When all blocks arrive within the queueing time, the corner is the end.
-            corner_s = question.queue_s + self.compute.seconds(some)
-            end_s = np.where(question.queue_s < best.whole_s, np.minimum(end_s, corner_s), end_s)
+        lacking = question.pool_blocks - question.hbm_blocks
+        free = lacking * question.queue_s / np.maximum(best.whole_s, 1e-9) + 1.0
+        some = np.minimum(question.hbm_blocks + free, float(question.pool_blocks))
+        # When all blocks arrive within the queueing time, the corner is the end.
+        corner_s = question.queue_s + self.compute.seconds(some)
+        end_s = np.minimum(self.ttft_s, corner_s)
+        end_s = np.where(question.queue_s < best.whole_s, end_s, self.ttft_s)
         alone = question.hbm_blocks == question.local_blocks
         tight: Floats = np.where(alone, np.maximum(end_s, floor_s), floor_s)
         return tight
@@ -243,7 +206,7 @@ class _Search:
             return floor_s
         fixed_s = np.concatenate((np.zeros((1, len(at))), begin_s))
         queue_s, compute = question.queue_s[at], self.compute.of(at)
-        plans = Plans(parts, fixed_s, queue_s, compute, overlap=settings.overlap)
+        plans = Plans(parts, fixed_s, queue_s, compute)
         self.refined = _Refined(at, chosen, plans)
         self._improve(4, plans.ttft_s, plans.start_s, at)
         return floor_s
@@ -276,30 +239,22 @@ class _Search:
             "prefill_s": self.ttft_s - self.start_s,
             "handover_wait_s": waits_s,
         }
-        waits = self.computed.request_id if self.computed and number == 2 else ""
-        return Choice(at, self.ttft_s, self.ttft_s, blocks, terms, fetches, waits)
+        own_s, waits = float(self.ttft_s[at] - self.start_s[at]), ""
+        ready_s = sum(fetch.seconds for fetch in fetches)
+        if number == 2 and self.awaited is not None:
+            waits, ready_s = self.awaited.computed.request_id, float(self.awaited.ready_s[at])
+        return Choice(at, self.ttft_s, self.ttft_s, blocks, own_s, terms, fetches, ready_s, waits)
 
     def _plan(self, at: int, number: int) -> tuple[int, tuple[Fetch, ...]]:
         """The plan of a candidate from round `number`: (cached blocks used, fetches)."""
         mine = int(self.mine.blocks[at])
-        if number == 2 and self.computed is not None:
-            return self.computed.blocks, self._computed_fetch(at, mine)
+        if number == 2 and self.awaited is not None:
+            return self.awaited.computed.blocks, self.awaited.orders(at)
         if number == 3 and self.extended is not None:
-            return int(self.extended.blocks[at]), self.extended.fetches(at, mine)
+            return int(self.extended.blocks[at]), self.extended.orders(at)
         if number == 4 and self.refined is not None:
             return self._refined_plan(at)
         return mine, ()
-
-    def _computed_fetch(self, at: int, start: int) -> tuple[Fetch, ...]:
-        question, computed = self.question, self.computed
-        assert computed is not None
-        if question.rows[at] == computed.row:
-            return ()
-        blocks = np.full(len(question.rows), computed.blocks - start)
-        seconds = float(self._computed_transfer_s(blocks)[at])
-        nbytes = (computed.blocks - start) * int(question.cluster.block_bytes[question.rows[at]])
-        source = question.cluster.name(computed.row)
-        return (Fetch(start, computed.blocks, source, "hbm", nbytes, seconds),)
 
     def _refined_plan(self, at: int) -> tuple[int, tuple[Fetch, ...]]:
         refined = self.refined

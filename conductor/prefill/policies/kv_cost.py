@@ -83,12 +83,4 @@ def _predicted(question: PolicyQuestion, at: int, cost: Floats, *, fetch: bool) 
     mine = own(question, compute)
     if not fetch:
         return local_choice(question, at, cost, mine)
-    best = extend(question, mine, compute)
-    terms = {
-        "queue_s": question.queue_s,
-        "load_s": mine.load_s,
-        "transfer_s": best.transfer_s,
-        "prefill_s": best.compute_s,
-    }
-    fetches = best.fetches(at, int(mine.blocks[at]))
-    return Choice(at, cost, best.ttft_s, int(best.blocks[at]), terms, fetches)
+    return extend(question, mine, compute).choice(at, cost)

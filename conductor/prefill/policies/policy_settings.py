@@ -86,9 +86,6 @@ class KvcacheCentricSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=
     the rest. Mooncake sets it by hand and publishes no value; 1.2 makes a prefix that lacks less
     than a sixth recompute without looking further."""
 
-    overlap: bool = False
-    """Whether blocks are brought while the request waits in the queue. Algorithm 1 adds the two."""
-
 
 class Algorithm1Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Mooncake's Algorithm 1 to the letter."""
@@ -100,9 +97,6 @@ class Algorithm1Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 class JointSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Instance and sources of every range of the prompt, chosen together."""
-
-    overlap: bool = True
-    """Whether blocks are brought while the request waits in the queue."""
 
     sources_max: Annotated[int, Meta(ge=1, le=32)] = 8
     """Places that blocks may come from, compared for one decision. Time grows with it."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..local_cost import Compute, own, start_s
+from ..local_cost import Compute, own, turn_s
 from ..policy_registry import Choice, lowest, register
 
 if TYPE_CHECKING:
@@ -22,9 +22,10 @@ def local_choice(
     question: PolicyQuestion, at: int, cost: Floats, own: Own, **terms: Floats
 ) -> Choice:
     """A choice that uses the cached blocks of the instance and its node, without fetches."""
-    ttft_s = start_s(question.queue_s, own.load_s, overlap=False) + own.compute_s
-    seconds = {"queue_s": question.queue_s, "load_s": own.load_s, "prefill_s": own.compute_s}
-    return Choice(at, cost, ttft_s, int(own.blocks[at]), seconds | terms)
+    queue_s, own_s = turn_s(question), own.load_s + own.compute_s
+    seconds = {"queue_s": queue_s, "load_s": own.load_s, "prefill_s": own.compute_s}
+    blocks = int(own.blocks[at])
+    return Choice(at, cost, queue_s + own_s, blocks, float(own_s[at]), seconds | terms)
 
 
 def _choice(question: PolicyQuestion, at: int, cost: Floats) -> Choice:

@@ -30,7 +30,7 @@ def test_queues_blocks_and_transfers_are_known_exactly() -> None:
         TraceRequest(0.0, 32_768, 1, SHARED),
         TraceRequest(100.0, 65_536, 1, (*SHARED, *range(1000, 1064))),
         TraceRequest(100.5, 33_280, 1, (*SHARED, 2000)),
-        TraceRequest(100.6, 8_192, 1, tuple(range(3000, 3016))),
+        TraceRequest(100.7, 8_192, 1, tuple(range(3000, 3016))),
     )
     jobs = simulate(Trace("turns", turns), OPTIONS, scheduler=Oracle).jobs
     fetched = jobs[2].decision

@@ -21,11 +21,9 @@ from tiffin.conductor.prefill.policies.policy_settings import (
 )
 from tiffin.conductor.state.inflight_prefills import Computing
 
-OVERLAP = st.booleans()
 
-
-def joint(overlap: bool = True, **others: object) -> PolicySettings:
-    options = msgspec.convert({"overlap": overlap, **others}, JointSettings)
+def joint(**others: object) -> PolicySettings:
+    options = msgspec.convert(others, JointSettings)
     return PolicySettings(joint=options, near_share=0.0)
 
 
@@ -51,10 +49,9 @@ def sources(world: World, number: int) -> dict[str, tuple[float, dict[int, float
     return found
 
 
-def best_ttft_s(world: World, number: int, overlap: bool) -> float:
+def best_ttft_s(world: World, number: int) -> float:
     """Every number of leading blocks, brought in every way: block after block, from any source."""
     inst = world.instances[number]
-    start = max if overlap else (lambda one, other: one + other)
     best_s = inst.queue_s + world.compute_s(inst, 0)
     arrived = {"": 0.0}  # by the source of the last block: seconds until it is there
     ways = sources(world, number)
@@ -68,7 +65,7 @@ def best_ttft_s(world: World, number: int, overlap: bool) -> float:
             break
         arrived = after
         bring_s = min(arrived.values())
-        best_s = min(best_s, start(inst.queue_s, bring_s) + world.compute_s(inst, block + 1))
+        best_s = min(best_s, max(inst.queue_s, bring_s) + world.compute_s(inst, block + 1))
     return best_s
 
 
@@ -91,11 +88,11 @@ THE_SECOND_OF_THREE = World(
 
 
 @settings(max_examples=200)
-@given(worlds(), OVERLAP)
-@example(THE_SECOND_OF_THREE, True)
-def test_it_finds_what_trying_everything_finds(world: World, overlap: bool) -> None:
-    choice = policy_registry.policy("joint").choose(world.question(joint(overlap)))
-    expected = [best_ttft_s(world, number, overlap) for number in range(len(world.instances))]
+@given(worlds())
+@example(THE_SECOND_OF_THREE)
+def test_it_finds_what_trying_everything_finds(world: World) -> None:
+    choice = policy_registry.policy("joint").choose(world.question(joint()))
+    expected = [best_ttft_s(world, number) for number in range(len(world.instances))]
     assert choice.ttft_s[choice.at] <= min(expected) * (1 + 1e-5) + a_token_s(world)
     assert choice.ttft_s.min() == choice.ttft_s[choice.at]
     # What is reported of the others can be carried out: never less than their best.
@@ -125,11 +122,10 @@ CAME_BACK = World(
 
 
 @settings(max_examples=90)
-@given(worlds(), OVERLAP)
-@example(CAME_BACK, True)
-@example(CAME_BACK, False)
-def test_its_orders_are_a_plan_that_takes_what_it_says(world: World, overlap: bool) -> None:
-    choice = policy_registry.policy("joint").choose(world.question(joint(overlap)))
+@given(worlds())
+@example(CAME_BACK)
+def test_its_orders_are_a_plan_that_takes_what_it_says(world: World) -> None:
+    choice = policy_registry.policy("joint").choose(world.question(joint()))
     inst = world.instances[choice.at]
     ways = sources(world, choice.at)
     own_node = world.nodes.get(inst.node, Node())
@@ -155,29 +151,26 @@ def test_its_orders_are_a_plan_that_takes_what_it_says(world: World, overlap: bo
     # Reading what it has itself takes the rest of the time, and no longer than its slower tier.
     own_s = sum(min(ways[n][1].get(b, 9.9) for n in ("own", inst.node) if n in ways) for b in left)
     prefill_s = world.compute_s(inst, choice.cached_blocks)
-    start = max if overlap else (lambda one, other: one + other)
-    total_s = start(inst.queue_s, seconds + own_s) + prefill_s
+    total_s = max(inst.queue_s, seconds + own_s) + prefill_s
     assert total_s == pytest.approx(choice.ttft_s[choice.at], rel=1e-5)
 
 
 @settings(max_examples=90)
-@given(worlds(), OVERLAP, st.data())
-def test_a_better_cache_never_predicts_a_worse_ttft(
-    world: World, overlap: bool, data: st.DataObject
-) -> None:
+@given(worlds(), st.data())
+def test_a_better_cache_never_predicts_a_worse_ttft(world: World, data: st.DataObject) -> None:
     only = data.draw(st.integers(0, len(world.instances) - 1))
-    before = policy_registry.policy("joint").choose(world.question(joint(overlap), only=only))
+    before = policy_registry.policy("joint").choose(world.question(joint(), only=only))
     better = data.draw(more_blocks(world))
-    after = policy_registry.policy("joint").choose(better.question(joint(overlap), only=only))
+    after = policy_registry.policy("joint").choose(better.question(joint(), only=only))
     assert after.ttft_s[0] <= before.ttft_s[0] * (1 + 1e-6) + a_token_s(world)
 
 
 @settings(max_examples=90)
-@given(worlds(), OVERLAP, st.floats(1, 4))
-def test_it_is_never_worse_than_algorithm_1(world: World, overlap: bool, threshold: float) -> None:
-    theirs = {"overlap": overlap, "balancing_threshold": threshold}
+@given(worlds(), st.floats(1, 4))
+def test_it_is_never_worse_than_algorithm_1(world: World, threshold: float) -> None:
+    theirs = {"balancing_threshold": threshold}
     settings = msgspec.structs.replace(
-        joint(overlap), kvcache_centric=msgspec.convert(theirs, KvcacheCentricSettings)
+        joint(), kvcache_centric=msgspec.convert(theirs, KvcacheCentricSettings)
     )
     ours = policy_registry.policy("joint").choose(world.question(settings))
     other = policy_registry.policy("kvcache_centric").choose(world.question(settings))
@@ -261,6 +254,7 @@ class TestWaiting:
         return policy_registry.policy("joint").choose(question)
 
     def test_on_the_same_instance(self) -> None:
+        """If it still waits for blocks itself, so that nothing else keeps this one behind it."""
         choice = self.choose(PAIR, 0.02)
         assert (choice.at, choice.wait_for, choice.cached_blocks) == (0, "other", 5)
         assert choice.fetches == ()
@@ -302,31 +296,26 @@ class TestWaiting:
         assert policy_registry.policy("joint").choose(question).wait_for == ""
 
     @settings(max_examples=60)
-    @given(worlds(), OVERLAP, st.floats(0, 0.5), st.data())
-    def test_is_one_more_way(
-        self, world: World, overlap: bool, ready_s: float, data: st.DataObject
-    ) -> None:
+    @given(worlds(), st.floats(0, 0.5), st.data())
+    def test_is_one_more_way(self, world: World, ready_s: float, data: st.DataObject) -> None:
         """What loops say of it: without it, or the best of waiting on each instance."""
         row = data.draw(st.integers(0, len(world.instances) - 1))
         blocks = data.draw(st.integers(1, world.blocks))
         computing = Computing()
         computing.begin("other", row, -1, world.keys[:blocks], 0, NOW + ready_s, NOW)
         choice = policy_registry.policy("joint").choose(
-            world.question(joint(overlap), computing=computing)
+            world.question(joint(), computing=computing)
         )
         expected = math.inf
         for number, inst in enumerate(world.instances):
-            best_s = best_ttft_s(world, number, overlap)
+            best_s = best_ttft_s(world, number)
             mine, load_s = world.own(number)
             if mine < blocks:
                 bandwidth, latency_s, wait_s = world.way(world.instances[row].node, inst.node)
                 block_s = max(BLOCK_BYTES / bandwidth, world.tier_block_s("hbm"))
                 send_s = latency_s + wait_s + block_s * (blocks - mine)
-                start_s = max(inst.queue_s, max(ready_s, load_s) + send_s)
-                if not overlap:
-                    start_s = max(inst.queue_s, ready_s) + load_s + send_s
-                if number == row:
-                    start_s = max(inst.queue_s, ready_s)
+                there_s = ready_s if number == row else ready_s + send_s
+                start_s = max(inst.queue_s, there_s) + load_s
                 best_s = min(best_s, start_s + world.compute_s(inst, blocks))
             expected = min(expected, best_s)
         found_s = choice.ttft_s[choice.at]
@@ -378,5 +367,5 @@ def test_a_prompt_in_many_parts_is_searched_more_coarsely() -> None:
     fast = msgspec.structs.replace(PAIR.ways, link_bandwidth_bytes_s=1e9)
     world = World(blocks, [Inst("a"), *parts], nodes, ways=fast)
     choice = policy_registry.policy("joint").choose(world.question(only=0))
-    exact_s = best_ttft_s(world, 0, overlap=True)
+    exact_s = best_ttft_s(world, 0)
     assert exact_s * (1 - 1e-6) <= choice.ttft_s[0] <= exact_s * 1.01

@@ -139,6 +139,33 @@ def test_what_is_being_computed_is_waited_for() -> None:
     assert waits(queues, waiter("new"), rows=1, now=12.0) == [0.5]
 
 
+def test_who_waits_for_blocks_occupies_nothing() -> None:
+    """Whoever can start meanwhile does; whoever starts later is behind it."""
+    queues, rows = Queues(settings_of()), np.arange(2)
+    assert queues.expect(0, waiter("a", seconds=5.0), 10.0).accepted
+    assert waits(queues, waiter("new"), rows=2) == [0.0, 0.0]
+    assert "a" in queues
+    coming = queues.coming(rows, 4.0)
+    assert coming is not None
+    assert (coming.seconds.tolist(), coming.ready_s[0]) == ([5.0, 0.0], 6.0)
+    assert queues.arrived(9.9) == []
+    assert queues.arrived(10.0) == [(0, 10.0)]
+    assert waits(queues, waiter("new"), rows=2) == [5.0, 0.0]
+    assert queues.coming(rows, 10.0) is None
+
+
+def test_it_takes_the_place_of_its_arrival() -> None:
+    queues = Queues(settings_of())
+    queues.push(0, waiter("first", at=0.0))
+    queues.expect(0, waiter("fetching", at=1.0), 5.0)
+    queues.push(0, waiter("third", at=2.0))
+    assert queues.ready("fetching") == 0
+    assert queues.ready("fetching") is None
+    taken = [queues.take(0, 6.0) for _ in range(3)]
+    assert [one.request_id for one in taken if one] == ["first", "fetching", "third"]
+    assert queues.arrived(6.0) == []
+
+
 def test_rows_are_those_that_were_asked_for() -> None:
     queues = Queues(settings_of())
     queues.push(700, waiter("a", seconds=3.0))
@@ -208,6 +235,7 @@ class BooksMachine(RuleBasedStateMachine):
         self.chosen = settings_of(0.0, 0.25, 0.125, quantum_s=0.5, waiting_max=4)
         self.queues, self.pushed = Queues(self.chosen), 0
         self.waiting: dict[str, tuple[int, Waiter]] = {}
+        self.coming: dict[str, tuple[int, Waiter]] = {}
 
     @rule(
         row=st.sampled_from([0, 1, 200]),
@@ -224,6 +252,22 @@ class BooksMachine(RuleBasedStateMachine):
         if pushed.accepted:
             self.waiting[one.request_id] = row, one
 
+    @rule(row=st.sampled_from([0, 1, 200]), seconds=st.sampled_from([0.1, 3.3]))
+    def expect(self, row: int, seconds: float) -> None:
+        self.pushed += 1
+        one = waiter(str(self.pushed), "normal", seconds, "a")
+        pushed = self.queues.expect(row, one, 1.0 + self.pushed)
+        for victim in pushed.preempted:
+            del self.waiting[victim.request_id]
+        if pushed.accepted:
+            self.coming[one.request_id] = row, one
+
+    @rule(number=st.integers(1, 30))
+    def arrive(self, number: int) -> None:
+        self.queues.arrived(1.0 + number)
+        for name in [name for name in self.coming if int(name) <= number]:
+            self.waiting[name] = self.coming.pop(name)
+
     @rule(row=st.sampled_from([0, 1, 200, 7]))
     def take(self, row: int) -> None:
         one = self.queues.take(row, 0.0)
@@ -234,12 +278,14 @@ class BooksMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(1, 30))
     def remove(self, number: int) -> None:
-        assert self.queues.remove(str(number)) == self.waiting.pop(str(number), None)
+        expected = self.waiting.pop(str(number), None) or self.coming.pop(str(number), None)
+        assert self.queues.remove(str(number)) == expected
 
     @rule(row=st.sampled_from([0, 1, 200, 7]))
     def forget(self, row: int) -> None:
         for one in self.queues.forget(row):
-            assert self.waiting.pop(one.request_id) == (row, one)
+            known = self.waiting if one.request_id in self.waiting else self.coming
+            assert known.pop(one.request_id) == (row, one)
 
     @rule()
     def configure(self) -> None:
@@ -248,8 +294,13 @@ class BooksMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_are_right(self) -> None:
         queues, rows = self.queues, (0, 1, 7, 200)
-        assert len(queues) == len(self.waiting)
-        assert set(queues) == {one for _, one in self.waiting.values()}
+        present = {**self.waiting, **self.coming}
+        assert len(queues) == len(present)
+        assert set(queues) == {one for _, one in present.values()}
+        coming = queues.coming(np.array(rows), 0.0)
+        assert (np.zeros(4) if coming is None else coming.seconds) == pytest.approx(
+            [sum(one.seconds for at, one in self.coming.values() if at == row) for row in rows]
+        )
         assert queues.waiting(np.array(rows)).tolist() == [
             sum(at == row for at, _ in self.waiting.values()) for row in rows
         ]
