@@ -268,12 +268,34 @@ def why(
         _print_json(entry)
         return
     console.print(escape(printable(_in_words(entry))), highlight=False)
+    for line in (_became(entry), _left_out(entry)):
+        if line:
+            console.print(escape(printable(line)), highlight=False)
     for title, candidates in (
         ("prefill", entry.candidates),
         ("decode", entry.decode_candidates),
     ):
         if candidates:
             console.print(_candidates_table(title, candidates))
+
+
+def _became(entry: EntryReply) -> str:
+    """What was observed, as it was predicted before."""
+    seen = entry.became
+    if seen is None:
+        return ""
+    times = f"TTFT {_seconds(seen.observed_ttft_s)}, TBT {_seconds(seen.observed_tbt_s)}"
+    return f"{seen.end or 'in flight'}: observed {times}, {seen.output_tokens} tokens"
+
+
+def _left_out(entry: EntryReply) -> str:
+    """How many instances are not listed, and why."""
+    found = []
+    for what, counts in (("prefill", entry.left_out), ("decode", entry.decode_left_out)):
+        if counts:
+            each = (f"{count} {why.replace('_', ' ')}" for why, count in counts.items())
+            found.append(f"{what}: {', '.join(each)}")
+    return f"not listed for {'; for '.join(found)}" if found else ""
 
 
 def _in_words(entry: EntryReply) -> str:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 # Limit of keys of a prompt: a million tokens in blocks of 16.
 KEYS_MAX = 65_536
@@ -219,6 +219,8 @@ class Decision:
     alternatives: tuple[tuple[str, str], ...] = ()
     candidates: Sequence[Candidate] = ()
     decode_candidates: Sequence[Candidate] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    decode_left_out: Mapping[str, int] = field(default_factory=dict)
     decided_at: float = 0.0
     expires_at: float = 0.0
     placement: str = ""
@@ -245,6 +247,12 @@ class Rejection:
     retry_after_s: float | None = None
     terms: dict[str, float] = field(default_factory=dict)
     candidates: Sequence[Candidate] = ()
+    decode_candidates: Sequence[Candidate] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    decode_left_out: Mapping[str, int] = field(default_factory=dict)
+    placement: str = ""
+    output_tokens: int = 0
+    output_source: str = ""
     decided_at: float = 0.0
 
     @property

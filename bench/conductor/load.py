@@ -37,7 +37,7 @@ _HOST = "127.0.0.1"
 _ANSWER_S = 60.0
 # An answer, and how much of it a gateway tells at a time: its default.
 ANSWER_TOKENS = 350
-_REPORT_TOKENS = 16
+_REPORT_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)

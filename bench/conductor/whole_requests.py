@@ -1,7 +1,7 @@
 """Rows about whole requests: `POST /v1/schedule`, and all events of an answer of 350 tokens.
 
 The load generator (`load.py`) is as a gateway with its defaults: of each answer it tells the first
-token, every sixteen more, and the end. In turns it tells them in batches (`POST /v1/events`), in
+token, every 32 more, and the end. In turns it tells them in batches (`POST /v1/events`), in
 one call each, and both to a plain service, which reads the same calls.
 """
 

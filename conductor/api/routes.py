@@ -314,16 +314,32 @@ async def decisions(
     outcome: Annotated[
         Literal["decision", "rejection"] | None, Query(description="Only these.")
     ] = None,
+    kept: Annotated[
+        str | None,
+        Query(
+            max_length=64,
+            description="Of what is kept for longer: `missed`, `mispredicted`, `lost`, `asked`, or "
+            "a rejection's reason.",
+        ),
+    ] = None,
 ) -> Response:
     """The latest decisions and rejections, `limit` of them, each with `candidates` of its
-    candidates. `instance` and `outcome` choose among the latest."""
+    candidates, and with what became of the request. `instance` and `outcome` choose among the
+    latest.
+
+    The log of the latest has some seconds of a busy fleet. Kept for longer, and chosen by `kept`,
+    are requests that `missed` an objective, were `mispredicted` (by a factor of two), were `lost`
+    (nothing more was heard of them) or `asked` about, and rejections by their reason: 500 of each,
+    which are a sample of the last hour if there were more."""
     service = service_of(http)
     everything = instance is None and outcome is None
-    entries = service.core.decisions(limit if everything else models.DECISIONS_MAX)
-    kept = [one for one in entries if _wanted(one, instance, outcome)][:limit]
+    most = limit if everything else models.DECISIONS_MAX
+    core = service.core
+    entries = core.decisions(most) if kept is None else core.log.kept(kept, most)
+    chosen = [one for one in entries if _wanted(one, instance, outcome)][:limit]
     turns, texts = TimeSlices(), list[bytes]()
-    for entry in kept:
-        texts.append(Shown(entry, service.unix_s).text(candidates))
+    for entry in chosen:
+        texts.append(Shown(entry, service.unix_s, core.log.became(entry)).text(candidates))
         await turns.give()
     return answer_all("decisions", texts)
 
@@ -358,13 +374,16 @@ async def stream(http: Request, candidates: Candidates = 0) -> Response:
     ),
 )
 async def why(http: Request, request_id: RequestId, tenant: Tenant = "") -> Response:
-    """Why a request runs where it runs: all candidates with every term of their cost. Without
-    `tenant`, of the latest request with this id, whoever's it is."""
+    """Why a request runs where it runs, or was rejected: all candidates that are kept with every
+    term of their cost, how many were left out and why, and what became of the request beside what
+    was predicted. Without `tenant`, of the latest request with this id, whoever's it is. Who is
+    asked about is kept in the log for longer."""
     service = service_of(http)
-    entry = service.core.decision(name_of(tenant, request_id))
+    entry = service.core.log.asked(name_of(tenant, request_id), service.clock())
     if entry is None:
         raise UnknownRequest(f"no decision about {request_id!r} is in the log: it keeps the latest")
-    return Response(Shown(entry, service.unix_s).text(_ALL), media_type=JSON)
+    text = Shown(entry, service.unix_s, service.core.log.became(entry)).text(_ALL)
+    return Response(text, media_type=JSON)
 
 
 # -- the pool as a whole ---------------------------------------------------------------------------

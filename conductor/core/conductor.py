@@ -138,7 +138,7 @@ class Conductor:
         self.steering = Steering(self)
         self._profile = profile
         self.profiles = CalibratedProfiles(self.cluster, self.calibration)
-        self._log = DecisionLog()
+        self.log = DecisionLog(self.ledger)
         self.arrivals = ArrivalBuffer(self.popularity, dice)
         self.offered = OfferedDemand()
         self._put_out: deque[Rejection] = deque(maxlen=PUT_OUT_MAX)
@@ -408,11 +408,11 @@ class Conductor:
     def decision(self, request_id: str) -> Decision | Rejection | None:
         """The last decision about a request, with every cost term; None if the log no longer has
         it. `request_id` is the request's name, or an id alone: then the latest of any tenant."""
-        return self._log.get(request_id)
+        return self.log.get(request_id)
 
     def decisions(self, limit: int) -> list[Decision | Rejection]:
         """The latest decisions, the last one first."""
-        return self._log.latest(limit)
+        return self.log.latest(limit)
 
     def patch(self, changes: dict[str, Any], now: float) -> Settings:
         """Change settings at run time. Atomic: if any value does not validate, it raises
@@ -553,7 +553,7 @@ class Conductor:
         )
 
     def _logged(self, outcome: Outcome) -> Outcome:
-        self._log.put(outcome, self.settings.core.log_max)
+        self.log.put(outcome, self.settings.core.log_max)
         return outcome
 
     def _prefilled(self, flight: InflightRequest, route: HedgedRoute, now: float) -> None:
@@ -597,6 +597,7 @@ class Conductor:
             if tokens:
                 self.lengths.observe(flight.request, tokens)
                 self.steering.answered(flight.request.model, tokens, now)
+        self.log.ended(flight, "finished" if finished else "cancelled", now)
         self._end(flight, now, None)
 
     def _end(self, flight: InflightRequest, now: float, why: str | None) -> None:
@@ -610,6 +611,7 @@ class Conductor:
             self.races.end(flight.request.id)
             if why is not None:
                 self._counts[why] += 1
+                self.log.ended(flight, why, now)
 
     def _released(self, flight: InflightRequest) -> None:
         """Drop it from the in-flight prefills, and end its transfers."""

@@ -7,12 +7,14 @@ version or the index's layout has changed.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..prefill.block_sources import PlacedQuestion, Places
 from ..prefill.disaggregation import overlapped
+from ..records import Status
 from ..state.prefix_index import HolderRun, PrefixMatch
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ class View:
         self._columns: Rows = np.empty((3, 0), np.int64)
         self._places = Places()
         self._ready: dict[tuple[str, bool], _Ready] = {}
+        self._absent: dict[tuple[str, bool], dict[str, int]] = {}
         self._in_dram = self._on_nvme = 0  # bit masks of all holders of that tier
         self._at_decode = 0  # and of the HBM of instances that decode
 
@@ -106,6 +109,27 @@ class View:
             if len(found.rows):  # don't cache models without instances: requests name any number
                 self._ready[key] = found
         return found.rows
+
+    def absent(self, model: str, *, prefill: bool) -> dict[str, int]:
+        """How many instances of this model are no candidates to prefill (or decode), by why."""
+        self._refresh()
+        found = self._absent.get((model, prefill))
+        if found is None:
+            found = self._absent[model, prefill] = self._count_absent(model, prefill=prefill)
+        return found
+
+    def _count_absent(self, model: str, *, prefill: bool) -> dict[str, int]:
+        cluster = self._cluster
+        able = cluster.prefills if prefill else cluster.decodes
+        counts: Counter[str] = Counter()
+        for row, spec in enumerate(cluster.specs):
+            if spec is not None and spec.model == model:
+                status = cluster.status[row]
+                if status is not Status.READY:
+                    counts[status.value] += 1
+                elif not able[row]:
+                    counts["other_role"] += 1
+        return dict(counts)
 
     def question(
         self,
@@ -191,6 +215,7 @@ class View:
         if (cluster.version, index.layout) == self._seen:
             return
         self._ready.clear()
+        self._absent.clear()
         self._in_dram = _mask(index, "dram")
         self._on_nvme = _mask(index, "nvme")
         self._at_decode = 0

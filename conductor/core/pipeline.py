@@ -439,6 +439,8 @@ def _flight(
             cluster, question.rows, at, choice.cost, choice.terms, settings.core.explained_max
         ),
         decode_candidates=_decode_candidates(parts, plan),
+        left_out=_left_out(parts, plan, prefill=True),
+        decode_left_out=_left_out(parts, plan, prefill=False),
         decided_at=now,
         expires_at=now + settings.core.decision_ttl_s,
         output_tokens=plan.output_tokens,
@@ -511,6 +513,26 @@ def _decode_candidates(parts: Parts, plan: RequestPlan) -> Candidates:
     return best_of(parts.cluster, plan.decode_rows, at, cost, decode.terms, most)
 
 
+def _left_out(parts: Parts, plan: RequestPlan, *, prefill: bool) -> dict[str, int]:
+    """How many instances of the model are not among the candidates that are shown, by why: "lost",
+    "draining", "other_role", "excluded" by the request, "not_compared" since the way was decided
+    before the instance, and "dearer" than those."""
+    request, rows = plan.question.request, plan.question.rows if prefill else plan.decode_rows
+    ready, excluded = parts.view.rows(request.model, prefill=prefill), 0
+    if request.exclude:
+        cluster = parts.cluster
+        out = [cluster.row(name) for name in request.exclude if name in cluster]
+        excluded = int(np.isin(ready, out).sum())
+    dearer = max(0, len(rows) - parts.settings.core.explained_max)
+    found = {
+        **parts.view.absent(request.model, prefill=prefill),
+        "excluded": excluded,
+        "not_compared": len(ready) - excluded - len(rows),
+        "dearer": dearer,
+    }
+    return {why: count for why, count in found.items() if count > 0}
+
+
 def _alternatives(parts: Parts, request: Request, plan: RequestPlan) -> tuple[tuple[str, str], ...]:
     """The second route of a hedged request; empty if the request is not hedged."""
     if not parts.races.may_race(request):
@@ -531,7 +553,16 @@ def _refused(
     question, choice = plan.question, plan.choice
     most = parts.settings.core.explained_max
     candidates = best_of(parts.cluster, question.rows, choice.at, choice.cost, choice.terms, most)
-    rejection = replace(rejection, candidates=candidates)
+    rejection = replace(
+        rejection,
+        candidates=candidates,
+        decode_candidates=_decode_candidates(parts, plan),
+        left_out=_left_out(parts, plan, prefill=True),
+        decode_left_out=_left_out(parts, plan, prefill=False),
+        placement=plan.placement.reason if plan.placement is not None else "",
+        output_tokens=plan.output_tokens,
+        output_source=plan.length.source,
+    )
     row = plan.decode_row
     joining = parts.cluster.d1[row] + parts.cluster.d2[row] * request.prompt_tokens
     ghost = Ghost(

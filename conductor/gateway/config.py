@@ -150,9 +150,10 @@ class GatewayConfig(_Group, frozen=True, kw_only=True):
     engine_tls_ca: str = ""
     """The CA of instances that answer at https, if this machine does not trust it anyway."""
 
-    report_tokens: Annotated[int, Meta(ge=1, le=65_536)] = 16
-    report_s: Seconds = 0.5
-    """The conductor is told of so many tokens of a request at a time, or after so long."""
+    report_tokens: Annotated[int, Meta(ge=1, le=65_536)] = 32
+    report_s: Seconds = 1.0
+    """The conductor is told of so many tokens of a request at a time, or after so long: what it
+    does not know yet is less than a hundredth of a usual context."""
 
     report_batch_s: Annotated[float, Meta(ge=0, le=1)] = 0.025
     """Events of all requests are collected for so long and sent in one call: 40 calls a second at

@@ -62,6 +62,7 @@ class ConductorMetrics:
         )
         self._used = self._counter("cached_tokens_used", "Of those, what the decision uses.")
         self._events = self._counter("request_events", "What became of requests.", "kind")
+        self._kinds: dict[str, Counter] = {}
         self._decision_s = self._histogram(
             "decision_duration_seconds", "Time to decide about one request.", _DECISION_S
         )
@@ -112,7 +113,11 @@ class ConductorMetrics:
 
     def observed(self, event: RequestEvent, now: float) -> None:
         """Count an event of an in-flight request, and observe its TTFT or TBT."""
-        self._events.labels(event.kind).inc()
+        kind = event.kind
+        counter = self._kinds.get(kind)
+        if counter is None:  # a lookup of labels takes longer than counting
+            counter = self._kinds[kind] = self._events.labels(kind)
+        counter.inc()
         observed = self.timings.observe(event, now)
         if observed is None:
             return

@@ -20,6 +20,7 @@ from ..state.request_ids import name_of, parted
 from .block_keys import parse_keys
 from .models import (
     ID_MAX,
+    BecameReply,
     CandidateReply,
     DecisionReply,
     DrainReply,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..core.conductor import InstanceView
+    from ..core.request_outcome import RequestOutcome
     from ..pool.draining import Progress
     from ..pool.planner import FleetPlan
     from ..pool.popularity import HotPrefix
@@ -207,7 +209,11 @@ def decision_reply(
     )
 
 
-def entry_reply(entry: Decision | Rejection, unix_s: Callable[[float], float]) -> EntryReply:
+def entry_reply(
+    entry: Decision | Rejection,
+    unix_s: Callable[[float], float],
+    became: RequestOutcome | None = None,
+) -> EntryReply:
     """An entry of the decision log, without its candidates: `decision_text.py` adds them."""
     tenant, request_id = parted(entry.request_id)
     if isinstance(entry, Decision):
@@ -231,6 +237,9 @@ def entry_reply(entry: Decision | Rejection, unix_s: Callable[[float], float]) -
             output_tokens=entry.output_tokens,
             output_source=entry.output_source,
             model=entry.model,
+            became=None if became is None else became_reply(became, unix_s),
+            left_out=dict(entry.left_out),
+            decode_left_out=dict(entry.decode_left_out),
             candidates_count=len(entry.candidates),
         )
     return EntryReply(
@@ -244,7 +253,23 @@ def entry_reply(entry: Decision | Rejection, unix_s: Callable[[float], float]) -
         message=entry.message,
         retry_after_s=entry.retry_after_s,
         terms=dict(entry.terms),
+        placement=entry.placement,
+        output_tokens=entry.output_tokens,
+        output_source=entry.output_source,
+        left_out=dict(entry.left_out),
+        decode_left_out=dict(entry.decode_left_out),
         candidates_count=len(entry.candidates),
+    )
+
+
+def became_reply(became: RequestOutcome, unix_s: Callable[[float], float]) -> BecameReply:
+    """What became of a request."""
+    return BecameReply(
+        end=became.end,
+        observed_ttft_s=became.ttft_s,
+        observed_tbt_s=became.tbt_s,
+        output_tokens=became.output_tokens,
+        ended_at=None if became.ended_at is None else unix_s(became.ended_at),
     )
 
 

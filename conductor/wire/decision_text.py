@@ -11,6 +11,7 @@ from .conversions import by_cost, candidate_reply, entry_reply
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ..core.request_outcome import RequestOutcome
     from ..records import Candidate, Decision, Rejection
 
 _encoder = msgspec.json.Encoder()
@@ -21,20 +22,25 @@ _NO_CANDIDATES = b'"candidates":[],"decode_candidates":[]}'
 class Shown:
     """An `entry` of the decision log with its text, which is encoded lazily and cached."""
 
-    __slots__ = ("_decode", "_head", "_prefill", "_unix_s", "entry")
+    __slots__ = ("_became", "_decode", "_head", "_prefill", "_unix_s", "entry")
 
-    def __init__(self, entry: Decision | Rejection, unix_s: Callable[[float], float]) -> None:
-        self.entry = entry
+    def __init__(
+        self,
+        entry: Decision | Rejection,
+        unix_s: Callable[[float], float],
+        became: RequestOutcome | None = None,
+    ) -> None:
+        self.entry, self._became = entry, became
         self._unix_s = unix_s
         self._head = b""
-        decode = getattr(entry, "decode_candidates", ())
-        self._prefill, self._decode = _Candidates(entry.candidates), _Candidates(decode)
+        self._prefill = _Candidates(entry.candidates)
+        self._decode = _Candidates(entry.decode_candidates)
 
     def text(self, candidates: int) -> bytes:
         """An `EntryReply` as JSON, with at most `candidates` of its candidates, the cheapest
         first."""
         if not self._head:
-            whole = _encoder.encode(entry_reply(self.entry, self._unix_s))
+            whole = _encoder.encode(entry_reply(self.entry, self._unix_s, self._became))
             assert whole.endswith(_NO_CANDIDATES)
             self._head = whole[: -len(_NO_CANDIDATES)]
         shown = self._prefill.text(candidates), self._decode.text(candidates)

@@ -400,6 +400,22 @@ class CandidateReply(Reply, frozen=True, kw_only=True):
     terms: dict[str, float | None]
 
 
+class BecameReply(Reply, frozen=True, kw_only=True):
+    """What was observed of a request, beside what was predicted."""
+
+    end: Annotated[
+        str,
+        Meta(
+            description='"finished", "cancelled", "expired", "preempted", "rescheduled" or '
+            '"rejected" (after its prefill). Empty while it is in flight.'
+        ),
+    ] = ""
+    observed_ttft_s: float | None = None
+    observed_tbt_s: Annotated[float | None, Meta(description="The mean of the answer.")] = None
+    output_tokens: int = 0
+    ended_at: float | None = None
+
+
 class EntryReply(Reply, frozen=True, kw_only=True):
     """A decision or a rejection, in the log."""
 
@@ -440,11 +456,24 @@ class EntryReply(Reply, frozen=True, kw_only=True):
     model: Annotated[
         str, Meta(description="Who serves it, if another model than was asked; else empty.")
     ] = ""
+    became: Annotated[
+        BecameReply | None,
+        Meta(description="What was observed of it, so far or at its end. Of a rejection nothing."),
+    ] = None
     reason: Annotated[str, Meta(description="Of a rejection.")] = ""
     message: str = ""
     retry_after_s: float | None = None
     terms: dict[str, float | None] = {}
-    candidates_count: int = 0
+    left_out: Annotated[
+        dict[str, int],
+        Meta(
+            description="Instances of the model that are not listed for prefill, by why: `lost`, "
+            "`draining`, `other_role`, `excluded` by the request, `not_compared` (the way was "
+            "decided first), `dearer` than those that are listed."
+        ),
+    ] = {}
+    decode_left_out: Annotated[dict[str, int], Meta(description="The same for decode.")] = {}
+    candidates_count: Annotated[int, Meta(description="For prefill, those that are kept.")] = 0
     candidates: Annotated[
         list[CandidateReply], Meta(description="For prefill, the cheapest first.")
     ] = []

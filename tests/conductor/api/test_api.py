@@ -705,6 +705,46 @@ class TestDecisions:
         assert abs(decided_at - time.time()) < 60
 
 
+class TestWhatBecameOfIt:
+    def test_is_told_with_the_decision(self, http: TestClient, core: Recorder) -> None:
+        register(http)
+        http.post("/v1/schedule", json=prompt(objectives={"ttft_s": 60.0}))
+        why = http.get("/v1/decisions/r1/why").json()
+        assert why["became"] == {
+            "end": "", "observed_ttft_s": None, "observed_tbt_s": None, "output_tokens": 0,
+            "ended_at": None,
+        }  # fmt: skip
+        events = [
+            {"request_id": "r1", "event": "first_token"},
+            {"request_id": "r1", "event": "finished", "total_tokens": 17},
+        ]
+        http.post("/v1/events", json={"events": events})
+        for entry in (
+            http.get("/v1/decisions/r1/why").json(),
+            http.get("/v1/decisions").json()["decisions"][0],
+            http.get("/v1/decisions", params={"kept": "asked"}).json()["decisions"][0],
+        ):
+            became = entry["became"]
+            assert (became["end"], became["output_tokens"]) == ("finished", 17)
+            assert became["observed_ttft_s"] > 0
+            assert abs(became["ended_at"] - time.time()) < 60
+        assert http.get("/v1/decisions", params={"kept": "lost"}).json()["decisions"] == []
+
+    def test_of_a_rejection_there_is_nothing_but_why(
+        self, http: TestClient, core: Recorder
+    ) -> None:
+        register(http)
+        register(http, "i2", role="prefill")
+        http.post("/v1/schedule", json=prompt(objectives={"ttft_s": 1e-6}))
+        why = http.get("/v1/decisions/r1/why").json()
+        assert (why["outcome"], why["became"]) == ("rejection", None)
+        assert [one["instance"] for one in why["decode_candidates"]] == ["i1"]
+        assert why["decode_left_out"] == {"other_role": 1}
+        assert why["output_source"] == "default"
+        (kept,) = http.get("/v1/decisions", params={"kept": "ttft"}).json()["decisions"]
+        assert kept["request_id"] == "r1"
+
+
 class TestSettings:
     def test_they_are_changed_in_part(self, http: TestClient) -> None:
         before = http.get("/v1/policy").json()

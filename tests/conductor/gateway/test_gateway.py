@@ -121,7 +121,7 @@ class TestPassingThrough:
                 await it.idle()
                 told = [e.tokens for e in it.core.events if e.kind in ("tokens", "finished")]
                 assert sum(told) == 99
-                assert len(told) <= 7, "sixteen at a time, or more"
+                assert len(told) <= 4, "32 at a time, or more"
 
         run(scenario)
 
