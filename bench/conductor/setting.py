@@ -42,6 +42,8 @@ class Sizes:
     # Requests per turn of the service.
     requests: int = 320
     turns: int = 12
+    # Answers at a time, of which everything is told: full batches of a thousand events.
+    answers: int = 1024
     # Requests per turn beside a disturbance: three seconds of them, since some disturbances come
     # once a second.
     stall_requests: int = 450

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 # The mean prompt of Mooncake's conversation trace, 12,035 tokens, in blocks of 512.
 _BLOCKS = 24
-# So many answers at a time: full batches of a thousand events.
-_REQUESTS = 1024
 
 
 def whole_requests(setting: Setting) -> list[Row]:
@@ -34,14 +32,14 @@ def whole_requests(setting: Setting) -> list[Row]:
     rates: dict[str, list[float]] = {}
     with conductor(setting) as (pid, load, _), plain(sizes) as (plain_pid, plain_load):
         setting.tell(
-            f"{sizes.turns} times {_REQUESTS} answers, and a fourth of them in single calls"
+            f"{sizes.turns} times {sizes.answers} answers, and a fourth of them in single calls"
         )
         for turn in range(sizes.turns + 1):
             for name, at, peer, how, requests in (
-                ("plain", plain_pid, plain_load, "whole", _REQUESTS),
-                ("ours", pid, load, "whole", _REQUESTS),
-                ("plain single", plain_pid, plain_load, "single", _REQUESTS // 4),
-                ("single", pid, load, "single", _REQUESTS // 4),
+                ("plain", plain_pid, plain_load, "whole", sizes.answers),
+                ("ours", pid, load, "whole", sizes.answers),
+                ("plain single", plain_pid, plain_load, "single", sizes.answers // 4),
+                ("single", pid, load, "single", sizes.answers // 4),
             ):
                 rate = _rate(at, peer, how, requests)
                 if turn:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
 from ..records import Decision, Rejection
@@ -39,6 +39,7 @@ class LoggedDecision:
     was rejected."""
 
     outcome: Outcome
+    number: int  # of two entries for one request at the same time, the later one's is higher
     became: RequestOutcome | None = None
 
 
@@ -68,11 +69,12 @@ class DecisionLog:
         self._latest: OrderedDict[str, LoggedDecision] = OrderedDict()
         self._kept: dict[str, _Kept] = {}
         self._by_id = ById()
+        self._numbers = count(1)
 
     def put(self, outcome: Outcome, most: int) -> None:
         """Add an outcome, replacing the request's earlier one; keep at most `most` in all, beside
         notable ones."""
-        name, entry = outcome.request_id, LoggedDecision(outcome)
+        name, entry = outcome.request_id, LoggedDecision(outcome, next(self._numbers))
         self._latest.pop(name, None)
         self._latest[name] = entry
         self._by_id.add(name)
@@ -89,7 +91,7 @@ class DecisionLog:
         # Of an id that was used again, the later decision is in the log.
         entry = next((e for e in known if e is not None and e.outcome is decision), None)
         if entry is None:
-            entry = LoggedDecision(decision)
+            entry = LoggedDecision(decision, next(self._numbers))
         entry.became = became
         if why := notable(flight, became):
             self._keep(why, entry, now)
@@ -129,10 +131,10 @@ class DecisionLog:
         return entry.became if entry is not None and entry.outcome is outcome else None
 
     def _find(self, name: str) -> LoggedDecision | None:
-        found = [one.entries[name] for one in self._kept.values() if name in one.entries]
-        if name in self._latest:
-            found.append(self._latest[name])
-        return max(found, key=lambda entry: entry.outcome.decided_at, default=None)
+        if name in self._latest:  # it is never older than one that is kept
+            return self._latest[name]
+        found = (one.entries[name] for one in self._kept.values() if name in one.entries)
+        return max(found, key=lambda e: (e.outcome.decided_at, e.number), default=None)
 
     def _keep(self, kind: str, entry: LoggedDecision, now: float) -> None:
         kept = self._kept.get(kind)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from tiffin.bench.conductor import cli, decision, service
 from tiffin.bench.conductor.decision import HOT, PRIVATE, Traffic
-from tiffin.bench.conductor.load import RequestLoad
+from tiffin.bench.conductor.load import RequestLoad, events_of_an_answer
 from tiffin.bench.conductor.processes.peer import peer
 from tiffin.bench.conductor.setting import BLOCK_TOKENS, Setting, Sizes
 from tiffin.bench.conductor.stalls import FLOODS, STALLS
@@ -44,6 +44,7 @@ TINY = Sizes(
     prompts=4,
     requests=10,
     turns=2,
+    answers=8,
     stall_requests=20,
     stall_turns=1,
 )
@@ -131,6 +132,18 @@ def test_a_service_and_a_plain_one_are_asked_in_turns() -> None:
     cpu, latency = found.rows
     assert cpu.value.samples == cpu.limit.samples == TINY.turns
     assert latency.value.samples == latency.limit.samples == TINY.turns * TINY.requests
+
+
+@pytest.mark.skipif(
+    any(find_spec(name) is None for name in service.NEEDED), reason="needs the extra conductor"
+)
+def test_whole_requests_are_told_in_batches_and_in_single_calls() -> None:
+    found = SUITE.run(Setting(TINY), ["whole-requests"], lambda _: None)
+    assert not found.traces
+    assert [row.name for row in found.rows] == ["whole-requests", "whole-requests-single"]
+    check(found.rows)
+    kinds = [event.kind for event in events_of_an_answer()]
+    assert (kinds[0], kinds[-1], set(kinds[1:-1])) == ("first_token", "finished", {"tokens"})
 
 
 def test_without_the_libraries_of_the_service_it_is_left_out(

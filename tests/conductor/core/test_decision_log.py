@@ -126,6 +126,17 @@ def test_the_log_is_bounded() -> None:
     assert made.decision(f"r{2 * KEPT_MAX + 5}") is not None
 
 
+def test_of_one_request_the_last_outcome_counts() -> None:
+    """Also at the same time, and once both have left the latest."""
+    made = busy()
+    assert isinstance(made.schedule(prompt("r", objectives=IMPOSSIBLE), 1.0), Rejection)
+    decision = made.schedule(prompt("r"), 1.0)
+    assert made.decision("r") is decision
+    made.log.asked("r", 1.0)
+    run(made, "other", 5.0)
+    assert made.decision("r") is decision
+
+
 class TestWhatIsLeftOut:
     def test_is_counted_by_why(self) -> None:
         names = [f"p{number}" for number in range(6)]
