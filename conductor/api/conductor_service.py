@@ -15,9 +15,10 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from ..core.hold import hold_of
 from ..core.state_metrics import state
-from ..errors import ConductorError, Conflict, InvalidRequest
-from ..records import Decision, Load, Rejection
+from ..errors import ConductorError, Conflict, InvalidRequest, UnknownRequest
+from ..records import Decision, Load, Rejection, RequestEvent
 from ..replicas.replica import SharedConductor
 from ..state.allowed_hosts import EVENTS_LABEL, check_hosts
 from ..state.sliced_work import finished
@@ -26,6 +27,7 @@ from ..web.tracing import Tracing
 from ..wire.block_keys import KeyedModels, parse_schema
 from ..wire.decision_text import Shown
 from .decision_stream import Broadcast
+from .release_waiters import ReleaseWaiters
 from .request_bodies import Limits
 
 if TYPE_CHECKING:
@@ -34,10 +36,11 @@ if TYPE_CHECKING:
     from tiffin.kvstore import KVSchema
 
     from ..core.conductor import Conductor
+    from ..core.hold import Hold
     from ..core.settings import Settings
     from ..pool.role_flip import Action
     from ..recording.recorder import Recorder
-    from ..records import InstanceSpec, Request, RequestEvent, Role
+    from ..records import InstanceSpec, Request, Role
     from ..replicas.replica import News
     from ..service.feeds import Feeding
     from ..state.sliced_work import Work
@@ -49,6 +52,9 @@ log = logging.getLogger("tiffin.conductor")
 _CAUSES_MAX = 256
 # How long the feeds' health is cached: a check looks at all their nodes.
 _FEEDS_S = 1.0
+# Who asks after a request whose instance gets nothing new is answered so late, as asking for the
+# decision again may change nothing.
+_MOVED_S = 1.0
 
 
 class Service:
@@ -76,6 +82,7 @@ class Service:
         self.metrics = ConductorMetrics(self._state)
         self.broadcast = Broadcast[Shown](self.limits.streams, self.limits.stream_backlog)
         self.clock = clock
+        self._releases = ReleaseWaiters()
         self._wall = wall
         self._reasons = reasons
         self._feeding = feeding
@@ -102,7 +109,7 @@ class Service:
         now = self.clock()
         outcome = self.core.schedule(request, now)
         took_s = self.clock() - now
-        self._tell_who_was_put_out()
+        self._tell_who_waits()
         if outcome.decided_at < now:
             return outcome
         if self._recorder is not None:
@@ -117,10 +124,12 @@ class Service:
         self._show(outcome)
         return outcome
 
-    def _tell_who_was_put_out(self) -> None:
-        """Publish the rejections of requests that another request has preempted from a queue."""
+    def _tell_who_waits(self) -> None:
+        """Publish the rejections of requests that another request has preempted from a queue, and
+        wake whoever waits for the release of a request that is held no more."""
         for rejection in self.core.put_out():
             self._rejected_after_all(rejection)
+        self._releases.wake(self.core.dispatch.ended())
 
     def _rejected_after_all(self, rejection: Rejection) -> None:
         self.metrics.timings.forget(rejection.request_id)
@@ -139,7 +148,7 @@ class Service:
         after its prefill. Raises UnknownRequest."""
         now, event = self.clock(), self.core.counted(event)
         self.core.observe(event, now)
-        self._tell_who_was_put_out()
+        self._tell_who_waits()
         at = now - event.age_s
         self.metrics.observed(event, at)
         if self._recorder is not None:
@@ -150,6 +159,44 @@ class Service:
         if rejection is not None:
             self._rejected_after_all(rejection)
         return rejection
+
+    def hold(self, name: str) -> Hold | None:
+        """The hold of a request; None if it is not held."""
+        return hold_of(self.core, name, self.clock()) if self.core.dispatch.holds(name) else None
+
+    async def release(self, name: str, wait_s: float) -> Hold | Rejection:
+        """Wait up to `wait_s` until a request is held no more: whether it still is, or its
+        rejection if it was preempted. The request of who asks is alive. Raises UnknownRequest."""
+        ends_at = self.clock() + wait_s
+        found = self._released(name)
+        if isinstance(found, Rejection):
+            return found
+        self.observe(RequestEvent(name, "alive"))
+        while not isinstance(found, Rejection) and found.state != "released":
+            left_s = ends_at - self.clock()
+            moved = found.state == "moved"
+            if left_s <= 0 or self._stopping:
+                break
+            await self._releases.wait(name, min(left_s, _MOVED_S) if moved else left_s)
+            found = self._released(name)
+            if moved:
+                break
+        return found
+
+    def _released(self, name: str) -> Hold | Rejection:
+        try:
+            return hold_of(self.core, name, self.clock())
+        except UnknownRequest:
+            outcome = self.core.decision(name)
+            if isinstance(outcome, Rejection):
+                return outcome
+            raise
+
+    def next_prefills(self, instance: str, n: int, *, idle: bool) -> list[str]:
+        """The names of the next requests for an instance that asks. Raises UnknownInstance."""
+        names = self.core.next_prefills(instance, n, self.clock(), idle=idle)
+        self._tell_who_waits()
+        return names
 
     def announce(self, spec: InstanceSpec | None, instance: str, load: Load | None) -> None:
         """Process an instance's registration or heartbeat. An unchanged `spec` is not registered
@@ -286,6 +333,7 @@ class Service:
         """Remove an instance, and stop following its events. Raises UnknownInstance."""
         self.core.remove(instance, self.clock())
         self._unfollow(instance)
+        self._tell_who_waits()
 
     def tick(self) -> None:
         """Do the periodic work: expire requests and instances, and retry deferred news."""
@@ -299,6 +347,7 @@ class Service:
             self.metrics.timings.forget(request_id)
             if self._recorder is not None:
                 self._recorder.expired(request_id)
+        self._tell_who_waits()
         if self._recorder is not None:
             self._recorder.look(self.core, now)
         if self._feeding is not None:
@@ -346,3 +395,4 @@ class Service:
         open."""
         self._stopping = True
         self.broadcast.close()
+        self._releases.wake_all()

@@ -31,6 +31,7 @@ BODIES: dict[str, Any] = {
         "load": {"queued_prefill_tokens": 12000, "running": 0},
     },
     "flip": {"role": "decode"},
+    "next_prefills": {"n": 4, "idle": True},
     "match": {"block_keys": ["6f1ed002ab5595859014ebf0951522d9"]},
     "drain_node": {"deadline_s": 600},
 }
@@ -69,6 +70,7 @@ ANSWERS: dict[str, Any] = {
         "cached_tokens": 3584, "available_tokens": 3584, "fetches": [_FETCH], "layerwise": True,
         "wait_for": "", "output_tokens_max": None, "degraded": [], "shards": [],
         "alternatives": [], "expires_in_s": 60.0, "conductor": "",
+        "held": {"place": 3, "release_s": 0.27},
         "placement": "predicted", "local_s": 0.93, "remote_s": 0.44,
         "output_tokens": 180, "output_source": "class", "model": "",
     },
@@ -85,6 +87,8 @@ ANSWERS: dict[str, Any] = {
             }
         ],
     },
+    "release": {"state": "released", "place": 0, "release_s": 0.0, "first_token_s": 0.31},
+    "next_prefills": {"requests": [{"request_id": "chatcmpl-7f3a", "tenant": ""}]},
     "match": {
         "asked_blocks": 1,
         "blocks": 1,

@@ -7,10 +7,11 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from fastapi import Depends, Request, Security
+from fastapi import APIRouter, Depends, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
+from starlette.responses import Response
 from starlette.routing import request_response
 
 from ..errors import ConductorError
@@ -19,8 +20,6 @@ from ..wire.answers import JSON, Refusal, error, failed, refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-
-    from starlette.responses import Response
 
     from .authorisation import Door
     from .conductor_service import Service
@@ -87,6 +86,15 @@ class HotRoute(RestRoute):
             return response
 
         return self._counted(handle)
+
+
+def router_of(kind: type[RestRoute]) -> APIRouter:
+    """A router whose routes are of this kind."""
+    return APIRouter(
+        route_class=kind,
+        default_response_class=Response,
+        generate_unique_id_function=lambda route: route.name,
+    )
 
 
 class _BearerToken(HTTPBearer):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from starlette.responses import Response, StreamingResponse
 
 from ..core.settings import Settings
@@ -23,11 +23,20 @@ from ..wire import conversions, event_batch, models
 from ..wire.answers import JSON, Refusal, answer, answer_all, ready, rejected
 from ..wire.block_keys import parse_keys, parse_schema
 from ..wire.decision_text import Shown
+from . import queue_routes
 from .decision_stream import events as stream_events
 from .event_batches import observe, observe_all
 from .parameters import Candidates, EventKind, InstanceId, NodeName, RequestId, Tenant  # noqa: TC001
 from .prompt_decoding import MatchText, ScheduleText, read_token_ids
-from .rest_route import HotRoute, RestRoute, body_of, door_of, rest, service_of
+from .rest_route import (
+    HotRoute,
+    RestRoute,
+    body_of,
+    door_of,
+    rest,
+    router_of,
+    service_of,
+)
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
@@ -44,20 +53,12 @@ _NO_INSTANCE = {404: "No such instance is registered."}
 _NO_NODE = {404: "No such node is in the pool, or the conductor follows none (`--directory`)."}
 
 
-def _router(kind: type[RestRoute]) -> APIRouter:
-    return APIRouter(
-        route_class=kind,
-        default_response_class=Response,
-        generate_unique_id_function=lambda route: route.name,
-    )
-
-
-_hot, _api = _router(HotRoute), _router(RestRoute)
+_hot, _api = router_of(HotRoute), router_of(RestRoute)
 
 
 def rest_routes() -> list[BaseRoute]:
     """All REST routes, which every application shares."""
-    return [*_hot.routes, *_api.routes]
+    return [*_hot.routes, *queue_routes.hot.routes, *_api.routes]
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -86,6 +87,11 @@ async def schedule(http: Request) -> Response:
     has gone or is in `exclude`, it is decided anew. Another conductor decides anew, too. Ask
     with token ids, with block keys, or with a length alone.
 
+    **Held requests.** With `held` in the answer it is not the request's turn yet: send it to its
+    instance after its release, for which `GET /v1/requests/{request_id}/release` waits. Sent
+    earlier, it is computed in the order in which the engine gets it, and the promises of classes,
+    tenants and order are void.
+
     **Rejections.** 429 is for load: come back after `Retry-After` (whole seconds, from the
     prediction), or ask another conductor. 503 is for nothing that could serve it. Both carry
     `x-tiffin-reject-reason`, and in `error.tiffin` the `reason`, what was predicted and every term:
@@ -105,8 +111,9 @@ async def schedule(http: Request) -> Response:
         outcome = service.schedule(conversions.to_request(body, tokens, service.models))
         span.set(conversions.span_attributes(outcome))
     if isinstance(outcome, Decision):
+        hold = service.hold(outcome.request_id)
         decision = conversions.decision_reply(
-            outcome, service.url, service.clock(), service.address
+            outcome, service.url, service.clock(), service.address, hold
         )
         return answer(decision)
     return rejected(outcome)

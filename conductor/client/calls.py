@@ -32,7 +32,10 @@ from ..wire.models import (
     InstanceReply,
     InstancesReply,
     MatchReply,
+    NextReply,
+    NextsReply,
     PlansReply,
+    ReleaseReply,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +54,10 @@ EventResult: TypeAlias = "Rejection | ConductorError | None"
 T = TypeVar("T")
 R = TypeVar("R")
 
+# How long a call waits for the release of a held request before it asks again: less than proxies
+# leave a silent connection, and than a third of a request's time to live at the conductor.
+WAIT_S = 20.0
+
 _encoder = msgspec.json.Encoder()
 _error = msgspec.json.Decoder(ErrorReply)
 _entry = msgspec.json.Decoder(EntryReply)
@@ -64,6 +71,7 @@ class RestCall(Generic[T]):
     if the conductor answers a retry with UnknownRequest, as it knows the request no longer. `at`:
     the URL of the conductor that is called, if it is not the client's own; one that has forgotten
     the request is no error. If it is gone the client's own is called, or with `only_there` none.
+    `waits_s`: how long the conductor may wait before it answers, beside the client's timeout.
     """
 
     method: str
@@ -75,6 +83,7 @@ class RestCall(Generic[T]):
     at: str = ""
     only_there: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
+    waits_s: float = 0.0
 
     def answered(self, status: int, body: bytes, *, again: bool) -> T:
         """Decode an answer; `again`: it is that of a retry. Raises ConductorError."""
@@ -183,6 +192,34 @@ def _result(failed: EventFailure, *, forgotten: bool) -> EventResult:
         return rejection
     problem = error_of(failed.status, error.code, error.message)
     return None if isinstance(problem, UnknownRequest) and forgotten else problem
+
+
+def release(
+    request_id: str, *, tenant: str = "", wait_s: float = WAIT_S, conductor: str = ""
+) -> RestCall[ReleaseReply | Rejection]:
+    """Wait up to `wait_s` for the release of a held request, at the `conductor` that decided it.
+    Returns a rejection if the request was preempted. Raises UnknownRequest."""
+    asked: dict[str, str] = {"wait_s": f"{wait_s:g}"}
+    if tenant:
+        asked["tenant"] = tenant
+    path = f"/v1/requests/{_segment(request_id)}/release?{_query(asked)}"
+    return RestCall(
+        "GET", path, _released, at=conductor, only_there=bool(conductor), waits_s=wait_s
+    )
+
+
+def next_prefills(instance: str, n: int = 1, *, idle: bool = True) -> RestCall[list[NextReply]]:
+    """The next `n` requests that an instance computes, for an engine that asks. `idle`: it has
+    computed all that it was given before. Each is given once, so the call is not retried."""
+    read = _reader(NextsReply)
+    body = _encode({"n": n, "idle": idle})
+    return RestCall(
+        "POST",
+        f"{_instance(instance)}/next",
+        lambda status, raw: read(status, raw).requests,
+        body,
+        repeatable=False,
+    )
 
 
 def register(
@@ -362,6 +399,14 @@ def _placed(status: int, body: bytes) -> DecisionReply | Rejection:
     return _read_decision(status, body)
 
 
+_read_release = _reader(ReleaseReply)
+
+
+def _released(status: int, body: bytes) -> ReleaseReply | Rejection:
+    rejection = _rejection(body) if status == 429 else None
+    return rejection or _read_release(status, body)
+
+
 def _heard(status: int, body: bytes) -> Rejection | None:
     rejection = _rejection(body) if status == 429 else None
     if rejection is None:
@@ -408,6 +453,11 @@ def _drain(node: str) -> str:
 def _of(tenant: str) -> str:
     """The query string with a request's tenant. Raises InvalidRequest."""
     return f"?tenant={_quoted(tenant, 'a tenant')}" if tenant else ""
+
+
+def _query(asked: Mapping[str, str]) -> str:
+    """A query string. Raises InvalidRequest."""
+    return "&".join(f"{name}={_quoted(value, name)}" for name, value in asked.items())
 
 
 def _segment(text: str) -> str:

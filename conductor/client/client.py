@@ -83,6 +83,8 @@ class _Verbs(Generic[H]):
 
     schedule = _Verb(calls.schedule)
     observe = _Verb(calls.observe)
+    release = _Verb(calls.release)
+    next_prefills = _Verb(calls.next_prefills)
     register = _Verb(calls.register)
     heartbeat = _Verb(calls.heartbeat)
     drain = _Verb(calls.drain)
@@ -111,9 +113,17 @@ class _Verbs(Generic[H]):
         timeout_s: float = TIMEOUT_S,
         retries: int = RETRIES,
     ) -> None:
-        self._timeout_s, self._retries = timeout_s, retries
-        self._http: H = self._open(**_options(url, token_file, tls_ca))
+        self._timeout_s: float = timeout_s
+        self._retries: int = retries
+        options = _options(url, token_file, tls_ca)
+        self._http: H = self._open(**options)
+        # Calls that wait have connections of their own, as many as there are calls: others do not
+        # wait for one. It opens none before the first such call.
+        self._patient: H = self._open(**options, limits=_UNLIMITED)
         self._stream_timeout = httpx.Timeout(timeout_s, read=_SILENCE_S)
+
+    def _for(self, call: RestCall[Any]) -> H:
+        return self._patient if call.waits_s else self._http
 
     def _pause_s(
         self, call: RestCall[Any], error: httpx.TransportError, attempt: int, left_s: float
@@ -148,6 +158,7 @@ class ConductorClient(_Verbs[httpx.Client]):
     def close(self) -> None:
         """Close all connections."""
         self._http.close()
+        self._patient.close()
 
     def observe_many(self, events: Sequence[RequestEvent]) -> list[EventResult]:
         """Report events of several requests in as few calls as possible, each to the conductor that
@@ -178,12 +189,12 @@ class ConductorClient(_Verbs[httpx.Client]):
         return lambda *args, **named: self._do(make(*args, **named))
 
     def _do(self, call: RestCall[T]) -> T:
-        attempt, ends_at = 0, time.monotonic() + self._timeout_s
+        attempt, ends_at = 0, time.monotonic() + self._timeout_s + call.waits_s
         while True:
             left_s = max(ends_at - time.monotonic(), 0.001)
             try:
                 request = _request_of(self._http.base_url, call, attempt)
-                response = self._http.request(**request, timeout=left_s)
+                response = self._for(call).request(**request, timeout=left_s)
             except httpx.TransportError as error:
                 if call.ends is not None and _is_void(call, error):
                     return call.ends()
@@ -207,6 +218,7 @@ class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
     async def close(self) -> None:
         """Close all connections."""
         await self._http.aclose()
+        await self._patient.aclose()
 
     async def observe_many(self, events: Sequence[RequestEvent]) -> list[EventResult]:
         """See `ConductorClient.observe_many`."""
@@ -242,10 +254,10 @@ class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
 
     async def _do(self, call: RestCall[T]) -> T:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s + call.waits_s):
                 return await self._attempts(call)
         except TimeoutError as error:
-            said = f"no answer of {self._http.base_url} in {self._timeout_s:g} s"
+            said = f"no answer of {self._http.base_url} in {self._timeout_s + call.waits_s:g} s"
             raise ConductorUnavailable(said) from error
 
     async def _attempts(self, call: RestCall[T]) -> T:
@@ -253,7 +265,7 @@ class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
         while True:
             try:
                 request = _request_of(self._http.base_url, call, attempt)
-                response = await self._http.request(**request, timeout=None)
+                response = await self._for(call).request(**request, timeout=None)
             except httpx.TransportError as error:
                 if call.ends is not None and _is_void(call, error):
                     return call.ends()
@@ -319,6 +331,7 @@ def _url(own: httpx.URL, call: RestCall[Any], attempt: int) -> str:
     return call.at.rstrip("/") + call.path if there else call.path
 
 
+_UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 _NOT_CONNECTED = httpx.ConnectError | httpx.ConnectTimeout
 _HEADERS = {"content-type": "application/json"}
 

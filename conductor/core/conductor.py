@@ -25,6 +25,7 @@ from ..cost.transfer_model import TransferModel
 from ..decode.load_forecast import Horizon
 from ..decode.output_length import Lengths
 from ..decode.rebinding import Rebinding, proposed
+from ..dispatch.dispatcher import Dispatcher
 from ..errors import Conflict, InvalidRequest, UnknownRequest
 from ..events.routed_blocks import Holdings
 from ..pool.arrival_buffer import ArrivalBuffer
@@ -55,6 +56,7 @@ from ..state.sliced_work import finished
 from .calibrated_profiles import CalibratedProfiles
 from .decision_log import DecisionLog
 from .decision_view import View
+from .hold import PULLS_LABEL
 from .inflight_requests import Ledger, RequestPhase, since_last
 from .pipeline import Parts, RefusedRequest, decide
 from .settings import Settings, patched
@@ -131,7 +133,8 @@ class Conductor:
         self.races = Races(settings.racing)
         self.shadow = Shadow(settings.shadow)
         self.popularity = Popularity(dice, settings.popularity)
-        self.ledger = Ledger(self.cluster, self.queues)
+        self.dispatch = Dispatcher(self.queues, settings.queue)
+        self.ledger = Ledger(self.cluster, self.dispatch)
         self.output_caps = OutputCaps()
         self.bookings = TransferBookings(self.cluster, self.transfers)
         self.names = Names(self.cluster, self.holdings, self.transfers, self.bookings)
@@ -181,7 +184,7 @@ class Conductor:
             if avoided or min(flight.prefill_row, flight.decode_row) < 0:
                 self._end(flight, now, "rescheduled")
                 flight = None
-        self.ledger.advance(now)
+        self.dispatch.advance(now)
         outcome = decide(self._parts, request, now)
         if flight is not None:
             if isinstance(outcome, RefusedRequest):
@@ -207,6 +210,8 @@ class Conductor:
         if flight is None:
             raise UnknownRequest(f"no request {event.request_id!r} is in flight")
         self.ledger.prolong(flight, now + self.settings.core.decision_ttl_s)
+        if event.kind == "prefill_began":
+            self.ledger.prefill_began(flight, event.route, now)
         if event.kind in ("alive", "fetched", "prefill_began", "handed_over"):
             if event.route in (None, _chosen(flight.decision)):
                 self._moving(event, now)
@@ -230,11 +235,15 @@ class Conductor:
         return since_last(event, self.ledger.get(event.request_id))
 
     def next_prefill(self, instance: str, now: float) -> str | None:
-        """The id of the request that an idle prefill instance computes next, by the order of its
-        queue: classes, tenants, shortest first. Each request is returned once; None if nothing is
-        left. For instances that ask; others take their requests in an order of their own, and the
-        conductor only estimates it. Raises UnknownInstance."""
-        return self.ledger.next_prefill(self.cluster.row(instance), now)
+        """The id of the request that an idle instance computes next, as `next_prefills`."""
+        return next(iter(self.next_prefills(instance, 1, now)), None)
+
+    def next_prefills(self, instance: str, n: int, now: float, *, idle: bool = True) -> list[str]:
+        """The ids of the next `n` requests that an instance computes, by the order of its queue:
+        classes, tenants, shortest first. Each request is returned once. `idle`: it has computed
+        all that it was given before. For instances that ask; of the others the conductor holds
+        requests back (`hold.py`). Raises UnknownInstance."""
+        return self.dispatch.next(self.cluster.row(instance), n, now, idle=idle)
 
     def recheck(self, request_id: str, now: float) -> Rejection | None:
         """The second admission check of mode "baseline", after the prefill: returns a rejection and
@@ -295,8 +304,11 @@ class Conductor:
         timeout_s = self.settings.core.heartbeat_timeout_s
         silent = self.cluster.used & (self.cluster.heard_at < now - timeout_s)
         for row in silent.nonzero()[0].tolist():
-            self.cluster.set_status(self.cluster.name(row), Status.LOST)
+            if self.cluster.status[row] is not Status.LOST:
+                self.cluster.set_status(self.cluster.name(row), Status.LOST)
+                self.dispatch.wake(row)
         self._forget_silent(now)
+        self.dispatch.tick(now)
         self.names.tick(now)
         return expired
 
@@ -314,6 +326,7 @@ class Conductor:
         self.cluster.register(spec, latency, now)
         if before == spec.model and spec.id in self.steering.flipping():
             self.cluster.assign(spec.id, on=False)  # a role flip may restart it: keep it draining
+        self.dispatch.asks(self.cluster.row(spec.id), spec.labels.get(PULLS_LABEL) == "true")
         self.index.holder(spec.id, "hbm")
         if spec.node:
             self.index.holder(spec.node, "dram")
@@ -346,6 +359,7 @@ class Conductor:
         """Drain an instance: it gets no new requests, and finishes those in flight
         (`steering.drains` has the progress). Raises UnknownInstance."""
         self.cluster.assign(instance, on=False)
+        self.dispatch.wake(self.cluster.row(instance))
         self.steering.drain_instance(instance, now)
 
     def flip(self, instance: str, role: Role, now: float) -> list[Action]:
@@ -423,6 +437,7 @@ class Conductor:
             self._parts.policy = policy(settings.policy.name)
         self.settings = self._parts.settings = settings
         self.queues.configure(settings.queue)
+        self.dispatch.configure(settings.queue, now)
         self.transfers.configure(settings.transfers)
         self.lengths.configure(settings.lengths)
         self.calibration.configure(settings.calibration)
@@ -501,7 +516,10 @@ class Conductor:
 
     def _stands(self, flight: InflightRequest) -> bool:
         """Whether the instances with work left for a request are registered and not lost: both in
-        the prefill phase, then the decode instance only."""
+        the prefill phase, then the decode instance only. Of a held one, whether its prefill
+        instance gets new requests."""
+        if self.dispatch.holds(flight.request.id) and not self.cluster.ready[flight.prefill_row]:
+            return False
         rows = (flight.prefill_row, flight.decode_row)
         left = rows if flight.phase is RequestPhase.PREFILL else rows[1:]
         return all(row >= 0 and self.cluster.status[row] is not Status.LOST for row in left)
@@ -622,7 +640,7 @@ class Conductor:
         """An event that only says what its blocks and its KV do."""
         if event.kind == "fetched":
             self.bookings.fetched(event.request_id, now)
-            self.ledger.fetched(event.request_id, now)
+            self.dispatch.fetched(event.request_id, now)
         elif event.kind == "prefill_began":
             self.bookings.prefill_began(event.request_id, now)
         elif event.kind == "handed_over":

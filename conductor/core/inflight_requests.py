@@ -16,13 +16,12 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from ..prefill.fairness import Waiter
-from ..prefill.queue import Pushed
 from ..records import RequestEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ..prefill.wait_estimate import Queues
+    from ..dispatch.dispatcher import Dispatcher
     from ..records import Decision, Request
     from ..state.instance_table import Cluster
     from .transfer_bookings import Move
@@ -95,14 +94,12 @@ def since_last(event: RequestEvent, flight: InflightRequest | None) -> RequestEv
 
 
 class Ledger:
-    """All in-flight requests, and the prefill queues that they wait in."""
+    """All in-flight requests, and their way through the prefill queues."""
 
-    def __init__(self, cluster: Cluster, queues: Queues) -> None:
+    def __init__(self, cluster: Cluster, dispatch: Dispatcher) -> None:
         self._cluster = cluster
-        self._queues = queues
+        self._dispatch = dispatch
         self._flights: dict[str, InflightRequest] = {}
-        self._running: dict[int, str] = {}  # per row, the request whose prefill should be running
-        self._started: dict[int, str] = {}  # per row, the request that it was last told to start
         self._expiry: list[tuple[float, str]] = []
         self._present: Counter[int] = Counter()  # requests queued or running at each row
 
@@ -124,13 +121,7 @@ class Ledger:
         # A request that is held back until another one is done keeps no place meanwhile.
         arrived_at = flight.ready_at if flight.decision.wait_for else now
         waiter = Waiter(request.id, flight.prefill_s, arrived_at, request.priority, request.tenant)
-        pushed = Pushed(True)
-        if flight.ready_at > now:
-            pushed = self._queues.expect(row, waiter, flight.ready_at)
-        elif row not in self._running and self._queues.begin(row, waiter, now):
-            self._running[row] = request.id
-        else:
-            pushed = self._queues.push(row, waiter)
+        pushed = self._dispatch.enter(row, waiter, now, flight.ready_at)
         if not pushed.accepted:
             return None
         self._flights[request.id] = flight
@@ -140,20 +131,16 @@ class Ledger:
         for at in {row, *flight.shares}:
             self._present[at] += 1
         heapq.heappush(self._expiry, (flight.expires_at, request.id))
-        self._go_on(row, now)
         victims = (self._flights.get(one.request_id) for one in pushed.preempted)
         return tuple(victim for victim in victims if victim is not None)
 
-    def advance(self, now: float) -> None:
-        """Queue the requests whose blocks should have come by now."""
-        for row, ready_at in self._queues.arrived(now):
-            self._go_on(row, ready_at)
-
-    def fetched(self, request_id: str, now: float) -> None:
-        """The blocks of a request have come."""
-        row = self._queues.ready(request_id)
-        if row is not None:
-            self._go_on(row, now)
+    def prefill_began(
+        self, flight: InflightRequest, route: tuple[str, str] | None, now: float
+    ) -> None:
+        """Its engine computes a request; of a raced one, on this route."""
+        own = route is None or route[0] == flight.decision.prefill
+        if own and flight.phase is RequestPhase.PREFILL and flight.prefill_row >= 0:
+            self._dispatch.began(flight.prefill_row, flight.request.id, now)
 
     def prefill_done(self, flight: InflightRequest, now: float) -> bool:
         """Move a request whose prefill is done from the queue to its decode instance. Returns False
@@ -170,23 +157,6 @@ class Ledger:
             self._cluster.promise(flight.decode_row, batch=1)
             self._cluster.heavy[flight.decode_row] += flight.heavy
         return True
-
-    def next_prefill(self, row: int, now: float) -> str | None:
-        """The request to be computed next at a row that asks because it is idle. The one before may
-        still count as running: the event of its end comes later."""
-        self.advance(now)
-        running = self._running.get(row)
-        if running is not None and running == self._started.get(row):
-            del self._running[row]
-            self._queues.done(row, now)
-            running = None
-        if running is None:
-            waiter = self._queues.take(row, now)
-            if waiter is None:
-                return None
-            running = self._running[row] = waiter.request_id
-        self._started[row] = running
-        return running
 
     def tokens(self, flight: InflightRequest, count: int, now: float) -> None:
         """Count `count` more generated tokens of a request."""
@@ -256,9 +226,7 @@ class Ledger:
     def forget_row(self, row: int) -> None:
         """Detach all requests from the row of a removed instance, so that ending them later
         subtracts nothing from the row's next instance."""
-        self._queues.forget(row)
-        self._running.pop(row, None)
-        self._started.pop(row, None)
+        self._dispatch.forget(row)
         self._present.pop(row, None)
         for flight in self._flights.values():
             flight.prefill_row = -1 if flight.prefill_row == row else flight.prefill_row
@@ -287,19 +255,4 @@ class Ledger:
         if row < 0:
             return
         self._cluster.promise(row, queued=-1, queued_tokens=-flight.prefill_tokens)
-        if self._started.get(row) == flight.request.id:
-            del self._started[row]  # it may be scheduled there again
-        if self._running.get(row) == flight.request.id:
-            del self._running[row]
-            self._queues.done(row, now)
-        else:  # the engine reordered its queue, or the request was given up while queued
-            self._queues.remove(flight.request.id)
-        self._go_on(row, now)
-
-    def _go_on(self, row: int, now: float) -> None:
-        """Take the next request from the row's queue as the running one, if none is running. An
-        estimate: the engine may use another order."""
-        if row not in self._running:
-            waiter = self._queues.take(row, now)
-            if waiter is not None:
-                self._running[row] = waiter.request_id
+        self._dispatch.leave(row, flight.request.id, now)

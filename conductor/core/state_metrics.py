@@ -41,6 +41,12 @@ def state(core: Conductor, now: float, followers: int) -> Iterator[Family]:
         [((), float(numbers["in_flight"]))],
     )
     yield (
+        "requests_held",
+        "Of these, those that wait for their release.",
+        (),
+        [((), float(core.queues.waiting_in_all if core.dispatch.holding else 0))],
+    )
+    yield (
         "requests_ended_total",
         "Requests that ended otherwise than by an event.",
         ("why",),

@@ -21,6 +21,7 @@ from .requests.conductor_reports import Health, Reporter
 from .requests.execution import Running
 from .requests.placement import Placer
 from .requests.prefix_wait import Prefills
+from .requests.releases import Releases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -100,6 +101,7 @@ class Gateway:
         self._engines = Engines(config, token)
         self.running = Running(self._engines, config)
         self._placing = Placer(client, self.known, self.health, config, self.metrics, clock)
+        self.releases = Releases(client, self.metrics, clock)
         self.reporter = Reporter(
             client,
             self.health,

@@ -49,6 +49,9 @@ class GatewayMetrics:
         self.held_s = self._histogram(
             "held_duration_seconds", "Time that requests waited for others' blocks.", _TOTAL_S
         )
+        self.queued_s = self._histogram(
+            "queued_duration_seconds", "Time until requests were released to their turn.", _TOTAL_S
+        )
         self.ttft_s = LatencyHistogram(
             PREFIX + "ttft_seconds", "From a request's head to the first token of its stream."
         )
@@ -61,6 +64,7 @@ class GatewayMetrics:
         )
         self.in_flight = self._gauge("requests_in_flight", "Requests at the moment.")
         self.held = self._gauge("requests_held", "Of these, those that wait for others' blocks.")
+        self.queued = self._gauge("requests_queued", "Of these, those that wait for their turn.")
         self.held_bytes = self._gauge("held_bytes", "Their bodies.")
         self.conductor_up = self._gauge("conductor_up", "1 if the conductor answers.")
         self.instances = self._gauge("instances", "Instances that it last spoke of.")

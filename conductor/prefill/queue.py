@@ -15,8 +15,9 @@ A queue has a limit. A request that finds the queue full preempts the newest req
 class, if that class is lower than its own: the newest has waited least and loses least. Preemption
 leaves each class its reserved share of the places, too.
 
-The queue is the conductor's model of the instance's queue, or the requests that the conductor holds
-back. An engine that was sent more requests than it can start serves them in an order of its own.
+The queue has the requests that the conductor holds back (`dispatch/`). If it holds back none, it is
+a model of the instance's queue: an engine that was sent more requests than it can start serves them
+in an order of its own.
 """
 
 from __future__ import annotations
@@ -91,6 +92,17 @@ class QueueSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     preempting: bool = True
     """Whether a full queue lets a higher class push out a lower one."""
+
+    ahead_max: Annotated[int, Meta(ge=0, le=65_536)] = 1
+    """Requests that are sent ahead to an engine; all others are held back until it is their turn,
+    and can be overtaken until then. 0 holds nothing: then the engine has an order of its own, and
+    this one is a forecast."""
+
+    ahead_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.3
+    """The next one is sent, too, when all that is ahead should end within this time, or the engine
+    would stand still between two: 0.1 s each for the news of an end, for the request, and for the
+    conductor to look (`service/server.py`). It is also some steps of an engine that computes
+    several short prompts in one."""
 
     def __post_init__(self) -> None:
         names = [item.name for item in self.classes]

@@ -126,9 +126,13 @@ class Queues:
         if waiter.request_id in self:
             raise Conflict(f"request {waiter.request_id!r} waits already")
         self._blank.check(waiter)
+        self.start(row, waiter, now)
+        return True
+
+    def start(self, row: int, waiter: Waiter, now: float) -> None:
+        """An instance computes a waiter that is in no queue."""
         self._grow(row)
         self._running_until[row] = max(self._running_until.item(row), now) + waiter.seconds
-        return True
 
     def expect(self, row: int, waiter: Waiter, ready_at: float) -> Pushed:
         """Announce a waiter whose blocks will have come at `ready_at`. It needs a place as one that
@@ -142,15 +146,15 @@ class Queues:
             heapq.heappush(self._ready_at, (ready_at, waiter.request_id))
         return pushed
 
-    def arrived(self, now: float) -> list[tuple[int, float]]:
-        """Put the waiters whose blocks are due into their queues. Returns the row of each, and when
-        it was due."""
-        found: list[tuple[int, float]] = []
+    def arrived(self, now: float) -> list[tuple[int, float, str]]:
+        """Put the waiters whose blocks are due into their queues. Returns the row of each, when it
+        was due, and its id."""
+        found: list[tuple[int, float, str]] = []
         while self._ready_at and self._ready_at[0][0] <= now:
             ready_at, request_id = heapq.heappop(self._ready_at)
             coming = self._coming.get(request_id)
             if coming is not None and coming[1] == ready_at:
-                found.append((coming[0], ready_at))
+                found.append((coming[0], ready_at, request_id))
                 self.ready(request_id)
         return found
 
@@ -231,6 +235,40 @@ class Queues:
         for queue in list(self._queues.values()):
             yield from queue
         yield from [waiter for _, _, waiter in self._coming.values()]
+
+    @property
+    def waiting_in_all(self) -> int:
+        """The number of waiters in all queues, without those whose blocks still come."""
+        return len(self._row_of)
+
+    def rows(self, until: float | None = None) -> list[int]:
+        """The rows where somebody waits; with `until`, those whose prefills should have ended by
+        then."""
+        waiting = self._waiting.any(axis=0)
+        if until is not None:
+            waiting &= self._running_until < until
+        rows: list[int] = np.flatnonzero(waiting).tolist()
+        return rows
+
+    def row_of(self, request_id: str) -> int | None:
+        """The row of the queue that a request waits in; None if it waits nowhere."""
+        return self._row_of.get(request_id)
+
+    def waiting_at(self, row: int) -> int:
+        """The number of waiters at a row."""
+        return len(self._queues.get(row, ()))
+
+    def place(self, row: int, priority: str) -> int:
+        """How many of this class and of higher ones wait at a row: the last one's place, unless the
+        order lets others pass."""
+        number = self._blank.number(priority)
+        self._grow(row)
+        return int(self._waiting[: number + 1, row].sum())
+
+    def running_s(self, row: int, now: float) -> float:
+        """Seconds left of the prefills that were taken at a row, as estimated."""
+        self._grow(row)
+        return max(self._running_until.item(row) - now, 0.0)
 
     def waiting(self, rows: Rows) -> Rows:
         """The number of waiters at each of the rows whose blocks are there."""

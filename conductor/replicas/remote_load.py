@@ -136,6 +136,11 @@ class PeerLoads:
         strangers_s = cluster.c1[part] * self._strangers[REPORTED.index("queued_tokens"), part]
         cluster.others_s[part] = strangers_s + seconds[part]
 
+    def queued(self, row: int) -> int:
+        """How many requests of peers wait for their prefill at an instance, or are prefilled."""
+        self._refresh()
+        return self._total.item(REPORTED.index("queued"), row)
+
     def requests(self, row: int) -> int:
         """How many in-flight requests peers have at an instance; a request that is in prefill and
         will decode on the same instance counts twice."""

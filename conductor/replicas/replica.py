@@ -99,6 +99,7 @@ class SharedConductor(Conductor):
         self.lease = self.steering.lease = LeaderLease(name, self.sharing.lead_s)
         self.steering.elsewhere = FlipsElsewhere(self._peers, self.sharing.dead_s)
         self._loads = PeerLoads(self.cluster)
+        self.dispatch.elsewhere = self._loads.queued
         self._records = SharedRecords(self.cluster, self._flips)
         self._heard: dict[str, tuple[HeardRow, float]] = {}  # (row, time)
         self._beats = 0

@@ -27,11 +27,13 @@ from .models import (
     EntryReply,
     FetchReply,
     FlipReply,
+    HeldReply,
     HotPrefixReply,
     InstanceBody,
     InstanceReply,
     PlanReply,
     ReasonReply,
+    ReleaseReply,
     RouteReply,
     ShardReply,
     WishReply,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..core.conductor import InstanceView
+    from ..core.hold import Hold
     from ..core.request_outcome import RequestOutcome
     from ..pool.draining import Progress
     from ..pool.planner import FleetPlan
@@ -166,10 +169,14 @@ def to_load(body: LoadBody) -> Load:
 
 
 def decision_reply(
-    decision: Decision, url: Callable[[str], str], now: float, conductor: str = ""
+    decision: Decision,
+    url: Callable[[str], str],
+    now: float,
+    conductor: str = "",
+    hold: Hold | None = None,
 ) -> DecisionReply:
     """A decision without its candidates: with a thousand instances they are a hundred times as
-    long. `conductor` is the URL of the one that decided."""
+    long. `conductor` is the URL of the one that decided; `hold` that of a held request."""
     return DecisionReply(
         request_id=parted(decision.request_id)[1],
         prefill=decision.prefill,
@@ -199,6 +206,7 @@ def decision_reply(
         shards=[ShardReply(instance=name, tokens=count) for name, count in decision.shards],
         alternatives=[RouteReply(prefill=a, decode=b) for a, b in decision.alternatives],
         expires_in_s=max(0.0, decision.expires_at - now),
+        held=None if hold is None else HeldReply(place=hold.place, release_s=hold.release_s),
         conductor=conductor,
         placement=decision.placement,
         local_s=decision.local_s,
@@ -206,6 +214,16 @@ def decision_reply(
         output_tokens=decision.output_tokens,
         output_source=decision.output_source,
         model=decision.model,
+    )
+
+
+def release_reply(hold: Hold) -> ReleaseReply:
+    """Whether a request may be sent now."""
+    return ReleaseReply(
+        state=hold.state,
+        place=hold.place,
+        release_s=hold.release_s,
+        first_token_s=hold.first_token_s,
     )
 
 

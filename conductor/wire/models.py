@@ -25,6 +25,8 @@ MATCH_HOLDERS_MAX = 16_384
 DECISIONS_MAX = 1000
 CANDIDATES_MAX = 64
 HOT_MAX = 1000
+NEXT_MAX = 1024
+RELEASE_WAIT_S_MAX = 60.0
 
 Id = Annotated[
     str,
@@ -188,6 +190,35 @@ class RouteReply(Reply, frozen=True, kw_only=True):
     decode: str
 
 
+class HeldReply(Reply, frozen=True, kw_only=True):
+    """The request is held: send it to its instance after its release, which
+    `GET /v1/requests/{request_id}/release` waits for."""
+
+    place: Annotated[int, Meta(description="Among those held there, of its class and higher ones.")]
+    release_s: Annotated[float, Meta(description="Until its release, as predicted.")]
+
+
+class ReleaseReply(Reply, frozen=True, kw_only=True):
+    """Whether a request may be sent to its instance now."""
+
+    state: Annotated[
+        Literal["held", "released", "moved"],
+        Meta(
+            description="`held`: ask again. `released`: send it. `moved`: its instance has gone or "
+            "gets nothing new; ask for the decision again."
+        ),
+    ]
+    place: Annotated[
+        int, Meta(description="Of a held one: among those of its class and higher ones.")
+    ] = 0
+    release_s: Annotated[
+        float, Meta(description="Of a held one: until its release, as predicted.")
+    ] = 0.0
+    first_token_s: Annotated[
+        float, Meta(description="Of a released one: until its prefill should be done.")
+    ] = 0.0
+
+
 class DecisionReply(Reply, frozen=True, kw_only=True):
     """Where the request runs. Ask `/v1/decisions/{request_id}/why` for the candidates."""
 
@@ -216,6 +247,9 @@ class DecisionReply(Reply, frozen=True, kw_only=True):
     expires_in_s: Annotated[
         float | None, Meta(description="Unless an event of the request is heard before.")
     ]
+    held: Annotated[
+        HeldReply | None, Meta(description="Not to be sent before its turn. Null: send it now.")
+    ] = None
     conductor: Annotated[
         str,
         Meta(
@@ -305,6 +339,28 @@ class InstanceBody(Body, frozen=True, kw_only=True):
     labels: Annotated[dict[Name, Name], Meta(max_length=LABELS_MAX)] = {}
     schema: SchemaBody | None = None
     load: LoadBody | None = None
+
+
+class NextBody(Body, frozen=True, kw_only=True):
+    """An instance asks which of its requests to compute next."""
+
+    n: Annotated[int, Meta(ge=1, le=NEXT_MAX, description="How many at most.")] = 1
+    idle: Annotated[
+        bool, Meta(description="Whether it has computed all that it was given before.")
+    ] = True
+
+
+class NextReply(Reply, frozen=True, kw_only=True):
+    """A request to be computed, and the tenant whose id this is."""
+
+    request_id: str
+    tenant: str = ""
+
+
+class NextsReply(Reply, frozen=True, kw_only=True):
+    """Requests in the order in which to compute them; none if the conductor knows of no more."""
+
+    requests: list[NextReply]
 
 
 class RoleBody(Body, frozen=True, kw_only=True):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
     from pathlib import Path
 
+    from tiffin.conductor.api.conductor_service import Service
     from tiffin.conductor.web.auth import Tokens
     from tiffin.conductor.web.tracing import Tracing
 
@@ -234,6 +235,7 @@ class Cluster:
     gateway: Gateway
     core: Heard
     conductor: AsyncExitStack
+    service: Service
     stopped: bool = False
 
     async def post(self, body: dict[str, Any], path: str = "completions", **more: Any) -> Any:
@@ -300,7 +302,7 @@ async def cluster(
         http = await stack.enter_async_context(
             httpx.AsyncClient(base_url=front, trust_env=False, verify=False, timeout=PATIENCE_S)
         )
-        it = Cluster(http, gateway, core, conductor)
+        it = Cluster(http, gateway, core, conductor, app.state.service)
         yield it
         await it.idle()
 

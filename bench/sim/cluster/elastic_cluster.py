@@ -91,7 +91,9 @@ class ElasticOptions:
     def settings(self) -> Settings:
         """Of the conductor. Raises InvalidRequest."""
         links = {"link_bandwidth_bytes_s": self.bandwidth_bytes_s, "link_latency_s": self.latency_s}
-        basic = patched(Settings(), {"admission": {"mode": "off"}, "transfers": links})
+        sent_at_once = {"ahead_max": 0}
+        changes = {"admission": {"mode": "off"}, "transfers": links, "queue": sent_at_once}
+        basic = patched(Settings(), changes)
         return patched(basic, dict(self.changes))
 
 

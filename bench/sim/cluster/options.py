@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tiffin.conductor.core.settings import Settings, patched
 from tiffin.conductor.cost import latency_profiles
+from tiffin.conductor.prefill.queue import QueueSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ...traces.trace import TraceRequest
+
+_QUEUE = QueueSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +25,13 @@ class SimulationOptions:
     with four cards of 200 Gb/s, of which its transfer engine gets 87 GB/s (figure 12), 327,680
     bytes of KV per token, and 3 million tokens of memory per node (figure 10).
 
-    **Prefill.** `order`: in that of arrival, or as `Conductor.next_prefill` says, by
-    its `queue_order`. A prompt is
-    computed in chunks of `chunk_tokens` (0: whole), by `stages` nodes in a pipeline (section 4.1 of
-    the paper: chunked pipeline parallelism). `layerwise`: loading blocks, fetching them and handing
-    KV over overlap with computing, of which only one of `layers` is left to be waited for.
+    **Prefill.** `order`: in that of arrival; as `Conductor.next_prefill` says, which instances ask;
+    or "held": the gateway sends a prompt when the conductor has released it, `ahead_max` and
+    `ahead_s` ahead. Both by the conductor's `queue_order`, and `priority`, the class of a request.
+    A prompt is computed in chunks of `chunk_tokens` (0: whole), by `stages` nodes in a pipeline
+    (section 4.1 of the paper: chunked pipeline parallelism). `layerwise`: loading blocks, fetching
+    them and handing KV over overlap with computing, of which only one of `layers` is left to be
+    waited for.
 
     **Tiers.** Tokens of KV that a prefill instance keeps in HBM, and its node in memory and on
     NVMe; 0: no such tier. Blocks are loaded at the bandwidths of `Settings.transfers`.
@@ -54,8 +64,11 @@ class SimulationOptions:
     profile: str = latency_profiles.DEFAULT
     decode_profile: str = ""  # of instances that decode; empty for the same
     token_bytes: int = 327_680
-    order: Literal["arrival", "conductor"] = "arrival"
+    order: Literal["arrival", "conductor", "held"] = "arrival"
     queue_order: Literal["fcfs", "shortest-first", "longest-first"] = "fcfs"
+    ahead_max: int = _QUEUE.ahead_max
+    ahead_s: float = _QUEUE.ahead_s
+    priority: Callable[[TraceRequest], str] = lambda request: "normal"
     chunk_tokens: int = 0
     stages: int = 1
     layerwise: bool = False
@@ -89,7 +102,8 @@ class SimulationOptions:
         admission = {"mode": self.admission, "use_lengths": self.use_lengths}
         changes = {"policy": {"name": self.policy}, "admission": admission}
         links = {"link_bandwidth_bytes_s": self.bandwidth_bytes_s, "link_latency_s": self.latency_s}
-        queue = {"order": self.queue_order}
+        ahead_max = self.ahead_max if self.order == "held" else 0
+        queue = {"order": self.queue_order, "ahead_max": ahead_max, "ahead_s": self.ahead_s}
         layers = {"layerwise_tokens_min": 0, "overlapped": self.layerwise}
         more = {"transfers": links, "queue": queue, "disaggregation": layers}
         return patched(Settings(), {**changes, **more})

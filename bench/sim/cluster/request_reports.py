@@ -18,10 +18,17 @@ if TYPE_CHECKING:
 
 
 class RequestReports:
-    """Of the requests in `running`. `late_s` is asked for each report."""
+    """Of the requests in `running`. `late_s` is asked for each report; `heard` is called after the
+    conductor has heard one."""
 
-    def __init__(self, core: Conductor, clock: VirtualClock, late_s: Callable[[], float]) -> None:
-        self._core, self._clock, self._late_s = core, clock, late_s
+    def __init__(
+        self,
+        core: Conductor,
+        clock: VirtualClock,
+        late_s: Callable[[], float],
+        heard: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._core, self._clock, self._late_s, self._heard = core, clock, late_s, heard
         self.running: dict[str, SimRequest] = {}
         self._told: dict[str, int] = {}  # by job: tokens after the first one
 
@@ -37,6 +44,7 @@ class RequestReports:
             event = RequestEvent(job.name, kind, tokens, age_s=now - happened)
             with contextlib.suppress(UnknownRequest):  # it has expired meanwhile
                 self._core.observe(event, now)
+            self._heard()
 
         self.later(say)
 

@@ -32,6 +32,7 @@ from ..instances.prefill_work import pipelined, prefill_work
 from ..instances.sim_request import SimRequest
 from ..nodes.network import Network
 from ..nodes.node_cache import NodeCache
+from .holding_gateway import HoldingGateway
 from .load_series import LoadSeries
 from .options import SimulationOptions as SimulationOptions  # noqa: TC001 # others take it here
 from .order_carrier import OrderCarrier
@@ -134,7 +135,8 @@ class _Simulation:
         self._chance = random.Random(options.seed)
         self._outcome = SimulationOutcome(options)
         self._left = len(trace.requests)
-        self._reports = RequestReports(self._core, clock, self._late_s)
+        self._gateway = HoldingGateway(self._core, clock, self._late_s, self._preempted)
+        self._reports = RequestReports(self._core, clock, self._late_s, self._gateway.look)
         self._coming: dict[str, int] = {}  # by job: parts of its KV that have not come
         self._held: dict[str, list[Callable[[], None]]] = {}  # by the job that is waited for
         self._next_turns = _next_turns(trace) if options.closed else {}
@@ -203,6 +205,8 @@ class _Simulation:
             for name in names:
                 self._core.register(self._spec(name, role), 0.0)
         self._beat()
+        if self._options.order == "held":
+            self._gateway.tick()
         self._reports.keep_alive()
         self._report()
         later_turns = {number for numbers in self._next_turns.values() for number in numbers}
@@ -310,6 +314,7 @@ class _Simulation:
         request = Request(
             *(job.name, _MODEL, job.trace.prompt_tokens, job.keys),
             objectives=self._objectives,
+            priority=self._options.priority(job.trace),
             tenant=job.trace.tenant,
         )
         outcome = self._scheduler.schedule(request, now)
@@ -321,6 +326,18 @@ class _Simulation:
         job.cut_at(outcome.output_tokens_max)
         self._reports.begin(job)
         self._held[job.name] = []
+        self._gateway.send(job.name, lambda: self._released(job, outcome))
+
+    def _preempted(self, name: str, reason: str) -> None:
+        """A held request had to leave a full queue."""
+        job = self._reports.running[name]
+        job.rejected = reason
+        for start in self._held.pop(name):
+            start()
+        self._reports.drop(job)
+        self._over(job)
+
+    def _released(self, job: SimRequest, outcome: Decision) -> None:
         if outcome.wait_for in self._held and outcome.wait_for != job.name:
             self._held[outcome.wait_for].append(lambda: self._start(job, outcome))
         else:

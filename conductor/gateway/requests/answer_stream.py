@@ -1,15 +1,15 @@
 """One request from its placement to its answer's last byte, as an ASGI response.
 
-    place -> hold -> run -> pass on    an instance is gone: place again, a few times
+    place -> wait -> run -> pass on    an instance is gone: place again, a few times
                      |
                      the client has received nothing until the answer's first token arrives, so a
                      failure before that has an HTTP status of its own, or the gateway retries the
                      request on another instance
 
-A request is held while it waits for blocks that another in-flight request computes. If the first
-token takes long, the gateway starts the stream with keepalive comments, so that no proxy between
-the gateway and the client closes the connection as idle. From then on a failure that no retry mends
-is an event of the stream.
+A request waits until the conductor releases it (`releases.py`), and for blocks that another
+in-flight request computes (`prefix_wait.py`). If the first token takes long, the gateway starts the
+stream with keepalive comments, so that no proxy between the gateway and the client closes the
+connection as idle. From then on a failure that no retry mends is an event of the stream.
 
 A client that hangs up cancels the whole request: the gateway closes the engine's connection and
 reports the request to the conductor as cancelled.
@@ -217,26 +217,16 @@ class Serving(Response):
         """Place the request, excluding the instances in `gone`, and run it. The caller ends
         `prefill` if this method has not done so."""
         gateway, ask = self._gateway, self._ask
-        before, self._placed = self._placed, True
-        placed = await gateway.place(ask, sized, gone, self._span)
-        if isinstance(placed, Rejection):
-            raise _Refused(placed)
-        self._placed = before or placed.in_doubt or not placed.fallback
+        placed, answers_s = await self._turn(sized, gone)
         self._decided, self._prefill_told = True, False
         unseen = not ask.stream and not handed_over(ask, placed.routes[0])
-        if not placed.fallback:
-            if self._conductor != placed.conductor:
-                self._release_elsewhere()
-            self._conductor = placed.conductor
-            self._report = gateway.reporter.begin(
-                ask.wishes.request_id, placed.alive_s, ask.wishes.tenant, placed.conductor
-            )
+        if self._report is not None:
             # The gateway can't see when the prefill of an answer in one piece is over, so it takes
             # the predicted TTFT.
-            self._report.running(placed.predicted_ttft_s or 0.0 if unseen else None)
+            self._report.running(answers_s if unseen else None)
         await self._hold(placed)
         if unseen:
-            prefill.over_in(placed.predicted_ttft_s or 0.0)
+            prefill.over_in(answers_s)
 
         async def prefilled(route: InstanceRoute) -> None:
             prefill.over()
@@ -247,6 +237,37 @@ class Serving(Response):
         )
         self._ran(placed, number, answer)
         return answer
+
+    async def _turn(self, sized: Sized, gone: set[str]) -> tuple[Placement, float]:
+        """Place the request, and wait for its release if the conductor holds it. Returns its
+        placement, and the predicted seconds to its first token. Raises _Refused."""
+        while True:
+            placed = await self._place(sized, gone)
+            if not placed.held:
+                return placed, placed.predicted_ttft_s or 0.0
+            self._decided = True
+            released = await self._gateway.releases.wait(self._ask.wishes, placed)
+            if isinstance(released, Rejection):
+                raise _Refused(released)
+            if released.state == "released":
+                return placed, released.first_token_s
+            self._drop_report()
+
+    async def _place(self, sized: Sized, gone: set[str]) -> Placement:
+        gateway, wishes = self._gateway, self._ask.wishes
+        before, self._placed = self._placed, True
+        placed = await gateway.place(self._ask, sized, gone, self._span)
+        if isinstance(placed, Rejection):
+            raise _Refused(placed)
+        self._placed = before or placed.in_doubt or not placed.fallback
+        if not placed.fallback:
+            if self._conductor != placed.conductor:
+                self._release_elsewhere()
+            self._conductor = placed.conductor
+            self._report = gateway.reporter.begin(
+                wishes.request_id, placed.alive_s, wishes.tenant, placed.conductor
+            )
+        return placed
 
     async def _hold(self, placed: Placement) -> None:
         """Wait until the prefill is over whose blocks this request waits for, if that request is in

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from ..engines.engine_client import AnswerStream, EngineError, EngineGone, Whole
 from ..openai import engine_bodies
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     Answer = AnswerStream | Whole
     # Callback: the prefill of a route is done. An exception from it ends the request.
     Prefilled = Callable[[InstanceRoute], Awaitable[None]]
+
+
+# TENANT/ID, or ID where there are no tenants (`state/request_ids.py`).
+REQUEST_HEADER = "x-tiffin-request"
 
 
 class Running:
@@ -107,7 +112,7 @@ class Running:
     ) -> dict[str, Raw] | Whole | None:
         """What the prefill instance told, or its refusal."""
         with span.call("prefill", **_instance(route.prefill)) as call:
-            headers = {**call.headers, "x-request-id": engine_id}
+            headers = {**call.headers, **_names(ask, engine_id)}
             told = await self._engines.prefill(route.prefill, ask, headers, handoff)
         if not isinstance(told, Whole):
             if handoff == "stream":
@@ -127,7 +132,7 @@ class Running:
         limit, shards = placement.output_tokens_max, placement.shards
         body = engine_bodies.answer_body(ask, limit, transfer, shards)
         with span.call("first token", **_instance(route.decode)) as call:
-            headers = {**call.headers, "x-request-id": engine_id}
+            headers = {**call.headers, **_names(ask, engine_id)}
             return await self._engines.answer(route.decode, ask, body, headers)
 
 
@@ -201,6 +206,13 @@ async def _end(tasks: Sequence[asyncio.Future[Answer]]) -> None:
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(outcome, AnswerStream | Whole):
             await outcome.close()
+
+
+def _names(ask: ClientRequest, engine_id: str) -> dict[str, str]:
+    """The headers that name a request to an engine: the id that it is to use, and the conductor's
+    name, by which an engine that asks what is next is told (as in a URL: a tenant may be in any
+    script)."""
+    return {"x-request-id": engine_id, REQUEST_HEADER: quote(ask.wishes.name)}
 
 
 def _engine_id(ask: ClientRequest, attempt: int, number: int) -> str:

@@ -45,7 +45,8 @@ class Placement:
     is included in `predicted_ttft_s` (None: not predicted). `shards` says how the context is
     spread over several instances. `conductor` is the URL for the request's events, "" for that of
     the gateway's conductor. `model` answers, if not empty, in place of the one that was asked;
-    `degraded` says what was given up to take the request.
+    `degraded` says what was given up to take the request. `held`: it is not to be sent before the
+    conductor releases it.
     """
 
     routes: tuple[InstanceRoute, ...]
@@ -62,6 +63,7 @@ class Placement:
     conductor: str = ""
     model: str = ""
     degraded: tuple[str, ...] = ()
+    held: bool = False
 
 
 class NoInstance(Exception):
@@ -182,6 +184,7 @@ class Placer:
             conductor=decided.conductor,
             model=decided.model,
             degraded=tuple(decided.degraded),
+            held=decided.held is not None,
         )
 
     def _shards(self, decided: DecisionReply) -> tuple[Shard, ...]:

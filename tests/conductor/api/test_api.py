@@ -923,7 +923,7 @@ class TestDoors:
             for method, operation in methods.items()
             if operation["operationId"] != "stream"
         ]
-        assert len(described) == 21
+        assert len(described) == 23
         for method, template, operation in described:
             path = template.format(request_id="r", event="finished", instance="i", node="n")
             if "security" not in operation:

@@ -128,7 +128,7 @@ def test_every_route_that_is_served_is_described() -> None:
         for method in route.methods - {"HEAD"}
     }
     assert served == {(path, method) for path, methods in described.items() for method in methods}
-    assert len(served) == 22
+    assert len(served) == 24
 
 
 def operations() -> dict[str, dict[str, Any]]:
@@ -186,6 +186,7 @@ def test_the_examples_are_taken_as_they_stand(as_started: TestClient) -> None:
     decode = {**instance, "role": "decode"}
     assert as_started.put(path.format(instance="decode-1"), json=decode).status_code == 204
     known = {"schedule", "event", "events", "announce", "flip", "match", "drain_node"}
+    known |= {"next_prefills"}
     assert set(shown) == known
     for method, path, body in shown.values():
         where = path.format(instance="prefill-3", **IN_PATHS)

@@ -351,7 +351,7 @@ class TestRefusals:
         assert made.recheck("w", 7.0) is None
 
     def test_a_full_queue_lets_the_higher_class_in(self) -> None:
-        made = conductor(spec("a"), queue={"waiting_max": 2})
+        made = conductor(spec("a"), queue={"waiting_max": 2, "ahead_s": 0.0})
         for number in range(3):  # one of them is being computed
             made.schedule(prompt(f"low{number}", priority="low"), 1.0)
         decision = made.schedule(prompt("high", priority="high"), 2.0)
@@ -557,18 +557,21 @@ class TestSettings:
         assert nothing_is_promised(made)
 
 
+ASKS = {"pulls": "true"}
+
+
 class TestAnInstanceThatAsksWhatIsNext:
     """`next_prefill` gives each request once, in the order of the queue."""
 
     def test_the_higher_class_is_first_and_each_is_given_once(self) -> None:
-        made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE))
+        made = conductor(spec("p", Role.PREFILL, labels=ASKS), spec("d", Role.DECODE))
         for name, priority in (("a", "low"), ("b", "low"), ("c", "high"), ("d", "normal")):
             made.schedule(prompt(name, priority=priority), 1.0)
         assert [made.next_prefill("p", 1.0) for _ in range(5)] == ["a", "c", "d", "b", None]
 
     def test_the_shortest_is_first_if_the_queue_says_so(self) -> None:
         queue = {"order": "shortest-first"}
-        made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE), queue=queue)
+        made = conductor(spec("p", Role.PREFILL, labels=ASKS), spec("d", Role.DECODE), queue=queue)
         for name, blocks in (("a", 8), ("long", 60), ("short", 2)):
             made.schedule(prompt(name, blocks), 1.0)
         assert [made.next_prefill("p", 1.0) for _ in range(3)] == ["a", "short", "long"]
@@ -577,7 +580,7 @@ class TestAnInstanceThatAsksWhatIsNext:
     def test_the_end_of_the_one_before_may_be_heard_of_before_or_after(
         self, heard_first: bool
     ) -> None:
-        made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE))
+        made = conductor(spec("p", Role.PREFILL, labels=ASKS), spec("d", Role.DECODE))
         for name in ("a", "b"):
             made.schedule(prompt(name), 1.0)
         assert made.next_prefill("p", 1.0) == "a"
@@ -592,7 +595,7 @@ class TestAnInstanceThatAsksWhatIsNext:
         assert len(made.queues) == 0
 
     def test_one_that_is_scheduled_there_again_is_given_again(self) -> None:
-        made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE))
+        made = conductor(spec("p", Role.PREFILL, labels=ASKS), spec("d", Role.DECODE))
         made.schedule(prompt("a"), 1.0)
         assert made.next_prefill("p", 1.0) == "a"
         tell(made, "a", "cancelled", now=1.5)
@@ -600,11 +603,11 @@ class TestAnInstanceThatAsksWhatIsNext:
         assert made.next_prefill("p", 2.0) == "a"
 
     def test_a_row_that_is_used_again_has_given_nothing(self) -> None:
-        made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE))
+        made = conductor(spec("p", Role.PREFILL, labels=ASKS), spec("d", Role.DECODE))
         made.schedule(prompt("a"), 1.0)
         assert made.next_prefill("p", 1.0) == "a"
         made.remove("p", 2.0)
-        made.register(spec("p", Role.PREFILL), 3.0)
+        made.register(spec("p", Role.PREFILL, labels=ASKS), 3.0)
         assert made.next_prefill("p", 3.0) is None
         with pytest.raises(UnknownInstance):
             made.next_prefill("q", 3.0)

@@ -1,0 +1,1 @@
+"""Which requests an engine gets, and which the conductor holds back. Pure."""

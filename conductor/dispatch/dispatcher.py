@@ -1,0 +1,296 @@
+"""Holds requests back, and releases them in the order of their instance's queue. Pure.
+
+An engine serves what it was sent in an order of its own, mostly that of arrival. So whoever is to
+be overtaken must not be sent yet. A request is *released* or *held*: released ones are ahead in the
+engine, up to a limit, held ones wait in the instance's queue (`prefill/queue.py`). When a place
+becomes free, the queue's next request is released. A place is free again when
+
+- the prefill is done,
+- the request was cancelled, has expired, or ended otherwise,
+- the request is late: by as much again as its prefill was predicted to take with all before it,
+  and by a second at least. So nobody is held for ever by an engine that stands still, or whose
+  reports are lost.
+
+**How many are ahead**: `ahead_max`, and more as soon as all that is ahead should end within
+`ahead_s`: an engine must have its next prompt when it is done with one, and gets it only after the
+conductor has heard of that end. So a request can be overtaken until shortly before its turn. Of
+several conductors each has a share of both, in proportion to the requests that it and the others
+(`elsewhere`) have for the instance, and of `ahead_max` at least one: together they exceed the limit
+by one for each conductor at most, and if the others have nothing there, one has all.
+
+**Blocks that still come** do so in the engine: a request that fetches some, or waits for another
+one to compute them, is sent at once. The engine computes others meanwhile, and this one is ahead as
+soon as its blocks have come.
+
+**Engines that ask** (`asks`) are sent everything at once and ask which request to compute: `next`
+answers in the queue's order. So nothing is held for them, and one request counts as being computed.
+The same holds for all instances if `ahead_max` is 0, where the order is a forecast alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..prefill.queue import Pushed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ..prefill.fairness import Waiter
+    from ..prefill.queue import QueueSettings
+    from ..prefill.wait_estimate import Queues
+
+# A release is late by as much again as was predicted, and by at least this: the same as for
+# prefills that others wait for (`state/inflight_prefills.py`).
+LATE_S_MIN = 1.0
+# Ends of holds kept until the next `ended` call. Who misses one asks again after a while.
+ENDED_MAX = 65_536
+_ACCEPTED = Pushed(True)
+
+
+@dataclass(slots=True)
+class _Released:
+    """A request that is ahead in an engine. `counts`: it takes a place, as it is not late. `given`:
+    it was the answer to an engine that asked."""
+
+    seconds: float
+    late_at: float
+    counts: bool = True
+    given: bool = False
+
+
+@dataclass(slots=True)
+class _Engine:
+    """What is ahead in one engine, in order of release, and how many of these count."""
+
+    released: dict[str, _Released] = field(default_factory=dict)
+    places: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of prefill, of those that count."""
+        return sum(one.seconds for one in self.released.values() if one.counts)
+
+    def seconds_from(self, request_id: str) -> float:
+        """Of this one and those behind it."""
+        behind = itertools.dropwhile(lambda item: item[0] != request_id, self.released.items())
+        return sum(one.seconds for _, one in behind)
+
+    def stop_counting(self, one: _Released) -> None:
+        self.places -= one.counts
+        one.counts = False
+
+
+class Dispatcher:
+    """What is ahead at each row of the cluster; see the top of the file. Not thread-safe.
+
+    `elsewhere(row)`: requests that other conductors have there, waiting or ahead; None if there are
+    no others.
+    """
+
+    def __init__(self, queues: Queues, settings: QueueSettings) -> None:
+        self._queues, self._settings = queues, settings
+        self._engines: dict[int, _Engine] = {}
+        self._asking: set[int] = set()
+        self._late: list[tuple[float, int, str]] = []
+        self._ended: deque[str] = deque(maxlen=ENDED_MAX)
+        self.elsewhere: Callable[[int], int] | None = None
+
+    # -- the life of a request ---------------------------------------------------------------------
+
+    def enter(self, row: int, waiter: Waiter, now: float, ready_at: float = -math.inf) -> Pushed:
+        """Release a request at once if a place is free and nobody waits, or if its blocks come only
+        at `ready_at`; else enqueue it. Raises as `Queues.push`."""
+        if ready_at > now:
+            pushed = self._queues.expect(row, waiter, ready_at)
+        elif self._free(row, now) and self._queues.begin(row, waiter, now):
+            self._ahead(row, waiter, now)
+            return _ACCEPTED
+        else:
+            pushed = self._queues.push(row, waiter)
+        self._end(victim.request_id for victim in pushed.preempted)
+        if pushed.accepted:
+            self._go_on(row, now)
+        return pushed
+
+    def advance(self, now: float) -> None:
+        """The blocks of some requests should have come by now."""
+        for row, ready_at, request_id in self._queues.arrived(now):
+            self._ready(row, request_id, ready_at)
+
+    def fetched(self, request_id: str, now: float) -> None:
+        """The blocks of a request have come."""
+        row = self._queues.ready(request_id)
+        if row is not None:
+            self._ready(row, request_id, now)
+
+    def began(self, row: int, request_id: str, now: float) -> None:
+        """Its engine computes it now: what is left there is known better. No effect if it is not
+        ahead there."""
+        engine = self._engines.get(row)
+        if engine is not None and request_id in engine.released:
+            self._queues.done(row, now, engine.seconds_from(request_id))
+
+    def leave(self, row: int, request_id: str, now: float) -> None:
+        """Its prefill is done, or was given up, released or not."""
+        engine = self._engines.get(row)
+        if engine is None or request_id not in engine.released:
+            if self._queues.remove(request_id) is not None:
+                self._end((request_id,))
+        else:
+            oldest = next(iter(engine.released)) == request_id
+            one = engine.released.pop(request_id)
+            engine.stop_counting(one)
+            left_s = engine.seconds
+            if not oldest:  # it was given up, or overtaken in the engine: the others go on
+                left_s = max(self._queues.running_s(row, now) - one.seconds, 0.0)
+            self._queues.done(row, now, left_s)
+        self._go_on(row, now)
+
+    def next(self, row: int, n: int, now: float, *, idle: bool) -> list[str]:
+        """The next `n` requests for an engine that asks, each of which is given once. `idle`: it
+        has computed all that it was given before; their ends may be heard of later."""
+        self.advance(now)
+        engine = self._engines.setdefault(row, _Engine())
+        done = [name for name, one in engine.released.items() if one.given] if idle else []
+        for name in done:
+            engine.stop_counting(engine.released.pop(name))
+        if done:
+            self._queues.done(row, now, engine.seconds)
+        names = [name for name, one in engine.released.items() if not one.given][:n]
+        while len(names) < n and (waiter := self._queues.take(row, now)) is not None:
+            self._ahead(row, waiter, now)
+            self._end((waiter.request_id,))
+            names.append(waiter.request_id)
+        for name in names:
+            engine.released[name].given = True
+        return names
+
+    def forget(self, row: int) -> None:
+        """The instance of a row was removed. Whoever was held there has to be decided anew."""
+        self._end(waiter.request_id for waiter in self._queues.forget(row))
+        self._engines.pop(row, None)
+        self._asking.discard(row)
+
+    def wake(self, row: int) -> None:
+        """The instance of a row gets nothing new: who waits for it is to ask where else."""
+        self._end(self._waiting(row))
+
+    # -- settings and time -------------------------------------------------------------------------
+
+    def asks(self, row: int, yes: bool) -> None:
+        """Set whether the engine of a row asks what to compute next."""
+        if not yes:
+            self._asking.discard(row)
+        elif row not in self._asking:
+            self._asking.add(row)
+            self._end(self._waiting(row))
+
+    def configure(self, settings: QueueSettings, now: float) -> None:
+        """Change the settings, after those of the queues."""
+        if not settings.ahead_max:
+            self._end(waiter.request_id for waiter in self._queues)
+        self._settings = settings
+        for row in self._queues.rows():
+            self._go_on(row, now)
+
+    def tick(self, now: float) -> None:
+        """Give up on what is late, and release what the shares of several conductors allow now."""
+        self.advance(now)
+        while self._late and self._late[0][0] <= now:
+            _, row, name = heapq.heappop(self._late)
+            engine = self._engines.get(row)
+            one = None if engine is None else engine.released.get(name)
+            if engine is not None and one is not None and one.late_at <= now:
+                engine.stop_counting(one)
+                self._go_on(row, now)
+        if self.holding:
+            # Of one conductor alone, only time gives places.
+            until = now + self._settings.ahead_s if self.elsewhere is None else None
+            for row in self._queues.rows(until):
+                self._go_on(row, now)
+
+    # -- what is held ------------------------------------------------------------------------------
+
+    @property
+    def holding(self) -> bool:
+        """Whether requests are held at all."""
+        return self._settings.ahead_max > 0
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request is held."""
+        row = self._queues.row_of(request_id) if self.holding else None
+        return row is not None and row not in self._asking
+
+    def ahead(self, row: int) -> int:
+        """How many requests are ahead in the engine of a row."""
+        engine = self._engines.get(row)
+        return engine.places if engine is not None else 0
+
+    def ended(self) -> list[str]:
+        """Requests whose holds have ended since the last call: released, preempted, or without an
+        instance. For those who wait for that."""
+        names = list(self._ended)
+        self._ended.clear()
+        return names
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _free(self, row: int, now: float) -> bool:
+        """Whether one more may be ahead in the engine of a row."""
+        engine = self._engines.get(row)
+        if engine is None or not engine.places:
+            return True
+        if not self.holding or row in self._asking:
+            return False
+        share, settings = self._share(row, engine), self._settings
+        most = max(1, round(settings.ahead_max * share))
+        return engine.places < most or self._queues.running_s(row, now) < settings.ahead_s * share
+
+    def _share(self, row: int, engine: _Engine) -> float:
+        """This conductor's share of the places at a row."""
+        others = self.elsewhere(row) if self.elsewhere is not None else 0
+        if not others:
+            return 1.0
+        own = engine.places + self._queues.waiting_at(row)
+        return own / (own + others)
+
+    def _go_on(self, row: int, now: float) -> None:
+        """Release the queue's next ones while there are places."""
+        while self._free(row, now):
+            waiter = self._queues.take(row, now)
+            if waiter is None:
+                return
+            self._ahead(row, waiter, now)
+            self._end((waiter.request_id,))
+
+    def _ahead(self, row: int, waiter: Waiter, now: float) -> None:
+        engine = self._engines.setdefault(row, _Engine())
+        until_s = self._queues.running_s(row, now)  # with its own
+        one = _Released(waiter.seconds, now + until_s + max(until_s, LATE_S_MIN))
+        engine.released[waiter.request_id] = one
+        engine.places += 1
+        if self.holding:
+            heapq.heappush(self._late, (one.late_at, row, waiter.request_id))
+
+    def _ready(self, row: int, request_id: str, at: float) -> None:
+        """The engine has a request already whose blocks have come, and computes it in its turn."""
+        if self.holding and row not in self._asking:
+            found = self._queues.remove(request_id)
+            assert found is not None
+            self._queues.start(row, found[1], at)
+            self._ahead(row, found[1], at)
+        else:
+            self._go_on(row, at)
+
+    def _waiting(self, row: int) -> list[str]:
+        return [waiter.request_id for waiter in self._queues.at(row) or ()]
+
+    def _end(self, names: Iterable[str]) -> None:
+        if self.holding:
+            self._ended.extend(names)

@@ -1,0 +1,360 @@
+"""Who is released when: limits, ends, engines that ask, shares of several conductors, and how long
+anybody waits at most."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tiffin.conductor.dispatch.dispatcher import LATE_S_MIN, Dispatcher
+from tiffin.conductor.prefill.fairness import Waiter
+from tiffin.conductor.prefill.queue import PriorityClass, QueueSettings
+from tiffin.conductor.prefill.wait_estimate import Queues
+
+ROW = 3
+
+
+def settings_of(**changes: Any) -> QueueSettings:
+    return QueueSettings(**{"ahead_max": 1, "ahead_s": 0.0, "quantum_s": 0.0, **changes})
+
+
+def dispatcher(**changes: Any) -> Dispatcher:
+    chosen = settings_of(**changes)
+    return Dispatcher(Queues(chosen), chosen)
+
+
+def waiter(name: str, priority: str = "normal", seconds: float = 1.0, at: float = 0.0) -> Waiter:
+    return Waiter(name, seconds, at, priority)
+
+
+def fill(made: Dispatcher, *waiters: Waiter, now: float = 0.0) -> list[str]:
+    """Enter all; returns who is held."""
+    for one in waiters:
+        assert made.enter(ROW, one, now).accepted
+    return [one.request_id for one in waiters if made.holds(one.request_id)]
+
+
+# -- releases --------------------------------------------------------------------------------------
+
+
+def test_as_many_are_ahead_as_may_be_and_the_others_follow_in_the_queues_order() -> None:
+    made = dispatcher(ahead_max=2)
+    held = fill(
+        made, waiter("a"), waiter("b"), waiter("c"), waiter("d", "low"), waiter("e", "high")
+    )
+    assert held == ["c", "d", "e"]
+    released = []
+    for done in ("a", "b", "e", "c"):
+        made.leave(ROW, done, 1.0)
+        released += made.ended()
+    assert released == ["e", "c", "d"], "each takes the place of one whose prefill is done"
+
+
+def test_the_next_one_is_sent_shortly_before_the_end_of_what_is_ahead() -> None:
+    made = dispatcher(ahead_s=0.25)
+    assert fill(made, waiter("a"), waiter("b"), waiter("c")) == ["b", "c"]
+    made.tick(0.5)
+    assert made.ended() == []
+    made.tick(0.8)  # "a" should end at 1.0, "b" then at 2.0
+    assert made.ended() == ["b"]
+    assert made.ahead(ROW) == 2
+
+
+def test_short_ones_are_sent_together() -> None:
+    """An engine computes several of them in one step."""
+    made = dispatcher(ahead_s=0.25)
+    short = [waiter(str(number), seconds=0.0625) for number in range(6)]
+    assert fill(made, *short) == ["4", "5"]
+
+
+def test_one_that_has_begun_late_delays_the_next() -> None:
+    made = dispatcher(ahead_s=0.25)
+    fill(made, waiter("a"), waiter("b"))
+    made.began(ROW, "a", 0.5)
+    made.tick(1.0)
+    assert made.ended() == []
+    made.tick(1.3)
+    assert made.ended() == ["b"]
+
+
+def test_a_released_one_that_ends_otherwise_frees_its_place_and_a_held_one_leaves_the_queue() -> (
+    None
+):
+    made = dispatcher()
+    fill(made, waiter("a"), waiter("b"), waiter("c"))
+    made.leave(ROW, "b", 0.1)  # cancelled while it was held
+    assert made.ended() == ["b"]
+    made.leave(ROW, "a", 0.1)  # cancelled, or expired
+    assert made.ended() == ["c"]
+
+
+def test_an_engine_that_stands_still_holds_nobody_for_ever() -> None:
+    made = dispatcher()
+    fill(made, waiter("a", seconds=4.0), waiter("b"))
+    made.tick(7.9)
+    assert made.holds("b")
+    made.tick(8.0)  # 4 s, and as much again
+    assert made.ended() == ["b"]
+    made.tick(8.0 + 1.0 + LATE_S_MIN)
+    assert made.ahead(ROW) == 0
+    made.leave(ROW, "a", 20.0)
+    made.leave(ROW, "b", 20.0)
+    assert made.ahead(ROW) == 0
+
+
+def test_who_is_preempted_is_told() -> None:
+    made = dispatcher(waiting_max=1)
+    fill(made, waiter("a"), waiter("l", "low"))
+    pushed = made.enter(ROW, waiter("h", "high"), 0.0)
+    assert [one.request_id for one in pushed.preempted] == ["l"]
+    assert made.ended() == ["l"]
+
+
+def test_an_instance_that_leaves_or_gets_nothing_new_ends_the_holds_there() -> None:
+    made = dispatcher()
+    fill(made, waiter("a"), waiter("b"))
+    made.wake(ROW)
+    assert made.ended() == ["b"]
+    assert made.holds("b"), "it drains: the request may still be released there"
+    made.forget(ROW)
+    assert made.ended() == ["b"]
+    assert not made.holds("b")
+    assert made.ahead(ROW) == 0
+
+
+def test_nothing_is_held_without_a_limit() -> None:
+    made = dispatcher(ahead_max=0)
+    assert fill(made, waiter("a"), waiter("b"), waiter("c")) == []
+    made.leave(ROW, "a", 1.0)
+    assert made.ended() == []
+
+
+def test_the_limit_may_change_while_requests_wait() -> None:
+    made = dispatcher()
+    fill(made, waiter("a"), waiter("b"), waiter("c"), waiter("d"))
+    for ahead_max, released in ((2, ["b"]), (1, []), (0, ["c", "d"])):
+        made.configure(settings_of(ahead_max=ahead_max), 0.0)
+        assert made.ended() == released
+    assert not made.holds("d")
+
+
+# -- engines that ask ------------------------------------------------------------------------------
+
+
+def test_for_an_engine_that_asks_nothing_is_held() -> None:
+    made = dispatcher()
+    made.asks(ROW, yes=True)
+    assert fill(made, waiter("a"), waiter("b", "low"), waiter("c", "high"), waiter("d")) == []
+    assert made.next(ROW, 2, 0.0, idle=True) == ["a", "c"]
+    assert made.next(ROW, 1, 0.5, idle=False) == ["d"]
+    assert made.ahead(ROW) == 3
+    assert made.next(ROW, 9, 2.5, idle=True) == ["b"], "the three before are done, whoever says so"
+    assert made.ahead(ROW) == 1
+    assert made.next(ROW, 9, 3.5, idle=True) == []
+
+
+def test_an_engine_that_begins_to_ask_gets_what_was_held() -> None:
+    made = dispatcher()
+    fill(made, waiter("a"), waiter("b"))
+    made.asks(ROW, yes=True)
+    assert made.ended() == ["b"]
+    made.asks(ROW, yes=False)
+    assert made.holds("b")
+
+
+# -- several conductors ----------------------------------------------------------------------------
+
+
+def test_each_has_its_share_and_the_whole_where_the_others_have_nothing() -> None:
+    made = dispatcher(ahead_max=8)
+    waiting = [waiter(str(number)) for number in range(16)]
+    made.elsewhere = lambda row: 48
+    assert 16 - len(fill(made, *waiting)) == 2, "a quarter of eight"
+    made.elsewhere = lambda row: 1600
+    made.leave(ROW, "0", 0.0)
+    made.leave(ROW, "1", 0.0)
+    assert made.ahead(ROW) == 1, "at least one"
+    made.elsewhere = lambda row: 0
+    made.tick(0.1)
+    assert made.ahead(ROW) == 8
+
+
+@given(ahead_max=st.integers(1, 16), loads=st.lists(st.integers(1, 40), min_size=1, max_size=5))
+def test_together_they_exceed_the_limit_by_one_each_at_most(
+    ahead_max: int, loads: list[int]
+) -> None:
+    """Each knows what the others have: some tens of milliseconds ago, which here is nothing."""
+    made = [dispatcher(ahead_max=ahead_max) for _ in loads]
+    for one, load in zip(made, loads, strict=True):
+        others = itertools.repeat(sum(loads) - load)
+        one.elsewhere = lambda row, others=others: next(others)  # type: ignore[misc]
+        one.enter(ROW, waiter("first"), 0.0)
+        for number in range(load - 1):
+            one.enter(ROW, waiter(str(number)), 0.0)
+        one.leave(ROW, "first", 0.0)  # now all have come
+        one.enter(ROW, waiter("last"), 0.0)
+    assert sum(one.ahead(ROW) for one in made) <= ahead_max + len(made)
+    assert all(one.ahead(ROW) >= 1 for one in made)
+
+
+# -- how long anybody waits ------------------------------------------------------------------------
+
+SHARES = st.sampled_from([0.05, 0.1, 0.2, 0.3])
+SECONDS = st.sampled_from([0.125, 0.5, 1.0, 2.0, 4.0])
+
+
+def served_before_s(
+    before_s: float, own_s: float, longest_s: float, share: float, others: list[float]
+) -> float:
+    """The bound of docs/conductor/queues.md: seconds of prompts that are released before a waiting
+    request of a class with a reserved share. `before_s` of its own class go before it, `others` are
+    the reserved shares of the classes between."""
+    bursts = sum((1 + other) / (1 - other) for other in others)
+    return (before_s + own_s) / share + longest_s * (1 + bursts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(), low=SHARES, normal=st.one_of(st.just(0.0), SHARES),
+    ahead_max=st.integers(1, 3), before=st.lists(SECONDS, max_size=3), own_s=SECONDS,
+)  # fmt: skip
+def test_the_lowest_class_is_released_within_the_bound_while_the_load_persists(
+    data: st.DataObject,
+    low: float,
+    normal: float,
+    ahead_max: int,
+    before: list[float],
+    own_s: float,
+) -> None:
+    classes = (
+        PriorityClass(name="high"),
+        PriorityClass(name="normal", reserved_share=normal),
+        PriorityClass(name="low", reserved_share=low),
+    )
+    made = dispatcher(ahead_max=ahead_max, classes=classes)
+    sizes: dict[str, float] = {}
+    running: list[str] = []
+
+    def come(name: str, priority: str, seconds: float, now: float) -> None:
+        sizes[name] = seconds
+        made.enter(ROW, waiter(name, priority, seconds, now), now)
+        if not made.holds(name):
+            running.append(name)
+
+    now, number = 0.0, 0
+    for _ in range(ahead_max):
+        number += 1
+        come(f"f{number}", "high", data.draw(SECONDS), now)
+    for name, seconds in [*((f"l{n}", s) for n, s in enumerate(before)), ("it", own_s)]:
+        come(name, "low", seconds, now)
+    bound_s = served_before_s(sum(before), own_s, 4.0, low, [normal])
+    made.ended()
+    served_s = 0.0
+    while made.holds("it"):
+        for priority in ("high", "normal"):  # never less of them than the engine computes
+            for _ in range(2):
+                number += 1
+                come(f"f{number}", priority, data.draw(SECONDS), now)
+        done = running.pop(0)
+        now += sizes[done]
+        made.leave(ROW, done, now)
+        for name in made.ended():
+            running.append(name)
+            served_s += sizes[name] if name != "it" else 0.0
+        assert served_s <= bound_s
+
+
+# -- whatever happens ------------------------------------------------------------------------------
+
+
+class Life(RuleBasedStateMachine):
+    """Requests come, begin, end and are given up in any order, at two instances of two kinds."""
+
+    @initialize(
+        ahead_max=st.integers(0, 3),
+        ahead_s=st.sampled_from([0.0, 0.5]),
+        asks=st.booleans(),
+        order=st.sampled_from(["fcfs", "shortest-first"]),
+    )
+    def start(self, ahead_max: int, ahead_s: float, asks: bool, order: str) -> None:
+        chosen = settings_of(ahead_max=ahead_max, ahead_s=ahead_s, order=order, waiting_max=4)
+        self.queues = Queues(chosen)
+        self.made, self.chosen, self.now, self.number = (
+            Dispatcher(self.queues, chosen),
+            chosen,
+            0.0,
+            0,
+        )
+        self.rows: dict[str, int] = {}
+        self.held: set[str] = set()
+        self.given: set[str] = set()
+        self.made.asks(1, yes=asks)
+
+    @rule(
+        row=st.integers(0, 1), priority=st.sampled_from(["high", "normal", "low"]), seconds=SECONDS
+    )
+    def come(self, row: int, priority: str, seconds: float) -> None:
+        self.number += 1
+        name = str(self.number)
+        pushed = self.made.enter(row, waiter(name, priority, seconds, self.now), self.now)
+        for victim in pushed.preempted:
+            del self.rows[victim.request_id]
+        if pushed.accepted:
+            self.rows[name] = row
+            if self.made.holds(name):
+                self.held.add(name)
+
+    @rule(data=st.data(), began=st.booleans())
+    def end(self, data: st.DataObject, began: bool) -> None:
+        if not self.rows:
+            return
+        name = data.draw(st.sampled_from(sorted(self.rows)))
+        if began:
+            self.made.began(self.rows[name], name, self.now)
+        else:
+            self.made.leave(self.rows.pop(name), name, self.now)
+
+    @rule(row=st.integers(0, 1), n=st.integers(1, 3), idle=st.booleans())
+    def ask(self, row: int, n: int, idle: bool) -> None:
+        names = self.made.next(row, n, self.now, idle=idle)
+        assert not self.given & set(names), "each is given once"
+        assert all(self.rows[name] == row for name in names)
+        self.given |= set(names)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 9.0]))
+    def time(self, seconds: float) -> None:
+        self.now += seconds
+        self.made.tick(self.now)
+
+    @rule(row=st.integers(0, 1))
+    def leave(self, row: int) -> None:
+        self.made.forget(row)
+        self.rows = {name: at for name, at in self.rows.items() if at != row}
+
+    @invariant()
+    def nobody_waits_for_a_place_that_is_free(self) -> None:
+        for row in (0, 1) if self.number else ():
+            waiting = self.queues.waiting_at(row)
+            assert not waiting or self.made.ahead(row) >= 1
+
+    @invariant()
+    def whoever_is_held_no_more_was_told(self) -> None:
+        if self.number:
+            told = set(self.made.ended())
+            gone = {name for name in self.held if not self.made.holds(name)}
+            assert gone <= told
+            self.held -= gone
+
+    def teardown(self) -> None:
+        for name, row in list(self.rows.items()) if self.number else ():
+            self.made.leave(row, name, self.now)
+        if self.number:
+            assert len(self.queues) == 0
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
