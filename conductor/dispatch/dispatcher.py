@@ -131,8 +131,8 @@ class Dispatcher:
 
     def began(self, row: int, request_id: str, now: float) -> None:
         """Its engine computes it now: what is left there is known better. No effect if it is not
-        ahead there."""
-        engine = self._engines.get(row)
+        ahead there, or if the engine has an order of its own."""
+        engine = self._engines.get(row) if self.holding else None
         if engine is not None and request_id in engine.released:
             self._queues.done(row, now, engine.seconds_from(request_id))
 
