@@ -8,6 +8,11 @@ that, and the peak is the highest goodput at any lower load. The other modes sta
 Admission by predicted times refuses long prompts first, and more requests are served the more there
 are to choose from. So goodput is also counted in tokens, of the prompts and answers that were in
 time.
+
+Of those who are refused at twice the load, a sample is replayed, each alone: everything else stays
+as it was (`sim/cluster/refusals.py`). Most places that a refused request could have had
+were somebody else's, so beside those who would have been in time stand those who would have been
+without making anybody late who was not.
 """
 
 from __future__ import annotations
@@ -16,8 +21,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from tiffin.conductor.core.settings import Settings
+from tiffin.conductor.cost import latency_profiles
 
 from ...plots import Line, Plot
+from ...sim.cluster.refusals import replay_refusals
 from ...sim.cluster.simulation import simulate
 from ..evidence import Evidence, Grid
 from ..registry import Effort, reproduction
@@ -25,6 +32,7 @@ from ..setups.fleets import FLEETS, Fleet, goodput, offered, token_goodput, work
 from ..setups.judged import Cell, judged
 
 if TYPE_CHECKING:
+    from ..evidence import Goal
     from ..registry import Tell
 
 MODE = Settings().admission.mode
@@ -32,6 +40,9 @@ OTHERS = tuple(mode for mode in ("off", "baseline", "early", "predictive") if mo
 LOADS = (0.75, 1.0, 1.5, 2.0, 3.0)
 OVERLOADS = (2.0, 3.0)
 LEAST_OF_PEAK = 0.92
+WRONGLY_REFUSED = 0.05
+# Replayed refusals of each fleet: a hundred in all, or each.
+REPLAYED, REPLAYED_FULL = 34, 100
 
 
 class Goodput(NamedTuple):
@@ -95,6 +106,7 @@ def overloads(effort: Effort, tell: Tell) -> Evidence:
             f"goodput at twice the load is highest with the default, admission {MODE}",
             [_best(fleet.name, found) for fleet in FLEETS],
         ),
+        *_refusals(effort, tell),
     )
     return Evidence(goals=goals, grids=(_grid(found),), plots=(_plot(found),), notes=(_LONGEST,))
 
@@ -113,6 +125,30 @@ def _best(fleet: str, found: dict[tuple[str, str], Curve]) -> Cell:
     other = max(OTHERS, key=lambda mode: found[fleet, mode][load])
     theirs = found[fleet, other][load].requests
     return Cell(fleet, theirs / max(ours, 1e-9), f"{ours:.2f}/s; {other} {theirs:.2f}/s")
+
+
+def _refusals(effort: Effort, tell: Tell) -> tuple[Goal, ...]:
+    """Of those who are refused at twice the load, who would have been in time."""
+    sample = REPLAYED_FULL if effort.is_full else REPLAYED
+    alone, unharmful = [], []
+    for fleet in FLEETS:
+        tell(f"{fleet.name}, refusals")
+        trace = workload(effort.seeds[0])
+        faster = offered(trace, OVERLOADS[0] * fleet.rate(trace))
+        options = fleet.options(MODE, effort.seeds[0])
+        found = replay_refusals(faster, options, latency_profiles.load, sample)
+        of = f"of {len(found.replayed)} of {found.refused:,} refused"
+        alone.append(
+            Cell(fleet.name, found.met_share / WRONGLY_REFUSED, f"{found.met_share:.0%} {of}")
+        )
+        unharmful.append(
+            Cell(fleet.name, found.wrong_share / WRONGLY_REFUSED, f"{found.wrong_share:.0%} {of}")
+        )
+    most = f"≤ {WRONGLY_REFUSED:.0%}"
+    return (
+        judged(f"refused at twice the load, and would have been in time alone {most}", alone),
+        judged(f"the same, without making others late {most}", unharmful),
+    )
 
 
 def _grid(found: dict[tuple[str, str], Curve]) -> Grid:

@@ -17,7 +17,8 @@ from tiffin.bench.reproduce.setups.contest import ORACLES
 from tiffin.bench.reproduce.setups.judged import Cell, judged
 from tiffin.bench.reproduce.setups.saturation import saturating_factor
 from tiffin.bench.sim.cluster.oracle import POLICY as ORACLE
-from tiffin.bench.sim.cluster.simulation import SimulationOptions, simulate
+from tiffin.bench.sim.cluster.refusals import Refusals, ReplayedRefusal
+from tiffin.bench.sim.cluster.simulation import SimulationOptions, SimulationOutcome, simulate
 from tiffin.bench.sim.results.outcomes import Quantiles, Summary
 from tiffin.bench.sim.results.usage import Usage
 from tiffin.bench.traces.generator import generate
@@ -158,11 +159,22 @@ def test_an_overload_is_judged_by_the_peak_and_by_other_modes(
         return {load: falling[load] if mode == overload.MODE else Goodput(3.5, 0) for load in loads}
 
     monkeypatch.setattr(overload, "_curve", curve)
+    refused = [
+        ReplayedRefusal("ttft", 100, met=True, broken=2),
+        ReplayedRefusal("ttft", 100, met=False, broken=0),
+    ]
+
+    def replayed(trace: object, options: SimulationOptions, *_: object) -> Refusals:
+        return Refusals(SimulationOutcome(options), 5, tuple(refused))
+
+    monkeypatch.setattr(overload, "replay_refusals", replayed)
     found = overload.overloads(EFFORT, told)
-    kept, kept_tokens, best = found.goals
+    kept, kept_tokens, best, alone, harmless = found.goals
     assert kept.figure.startswith("0 of 6; the worst: 2.00/s of 4.25/s, 0.47")
     assert kept_tokens.reached
     assert not best.reached
+    assert alone.figure.startswith("0 of 3; the worst: 50% of 2 of 5 refused")
+    assert harmless.reached, "who would have made others late was refused rightly"
     assert len(found.grids[0].rows) == 3 * (1 + len(overload.OTHERS))
 
 
