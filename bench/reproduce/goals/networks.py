@@ -34,9 +34,9 @@ GIGABITS = (10, 24, 100, 800)
 POLICIES = tuple(dict.fromkeys((DEFAULT, "joint", ALGORITHM_1, ORACLE)))
 CARDS_SHARE = 0.5
 
-_SHARED = """What lies between a policy and the oracle on slow cards is traffic that it does not
-know of: KV on its way to the instances that decode, and, on the receiver's side, what others send
-there."""
+_SHARED = """Transfers are booked at both ends until they have ended, KV on its way to the instances
+that decode included. With hand-overs booked for no time, the documents on 24 Gb/s took the default
+policy 7.8 times as long as the oracle."""
 
 DOCUMENT_RATE = 2.0
 DOCUMENTS, DOCUMENTS_SHORT = 3_000, 1_000
