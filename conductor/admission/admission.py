@@ -31,6 +31,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from ..errors import InvalidRequest
@@ -40,6 +41,8 @@ from .degradation import STEPS, Step, possible, relaxed
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
 
     from ..records import Request
 
@@ -106,6 +109,12 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     use_lengths: bool = True
     """Whether "predictive" takes each request's own predicted length, or `decode_s` for all."""
 
+    late_share: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.05
+    """Of those whom "predictive" admits in a full cluster, how many may be late: the margin for
+    errors of its predictions is learnt so that as many are (`margin.py`). 0 would refuse everybody:
+    a prediction that is never wrong does not exist. 5% cost little goodput, and a smaller share
+    costs more by what it refuses."""
+
     decode_s: Seconds = 13.0
     """How long every request decodes, as far as its length is not known: t_d in the paper, which
     gives no number. 182 tokens, the mean of its trace, at the median TBT of 70 ms."""
@@ -143,16 +152,25 @@ class AdmissionForecast:
 
     `queue_s` is the queueing part of `ttft_s`, the part that a later retry can reduce. `tbt_now_s`
     is the time between tokens if the request began to decode now, `tbt_then_s` that when its
-    prefill will be done, both with this request in the batch. `room`: whether its context and
-    answer fit; `room_ever`: whether they would fit on an instance without any other request.
+    prefill will be done, the highest while it decodes, both with this request in the batch.
+    `room_now`, `room_then`: whether its context and answer fit at these times; `room_ever`: whether
+    they would fit on an instance without any other request. `promised_s`: the tightest TBT that was
+    promised to somebody on that decode instance, and `waiting_s` how much of `tbt_now_s` and
+    `tbt_then_s` is waiting of its own, which makes no step longer. `ttft_margin`, `tbt_margin`: the
+    factors that mode "predictive" allows for (`margin.py`).
     """
 
     ttft_s: float
     tbt_now_s: float
     tbt_then_s: float
     queue_s: float = 0.0
-    room: bool = True
+    room_now: bool = True
+    room_then: bool = True
     room_ever: bool = True
+    promised_s: float = math.inf
+    waiting_s: float = 0.0
+    ttft_margin: float = 1.0
+    tbt_margin: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +205,11 @@ class Verdict:
     retry_after_s: float | None = None
     terms: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def promised(self) -> Objectives:
+        """What an admitted request may rely on: its objectives, as far as its class has them."""
+        return relaxed(self.objectives, ("relax",), self.limit)
+
     def rejection(self, request_id: str, now: float) -> Rejection:
         """The rejection for the caller; the verdict must not be admitted."""
         assert not self.admitted
@@ -220,7 +243,7 @@ def decide(
     objectives = outlook.request.objectives
     _check(objectives)
     limit = settings.scale(outlook.request.priority)
-    first = _attempt(outlook.forecast, objectives, settings.mode, ())
+    first = _attempt(outlook.forecast, objectives, limit, settings.mode, ())
     if settings.mode == "off" or first.load <= limit:
         return _admit(first, limit, outlook.request, settings)
     nearest = first
@@ -244,10 +267,23 @@ def decide_decode(
     objectives = Objectives(tbt_s=outlook.request.objectives.tbt_s)
     _check(objectives)
     limit = settings.scale(outlook.request.priority)
-    attempt = _attempt(outlook.forecast, objectives, "early", ())
+    attempt = _attempt(outlook.forecast, objectives, limit, "early", ())
     if settings.mode != "baseline" or attempt.load <= limit:
         return _admit(attempt, limit, outlook.request, settings)
     return _refuse(attempt, limit, outlook.request, settings, dice, relief)
+
+
+def limits_s(
+    settings: AdmissionSettings, request: Request, promised_s: NDArray[np.float64], margin: float
+) -> NDArray[np.float64] | float:
+    """Of each candidate to decode, the predicted TBT up to which a request is admitted, without
+    degradation. `promised_s` [candidates] and the margin for TBT as in `AdmissionForecast`."""
+    if settings.mode not in ("early", "predictive"):
+        return math.inf
+    limit, objective_s = settings.scale(request.priority), request.objectives.tbt_s
+    own_s = math.inf if objective_s is None else limit * objective_s
+    within_s = np.minimum(own_s, promised_s * min(limit, 1.0))
+    return within_s / margin if settings.mode == "predictive" else within_s
 
 
 def expected_decode_s(
@@ -288,18 +324,54 @@ class _Attempt:
     def tbt_s(self) -> float:
         return self.forecast.tbt_now_s if self.mode == "early" else self.forecast.tbt_then_s
 
+    @property
+    def ttft_margin(self) -> float:
+        return self.forecast.ttft_margin if self.mode == "predictive" else 1.0
+
+    @property
+    def tbt_margin(self) -> float:
+        return self.forecast.tbt_margin if self.mode == "predictive" else 1.0
+
+    @property
+    def room(self) -> bool:
+        return self.forecast.room_now if self.mode == "early" else self.forecast.room_then
+
+    @property
+    def own_tbt_load(self) -> float:
+        """By its own objective; 0 without one."""
+        objective_s = self.objectives.tbt_s
+        return 0.0 if objective_s is None else self.tbt_margin * self.tbt_s / objective_s
+
+    def others_tbt_load(self, limit: float) -> float:
+        """By what others were promised, who do not wait for this one's KV. A class with a limit
+        above 1 may be late itself, and does not make others late; one below 1 leaves as much of
+        what others were promised."""
+        step_s = self.tbt_s - self.forecast.waiting_s
+        return self.tbt_margin * step_s / self.forecast.promised_s * max(1.0, limit)
+
+    def step_limit_s(self, limit: float) -> float:
+        """The predicted step up to which it is admitted; infinite for any."""
+        objective_s, margin = self.objectives.tbt_s, self.tbt_margin
+        own_s = math.inf if objective_s is None else limit * objective_s / margin
+        others_s = min(1.0, limit) * self.forecast.promised_s / margin
+        return min(own_s - self.forecast.waiting_s, others_s)
+
 
 def _attempt(
-    forecast: AdmissionForecast, objectives: Objectives, mode: Mode, steps: tuple[Step, ...]
+    forecast: AdmissionForecast,
+    objectives: Objectives,
+    limit: float,
+    mode: Mode,
+    steps: tuple[Step, ...],
 ) -> _Attempt:
     loads: dict[str, float] = {}
     attempt = _Attempt(forecast, objectives, mode, steps, loads)
-    if not forecast.room and mode in ("early", "predictive"):
+    if not attempt.room and mode in ("early", "predictive"):
         loads["kv_room"] = math.inf
     if objectives.ttft_s is not None:
-        loads["ttft"] = forecast.ttft_s / objectives.ttft_s
-    if objectives.tbt_s is not None and mode != "baseline":
-        loads["tbt"] = attempt.tbt_s / objectives.tbt_s
+        loads["ttft"] = attempt.ttft_margin * forecast.ttft_s / objectives.ttft_s
+    if attempt.step_limit_s(limit) < math.inf and mode not in ("off", "baseline"):
+        loads["tbt"] = max(attempt.own_tbt_load, attempt.others_tbt_load(limit))
     return attempt
 
 
@@ -319,7 +391,8 @@ def _degraded(
             if forecast is None:
                 continue
             objectives = relaxed(outlook.request.objectives, steps, settings.relax_factor)
-            yield _attempt(forecast, objectives, settings.mode, steps)
+            limit = settings.scale(outlook.request.priority)
+            yield _attempt(forecast, objectives, limit, settings.mode, steps)
 
 
 def _check(objectives: Objectives) -> None:
@@ -387,12 +460,12 @@ def _wait_s(
     if not forecast.room_ever and "kv_room" in attempt.loads:
         return None
     if attempt.loads.get("ttft", 0.0) > limit and objectives.ttft_s is not None:
-        late_s = forecast.ttft_s - limit * objectives.ttft_s
+        late_s = forecast.ttft_s - limit * objectives.ttft_s / attempt.ttft_margin
         if late_s > forecast.queue_s:
             return None
         waits.append(late_s)
-    if attempt.loads.get("tbt", 0.0) > limit and objectives.tbt_s is not None:
-        seen_s = relief(limit * objectives.tbt_s) if relief is not None else None
+    if attempt.loads.get("tbt", 0.0) > limit:
+        seen_s = relief(attempt.step_limit_s(limit)) if relief is not None else None
         waits.append(settings.retry_after_s_max if seen_s is None else seen_s)
     return max(waits)
 
@@ -402,9 +475,15 @@ def _message(attempt: _Attempt, limit: float, reason: str, wait_s: float | None)
     if reason == "kv_room":
         text = "no decode instance has KV room for its context and answer"
     elif reason == "ttft":
-        text = _exceeds("TTFT", forecast.ttft_s, objectives.ttft_s, limit)
+        text = _predicted("TTFT", forecast.ttft_s, attempt.ttft_margin)
+        text += _exceeds(f"the objective of {objectives.ttft_s} s", limit)
     else:
-        text = _exceeds("TBT", attempt.tbt_s, objectives.tbt_s, limit)
+        text = _predicted("TBT", attempt.tbt_s, attempt.tbt_margin)
+        if attempt.own_tbt_load >= attempt.others_tbt_load(limit):
+            text += _exceeds(f"the objective of {objectives.tbt_s} s", limit)
+        else:
+            promised = f"that promised to others of {forecast.promised_s} s"
+            text += _exceeds(promised, min(limit, 1.0))
     if attempt.steps:
         text += f", even with {', '.join(attempt.steps)}"
     if wait_s is None:
@@ -412,8 +491,13 @@ def _message(attempt: _Attempt, limit: float, reason: str, wait_s: float | None)
     return text
 
 
-def _exceeds(what: str, predicted_s: float, objective_s: float | None, limit: float) -> str:
-    text = f"predicted {what} of {predicted_s:.3g} s exceeds the objective of {objective_s} s"
+def _predicted(what: str, predicted_s: float, margin: float) -> str:
+    text = f"predicted {what} of {predicted_s:.3g} s"
+    return text if margin == 1.0 else f"{text} with a margin of {margin - 1.0:.1%}"
+
+
+def _exceeds(what: str, limit: float) -> str:
+    text = f" exceeds {what}"
     return text if limit == 1.0 else f"{text} times {limit:g}, which is its class's part of it"
 
 
@@ -435,12 +519,16 @@ def _terms(attempt: _Attempt, limit: float) -> dict[str, float]:
         "tbt_s": attempt.tbt_s,
         "tbt_now_s": forecast.tbt_now_s,
         "tbt_then_s": forecast.tbt_then_s,
-        "room": float(forecast.room),
+        "room": float(attempt.room),
+        "ttft_margin": attempt.ttft_margin,
+        "tbt_margin": attempt.tbt_margin,
     }
     if objectives.ttft_s is not None:
         terms["ttft_objective_s"] = objectives.ttft_s
     if objectives.tbt_s is not None:
         terms["tbt_objective_s"] = objectives.tbt_s
+    if forecast.promised_s < math.inf:
+        terms["tbt_promised_s"] = forecast.promised_s
     # Infinite loads are left out, as JSON has no infinity; `room` has the same information.
     loads = {f"{name}_load": value for name, value in attempt.loads.items() if value < math.inf}
     return {**terms, **loads}

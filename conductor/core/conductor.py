@@ -12,12 +12,14 @@ import random
 from collections import deque
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..admission import admission
 from ..admission.admission import AdmissionForecast, Outlook
 from ..admission.counterfactual import Shadow
 from ..admission.hedging import HedgedRoute, Races
+from ..admission.margin import Margins
 from ..admission.output_caps import OutputCaps, caps_by_class
 from ..cost import latency_profiles
 from ..cost.calibration import Calibration
@@ -132,6 +134,7 @@ class Conductor:
         self.calibration = Calibration(settings.calibration)
         self.races = Races(settings.racing)
         self.shadow = Shadow(settings.shadow)
+        self.margins = Margins(settings.admission.late_share)
         self.popularity = Popularity(dice, settings.popularity)
         self.dispatch = Dispatcher(self.queues, settings.queue)
         self.ledger = Ledger(self.cluster, self.dispatch)
@@ -158,6 +161,7 @@ class Conductor:
             lengths=self.lengths,
             calibration=self.calibration,
             races=self.races,
+            margins=self.margins,
             settings=settings,
             policy=policy(settings.policy.name),
             dice=dice,
@@ -444,6 +448,7 @@ class Conductor:
         self.races.configure(settings.racing)
         self.popularity.configure(settings.popularity, now)
         self.shadow.settings = settings.shadow
+        self.margins.late_share = settings.admission.late_share
         self.steering.configure()
         return settings
 
@@ -489,7 +494,13 @@ class Conductor:
         )
         context = request.prompt_tokens + output // 2
         decodes_at = ready_at + flight.handover_s
-        self.horizon.promise(request.id, flight.decode_row, context, decodes_at, decode_s, now)
+        kv_tokens = flight.shares.get(flight.decode_row, 0)
+        self.horizon.promise(
+            request.id, flight.decode_row, context, decodes_at, decode_s, now,
+            kv_tokens, accepted.verdict.promised.tbt_s or inf,
+        )  # fmt: skip
+        promised = accepted.verdict.promised
+        self.margins.admitted(request.id, promised.ttft_s or inf, promised.tbt_s or inf, now)
         self.shadow.admitted(
             request.id, flight.prefill_row, flight.decode_row, request.objectives, flight.own_s, now
         )
@@ -552,6 +563,7 @@ class Conductor:
         return found
 
     def _refuse(self, refused: RefusedRequest) -> Rejection:
+        self.margins.refused(refused.rejection.reason, refused.rejection.decided_at)
         if refused.ghost is not None and refused.rejection.reason in ("ttft", "tbt"):
             self.shadow.rejected(refused.ghost)
         self._counts["rejected"] += 1
@@ -592,6 +604,7 @@ class Conductor:
         flight.step_s = self.profiles.step_s(flight)
         self.shadow.first_token(flight.request.id, now)
         self.races.first_token(flight.request.id, route)
+        self.margins.first_token(flight.request.id, now)
         if route == _chosen(flight.decision):  # the prediction was for this route
             self.profiles.first_token(flight, now)
 
@@ -600,15 +613,15 @@ class Conductor:
             self.bookings.handed_over(flight.request.id, now, told=False)
         last, before_s = flight.last_token_at, flight.step_s
         self.ledger.tokens(flight, count, now)
+        if last is not None:
+            flight.gaps.add(now - last, count)
         flight.step_s = self.profiles.step_s(flight)
         self.profiles.tokens(flight, count, last, before_s, now)
 
     def _finish(self, flight: InflightRequest, finished: bool, now: float) -> None:
-        tbt_s: float | None = None
-        first, last, tokens = flight.first_token_at, flight.last_token_at, flight.answered_tokens
-        if first is not None and last is not None and tokens > 1:
-            tbt_s = (last - first) / (tokens - 1)
+        tbt_s, tokens = flight.gaps.tbt_s(), flight.answered_tokens
         if finished:
+            self.margins.ended(flight.request.id, flight.gaps)
             with contextlib.suppress(InvalidRequest):  # too many holders: end the request anyway
                 self._prefilled(flight, _chosen(flight.decision), now)
             self.shadow.finished(flight.request.id, tbt_s, now)
@@ -625,6 +638,7 @@ class Conductor:
         self._released(flight)
         if self.ledger.end(flight, now):
             self.horizon.end(flight.request.id, now)
+            self.margins.ended(flight.request.id, None)
             self.shadow.cancelled(flight.request.id, now)  # no effect on a finished request
             self.races.end(flight.request.id)
             if why is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from ..admission.gaps import Gaps
 from ..prefill.fairness import Waiter
 from ..records import RequestEvent
 
@@ -73,6 +74,7 @@ class InflightRequest:
     first_token_at: float | None = None
     last_token_at: float | None = None
     answered_tokens: int = 0
+    gaps: Gaps = field(default_factory=Gaps)
     context: dict[int, int] = field(default_factory=dict)  # tokens counted in the columns, by row
 
     def answered_last(self, tokens: int, at: float) -> None:

@@ -18,7 +18,7 @@ from ..admission.counterfactual import Ghost
 from ..admission.degradation import after
 from ..admission.hedging import second_route
 from ..decode.context_parallel import ContextSpread, members_wanted, spread
-from ..decode.load_forecast import expected_load, expected_load_of, relief_s
+from ..decode.load_forecast import Span, expected_load, expected_load_of, relief_s
 from ..decode.selection import DecodeChoice, DecodeQuestion, NoDecode, choose_only
 from ..decode.selection import choose as choose_decode
 from ..errors import UnknownModel
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ..admission.admission import Verdict
     from ..admission.degradation import Step
     from ..admission.hedging import Races
+    from ..admission.margin import Margins
     from ..cost.calibration import Calibration
     from ..cost.transfer_model import TransferModel
     from ..decode.length_predictor import Length
@@ -76,6 +77,7 @@ class Parts:
     lengths: Lengths
     calibration: Calibration
     races: Races
+    margins: Margins
     settings: Settings
     policy: Policy
     dice: random.Random
@@ -234,7 +236,7 @@ def _chosen(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: fl
     if parts.cluster.decodes[row]:
         alone = _alone(parts, question, choice, row, now)
         objective_s = request.objectives.tbt_s
-        if alone.forecast.room and (objective_s is None or alone.tbt_s <= objective_s):
+        if alone.forecast.room_then and (objective_s is None or alone.tbt_s <= objective_s):
             return alone
     return _decoded(parts, question, choice, decode, now)
 
@@ -290,10 +292,12 @@ def _alone(
     ttft_s, queue_s = choice.ttft_s.item(choice.at), turn_s(question).item(choice.at)
     length = parts.lengths.predict(request)
     output_tokens = length.tokens
-    batch, context = expected_load_of(parts.horizon, cluster, row, now + ttft_s, now)
+    span = _span(parts, output_tokens, rows, now + ttft_s)
+    batch, context, kv_used = expected_load_of(parts.horizon, cluster, row, span, now)
     chosen = choose_only(
         request, cluster, row, output_tokens, settings,
-        batch=batch, context_tokens=context, heavy=parts.lengths.heavy(output_tokens),
+        batch=batch, context_tokens=context, kv_used_tokens=kv_used,
+        heavy=parts.lengths.heavy(output_tokens),
     )  # fmt: skip
     tbt_s = float(chosen.tbt_s[0])
     forecast = AdmissionForecast(
@@ -301,8 +305,12 @@ def _alone(
         tbt_now_s=_tbt_now_s(parts, row, request.prompt_tokens + output_tokens / 2),
         tbt_then_s=tbt_s,
         queue_s=min(queue_s, ttft_s),
-        room=isinstance(chosen, DecodeChoice),
+        room_now=_room_now(parts, request, output_tokens, row),
+        room_then=isinstance(chosen, DecodeChoice),
         room_ever=_fits_ever(parts, request, output_tokens, rows),
+        promised_s=parts.horizon.promised.tightest_of(row),
+        ttft_margin=parts.margins.ttft.factor,
+        tbt_margin=parts.margins.tbt.factor,
     )
     return RequestPlan(question, choice, rows, chosen, None, length, tbt_s, forecast)
 
@@ -317,7 +325,9 @@ def _decoded(
     output_tokens = length.tokens
     moved = hand_over.predict(parts.view, parts.transfers, settings, question, choice, decode)
     starts_at = now + ttft_s + float(moved.seconds.min())
-    batch, context = expected_load(parts.horizon, parts.cluster, decode, starts_at, now)
+    span = _span(parts, output_tokens, decode, starts_at)
+    load = expected_load(parts.horizon, parts.cluster, decode, span, now)
+    promised_s = parts.horizon.promised.tightest_s(decode)
     asked = DecodeQuestion(
         request=request,
         cluster=parts.cluster,
@@ -325,8 +335,12 @@ def _decoded(
         output_tokens=output_tokens,
         settings=settings.decode,
         dice=parts.dice,
-        batch=batch,
-        context_tokens=context,
+        batch=load.batch,
+        context_tokens=load.context_tokens,
+        kv_used_tokens=load.kv_used_tokens,
+        limits_s=admission.limits_s(
+            settings.admission, request, promised_s, parts.margins.tbt.factor
+        ),
         heavy=parts.lengths.heavy(output_tokens),
         move_s=moved.seconds,
         enforce=False,  # admission enforces TBT, by priority class and after degradation steps
@@ -343,7 +357,7 @@ def _decoded(
     tbt_now_s = _tbt_now_s(parts, int(decode[at]), request.prompt_tokens + output_tokens / 2)
     # The KV is waited for by the first token, or by the second one: then that is, over the answer,
     # so much for each token.
-    moving_s, first_waits_s = float(moved.seconds[at]), 0.0
+    moving_s, first_waits_s, waiting_s = float(moved.seconds[at]), 0.0, 0.0
     if request.first_token_from == "decode" and decode[at] != question.rows[choice.at]:
         first_waits_s = moving_s + tbt_s
     else:
@@ -354,8 +368,13 @@ def _decoded(
         tbt_now_s=tbt_now_s,
         tbt_then_s=tbt_s,
         queue_s=min(turn_s(question).item(choice.at), ttft_s),
-        room=apart is not None or isinstance(chosen, DecodeChoice),
+        room_now=apart is not None or _room_now(parts, request, output_tokens, int(decode[at])),
+        room_then=apart is not None or isinstance(chosen, DecodeChoice),
         room_ever=_fits_ever(parts, request, output_tokens, decode),
+        promised_s=float(promised_s[at]),
+        waiting_s=waiting_s,
+        ttft_margin=parts.margins.ttft.factor,
+        tbt_margin=parts.margins.tbt.factor,
     )
     return RequestPlan(
         question, choice, decode, chosen, apart, length, tbt_s, forecast, moved, first_waits_s
@@ -402,6 +421,24 @@ def _fits_ever(parts: Parts, request: Request, output_tokens: int, rows: Rows) -
     capacity = int(parts.cluster.kv_capacity_tokens.take(rows).max(initial=0))
     usable = capacity * (1.0 - parts.settings.decode.reserve_share)
     return request.prompt_tokens + output_tokens <= usable
+
+
+def _room_now(parts: Parts, request: Request, output_tokens: int, row: int) -> bool:
+    """Whether there is KV room on an instance now, and a place in its batch."""
+    c, share = parts.cluster, 1.0 - parts.settings.decode.reserve_share
+    room = c.kv_capacity_tokens.item(row) * share - c.kv_used_tokens.item(row)
+    fits = request.prompt_tokens + output_tokens <= room
+    return fits and c.batch.item(row) < c.batch_max.item(row)
+
+
+def _span(parts: Parts, output_tokens: int, rows: Rows, begin_s: float) -> Span:
+    """When a request will decode on some of `rows`, at the pace of those there now."""
+    c = parts.cluster
+    steps_s = c.d0.take(rows) + c.d1.take(rows) * c.batch.take(rows)
+    steps_s += c.d2.take(rows) * c.context_tokens.take(rows)
+    pace_s = float(steps_s.mean())
+    decode_s = admission.expected_decode_s(parts.settings.admission, output_tokens, pace_s)
+    return Span(begin_s, begin_s + decode_s)
 
 
 def _tbt_now_s(parts: Parts, row: int, context_tokens: float) -> float:

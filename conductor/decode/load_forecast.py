@@ -1,19 +1,37 @@
-"""Forecast of the decode load: how many requests each instance will decode at a future time. Pure.
+"""Forecast of the decode load: how much each instance will decode at a future time. Pure.
 
 A request that is admitted now reaches its decode instance only after its prefill, seconds later. By
 then other requests, whose prefills are in flight now, will have arrived there, and others will have
 finished. Admission by the current load therefore admits too much while decode is still idle and too
 little while it drains ("Mooncake", arXiv 2407.00079, section 7.3).
 
+**The highest load while it is there** counts, and not that of the moment when it begins. Else one
+with a long prefill, promised a place 20 s ahead, would be overrun by all who come before it with
+shorter ones and stay: each of them would see free places at its own begin.
+
+**Who will come later counts, too.** A place that will be free in 20 s is mostly taken by then, by
+those who are not here yet and have shorter prefills; a forecast without them favours long prompts
+and promises the same place twice. So as many are expected as come and begin in such a time by the
+rate of late (`start_rate.py`). In a steady state as many begin as end (Little's law), so the load
+then is that of now; it is never forecast to be more than all who are there now and all who are
+promised.
+
+**How much will have gone is uncertain**, the more so the further ahead, and the more so if single
+requests have much of it: with each request gone at the same probability p, independently, its
+variance is p (1 - p) times the sum of squares. Places are promised only as far as they will be free
+in all but few cases. So queues stay short where decode is short, too.
+
 The forecast is read with every request and updated with every event, and both should cost
 microseconds with a thousand instances. So time is divided into buckets, and each bucket has, per
 instance, the number of requests that will be decoding in it:
 
-                     row 0  row 1  row 2                  a lookup reads one line: 1,000 numbers
+                     row 0  row 1  row 2                  a lookup reads the lines of its span
       bucket  now      3      0      5
               now+1    3      1      5    <- a request   a request adds one to a part of one column:
               now+2    2      1      4    <- on row 1       256 numbers
               now+3    2      0      4
+
+and likewise their tokens of context, and the tokens of KV that are reserved for them.
 
 The alternative, to store only changes and sum them at a lookup, makes the cost of a lookup grow
 with the number of buckets. The buckets are a ring buffer; a request beyond its end is added when
@@ -27,16 +45,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ..cost.latency_model import decode_step_s
 from ..errors import InvalidRequest
+from .promised_tbt import PromisedTbt
+from .start_rate import StartRate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from numpy.typing import NDArray
 
     from ..state.instance_table import Cluster
@@ -45,7 +64,7 @@ if TYPE_CHECKING:
     Counts = NDArray[np.int64]
 
 # A quarter of a second is less than the error of a TTFT prediction, and 256 buckets, 64 s, are
-# twice the longest published TTFT objective (30 s). 12 bytes per bucket and row: 3 MB for a
+# twice the longest published TTFT objective (30 s). 24 bytes per bucket and row: 6 MB for a
 # thousand instances.
 BUCKET_S = 0.25
 BUCKETS = 256
@@ -58,16 +77,46 @@ DECODE_S_MAX = 86_400.0
 OVERTIME = 0.5
 
 
+# By so many standard deviations fewer are counted on to be gone: lengths of answers have longer
+# tails than a normal distribution, of which two would be 97.7%.
+DEVIATIONS = 3.0
+
+
+class Span(NamedTuple):
+    """A time during which a request would decode, in seconds of the clock."""
+
+    begin_s: float
+    end_s: float
+
+
+class ForecastLoad(NamedTuple):
+    """The load of some rows [n]: requests in the batch, tokens of their contexts, and tokens of KV
+    that are reserved."""
+
+    batch: Counts
+    context_tokens: Counts
+    kv_used_tokens: Counts
+
+
 @dataclass(slots=True)
 class _Stay:
-    """A request at a decode instance, in buckets [first, stop)."""
+    """A request at a decode instance, in buckets [first, stop). `amounts`: those of `Amount`."""
 
     row: int
-    context_tokens: int
+    amounts: Counts
     decode_s: float
     first: int
     stop: int
+    tbt_s: float
     running: bool = False
+
+
+class Amount(IntEnum):
+    """What is counted of a request: itself, tokens of its context, tokens of KV reserved for it."""
+
+    BATCH = 0
+    CONTEXT = 1
+    KV = 2
 
 
 class Horizon:
@@ -82,16 +131,19 @@ class Horizon:
             raise InvalidRequest(f"{buckets} buckets of {bucket_s} s: give 2 or more, above 0 s")
         self.bucket_s = bucket_s
         self.buckets = buckets
+        self.promised = PromisedTbt()
         self._head = 0  # the current bucket; the ring has [head, head + buckets)
         self._stays: dict[str, _Stay] = {}
         # Stays by their stop bucket; and by their first bucket if that is beyond the ring.
         self._stops: dict[int, dict[str, _Stay]] = {}
         self._firsts: dict[int, dict[str, _Stay]] = {}
-        self._batch: NDArray[np.int32] = np.zeros((buckets, _ROWS_MIN), np.int32)
-        self._context: Counts = np.zeros((buckets, _ROWS_MIN), np.int64)
-        # Requests known to decode now; an instance's own report should have the same count.
-        self._running: Counts = np.zeros(_ROWS_MIN, np.int64)
-        self._running_context: Counts = np.zeros(_ROWS_MIN, np.int64)
+        self._ring: Counts = np.zeros((buckets, len(Amount), _ROWS_MIN), np.int64)
+        # Of all requests, whenever they run; and of those known to decode now: an instance's own
+        # report should have the same count.
+        self._all: Counts = np.zeros((len(Amount), _ROWS_MIN), np.int64)
+        self._running: Counts = np.zeros((len(Amount), _ROWS_MIN), np.int64)
+        self._squares: Counts = np.zeros((len(Amount), _ROWS_MIN), np.int64)  # of all, summed
+        self._rate = StartRate(len(Amount))
 
     def __len__(self) -> int:
         return len(self._stays)
@@ -106,11 +158,15 @@ class Horizon:
         starts_at: float,
         decode_s: float,
         now: float,
+        kv_tokens: int = 0,
+        tbt_s: float = math.inf,
     ) -> None:
         """Add a request whose prefill should end at `starts_at`, and which will then decode on
         `row` for `decode_s`. `context_tokens`: prompt and half of the answer, the mean over that
-        time. Replaces the request's earlier entry. Raises InvalidRequest for a negative row or
-        `decode_s`, and for a `starts_at` that is not finite."""
+        time; `kv_tokens`: what is reserved there for it, in `Cluster.kv_used_tokens`; `tbt_s`: what
+        was promised to it, infinite for nothing. Replaces the request's earlier entry. Raises
+        InvalidRequest for a negative row or `decode_s`, and for a `starts_at` that is not
+        finite."""
         if not (row >= 0 and math.isfinite(starts_at) and decode_s >= 0):
             raise InvalidRequest(
                 f"request {request_id!r} on row {row} from {starts_at} for {decode_s} s: "
@@ -118,9 +174,12 @@ class Horizon:
             )
         self.end(request_id, now)
         self._need(row)
+        self.promised.add(row, tbt_s)
+        self._rate.came(max(starts_at - now, 0.0), now)
         decode_s = min(decode_s, DECODE_S_MAX)
         first, stop = self._buckets_of(max(starts_at, now), decode_s)
-        self._put(request_id, _Stay(row, context_tokens, decode_s, first, stop))
+        amounts = np.array((1, context_tokens, kv_tokens))
+        self._put(request_id, _Stay(row, amounts, decode_s, first, stop, tbt_s))
 
     def start(self, request_id: str, now: float, decode_s: float | None = None) -> None:
         """Record that a request's prefill is done and it decodes from `now` on, for the time given
@@ -134,8 +193,8 @@ class Horizon:
             stay.decode_s = min(decode_s, DECODE_S_MAX)
         stay.first, stay.stop = self._buckets_of(now, stay.decode_s)
         stay.running = True
-        self._running[stay.row] += 1
-        self._running_context[stay.row] += stay.context_tokens
+        self._running[:, stay.row] += stay.amounts
+        self._rate.began(stay.row, stay.amounts, now)
         self._put(request_id, stay)
 
     def end(self, request_id: str, now: float) -> None:
@@ -150,6 +209,7 @@ class Horizon:
         self.advance(now)
         for request_id in [name for name, stay in self._stays.items() if stay.row == row]:
             self._forget(request_id)
+        self._rate.forget(row)
 
     # -- lookups -----------------------------------------------------------------------------------
 
@@ -158,27 +218,42 @@ class Horizon:
         `time_s`: those whose prefill will have ended, less those that will have finished."""
         self.advance(now)
         rows = self._known(rows)
-        slot = self._slot(time_s)
-        return self._batch[slot].take(rows).astype(np.int64), self._context[slot].take(rows)
+        batch, context, _ = self._ring[self._slot(time_s)].take(rows, axis=1)
+        return batch, context
 
-    def change(self, rows: Counts, time_s: float, now: float) -> tuple[Counts, Counts]:
-        """How many more (or, below 0, fewer) requests and context tokens `at` gives, compared with
-        those that decode now.
+    def change(self, rows: Counts, span: Span, now: float) -> ForecastLoad:
+        """By how much the load of each of `rows` [n] will at most be more (or, below 0, less)
+        during `span` than what it is now.
 
         To be added to the load that the instances report: it includes requests from elsewhere,
         which the forecast does not have.
         """
-        batch, context = self.at(rows, time_s, now)
-        rows = self._known(rows)
-        return batch - self._running.take(rows), context - self._running_context.take(rows)
-
-    def change_of(self, row: int, time_s: float, now: float) -> tuple[int, int]:
-        """`change` of one row, as plain numbers."""
         self.advance(now)
-        self._need(row)
-        slot = self._slot(time_s)
-        batch = self._batch.item(slot, row) - self._running.item(row)
-        return batch, self._context.item(slot, row) - self._running_context.item(row)
+        rows = self._known(rows)
+        parts = [self._ring[part].max(axis=0) for part in self._parts(*self._slots(span))]
+        highest = parts[0] if len(parts) == 1 else np.maximum(*parts)
+        return self._change(rows, highest.take(rows, axis=1), span, now)
+
+    def change_of(self, row: int, span: Span, now: float) -> ForecastLoad:
+        """`change` of one row: it looks at no other."""
+        self.advance(now)
+        rows = self._known(np.array([row]))
+        parts = [self._ring[part, :, row].max(axis=0) for part in self._parts(*self._slots(span))]
+        return self._change(rows, np.max(parts, axis=0)[:, None], span, now)
+
+    def _change(self, rows: Counts, highest: Counts, span: Span, now: float) -> ForecastLoad:
+        """The change from now to the `highest` [amounts, n] of what is known during `span`."""
+        running = self._running.take(rows, axis=1)
+        promised = self._all.take(rows, axis=1) - running
+        unknown = self._rate.begin_until(rows, span.begin_s, now)
+        gone = np.maximum(promised - (highest - running + unknown), 0.0)
+        every = np.maximum(running + promised, 1)
+        share = np.minimum(gone / every, 1.0)
+        unsure = DEVIATIONS * np.sqrt(share * (1.0 - share) * self._squares.take(rows, axis=1))
+        surely = np.rint(np.maximum(gone - unsure, 0.0)).astype(np.int64)
+        batch, context, kv = promised - surely
+        # What is reserved for the promised is in the column already.
+        return ForecastLoad(batch, context, kv - promised[Amount.KV])
 
     def course(self, row: int, now: float) -> tuple[Floats, Counts, Counts]:
         """`change` of one row in all buckets: (seconds from now, batch, context) [buckets]."""
@@ -186,25 +261,25 @@ class Horizon:
         self._need(row)
         order = (self._head + np.arange(self.buckets)) % self.buckets
         from_now_s = (self._head + np.arange(self.buckets)) * self.bucket_s - now
-        batch = self._batch[order, row] - self._running[row]
-        context = self._context[order, row] - self._running_context[row]
+        batch, context, _ = (self._ring[order, :, row] - self._running[:, row]).T
         return np.maximum(from_now_s, 0.0), batch, context
 
     def check(self) -> None:
         """Raises AssertionError unless every number is the sum over the stays. For tests."""
-        batch, context = np.zeros_like(self._batch), np.zeros_like(self._context)
-        running, running_context = np.zeros((2, len(self._running)), np.int64)
+        ring, every = np.zeros_like(self._ring), np.zeros_like(self._all)
+        squares = np.zeros_like(self._squares)
+        running = np.zeros_like(self._running)
         for stay in self._stays.values():
             assert stay.stop > self._head, f"{stay} has ended and is still there"
             for bucket in range(max(stay.first, self._head), min(stay.stop, self._end)):
-                batch[bucket % self.buckets, stay.row] += 1
-                context[bucket % self.buckets, stay.row] += stay.context_tokens
-            running[stay.row] += stay.running
-            running_context[stay.row] += stay.running * stay.context_tokens
-        assert np.array_equal(batch, self._batch)
-        assert np.array_equal(context, self._context)
+                ring[bucket % self.buckets, :, stay.row] += stay.amounts
+            every[:, stay.row] += stay.amounts
+            squares[:, stay.row] += stay.amounts**2
+            running[:, stay.row] += stay.running * stay.amounts
+        assert np.array_equal(ring, self._ring)
+        assert np.array_equal(every, self._all)
+        assert np.array_equal(squares, self._squares)
         assert np.array_equal(running, self._running)
-        assert np.array_equal(running_context, self._running_context)
         assert sum(map(len, self._stops.values())) == len(self._stays)
         beyond = [name for name, stay in self._stays.items() if stay.first >= self._end]
         assert sorted(beyond) == sorted(name for names in self._firsts.values() for name in names)
@@ -222,14 +297,11 @@ class Horizon:
     def _pass_one(self) -> None:
         new, slot, last = self._end, self._head % self.buckets, (self._end - 1) % self.buckets
         # The new bucket starts as a copy of the last one, without the stays that stop in it.
-        self._batch[slot] = self._batch[last]
-        self._context[slot] = self._context[last]
+        self._ring[slot] = self._ring[last]
         for stay in self._firsts.pop(new, {}).values():
-            self._batch[slot, stay.row] += 1
-            self._context[slot, stay.row] += stay.context_tokens
+            self._ring[slot, :, stay.row] += stay.amounts
         for stay in self._stops.get(new, {}).values():
-            self._batch[slot, stay.row] -= 1
-            self._context[slot, stay.row] -= stay.context_tokens
+            self._ring[slot, :, stay.row] -= stay.amounts
         self._head += 1
         for request_id, stay in self._stops.pop(self._head, {}).items():
             self._prolong(stay)
@@ -240,8 +312,9 @@ class Horizon:
         """Rebuild the ring after a time longer than the ring has passed."""
         stays = self._stays
         self._head, self._stays, self._stops, self._firsts = head, {}, {}, {}
-        self._batch[:] = 0
-        self._context[:] = 0
+        self._ring[:] = 0
+        self._all[:] = 0
+        self._squares[:] = 0
         for request_id, stay in stays.items():
             if stay.stop <= head:
                 self._prolong(stay)
@@ -272,6 +345,8 @@ class Horizon:
 
     def _put(self, request_id: str, stay: _Stay) -> None:
         self._stays[request_id] = stay
+        self._all[:, stay.row] += stay.amounts
+        self._squares[:, stay.row] += stay.amounts**2
         self._stops.setdefault(stay.stop, {})[request_id] = stay
         if stay.first >= self._end:
             self._firsts.setdefault(stay.first, {})[request_id] = stay
@@ -279,6 +354,8 @@ class Horizon:
 
     def _take(self, request_id: str) -> _Stay:
         stay = self._stays.pop(request_id)
+        self._all[:, stay.row] -= stay.amounts
+        self._squares[:, stay.row] -= stay.amounts**2
         for place, bucket in ((self._stops, stay.stop), (self._firsts, stay.first)):
             names = place.get(bucket)
             if names is not None and names.pop(request_id, None) is not None and not names:
@@ -288,16 +365,23 @@ class Horizon:
 
     def _forget(self, request_id: str) -> None:
         stay = self._take(request_id)
+        self.promised.remove(stay.row, stay.tbt_s)
         if stay.running:
-            self._running[stay.row] -= 1
-            self._running_context[stay.row] -= stay.context_tokens
+            self._running[:, stay.row] -= stay.amounts
 
     def _add(self, stay: _Stay, first: int, stop: int, count: int) -> None:
         for part in self._parts(max(first, self._head), min(stop, self._end)):
-            self._batch[part, stay.row] += count
-            self._context[part, stay.row] += count * stay.context_tokens
+            self._ring[part, :, stay.row] += count * stay.amounts
 
-    def _parts(self, first: int, stop: int) -> Iterable[slice]:
+    def _slots(self, span: Span) -> tuple[int, int]:
+        """The buckets [first, stop) of a span, of those in the ring: one at least."""
+        last = self._end - 1
+        first = math.floor(min(span.begin_s / self.bucket_s, last))
+        stop = math.ceil(min(span.end_s / self.bucket_s, self._end))
+        first = min(max(first, self._head), last)
+        return first, max(stop, first + 1)
+
+    def _parts(self, first: int, stop: int) -> tuple[slice, ...]:
         """The slices of the ring for buckets [first, stop): one, or two around its end."""
         if first >= stop:
             return ()
@@ -307,14 +391,14 @@ class Horizon:
         return slice(begin, None), slice(0, begin + length - self.buckets)
 
     def _need(self, row: int) -> None:
-        have = len(self._running)
+        have = self._running.shape[1]
         if row < have:
             return
         more = max(row + 1, 2 * have) - have
-        self._batch = np.pad(self._batch, ((0, 0), (0, more)))
-        self._context = np.pad(self._context, ((0, 0), (0, more)))
-        self._running = np.pad(self._running, (0, more))
-        self._running_context = np.pad(self._running_context, (0, more))
+        self._ring = np.pad(self._ring, ((0, 0), (0, 0), (0, more)))
+        self._all = np.pad(self._all, ((0, 0), (0, more)))
+        self._squares = np.pad(self._squares, ((0, 0), (0, more)))
+        self._running = np.pad(self._running, ((0, 0), (0, more)))
 
     def _known(self, rows: Counts) -> Counts:
         if len(rows):
@@ -323,24 +407,28 @@ class Horizon:
 
 
 def expected_load(
-    horizon: Horizon, cluster: Cluster, rows: Counts, time_s: float, now: float
-) -> tuple[Counts, Counts]:
-    """Requests and context tokens that will be decoding on each of `rows` [n] at `time_s`: the
-    current load in the cluster's columns plus the horizon's `change`."""
-    batch, context = horizon.change(rows, time_s, now)
-    batch += cluster.batch.take(rows)
-    context += cluster.context_tokens.take(rows)
-    return np.maximum(batch, 0, out=batch), np.maximum(context, 0, out=context)
+    horizon: Horizon, cluster: Cluster, rows: Counts, span: Span, now: float
+) -> ForecastLoad:
+    """The highest load of each of `rows` [n] during `span`: the current load in the cluster's
+    columns plus the horizon's `change`."""
+    return _added(horizon.change(rows, span, now), cluster, rows)
 
 
 def expected_load_of(
-    horizon: Horizon, cluster: Cluster, row: int, time_s: float, now: float
-) -> tuple[int, int]:
+    horizon: Horizon, cluster: Cluster, row: int, span: Span, now: float
+) -> tuple[int, int, int]:
     """`expected_load` of one row, as plain numbers."""
-    batch, context = horizon.change_of(row, time_s, now)
-    batch += cluster.batch.item(row)
-    context += cluster.context_tokens.item(row)
-    return max(batch, 0), max(context, 0)
+    load = _added(horizon.change_of(row, span, now), cluster, np.array([row]))
+    return load.batch.item(), load.context_tokens.item(), load.kv_used_tokens.item()
+
+
+def _added(change: ForecastLoad, cluster: Cluster, rows: Counts) -> ForecastLoad:
+    columns = (cluster.batch, cluster.context_tokens, cluster.kv_used_tokens)
+    loads = (
+        np.maximum(more + column.take(rows), 0)
+        for more, column in zip(change, columns, strict=True)
+    )
+    return ForecastLoad(*loads)
 
 
 def relief_s(

@@ -89,12 +89,14 @@ class DecodeQuestion:
 
     `rows` [candidates] are rows of `cluster`; every other array has one number per candidate.
     `output_tokens` is the predicted length of the answer, `heavy` whether that is a long one.
-    `batch` and `context_tokens` are the forecast load when the request arrives there; None: the
-    current load. `growing_tokens` are the tokens that running requests will still add beyond those
-    counted as used. `factor` corrects predicted step times (`calibration.py`). `move_s` is the time
-    to transfer the context there after prefill. Without `enforce` the TBT objective is ignored, and
-    a request is refused only for lack of KV room or a place in the batch. `batch_now` and
-    `context_now` are the arrays in force: the forecast if given, else the current load.
+    `batch`, `context_tokens` and `kv_used_tokens` are the forecast load when the request arrives
+    there; None: the current load. Candidates with a TBT of at most `limits_s` are preferred: above
+    it, somebody's objective would break. `growing_tokens` are the tokens that running requests will
+    still add beyond those counted as used. `factor` corrects predicted step times
+    (`calibration.py`). `move_s` is the time to transfer the context there after prefill. Without
+    `enforce` the TBT objective is ignored, and a request is refused only for lack of KV room or a
+    place in the batch. `batch_now` and `context_now` are the arrays in force: the forecast if
+    given, else the current load.
     """
 
     request: Request
@@ -105,6 +107,8 @@ class DecodeQuestion:
     dice: random.Random
     batch: Rows | None = None
     context_tokens: Rows | None = None
+    kv_used_tokens: Rows | None = None
+    limits_s: Floats | float = np.inf
     growing_tokens: Rows | int = 0
     heavy: bool = False
     factor: Floats | float = 1.0
@@ -132,7 +136,9 @@ class DecodeQuestion:
         cluster, rows = self.cluster, self.rows
         share = 1.0 - self.settings.reserve_share
         usable = cluster.kv_capacity_tokens.take(rows).astype(np.float64) * share
-        room: Floats = usable - cluster.kv_used_tokens.take(rows) - self.growing_tokens
+        used = self.kv_used_tokens
+        used = cluster.kv_used_tokens.take(rows) if used is None else used
+        room: Floats = usable - used - self.growing_tokens
         return room
 
     def places(self) -> NDArray[np.bool_]:
@@ -205,7 +211,9 @@ def choose(question: DecodeQuestion) -> DecodeChoice | NoDecode:
     eligible = fits & (tbt_s <= q.limit_s)
     if not eligible.any():
         return _refusal(fits, tbt_s, terms)
-    cost = np.where(eligible, tbt_s + terms["move_s"] / max(answer, 1.0), np.inf)
+    kept = eligible & (tbt_s <= q.limits_s)
+    able = kept if kept.any() else eligible
+    cost = np.where(able, tbt_s + terms["move_s"] / max(answer, 1.0), np.inf)
     pick = _two_level if settings.policy == "two-level" else _nearest
     return DecodeChoice(pick(q, cost, terms["alike_share"]), cost, tbt_s, terms)
 
@@ -219,6 +227,7 @@ def choose_only(
     *,
     batch: int,
     context_tokens: int,
+    kv_used_tokens: int,
     heavy: bool = False,
 ) -> DecodeChoice | NoDecode:
     """`choose` for a single candidate that already has the context, without enforcing the TBT
@@ -230,7 +239,7 @@ def choose_only(
     context_s = c.d2.item(row) * (context_tokens + more_tokens)
     tbt_s = base_s + batch_s + context_s
     usable = c.kv_capacity_tokens.item(row) * (1.0 - settings.reserve_share)
-    room_tokens = usable - c.kv_used_tokens.item(row) - (request.prompt_tokens + answer)
+    room_tokens = usable - kv_used_tokens - (request.prompt_tokens + answer)
     places, alike = c.batch_max.item(row), c.heavy.item(row)
     if not heavy:
         alike = max(batch - alike, 0)

@@ -62,7 +62,8 @@ def judge(it: Outlook, mode: Mode = "predictive", **settings: Any) -> Verdict:
         (replace(GOOD, ttft_s=2.1), {"off"}),
         (replace(GOOD, tbt_now_s=0.11), {"off", "baseline", "predictive"}),
         (replace(GOOD, tbt_then_s=0.11), {"off", "baseline", "early"}),
-        (replace(GOOD, room=False), {"off", "baseline"}),
+        (replace(GOOD, room_now=False), {"off", "baseline", "predictive"}),
+        (replace(GOOD, room_then=False), {"off", "baseline", "early"}),
     ],
 )
 def test_each_mode_has_its_own_idea_of_load(
@@ -78,6 +79,15 @@ def test_only_the_baseline_refuses_after_the_prefill() -> None:
     }
     assert [mode for mode, verdict in verdicts.items() if not verdict.admitted] == ["baseline"]
     assert verdicts["baseline"].reason == "tbt"  # not the TTFT, which is over by then
+
+
+def test_waiting_of_its_own_makes_nobody_else_late() -> None:
+    """A step of 60 ms, and 30 ms more for each token until its KV has come."""
+    forecast = replace(GOOD, tbt_then_s=0.09, waiting_s=0.03, promised_s=0.061)
+    assert judge(outlook(forecast, Objectives())).admitted
+    assert judge(outlook(forecast, Objectives(tbt_s=0.091))).admitted
+    assert not judge(outlook(forecast, Objectives(tbt_s=0.089))).admitted
+    assert not judge(outlook(replace(forecast, promised_s=0.059), Objectives())).admitted
 
 
 def test_an_objective_that_is_just_met_is_met() -> None:
@@ -178,7 +188,7 @@ def test_an_answer_that_is_short_already_is_not_cut() -> None:
 
 
 def test_room_can_be_made_by_a_shorter_answer_or_not_at_all() -> None:
-    full = outlook(replace(GOOD, room=False))
+    full = outlook(replace(GOOD, room_then=False))
     settings = AdmissionSettings(degrade=("cap_output",))
     cut = decide(full, settings, random.Random(1), again=by_steps({("cap_output",): GOOD}))
     assert cut.degraded == ("cap_output:256",)
@@ -241,6 +251,8 @@ def test_a_rejection_says_everything() -> None:
         "tbt_now_s": 0.06,
         "tbt_then_s": 0.05,
         "room": 1.0,
+        "ttft_margin": 1.0,
+        "tbt_margin": 1.0,
         "ttft_objective_s": 2.0,
         "tbt_objective_s": 0.1,
         "ttft_load": 1.25,
@@ -311,19 +323,24 @@ def help_of(
 
 def exceeds(forecast: AdmissionForecast, objectives: Objectives, mode: Mode, scale: float) -> bool:
     """The rule as a plain expression."""
-    if not forecast.room and mode != "baseline":
+    early, predictive = mode == "early", mode == "predictive"
+    if mode != "baseline" and not (forecast.room_now if early else forecast.room_then):
         return True
-    if objectives.ttft_s is not None and forecast.ttft_s / objectives.ttft_s > scale:
+    ttft_s = forecast.ttft_s * (forecast.ttft_margin if predictive else 1.0)
+    if objectives.ttft_s is not None and ttft_s / objectives.ttft_s > scale:
         return True
-    tbt_s = forecast.tbt_now_s if mode == "early" else forecast.tbt_then_s
-    return mode != "baseline" and objectives.tbt_s is not None and tbt_s / objectives.tbt_s > scale
+    tbt_s = forecast.tbt_now_s if early else forecast.tbt_then_s
+    tbt_s *= forecast.tbt_margin if predictive else 1.0
+    if mode == "baseline":
+        return False
+    return objectives.tbt_s is not None and tbt_s / objectives.tbt_s > scale
 
 
 @given(FORECASTS, SETTINGS, HELP, st.sampled_from(["low", "normal", "high"]))
 def test_without_an_objective_nothing_but_room_refuses(
     forecast: AdmissionForecast, settings: AdmissionSettings, known: dict[Any, Any], priority: str
 ) -> None:
-    it = outlook(replace(forecast, room=True), Objectives(), priority)
+    it = outlook(replace(forecast, room_now=True, room_then=True), Objectives(), priority)
     for verdict in (
         decide(it, settings, random.Random(1), again=help_of(known)),
         decide_decode(it, settings, random.Random(1)),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tiffin.conductor.decode.load_forecast import (
     Horizon,
+    Span,
     expected_load,
     expected_load_of,
     relief_s,
@@ -28,6 +29,9 @@ D0, D1, D2 = 0.010, 0.001, 0.00001
 
 def horizon() -> Horizon:
     return Horizon(BUCKET_S, BUCKETS)
+
+
+QUIET = 400.0  # so long after the last begin, nobody else is expected
 
 
 def batch_at(it: Horizon, time_s: float, now: float) -> list[int]:
@@ -47,10 +51,10 @@ def test_a_promise_counts_from_the_end_of_its_prefill_to_the_end_of_its_decode()
 
 def test_a_change_is_counted_from_what_runs() -> None:
     it = horizon()
-    it.promise("runs", 0, 100, starts_at=0.0, decode_s=2.0, now=0.0)
+    it.promise("runs", 0, 100, starts_at=0.0, decode_s=QUIET + 2.0, now=0.0)
     it.start("runs", 0.0)
-    it.promise("comes", 1, 70, starts_at=1.0, decode_s=9.0, now=0.0)
-    batch, context = it.change(ROWS, 3.0, 0.0)
+    it.promise("comes", 1, 70, starts_at=QUIET + 1.0, decode_s=9.0, now=QUIET)
+    batch, context, _ = it.change(ROWS, Span(QUIET + 3.0, QUIET + 3.0), QUIET)
     assert batch.tolist() == [-1, 1, 0]
     assert context.tolist() == [-100, 70, 0]
 
@@ -119,7 +123,7 @@ def test_a_row_that_leaves_takes_all_with_it() -> None:
         it.promise(f"comes-{row}", row, 10, starts_at=2.0, decode_s=4.0, now=0.0)
     it.forget_row(0, 1.0)
     assert batch_at(it, 2.0, 1.0) == [0, 2, 0]
-    assert it.change(ROWS, 2.0, 1.0)[0].tolist() == [0, 1, 0]
+    assert it.change(ROWS, Span(2.0, 2.0), 1.0).batch.tolist() == [0, 1, 0]
     it.check()
 
 
@@ -138,6 +142,71 @@ def test_nonsense_is_refused(row: int, starts_at: float, decode_s: float) -> Non
     with pytest.raises(InvalidRequest, match="give a row"):
         it.promise("a", row, 1, starts_at, decode_s, 0.0)
     assert len(it) == 0
+
+
+def test_the_highest_load_of_a_span_counts() -> None:
+    """A place that is promised to somebody later is not free for one who would still be there."""
+    it = horizon()
+    it.promise("later", 0, 100, starts_at=4.0, decode_s=2.0, now=0.0, kv_tokens=120)
+    short, long, after = (it.change(ROWS[:1], Span(1.0, end), 0.0) for end in (3.0, 5.0, 7.0))
+    assert [one.batch.item() for one in (short, long, after)] == [0, 1, 1]
+    assert [one.context_tokens.item() for one in (short, long, after)] == [0, 100, 100]
+    # Its KV is reserved in the cluster's column from its admission on.
+    assert [one.kv_used_tokens.item() for one in (short, long, after)] == [-120, 0, 0]
+
+
+def test_kv_room_is_that_of_the_time_when_it_is_needed() -> None:
+    it = horizon()
+    it.promise("ends", 0, 100, starts_at=0.0, decode_s=QUIET + 2, now=0.0, kv_tokens=1000)
+    it.start("ends", 0.0)
+    used = [it.change(ROWS[:1], Span(QUIET + at, QUIET + 6), QUIET).kv_used_tokens for at in (1, 3)]
+    assert [one.item() for one in used] == [0, -1000]
+
+
+def steady(it: Horizon, until: int) -> None:
+    """Each second one request begins, and decodes for 4 s."""
+    for second in range(until + 1):
+        it.promise(f"r{second}", 0, 10, float(second), 4.0, float(second))
+        it.start(f"r{second}", float(second))
+        if second >= 4:
+            it.end(f"r{second - 4}", float(second))
+
+
+def test_at_a_steady_rate_as_many_will_come_as_will_have_gone() -> None:
+    it, now = Horizon(BUCKET_S, 16), 60
+    steady(it, now)
+    for ahead_s in (1, 2, 3, 8):
+        span = Span(now + ahead_s, now + ahead_s + 4)
+        assert it.change(ROWS[:1], span, now).batch.item() == 0
+    # Those who are promised are among those who come.
+    it.promise("known", 0, 10, now + 1.0, 4.0, now)
+    assert it.change(ROWS[:1], Span(now + 2, now + 6), now).batch.item() in (0, 1)
+
+
+def test_a_burst_that_is_over_leaves_free_places() -> None:
+    """The forecast of who comes fades with the time in which nobody came."""
+    it = Horizon(BUCKET_S, 256)
+    for number in range(8):
+        it.promise(f"r{number}", 0, 10, 0.0, QUIET, 0.0)
+        it.start(f"r{number}", 0.0)
+    span = Span(QUIET + 1, QUIET + 3)
+    soon, late = (it.change(ROWS[:1], span, now).batch.item() for now in (1.0, QUIET - 1))
+    assert (soon, late) == (0, -8)
+
+
+def test_who_goes_by_chance_is_not_counted_on() -> None:
+    """Of 64 who run half are to be gone: 32 ± 4, and three times 4 may still be there."""
+    it = horizon()
+    for number in range(64):
+        it.promise(f"r{number}", 0, 10, 0.0, QUIET + (2 if number % 2 else 7), 0.0)
+        it.start(f"r{number}", 0.0)
+    change = it.change(ROWS[:1], Span(QUIET + 3, QUIET + 4), QUIET)
+    assert (change.batch.item(), change.context_tokens.item()) == (-20, -200)
+    # One request with as much context as all others: half of all is a guess.
+    it.promise("big", 0, 640, 0.0, QUIET + 7, QUIET)
+    it.start("big", QUIET)
+    it.end("r0", QUIET)
+    assert it.change(ROWS[:1], Span(QUIET + 3, QUIET + 4), QUIET).context_tokens.item() == 0
 
 
 def test_a_ring_needs_buckets() -> None:
@@ -229,8 +298,11 @@ def test_it_counts_as_a_list_of_all_stays_does(events: list[tuple[object, ...]])
         for second in range(listed.now, listed.now + BUCKETS):
             batch, context = it.at(ROWS, second, listed.now)
             assert (batch.tolist(), context.tolist()) == listed.at(second)
-            changes = zip(*map(list, it.change(ROWS, second, listed.now)), strict=True)
-            assert [it.change_of(row, second, listed.now) for row in ROWS.tolist()] == [*changes]
+            span = Span(second, second + 2)
+            changes = it.change(ROWS, span, listed.now)
+            for row in ROWS.tolist():
+                alone = it.change_of(row, span, listed.now)
+                assert [one.item() for one in alone] == [many[row] for many in changes]
         it.check()
     for name in list(listed.stays):
         it.end(name, listed.now)
@@ -253,21 +325,22 @@ def cluster() -> Cluster:
 
 def test_load_is_what_is_reported_and_what_will_change() -> None:
     it, one = horizon(), cluster()
-    it.promise("leaves", 0, 1000, starts_at=0.0, decode_s=2.0, now=0.0)
+    it.promise("leaves", 0, 1000, starts_at=0.0, decode_s=QUIET + 2.0, now=0.0)
     it.start("leaves", 0.0)
-    it.promise("comes", 1, 500, starts_at=1.0, decode_s=9.0, now=0.0)
-    batch, context = expected_load(it, one, ROWS, 3.0, 0.0)
+    it.promise("comes", 1, 500, starts_at=QUIET + 1.0, decode_s=9.0, now=QUIET)
+    span = Span(QUIET + 3.0, QUIET + 4.0)
+    batch, context, _ = expected_load(it, one, ROWS, span, QUIET)
     assert batch.tolist() == [3, 1, 1]
     assert context.tolist() == [3000, 500, 1000]
-    each = [expected_load_of(it, one, row, 3.0, 0.0) for row in ROWS.tolist()]
-    assert each == [(3, 3000), (1, 500), (1, 1000)]
+    each = [expected_load_of(it, one, row, span, QUIET) for row in ROWS.tolist()]
+    assert each == [(3, 3000, 0), (1, 500, 0), (1, 1000, 0)]
 
 
 def test_a_horizon_that_knows_more_than_is_reported_gives_no_negative_load() -> None:
     it, one = horizon(), cluster()
     it.promise("unreported", 1, 800, starts_at=0.0, decode_s=1.0, now=0.0)
     it.start("unreported", 0.0)
-    batch, context = expected_load(it, one, ROWS, 5.0, 0.0)
+    batch, context, _ = expected_load(it, one, ROWS, Span(5.0, 6.0), 0.0)
     assert (batch[1], context[1]) == (0, 0)
 
 
@@ -276,8 +349,7 @@ def test_relief_comes_when_enough_have_left() -> None:
     for number, decode_s in enumerate((2.0, 4.0, 6.0)):
         it.promise(f"r{number}", 0, 1000, starts_at=0.0, decode_s=decode_s, now=0.0)
         it.start(f"r{number}", 0.0)
-    left = [expected_load_of(it, one, 0, t, 0.0) for t in (0.0, 2.0, 4.0, 6.0)]
-    limits = [D0 + D1 * (batch + 1) + D2 * context for batch, context in left]
+    limits = [D0 + (D1 + D2 * 1000) * running + D1 for running in (4, 3, 2, 1)]
     waits = [relief_s(it, one, 0, limit, 0.0, 0) for limit in limits]
     assert waits == [0.0, 2.0, 4.0, 6.0]
     assert relief_s(it, one, 0, D0, 0.0, 0) is None

@@ -256,7 +256,7 @@ def test_the_only_candidate_is_judged_as_among_many(
     question.enforce = False
     among, alone = choose(question), choose_only(
         question.request, question.cluster, 0, answer, question.settings,
-        batch=one.batch, context_tokens=one.context, heavy=heavy,
+        batch=one.batch, context_tokens=one.context, kv_used_tokens=one.used, heavy=heavy,
     )  # fmt: skip
     assert type(alone) is type(among)
     assert alone.at == among.at == 0

@@ -24,7 +24,7 @@ from tiffin.conductor.admission.admission import (
     decide_decode,
     expected_decode_s,
 )
-from tiffin.conductor.decode.load_forecast import Horizon, expected_load
+from tiffin.conductor.decode.load_forecast import Horizon, Span, expected_load
 from tiffin.conductor.records import InstanceSpec, Objectives, Request, Role
 from tiffin.conductor.state.instance_table import Cluster
 
@@ -108,7 +108,8 @@ class Simulated:
         queue_s = max(self.free_at[instance] - self.now, 0.0)
         ends_at = self.now + queue_s + PREFILL_S
         now_s = D0 + D1 * (self.cluster.batch[:INSTANCES] + 1)
-        batch, _ = expected_load(self.horizon, self.cluster, DECODES, ends_at, self.now)
+        span = Span(ends_at, ends_at + self.settings.decode_s)
+        batch, *_ = expected_load(self.horizon, self.cluster, DECODES, span, self.now)
         then_s = D0 + D1 * (batch + 1)
         row = int((then_s if self.settings.mode == "predictive" else now_s).argmin())
         forecast = AdmissionForecast(

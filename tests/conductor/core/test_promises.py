@@ -1,0 +1,79 @@
+"""What was promised to the admitted is kept when others come."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from coresupport import conductor, prompt, spec, tell
+
+from tiffin.conductor.records import Decision, Objectives, Rejection, Role
+
+if TYPE_CHECKING:
+    from tiffin.conductor.core import Conductor
+
+TIGHT_S = 0.030
+
+
+def fleet(decode: int) -> Conductor:
+    decodes = [spec(f"d{number}", Role.DECODE) for number in range(decode)]
+    return conductor(spec("p", Role.PREFILL), *decodes, disaggregation={"form": "local"})
+
+
+def step_s(made: Conductor, name: str) -> float:
+    """A decode step of all who were placed on an instance."""
+    c, row = made.cluster, made.cluster.row(name)
+    return float(c.d0[row] + c.d1[row] * c.batch[row] + c.d2[row] * c.context_tokens[row])
+
+
+def placed(made: Conductor, name: str, now: float, **more: object) -> Decision | Rejection:
+    outcome = made.schedule(prompt(name, **more), now)
+    if isinstance(outcome, Decision):
+        tell(made, name, "prefill_done", "first_token", now=now)
+    return outcome
+
+
+def test_who_asks_for_nothing_does_not_break_what_another_was_promised() -> None:
+    """Sixty who have no objective, after one who has: without its promise the step would be of
+    38 ms."""
+    made = fleet(1)
+    assert isinstance(placed(made, "tight", 0.0, objectives=Objectives(tbt_s=TIGHT_S)), Decision)
+    outcomes = [placed(made, f"r{number}", 1.0, blocks=64) for number in range(60)]
+    refused = [one for one in outcomes if isinstance(one, Rejection)]
+    assert 0 < len(refused) < 60
+    assert step_s(made, "d0") <= TIGHT_S
+    last = refused[-1]
+    assert last.reason == "tbt"
+    assert "that promised to others of 0.03 s" in last.message
+    assert last.terms["tbt_promised_s"] == TIGHT_S
+    # Once it has ended, nobody is refused for it.
+    tell(made, "tight", "finished", now=2.0)
+    assert isinstance(placed(made, "after", 2.0, blocks=64), Decision)
+
+
+def test_another_instance_is_preferred_to_one_with_a_tight_promise() -> None:
+    made = fleet(2)
+    tight = placed(made, "tight", 0.0, objectives=Objectives(tbt_s=TIGHT_S))
+    assert isinstance(tight, Decision)
+    outcomes = [placed(made, f"r{number}", 1.0, blocks=32) for number in range(50)]
+    assert all(isinstance(one, Decision) for one in outcomes)
+    assert step_s(made, tight.decode) <= TIGHT_S
+    assert step_s(made, "d1" if tight.decode == "d0" else "d0") > TIGHT_S
+
+
+@pytest.mark.parametrize(("priority", "promised_s"), [("high", 0.12), ("low", 0.08)])
+def test_a_class_is_promised_what_it_was_admitted_by(priority: str, promised_s: float) -> None:
+    made = conductor(spec("m"), admission={"class_scales": {"high": 1.2, "low": 0.8}})
+    made.schedule(prompt("r", priority=priority, objectives=Objectives(tbt_s=0.1)), 0.0)
+    assert made.horizon.promised.tightest_of(0) == pytest.approx(promised_s)
+
+
+def test_a_request_that_is_given_up_leaves_no_promise() -> None:
+    made = fleet(1)
+    made.schedule(prompt("tight", objectives=Objectives(tbt_s=TIGHT_S)), 0.0)
+    tell(made, "tight", "cancelled", now=1.0)
+    assert isinstance(made.schedule(prompt("r", blocks=200), 1.0), Decision)
+    made.schedule(prompt("lost", objectives=Objectives(tbt_s=TIGHT_S)), 2.0)
+    made.tick(200.0)
+    row = made.cluster.row("d0")
+    assert made.horizon.promised.tightest_of(row) == float("inf")
