@@ -17,7 +17,7 @@ import msgspec
 from fastapi.openapi.utils import get_openapi
 
 from ..core.settings import Settings
-from ..wire import event_batch, models
+from ..wire import event_batch, models, pool_models
 from ..wire.answers import JSON
 from .examples import ANSWERS, BODIES
 from .rest_route import REF
@@ -81,7 +81,7 @@ def document() -> dict[str, Any]:
         for operation in operations.values():
             _complete(operation)
     names = sorted(set(re.findall(REF.format(r"(\w+)"), json.dumps(described["paths"]))))
-    known = {**vars(models), **vars(event_batch), "Settings": Settings}
+    known = {**vars(models), **vars(pool_models), **vars(event_batch), "Settings": Settings}
     kinds = [known[name] for name in names]
     _, schemas = msgspec.json.schema_components(kinds, ref_template=REF.format("{name}"))
     described["components"]["schemas"] = dict(sorted(schemas.items()))

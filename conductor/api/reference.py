@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..wire import event_batch, models
+from ..wire import event_batch, models, pool_models
 from .openapi import document
 
 Schema = dict[str, Any]
@@ -40,7 +40,9 @@ def render() -> str:
             parts += _operation(operation)
     parts.append("## Fields\n")
     for name, schema in described["components"]["schemas"].items():
-        if hasattr(models, name) or hasattr(event_batch, name):  # settings are at /docs alone
+        if any(
+            hasattr(bodies, name) for bodies in (models, pool_models, event_batch)
+        ):  # settings are at /docs alone
             parts.append(f"### {name}\n\n{' '.join(schema['description'].split())}\n")
             parts += _fields(schema)
     return "\n".join(parts).rstrip() + "\n"

@@ -19,7 +19,7 @@ from ..state.request_ids import name_of
 from ..web.auth import Right
 from ..web.metrics import CONTENT_TYPE
 from ..web.time_slices import TimeSlices
-from ..wire import conversions, event_batch, models
+from ..wire import conversions, event_batch, models, pool_models
 from ..wire.answers import JSON, Refusal, answer, answer_all, ready, rejected
 from ..wire.block_keys import parse_keys, parse_schema
 from ..wire.decision_text import Shown
@@ -294,7 +294,7 @@ async def match(
     return answer(models.MatchReply(asked_blocks=len(keys), blocks=view.blocks, holders=found))
 
 
-@_api.get("/v1/blocks/hot", **rest("blocks", Right.READ, models.HotReply))
+@_api.get("/v1/blocks/hot", **rest("blocks", Right.READ, pool_models.HotReply))
 async def hot(
     http: Request,
     limit: Annotated[int, Query(ge=0, le=models.HOT_MAX, description="Prefixes to show.")] = 100,
@@ -396,14 +396,14 @@ async def why(http: Request, request_id: RequestId, tenant: Tenant = "") -> Resp
 # -- the pool as a whole ---------------------------------------------------------------------------
 
 
-@_api.get("/v1/plans", **rest("pool", Right.READ, models.PlansReply))
+@_api.get("/v1/plans", **rest("pool", Right.READ, pool_models.PlansReply))
 async def plans(http: Request) -> Response:
     """What this conductor would do about the instances of each model, with every number behind
     it, and the flips that it carries out. Each conductor plans; the one that leads orders."""
     service = service_of(http)
     steering, now, unix_s = service.core.steering, service.clock(), service.unix_s
     return answer(
-        models.PlansReply(
+        pool_models.PlansReply(
             leads=steering.leads(now),
             leader=steering.lease.leader(now) if steering.lease is not None else "",
             plans=[conversions.plan_reply(*one, unix_s) for one in steering.plans().items()],
@@ -412,14 +412,14 @@ async def plans(http: Request) -> Response:
     )
 
 
-@_api.get("/v1/drains", **rest("pool", Right.READ, models.DrainsReply))
+@_api.get("/v1/drains", **rest("pool", Right.READ, pool_models.DrainsReply))
 async def drains(http: Request) -> Response:
     """Nodes and instances that are emptied, and those that were: how far, and what is lost if
     one stops now. Of several conductors each shows those that it was asked for."""
     service = service_of(http)
     found = service.core.steering.drains(service.clock())
     return answer(
-        models.DrainsReply(drains=[conversions.drain_reply(progress) for progress in found])
+        pool_models.DrainsReply(drains=[conversions.drain_reply(progress) for progress in found])
     )
 
 
@@ -428,9 +428,9 @@ async def drains(http: Request) -> Response:
     **rest(
         "pool",
         Right.OPERATE,
-        models.DrainReply,
+        pool_models.DrainReply,
         {**_NO_NODE, 409: "It is just being told to take new blocks again."},
-        body=models.DrainBody,
+        body=pool_models.DrainBody,
         optional=True,
     ),
 )
@@ -439,14 +439,16 @@ async def drain_node(http: Request, node: NodeName) -> Response:
     node has are copied away first, and then it hands over the rest. It goes on serving what it
     has. The answer, and `GET /v1/drains` of this conductor, show how far it is; asked again
     meanwhile, it goes on as before. Instances on its host are drained by themselves."""
-    body = await body_of(http, models.DrainBody, optional=True)
+    body = await body_of(http, pool_models.DrainBody, optional=True)
     service = service_of(http)
     steering, now = service.core.steering, service.clock()
     steering.drain_node(node, now, body.deadline_s)
     return answer(conversions.drain_reply(steering.node_drain(node, now)))
 
 
-@_api.delete("/v1/nodes/{node}/drain", **rest("pool", Right.OPERATE, models.DrainReply, _NO_NODE))
+@_api.delete(
+    "/v1/nodes/{node}/drain", **rest("pool", Right.OPERATE, pool_models.DrainReply, _NO_NODE)
+)
 async def undrain_node(http: Request, node: NodeName) -> Response:
     """Let a node take new blocks again: its drain is cancelled, or undone if it has ended.
     Copies stay where they are. Any conductor can be asked; one that empties the node just now

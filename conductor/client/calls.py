@@ -21,22 +21,18 @@ from ..wire.event_batch import EventFailure, EventsReply
 from ..wire.models import (
     DecisionReply,
     DecisionsReply,
-    DrainReply,
-    DrainsReply,
     EntryReply,
     ErrorDetail,
     ErrorReply,
     HealthReply,
-    HotPrefixReply,
-    HotReply,
     InstanceReply,
     InstancesReply,
     MatchReply,
     NextReply,
     NextsReply,
-    PlansReply,
     ReleaseReply,
 )
+from ..wire.pool_models import DrainReply, DrainsReply, HotPrefixReply, HotReply, PlansReply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -23,21 +23,16 @@ from .models import (
     BecameReply,
     CandidateReply,
     DecisionReply,
-    DrainReply,
     EntryReply,
     FetchReply,
-    FlipReply,
     HeldReply,
-    HotPrefixReply,
     InstanceBody,
     InstanceReply,
-    PlanReply,
-    ReasonReply,
     ReleaseReply,
     RouteReply,
     ShardReply,
-    WishReply,
 )
+from .pool_models import DrainReply, FlipReply, HotPrefixReply, PlanReply, ReasonReply, WishReply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -25,7 +25,7 @@ from tiffin.conductor.service.feeds import Feeding
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from tiffin.conductor.wire.models import DrainReply
+    from tiffin.conductor.wire.pool_models import DrainReply
     from tiffin.kvstore import Prefix
 
 NAMES = ("a", "b", "c")
