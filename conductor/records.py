@@ -131,7 +131,8 @@ class RequestEvent:
     prompt's KV is where it is decoded, before or after "first_token", depending on which of both
     instances gives that. `tokens` of a "tokens" event: how many more tokens were generated; or
     `total_tokens`, also of an end: how many in all, the first one included, which may be told
-    twice.
+    twice. `tokens` of "prefill_began": how many of the prompt are computed, as the others are
+    cached (0: not known).
     `route` of a hedged request: the ids of the prefill and the decode instance that the event is
     about; without it, those of its decision. For clients of the service: `tenant` is the tenant of
     the request, `conductor` the URL in its decision of the conductor that decided. `age_s`: how

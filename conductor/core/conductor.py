@@ -143,7 +143,7 @@ class Conductor:
         self.names = Names(self.cluster, self.holdings, self.transfers, self.bookings)
         self.steering = Steering(self)
         self._profile = profile
-        self.profiles = CalibratedProfiles(self.cluster, self.calibration)
+        self.profiles = CalibratedProfiles(self.cluster, self.transfers, self.calibration)
         self.log = DecisionLog(self.ledger)
         self.arrivals = ArrivalBuffer(self.popularity, dice)
         self.offered = OfferedDemand()
@@ -159,7 +159,6 @@ class Conductor:
             computing=self.computing,
             horizon=self.horizon,
             lengths=self.lengths,
-            calibration=self.calibration,
             races=self.races,
             margins=self.margins,
             settings=settings,
@@ -214,18 +213,20 @@ class Conductor:
         if flight is None:
             raise UnknownRequest(f"no request {event.request_id!r} is in flight")
         self.ledger.prolong(flight, now + self.settings.core.decision_ttl_s)
+        at = now - event.age_s  # when it happened
         if event.kind == "prefill_began":
             self.ledger.prefill_began(flight, event.route, now)
         if event.kind in ("alive", "fetched", "prefill_began", "handed_over"):
             if event.route in (None, _chosen(flight.decision)):
-                self._moving(event, now)
+                self._moving(flight, event, now)
             return
-        at = now - event.age_s  # when it happened
         if event.kind in ("finished", "cancelled"):
             flight.answered_last(event.tokens, at)
             self._finish(flight, event.kind == "finished", now)
             return
-        route = _chosen(flight.decision) if event.route is None else HedgedRoute(*event.route)
+        route = _route(flight, event)
+        if event.kind in ("prefill_done", "first_token") and route == _chosen(flight.decision):
+            self.profiles.prefill_done(flight, event.kind, at)
         self._prefilled(flight, route, now)
         if event.kind == "prefill_done":
             return
@@ -305,6 +306,7 @@ class Conductor:
         self.horizon.advance(now)
         self.shadow.tick(now)
         self.output_caps.tick(self.cluster, self.ledger, self.settings.admission)
+        self.profiles.tick(now)
         timeout_s = self.settings.core.heartbeat_timeout_s
         silent = self.cluster.used & (self.cluster.heard_at < now - timeout_s)
         for row in silent.nonzero()[0].tolist():
@@ -335,12 +337,13 @@ class Conductor:
         if spec.node:
             self.index.holder(spec.node, "dram")
             self.index.holder(spec.node, "nvme")
-        self.profiles.register(spec.id, latency)
+        self.profiles.register(spec.id, latency, now)
 
     def heartbeat(self, instance: str, load: Load, now: float) -> None:
         """Take an instance's heartbeat with its load. Raises UnknownInstance, InvalidRequest."""
         check_load(load)
         self.cluster.heard(instance, load, now)
+        self.profiles.heartbeat(instance, load, now)
 
     def remove(self, instance: str, now: float) -> None:
         """Remove an instance. Its in-flight requests are rescheduled when the client sends them
@@ -601,22 +604,18 @@ class Conductor:
             self.bookings.handed_over(flight.request.id, now)
         flight.first_token_at = flight.last_token_at = now
         flight.answered_tokens = max(flight.answered_tokens, 1)
-        flight.step_s = self.profiles.step_s(flight)
         self.shadow.first_token(flight.request.id, now)
         self.races.first_token(flight.request.id, route)
         self.margins.first_token(flight.request.id, now)
-        if route == _chosen(flight.decision):  # the prediction was for this route
-            self.profiles.first_token(flight, now)
 
     def _tokens(self, flight: InflightRequest, count: int, now: float) -> None:
         if count:  # they were decoded: its KV is there, since some time
             self.bookings.handed_over(flight.request.id, now, told=False)
-        last, before_s = flight.last_token_at, flight.step_s
+        last = flight.last_token_at
+        self.profiles.tokens(flight, count, now)
         self.ledger.tokens(flight, count, now)
         if last is not None:
             flight.gaps.add(now - last, count)
-        flight.step_s = self.profiles.step_s(flight)
-        self.profiles.tokens(flight, count, last, before_s, now)
 
     def _finish(self, flight: InflightRequest, finished: bool, now: float) -> None:
         tbt_s, tokens = flight.gaps.tbt_s(), flight.answered_tokens
@@ -650,15 +649,17 @@ class Conductor:
         self.computing.end(flight.request.id)
         self.bookings.ended(flight.request.id)
 
-    def _moving(self, event: RequestEvent, now: float) -> None:
+    def _moving(self, flight: InflightRequest, event: RequestEvent, now: float) -> None:
         """An event that only says what its blocks and its KV do."""
         if event.kind == "fetched":
             self.bookings.fetched(event.request_id, now)
             self.dispatch.fetched(event.request_id, now)
         elif event.kind == "prefill_began":
             self.bookings.prefill_began(event.request_id, now)
+            self.profiles.prefill_began(flight, event.tokens, now - event.age_s)
         elif event.kind == "handed_over":
             self.bookings.handed_over(event.request_id, now)
+            self.profiles.handed_over(flight, now - event.age_s)
 
     def _check_alike(self, spec: InstanceSpec) -> None:
         """Raises Conflict for an instance whose block size differs from that of other instances of
@@ -691,6 +692,11 @@ def _preempted(victim: InflightRequest, by: str, now: float) -> Rejection:
 def _chosen(decision: Decision) -> HedgedRoute:
     """The decision's own route, which the alternative routes are raced against."""
     return HedgedRoute(decision.prefill, decision.decode)
+
+
+def _route(flight: InflightRequest, event: RequestEvent) -> HedgedRoute:
+    """The route that an event is about."""
+    return _chosen(flight.decision) if event.route is None else HedgedRoute(*event.route)
 
 
 def avoids(request: Request, decision: Decision) -> bool:

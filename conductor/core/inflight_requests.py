@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..dispatch.dispatcher import Dispatcher
     from ..records import Decision, Request
     from ..state.instance_table import Cluster
+    from .calibrated_profiles import DecodeMark
     from .transfer_bookings import Move
 
 
@@ -43,9 +44,11 @@ class InflightRequest:
     `request` is what is served, after degradation, of what was `asked`. Rows are the cluster's; -1
     once their instance is removed. `own_s` is the predicted TTFT without the queue, `prefill_s`
     what of it occupies the prefill instance, `ready_at` when the blocks will have come that are
-    fetched or waited for, `factor` the calibration factor in it, `step_s` a decode step by the
-    profile at the last token. `shares` has, by row, the tokens that are reserved in the HBM of an
-    instance: of the decode instance alone, or of all instances that the context is spread over.
+    fetched or waited for. `alone`: whether nothing was ahead of it, and there is nothing to fetch.
+    `shares` has, by row, the tokens that are reserved in the HBM of an instance: of the decode
+    instance alone, or of all instances that the context is spread over. `prefill_tokens_told`: what
+    its engine computes, 0 if it does not tell; `decode_mark` is of an earlier report,
+    `decode_tokens` were given since.
     """
 
     request: Request
@@ -61,9 +64,13 @@ class InflightRequest:
     decided_at: float
     expires_at: float
     ready_at: float = 0.0
-    factor: float = 1.0
     grows: bool = False  # its part of the KV room is what it has, not what is predicted
-    step_s: float = 0.0
+    alone: bool = False
+    prefill_began_at: float | None = None
+    prefill_tokens_told: int = 0
+    prefill_observed: bool = False
+    decode_mark: DecodeMark | None = None
+    decode_tokens: int = 0
     hbm_blocks: int = 0  # leading blocks that its prefill instance had in HBM
     fetches: tuple[Move, ...] = ()
     handover: tuple[Move, ...] = ()

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from ..admission.degradation import Step
     from ..admission.hedging import Races
     from ..admission.margin import Margins
-    from ..cost.calibration import Calibration
     from ..cost.transfer_model import TransferModel
     from ..decode.length_predictor import Length
     from ..decode.load_forecast import Horizon
@@ -75,7 +74,6 @@ class Parts:
     computing: Computing
     horizon: Horizon
     lengths: Lengths
-    calibration: Calibration
     races: Races
     margins: Margins
     settings: Settings
@@ -507,7 +505,7 @@ def _flight(
         heavy=parts.lengths.heavy(plan.output_tokens),
         decided_at=now,
         expires_at=decision.expires_at,
-        factor=parts.calibration.factor(decision.prefill, _profile(cluster, row)),
+        alone=_alone_there(question, choice),
         hbm_blocks=int(question.hbm_blocks[at]),
         fetches=fetched_moves(cluster, choice.fetches, row),
         handover=handed_over_moves(cluster, row, _handed_over_bytes(plan)),
@@ -634,6 +632,7 @@ def _tokens(question: PolicyQuestion, blocks: int) -> int:
     return min(blocks * question.block_tokens, question.request.prompt_tokens - 1)
 
 
-def _profile(cluster: Cluster, row: int) -> str:
-    spec = cluster.specs[row]
-    return spec.profile if spec is not None else ""
+def _alone_there(question: PolicyQuestion, choice: Choice) -> bool:
+    """Whether a prefill begins at once: nothing is ahead of it, or has to come first."""
+    idle = not question.cluster.queued[question.rows[choice.at]]
+    return idle and not choice.fetches and not choice.wait_for

@@ -1,28 +1,34 @@
-"""Calibration of latency profiles by observed times: one bounded factor per instance or profile.
-Pure.
+"""Calibration of latency profiles by observed times: one bounded factor per instance. Pure.
 
 A profile was measured elsewhere, on an idle machine. The real time on an instance is nearly a
 constant multiple of it: scheduling overhead, another driver, a neighbour on the same node. The
 factor is that multiple,
 
-    observed / (predicted by the profile)
+    observed seconds / seconds by the profile, both of the same work
 
-estimated by the median of the last observations: up to half of them may be outliers (a request
-during a restart, a clock that jumped, a queue unknown to the conductor) without any effect. The
-factor moves towards it by a few percent per observation at most, so that a change of the load does
-not shift all decisions to one side at once, and it stays within [0.25, 4]: beyond that the profile
-is the wrong one, and an operator has to replace it.
+estimated by the median of the last observations: up to half of them may be outliers (a restart, a
+clock that jumped, work unknown to the conductor) without any effect. The factor moves towards it by
+a few percent per observation at most, so that a change does not shift all decisions to one side at
+once, and it stays within [0.25, 4]: beyond that the profile is the wrong one, and an operator has
+to replace it. Observations are of the hardware alone: `core/calibrated_profiles.py` makes them.
 
-The target of the factor does not depend on the factor: each prediction is first divided by the
-factor that it was made with. Otherwise every in-flight request would apply the same correction once
-more, and the factor would oscillate.
+**What nobody observes is forgotten.** An instance that is taken for slow gets few requests, so a
+factor that is too high would correct itself never. Without observations, a factor returns to what
+is expected of the profile, by half of the way (of its logarithm) per `half_life_s`; then requests
+come again, and tell: one that confirms the factor restores it, others move it from where it is.
+
+**What is expected of a profile** is 1, or, if its instances agree, what they have in common: the
+median of their factors, if at least `AGREEING_MIN` are known and the middle half of them is within
+`AGREEMENT`. A profile that was measured without an engine's overhead is too fast for all alike, and
+a new instance that was priced by it would draw everybody's requests. But what one or two instances
+have learnt may be their own trouble, and says nothing of another one.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
-from statistics import median
+from collections import deque
+from statistics import median, quantiles
 from typing import Annotated
 
 import msgspec
@@ -33,9 +39,12 @@ FACTOR_MIN, FACTOR_MAX = 0.25, 4.0
 # With fewer observations, a median can not outvote a wrong one.
 OBSERVATIONS_MIN = 3
 
-# Limit of instances and profiles (`instance_table.INSTANCES_MAX` and some). Beyond it the least
-# recently observed ones are evicted.
-KEYS_MAX = 20_000
+# With fewer instances, a quartile is one of them.
+AGREEING_MIN = 4
+# Ratio of the quartiles of factors that agree: some errors of a median of noisy observations.
+AGREEMENT = 1.1
+# What a profile's instances have in common is computed once in so many seconds.
+_EXPECTED_FOR_S = 1.0
 
 
 class CalibrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -47,17 +56,22 @@ class CalibrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     step: Annotated[float, Meta(gt=0, le=0.1)] = 0.03
     """How far one observation moves a factor at most, as a share of it. 3%: from 1 to 2 in 24."""
 
-    window: Annotated[int, Meta(ge=OBSERVATIONS_MIN, le=101)] = 15
-    """Observations of which the median is taken."""
+    window: Annotated[int, Meta(ge=OBSERVATIONS_MIN, le=101)] = 51
+    """Observations of which the median is taken. Its standard error is 1.25 of theirs over the root
+    of their number: 1.8% where times vary by 10%."""
+
+    half_life_s: Annotated[float, Meta(ge=1.0, le=86_400.0)] = 300.0
+    """Without observations, a factor goes half of the way to what is expected of its profile."""
 
 
 class _Factor:
-    """One factor, and the last ratios of observed to profile seconds, as logarithms."""
+    """One factor, the last ratios of observed to profile seconds, as logarithms, and the time of
+    the last one."""
 
-    __slots__ = ("log", "ratios")
+    __slots__ = ("log", "observed_at", "profile", "ratios")
 
-    def __init__(self, window: int) -> None:
-        self.log = 0.0
+    def __init__(self, profile: str, log: float, window: int) -> None:
+        self.profile, self.log, self.observed_at = profile, log, -math.inf
         self.ratios: deque[float] = deque(maxlen=window)
 
     @property
@@ -65,97 +79,116 @@ class _Factor:
         return len(self.ratios) >= OBSERVATIONS_MIN
 
 
-class Calibration:
-    """Factors for prefill (from times to first token) and for decode (from times between tokens).
-    Not thread-safe."""
+class Factors:
+    """The factors of all instances for one kind of work. Not thread-safe."""
 
-    def __init__(self, settings: CalibrationSettings | None = None) -> None:
-        self.settings = settings or CalibrationSettings()
+    def __init__(self, settings: CalibrationSettings) -> None:
+        self._settings = settings
+        self._factors: dict[str, _Factor] = {}
+        self._expected: dict[str, tuple[float, float]] = {}  # by profile: (until, logarithm)
         self.ignored = 0  # observations with a number that is not positive and finite
-        self._ttft: OrderedDict[str, _Factor] = OrderedDict()
-        self._tbt: OrderedDict[str, _Factor] = OrderedDict()
 
     def configure(self, settings: CalibrationSettings) -> None:
         """Change the settings; factors stay."""
-        self.settings = settings
-        for factors in (self._ttft, self._tbt):
-            for one in factors.values():
-                one.ratios = deque(one.ratios, maxlen=settings.window)
+        self._settings = settings
+        for one in self._factors.values():
+            one.ratios = deque(one.ratios, maxlen=settings.window)
 
-    def observe_ttft(
-        self, key: str, predicted_s: float, observed_s: float, factor: float | None = None
+    def observe(
+        self, instance: str, profile: str, profile_s: float, observed_s: float, now: float
     ) -> float:
-        """Record that a first token came after `observed_s`; `predicted_s` was predicted with
-        `factor` (None: the current one). Returns the new factor.
-
-        Both should be prefill time only: the caller subtracts the time spent waiting for transfers
-        from both, if it is known. Numbers that are not positive and finite are ignored.
-        """
-        return self._observe(self._ttft, key, predicted_s, observed_s, factor)
-
-    def observe_tbt(
-        self, key: str, predicted_s: float, observed_s: float, factor: float | None = None
-    ) -> float:
-        """The same for the time between two tokens."""
-        return self._observe(self._tbt, key, predicted_s, observed_s, factor)
-
-    def factor(self, *keys: str) -> float:
-        """The factor for the prefill seconds of a profile: that of the first of these keys (an
-        instance, then its profile) with enough observations; 1 if there is none."""
-        return _factor(self._ttft, keys)
-
-    def tbt_factor(self, *keys: str) -> float:
-        """The factor for the seconds of a decode step; keys as in `factor`."""
-        return _factor(self._tbt, keys)
-
-    def forget(self, key: str) -> None:
-        """Drop the factors of a removed instance; a new one with its name starts anew."""
-        self._ttft.pop(key, None)
-        self._tbt.pop(key, None)
-
-    def factors(self) -> dict[str, tuple[float, float]]:
-        """(prefill, decode) factors of all keys, for display."""
-        return {
-            key: (self.factor(key), self.tbt_factor(key))
-            for key in sorted(self._ttft.keys() | self._tbt.keys())
-        }
-
-    def _observe(
-        self,
-        factors: OrderedDict[str, _Factor],
-        key: str,
-        predicted_s: float,
-        observed_s: float,
-        factor: float | None,
-    ) -> float:
-        one = factors.get(key)
-        was = math.exp(one.log) if one is not None else 1.0
-        used = was if factor is None else factor
-        numbers = (predicted_s, observed_s, used)
-        if not all(math.isfinite(number) and number > 0 for number in numbers):
+        """Record that work took `observed_s` which by the instance's profile takes `profile_s`.
+        Returns the new factor. Numbers that are not positive and finite are ignored."""
+        if not all(math.isfinite(number) and number > 0 for number in (profile_s, observed_s)):
             self.ignored += 1
-            return was
-        if not self.settings.enabled:
-            return was
-        if one is None:
-            one = factors[key] = _Factor(self.settings.window)
-            if len(factors) > KEYS_MAX:
-                factors.popitem(last=False)
-        factors.move_to_end(key)
-        one.ratios.append(math.log(observed_s) - math.log(predicted_s) + math.log(used))
-        if one.known:
-            one.log = self._moved(one.log, median(one.ratios))
+            return self.factor(instance, profile, now)
+        if not self._settings.enabled:
+            return self.factor(instance, profile, now)
+        ratio = math.log(observed_s) - math.log(profile_s)
+        log, one = self._log(instance, profile, now), self._factors.get(instance)
+        if one is None or one.profile != profile:
+            one = self._factors[instance] = _Factor(profile, log, self._settings.window)
+        # What it has lost for want of observations returns with one that confirms it.
+        log += _confirmed(one.log - log, ratio - log)
+        if self._trust(one, now) < 0.5:
+            one.ratios.clear()  # they are of the past
+        one.observed_at = max(now, one.observed_at)
+        one.ratios.append(ratio)
+        one.log = self._moved(log, median(one.ratios)) if one.known else log
         return math.exp(one.log)
 
+    def factor(self, instance: str, profile: str, now: float) -> float:
+        """The factor for the seconds of an instance's profile."""
+        return math.exp(self._log(instance, profile, now))
+
+    def observations(self, instance: str) -> int:
+        """How many observations of an instance count now; `window` at most."""
+        one = self._factors.get(instance)
+        return 0 if one is None else len(one.ratios)
+
+    def expected(self, profile: str, now: float) -> float:
+        """The factor of an instance of this profile that was not observed: that of the others if
+        they agree, else 1."""
+        return math.exp(self._expected_log(profile, now))
+
+    def forget(self, instance: str) -> None:
+        """Drop the factor of a removed instance; a new one with its name starts anew."""
+        self._factors.pop(instance, None)
+
+    def _log(self, instance: str, profile: str, now: float) -> float:
+        expected, one = self._expected_log(profile, now), self._factors.get(instance)
+        if one is None or one.profile != profile:
+            return expected
+        return expected + (one.log - expected) * self._trust(one, now)
+
+    def _trust(self, one: _Factor, now: float) -> float:
+        """1 just after an observation, ½ after a half-life without another one."""
+        age_s = max(0.0, now - one.observed_at)
+        return float(0.5 ** (age_s / self._settings.half_life_s))
+
+    def _expected_log(self, profile: str, now: float) -> float:
+        until, log = self._expected.get(profile, (-math.inf, 0.0))
+        if now < until:
+            return log
+        recent = now - self._settings.half_life_s
+        logs = [
+            one.log
+            for one in self._factors.values()
+            if one.profile == profile and one.known and one.observed_at >= recent
+        ]
+        log = 0.0
+        if len(logs) >= AGREEING_MIN:
+            low, middle, high = quantiles(logs)
+            log = middle if high - low <= math.log(AGREEMENT) else 0.0
+        self._expected[profile] = now + _EXPECTED_FOR_S, log
+        return log
+
     def _moved(self, log: float, goal: float) -> float:
-        step = math.log1p(self.settings.step)
+        step = math.log1p(self._settings.step)
         moved = log + min(step, max(-step, goal - log))
         return min(math.log(FACTOR_MAX), max(math.log(FACTOR_MIN), moved))
 
 
-def _factor(factors: OrderedDict[str, _Factor], keys: tuple[str, ...]) -> float:
-    for key in keys:
-        one = factors.get(key)
-        if one is not None and one.known:
-            return min(FACTOR_MAX, max(FACTOR_MIN, math.exp(one.log)))
-    return 1.0
+def _confirmed(lost: float, missing: float) -> float:
+    """Of what a factor has lost, the part that an observation misses, too."""
+    if lost * missing <= 0.0:
+        return 0.0
+    return math.copysign(min(abs(lost), abs(missing)), lost)
+
+
+class Calibration:
+    """The factors for prefill and for decode steps of all instances. Not thread-safe."""
+
+    def __init__(self, settings: CalibrationSettings | None = None) -> None:
+        settings = settings or CalibrationSettings()
+        self.prefill, self.decode = Factors(settings), Factors(settings)
+
+    def configure(self, settings: CalibrationSettings) -> None:
+        """Change the settings; factors stay."""
+        self.prefill.configure(settings)
+        self.decode.configure(settings)
+
+    def forget(self, instance: str) -> None:
+        """Drop the factors of a removed instance."""
+        self.prefill.forget(instance)
+        self.decode.forget(instance)

@@ -109,8 +109,8 @@ def to_event(name: str, kind: str, body: EventBody | EventItem) -> RequestEvent:
     """The event of the request `name`. Raises InvalidRequest for fields that events of this kind do
     not have."""
     total = body.total_tokens
-    if body.tokens and kind != "tokens":
-        raise InvalidRequest(f'tokens goes with the event "tokens", not with {kind!r}')
+    if body.tokens and kind not in ("tokens", "prefill_began"):
+        raise InvalidRequest(f"tokens goes with tokens and prefill_began, not with {kind!r}")
     if total is not None and kind not in TOTAL_KINDS:
         raise InvalidRequest(f"total_tokens goes with {', '.join(TOTAL_KINDS)}, not with {kind!r}")
     if body.tokens and total is not None:
@@ -121,7 +121,8 @@ def to_event(name: str, kind: str, body: EventBody | EventItem) -> RequestEvent:
     if kind not in ROUTED_EVENT_KINDS:
         raise InvalidRequest(f"route goes with {', '.join(ROUTED_EVENT_KINDS)}, not with {kind!r}")
     names = (check_id(name, "an instance's id") for name in (body.route.prefill, body.route.decode))
-    return RequestEvent(name, kind, route=(next(names), next(names)), age_s=age_s)
+    route = (next(names), next(names))
+    return RequestEvent(name, kind, body.tokens, route=route, age_s=age_s)
 
 
 def to_spec(instance: str, body: InstanceBody) -> InstanceSpec:

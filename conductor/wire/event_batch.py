@@ -23,7 +23,11 @@ class EventItem(Body, frozen=True, kw_only=True):
     ]
     tenant: Annotated[Name, Meta(description="The tenant that it was scheduled with, if any.")] = ""
     tokens: Annotated[
-        Tokens, Meta(description='Of "tokens": how many more have been answered.')
+        Tokens,
+        Meta(
+            description='Of "tokens": how many more have been answered. Of "prefill_began": how '
+            "many are computed."
+        ),
     ] = 0
     total_tokens: Annotated[
         Tokens | None,

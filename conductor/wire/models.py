@@ -138,7 +138,12 @@ class EventBody(Body, frozen=True, kw_only=True):
     """More about an event."""
 
     tokens: Annotated[
-        Tokens, Meta(description='Of "tokens": how many more have been answered.', examples=[16])
+        Tokens,
+        Meta(
+            description='Of "tokens": how many more have been answered. Of "prefill_began": how '
+            "many of the prompt are computed, as the others are cached; 0 if that is not known.",
+            examples=[16],
+        ),
     ] = 0
     total_tokens: Annotated[
         Tokens | None,

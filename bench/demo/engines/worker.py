@@ -210,9 +210,11 @@ class Worker:
 
         self._presence.say(order.id, "prefill_began")
         ids = as_ids(order.tokens)
-        cache, _ = self._cached.load(ids)
+        cache, hit = self._cached.load(ids)
+        self._presence.say(order.id, "prefill_began", max(len(order.tokens) - hit, 1))
         token = self._driver.extend(cache, ids)
         first_token_at = time.monotonic()
+        self._presence.say(order.id, "prefill_done")
         self._cached.save(cache, ids)
         del self._queued[order.id]
         self._presence.say(order.id, "first_token")

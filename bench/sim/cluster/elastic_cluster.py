@@ -36,12 +36,14 @@ from .request_reports import RequestReports
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from tiffin.conductor.cost.latency_profiles import Profile
     from tiffin.conductor.decode.length_predictor import LengthPredictor
     from tiffin.conductor.pool.planner import FleetPlan
     from tiffin.conductor.pool.role_flip import Action, Flip
 
     from ...traces.trace import Trace, TraceRequest
 
+    Profiles = Callable[[str], Profile]
     # Which of the instances that decode gets a request whose prefill is done.
     ChooseDecode = Callable[[Sequence[MixedInstance], random.Random], MixedInstance]
 
@@ -122,20 +124,35 @@ class ElasticOutcome:
     preempted: int = 0
 
 
-def simulate_elastic(trace: Trace, options: ElasticOptions) -> ElasticOutcome:
-    """Replay the trace; blocks of prompts are ignored. The same arguments give the same outcome."""
-    return _Cluster(trace, options).run()
+def conductor_of(options: ElasticOptions) -> Conductor:
+    """The core, with these settings and the seed's dice. Raises InvalidRequest."""
+    return Conductor(options.settings(), dice=random.Random(options.seed))
+
+
+def simulate_elastic(
+    trace: Trace,
+    options: ElasticOptions,
+    *,
+    core: Callable[[ElasticOptions], Conductor] = conductor_of,
+    profiles: Profiles = latency_profiles.load,
+) -> ElasticOutcome:
+    """Replay the trace; blocks of prompts are ignored. The same arguments give the same outcome.
+    `core` makes the conductor. `profiles` finds those of the simulated hardware."""
+    return _Cluster(trace, options, core(options), profiles).run()
 
 
 class _Cluster:
-    def __init__(self, trace: Trace, options: ElasticOptions) -> None:
+    def __init__(
+        self, trace: Trace, options: ElasticOptions, core: Conductor, profiles: Profiles
+    ) -> None:
         self._trace, self._options = trace, options
         self._clock = clock = VirtualClock()
         self._network = Network(clock, options.bandwidth_bytes_s, options.latency_s)
-        self._core = Conductor(options.settings(), dice=random.Random(options.seed))
+        self._core = core
         if options.lengths is not None:
-            self._core.lengths.use(options.lengths(trace))
+            core.lengths.use(options.lengths(trace))
         self._dice = random.Random(options.seed)
+        self._profiles = profiles
         self._autoscaler = Autoscaler(self._core)
         self._outcome = ElasticOutcome()
         self._left = len(trace.requests)
@@ -180,7 +197,7 @@ class _Cluster:
         profile = options.profile if model == MODEL else options.smaller_profile
         block_tokens = self._trace.block_tokens
         self._instances[name] = MixedInstance(
-            *(name, self._clock, latency_profiles.load(profile)),
+            *(name, self._clock, self._profiles(profile)),
             *(options.kv_capacity_tokens, options.batch_max),
             began=lambda job: self._reports.event(job, "prefill_began"),
             prefilled=self._prefilled,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from tiffin.conductor.core.settings import Settings, patched
@@ -10,7 +10,7 @@ from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.prefill.queue import QueueSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ...traces.trace import TraceRequest
 
@@ -49,6 +49,7 @@ class SimulationOptions:
     `load_late_s` before, and their tokens have an error with `load_noise` as the standard deviation
     of its logarithm. `noise`: computing and
     decoding take times with this standard deviation of their logarithm, and the profile's mean.
+    `slowness`: by instance, how many times as long as its profile's its times are, if not as long.
 
     `replication`: whether nodes carry out the conductor's orders to copy hot blocks. What it takes
     to find these, every heartbeat, doubles the time of a simulation.
@@ -89,6 +90,7 @@ class SimulationOptions:
     load_late_s: float = 0.0
     load_noise: float = 0.0
     noise: float = 0.0
+    slowness: Mapping[str, float] = field(default_factory=dict, hash=False)
     use_lengths: bool = True
     fetches: bool = True
     closed: bool = False

@@ -28,7 +28,7 @@ from ...traces.turns import previous_turns
 from ..clock import VirtualClock
 from ..instances.decode_instance import DecodeInstance
 from ..instances.prefill_instance import PrefillInstance, PrefillParts
-from ..instances.prefill_work import pipelined, prefill_work
+from ..instances.prefill_work import pipelined, prefill_work, slowed
 from ..instances.sim_request import SimRequest
 from ..nodes.network import Network
 from ..nodes.node_cache import NodeCache
@@ -153,7 +153,7 @@ class _Simulation:
             name: DecodeInstance(
                 name,
                 clock,
-                decode_profile,
+                self._slowed(name, decode_profile),
                 options.kv_capacity_tokens,
                 options.batch_max,
                 self._ended,
@@ -185,7 +185,8 @@ class _Simulation:
                 policy=options.eviction,
                 changed=functools.partial(self._blocks_changed, name),
             )
-            found[name] = PrefillInstance(name, parts, cache, self._began, self._prefilled, choose)
+            own = replace(parts, profile=self._slowed(name, profile))
+            found[name] = PrefillInstance(name, own, cache, self._began, self._prefilled, choose)
         return found
 
     def _comes_back(self, profile: Profile) -> Callable[[int], float] | None:
@@ -234,6 +235,10 @@ class _Simulation:
             batch_max=options.batch_max,
             fetches=options.fetches,
         )
+
+    def _slowed(self, name: str, profile: Profile) -> Profile:
+        """The profile of an instance's hardware, which may not be the one that it registers."""
+        return slowed(profile, self._options.slowness.get(name, 1.0))
 
     def _noisy(self, seconds: float) -> float:
         sigma = self._options.noise
@@ -372,7 +377,8 @@ class _Simulation:
     def _began(self, instance: PrefillInstance, job: SimRequest, seconds: float) -> None:
         """Its prefill has begun: with overlap, the KV of all layers but the last goes to the
         instance that decodes meanwhile."""
-        self._reports.event(job, "prefill_began")
+        computed = job.trace.prompt_tokens - job.cached_tokens
+        self._reports.event(job, "prefill_began", computed)
         if self._options.layerwise and job.trace.output_tokens > 1:
             self._coming[job.name] = 2
             self._hand_over(instance, job, 1 - 1 / self._options.layers)

@@ -46,3 +46,12 @@ def pipelined(profile: Profile, stages: int) -> Profile:
     what grows with the prompt takes a `stages`-th."""
     c0, c1, c2 = profile.prefill
     return msgspec.structs.replace(profile, prefill=(c0, c1 / stages, c2 / stages))
+
+
+def slowed(profile: Profile, factor: float, decode_factor: float | None = None) -> Profile:
+    """The profile of hardware that takes `factor` times as long; for decode steps `decode_factor`,
+    if it is given."""
+    c0, c1, c2 = (factor * seconds for seconds in profile.prefill)
+    more = factor if decode_factor is None else decode_factor
+    d0, d1, d2 = (more * seconds for seconds in profile.decode)
+    return msgspec.structs.replace(profile, prefill=(c0, c1, c2), decode=(d0, d1, d2))

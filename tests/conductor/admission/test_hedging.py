@@ -280,11 +280,12 @@ class TestWhichRouteWon:
     def test_the_first(self, told: bool) -> None:
         made, decision = self.race()
         route = (decision.prefill, decision.decode) if told else None
+        made.observe(RequestEvent("r", "prefill_done", route=route), 30.0)
         made.observe(RequestEvent("r", "first_token", route=route), 30.0)
         assert made.races.statistics().finished == 1
         assert made.races.statistics().won_by_second == 0
         assert made.match(KEYS, 30.0).holders[0][0] == f"{decision.prefill}/hbm"
-        assert decision.prefill in made.calibration.factors()
+        assert made.calibration.prefill.observations(decision.prefill) == 1
 
     def test_the_second(self) -> None:
         """Its instance has the blocks now, and its time does not calibrate the predicted route."""
@@ -295,7 +296,7 @@ class TestWhichRouteWon:
         assert made.races.winner("r") == other
         assert made.races.statistics().won_by_second == 1
         assert [name for name, _, _ in made.match(KEYS, 30.0).holders] == [f"{other[0]}/hbm"]
-        assert made.calibration.factors() == {}
+        assert not any(map(made.calibration.prefill.observations, ("p0", "p1")))
         made.observe(RequestEvent("r", "finished"), 31.0)
         assert made.statistics()["in_flight"] == 0
 
@@ -305,7 +306,7 @@ class TestWhichRouteWon:
         made.observe(RequestEvent("r", "first_token", route=("elsewhere", "d")), 30.0)
         assert made.races.statistics().finished == 0
         assert made.match(KEYS, 30.0).holders == []
-        assert made.calibration.factors() == {}
+        assert not any(map(made.calibration.prefill.observations, ("p0", "p1")))
 
     def test_one_that_has_left(self) -> None:
         made, decision = self.race()
