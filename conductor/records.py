@@ -113,7 +113,8 @@ class Load:
 
     `queued_prefill_tokens` wait to be computed, or are: without those that caches are expected to
     have, as the conductor counts its own requests; `running` requests decode, with
-    `context_tokens` of context together; `kv_used_tokens` are in use in HBM.
+    `context_tokens` of context together; `kv_used_tokens` are in use in HBM. `age_s`: seconds since
+    all of this was counted, when the report is sent; None if that is not known.
     """
 
     queued_prefill_tokens: int | None = None
@@ -121,6 +122,7 @@ class Load:
     running: int | None = None
     context_tokens: int | None = None
     kv_used_tokens: int | None = None
+    age_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

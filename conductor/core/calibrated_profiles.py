@@ -49,7 +49,7 @@ _PART_MIN = 0.1
 # Of a prefill's seconds, how much loading may be: it is not observed, but estimated.
 _LOAD_SHARE_MAX = 0.05
 # Factors that nobody observes change slowly: some instances per tick are enough.
-_PER_TICK = 32
+_PER_TICK = 16
 
 
 class DecodeMark(NamedTuple):

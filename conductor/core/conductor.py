@@ -67,6 +67,9 @@ from .transfer_bookings import TransferBookings
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from ..cost.latency_profiles import Profile
     from ..events.index_updates import Update
     from ..pool.popularity import HotPrefix
@@ -272,7 +275,7 @@ class Conductor:
         self._end(flight, now, "rejected")
         return self._logged(verdict.rejection(request_id, now))
 
-    def rebind(self, every_s: float) -> list[Rebinding]:
+    def rebind(self, every_s: float, now: float) -> list[Rebinding]:
         """Move bindings of spread contexts between their members, as far as that repays its cost
         within `every_s`, after which the caller asks again. The caller tells the engines, which
         have to be able to (docs/conductor/decode.md)."""
@@ -280,7 +283,7 @@ class Conductor:
         for move in moves:
             flight = self.ledger.get(move.request_id)
             assert flight is not None
-            self.ledger.rebind(flight, move.target)
+            self.ledger.rebind(flight, move.target, now)
             decode = self.cluster.name(move.target)
             flight.decision = replace(flight.decision, decode=decode)
         return moves
@@ -307,6 +310,7 @@ class Conductor:
         self.shadow.tick(now)
         self.output_caps.tick(self.cluster, self.ledger, self.settings.admission)
         self.profiles.tick(now)
+        self.cluster.blend(now)
         timeout_s = self.settings.core.heartbeat_timeout_s
         silent = self.cluster.used & (self.cluster.heard_at < now - timeout_s)
         for row in silent.nonzero()[0].tolist():
@@ -342,7 +346,8 @@ class Conductor:
     def heartbeat(self, instance: str, load: Load, now: float) -> None:
         """Take an instance's heartbeat with its load. Raises UnknownInstance, InvalidRequest."""
         check_load(load)
-        self.cluster.heard(instance, load, now)
+        row = self.cluster.row(instance)
+        self.cluster.heard(instance, load, now, self._others_at(row, load, now))
         self.profiles.heartbeat(instance, load, now)
 
     def remove(self, instance: str, now: float) -> None:
@@ -468,6 +473,11 @@ class Conductor:
         }
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _others_at(self, row: int, load: Load, now: float) -> NDArray[np.int64] | None:
+        """What other conductors had at an instance when it measured its load; None if there are no
+        others."""
+        return None
 
     def _forget_silent(self, now: float) -> None:
         """Remove the instances that were silent for `forget_s`."""

@@ -134,9 +134,9 @@ class Ledger:
         if not pushed.accepted:
             return None
         self._flights[request.id] = flight
-        self._cluster.promise(row, queued=1, queued_tokens=flight.prefill_tokens)
+        self._cluster.promise(row, now, queued=1, queued_tokens=flight.prefill_tokens)
         for at, tokens in flight.shares.items():
-            self._cluster.promise(at, kv_used_tokens=tokens)
+            self._cluster.promise(at, now, kv_used_tokens=tokens)
         for at in {row, *flight.shares}:
             self._present[at] += 1
         heapq.heappush(self._expiry, (flight.expires_at, request.id))
@@ -161,9 +161,9 @@ class Ledger:
             self._leave(flight.prefill_row)
         flight.phase = RequestPhase.DECODE
         for row in flight.shares:
-            self._count(flight, row, self._part(flight, row, flight.request.prompt_tokens))
+            self._count(flight, row, self._part(flight, row, flight.request.prompt_tokens), now)
         if flight.decode_row >= 0:
-            self._cluster.promise(flight.decode_row, batch=1)
+            self._cluster.promise(flight.decode_row, now, batch=1)
             self._cluster.heavy[flight.decode_row] += flight.heavy
         return True
 
@@ -174,16 +174,16 @@ class Ledger:
         flight.last_token_at = now
         row = flight.decode_row
         if row >= 0:
-            self._count(flight, row, count)
+            self._count(flight, row, count, now)
             if flight.grows and row in flight.shares:
                 flight.shares[row] += count
-                self._cluster.promise(row, kv_used_tokens=count)
+                self._cluster.promise(row, now, kv_used_tokens=count)
 
-    def rebind(self, flight: InflightRequest, row: int) -> None:
+    def rebind(self, flight: InflightRequest, row: int, now: float) -> None:
         """Another member of a spread request's runs everything but attention from now on."""
         if flight.phase is RequestPhase.DECODE and flight.decode_row >= 0:
             for at, one in ((flight.decode_row, -1), (row, 1)):
-                self._cluster.promise(at, batch=one)
+                self._cluster.promise(at, now, batch=one)
                 self._cluster.heavy[at] += one * flight.heavy
         flight.decode_row = row
 
@@ -203,12 +203,12 @@ class Ledger:
             if flight.prefill_row not in flight.shares:
                 self._leave(flight.prefill_row)
         elif flight.decode_row >= 0:
-            self._cluster.promise(flight.decode_row, batch=-1)
+            self._cluster.promise(flight.decode_row, now, batch=-1)
             self._cluster.heavy[flight.decode_row] -= flight.heavy
         for row, tokens in flight.shares.items():
-            self._cluster.promise(row, kv_used_tokens=-tokens)
+            self._cluster.promise(row, now, kv_used_tokens=-tokens)
         for row, tokens in flight.context.items():
-            self._cluster.promise(row, context_tokens=-tokens)
+            self._cluster.promise(row, now, context_tokens=-tokens)
         flight.phase = RequestPhase.ENDED
         del self._flights[flight.request.id]
         return True
@@ -255,13 +255,13 @@ class Ledger:
         total = sum(flight.shares.values())
         return tokens * flight.shares[row] // total if total else 0
 
-    def _count(self, flight: InflightRequest, row: int, tokens: int) -> None:
+    def _count(self, flight: InflightRequest, row: int, tokens: int, now: float) -> None:
         flight.context[row] = flight.context.get(row, 0) + tokens
-        self._cluster.promise(row, context_tokens=tokens)
+        self._cluster.promise(row, now, context_tokens=tokens)
 
     def _leave_queue(self, flight: InflightRequest, now: float) -> None:
         row = flight.prefill_row
         if row < 0:
             return
-        self._cluster.promise(row, queued=-1, queued_tokens=-flight.prefill_tokens)
+        self._cluster.promise(row, now, queued=-1, queued_tokens=-flight.prefill_tokens)
         self._dispatch.leave(row, flight.request.id, now)

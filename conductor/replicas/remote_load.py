@@ -5,22 +5,24 @@ clients that use the instance without any conductor. The own load is known exact
 their states, some tens of milliseconds old, and the sum of all three from heartbeats of the
 instance, some seconds old. So
 
-    strangers = max(0, reported - own - peers)      at the time of the report
-    column    = own + peers + strangers             at any time after
+    strangers = max(0, reported - own then - peers then)    then: when the report was measured
+    column    = own + peers + strangers                     at any time after
 
-Adding the peers' load to the reported load would count the same requests twice. Until the next
-report, requests may count twice that a peer had placed just before this one, and those of a peer
-that has died since do not count.
+Adding the peers' load to the reported load would count the same requests twice
+(`state/load_reports.py`). Of peers' load, the most of about that time counts, as it is known some
+tens of milliseconds late. Until the next report, those of a peer that has died do not count.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.structs import astuple
 
+from ..state.load_reports import AGE_S_MAX, REPORTED, TRANSIT_S, UNKNOWN_AGE_S
 from .states import SECONDS_MAX, LoadRow
 
 if TYPE_CHECKING:
@@ -30,18 +32,18 @@ if TYPE_CHECKING:
 
     from ..core.inflight_requests import Ledger
     from ..prefill.wait_estimate import Queues
-    from ..records import Load
     from ..state.instance_table import Cluster
 
     Counts = NDArray[np.int64]
     Floats = NDArray[np.float64]
 
-# The columns that heartbeats report, in the order of `LoadRow`.
-REPORTED = ("queued", "queued_tokens", "batch", "context_tokens", "kv_used_tokens")
-# For these columns, peers' requests that are still in prefill count already: by the time that a
-# request placed now decodes there, they will, too.
+# The counts of a `LoadRow` are in the order of `REPORTED`, and then these. For these columns,
+# peers' requests that are still in prefill count already: by the time that a request placed now
+# decodes there, they will, too.
 _COMING = {"batch": 5, "context_tokens": 6}
 COUNTS = len(REPORTED) + len(_COMING)
+# Peers' load is kept as the most in each of these intervals.
+_KEPT_S = 0.5
 # A prefill longer than any queue, so that the wait behind the queue covers everything in it.
 _FOREVER_S = 1e9
 
@@ -73,12 +75,8 @@ def own_rows(
 
 
 class PeerLoads:
-    """The load of other conductors (peers), merged into the columns of a cluster.
-
-    It writes only the part of the columns that is not our own: `column - own_column`, and
-    `others_s`. Call `report` after each heartbeat, `vacate` before an instance is removed, and
-    `blend` after any of these.
-    """
+    """The load of other conductors (peers), as a cluster's load from elsewhere. Call `blend` after
+    any of the others."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -88,7 +86,7 @@ class PeerLoads:
         self._stale = True
         self._total: Counts = np.zeros((COUNTS, 0), np.int64)
         self._queues: list[tuple[Counts, Floats]] = []  # of each peer: rows here, until when
-        self._strangers: Counts = np.zeros((len(REPORTED), 0), np.int64)
+        self._past: deque[tuple[float, Counts]] = deque()  # (begin of an interval, most in it)
 
     def tell(self, peer: str, rows: Sequence[LoadRow], now: float) -> None:
         """Set all of a peer's load."""
@@ -101,40 +99,32 @@ class PeerLoads:
         """Remove the load of a peer that has died."""
         del self._peers[peer]
         self._stale = True
+        self._past.clear()  # its requests run on, and are strangers' from now on
 
-    def report(self, row: int, load: Load) -> None:
-        """Take the load that an instance reports: what is not ours or our peers' is strangers'."""
-        self._refresh()
-        values = (
-            load.queued, load.queued_prefill_tokens, load.running, load.context_tokens,
-            load.kv_used_tokens,
-        )  # fmt: skip
-        for at, (name, value) in enumerate(zip(REPORTED, values, strict=True)):
-            if value is not None:
-                known = getattr(self._cluster, f"own_{name}")[row] + self._total[at, row]
-                self._strangers[at, row] = max(value - known, 0)
-
-    def vacate(self, row: int) -> None:
-        """Clear a row whose instance is being removed, for the next instance in this row."""
-        self._refresh()
-        self._strangers[:, row] = 0
+    def at(self, row: int, age_s: float | None, now: float) -> Counts:
+        """The most that peers had at an instance since a report was measured, in the order of
+        `REPORTED`. `age_s`: of the report; None if it is not known."""
+        self._refresh(now)
+        since = now - (UNKNOWN_AGE_S if age_s is None else age_s) - TRANSIT_S - _KEPT_S
+        most = self._total[: len(REPORTED), row]
+        for begin, past in self._past:
+            if begin >= since and row < past.shape[1]:
+                most = np.maximum(most, past[:, row])
+        return most
 
     def blend(self, now: float, row: int | None = None) -> None:
         """Bring the columns up to date, of one row or of all. 0.1 ms for a thousand rows."""
-        self._refresh()
+        self._refresh(now)
         part = slice(None) if row is None else slice(row, row + 1)
         cluster, total = self._cluster, self._total[:, part]
-        for at, name in enumerate(REPORTED):
-            column = getattr(cluster, name)[part]
-            own = getattr(cluster, f"own_{name}")[part]
-            np.add(own, self._strangers[at, part] + total[at], out=column)
-            if name in _COMING:
-                column += total[_COMING[name]]
+        cluster.elsewhere[:, part] = total[: len(REPORTED)]
+        for name, at in _COMING.items():
+            cluster.elsewhere[REPORTED.index(name), part] += total[at]
         seconds = np.zeros(len(cluster.used))
         for rows, until in self._queues:
             seconds[rows] += np.maximum(until - now, 0.0)
-        strangers_s = cluster.c1[part] * self._strangers[REPORTED.index("queued_tokens"), part]
-        cluster.others_s[part] = strangers_s + seconds[part]
+        cluster.elsewhere_s[part] = seconds[part]
+        cluster.blend(now, row)
 
     def queued(self, row: int) -> int:
         """How many requests of peers wait for their prefill at an instance, or are prefilled."""
@@ -144,21 +134,32 @@ class PeerLoads:
     def requests(self, row: int) -> int:
         """How many in-flight requests peers have at an instance; a request that is in prefill and
         will decode on the same instance counts twice."""
-        self._refresh()
+        self._refresh(None)
         at = REPORTED.index("queued"), REPORTED.index("batch"), _COMING["batch"]
         return int(self._total[list(at), row].sum())
 
-    def _refresh(self) -> None:
+    def _refresh(self, now: float | None) -> None:
         """Sum the peers' rows again when one of them has changed, or the rows here have."""
         cluster = self._cluster
-        if not self._stale and cluster.version == self._version:
-            return
-        self._stale, self._version = False, cluster.version
-        more = len(cluster.used) - self._strangers.shape[1]
-        self._strangers = np.pad(self._strangers, ((0, 0), (0, more)))
-        self._total, self._queues = np.zeros((COUNTS, len(cluster.used)), np.int64), []
-        for names, counts, until in self._peers.values():
-            here = [at for at, name in enumerate(names) if name in cluster]
-            rows = np.array([cluster.row(names[at]) for at in here], np.int64)
-            self._total[:, rows] += counts[here].T
-            self._queues.append((rows, until[here]))
+        if self._stale or cluster.version != self._version:
+            if cluster.version != self._version:
+                self._past.clear()  # a row may have another instance
+            self._stale, self._version = False, cluster.version
+            self._total, self._queues = np.zeros((COUNTS, len(cluster.used)), np.int64), []
+            for names, counts, until in self._peers.values():
+                here = [at for at, name in enumerate(names) if name in cluster]
+                rows = np.array([cluster.row(names[at]) for at in here], np.int64)
+                self._total[:, rows] += counts[here].T
+                self._queues.append((rows, until[here]))
+            if now is not None:
+                self._keep(now)
+
+    def _keep(self, now: float) -> None:
+        """Keep the present load for reports that are yet to come."""
+        total, past = self._total[: len(REPORTED)], self._past
+        if past and now < past[-1][0] + _KEPT_S:
+            np.maximum(past[-1][1], total, out=past[-1][1])
+        else:
+            past.append((now, total.copy()))
+        while past[0][0] < now - AGE_S_MAX:
+            past.popleft()

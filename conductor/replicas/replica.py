@@ -37,6 +37,8 @@ from .states import DemandRow, HeardRow, State
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from numpy.typing import NDArray
+
     from ..records import InstanceSpec, Request
     from ..state.sliced_work import Work
     from .shared_records import Change, RecordNews
@@ -111,8 +113,7 @@ class SharedConductor(Conductor):
 
     def heartbeat(self, instance: str, load: Load, now: float) -> None:
         """See `Conductor.heartbeat`."""
-        self._hear_load(instance, load, now)
-        self._loads.blend(now, self.cluster.row(instance))
+        super().heartbeat(instance, load, now)
         self._beats += 1
         row, _ = self._heard.get(instance, (HeardRow(instance), now))
         if load != Load():
@@ -196,7 +197,7 @@ class SharedConductor(Conductor):
             if row.instance in self.cluster and row.beat > was.beat:
                 load = row.load if row.load_beat > was.load_beat else Load()
                 with suppress(ConductorError):  # of a load that can't be
-                    self._hear_load(row.instance, load, now)
+                    super().heartbeat(row.instance, load, now)
         if before is not None:  # a new conductor's demand is not of this interval alone
             self._hear_demand(before.demand, state.demand, now)
 
@@ -253,9 +254,9 @@ class SharedConductor(Conductor):
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _hear_load(self, instance: str, load: Load, now: float) -> None:
-        super().heartbeat(instance, load, now)
-        self._loads.report(self.cluster.row(instance), load)
+    def _others_at(self, row: int, load: Load, now: float) -> NDArray[np.int64]:
+        """See `Conductor._others_at`."""
+        return self._loads.at(row, load.age_s, now)
 
     def _hear_demand(self, before: list[DemandRow], rows: list[DemandRow], now: float) -> None:
         known = {row.model: _sums(row) for row in before}
@@ -265,7 +266,6 @@ class SharedConductor(Conductor):
                 self.steering.came(row.model, PromptSums(*map(operator.sub, sums, was)), now)
 
     def _remove_here(self, instance: str, now: float) -> None:
-        self._loads.vacate(self.cluster.row(instance))
         super().remove(instance, now)
         self._heard.pop(instance, None)
         self.steering.elsewhere.pop(instance)

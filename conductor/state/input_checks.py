@@ -45,3 +45,5 @@ def check_load(load: Load) -> None:
         value = getattr(load, name)
         if value is not None and not 0 <= value <= 1 << 40:
             raise InvalidRequest(f"load: {name} is {value}: give 0 or more")
+    if load.age_s is not None and not 0.0 <= load.age_s <= 3600.0:
+        raise InvalidRequest(f"load: age_s is {load.age_s}: give 0 to 3,600 seconds")

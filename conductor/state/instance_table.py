@@ -4,10 +4,10 @@ A decision looks at every instance, and with a thousand of them a loop in Python
 millisecond; a column takes a microsecond. Rows of removed instances are reused; `version` counts
 changes of membership, role and status, for caches that are keyed by row. Pure: no I/O, no clock.
 
-The load columns are estimates: at each heartbeat the larger of the instance's report and of this
-conductor's own reservations, plus the reservations made since (`inflight_requests.py`). Columns
-`own_...` are the reservations alone; they return to zero when all requests have ended. The
-difference is load from elsewhere: from another conductor, or sent to the instance directly.
+The load columns are estimates: this conductor's own reservations (`inflight_requests.py`), and load
+from elsewhere: from other conductors, by what they tell (`elsewhere`), or sent to the instance
+directly, by what the instance reports (`load_reports.py`). Columns `own_...` are the reservations
+alone; they return to zero when all requests have ended.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from ..errors import InvalidRequest, UnknownInstance
 from ..records import InstanceSpec, Role, Status
 from .id_allocator import IdAllocator
+from .load_reports import REPORTED, LoadReports
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -119,6 +120,10 @@ class Cluster:
         self._nodes = IdAllocator()
         for name, (dtype, empty) in _COLUMNS.items():
             setattr(self, name, np.full(_ROWS_MIN, empty, dtype))
+        self._reports = LoadReports(_ROWS_MIN)
+        # Of other conductors, in the order of `REPORTED`: their load, and seconds of prefill.
+        self.elsewhere: NDArray[np.int64] = np.zeros((len(REPORTED), _ROWS_MIN), np.int64)
+        self.elsewhere_s: NDArray[np.float64] = np.zeros(_ROWS_MIN)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -224,6 +229,8 @@ class Cluster:
         self.specs[row], self.status[row] = None, Status.LOST
         for name, (_, empty) in _COLUMNS.items():
             getattr(self, name)[row] = empty
+        self.elsewhere[:, row], self.elsewhere_s[row] = 0, 0.0
+        self._reports.forget(row)
         self._free.append(row)
         self.version += 1
 
@@ -260,34 +267,39 @@ class Cluster:
             self.status[row] = status
             self.ready[row] = status is Status.READY
 
-    def heard(self, instance: str, load: Load, now: float) -> None:
-        """Take a heartbeat: load that the instance reports beyond this conductor's reservations is
-        load from elsewhere. Raises UnknownInstance."""
+    def heard(
+        self, instance: str, load: Load, now: float, others: NDArray[np.int64] | None = None
+    ) -> None:
+        """Take a heartbeat: load that the instance reports beyond what this conductor had there is
+        load from elsewhere. `others` is what other conductors had there when it was measured, in
+        the order of `REPORTED`. Raises UnknownInstance."""
         row = self.row(instance)
         self.heard_at[row] = max(now, self.heard_at[row])
         if self.status[row] is Status.LOST:
             back = Status.DRAINING if self.draining[row] else Status.READY
             self.set_status(instance, back)
-        reported = {
-            "queued": load.queued,
-            "queued_tokens": load.queued_prefill_tokens,
-            "batch": load.running,
-            "context_tokens": load.context_tokens,
-            "kv_used_tokens": load.kv_used_tokens,
-        }
-        for name, value in reported.items():
-            if value is not None:
-                own = getattr(self, f"own_{name}")[row]
-                getattr(self, name)[row] = max(value, own)
-        others_tokens = float(self.queued_tokens[row] - self.own_queued_tokens[row])
-        self.others_s[row] = self.c1[row] * others_tokens
+        own = [getattr(self, f"own_{name}").item(row) for name in REPORTED]
+        if self._reports.heard(row, load, own, others, now):
+            self.blend(now, row)
 
-    def promise(self, row: int, **amounts: int) -> None:
+    def blend(self, now: float, row: int | None = None) -> None:
+        """Bring the load columns up to date, of one row or of all: load from elsewhere passes. 0.1
+        ms for a thousand rows."""
+        part = slice(None) if row is None else slice(row, row + 1)
+        counts, seconds = self._reports.strangers(self.c1[part], now, part)
+        counts = counts + self.elsewhere[:, part]
+        for at, name in enumerate(REPORTED):
+            own = getattr(self, f"own_{name}")[part]
+            np.add(own, counts[at], out=getattr(self, name)[part])
+        self.others_s[part] = seconds + self.elsewhere_s[part]
+
+    def promise(self, row: int, now: float, **amounts: int) -> None:
         """Add to (or, if negative, subtract from) an instance's reservations and load columns:
         `queued`, `queued_tokens`, `batch`, `context_tokens`, `kv_used_tokens`."""
         for name, amount in amounts.items():
             getattr(self, f"own_{name}")[row] += amount
             getattr(self, name)[row] += amount
+            self._reports.promised(row, name, amount, now)
 
     def rows_for(self, model: str, *, prefill: bool) -> NDArray[np.int64]:
         """The rows that are ready to prefill (or decode) this model, in order."""
@@ -310,4 +322,7 @@ class Cluster:
             for name, (dtype, empty) in _COLUMNS.items():
                 more = np.full(had, empty, dtype)
                 setattr(self, name, np.concatenate((getattr(self, name), more)))
+            self._reports.grow(2 * had)
+            self.elsewhere = np.pad(self.elsewhere, ((0, 0), (0, had)))
+            self.elsewhere_s = np.pad(self.elsewhere_s, (0, had))
         return row

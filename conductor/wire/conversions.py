@@ -161,6 +161,7 @@ def to_load(body: LoadBody) -> Load:
         running=body.running,
         context_tokens=body.context_tokens,
         kv_used_tokens=body.kv_used_tokens,
+        age_s=body.age_s,
     )
 
 

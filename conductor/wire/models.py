@@ -299,6 +299,10 @@ class LoadBody(Body, frozen=True, kw_only=True):
     running: Count | None = None
     context_tokens: Count | None = None
     kv_used_tokens: Count | None = None
+    age_s: Annotated[
+        Annotated[float, Meta(ge=0, le=3600)] | None,
+        Meta(description="Seconds since all of this was counted, when it is sent."),
+    ] = None
 
 
 # Of a model with one layer.

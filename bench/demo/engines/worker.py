@@ -292,10 +292,10 @@ class Worker:
 
         if self._job.role == "prefill":
             queued = list(self._queued.values())
-            return Load(queued_prefill_tokens=sum(queued), queued=len(queued))
+            return Load(sum(queued), len(queued), age_s=0.0)
         context = list(self._handed.values())
         context += [one.ids.shape[1] for one in list(self._running.values())]
-        return Load(running=len(context), context_tokens=sum(context))
+        return Load(running=len(context), context_tokens=sum(context), age_s=0.0)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,9 @@ class SimulationOptions:
     request says how old it is, as the gateway knows how long it has kept it. Loads come
     every `heartbeat_s`, and how many tokens were answered every `report_s`. Loads are those of
     `load_late_s` before, and their tokens have an error with `load_noise` as the standard deviation
-    of its logarithm. `noise`: computing and
-    decoding take times with this standard deviation of their logarithm, and the profile's mean.
+    of its logarithm; `load_age_told`: whether the instances say how old they are. `noise`:
+    computing and decoding take times with this standard deviation of their logarithm, and the
+    profile's mean.
     `slowness`: by instance, how many times as long as its profile's its times are, if not as long.
 
     `replication`: whether nodes carry out the conductor's orders to copy hot blocks. What it takes
@@ -88,6 +89,7 @@ class SimulationOptions:
     heartbeat_s: float = 1.0
     report_s: float = 4.0
     load_late_s: float = 0.0
+    load_age_told: bool = True
     load_noise: float = 0.0
     noise: float = 0.0
     slowness: Mapping[str, float] = field(default_factory=dict, hash=False)

@@ -135,6 +135,7 @@ class _Simulation:
         self._chance = random.Random(options.seed)
         self._outcome = SimulationOutcome(options)
         self._left = len(trace.requests)
+        self._age_s = options.load_late_s if options.load_age_told else None
         self._gateway = HoldingGateway(self._core, clock, self._late_s, self._preempted)
         self._reports = RequestReports(self._core, clock, self._late_s, self._gateway.look)
         self._coming: dict[str, int] = {}  # by job: parts of its KV that have not come
@@ -269,10 +270,11 @@ class _Simulation:
         now = self._clock.now_s
         for name, one in self._prefills.items():
             tokens = self._heard(one.queued_tokens)
-            self._tell_load(name, Load(queued=one.queued, queued_prefill_tokens=tokens))
+            self._tell_load(name, Load(tokens, one.queued, age_s=self._age_s))
         for name, other in self._decodes.items():
             tokens = self._heard(other.context_tokens)
-            self._tell_load(name, Load(running=other.batch, context_tokens=tokens))
+            load = Load(running=other.batch, context_tokens=tokens, age_s=self._age_s)
+            self._tell_load(name, load)
         self._core.tick(now)
         if self._options.replication:
             for order in self._core.steering.tick(self._carrier.spaces(), now).orders:

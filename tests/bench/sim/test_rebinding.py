@@ -114,7 +114,7 @@ class Pool:
             if job.ended_s is None and job.trace.arrival_s < now:
                 self.core.observe(RequestEvent(job.name, "alive"), now)
         if self.moving:
-            for move in self.core.rebind(LOOK_S):
+            for move in self.core.rebind(LOOK_S, now):
                 self.moved += 1
                 self._carry_out(move)
         self.clock.after(LOOK_S, self._tick)

@@ -112,10 +112,10 @@ def test_delays_within_the_objective_do_no_harm() -> None:
     def prefills(tbt_s: float) -> str:
         made = pair()
         busy(made, 8)
-        made.heartbeat("p", Load(queued_prefill_tokens=4_000, queued=1), 1.0)
+        made.heartbeat("p", Load(queued_prefill_tokens=4_000, queued=1), 3.0)
         objectives = Objectives(ttft_s=5.0, tbt_s=tbt_s)
         short = Request("x", "m", 2_000, objectives=objectives, output_tokens=200)
-        return decided(made, short).prefill
+        return decided(made, short, 3.0).prefill
 
     assert prefills(0.5) == "both"
     assert prefills(0.045) == "p"

@@ -37,8 +37,7 @@ def a_cluster(*names: str) -> Cluster:
 
 def report(cluster: Cluster, loads: PeerLoads, name: str, load: Load, now: float) -> None:
     """Send a heartbeat."""
-    cluster.heard(name, load, now)
-    loads.report(cluster.row(name), load)
+    cluster.heard(name, load, now, loads.at(cluster.row(name), load.age_s, now))
     loads.blend(now)
 
 
@@ -61,7 +60,7 @@ def test_what_is_promised_here_counts_at_once_and_is_left_alone() -> None:
     loads = PeerLoads(cluster)
     loads.tell("a", [LoadRow("i0", kv_used_tokens=500)], 0.0)
     loads.blend(0.0)
-    cluster.promise(0, kv_used_tokens=100)
+    cluster.promise(0, 0.0, kv_used_tokens=100)
     assert cluster.kv_used_tokens[0] == 600
     loads.blend(0.0)
     assert (cluster.kv_used_tokens[0], cluster.own_kv_used_tokens[0]) == (600, 100)
@@ -73,6 +72,18 @@ def test_what_will_come_counts_from_now_on() -> None:
     loads.tell("a", [LoadRow("i0", batch=1, coming=4, coming_tokens=4000, context_tokens=10)], 0.0)
     report(cluster, loads, "i0", Load(running=1, context_tokens=10), 0.0)
     assert (cluster.batch[0], cluster.context_tokens[0]) == (5, 4010)
+
+
+def test_a_late_report_is_compared_with_what_peers_had_then() -> None:
+    cluster = a_cluster("i0")
+    loads = PeerLoads(cluster)
+    for now, batch in ((0.0, 8), (2.0, 3), (4.0, 1)):
+        loads.tell("a", [LoadRow("i0", batch=batch)], now)
+        loads.blend(now)
+    report(cluster, loads, "i0", Load(running=10, age_s=4.0), 4.0)
+    assert cluster.batch[0] == 1 + round(2 * 0.5 ** (4.0 / 20.0)), "eight were the peer's then"
+    report(cluster, loads, "i0", Load(running=10, age_s=0.0), 6.0)
+    assert cluster.batch[0] == 1 + 9
 
 
 def test_queued_seconds_pass() -> None:
@@ -120,7 +131,7 @@ class Columns(RuleBasedStateMachine):
     @rule(name=st.sampled_from(INSTANCES), at=st.integers(0, len(REPORTED) - 1), amount=counts)
     def promise(self, name: str, at: int, amount: int) -> None:
         if name in self.cluster:
-            self.cluster.promise(self.cluster.row(name), **{REPORTED[at]: amount})
+            self.cluster.promise(self.cluster.row(name), 0.0, **{REPORTED[at]: amount})
             self.own[name][at] += amount
 
     @rule(name=st.sampled_from(INSTANCES), running=counts, tokens=counts)
@@ -129,13 +140,14 @@ class Columns(RuleBasedStateMachine):
             load = Load(running=running, queued_prefill_tokens=tokens)
             report(self.cluster, self.loads, name, load, 0.0)
             for at, reported in ((REPORTED.index("batch"), running), (1, tokens)):
-                known = self.own[name][at] + self.others(name)[at]
+                others = self.loads.at(self.cluster.row(name), None, 0.0)
+                assert others[at] >= self.others(name)[at], "the most of then, or what is now"
+                known = self.own[name][at] + others[at]
                 self.strangers[name][at] = max(reported - known, 0)
 
     @rule(name=st.sampled_from(INSTANCES))
     def leave_or_come(self, name: str) -> None:
         if name in self.cluster:
-            self.loads.vacate(self.cluster.row(name))
             self.cluster.remove(name)
             self.own[name] = [0] * len(REPORTED)
             self.strangers[name] = [0] * len(REPORTED)
@@ -166,7 +178,7 @@ class Columns(RuleBasedStateMachine):
         for name in self.cluster.names:
             row = self.cluster.row(name)
             self.cluster.promise(
-                row, **{of: -n for of, n in zip(REPORTED, self.own[name], strict=True)}
+                row, 0.0, **{of: -n for of, n in zip(REPORTED, self.own[name], strict=True)}
             )
             report(self.cluster, self.loads, name, Load(0, 0, 0, 0, 0), 0.0)
         self.loads.blend(0.0)

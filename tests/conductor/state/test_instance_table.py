@@ -51,11 +51,11 @@ def test_rows_are_given_again_empty() -> None:
 def test_reports_count_only_beyond_what_was_promised() -> None:
     cluster = Cluster()
     row = cluster.register(spec("a"), LATENCY, 0.0)
-    cluster.promise(row, batch=3, queued_tokens=1000)
+    cluster.promise(row, 0.0, batch=3, queued_tokens=1000)
     cluster.heard("a", Load(running=2, queued_prefill_tokens=4000), 1.0)
     assert (cluster.batch[row], cluster.queued_tokens[row]) == (3, 4000)
     assert cluster.others_s[row] == pytest.approx(LATENCY[1] * 3000)
-    cluster.promise(row, batch=-3, queued_tokens=-1000)
+    cluster.promise(row, 0.0, batch=-3, queued_tokens=-1000)
     assert (cluster.batch[row], cluster.queued_tokens[row]) == (0, 3000)
     cluster.heard("a", Load(), 0.5)
     assert cluster.heard_at[row] == 1.0
