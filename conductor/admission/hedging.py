@@ -12,8 +12,9 @@ scheduled request adds `share` to the budget, a race takes 1, and at most `saved
 the whole cluster is slow, hedging everything would only make it slower.
 
 The second route has another prefill instance: the fastest one, preferably on another node, and none
-if its predicted TTFT is more than `slower_max` times as long. It may decode at the same instance,
-or at another.
+if its predicted TTFT is more than `slower_max` times as long. It decodes at the same instance. Its
+place in the queue is reserved like that of the first, until a prefill is done or the request ends
+(`core/inflight_requests.py`).
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ from .calibrated_profiles import CalibratedProfiles
 from .decision_log import DecisionLog
 from .decision_view import View
 from .hold import PULLS_LABEL
-from .inflight_requests import Ledger, RequestPhase, since_last
+from .inflight_requests import Ledger, RequestPhase, since_last, request_of
 from .pipeline import Parts, RefusedRequest, decide
 from .settings import Settings, patched
 from .transfer_bookings import TransferBookings
@@ -251,7 +251,8 @@ class Conductor:
         classes, tenants, shortest first. Each request is returned once. `idle`: it has computed
         all that it was given before. For instances that ask; of the others the conductor holds
         requests back (`hold.py`). Raises UnknownInstance."""
-        return self.dispatch.next(self.cluster.row(instance), n, now, idle=idle)
+        row = self.cluster.row(instance)
+        return [request_of(name) for name in self.dispatch.next(row, n, now, idle=idle)]
 
     def recheck(self, request_id: str, now: float) -> Rejection | None:
         """The second admission check of mode "baseline", after the prefill: returns a rejection and

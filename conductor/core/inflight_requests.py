@@ -37,6 +37,19 @@ class RequestPhase(IntEnum):
     ENDED = 2
 
 
+# The second place of a race has an id of its own in the queues; no request has one like it.
+_SECOND = "\0second"
+
+
+@dataclass(frozen=True, slots=True)
+class SecondPlace:
+    """The place of a hedged request in the queue of its second route's prefill instance."""
+
+    row: int
+    prefill_s: float
+    prefill_tokens: int
+
+
 @dataclass(slots=True)
 class InflightRequest:
     """One request in flight.
@@ -77,6 +90,7 @@ class InflightRequest:
     prefilled_s: float = 0.0  # from the decision to the end of the prefill, as predicted
     handover_s: float = 0.0  # from the end of the prefill until it can be decoded
     overlapped: bool = False  # its KV leaves while it is computed
+    second: SecondPlace | None = None  # None without a race, and once it is released
     phase: RequestPhase = RequestPhase.PREFILL
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -140,8 +154,10 @@ class Ledger:
         for at in {row, *flight.shares}:
             self._present[at] += 1
         heapq.heappush(self._expiry, (flight.expires_at, request.id))
-        victims = (self._flights.get(one.request_id) for one in pushed.preempted)
-        return tuple(victim for victim in victims if victim is not None)
+        victims = self._preempted(pushed.preempted, now)
+        if flight.second is None:
+            return victims
+        return victims + self._begin_second(flight, flight.second, now)
 
     def prefill_began(
         self, flight: InflightRequest, route: tuple[str, str] | None, now: float
@@ -159,6 +175,7 @@ class Ledger:
         self._leave_queue(flight, now)
         if flight.prefill_row not in flight.shares:
             self._leave(flight.prefill_row)
+        self._end_second(flight, now)
         flight.phase = RequestPhase.DECODE
         for row in flight.shares:
             self._count(flight, row, self._part(flight, row, flight.request.prompt_tokens), now)
@@ -198,6 +215,7 @@ class Ledger:
             return False
         for row in flight.shares:
             self._leave(row)
+        self._end_second(flight, now)
         if flight.phase is RequestPhase.PREFILL:
             self._leave_queue(flight, now)
             if flight.prefill_row not in flight.shares:
@@ -242,6 +260,8 @@ class Ledger:
             flight.decode_row = -1 if flight.decode_row == row else flight.decode_row
             flight.shares.pop(row, None)
             flight.context.pop(row, None)
+            if flight.second is not None and flight.second.row == row:
+                flight.second = None
 
     def _leave(self, row: int) -> None:
         """Count one request fewer at a row; no effect if the row was forgotten."""
@@ -259,9 +279,50 @@ class Ledger:
         flight.context[row] = flight.context.get(row, 0) + tokens
         self._cluster.promise(row, now, context_tokens=tokens)
 
+    def _begin_second(
+        self, flight: InflightRequest, place: SecondPlace, now: float
+    ) -> tuple[InflightRequest, ...]:
+        """Take the second place of a race; without one if that queue is full."""
+        request, row = flight.request, place.row
+        waiter = Waiter(
+            request.id + _SECOND, place.prefill_s, now, request.priority, request.tenant
+        )
+        pushed = self._dispatch.enter(row, waiter, now)
+        if not pushed.accepted:
+            flight.second = None
+            return ()
+        self._cluster.promise(row, now, queued=1, queued_tokens=place.prefill_tokens)
+        self._present[row] += 1
+        return self._preempted(pushed.preempted, now)
+
+    def _end_second(self, flight: InflightRequest, now: float) -> None:
+        """Give the second place of a race back, once: it has a winner, or is over."""
+        place, flight.second = flight.second, None
+        if place is not None:
+            waiter_id = flight.request.id + _SECOND
+            self._leave_place(place.row, waiter_id, place.prefill_tokens, now)
+            self._leave(place.row)
+
+    def _preempted(self, waiters: tuple[Waiter, ...], now: float) -> tuple[InflightRequest, ...]:
+        """The requests that have lost their place; who has lost a second one keeps the first."""
+        victims = []
+        for waiter in waiters:
+            flight = self._flights.get(request_of(waiter.request_id))
+            if flight is not None and waiter.request_id.endswith(_SECOND):
+                self._end_second(flight, now)
+            elif flight is not None:
+                victims.append(flight)
+        return tuple(victims)
+
     def _leave_queue(self, flight: InflightRequest, now: float) -> None:
-        row = flight.prefill_row
-        if row < 0:
-            return
-        self._cluster.promise(row, now, queued=-1, queued_tokens=-flight.prefill_tokens)
-        self._dispatch.leave(row, flight.request.id, now)
+        if flight.prefill_row >= 0:
+            self._leave_place(flight.prefill_row, flight.request.id, flight.prefill_tokens, now)
+
+    def _leave_place(self, row: int, waiter_id: str, tokens: int, now: float) -> None:
+        self._cluster.promise(row, now, queued=-1, queued_tokens=-tokens)
+        self._dispatch.leave(row, waiter_id, now)
+
+
+def request_of(waiter_id: str) -> str:
+    """The request that has a place, which may be the second one of a race."""
+    return waiter_id.removesuffix(_SECOND)

@@ -34,7 +34,7 @@ from ..prefill.local_cost import turn_s
 from ..records import Decision, Rejection
 from . import hand_over
 from .explain import best_of
-from .inflight_requests import InflightRequest
+from .inflight_requests import InflightRequest, SecondPlace
 from .transfer_bookings import fetched_moves, handed_over_moves
 
 if TYPE_CHECKING:
@@ -454,10 +454,11 @@ def _flight(
     cluster, settings, question, choice = parts.cluster, parts.settings, plan.question, plan.choice
     row, at, served = plan.prefill_row, choice.at, question.request
     capped = verdict.output_tokens_max
+    decode, second = cluster.name(plan.decode_row), _second(parts, request, plan)
     decision = Decision(
         request_id=request.id,
         prefill=cluster.name(row),
-        decode=cluster.name(plan.decode_row),
+        decode=decode,
         policy=settings.policy.name,
         predicted_ttft_s=plan.forecast.ttft_s,
         predicted_tbt_s=plan.tbt_s,
@@ -469,7 +470,7 @@ def _flight(
         output_tokens_max=capped,
         degraded=verdict.degraded,
         shards=_shards(cluster, plan),
-        alternatives=_alternatives(parts, request, plan),
+        alternatives=() if second is None else ((cluster.name(second.row), decode),),
         candidates=best_of(
             cluster, question.rows, at, choice.cost, choice.terms, settings.core.explained_max
         ),
@@ -512,6 +513,7 @@ def _flight(
         handover_s=plan.handover_s,
         prefilled_s=plan.prefilled_s,
         overlapped=question.overlapped,
+        second=second,
     )
 
 
@@ -568,17 +570,21 @@ def _left_out(parts: Parts, plan: RequestPlan, *, prefill: bool) -> dict[str, in
     return {why: count for why, count in found.items() if count > 0}
 
 
-def _alternatives(parts: Parts, request: Request, plan: RequestPlan) -> tuple[tuple[str, str], ...]:
-    """The second route of a hedged request; empty if the request is not hedged."""
+def _second(parts: Parts, request: Request, plan: RequestPlan) -> SecondPlace | None:
+    """The second prefill instance of a hedged request; None if the request is not hedged."""
     if not parts.races.may_race(request):
-        return ()
-    rows, choice = plan.question.rows, plan.choice
-    nodes = parts.cluster.node.take(rows)
+        return None
+    question, choice = plan.question, plan.choice
+    nodes = parts.cluster.node.take(question.rows)
     other = second_route(choice.ttft_s, choice.at, parts.settings.racing, nodes)
     if other is None:
-        return ()
-    name = parts.cluster.name
-    return ((name(int(rows[other])), name(plan.decode_row)),)
+        return None
+    row, queue = int(question.rows[other]), parts.queues.at(int(question.rows[other]))
+    if queue is not None and len(queue) >= parts.settings.queue.waiting_max:
+        return None
+    own_s = float(choice.ttft_s[other]) - float(question.queue_s[other])
+    cached = _tokens(question, int(question.local_blocks[other]))
+    return SecondPlace(row, max(own_s, 1e-6), max(request.prompt_tokens - cached, 1))
 
 
 def _refused(

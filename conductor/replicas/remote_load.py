@@ -134,11 +134,11 @@ class PeerLoads:
     def requests(self, row: int) -> int:
         """How many in-flight requests peers have at an instance; a request that is in prefill and
         will decode on the same instance counts twice."""
-        self._refresh(None)
+        self._refresh()
         at = REPORTED.index("queued"), REPORTED.index("batch"), _COMING["batch"]
         return int(self._total[list(at), row].sum())
 
-    def _refresh(self, now: float | None) -> None:
+    def _refresh(self, now: float | None = None) -> None:
         """Sum the peers' rows again when one of them has changed, or the rows here have."""
         cluster = self._cluster
         if self._stale or cluster.version != self._version:

@@ -14,7 +14,7 @@ from tiffin.conductor.admission.hedging import HedgedRoute, Races, RacingSetting
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.core.settings import Settings, patched
 from tiffin.conductor.errors import Conflict
-from tiffin.conductor.records import Decision, InstanceSpec, Request, RequestEvent, Role
+from tiffin.conductor.records import Decision, InstanceSpec, Load, Request, RequestEvent, Role
 
 ON = RacingSettings(enabled=True, share=0.25, saved_max=2.0, expires_s=60.0)
 A, B = HedgedRoute("p0", "d0"), HedgedRoute("p1", "d1")
@@ -314,3 +314,55 @@ class TestWhichRouteWon:
         made.remove(other[0], 1.0)
         made.observe(RequestEvent("r", "prefill_done", route=other), 2.0)
         assert made.match(KEYS, 2.0).holders == []
+
+
+class TestTheSecondPlace:
+    """The second route waits and computes, too: its place is reserved, and given back once."""
+
+    def race(self) -> tuple[Conductor, str, str]:
+        made, decision = TestWhichRouteWon().race()
+        ((second, _),) = decision.alternatives
+        return made, decision.prefill, second
+
+    def queued(self, made: Conductor, name: str) -> tuple[int, int]:
+        row = made.cluster.row(name)
+        return int(made.cluster.own_queued[row]), int(made.cluster.own_queued_tokens[row])
+
+    def test_it_is_counted_where_it_waits(self) -> None:
+        made, first, second = self.race()
+        assert self.queued(made, first) == self.queued(made, second) == (1, 8 * 512 + 1)
+        assert made.requests_at(second) == 1, "it is not empty yet"
+        after = made.schedule(Request("x", "m", 8 * 512 + 1), 0.0)
+        assert isinstance(after, Decision)
+        alone = TestWhichRouteWon().race()[1]
+        assert after.predicted_ttft_s == pytest.approx(2 * alone.predicted_ttft_s, rel=0.1)
+
+    @pytest.mark.parametrize("last", ["finished", "cancelled", "expires"])
+    @pytest.mark.parametrize("told", [(), ("prefill_done",), ("prefill_done", "first_token")])
+    def test_it_is_given_back_once(self, told: tuple[str, ...], last: str) -> None:
+        made, first, second = self.race()
+        for kind in (*told, *told):
+            made.observe(RequestEvent("r", kind), 1.0)
+        assert self.queued(made, second) == ((0, 0) if told else (1, 8 * 512 + 1))
+        if last == "expires":
+            for name in made.cluster.names:
+                made.heartbeat(name, Load(), 200.0)
+            assert made.tick(200.0) == ["r"]
+        else:
+            made.observe(RequestEvent("r", last), 2.0)
+        for name in (first, second):
+            assert self.queued(made, name) == (0, 0)
+        assert made.requests_at(second) == len(made.queues) == 0
+
+    def test_its_instance_is_removed(self) -> None:
+        made, first, second = self.race()
+        made.remove(second, 1.0)
+        made.register(InstanceSpec(second, "m", Role.PREFILL, "llama-3.1-8b.h100.tp1.vllm"), 1.0)
+        made.observe(RequestEvent("r", "finished"), 2.0)
+        assert self.queued(made, first) == self.queued(made, second) == (0, 0)
+
+    def test_the_engine_that_asks_is_given_the_request(self) -> None:
+        made, first, second = self.race()
+        assert made.next_prefill(first, 0.0) == made.next_prefill(second, 0.0) == "r"
+        made.observe(RequestEvent("r", "first_token"), 1.0)
+        assert made.next_prefill(second, 1.0) is None

@@ -661,7 +661,8 @@ class Life(RuleBasedStateMachine):
             flight = self.made.ledger.get(given)
             assert flight is not None
             assert flight.phase is RequestPhase.PREFILL
-            assert flight.prefill_row == self.made.cluster.row(f"i{number}")
+            rows = {flight.prefill_row, flight.second.row if flight.second else -1}
+            assert self.made.cluster.row(f"i{number}") in rows
 
     @rule(number=st.integers(0, 4), role=st.sampled_from(list(Role)))
     def come(self, number: int, role: Role) -> None:
@@ -699,6 +700,9 @@ class Life(RuleBasedStateMachine):
                 kv[row] += tokens
             if not flight.phase and flight.prefill_row >= 0:
                 queued[flight.prefill_row] += 1
+            if flight.second is not None:  # the second route of a race
+                queued[flight.second.row] += 1
+                present[flight.second.row] += 1
         assert (cluster.own_kv_used_tokens == kv).all()
         assert (cluster.own_queued == queued).all()
         for name in cluster.names:
