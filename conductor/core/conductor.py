@@ -59,8 +59,9 @@ from .calibrated_profiles import CalibratedProfiles
 from .decision_log import DecisionLog
 from .decision_view import View
 from .hold import PULLS_LABEL
-from .inflight_requests import Ledger, RequestPhase, since_last, request_of
-from .pipeline import Parts, RefusedRequest, decide
+from .inflight_requests import Ledger, RequestPhase, request_of, since_last
+from .pipeline import RefusedRequest, decide
+from .request_plan import Parts
 from .settings import Settings, patched
 from .transfer_bookings import TransferBookings
 
