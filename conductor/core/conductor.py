@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..admission import admission
-from ..admission.admission import AdmissionForecast, Outlook
 from ..admission.counterfactual import Shadow
 from ..admission.hedging import HedgedRoute, Races
 from ..admission.margin import Margins
@@ -51,22 +49,33 @@ from ..records import (
 )
 from ..state.id_allocator import Names
 from ..state.inflight_prefills import Computing
-from ..state.input_checks import check_instance, check_load, check_request
+from ..state.input_checks import check_alike, check_instance, check_load, check_request
 from ..state.instance_table import Cluster
 from ..state.prefix_index import PrefixIndex
 from ..state.sliced_work import finished
+from . import refusals
 from .calibrated_profiles import CalibratedProfiles
 from .decision_log import DecisionLog
 from .decision_view import View
 from .hold import PULLS_LABEL
-from .inflight_requests import Ledger, RequestPhase, request_of, since_last
+from .inflight_requests import (
+    Ledger,
+    RequestPhase,
+    avoids,
+    chosen_route,
+    prompt_of,
+    request_of,
+    route_of,
+    since_last,
+)
 from .pipeline import RefusedRequest, decide
 from .request_plan import Parts
 from .settings import Settings, patched
+from .state_views import instance_view, match_view
 from .transfer_bookings import TransferBookings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -79,6 +88,7 @@ if TYPE_CHECKING:
     from ..state.sliced_work import Work
     from .inflight_requests import InflightRequest
     from .pipeline import Accepted
+    from .state_views import InstanceView, MatchView
 
 
 # Preempted requests kept until the next `put_out` call; the simulator never calls it.
@@ -87,28 +97,6 @@ PUT_OUT_MAX = 1024
 EXPIRED_AT_ONCE = 16
 
 Outcome = TypeVar("Outcome", "Decision", "Rejection")
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceView:
-    """The current state of an instance. `load`: requests and tokens, both those that this conductor
-    placed there and those from elsewhere. `heard_s`: seconds since its last heartbeat.
-    `output_caps`: by class of priority, where its answers end for now."""
-
-    spec: InstanceSpec
-    role: Role
-    status: Status
-    heard_s: float
-    load: dict[str, float]
-    output_caps: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class MatchView:
-    """The holders of a prefix: (label, leading blocks, seconds since its last report) for each."""
-
-    blocks: int
-    holders: list[tuple[str, int, float]]
 
 
 class Conductor:
@@ -221,15 +209,15 @@ class Conductor:
         if event.kind == "prefill_began":
             self.ledger.prefill_began(flight, event.route, now)
         if event.kind in ("alive", "fetched", "prefill_began", "handed_over"):
-            if event.route in (None, _chosen(flight.decision)):
+            if event.route in (None, chosen_route(flight.decision)):
                 self._moving(flight, event, now)
             return
         if event.kind in ("finished", "cancelled"):
             flight.answered_last(event.tokens, at)
             self._finish(flight, event.kind == "finished", now)
             return
-        route = _route(flight, event)
-        if event.kind in ("prefill_done", "first_token") and route == _chosen(flight.decision):
+        route = route_of(flight, event)
+        if event.kind in ("prefill_done", "first_token") and route == chosen_route(flight.decision):
             self.profiles.prefill_done(flight, event.kind, at)
         self._prefilled(flight, route, now)
         if event.kind == "prefill_done":
@@ -261,17 +249,9 @@ class Conductor:
         flight = self.ledger.get(request_id)
         if flight is None:
             raise UnknownRequest(f"no request {request_id!r} is in flight")
-        row, c = flight.decode_row, self.cluster
-        if row < 0:
+        if flight.decode_row < 0:
             return None  # its instance was removed: a retry by the client gets another one
-        more = flight.phase is RequestPhase.PREFILL  # else the columns already count the request
-        batch = int(c.batch[row]) + more
-        context = float(c.context_tokens[row]) + more * flight.request.prompt_tokens
-        tbt_s = float(c.d0[row] + c.d1[row] * batch + c.d2[row] * context)
-        forecast = AdmissionForecast(flight.decision.predicted_ttft_s, tbt_s, tbt_s)
-        verdict = admission.decide_decode(
-            Outlook(flight.request, forecast), self.settings.admission, self._parts.dice
-        )
+        verdict = refusals.checked_again(flight, self.cluster, self.settings, self._parts.dice)
         if verdict.admitted:
             return None
         self._end(flight, now, "rejected")
@@ -332,7 +312,7 @@ class Conductor:
         `block_tokens` other than those of the model's other instances."""
         check_instance(spec)
         latency = self._profile(spec.profile).latency
-        self._check_alike(spec)
+        check_alike(spec, self.cluster.specs)
         self.names.make_room()
         before = self.cluster.spec(spec.id).model if spec.id in self.cluster else ""
         self.cluster.register(spec, latency, now)
@@ -388,14 +368,8 @@ class Conductor:
 
     def instance(self, name: str, now: float) -> InstanceView:
         """The current state of one instance. Raises UnknownInstance."""
-        cluster, row = self.cluster, self.cluster.row(name)
-        columns = ("queued", "queued_tokens", "batch", "context_tokens", "kv_used_tokens")
-        load = {column: float(getattr(cluster, column)[row]) for column in columns}
-        heard_s = max(0.0, now - float(cluster.heard_at[row]))
-        caps = caps_by_class(self.output_caps.at(row), self.settings.admission)
-        return InstanceView(
-            cluster.spec(name), cluster.role(row), cluster.status[row], heard_s, load, caps
-        )
+        caps = caps_by_class(self.output_caps.at(self.cluster.row(name)), self.settings.admission)
+        return instance_view(self.cluster, name, caps, now)
 
     def latency(self, instance: str) -> tuple[float, ...]:
         """(c0, c1, c2, d0, d1, d2) of an instance's latency profile, before calibration. Raises
@@ -417,14 +391,7 @@ class Conductor:
 
     def match(self, keys: Sequence[bytes], now: float) -> MatchView:
         """The holders of a prefix, the one with the most leading blocks first."""
-        match = self.index.match(keys)
-        lengths = match.lengths(self.index.width).tolist()
-        holders = [
-            (self.index.label(number), lengths[number], self.index.age_s(number, now))
-            for number in self.index.numbers()
-            if number < len(lengths) and lengths[number]
-        ]
-        return MatchView(match.blocks, sorted(holders, key=lambda one: -one[1]))
+        return match_view(self.index, keys, now)
 
     def finding_hot(self, n: int, now: float) -> Work[list[HotPrefix]]:
         """The `n` most popular prefixes, as sliced work (`sliced_work.py`)."""
@@ -494,7 +461,8 @@ class Conductor:
         if preempted is None:
             self._offered(request, flight.prefill_tokens, now)
             self.offered.counted(request, now)
-            return self._refuse(RefusedRequest(self._queue_full(flight, now)))
+            full = refusals.queue_full(flight, self.settings, self._parts.dice, now)
+            return self._refuse(RefusedRequest(full))
         self._make_way(preempted, request.id, now)
         self.bookings.decided(flight, now)
         ready_at = now + flight.prefilled_s
@@ -525,7 +493,7 @@ class Conductor:
         self.races.scheduled()
         if decision.alternatives:
             others = [HedgedRoute(*other) for other in decision.alternatives]
-            self.races.start(request.id, [_chosen(decision), *others], now)
+            self.races.start(request.id, [chosen_route(decision), *others], now)
         self._offered(request, request.prompt_tokens - decision.cached_tokens, now)
         self._counts["decided"] += 1
         self._logged(decision)
@@ -569,7 +537,7 @@ class Conductor:
         """End requests that were preempted in a full queue by the request `by`."""
         for victim in victims:
             self._end(victim, now, "preempted")
-            self._put_out.append(self._logged(_preempted(victim, by, now)))
+            self._put_out.append(self._logged(refusals.preempted(victim, by, now)))
 
     def put_out(self) -> list[Rejection]:
         """Rejections of the requests preempted since the last call; the caller delivers them."""
@@ -583,19 +551,6 @@ class Conductor:
             self.shadow.rejected(refused.ghost)
         self._counts["rejected"] += 1
         return self._logged(refused.rejection)
-
-    def _queue_full(self, flight: InflightRequest, now: float) -> Rejection:
-        wait_s = flight.prefilled_s - flight.own_s
-        return Rejection(
-            flight.request.id,
-            "queue_full",
-            f"{flight.decision.prefill} has as many waiting as settings.queue.waiting_max allows",
-            flight.decision.predicted_ttft_s,
-            flight.decision.predicted_tbt_s,
-            admission.retry_after_s(wait_s, self.settings.admission, self._parts.dice),
-            candidates=flight.decision.candidates,
-            decided_at=now,
-        )
 
     def _logged(self, outcome: Outcome) -> Outcome:
         self.log.put(outcome, self.settings.core.log_max)
@@ -634,7 +589,7 @@ class Conductor:
         if finished:
             self.margins.ended(flight.request.id, flight.gaps)
             with contextlib.suppress(InvalidRequest):  # too many holders: end the request anyway
-                self._prefilled(flight, _chosen(flight.decision), now)
+                self._prefilled(flight, chosen_route(flight.decision), now)
             self.shadow.finished(flight.request.id, tbt_s, now)
             if tokens:
                 self.lengths.observe(flight.request, tokens)
@@ -673,54 +628,7 @@ class Conductor:
             self.bookings.handed_over(event.request_id, now)
             self.profiles.handed_over(flight, now - event.age_s)
 
-    def _check_alike(self, spec: InstanceSpec) -> None:
-        """Raises Conflict for an instance whose block size differs from that of other instances of
-        its model."""
-        for other in self.cluster.specs:
-            if other is not None and other.model == spec.model and other.id != spec.id:
-                if other.block_tokens != spec.block_tokens:
-                    raise Conflict(
-                        f"block_tokens of {spec.id!r} is {spec.block_tokens}, and of {other.id!r}, "
-                        f"which serves {spec.model!r} as well, {other.block_tokens}"
-                    )
-                return
-
     def requests_at(self, instance: str) -> int:
         """The number of in-flight requests that are queued or running at an instance; 0 when it has
         drained. Raises UnknownInstance."""
         return self.ledger.requests_at(self.cluster.row(instance))
-
-
-def _preempted(victim: InflightRequest, by: str, now: float) -> Rejection:
-    return Rejection(
-        victim.request.id,
-        "preempted",
-        f"it had to leave a full queue for {by!r}, which is of a higher class: send it again",
-        retry_after_s=max(1.0, victim.decision.predicted_ttft_s),
-        decided_at=now,
-    )
-
-
-def _chosen(decision: Decision) -> HedgedRoute:
-    """The decision's own route, which the alternative routes are raced against."""
-    return HedgedRoute(decision.prefill, decision.decode)
-
-
-def _route(flight: InflightRequest, event: RequestEvent) -> HedgedRoute:
-    """The route that an event is about."""
-    return _chosen(flight.decision) if event.route is None else HedgedRoute(*event.route)
-
-
-def avoids(request: Request, decision: Decision) -> bool:
-    """Whether a request's `exclude` names an instance of its decision."""
-    if not request.exclude:
-        return False
-    shards = (name for name, _ in decision.shards)
-    names = {decision.prefill, decision.decode, *chain(*decision.alternatives), *shards}
-    return not names.isdisjoint(request.exclude)
-
-
-def prompt_of(request: Request) -> tuple[object, ...]:
-    """The part of a request that identifies its prompt; it must be equal for repeated calls with
-    one id."""
-    return request.model, request.prompt_tokens, request.keys

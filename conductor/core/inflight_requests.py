@@ -13,9 +13,11 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ..admission.gaps import Gaps
+from ..admission.hedging import HedgedRoute
 from ..prefill.fairness import Waiter
 from ..records import RequestEvent
 
@@ -326,3 +328,28 @@ class Ledger:
 def request_of(waiter_id: str) -> str:
     """The request that has a place, which may be the second one of a race."""
     return waiter_id.removesuffix(_SECOND)
+
+
+def chosen_route(decision: Decision) -> HedgedRoute:
+    """The decision's own route, which the alternative routes are raced against."""
+    return HedgedRoute(decision.prefill, decision.decode)
+
+
+def route_of(flight: InflightRequest, event: RequestEvent) -> HedgedRoute:
+    """The route that an event is about."""
+    return chosen_route(flight.decision) if event.route is None else HedgedRoute(*event.route)
+
+
+def avoids(request: Request, decision: Decision) -> bool:
+    """Whether a request's `exclude` names an instance of its decision."""
+    if not request.exclude:
+        return False
+    shards = (name for name, _ in decision.shards)
+    names = {decision.prefill, decision.decode, *chain(*decision.alternatives), *shards}
+    return not names.isdisjoint(request.exclude)
+
+
+def prompt_of(request: Request) -> tuple[object, ...]:
+    """The part of a request that identifies its prompt; it must be equal for repeated calls with
+    one id."""
+    return request.model, request.prompt_tokens, request.keys

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..errors import InvalidRequest
+from ..errors import Conflict, InvalidRequest
 from ..records import KEY_BYTES, KEYS_MAX, TOKENS_MAX
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ..records import InstanceSpec, Load, Request
 
 
@@ -47,3 +49,16 @@ def check_load(load: Load) -> None:
             raise InvalidRequest(f"load: {name} is {value}: give 0 or more")
     if load.age_s is not None and not 0.0 <= load.age_s <= 3600.0:
         raise InvalidRequest(f"load: age_s is {load.age_s}: give 0 to 3,600 seconds")
+
+
+def check_alike(spec: InstanceSpec, others: Iterable[InstanceSpec | None]) -> None:
+    """Raises Conflict for an instance whose block size differs from that of other instances of
+    its model."""
+    for other in others:
+        if other is not None and other.model == spec.model and other.id != spec.id:
+            if other.block_tokens != spec.block_tokens:
+                raise Conflict(
+                    f"block_tokens of {spec.id!r} is {spec.block_tokens}, and of {other.id!r}, "
+                    f"which serves {spec.model!r} as well, {other.block_tokens}"
+                )
+            return

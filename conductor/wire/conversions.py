@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ..core.conductor import InstanceView
     from ..core.hold import Hold
     from ..core.request_outcome import RequestOutcome
+    from ..core.state_views import InstanceView
     from ..pool.draining import Progress
     from ..pool.planner import FleetPlan
     from ..pool.popularity import HotPrefix
