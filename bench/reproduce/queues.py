@@ -58,7 +58,8 @@ WAYS = {
     "sent at once": TWO,
     "instances ask": replace(TWO, order="conductor"),
     "held": HELD,
-    "held, 1 ahead, no look ahead": replace(HELD, ahead_s=0.0),
+    "held, 1 ahead": replace(HELD, ahead_max=1),
+    "held, 1 ahead, no look ahead": replace(HELD, ahead_max=1, ahead_s=0.0),
     "held, 2 ahead, no look ahead": replace(HELD, ahead_max=2, ahead_s=0.0),
     "held, 4 ahead, no look ahead": replace(HELD, ahead_max=4, ahead_s=0.0),
 }

@@ -93,10 +93,11 @@ class QueueSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     preempting: bool = True
     """Whether a full queue lets a higher class push out a lower one."""
 
-    ahead_max: Annotated[int, Meta(ge=0, le=65_536)] = 1
+    ahead_max: Annotated[int, Meta(ge=0, le=65_536)] = 2
     """Requests that are sent ahead to an engine; all others are held back until it is their turn,
-    and can be overtaken until then. 0 holds nothing: then the engine has an order of its own, and
-    this one is a forecast."""
+    and can be overtaken until then. One would do if predictions were exact (`ahead_s`): the second
+    keeps an engine busy that is faster than predicted. 0 holds nothing: then the engine has an
+    order of its own, and this one is a forecast."""
 
     ahead_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.3
     """The next one is sent, too, when all that is ahead should end within this time, or the engine

@@ -26,6 +26,7 @@ HELD = SimulationOptions(
     prefill=1,
     decode=1,
     order="held",
+    ahead_max=1,
     priority=lambda asked: asked.tenant if asked.tenant in CLASSES else "normal",
 )
 PROFILE = latency_profiles.load(HELD.profile)

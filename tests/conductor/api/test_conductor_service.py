@@ -205,7 +205,8 @@ class TestWhatOthersSay:
 def test_who_is_preempted_is_told_and_timed_anew_when_it_comes_again() -> None:
     now = 0.0
     settings = patched(
-        Settings(), {"queue": {"waiting_max": 1, "ahead_s": 0.0}, "admission": {"mode": "off"}}
+        Settings(),
+        {"queue": {"waiting_max": 1, "ahead_max": 1, "ahead_s": 0.0}, "admission": {"mode": "off"}},
     )
     core = Conductor(settings, dice=random.Random(1), profile=profile)
     core.register(spec(), now)

@@ -351,7 +351,7 @@ class TestRefusals:
         assert made.recheck("w", 7.0) is None
 
     def test_a_full_queue_lets_the_higher_class_in(self) -> None:
-        made = conductor(spec("a"), queue={"waiting_max": 2, "ahead_s": 0.0})
+        made = conductor(spec("a"), queue={"waiting_max": 2, "ahead_max": 1, "ahead_s": 0.0})
         for number in range(3):  # one of them is being computed
             made.schedule(prompt(f"low{number}", priority="low"), 1.0)
         decision = made.schedule(prompt("high", priority="high"), 2.0)

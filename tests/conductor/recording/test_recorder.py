@@ -129,7 +129,9 @@ def test_a_rejection_has_its_reason(recorded: Recorded) -> None:
 
 def test_who_is_rejected_after_all_is_rejected() -> None:
     """By the second look of admission in mode baseline, and by a request of a higher class."""
-    made = Recorded(queue={"waiting_max": 1, "ahead_s": 0.0}, admission={"mode": "baseline"})
+    made = Recorded(
+        queue={"waiting_max": 1, "ahead_max": 1, "ahead_s": 0.0}, admission={"mode": "baseline"}
+    )
     with made.http:
         made.register()
         made.ask("late", objectives={"tbt_s": 1e-6})
