@@ -222,10 +222,11 @@ def _alone(
     if parts.settings.spread.enabled:
         return _decoded(parts, question, choice, rows, now)
     request, cluster, settings = question.request, parts.cluster, parts.settings.decode
-    ttft_s, queue_s = choice.ttft_s.item(choice.at), turn_s(question).item(choice.at)
+    ttft_s = choice.ttft_s.item(choice.at)
+    queue_s = min(turn_s(question).item(choice.at), ttft_s)
     length = parts.lengths.predict(request)
     output_tokens = length.tokens
-    span = _span(parts, output_tokens, rows, now + ttft_s)
+    span = _span(parts, question, output_tokens, rows, now + ttft_s, now)
     batch, context, kv_used = expected_load_of(parts.horizon, cluster, row, span, now)
     chosen = choose_only(
         request, cluster, row, output_tokens, settings,
@@ -237,7 +238,7 @@ def _alone(
         ttft_s=ttft_s,
         tbt_now_s=_tbt_now_s(parts, row, request.prompt_tokens + output_tokens / 2),
         tbt_then_s=tbt_s,
-        queue_s=min(queue_s, ttft_s),
+        queue_s=queue_s,
         room_now=_room_now(parts, request, output_tokens, row),
         room_then=isinstance(chosen, DecodeChoice),
         room_ever=_fits_ever(parts, request, output_tokens, rows),
@@ -258,7 +259,8 @@ def _decoded(
     output_tokens = length.tokens
     moved = hand_over.predict(parts.view, parts.transfers, settings, question, choice, decode)
     starts_at = now + ttft_s + float(moved.seconds.min())
-    span = _span(parts, output_tokens, decode, starts_at)
+    queue_s = min(turn_s(question).item(choice.at), ttft_s)
+    span = _span(parts, question, output_tokens, decode, starts_at, now)
     load = expected_load(parts.horizon, parts.cluster, decode, span, now)
     promised_s = parts.horizon.promised.tightest_s(decode)
     asked = DecodeQuestion(
@@ -300,7 +302,7 @@ def _decoded(
         ttft_s=ttft_s + first_waits_s,
         tbt_now_s=tbt_now_s,
         tbt_then_s=tbt_s,
-        queue_s=min(turn_s(question).item(choice.at), ttft_s),
+        queue_s=queue_s,
         room_now=apart is not None or _room_now(parts, request, output_tokens, int(decode[at])),
         room_then=apart is not None or isinstance(chosen, DecodeChoice),
         room_ever=_fits_ever(parts, request, output_tokens, decode),
@@ -364,14 +366,23 @@ def _room_now(parts: Parts, request: Request, output_tokens: int, row: int) -> b
     return fits and c.batch.item(row) < c.batch_max.item(row)
 
 
-def _span(parts: Parts, output_tokens: int, rows: Rows, begin_s: float) -> Span:
-    """When a request will decode on some of `rows`, at the pace of those there now."""
+def _span(
+    parts: Parts,
+    question: PolicyQuestion,
+    output_tokens: int,
+    rows: Rows,
+    starts_at: float,
+    now: float,
+) -> Span:
+    """From the time when somebody could begin to prefill, on the instance where one waits least,
+    until this request has decoded on some of `rows`, at the pace of those there now."""
     c = parts.cluster
     steps_s = c.d0.take(rows) + c.d1.take(rows) * c.batch.take(rows)
     steps_s += c.d2.take(rows) * c.context_tokens.take(rows)
     pace_s = float(steps_s.mean())
     decode_s = admission.expected_decode_s(parts.settings.admission, output_tokens, pace_s)
-    return Span(begin_s, begin_s + decode_s)
+    turn_at = min(now + float(turn_s(question).min()), starts_at)
+    return Span(turn_at, starts_at + decode_s)
 
 
 def _tbt_now_s(parts: Parts, row: int, context_tokens: float) -> float:

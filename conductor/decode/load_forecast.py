@@ -5,16 +5,15 @@ then other requests, whose prefills are in flight now, will have arrived there, 
 finished. Admission by the current load therefore admits too much while decode is still idle and too
 little while it drains ("Mooncake", arXiv 2407.00079, section 7.3).
 
-**The highest load while it is there** counts, and not that of the moment when it begins. Else one
-with a long prefill, promised a place 20 s ahead, would be overrun by all who come before it with
-shorter ones and stay: each of them would see free places at its own begin.
+**From its turn in the prefill queue on, the highest load counts** until it has decoded, and not
+that of the moment when it begins. Who waits for the same queue is judged from the same time on, so
+a longer prefill is no merit: judged at its end, those with long prompts would find free places, of
+those who end meanwhile, and short prompts none. Where decode is what there is too little of, nobody
+waits for prefill, and the present load decides; where prefill is, places are promised as far ahead
+as all wait. Nor is one with a place far ahead overrun by those who come before it and stay.
 
-**Who will come later counts, too.** A place that will be free in 20 s is mostly taken by then, by
-those who are not here yet and have shorter prefills; a forecast without them favours long prompts
-and promises the same place twice. So as many are expected as come and begin in such a time by the
-rate of late (`start_rate.py`). In a steady state as many begin as end (Little's law), so the load
-then is that of now; it is never forecast to be more than all who are there now and all who are
-promised.
+**Who will come later is not counted.** What was promised is kept (`promised_tbt.py`), so nobody who
+comes later can break it.
 
 **How much will have gone is uncertain**, the more so the further ahead, and the more so if single
 requests have much of it: with each request gone at the same probability p, independently, its
@@ -53,7 +52,6 @@ import numpy as np
 from ..cost.latency_model import decode_step_s
 from ..errors import InvalidRequest
 from .promised_tbt import PromisedTbt
-from .start_rate import StartRate
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -83,7 +81,7 @@ DEVIATIONS = 3.0
 
 
 class Span(NamedTuple):
-    """A time during which a request would decode, in seconds of the clock."""
+    """The time from a request's turn to prefill until it has decoded, in seconds of the clock."""
 
     begin_s: float
     end_s: float
@@ -143,7 +141,6 @@ class Horizon:
         self._all: Counts = np.zeros((len(Amount), _ROWS_MIN), np.int64)
         self._running: Counts = np.zeros((len(Amount), _ROWS_MIN), np.int64)
         self._squares: Counts = np.zeros((len(Amount), _ROWS_MIN), np.int64)  # of all, summed
-        self._rate = StartRate(len(Amount))
 
     def __len__(self) -> int:
         return len(self._stays)
@@ -175,7 +172,6 @@ class Horizon:
         self.end(request_id, now)
         self._need(row)
         self.promised.add(row, tbt_s)
-        self._rate.came(max(starts_at - now, 0.0), now)
         decode_s = min(decode_s, DECODE_S_MAX)
         first, stop = self._buckets_of(max(starts_at, now), decode_s)
         amounts = np.array((1, context_tokens, kv_tokens))
@@ -194,7 +190,6 @@ class Horizon:
         stay.first, stay.stop = self._buckets_of(now, stay.decode_s)
         stay.running = True
         self._running[:, stay.row] += stay.amounts
-        self._rate.began(stay.row, stay.amounts, now)
         self._put(request_id, stay)
 
     def end(self, request_id: str, now: float) -> None:
@@ -209,7 +204,6 @@ class Horizon:
         self.advance(now)
         for request_id in [name for name, stay in self._stays.items() if stay.row == row]:
             self._forget(request_id)
-        self._rate.forget(row)
 
     # -- lookups -----------------------------------------------------------------------------------
 
@@ -232,23 +226,22 @@ class Horizon:
         rows = self._known(rows)
         parts = [self._ring[part].max(axis=0) for part in self._parts(*self._slots(span))]
         highest = parts[0] if len(parts) == 1 else np.maximum(*parts)
-        return self._change(rows, highest.take(rows, axis=1), span, now)
+        return self._change(rows, highest.take(rows, axis=1))
 
     def change_of(self, row: int, span: Span, now: float) -> ForecastLoad:
         """`change` of one row: it looks at no other."""
         self.advance(now)
         rows = self._known(np.array([row]))
         parts = [self._ring[part, :, row].max(axis=0) for part in self._parts(*self._slots(span))]
-        return self._change(rows, np.max(parts, axis=0)[:, None], span, now)
+        return self._change(rows, np.max(parts, axis=0)[:, None])
 
-    def _change(self, rows: Counts, highest: Counts, span: Span, now: float) -> ForecastLoad:
-        """The change from now to the `highest` [amounts, n] of what is known during `span`."""
+    def _change(self, rows: Counts, highest: Counts) -> ForecastLoad:
+        """The change from now to the `highest` [amounts, n] of a span."""
         running = self._running.take(rows, axis=1)
         promised = self._all.take(rows, axis=1) - running
-        unknown = self._rate.begin_until(rows, span.begin_s, now)
-        gone = np.maximum(promised - (highest - running + unknown), 0.0)
+        gone = np.maximum(promised - (highest - running), 0)
         every = np.maximum(running + promised, 1)
-        share = np.minimum(gone / every, 1.0)
+        share = gone / every
         unsure = DEVIATIONS * np.sqrt(share * (1.0 - share) * self._squares.take(rows, axis=1))
         surely = np.rint(np.maximum(gone - unsure, 0.0)).astype(np.int64)
         batch, context, kv = promised - surely

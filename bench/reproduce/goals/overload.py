@@ -54,12 +54,11 @@ class Goodput(NamedTuple):
 
 _LONGEST = """What is refused for its predicted TTFT is a long prompt first, so goodput in requests
 rises where that in tokens stays. "baseline" refuses after the prefill: where only prefill is short
-it serves about as much, and where decode is, prefills are wasted and decodes too full. Balanced and
-decode-bound fleets run out of room for KV before steps are too long: there "predictive", which
-counts those who will come, refuses more for want of room than "early" does, and serves fewer. At a
-fleet that is full, most who are refused would have been in time in somebody else's place, so the
-share that would have been alone says little; of those who would have harmed nobody, some are
-left."""
+it serves as much or more, as it keeps no room for KV, and where decode is, prefills are wasted and
+decodes too full. Balanced and decode-bound fleets run out of room for KV before steps are too long:
+there "early" and "predictive" differ by little. At a fleet that is full, most who are refused would
+have been in time in somebody else's place, so the share that would have been alone says little; of
+those who would have harmed nobody, some are left."""
 
 Curve = dict[float, Goodput]  # by load
 

@@ -77,3 +77,19 @@ def test_a_request_that_is_given_up_leaves_no_promise() -> None:
     made.tick(200.0)
     row = made.cluster.row("d0")
     assert made.horizon.promised.tightest_of(row) == float("inf")
+
+
+def test_a_longer_prefill_earns_no_room() -> None:
+    """There is none now, and there will be when the long prompt's prefill is done, for all: a short
+    prompt that comes meanwhile would have to be refused for it."""
+    made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE, kv_capacity_tokens=140_000))
+    ends_soon = made.schedule(prompt("r", blocks=128, output_tokens=100), 0.0)
+    assert isinstance(ends_soon, Decision)
+    tell(made, "r", "prefill_done", "handed_over", "first_token", now=20.0)
+    refused = made.schedule(prompt("long", blocks=140), 20.0)
+    assert isinstance(refused, Rejection)
+    assert refused.reason == "kv_room"
+    assert refused.predicted_ttft_s > 100 * step_s(made, "d")
+    assert isinstance(made.schedule(prompt("short", blocks=64), 20.0), Decision)
+    tell(made, "r", "finished", now=24.0)
+    assert isinstance(made.schedule(prompt("later", blocks=140), 24.0), Decision)

@@ -31,9 +31,6 @@ def horizon() -> Horizon:
     return Horizon(BUCKET_S, BUCKETS)
 
 
-QUIET = 400.0  # so long after the last begin, nobody else is expected
-
-
 def batch_at(it: Horizon, time_s: float, now: float) -> list[int]:
     return [int(count) for count in it.at(ROWS, time_s, now)[0]]
 
@@ -51,10 +48,10 @@ def test_a_promise_counts_from_the_end_of_its_prefill_to_the_end_of_its_decode()
 
 def test_a_change_is_counted_from_what_runs() -> None:
     it = horizon()
-    it.promise("runs", 0, 100, starts_at=0.0, decode_s=QUIET + 2.0, now=0.0)
+    it.promise("runs", 0, 100, starts_at=0.0, decode_s=2.0, now=0.0)
     it.start("runs", 0.0)
-    it.promise("comes", 1, 70, starts_at=QUIET + 1.0, decode_s=9.0, now=QUIET)
-    batch, context, _ = it.change(ROWS, Span(QUIET + 3.0, QUIET + 3.0), QUIET)
+    it.promise("comes", 1, 70, starts_at=1.0, decode_s=9.0, now=0.0)
+    batch, context, _ = it.change(ROWS, Span(3.0, 3.0), 0.0)
     assert batch.tolist() == [-1, 1, 0]
     assert context.tolist() == [-100, 70, 0]
 
@@ -157,56 +154,25 @@ def test_the_highest_load_of_a_span_counts() -> None:
 
 def test_kv_room_is_that_of_the_time_when_it_is_needed() -> None:
     it = horizon()
-    it.promise("ends", 0, 100, starts_at=0.0, decode_s=QUIET + 2, now=0.0, kv_tokens=1000)
+    it.promise("ends", 0, 100, starts_at=0.0, decode_s=2, now=0.0, kv_tokens=1000)
     it.start("ends", 0.0)
-    used = [it.change(ROWS[:1], Span(QUIET + at, QUIET + 6), QUIET).kv_used_tokens for at in (1, 3)]
+    used = [it.change(ROWS[:1], Span(at, 6), 0.0).kv_used_tokens for at in (1, 3)]
     assert [one.item() for one in used] == [0, -1000]
-
-
-def steady(it: Horizon, until: int) -> None:
-    """Each second one request begins, and decodes for 4 s."""
-    for second in range(until + 1):
-        it.promise(f"r{second}", 0, 10, float(second), 4.0, float(second))
-        it.start(f"r{second}", float(second))
-        if second >= 4:
-            it.end(f"r{second - 4}", float(second))
-
-
-def test_at_a_steady_rate_as_many_will_come_as_will_have_gone() -> None:
-    it, now = Horizon(BUCKET_S, 16), 60
-    steady(it, now)
-    for ahead_s in (1, 2, 3, 8):
-        span = Span(now + ahead_s, now + ahead_s + 4)
-        assert it.change(ROWS[:1], span, now).batch.item() == 0
-    # Those who are promised are among those who come.
-    it.promise("known", 0, 10, now + 1.0, 4.0, now)
-    assert it.change(ROWS[:1], Span(now + 2, now + 6), now).batch.item() in (0, 1)
-
-
-def test_a_burst_that_is_over_leaves_free_places() -> None:
-    """The forecast of who comes fades with the time in which nobody came."""
-    it = Horizon(BUCKET_S, 256)
-    for number in range(8):
-        it.promise(f"r{number}", 0, 10, 0.0, QUIET, 0.0)
-        it.start(f"r{number}", 0.0)
-    span = Span(QUIET + 1, QUIET + 3)
-    soon, late = (it.change(ROWS[:1], span, now).batch.item() for now in (1.0, QUIET - 1))
-    assert (soon, late) == (0, -8)
 
 
 def test_who_goes_by_chance_is_not_counted_on() -> None:
     """Of 64 who run half are to be gone: 32 ± 4, and three times 4 may still be there."""
     it = horizon()
     for number in range(64):
-        it.promise(f"r{number}", 0, 10, 0.0, QUIET + (2 if number % 2 else 7), 0.0)
+        it.promise(f"r{number}", 0, 10, 0.0, 2.0 if number % 2 else 7.0, 0.0)
         it.start(f"r{number}", 0.0)
-    change = it.change(ROWS[:1], Span(QUIET + 3, QUIET + 4), QUIET)
+    change = it.change(ROWS[:1], Span(3, 4), 0.0)
     assert (change.batch.item(), change.context_tokens.item()) == (-20, -200)
     # One request with as much context as all others: half of all is a guess.
-    it.promise("big", 0, 640, 0.0, QUIET + 7, QUIET)
-    it.start("big", QUIET)
-    it.end("r0", QUIET)
-    assert it.change(ROWS[:1], Span(QUIET + 3, QUIET + 4), QUIET).context_tokens.item() == 0
+    it.promise("big", 0, 640, 0.0, 7, 0.0)
+    it.start("big", 0.0)
+    it.end("r0", 0.0)
+    assert it.change(ROWS[:1], Span(3, 4), 0.0).context_tokens.item() == 0
 
 
 def test_a_ring_needs_buckets() -> None:
@@ -325,14 +291,14 @@ def cluster() -> Cluster:
 
 def test_load_is_what_is_reported_and_what_will_change() -> None:
     it, one = horizon(), cluster()
-    it.promise("leaves", 0, 1000, starts_at=0.0, decode_s=QUIET + 2.0, now=0.0)
+    it.promise("leaves", 0, 1000, starts_at=0.0, decode_s=2.0, now=0.0)
     it.start("leaves", 0.0)
-    it.promise("comes", 1, 500, starts_at=QUIET + 1.0, decode_s=9.0, now=QUIET)
-    span = Span(QUIET + 3.0, QUIET + 4.0)
-    batch, context, _ = expected_load(it, one, ROWS, span, QUIET)
+    it.promise("comes", 1, 500, starts_at=1.0, decode_s=9.0, now=0.0)
+    span = Span(3.0, 4.0)
+    batch, context, _ = expected_load(it, one, ROWS, span, 0.0)
     assert batch.tolist() == [3, 1, 1]
     assert context.tolist() == [3000, 500, 1000]
-    each = [expected_load_of(it, one, row, span, QUIET) for row in ROWS.tolist()]
+    each = [expected_load_of(it, one, row, span, 0.0) for row in ROWS.tolist()]
     assert each == [(3, 3000, 0), (1, 500, 0), (1, 1000, 0)]
 
 
