@@ -216,6 +216,9 @@ class Conductor:
             flight.answered_last(event.tokens, at)
             self._finish(flight, event.kind == "finished", now)
             return
+        if event.kind == "tokens" and flight.phase is not RequestPhase.PREFILL:
+            self._tokens(flight, event.tokens, at)  # most events of a request
+            return
         route = route_of(flight, event)
         if event.kind in ("prefill_done", "first_token") and route == chosen_route(flight.decision):
             self.profiles.prefill_done(flight, event.kind, at)
@@ -541,6 +544,8 @@ class Conductor:
 
     def put_out(self) -> list[Rejection]:
         """Rejections of the requests preempted since the last call; the caller delivers them."""
+        if not self._put_out:
+            return []
         found = list(self._put_out)
         self._put_out.clear()
         return found

@@ -228,12 +228,26 @@ class Horizon:
         highest = parts[0] if len(parts) == 1 else np.maximum(*parts)
         return self._change(rows, highest.take(rows, axis=1))
 
-    def change_of(self, row: int, span: Span, now: float) -> ForecastLoad:
-        """`change` of one row: it looks at no other."""
+    def change_of(self, row: int, span: Span, now: float) -> tuple[int, int, int]:
+        """`change` of one row, in plain numbers: for one, arrays would take four times as long."""
         self.advance(now)
-        rows = self._known(np.array([row]))
-        parts = [self._ring[part, :, row].max(axis=0) for part in self._parts(*self._slots(span))]
-        return self._change(rows, np.max(parts, axis=0)[:, None])
+        self._need(row)
+        parts = [
+            self._ring[part, :, row].max(axis=0).tolist()
+            for part in self._parts(*self._slots(span))
+        ]
+        highest = parts[0] if len(parts) == 1 else [max(pair) for pair in zip(*parts, strict=True)]
+        running, every = self._running[:, row].tolist(), self._all[:, row].tolist()
+        squares = self._squares[:, row].tolist()
+        left = []
+        for at, runs in enumerate(running):
+            promised = every[at] - runs
+            gone = max(promised - (highest[at] - runs), 0)
+            share = gone / max(every[at], 1)
+            unsure = DEVIATIONS * math.sqrt(share * (1.0 - share) * squares[at])
+            left.append(promised - round(max(gone - unsure, 0.0)))
+        batch, context, kv = left
+        return batch, context, kv - (every[Amount.KV] - running[Amount.KV])
 
     def _change(self, rows: Counts, highest: Counts) -> ForecastLoad:
         """The change from now to the `highest` [amounts, n] of a span."""
@@ -411,8 +425,12 @@ def expected_load_of(
     horizon: Horizon, cluster: Cluster, row: int, span: Span, now: float
 ) -> tuple[int, int, int]:
     """`expected_load` of one row, as plain numbers."""
-    load = _added(horizon.change_of(row, span, now), cluster, np.array([row]))
-    return load.batch.item(), load.context_tokens.item(), load.kv_used_tokens.item()
+    batch, context, kv_used = horizon.change_of(row, span, now)
+    return (
+        max(batch + cluster.batch.item(row), 0),
+        max(context + cluster.context_tokens.item(row), 0),
+        max(kv_used + cluster.kv_used_tokens.item(row), 0),
+    )
 
 
 def _added(change: ForecastLoad, cluster: Cluster, rows: Counts) -> ForecastLoad:

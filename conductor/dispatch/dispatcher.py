@@ -235,6 +235,8 @@ class Dispatcher:
     def ended(self) -> list[str]:
         """Requests whose holds have ended since the last call: released, preempted, or without an
         instance. For those who wait for that."""
+        if not self._ended:
+            return []
         names = list(self._ended)
         self._ended.clear()
         return names

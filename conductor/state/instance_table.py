@@ -36,6 +36,8 @@ NODES_MAX = 4096
 # Models without instances whose names are kept, the youngest ones.
 IDLE_MODELS_MAX = 1024
 
+# Of a load column, that of what this conductor has placed there.
+_OWN = {name: f"own_{name}" for name in REPORTED}
 # name: dtype, and the value in an unused row.
 _COLUMNS: dict[str, tuple[Any, Any]] = {
     "used": (np.bool_, False),
@@ -297,7 +299,7 @@ class Cluster:
         """Add to (or, if negative, subtract from) an instance's reservations and load columns:
         `queued`, `queued_tokens`, `batch`, `context_tokens`, `kv_used_tokens`."""
         for name, amount in amounts.items():
-            getattr(self, f"own_{name}")[row] += amount
+            getattr(self, _OWN[name])[row] += amount
             getattr(self, name)[row] += amount
             self._reports.promised(row, name, amount, now)
 

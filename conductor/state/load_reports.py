@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # The columns that heartbeats report.
 REPORTED = ("queued", "queued_tokens", "batch", "context_tokens", "kv_used_tokens")
 QUEUED, QUEUED_TOKENS = 0, 1
+_PLACE = {name: at for at, name in enumerate(REPORTED)}
 
 # A report is on its way for so long at most, if it is not held up.
 TRANSIT_S = 0.1
@@ -74,7 +75,7 @@ class LoadReports:
     def promised(self, row: int, name: str, amount: int, now: float) -> None:
         """This conductor has promised (or, if negative, released) so much at an instance."""
         recent = self._promised[row]
-        recent.append((now, REPORTED.index(name), amount))
+        recent.append((now, _PLACE[name], amount))
         while recent[0][0] < now - AGE_S_MAX:
             recent.popleft()
 

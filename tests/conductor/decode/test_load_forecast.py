@@ -268,7 +268,7 @@ def test_it_counts_as_a_list_of_all_stays_does(events: list[tuple[object, ...]])
             changes = it.change(ROWS, span, listed.now)
             for row in ROWS.tolist():
                 alone = it.change_of(row, span, listed.now)
-                assert [one.item() for one in alone] == [many[row] for many in changes]
+                assert list(alone) == [many[row] for many in changes]
         it.check()
     for name in list(listed.stays):
         it.end(name, listed.now)
