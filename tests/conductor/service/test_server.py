@@ -200,6 +200,7 @@ class TestProcess:
                 while not plans:
                     assert time.monotonic() < give_up
                     time.sleep(0.05)
+                    client.heartbeat(SPEC.id, Load())  # a silent one is in no plan
                     plans = http.get(f"{url}/v1/plans").json()["plans"]
             assert plans[0]["reasons"][0]["why"].startswith("holt-winters over")
             mapped = Path(f"/proc/{process.process.pid}/maps").read_text()
