@@ -26,7 +26,7 @@ from tiffin.conductor.pool.orders import NodeSpace
 from tiffin.conductor.prefill.policy_registry import policy
 from tiffin.conductor.records import InstanceSpec, Role
 from tiffin.conductor.web import auth
-from tiffin.conductor.wire import error_codes, event_batch, models
+from tiffin.conductor.wire import error_codes, event_batch, models, pool_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -224,11 +224,12 @@ def test_the_examples_of_fields_are_taken(as_started: TestClient) -> None:
 
 def test_the_examples_of_answers_are_ones() -> None:
     """They have all fields, no other ones, and valid values."""
+    kinds = {**vars(models), **vars(pool_models), **vars(event_batch)}
     for name, example in ANSWERS.items():
         content = operations()[name]["responses"]["200"]["content"][JSON]
         assert content["example"] == example
         name_of_kind = content["schema"]["$ref"].rpartition("/")[2]
-        kind = getattr(models, name_of_kind, None) or getattr(event_batch, name_of_kind)
+        kind = kinds[name_of_kind]
         assert msgspec.to_builtins(msgspec.convert(example, kind)) == example, name
     chosen = ANSWERS["schedule"]["policy"]
     assert policy(chosen).name == chosen
