@@ -7,13 +7,13 @@ no client can flood a monitoring system with them. docs/conductor/service.md exp
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ..core.prediction_errors import Timings
-from .plain_metrics import Buckets, PlainCounter, PlainHistogram, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -51,85 +51,87 @@ class ConductorMetrics:
         self.timings = Timings()
         self._seen: dict[str, set[str]] = {}
         self._state = state
+        self._policies: dict[str, Counter] = {}
         self._decisions = self._counter("decisions", "Requests that were placed.", "policy")
         self._rejections = self._counter(
             "rejections", "Requests that were not taken.", "reason", "priority"
         )
-        self._prompt = self._counter(
-            "prompt_tokens", "Tokens of the prompts that were placed."
-        ).of()
+        self._prompt = self._counter("prompt_tokens", "Tokens of the prompts that were placed.")
         self._available = self._counter(
             "cached_tokens_available", "Of them, what some holder had when it was decided."
-        ).of()
-        self._used = self._counter("cached_tokens_used", "Of those, what the decision uses.").of()
+        )
+        self._used = self._counter("cached_tokens_used", "Of those, what the decision uses.")
         self._events = self._counter("request_events", "What became of requests.", "kind")
+        self._kinds: dict[str, Counter] = {}
         self._decision_s = self._histogram(
             "decision_duration_seconds", "Time to decide about one request.", _DECISION_S
-        ).of()
-        self._predicted_ttft = self._histogram(
-            "predicted_ttft_seconds", "Time to first token.", _TTFT_S
-        ).of()
-        self._predicted_tbt = self._histogram(
-            "predicted_tbt_seconds", "Time between tokens.", _TBT_S
-        ).of()
+        )
+        self._predicted = {
+            "ttft": self._histogram("predicted_ttft_seconds", "Time to first token.", _TTFT_S),
+            "tbt": self._histogram("predicted_tbt_seconds", "Time between tokens.", _TBT_S),
+        }
         self._observed = {
-            "ttft": self._histogram(
-                "observed_ttft_seconds", "The same, as reported.", _TTFT_S
-            ).of(),
+            "ttft": self._histogram("observed_ttft_seconds", "The same, as reported.", _TTFT_S),
             "tbt": self._histogram(
                 "observed_tbt_seconds", "The same: means of what was reported at a time.", _TBT_S
-            ).of(),
+            ),
         }
         self._ratio = {
             "ttft": self._histogram(
                 "ttft_observed_ratio", "Observed TTFT by predicted TTFT.", _RATIO
-            ).of(),
-            "tbt": self._histogram(
-                "tbt_observed_ratio", "Observed TBT by predicted TBT.", _RATIO
-            ).of(),
+            ),
+            "tbt": self._histogram("tbt_observed_ratio", "Observed TBT by predicted TBT.", _RATIO),
         }
         self._http = self._counter("http_requests", "Answers.", "route", "status")
         self._http_s = self._histogram(
             "http_request_duration_seconds", "From the head of a request to its answer.", _HTTP_S,
             "route",
         )  # fmt: skip
-        self._answers: dict[tuple[str, int], tuple[Tally, Buckets]] = {}
+        self._answers: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.registry.register(_State(self))
 
     def scheduled(self, request: Request, decision: Decision, took_s: float, now: float) -> None:
         """Count a request that was placed."""
-        self._decisions.of(self._label("policy", decision.policy)).add()
+        counter = self._policies.get(decision.policy)
+        if counter is None:
+            label = self._label("policy", decision.policy)
+            counter = self._policies.setdefault(label, self._decisions.labels(label))
+        counter.inc()
         self._decision_s.observe(took_s)
-        self._prompt.add(request.prompt_tokens)
-        self._available.add(decision.available_tokens)
-        self._used.add(decision.cached_tokens)
-        self._predicted_ttft.observe(decision.predicted_ttft_s)
-        self._predicted_tbt.observe(decision.predicted_tbt_s)
+        self._prompt.inc(request.prompt_tokens)
+        self._available.inc(decision.available_tokens)
+        self._used.inc(decision.cached_tokens)
+        _observe(self._predicted["ttft"], decision.predicted_ttft_s)
+        _observe(self._predicted["tbt"], decision.predicted_tbt_s)
         self.timings.begin(decision, now)
 
     def rejected(self, request: Request, rejection: Rejection, took_s: float) -> None:
         """Count a request that was rejected."""
         reason = self._label("reason", rejection.reason)
-        self._rejections.of(reason, self._label("priority", request.priority)).add()
+        self._rejections.labels(reason, self._label("priority", request.priority)).inc()
         self._decision_s.observe(took_s)
 
     def observed(self, event: RequestEvent, now: float) -> None:
         """Count an event of an in-flight request, and observe its TTFT or TBT."""
-        self._events.of(event.kind).add()
+        kind = event.kind
+        counter = self._kinds.get(kind)
+        if counter is None:  # a lookup of labels takes longer than counting
+            counter = self._kinds[kind] = self._events.labels(kind)
+        counter.inc()
         observed = self.timings.observe(event, now)
         if observed is None:
             return
-        self._observed[observed.kind].observe(observed.observed_s)
+        _observe(self._observed[observed.kind], observed.observed_s)
         if observed.predicted_s > 0:
-            self._ratio[observed.kind].observe(observed.observed_s / observed.predicted_s)
+            _observe(self._ratio[observed.kind], observed.observed_s / observed.predicted_s)
 
     def answered(self, route: str, status: int, took_s: float) -> None:
         """Count an HTTP answer. `route` is the route's pattern, not the path of the request."""
         kept = self._answers.get((route, status))
-        if kept is None:
-            kept = self._http.of(route, str(status)), self._http_s.of(route)
-            self._answers[route, status] = kept
-        kept[0].add()
+        if kept is None:  # a lookup of labels takes longer than counting, so cache them
+            counter, duration = self._http.labels(route, str(status)), self._http_s.labels(route)
+            kept = self._answers[route, status] = counter, duration
+        kept[0].inc()
         kept[1].observe(took_s)
 
     def text(self) -> bytes:
@@ -154,17 +156,13 @@ class ConductorMetrics:
         seen.add(value)
         return value
 
-    def _counter(self, name: str, what: str, *labels: str) -> PlainCounter:
-        counter = PlainCounter(PREFIX + name, what, labels)
-        self.registry.register(counter)
-        return counter
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, what, labels, registry=self.registry)
 
     def _histogram(
-        self, name: str, what: str, bounds: tuple[float, ...], *labels: str
-    ) -> PlainHistogram:
-        histogram = PlainHistogram(PREFIX + name, what, bounds, labels)
-        self.registry.register(histogram)
-        return histogram
+        self, name: str, what: str, buckets: tuple[float, ...], *labels: str
+    ) -> Histogram:
+        return Histogram(PREFIX + name, what, labels, registry=self.registry, buckets=buckets)
 
 
 class _State:
@@ -175,3 +173,8 @@ class _State:
 
     def collect(self) -> Iterable[Metric]:
         return self._metrics.state()
+
+
+def _observe(histogram: Histogram, value: float) -> None:
+    if math.isfinite(value) and value >= 0:
+        histogram.observe(value)

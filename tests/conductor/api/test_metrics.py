@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 from apisupport import KEY, MODEL, Recorder
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tiffin.conductor.core.prediction_errors import ObservedTimes, Timings
@@ -23,7 +22,6 @@ from tiffin.conductor.records import (
     Role,
 )
 from tiffin.conductor.web.metrics import ConductorMetrics
-from tiffin.conductor.web.plain_metrics import PlainCounter, PlainHistogram
 
 
 def decision(name: str = "r", ttft_s: float = 0.5, tbt_s: float = 0.02) -> Decision:
@@ -172,34 +170,3 @@ def test_many_requests_cost_no_more_than_their_numbers() -> None:
     before = len(samples(metrics))
     metrics.scheduled(Request("x", "another", 1), decision("x"), 1e-4, 0.0)
     assert len(samples(metrics)) == before
-
-
-class TestPlainMetrics:
-    def test_they_are_shown_as_those_of_the_library(self) -> None:
-        bounds = (0.1, 0.5, 1.0)
-        ours, theirs = CollectorRegistry(), CollectorRegistry()
-        counter, alone = PlainCounter("c", "What.", ("kind",)), PlainCounter("n", "How many.")
-        seconds, none = (
-            PlainHistogram("s", "Long.", bounds, ("at",)),
-            PlainHistogram("z", "0", bounds),
-        )
-        for one in (counter, alone, seconds, none):
-            ours.register(one)
-        kinds = Counter("c", "What.", ("kind",), registry=theirs)
-        Counter("n", "How many.", registry=theirs)
-        long = Histogram("s", "Long.", ("at",), registry=theirs, buckets=bounds)
-        Histogram("z", "0", registry=theirs, buckets=bounds)
-        for value in (0.0, 0.1, 0.3, 0.5, 0.50001, 1.0, 7.0):
-            seconds.of("here").observe(value)
-            long.labels("here").observe(value)
-        for kind, amount in (("a", 1), ("b", 3), ("a", 2)):
-            counter.of(kind).add(amount)
-            kinds.labels(kind).inc(amount)
-        wanted = [line for line in generate_latest(theirs).splitlines() if b"_created" not in line]
-        assert generate_latest(ours).splitlines() == wanted
-
-    @pytest.mark.parametrize("value", [math.nan, math.inf, -0.1])
-    def test_a_histogram_leaves_out_what_is_no_duration(self, value: float) -> None:
-        buckets = PlainHistogram("s", "Long.", (0.1,)).of()
-        buckets.observe(value)
-        assert (sum(buckets.counts), buckets.total) == (0, 0.0)
