@@ -25,7 +25,7 @@ from ..traces.trace import Trace, TraceRequest
 from .evidence import Grid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from tiffin.conductor.prefill.fairness import Order
 
@@ -107,23 +107,40 @@ def _mean(values: Iterable[float]) -> str:
 
 def priorities(seeds: Iterable[int]) -> Grid:
     """A high class under a flood of a low one."""
+    title = f"TTFT in s, {OVERLOAD:.0%} load, a tenth of it of the high class"
+    return _two(title, WAYS, seeds, ("high", "low"), HIGH_SHARE)
+
+
+def tenants(seeds: Iterable[int]) -> Grid:
+    """A tenant that floods, and a small one."""
+    ways = {name: WAYS[name] for name in ("sent at once", "held")}
+    title = f"TTFT in s of two tenants, {OVERLOAD:.0%} load"
+    return _two(title, ways, seeds, ("small", "flooding"), SMALL_SHARE)
+
+
+def _two(
+    title: str,
+    ways: Mapping[str, SimulationOptions],
+    seeds: Iterable[int],
+    tenants: tuple[str, str],
+    share: float,
+) -> Grid:
+    """The times of two tenants under overload, of which the first sends a `share`."""
 
     def tenant(dice: random.Random) -> str:
-        return "high" if dice.random() < HIGH_SHARE else "low"
+        return tenants[dice.random() >= share]
 
     rows = []
-    for name, options in WAYS.items():
+    for name, options in ways.items():
         runs = [simulate(arrivals(s, OVERLOAD, tenant), replace(options, seed=s)) for s in seeds]
         cells = [
             _mean(getattr(Times.of(run.jobs, who), what) for run in runs)
-            for who in ("high", "low")
+            for who in tenants
             for what in ("mean", "p99")
         ]
         rows.append((name, *cells))
-    columns = ("", "high, mean", "high, p99", "low, mean", "low, p99")
-    return Grid(
-        f"TTFT in s, {OVERLOAD:.0%} load, a tenth of it of the high class", columns, tuple(rows)
-    )
+    columns = ("", *(f"{who}, {what}" for who in tenants for what in ("mean", "p99")))
+    return Grid(title, columns, tuple(rows))
 
 
 def orders(seeds: Iterable[int]) -> Grid:
@@ -147,25 +164,6 @@ def _ageing(aging_s: float) -> Callable[[SimulationOptions, Profiles], Conductor
         return Conductor(settings, dice=random.Random(options.seed), profile=profiles)
 
     return core
-
-
-def tenants(seeds: Iterable[int]) -> Grid:
-    """A tenant that floods, and a small one."""
-
-    def tenant(dice: random.Random) -> str:
-        return "small" if dice.random() < SMALL_SHARE else "flooding"
-
-    rows = []
-    for name in ("sent at once", "held"):
-        runs = [simulate(arrivals(s, OVERLOAD, tenant), replace(WAYS[name], seed=s)) for s in seeds]
-        cells = [
-            _mean(getattr(Times.of(run.jobs, who), what) for run in runs)
-            for who in ("small", "flooding")
-            for what in ("mean", "p99")
-        ]
-        rows.append((name, *cells))
-    columns = ("", "small, mean", "small, p99", "flooding, mean", "flooding, p99")
-    return Grid(f"TTFT in s of two tenants, {OVERLOAD:.0%} load", columns, tuple(rows))
 
 
 def idle(seeds: Iterable[int]) -> Grid:

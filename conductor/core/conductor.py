@@ -186,9 +186,7 @@ class Conductor:
                 return flight.decision  # the instance may be up, and only its heartbeats missing
             self._end(flight, now, "rescheduled")
         if isinstance(outcome, RefusedRequest):
-            self._offered(request, outcome.computed_tokens, now)
-            self.offered.counted(request, now)
-            return self._refuse(outcome)
+            return self._refuse(request, outcome, now)
         return self._begin(outcome, now)
 
     def observe(self, event: RequestEvent, now: float) -> None:
@@ -462,10 +460,9 @@ class Conductor:
         decision = flight.decision
         preempted = self.ledger.begin(flight, now)
         if preempted is None:
-            self._offered(request, flight.prefill_tokens, now)
-            self.offered.counted(request, now)
             full = refusals.queue_full(flight, self.settings, self._parts.dice, now)
-            return self._refuse(RefusedRequest(full))
+            refused = RefusedRequest(full, computed_tokens=flight.prefill_tokens)
+            return self._refuse(request, refused, now)
         self._make_way(preempted, request.id, now)
         self.bookings.decided(flight, now)
         ready_at = now + flight.prefilled_s
@@ -550,7 +547,9 @@ class Conductor:
         self._put_out.clear()
         return found
 
-    def _refuse(self, refused: RefusedRequest) -> Rejection:
+    def _refuse(self, request: Request, refused: RefusedRequest, now: float) -> Rejection:
+        self._offered(request, refused.computed_tokens, now)
+        self.offered.counted(request, now)  # it may come again
         self.margins.refused(refused.rejection.reason, refused.rejection.decided_at)
         if refused.ghost is not None and refused.rejection.reason in ("ttft", "tbt"):
             self.shadow.rejected(refused.ghost)

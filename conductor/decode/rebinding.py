@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ..cost.latency_model import decode_step_s
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -104,7 +106,9 @@ def proposed(
 ) -> list[Rebinding]:
     """The moves for all spread requests in flight, model by model. `rebind_s` as in the settings of
     spreads; `every_s`: until the next look."""
-    steps_s = cluster.d0 + cluster.d1 * cluster.batch + cluster.d2 * cluster.context_tokens
+    steps_s = decode_step_s(
+        cluster.d0, cluster.d1, cluster.d2, cluster.batch, cluster.context_tokens
+    )
     bound: dict[str, list[BoundRequest]] = {}
     for flight in flights:
         if len(flight.shares) > 1 and flight.decode_row >= 0 and flight.first_token_at is not None:

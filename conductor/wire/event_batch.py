@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from ..records import EVENT_KINDS
-from .models import SECONDS_MAX, Body, ErrorDetail, Id, Name, Reply, RouteBody, Tokens
+from .models import Body, ErrorDetail, EventAge, Id, Name, Reply, RouteBody, Tokens
 
 # A gateway with a thousand streams at 25 ms per token tells of 130 of them in 50 ms.
 EVENTS_MAX = 1024
@@ -37,15 +37,7 @@ class EventItem(Body, frozen=True, kw_only=True):
             "counts."
         ),
     ] = None
-    age_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=SECONDS_MAX,
-            description="How long ago it happened, as the call was sent: so the time that it waited"
-            " for others is not taken for the engine's.",
-        ),
-    ] = 0.0
+    age_s: EventAge = 0.0
     route: Annotated[
         RouteBody | None,
         Meta(description="Of an event of a race that has one: the route."),

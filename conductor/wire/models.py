@@ -63,6 +63,41 @@ BlockKeys = Annotated[
         examples=[["6f1ed002ab5595859014ebf0951522d9"]],
     ),
 ]
+# Of an event, alone or in a batch.
+EventAge = Annotated[
+    float,
+    Meta(
+        ge=0,
+        le=SECONDS_MAX,
+        description="How long ago it happened, as the call was sent: so the time that it waited"
+        " for others is not taken for the engine's.",
+    ),
+]
+# Of a decision, in the answer and in the log.
+Placement = Annotated[
+    str,
+    Meta(
+        description="Why the prefill is where it is decoded, or elsewhere: `predicted`, or the "
+        "rule that decided. Empty if there was nothing to choose."
+    ),
+]
+LocalCost = Annotated[
+    float | None, Meta(description="Predicted cost of the prefill where it is decoded.")
+]
+RemoteCost = Annotated[
+    float | None, Meta(description="Of one elsewhere, with the transfer of the cache.")
+]
+OutputTokens = Annotated[int, Meta(description="Predicted length of the answer.")]
+OutputSource = Annotated[
+    str,
+    Meta(
+        description="Who knew it: `caller`, `class` or `model` (earlier answers of these), "
+        "`default`."
+    ),
+]
+ServedModel = Annotated[
+    str, Meta(description="Who serves it, if another model than was asked; else empty.")
+]
 
 
 class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -152,15 +187,7 @@ class EventBody(Body, frozen=True, kw_only=True):
             "answered in all. Such an event may be sent twice."
         ),
     ] = None
-    age_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=SECONDS_MAX,
-            description="How long ago it happened, as the call was sent: so the time that it waited"
-            " for others is not taken for the engine's.",
-        ),
-    ] = 0.0
+    age_s: EventAge = 0.0
     route: Annotated[
         RouteBody | None,
         Meta(
@@ -262,30 +289,12 @@ class DecisionReply(Reply, frozen=True, kw_only=True):
             "it shares with no others."
         ),
     ] = ""
-    placement: Annotated[
-        str,
-        Meta(
-            description="Why the prefill is where it is decoded, or elsewhere: `predicted`, or the "
-            "rule that decided. Empty if there was nothing to choose."
-        ),
-    ] = ""
-    local_s: Annotated[
-        float | None, Meta(description="Predicted cost of the prefill where it is decoded.")
-    ] = None
-    remote_s: Annotated[
-        float | None, Meta(description="Of one elsewhere, with the transfer of the cache.")
-    ] = None
-    output_tokens: Annotated[int, Meta(description="Predicted length of the answer.")] = 0
-    output_source: Annotated[
-        str,
-        Meta(
-            description="Who knew it: `caller`, `class` or `model` (earlier answers of these), "
-            "`default`."
-        ),
-    ] = ""
-    model: Annotated[
-        str, Meta(description="Who serves it, if another model than was asked; else empty.")
-    ] = ""
+    placement: Placement = ""
+    local_s: LocalCost = None
+    remote_s: RemoteCost = None
+    output_tokens: OutputTokens = 0
+    output_source: OutputSource = ""
+    model: ServedModel = ""
 
 
 # -- instances -------------------------------------------------------------------------------------
@@ -479,30 +488,12 @@ class EntryReply(Reply, frozen=True, kw_only=True):
     available_tokens: int = 0
     wait_for: str = ""
     degraded: list[str] = []
-    placement: Annotated[
-        str,
-        Meta(
-            description="Why the prefill is where it is decoded, or elsewhere: `predicted`, or the "
-            "rule that decided. Empty if there was nothing to choose."
-        ),
-    ] = ""
-    local_s: Annotated[
-        float | None, Meta(description="Predicted cost of the prefill where it is decoded.")
-    ] = None
-    remote_s: Annotated[
-        float | None, Meta(description="Of one elsewhere, with the transfer of the cache.")
-    ] = None
-    output_tokens: Annotated[int, Meta(description="Predicted length of the answer.")] = 0
-    output_source: Annotated[
-        str,
-        Meta(
-            description="Who knew it: `caller`, `class` or `model` (earlier answers of these), "
-            "`default`."
-        ),
-    ] = ""
-    model: Annotated[
-        str, Meta(description="Who serves it, if another model than was asked; else empty.")
-    ] = ""
+    placement: Placement = ""
+    local_s: LocalCost = None
+    remote_s: RemoteCost = None
+    output_tokens: OutputTokens = 0
+    output_source: OutputSource = ""
+    model: ServedModel = ""
     became: Annotated[
         BecameReply | None,
         Meta(description="What was observed of it, so far or at its end. Of a rejection nothing."),
