@@ -36,6 +36,11 @@ class Effort:
         """Whether it is as much as that."""
         return len(self.seeds) >= len(Effort.full().seeds)
 
+    @property
+    def costly_seeds(self) -> tuple[int, ...]:
+        """Those of what takes long: one, unless all is run."""
+        return self.seeds if self.is_full else self.seeds[:1]
+
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:

@@ -73,7 +73,7 @@ def slowed(trace: Trace, options: SimulationOptions) -> Trace:
 )
 def networks(effort: Effort, tell: Tell) -> Evidence:
     """Both workloads on each network."""
-    seeds = effort.seeds if effort.is_full else effort.seeds[:1]
+    seeds = effort.costly_seeds
     found: dict[str, dict[str, Interval]] = {}
     for workload in WORKLOADS:
         for gigabits in GIGABITS:

@@ -86,7 +86,7 @@ def _curve(
 )
 def overloads(effort: Effort, tell: Tell) -> Evidence:
     """All fleets and modes."""
-    seeds = effort.seeds if effort.is_full else effort.seeds[:1]
+    seeds = effort.costly_seeds
     others = OVERLOADS if effort.is_full else OVERLOADS[:1]
     found = {
         (fleet.name, mode): _curve(fleet, mode, LOADS if mode == MODE else others, seeds, tell)

@@ -150,7 +150,7 @@ def goodputs(effort: Effort, tell: Tell) -> Evidence:
     """The highest rate at which 90% of requests have TTFT ≤ 30 s and TBT ≤ 0.1 s."""
     full = effort.is_full
     options = SimulationOptions(ttft_s=TTFT_S, tbt_s=TBT_S, replication=False)
-    seeds = effort.seeds if full else effort.seeds[:1]
+    seeds = effort.costly_seeds
     found: dict[str, list[float]] = {policy: [] for policy in ALL}
     for seed in seeds:
         whole = _like_conversation(seed)
