@@ -478,12 +478,13 @@ class Conductor:
         context = request.prompt_tokens + output // 2
         decodes_at = ready_at + flight.handover_s
         kv_tokens = flight.shares.get(flight.decode_row, 0)
-        self.horizon.promise(
-            request.id, flight.decode_row, context, decodes_at, decode_s, now,
-            kv_tokens, accepted.verdict.promised.tbt_s or inf,
-        )  # fmt: skip
         promised = accepted.verdict.promised
-        self.margins.admitted(request.id, promised.ttft_s or inf, promised.tbt_s or inf, now)
+        ttft_s, tbt_s = promised.ttft_s or inf, promised.tbt_s or inf
+        self.horizon.promise(
+            request.id, flight.decode_row, context, decodes_at, decode_s, now, kv_tokens, tbt_s
+        )
+        if self.settings.admission.mode == "predictive":  # the others have no margins
+            self.margins.admitted(request.id, ttft_s, tbt_s, now)
         self.shadow.admitted(
             request.id, flight.prefill_row, flight.decode_row, request.objectives, flight.own_s, now
         )

@@ -93,3 +93,15 @@ def test_a_longer_prefill_earns_no_room() -> None:
     assert isinstance(made.schedule(prompt("short", blocks=64), 20.0), Decision)
     tell(made, "r", "finished", now=24.0)
     assert isinstance(made.schedule(prompt("later", blocks=140), 24.0), Decision)
+
+
+@pytest.mark.parametrize("mode", ["off", "baseline", "early", "predictive"])
+def test_the_margin_learns_from_those_that_were_admitted_by_it(mode: str) -> None:
+    """Who is admitted whatever is predicted is late because nobody is refused: the prediction may
+    be right."""
+    made = conductor(spec("p", Role.PREFILL), spec("d", Role.DECODE), admission={"mode": mode})
+    before = made.margins.ttft.factor
+    late = prompt("late", objectives=Objectives(ttft_s=5.0))
+    assert isinstance(made.schedule(late, 0.0), Decision)
+    tell(made, "late", "prefill_done", "first_token", now=9.0)
+    assert (made.margins.ttft.factor > before) == (mode == "predictive")
