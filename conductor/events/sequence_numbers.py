@@ -5,7 +5,8 @@ The publisher keeps its last batches for a replay, if it is configured to:
 
     following   number as expected: apply the batch
                 higher: batches were lost; request a replay, and hold the live batches
-                lower: the publisher has restarted; forget all, request its batches from the start
+                lower: the publisher has restarted; forget all, request its batches from the start;
+                but the live copy of a replayed batch, which comes by another connection, is late
     asking      apply the replayed batches; then the held ones, without those already replayed
                 timeout: apply the held ones; the lost batches stay lost
 
@@ -79,6 +80,8 @@ class Numbering:
         self._asking = False
         self._floor = 0  # a live batch below this, during a replay, is of a restarted publisher
         self._held: deque[tuple[int, bytes]] = deque()
+        # The hashes of replayed batches whose live copies may still come, at most HELD_MAX.
+        self._replayed: dict[int, int] = {}
         self._heard_at = self._asked_at = now
         self._last: int | None = None  # a hash of the last applied batch
         self._keeps = False  # whether the publisher has ever replayed anything
@@ -96,6 +99,8 @@ class Numbering:
 
     def live(self, seq: int, payload: bytes, now: float) -> list[Step]:
         """Handle a live batch."""
+        if self._is_late_copy(seq, payload):
+            return []
         if not self._asking:
             self._heard_at = now
             return self._follow(seq, payload, now)
@@ -123,6 +128,9 @@ class Numbering:
         steps: list[Step] = []
         if seq > self.expected and self._knows:
             steps.append(Doubt())  # the publisher no longer keeps the batches in between
+        self._replayed[seq] = hash(payload)
+        if len(self._replayed) > HELD_MAX:
+            del self._replayed[next(iter(self._replayed))]
         return steps + self._apply(seq, payload)
 
     def replay_ended(self, now: float) -> list[Step]:
@@ -148,6 +156,14 @@ class Numbering:
         return []
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _is_late_copy(self, seq: int, payload: bytes) -> bool:
+        """Whether a live batch is the copy of a replayed one. Live batches come in order, so the
+        copies up to this one are awaited no more."""
+        is_copy = self._replayed.get(seq) == hash(payload)
+        while self._replayed and (first := next(iter(self._replayed))) <= seq:
+            del self._replayed[first]
+        return is_copy
 
     def _follow(self, seq: int, payload: bytes, now: float, *, may_ask: bool = True) -> list[Step]:
         if seq < self.expected:
@@ -176,6 +192,7 @@ class Numbering:
 
     def _forget(self) -> Step:
         self.expected, self._knows, self._last = 0, False, None
+        self._replayed.clear()
         return Restarted()
 
     def _resume(self, now: float) -> list[Step]:

@@ -51,6 +51,25 @@ def test_the_beginning_is_replayed_and_nothing_is_applied_twice() -> None:
     assert live(follower, 6) == apply(6)
 
 
+def test_live_copies_of_replayed_batches_that_come_after_the_replay_are_no_restart() -> None:
+    """A replay comes by a connection of its own, which may be the faster one."""
+    follower = Numbering(replays=True, now=0.0)
+    follower.begin(0.0)
+    assert replayed(follower, 0, 1, 2) == apply(0, 1, 2)
+    assert follower.replay_ended(0.0) == [Current()]
+    assert live(follower, 1, 2, 3) == apply(3)
+    assert live(follower, 1) == [Restarted(), ReplayRequest(0)]  # in order, 1 comes no more
+
+
+def test_a_restart_among_late_copies_is_noticed() -> None:
+    follower = Numbering(replays=True, now=0.0)
+    follower.begin(0.0)
+    replayed(follower, 0, 1, 2)
+    follower.replay_ended(0.0)
+    assert live(follower, 0) == []
+    assert follower.live(0, b"another", 0.0) == [Restarted(), Apply(0, b"another")]
+
+
 def test_a_gap_is_replayed() -> None:
     follower = Numbering(replays=True, now=0.0)
     follower.begin(0.0)
