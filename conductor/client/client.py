@@ -11,7 +11,8 @@ names; if that one is gone, no other conductor can use them, and `observe` retur
 
 The clients retry a call without an answer, with back-off, except the event "tokens", which is not
 idempotent and is retried only if no connection was made. Scheduling is idempotent by the request's
-id. Rejections are answers, and are not retried. Needs the library httpx, of the extra `conductor`.
+id. Rejections are answers, and are not retried. Needs the libraries of the extra `conductor`: httpx
+for the blocking client, aiohttp for the other one (docs/decisions/http.md).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
+from urllib.parse import urlsplit
 
 import httpx
 from httpx_sse import aconnect_sse, connect_sse
@@ -32,6 +34,7 @@ from tiffin.kvstore.credentials import read_token
 from ..errors import ConductorError, ConductorUnavailable, InvalidRequest
 from ..wire.event_batch import EVENTS_MAX
 from . import calls
+from .http_session import HttpFailure, HttpSession, NotConnected, trusting
 
 if TYPE_CHECKING:
     import ssl
@@ -41,7 +44,6 @@ if TYPE_CHECKING:
     from ..wire.models import EntryReply
     from .calls import EventResult, RestCall
 
-H = TypeVar("H", httpx.Client, httpx.AsyncClient)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -76,10 +78,8 @@ class _Verb(Generic[P, T]):
         return self if client is None else functools.wraps(self._make)(client._verb(self._make))
 
 
-class _Verbs(Generic[H]):
-    """What both clients have: the verbs, and how they are opened. `_open` is httpx's client."""
-
-    _open: ClassVar[Callable[..., Any]]
+class _Verbs:
+    """What both clients have: the verbs, and the rules for retries."""
 
     schedule = _Verb(calls.schedule)
     observe = _Verb(calls.observe)
@@ -113,31 +113,35 @@ class _Verbs(Generic[H]):
         timeout_s: float = TIMEOUT_S,
         retries: int = RETRIES,
     ) -> None:
-        self._timeout_s: float = timeout_s
-        self._retries: int = retries
-        options = _options(url, token_file, tls_ca)
-        self._http: H = self._open(**options)
-        # Calls that wait have connections of their own, as many as there are calls: others do not
-        # wait for one. It opens none before the first such call.
-        self._patient: H = self._open(**options, limits=_UNLIMITED)
-        self._stream_timeout = httpx.Timeout(timeout_s, read=_SILENCE_S)
+        self._timeout_s, self._retries = timeout_s, retries
+        self._url, self._headers = _checked(url), _authorization(token_file)
+        self._tls: ssl.SSLContext | None = None
+        if self._url.startswith("https:") or tls_ca is not None:
+            self._tls = trusting(tls_ca)
+        self._open()
 
-    def _for(self, call: RestCall[Any]) -> H:
-        return self._patient if call.waits_s else self._http
+    def _open(self) -> None:
+        """Make what sends requests."""
+        raise NotImplementedError
 
-    def _pause_s(
-        self, call: RestCall[Any], error: httpx.TransportError, attempt: int, left_s: float
-    ) -> float:
+    def _httpx(self) -> dict[str, Any]:
+        """The options of httpx. It ignores the environment's proxies and `.netrc`."""
+        return {
+            "base_url": self._url, "headers": self._headers, "trust_env": False,
+            "verify": True if self._tls is None else self._tls, "follow_redirects": False,
+        }  # fmt: skip
+
+    def _pause_s(self, call: RestCall[Any], error: Exception, attempt: int, left_s: float) -> float:
         """How long to wait before a call is sent again. Raises ConductorUnavailable if it may not
         be, or has been often enough."""
         pause_s: float = _PAUSE_S * 2**attempt
         last = self._retries + bool(call.at)
         if attempt == last or pause_s >= left_s or not _may_repeat(call, error):
-            raise _unavailable(self._http.base_url, error) from error
+            raise _unavailable(self._url, error) from error
         return pause_s
 
 
-class ConductorClient(_Verbs[httpx.Client]):
+class ConductorClient(_Verbs):
     """A blocking client; for one thread at a time. Close it, or use it in a `with`.
 
     `token_file` (else the file that TIFFIN_CONDUCTOR_TOKEN_FILE names) contains one token, and only
@@ -147,7 +151,11 @@ class ConductorClient(_Verbs[httpx.Client]):
     ConductorUnavailable without an answer.
     """
 
-    _open = httpx.Client
+    def _open(self) -> None:
+        self._http = httpx.Client(**self._httpx())
+        # Calls that wait have connections of their own, as many as there are calls: others do not
+        # wait for one. It opens none before the first such call.
+        self._patient = httpx.Client(**self._httpx(), limits=_UNLIMITED)
 
     def __enter__(self) -> Self:
         return self
@@ -178,12 +186,13 @@ class ConductorClient(_Verbs[httpx.Client]):
         """Subscribe to the decisions, until the conductor stops or the iterator is closed."""
         path = calls.following(candidates)
         try:
-            with connect_sse(self._http, "GET", path, timeout=self._stream_timeout) as source:
+            timeout = httpx.Timeout(self._timeout_s, read=_SILENCE_S)
+            with connect_sse(self._http, "GET", path, timeout=timeout) as source:
                 if source.response.status_code != 200:
                     raise calls.failure(source.response.status_code, source.response.read())
                 yield from filter(None, map(calls.entry_of, source.iter_sse()))
         except httpx.TransportError as error:
-            raise _unavailable(self._http.base_url, error) from error
+            raise _unavailable(self._url, error) from error
 
     def _verb(self, make: Callable[P, RestCall[T]]) -> Callable[P, T]:
         return lambda *args, **named: self._do(make(*args, **named))
@@ -193,8 +202,13 @@ class ConductorClient(_Verbs[httpx.Client]):
         while True:
             left_s = max(ends_at - time.monotonic(), 0.001)
             try:
-                request = _request_of(self._http.base_url, call, attempt)
-                response = self._for(call).request(**request, timeout=left_s)
+                response = (self._patient if call.waits_s else self._http).request(
+                    call.method,
+                    _url(self._url, call, attempt),
+                    content=call.body,
+                    headers={**call.headers, **_HEADERS},
+                    timeout=left_s,
+                )
             except httpx.TransportError as error:
                 if call.ends is not None and _is_void(call, error):
                     return call.ends()
@@ -204,10 +218,11 @@ class ConductorClient(_Verbs[httpx.Client]):
                 return call.answered(response.status_code, response.content, again=attempt > 0)
 
 
-class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
+class AsyncConductorClient(_Verbs):
     """As `ConductorClient`, for asyncio; for one event loop, and any number of calls at a time."""
 
-    _open = httpx.AsyncClient
+    def _open(self) -> None:
+        self._http = HttpSession(self._headers, self._tls)
 
     async def __aenter__(self) -> Self:
         return self
@@ -217,8 +232,7 @@ class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._http.aclose()
-        await self._patient.aclose()
+        await self._http.close()
 
     async def observe_many(self, events: Sequence[RequestEvent]) -> list[EventResult]:
         """See `ConductorClient.observe_many`."""
@@ -235,16 +249,19 @@ class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
         """Subscribe to the decisions, until the conductor stops or the iterator is closed."""
         path = calls.following(candidates)
         try:
-            async with aconnect_sse(
-                self._http, "GET", path, timeout=self._stream_timeout
-            ) as source:
+            # By httpx, for which there is a reader of events: one stream, a few events a second.
+            timeout = httpx.Timeout(self._timeout_s, read=_SILENCE_S)
+            async with (
+                httpx.AsyncClient(**self._httpx(), timeout=timeout) as http,
+                aconnect_sse(http, "GET", path) as source,
+            ):
                 if source.response.status_code != 200:
                     raise calls.failure(source.response.status_code, await source.response.aread())
                 async for event in source.aiter_sse():
                     if (entry := calls.entry_of(event)) is not None:
                         yield entry
         except httpx.TransportError as error:
-            raise _unavailable(self._http.base_url, error) from error
+            raise _unavailable(self._url, error) from error
 
     def _verb(self, make: Callable[P, RestCall[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
         async def verb(*args: P.args, **named: P.kwargs) -> T:
@@ -257,22 +274,27 @@ class AsyncConductorClient(_Verbs[httpx.AsyncClient]):
             async with asyncio.timeout(self._timeout_s + call.waits_s):
                 return await self._attempts(call)
         except TimeoutError as error:
-            said = f"no answer of {self._http.base_url} in {self._timeout_s + call.waits_s:g} s"
+            said = f"no answer of {self._url} in {self._timeout_s + call.waits_s:g} s"
             raise ConductorUnavailable(said) from error
 
     async def _attempts(self, call: RestCall[T]) -> T:
         attempt = 0
         while True:
             try:
-                request = _request_of(self._http.base_url, call, attempt)
-                response = await self._for(call).request(**request, timeout=None)
-            except httpx.TransportError as error:
+                url = _url(self._url, call, attempt)
+                headers = {**call.headers, **_HEADERS}
+                answer = await self._http.send(call.method, url, call.body, headers)
+                try:
+                    body = await answer.read(_ANSWER_BYTES_MAX)
+                finally:
+                    answer.close()
+            except HttpFailure as error:
                 if call.ends is not None and _is_void(call, error):
                     return call.ends()
                 await asyncio.sleep(self._pause_s(call, error, attempt, math.inf))
                 attempt += 1
             else:
-                return call.answered(response.status_code, response.content, again=attempt > 0)
+                return call.answered(answer.status, body, again=attempt > 0)
 
 
 class _BatchReport:
@@ -317,72 +339,57 @@ class _Batch:
         self.places = []
 
 
-def _request_of(own: httpx.URL, call: RestCall[Any], attempt: int) -> dict[str, Any]:
-    url = _url(own, call, attempt)
-    headers = {**call.headers, **_HEADERS}
-    return {"method": call.method, "url": url, "content": call.body, "headers": headers}
-
-
-def _url(own: httpx.URL, call: RestCall[Any], attempt: int) -> str:
+def _url(own: str, call: RestCall[Any], attempt: int) -> str:
     """Where to send a call: at first to the conductor that it names, then to the client's own one.
     Our token goes with it, so not to a URL without TLS if the client's has TLS."""
-    schemes = ("https://", "http://") if own.scheme == "http" else "https://"
+    schemes = ("https://", "http://") if own.startswith("http:") else "https://"
     there = (attempt == 0 or call.only_there) and call.at.startswith(schemes)
-    return call.at.rstrip("/") + call.path if there else call.path
+    return (call.at.rstrip("/") if there else own) + call.path
 
 
 _UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=20)
-_NOT_CONNECTED = httpx.ConnectError | httpx.ConnectTimeout
+_NOT_CONNECTED = httpx.ConnectError | httpx.ConnectTimeout | NotConnected
 _HEADERS = {"content-type": "application/json"}
+# The longest answer is the instances' list: a thousand of them with labels are a megabyte.
+_ANSWER_BYTES_MAX = 64 << 20
 
 
-def _options(url: str, token_file: Path | None, tls_ca: Path | None) -> dict[str, Any]:
-    """The options of httpx for both clients. They ignore the environment's proxies and `.netrc`."""
+def _checked(url: str) -> str:
+    """A conductor's URL without a slash at its end. Raises InvalidRequest."""
     try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
+        parsed = urlsplit(url)
+        usable = bool(parsed.hostname) and parsed.port != 0 and "@" not in parsed.netloc
+    except ValueError as error:
         raise InvalidRequest(f"{url!r} is not a URL: {error}") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.userinfo:
+    if parsed.scheme not in ("http", "https") or not usable or not url.isprintable():
         raise InvalidRequest("a conductor's URL is http://HOST:PORT or https://HOST:PORT")
+    return url.rstrip("/")
+
+
+def _authorization(token_file: Path | None) -> dict[str, str]:
+    """The header that every call has. Raises InvalidRequest for a file with more than a token."""
     chosen = token_file or os.environ.get(TOKEN_FILE_VARIABLE)
-    headers = {}
-    if chosen:
-        token = read_token(Path(chosen))
-        if not token.isalnum() and b" " in token:
-            raise InvalidRequest(f"{chosen} has more than a token; a client's has one, alone")
-        headers["authorization"] = f"Bearer {token.decode('latin-1')}"
-    secure = parsed.scheme == "https" or tls_ca is not None
-    verify: Any = trusting(tls_ca) if secure else True
-    return {
-        "base_url": parsed, "headers": headers, "verify": verify, "trust_env": False,
-        "follow_redirects": False,
-    }  # fmt: skip
+    if not chosen:
+        return {}
+    token = read_token(Path(chosen))
+    if not token.isalnum() and b" " in token:
+        raise InvalidRequest(f"{chosen} has more than a token; a client's has one, alone")
+    return {"authorization": f"Bearer {token.decode('latin-1')}"}
 
 
-def trusting(tls_ca: Path | None) -> ssl.SSLContext:
-    """A TLS context that trusts this CA alone, or the CAs that this machine trusts (and not the
-    list that httpx comes with). Raises InvalidRequest."""
-    import ssl
-
-    try:
-        return ssl.create_default_context(cafile=tls_ca)
-    except OSError as error:
-        raise InvalidRequest(f"can't load the CA {tls_ca}: {error}") from error
-
-
-def _may_repeat(call: RestCall[Any], error: httpx.TransportError) -> bool:
+def _may_repeat(call: RestCall[Any], error: Exception) -> bool:
     """Whether to retry a call: if it may be sent twice, or was not sent at all because no
     connection was made."""
     return call.repeatable or isinstance(error, _NOT_CONNECTED)
 
 
-def _is_void(call: RestCall[Any], error: httpx.TransportError) -> bool:
+def _is_void(call: RestCall[Any], error: Exception) -> bool:
     """Whether the only conductor that a call is for is gone, and with it what the call would
     end."""
     return bool(call.at) and call.only_there and isinstance(error, _NOT_CONNECTED)
 
 
-def _unavailable(url: object, error: httpx.TransportError) -> ConductorUnavailable:
+def _unavailable(url: str, error: Exception) -> ConductorUnavailable:
     why = str(error) or type(error).__name__
     hint = next((hint for sign, hint in _HINTS.items() if sign in why), "")
     return ConductorUnavailable(f"no answer of {url}: {why}{hint}")
@@ -393,5 +400,5 @@ _HINTS = {
     "get local issuer certificate": "; a CA of your own is trusted where tls_ca names it",
     "self-signed certificate": "; a CA of your own is trusted where tls_ca names it",
     "WRONG_VERSION_NUMBER": "; it may not serve https but http",
-    "disconnected without sending": "; it may not serve http but https",
+    "erver disconnected": "; it may not serve http but https",
 }

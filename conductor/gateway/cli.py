@@ -66,7 +66,7 @@ def gateway(
     """
     check_log_level(log_level)
     log_to_stderr(log_level)
-    for noisy in ("httpx", "httpcore"):  # a line per call
+    for noisy in ("aiohttp", "asyncio"):  # a line per call
         logging.getLogger(noisy).setLevel(logging.WARNING)
     with explained("gateway"):
         import uvloop

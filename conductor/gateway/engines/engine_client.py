@@ -8,17 +8,26 @@ retries only what an instance did not read; the caller decides what to do when a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-import httpx
 import msgspec
 from msgspec import Raw
 
-from ...client.client import trusting
+from ...client.http_session import (
+    Broken,
+    HttpAnswer,
+    HttpFailure,
+    HttpSession,
+    NotConnected,
+    Silent,
+    TooLarge,
+    trusting,
+)
+from ...errors import InvalidRequest
 from ..openai import engine_bodies
 from ..openai.token_counter import Counter, TooLong, answered_tokens
 
@@ -31,19 +40,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tiffin.gateway")
 
-# vLLM closes connections that were idle for 5 s; a connection that closes just as a request is sent
-# on it looks like an instance that is gone.
-_IDLE_CONNECTION_S = 4.0
 # HTTP statuses of an instance whose engine, or a proxy in front of it, is down: vLLM also answers
 # 500 when its engine has died.
 _GONE = (500, 502, 503, 504)
 # `kv_transfer_params` list blocks: a million tokens are 65,536 numbers.
 _PREFILL_BYTES_MAX = 16 << 20
 _PASSED_HEADERS = ("content-type", "content-encoding", "retry-after")
-
-
-# After these an instance may not have read the request.
-_UNREAD = (httpx.ConnectTimeout, httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 
 
 class EngineError(Exception):
@@ -97,55 +99,50 @@ class AnswerStream:
     good = True
 
     def __init__(
-        self, target: CallTarget, response: httpx.Response, idle_s: float, headers: dict[str, str]
+        self, target: CallTarget, response: HttpAnswer, idle_s: float, headers: dict[str, str]
     ) -> None:
         self.headers = headers
         self.counter = Counter()
         self.first = b""
         self._target, self._response, self._idle_s = target, response, idle_s
-        self._chunks = cast("AsyncGenerator[bytes]", response.aiter_raw())
 
     async def begin(self) -> None:
         """Wait for the first token. Raises EngineError."""
-        pieces: list[bytes] = []
+        counter, pieces = self.counter, list[bytes]()
         try:
-            async for piece in self._chunks:
-                pieces.append(self.counter.feed(piece))
-                if self.counter.tokens or self.counter.ended or self.counter.failed:
-                    break
-            else:
-                if not self.counter.ended:
+            while not (counter.tokens or counter.ended or counter.failed):
+                piece = await self._response.piece()
+                if not piece:
                     raise EngineGone(self._target, "the answer ended before its first token")
-        except httpx.TransportError as error:
+                pieces.append(counter.feed(piece))
+        except HttpFailure as error:
             raise _translated(self._target, error) from error
         except TooLong as error:
             raise EngineOdd(self._target, str(error)) from error
-        if self.counter.error_status in _GONE and not self.counter.tokens:
+        if counter.error_status in _GONE and not counter.tokens:
             # vLLM sends status 200 before it computes; if its engine dies then, it sends an event
             # with the error.
             raise EngineGone(
-                self._target, f"its answer begins with an error {self.counter.error_status}"
+                self._target, f"its answer begins with an error {counter.error_status}"
             )
         self.first = b"".join(pieces)
 
     async def rest(self) -> AsyncGenerator[bytes]:
         """The events after `first`. Raises EngineBroke if the stream breaks off before its end."""
-        counter = self.counter
+        counter, response = self.counter, self._response
+        silence = _Silence(self._idle_s, response)
         try:
-            while True:
-                async with asyncio.timeout(self._idle_s):
-                    piece = await anext(self._chunks, None)
-                if piece is None:
-                    break
+            while piece := await silence.piece():
                 whole = counter.feed(piece)
                 if whole:
                     yield whole
-        except TimeoutError as error:
-            raise EngineBroke(f"nothing came for {self._idle_s:g} s") from error
-        except httpx.TransportError as error:
-            raise EngineBroke(f"its connection broke: {error or type(error).__name__}") from error
+        except HttpFailure as error:
+            why = silence.passed or f"its connection broke: {error}"
+            raise EngineBroke(why) from error
         except TooLong as error:
             raise EngineBroke(str(error)) from error
+        finally:
+            silence.end()
         if not counter.ended and not counter.failed:
             raise EngineBroke("it ended its answer early")
         rest = counter.rest()
@@ -154,19 +151,39 @@ class AnswerStream:
 
     async def close(self) -> None:
         """Close the connection, if the answer has not ended."""
-        with contextlib.suppress(httpx.TransportError):
-            await self._chunks.aclose()
-            await self._response.aclose()
+        self._response.close()
 
 
-class _Connecting:
-    """A trace of httpcore's: whether the request has opened a connection. On one that was idle an
-    instance may hang up just as the request is sent, and has not read it then."""
+class _Silence:
+    """Closes an answer of which nothing comes for `idle_s` while a piece of it is waited for. One
+    timer for the whole stream: to set one for each piece takes as long as to pass the piece on."""
 
-    seen = False
+    def __init__(self, idle_s: float, response: HttpAnswer) -> None:
+        self.passed = ""
+        self._idle_s, self._response = idle_s, response
+        self._loop = asyncio.get_running_loop()
+        self._waits_since = math.inf
+        self._timer = self._loop.call_later(idle_s, self._look)
 
-    async def __call__(self, event: str, info: object) -> None:
-        self.seen |= event.startswith("connection.connect")
+    async def piece(self) -> bytes:
+        """The next piece. Raises HttpFailure."""
+        self._waits_since = self._loop.time()
+        piece = await self._response.piece()
+        self._waits_since = math.inf
+        return piece
+
+    def end(self) -> None:
+        """Watch no longer."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        ends_at = min(self._waits_since, now) + self._idle_s
+        if now >= ends_at:
+            self.passed = f"nothing came for {self._idle_s:g} s"
+            self._response.close()
+        else:
+            self._timer = self._loop.call_at(ends_at, self._look)
 
 
 class _Prefilled(msgspec.Struct):
@@ -191,23 +208,13 @@ class Engines:
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if token:
             headers["authorization"] = f"Bearer {token.decode('latin-1')}"
-        self._http = httpx.AsyncClient(
-            headers=headers,
-            # `CapacityGate` limits requests where they arrive; a queue in this connection pool
-            # would show up in no metric.
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=256,
-                keepalive_expiry=_IDLE_CONNECTION_S,
-            ),
-            timeout=httpx.Timeout(times.first_token_s, connect=times.connect_s),
-            follow_redirects=False,
-            verify=trusting(Path(config.engine_tls_ca) if config.engine_tls_ca else None),
-            trust_env=False,
-        )  # fmt: skip
+        ca = Path(config.engine_tls_ca) if config.engine_tls_ca else None
+        # `CapacityGate` limits requests where they arrive.
+        self._http = HttpSession(headers, trusting(ca), times.connect_s)
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._http.aclose()
+        await self._http.close()
 
     async def tokenize(self, target: CallTarget, ask: ClientRequest) -> list[int] | None:
         """The prompt's token ids, from the instance's `/tokenize`; None on an error or timeout."""
@@ -261,18 +268,17 @@ class Engines:
     async def _stream(
         self, target: CallTarget, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AnswerStream | Whole:
-        read_s = max(self._times.first_token_s, self._times.idle_s)
-        response = await self._send(target, path, body, headers, read_s)
+        response = await self._send(target, path, body, headers)
         try:
             kind = response.headers.get("content-type", "")
-            if response.status_code != 200 or not kind.startswith("text/event-stream"):
+            if response.status != 200 or not kind.startswith("text/event-stream"):
                 whole = await self._read(target, response, self._limits.answer_bytes)
-                await response.aclose()
+                response.close()
                 return whole
             stream = AnswerStream(target, response, self._times.idle_s, _passed(response))
             await stream.begin()
         except BaseException:
-            await response.aclose()
+            response.close()
             raise
         return stream
 
@@ -291,54 +297,49 @@ class Engines:
         try:
             return await self._read(target, response, nbytes_max)
         finally:
-            await response.aclose()
+            response.close()
 
     async def _send(
-        self, target: CallTarget, path: str, body: bytes, headers: Mapping[str, str], read_s: float
-    ) -> httpx.Response:
+        self,
+        target: CallTarget,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        silence_s: float | None = None,
+    ) -> HttpAnswer:
         """Send a request and return the response with its head read. Raises EngineError."""
         if not target.url:
             raise EngineGone(target, "it has not said where it answers")
-        timeout = httpx.Timeout(read_s, connect=self._times.connect_s)
-        connecting = _Connecting()
+        url = target.url.rstrip("/") + path
         try:
-            request = self._http.build_request(
-                "POST", target.url.rstrip("/") + path, content=body, headers=dict(headers),
-                timeout=timeout, extensions={"trace": connecting},
-            )  # fmt: skip
             try:
-                response = await self._http.send(request, stream=True)
-            except _UNREAD as error:
+                response = await self._http.send("POST", url, body, headers, silence_s)
+            except (NotConnected, Broken) as error:
                 # Who is late to connect may have been kept waiting by this machine, not by that.
-                if connecting.seen and not isinstance(error, httpx.ConnectTimeout):
+                unread = error.late if isinstance(error, NotConnected) else error.reused
+                if not unread:
                     raise
-                response = await self._http.send(request, stream=True)
-        except httpx.TransportError as error:
+                response = await self._http.send("POST", url, body, headers, silence_s)
+        except HttpFailure as error:
             raise _translated(target, error) from error
-        except httpx.InvalidURL as error:
-            raise EngineGone(target, f"its URL is none: {error}") from error
-        if response.status_code in _GONE:
-            await response.aclose()
-            raise EngineGone(target, f"it answers {response.status_code}")
-        if response.is_redirect:
+        except InvalidRequest as error:
+            raise EngineGone(target, str(error)) from error
+        if response.status in _GONE:
+            response.close()
+            raise EngineGone(target, f"it answers {response.status}")
+        if 300 <= response.status < 400:
             # The operator has not allowed the redirect's target, and following it would send the
             # API key there. Nor is the redirect passed on to the client.
-            await response.aclose()
-            raise EngineOdd(target, f"it answers {response.status_code}: redirects lead nowhere")
+            response.close()
+            raise EngineOdd(target, f"it answers {response.status}: redirects lead nowhere")
         return response
 
-    async def _read(self, target: CallTarget, response: httpx.Response, nbytes_max: int) -> Whole:
-        pieces: list[bytes] = []
-        total = 0
+    async def _read(self, target: CallTarget, response: HttpAnswer, nbytes_max: int) -> Whole:
         try:
-            async for piece in response.aiter_raw():
-                total += len(piece)
-                if total > nbytes_max:
-                    raise EngineOdd(target, f"its answer is longer than {nbytes_max} bytes")
-                pieces.append(piece)
-        except httpx.TransportError as error:
+            body = await response.read(nbytes_max)
+        except HttpFailure as error:
             raise _translated(target, error) from error
-        return Whole(response.status_code, _passed(response), b"".join(pieces))
+        return Whole(response.status, _passed(response), body)
 
 
 def _counted(whole: Whole) -> Whole:
@@ -346,17 +347,18 @@ def _counted(whole: Whole) -> Whole:
     return Whole(whole.status, whole.headers, whole.body, tokens)
 
 
-def _passed(response: httpx.Response) -> dict[str, str]:
+def _passed(response: HttpAnswer) -> dict[str, str]:
     """The response headers that the gateway passes on to the client."""
     headers = response.headers
     return {name: headers[name] for name in _PASSED_HEADERS if name in headers}
 
 
-def _translated(target: CallTarget, error: httpx.TransportError) -> EngineGone | EngineSlow:
-    """Translate a transport error. An instance that does not accept a connection is gone; an
-    instance that accepts a request and sends nothing for minutes is slow, and a retry on another
-    instance would take as long again."""
-    why = str(error) or type(error).__name__
-    if isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout):
-        return EngineSlow(target, f"no answer in time ({why})")
-    return EngineGone(target, why)
+def _translated(target: CallTarget, error: HttpFailure) -> EngineError:
+    """Translate a failed call. An instance that does not accept a connection is gone; an instance
+    that accepts a request and sends nothing for minutes is slow, and a retry on another instance
+    would take as long again."""
+    if isinstance(error, Silent):
+        return EngineSlow(target, f"no answer in time ({error})")
+    if isinstance(error, TooLarge):
+        return EngineOdd(target, str(error))
+    return EngineGone(target, str(error))

@@ -332,6 +332,8 @@ class Serving(Response):
         await _body(send, answer.first, more=True)
         told = answer.counter.tokens
         try:
+            if (cap := self._reached(answer)) is not None:
+                return await self._cut(cap, send)
             async with aclosing(answer.rest()) as events:
                 async for data in events:
                     if self._report is not None:
@@ -339,7 +341,7 @@ class Serving(Response):
                     told = answer.counter.tokens
                     latencies.more(answer.counter.events, gateway.clock())
                     await _body(send, data, more=True)
-                    if not answer.counter.ended and (cap := self._cap(told)) is not None:
+                    if (cap := self._reached(answer)) is not None:
                         return await self._cut(cap, send)
         except EngineBroke as failure:
             log.warning("a stream broke: %s", failure)
@@ -354,15 +356,15 @@ class Serving(Response):
             return "cancelled"
         return "finished"
 
-    def _cap(self, tokens: int) -> int | None:
-        """The cap of answers like this one where it is decoded, if it has reached that. An answer
-        with several choices is left alone: it has an end for each."""
+    def _reached(self, answer: AnswerStream) -> int | None:
+        """The cap of answers like this one where it is decoded, if it has reached that and not its
+        end. An answer with several choices is left alone: it has an end for each."""
         assert self._route is not None
-        if self._ask.whole:
+        if self._ask.whole or answer.counter.ended:
             return None
         name, priority = self._route.decode.name, self._ask.wishes.priority
         cap = self._gateway.known.output_cap(name, priority)
-        return cap if cap is not None and tokens >= cap else None
+        return cap if cap is not None and answer.counter.tokens >= cap else None
 
     async def _cut(self, cap: int, send: Send) -> str:
         """End the answer here, as at a limit of its own, and say why."""

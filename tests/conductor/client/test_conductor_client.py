@@ -11,7 +11,6 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
 from apisupport import KEY, MODEL, Recorder, profile
 from directory.ports import free_port
@@ -240,7 +239,7 @@ def test_a_node_is_drained_and_opened_again(
             asked("another")
     drain = client.drain_node(f"n-{kind} 1?", deadline_s=60.0)
     assert (drain.kind, drain.phase) == ("node", "closing")
-    assert 50 < drain.left_s <= 60
+    assert 50 < drain.left_s < 60.001
     assert client.drain_node(f"n-{kind} 1?").left_s <= 60
     assert client.undrain_node(f"n-{kind} 1?").phase == "cancelled"
     with pytest.raises(Conflict):
@@ -287,9 +286,9 @@ class TestSeveralConductors:
 
     def test_a_token_is_sent_to_no_one_without_tls_by_one_that_has_it(self) -> None:
         event = calls.observe(RequestEvent("r", "finished", conductor="http://10.0.0.9:7800/"))
-        own = httpx.URL("https://10.0.0.8:7800")
-        assert _url(own, event, 0) == _url(own, event, 1) == event.path
-        assert _url(httpx.URL("http://a"), event, 0) == f"http://10.0.0.9:7800{event.path}"
+        own = "https://10.0.0.8:7800"
+        assert _url(own, event, 0) == _url(own, event, 1) == own + event.path
+        assert _url("http://a", event, 0) == f"http://10.0.0.9:7800{event.path}"
         secure = replace(event, at="https://b:1")
         assert _url(own, secure, 0) == f"https://b:1{event.path}"
 

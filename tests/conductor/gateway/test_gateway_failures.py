@@ -10,11 +10,11 @@ import re
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import msgspec
 import pytest
 from gatewaysupport import TIMES, Engine, changed, cluster, run, skip, until
 
+from tiffin.conductor.client.http_session import NotConnected
 from tiffin.conductor.errors import ConductorUnavailable, UnknownModel
 from tiffin.conductor.gateway.config import GatewayLimits
 from tiffin.conductor.records import Decision, Role
@@ -102,10 +102,10 @@ class TestAnInstanceIsGone:
                 http, late = it.gateway._engines._http, iter([True])
                 send = http.send
 
-                async def once_late(request: Any, **named: Any) -> Any:
+                async def once_late(*arguments: Any) -> Any:
                     if next(late, False):
-                        raise httpx.ConnectTimeout("in 2 s")
-                    return await send(request, **named)
+                        raise NotConnected("in 2 s", late=True)
+                    return await send(*arguments)
 
                 http.send = once_late  # type: ignore[method-assign]
                 assert (await it.post({"prompt": [1, 2, 3]})).status_code == 200
