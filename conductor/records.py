@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -125,8 +127,7 @@ class Load:
     age_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestEvent:
+class RequestEvent(msgspec.Struct, frozen=True, gc=False):
     """An event of an in-flight request. "alive": it is still queued or running; the event only
     prolongs its reservations. "fetched": all blocks that its decision fetches have come, or were
     given up. "prefill_began": the engine starts to compute the prompt. "handed_over": all of the
@@ -138,7 +139,10 @@ class RequestEvent:
     `route` of a hedged request: the ids of the prefill and the decode instance that the event is
     about; without it, those of its decision. For clients of the service: `tenant` is the tenant of
     the request, `conductor` the URL in its decision of the conductor that decided. `age_s`: how
-    long ago it happened, when it is told."""
+    long ago it happened, when it is told.
+
+    A struct of msgspec, as a frozen dataclass takes 2 us to make: two of them for each event that
+    comes were a sixth of its cost."""
 
     request_id: str
     kind: str

@@ -19,9 +19,11 @@ import asyncio
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
+
+from msgspec import structs
 
 from tiffin.conductor.client import calls
 from tiffin.conductor.records import Request, RequestEvent
@@ -160,7 +162,7 @@ class _Sender:
         same time in one call, or in a call each; seconds of each call."""
         seconds = await self.ask(number)
         for event in events_of_an_answer():
-            told = [replace(event, request_id=name) for name in self._open]
+            told = [structs.replace(event, request_id=name) for name in self._open]
             if single:
                 raw = [self._raw(calls.observe(one)) for one in told]
             else:

@@ -21,13 +21,14 @@ from .conductor_service import Service
 from .docs_page import add_docs_page
 from .openapi import TITLE, document
 from .request_bodies import Intake
-from .rest_route import RestRoute
+from .rest_route import HotRoute, RestRoute, broken
 from .routes import rest_routes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from starlette.routing import BaseRoute
+    from starlette.types import Receive, Scope, Send
 
     from ..core.conductor import Conductor
     from ..recording.recorder import Recorder
@@ -36,6 +37,22 @@ if TYPE_CHECKING:
     from .request_bodies import Limits
 
 _CODES = {404: "no_such_route", 405: "method_not_allowed"}
+
+
+class _Application(FastAPI):
+    """FastAPI, and ahead of it the routes that it only describes."""
+
+    hot: tuple[HotRoute, ...] = ()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] == "http":
+            for route in self.hot:
+                if route.takes(scope):
+                    scope["app"] = self
+                    await route.app(scope, receive, send)
+                    return
+        await super().__call__(scope, receive, send)
 
 
 def create_app(
@@ -65,13 +82,15 @@ def create_app(
         tracing=tracing,
         recorder=recorder,
     )
-    app = FastAPI(title=TITLE, redirect_slashes=False, docs_url=None, redoc_url=None)
+    app = _Application(title=TITLE, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.service, app.state.door = service, Door(auth or Tokens())
     app.state.intake = Intake(service.limits, "; of a prompt send block_keys, 35 for each block")
     app.openapi = document  # type: ignore[method-assign]
     # Not `include_router`: FastAPI then merges the options of both routers at every request, which
     # takes 18 us.
-    app.router.routes += _rest_routes()
+    routes = _rest_routes()
+    app.router.routes += routes
+    app.hot = tuple(route for route in routes if isinstance(route, HotRoute))
     add_docs_page(app)
     app.add_exception_handler(HTTPException, _not_routed)
     app.add_exception_handler(Exception, _broken)
@@ -97,6 +116,5 @@ async def _not_routed(request: Request, failure: Any) -> Response:
 
 
 async def _broken(request: Request, failure: Exception) -> Response:
-    """The answer to an unhandled exception, a defect of the conductor. Starlette raises the
-    exception again, and the server logs it with its traceback."""
-    return error(500, "internal_error", "the conductor failed; its log has the cause")
+    """The answer to an unhandled exception, which Starlette raises again."""
+    return broken()

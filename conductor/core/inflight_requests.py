@@ -16,16 +16,17 @@ from enum import IntEnum
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from ..admission.gaps import Gaps
 from ..admission.hedging import HedgedRoute
 from ..prefill.fairness import Waiter
-from ..records import RequestEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ..dispatch.dispatcher import Dispatcher
-    from ..records import Decision, Request
+    from ..records import Decision, Request, RequestEvent
     from ..state.instance_table import Cluster
     from .calibrated_profiles import DecodeMark
     from .transfer_bookings import Move
@@ -112,10 +113,7 @@ def since_last(event: RequestEvent, flight: InflightRequest | None) -> RequestEv
     if event.total_tokens is None:
         return event
     more = max(0, event.total_tokens - (0 if flight is None else flight.answered_tokens))
-    return RequestEvent(  # `replace` takes three times as long
-        event.request_id, event.kind, more, event.route, event.tenant, event.conductor,
-        age_s=event.age_s,
-    )  # fmt: skip
+    return structs.replace(event, tokens=more, total_tokens=None)
 
 
 class Ledger:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 if TYPE_CHECKING:
     from ..records import Decision, RequestEvent
 
@@ -22,8 +24,7 @@ class _Watched:
     last_token_at: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ObservedTimes:
+class ObservedTimes(msgspec.Struct, frozen=True, gc=False):
     """Predicted and observed seconds of `kind` "ttft" or "tbt", over `tokens` tokens (ttft: 1)."""
 
     kind: str

@@ -7,13 +7,15 @@ no client can flood a monitoring system with them. docs/conductor/service.md exp
 
 from __future__ import annotations
 
-import math
+from collections import Counter as Counts
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ..core.prediction_errors import Timings
+from .tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -61,32 +63,33 @@ class ConductorMetrics:
             "cached_tokens_available", "Of them, what some holder had when it was decided."
         )
         self._used = self._counter("cached_tokens_used", "Of those, what the decision uses.")
-        self._events = self._counter("request_events", "What became of requests.", "kind")
-        self._kinds: dict[str, Counter] = {}
-        self._decision_s = self._histogram(
+        self._events: Counts[str] = Counts()  # by kind
+        self._tallies: list[Tally] = []
+        self._decision_s = self._tally(
             "decision_duration_seconds", "Time to decide about one request.", _DECISION_S
         )
         self._predicted = {
-            "ttft": self._histogram("predicted_ttft_seconds", "Time to first token.", _TTFT_S),
-            "tbt": self._histogram("predicted_tbt_seconds", "Time between tokens.", _TBT_S),
+            "ttft": self._tally("predicted_ttft_seconds", "Time to first token.", _TTFT_S),
+            "tbt": self._tally("predicted_tbt_seconds", "Time between tokens.", _TBT_S),
         }
         self._observed = {
-            "ttft": self._histogram("observed_ttft_seconds", "The same, as reported.", _TTFT_S),
-            "tbt": self._histogram(
+            "ttft": self._tally("observed_ttft_seconds", "The same, as reported.", _TTFT_S),
+            "tbt": self._tally(
                 "observed_tbt_seconds", "The same: means of what was reported at a time.", _TBT_S
             ),
         }
         self._ratio = {
-            "ttft": self._histogram(
-                "ttft_observed_ratio", "Observed TTFT by predicted TTFT.", _RATIO
-            ),
-            "tbt": self._histogram("tbt_observed_ratio", "Observed TBT by predicted TBT.", _RATIO),
+            "ttft": self._tally("ttft_observed_ratio", "Observed TTFT by predicted TTFT.", _RATIO),
+            "tbt": self._tally("tbt_observed_ratio", "Observed TBT by predicted TBT.", _RATIO),
         }
         self._http = self._counter("http_requests", "Answers.", "route", "status")
-        self._http_s = self._histogram(
-            "http_request_duration_seconds", "From the head of a request to its answer.", _HTTP_S,
-            "route",
-        )  # fmt: skip
+        self._http_s = Histogram(
+            PREFIX + "http_request_duration_seconds",
+            "From the head of a request to its answer.",
+            ("route",),
+            registry=self.registry,
+            buckets=_HTTP_S,
+        )
         self._answers: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.registry.register(_State(self))
 
@@ -101,8 +104,8 @@ class ConductorMetrics:
         self._prompt.inc(request.prompt_tokens)
         self._available.inc(decision.available_tokens)
         self._used.inc(decision.cached_tokens)
-        _observe(self._predicted["ttft"], decision.predicted_ttft_s)
-        _observe(self._predicted["tbt"], decision.predicted_tbt_s)
+        self._predicted["ttft"].observe(decision.predicted_ttft_s)
+        self._predicted["tbt"].observe(decision.predicted_tbt_s)
         self.timings.begin(decision, now)
 
     def rejected(self, request: Request, rejection: Rejection, took_s: float) -> None:
@@ -113,17 +116,13 @@ class ConductorMetrics:
 
     def observed(self, event: RequestEvent, now: float) -> None:
         """Count an event of an in-flight request, and observe its TTFT or TBT."""
-        kind = event.kind
-        counter = self._kinds.get(kind)
-        if counter is None:  # a lookup of labels takes longer than counting
-            counter = self._kinds[kind] = self._events.labels(kind)
-        counter.inc()
+        self._events[event.kind] += 1
         observed = self.timings.observe(event, now)
         if observed is None:
             return
-        _observe(self._observed[observed.kind], observed.observed_s)
+        self._observed[observed.kind].observe(observed.observed_s)
         if observed.predicted_s > 0:
-            _observe(self._ratio[observed.kind], observed.observed_s / observed.predicted_s)
+            self._ratio[observed.kind].observe(observed.observed_s / observed.predicted_s)
 
     def answered(self, route: str, status: int, took_s: float) -> None:
         """Count an HTTP answer. `route` is the route's pattern, not the path of the request."""
@@ -139,13 +138,19 @@ class ConductorMetrics:
         return generate_latest(self.registry)
 
     def state(self) -> Iterator[Metric]:
-        """The current state as metrics."""
-        for name, what, labels, rows in self._state():
+        """The current state as metrics, and what is counted here."""
+        yield from (tally.family() for tally in self._tallies)
+        for name, what, labels, rows in chain(self._state(), [self._events_by_kind()]):
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             family = kind(PREFIX + name, what, labels=labels)
             for values, number in rows:
                 family.add_metric(values, number)
             yield family
+
+    def _events_by_kind(self) -> Family:
+        rows: list[tuple[tuple[str, ...], float]]
+        rows = [((kind,), float(count)) for kind, count in self._events.items()]
+        return "request_events_total", "What became of requests.", ("kind",), rows
 
     def _label(self, name: str, value: str) -> str:
         seen = self._seen.setdefault(name, set())
@@ -159,10 +164,10 @@ class ConductorMetrics:
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, what, labels, registry=self.registry)
 
-    def _histogram(
-        self, name: str, what: str, buckets: tuple[float, ...], *labels: str
-    ) -> Histogram:
-        return Histogram(PREFIX + name, what, labels, registry=self.registry, buckets=buckets)
+    def _tally(self, name: str, what: str, bounds: tuple[float, ...]) -> Tally:
+        tally = Tally(PREFIX + name, what, bounds)
+        self._tallies.append(tally)
+        return tally
 
 
 class _State:
@@ -173,8 +178,3 @@ class _State:
 
     def collect(self) -> Iterable[Metric]:
         return self._metrics.state()
-
-
-def _observe(histogram: Histogram, value: float) -> None:
-    if math.isfinite(value) and value >= 0:
-        histogram.observe(value)

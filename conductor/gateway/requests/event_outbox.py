@@ -9,8 +9,10 @@ are sent again if the conductor does not answer; other events are not, as later 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from ...errors import ConductorError, ConductorUnavailable
 
@@ -125,7 +127,7 @@ class EventOutbox:
         if not self._may_call():
             batch = [one for one in batch if one.event.kind in _ENDS or _drop(one)]
         now = asyncio.get_running_loop().time()
-        events = [replace(one.event, age_s=max(0.0, now - one.at)) for one in batch]
+        events = [structs.replace(one.event, age_s=max(0.0, now - one.at)) for one in batch]
         self._sending = len(events)
         try:
             results = await self._client.observe_many(events)

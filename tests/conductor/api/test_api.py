@@ -26,7 +26,7 @@ from tiffin.conductor.pool.draining import GONE_S
 from tiffin.conductor.pool.leader import LeaderLease
 from tiffin.conductor.pool.orders import Ended, NodeSpace
 from tiffin.conductor.pool.prompt_sums import PromptSums
-from tiffin.conductor.records import Rejection, RequestEvent
+from tiffin.conductor.records import Rejection, Request, RequestEvent
 from tiffin.conductor.web.auth import Grant, Right, Tokens, load_tokens
 from tiffin.conductor.wire.block_keys import parse_schema
 from tiffin.conductor.wire.event_batch import EVENTS_MAX
@@ -901,6 +901,20 @@ class TestLimits:
         response = client.get("/v1/blocks/hot")
         assert response.status_code == 500
         assert "a defect" not in response.text
+
+    def test_also_of_a_route_that_is_served_ahead_of_the_framework(self, core: Recorder) -> None:
+        def broken(request: Request, now: float) -> Any:
+            raise ZeroDivisionError("a defect")
+
+        core.schedule = broken  # type: ignore[method-assign]
+        app = create_app(core)
+        client = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
+        body = {"request_id": "r", "model": MODEL, "prompt_tokens": 40}
+        response = client.post("/v1/schedule", json=body)
+        assert (response.status_code, error_of(response)["code"]) == (500, "internal_error")
+        assert "a defect" not in response.text
+        with pytest.raises(ZeroDivisionError):  # the server logs it
+            TestClient(app, base_url="http://localhost").post("/v1/schedule", json=body)
 
 
 class TestDoors:

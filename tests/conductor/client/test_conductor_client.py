@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from apisupport import KEY, MODEL, Recorder, profile
 from directory.ports import free_port
+from msgspec import structs
 from serversupport import served, wait_for_follower
 
 from tiffin.conductor.client import AsyncConductorClient, ConductorClient, calls
@@ -264,7 +265,7 @@ class TestSeveralConductors:
             event = RequestEvent(REQUEST.id, kind, 3 * (kind == "tokens"))
             with pytest.raises(UnknownRequest):
                 client.observe(event)
-            client.observe(replace(event, conductor=placed.conductor))
+            client.observe(structs.replace(event, conductor=placed.conductor))
         assert len(other.ledger) == 0
         client.observe(RequestEvent(REQUEST.id, "finished", conductor=placed.conductor))
 

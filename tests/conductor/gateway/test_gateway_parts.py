@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import threading
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -373,7 +372,7 @@ class Listener:
         if self.gone or self.calls <= self.deaf:
             return [ConductorUnavailable("gone")] * len(events)
         await self.go.wait()
-        self.heard += [replace(event, age_s=0.0) for event in events]
+        self.heard += [msgspec.structs.replace(event, age_s=0.0) for event in events]
         self.ages_s += [event.age_s for event in events]
         return [None] * len(events)
 
