@@ -57,6 +57,7 @@ from . import refusals
 from .calibrated_profiles import CalibratedProfiles
 from .decision_log import DecisionLog
 from .decision_view import View
+from .decode_moves import DecodeMoves
 from .hold import PULLS_LABEL
 from .inflight_requests import (
     Ledger,
@@ -114,7 +115,7 @@ class Conductor:
     ) -> None:
         self.settings = settings = settings or Settings()
         check_predictor(settings.planner.predictor)
-        dice = dice or random.Random()
+        self.dice = dice = dice or random.Random()
         self.cluster = Cluster()
         self.index = PrefixIndex()
         self.holdings = Holdings(self.index)
@@ -133,6 +134,7 @@ class Conductor:
         self.output_caps = OutputCaps()
         self.bookings = TransferBookings(self.cluster, self.transfers)
         self.names = Names(self.cluster, self.holdings, self.transfers, self.bookings)
+        self.moves = DecodeMoves(self)
         self.steering = Steering(self)
         self._profile = profile
         self.profiles = CalibratedProfiles(self.cluster, self.transfers, self.calibration)
@@ -339,7 +341,8 @@ class Conductor:
         row = self.cluster.row(instance)
         for flight in self.ledger:
             if row in (flight.prefill_row, flight.decode_row):
-                self._released(flight)
+                self._released(flight, now)
+        self.moves.forget_row(row, now)
         self.ledger.forget_row(row)
         self.horizon.forget_row(row, now)
         self.shadow.forget_row(row)
@@ -606,7 +609,7 @@ class Conductor:
         """End an in-flight request and release its reservations, exactly once."""
         if why in ("rescheduled", "rejected", "preempted"):
             self.offered.counted(flight.request, now)  # it comes again
-        self._released(flight)
+        self._released(flight, now)
         if self.ledger.end(flight, now):
             self.horizon.end(flight.request.id, now)
             self.margins.ended(flight.request.id, None)
@@ -616,9 +619,10 @@ class Conductor:
                 self._counts[why] += 1
                 self.log.ended(flight, why, now)
 
-    def _released(self, flight: InflightRequest) -> None:
+    def _released(self, flight: InflightRequest, now: float) -> None:
         """Drop it from the in-flight prefills, and end its transfers."""
         self.computing.end(flight.request.id)
+        self.moves.forget(flight.request.id, now)
         self.bookings.ended(flight.request.id)
 
     def _moving(self, flight: InflightRequest, event: RequestEvent, now: float) -> None:

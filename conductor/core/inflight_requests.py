@@ -204,6 +204,20 @@ class Ledger:
                 self._cluster.heavy[at] += one * flight.heavy
         flight.decode_row = row
 
+    def move(self, flight: InflightRequest, row: int, now: float) -> None:
+        """A request that decodes on one instance goes on at the one of a row."""
+        before = flight.decode_row
+        kv, context = flight.shares.pop(before), flight.context.pop(before, 0)
+        for at, one in ((before, -1), (row, 1)):
+            self._cluster.promise(
+                at, now, batch=one, context_tokens=one * context, kv_used_tokens=one * kv
+            )
+            self._cluster.heavy[at] += one * flight.heavy
+        flight.shares[row], flight.context[row] = kv, context
+        self._leave(before)
+        self._present[row] += 1
+        flight.decode_row = row
+
     def prolong(self, flight: InflightRequest, until: float) -> None:
         """Extend a request's expiry to `until`, never shorten it."""
         flight.expires_at = max(flight.expires_at, until)

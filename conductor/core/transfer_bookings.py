@@ -4,6 +4,7 @@ once. Pure.
     a request's fetches    from its decision until `fetched`, or its prefill begins
     its hand-over          planned from its decision; in flight from `prefill_done` (overlapped:
                            from `prefill_began`) until `handed_over`, or its first decoded tokens
+    a move while decoding  from its order until its outcome
     a copy by an order     from its order until its outcome
 
 Whatever happens to the request ends all of them. Nobody has to report a hand-over: the cards' model
@@ -65,14 +66,16 @@ class TransferBookings:
     def __init__(self, cluster: Cluster, transfers: TransferModel) -> None:
         self._cluster, self._transfers = cluster, transfers
         self._requests: dict[str, _Booked] = {}
+        self._moves: dict[str, _Begun] = {}
         self._copies: dict[int, tuple[_Begun, int]] = {}  # and how many blocks it has
 
     def __len__(self) -> int:
-        return len(self._requests) + len(self._copies)
+        return len(self._requests) + len(self._moves) + len(self._copies)
 
     def nodes(self) -> set[int]:
         """The numbers of all nodes that something is booked at."""
         moves = [one.move for one, _ in self._copies.values()]
+        moves += [one.move for one in self._moves.values()]
         for booked in self._requests.values():
             moves += [one.move for one in (*booked.fetches, *booked.handover)]
             moves += booked.planned
@@ -135,6 +138,16 @@ class TransferBookings:
             self._unplan(booked)
             self._end(booked.fetches)
             self._end(booked.handover)
+
+    def moves(self, request_id: str, move: Move, now: float) -> None:
+        """A request that decodes is ordered to go on elsewhere: its KV is sent."""
+        self._moves[request_id] = self._begin(move, now)
+
+    def moved(self, request_id: str) -> None:
+        """It is there, or stays."""
+        one = self._moves.pop(request_id, None)
+        if one is not None:
+            self._end([one])
 
     # -- orders ------------------------------------------------------------------------------------
 

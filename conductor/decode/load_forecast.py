@@ -192,6 +192,20 @@ class Horizon:
         self._running[:, stay.row] += stay.amounts
         self._put(request_id, stay)
 
+    def move(self, request_id: str, row: int, now: float) -> None:
+        """Let a request go on at another row. No effect if it is unknown."""
+        self.advance(now)
+        stay = self._stays.get(request_id)
+        if stay is None:
+            return
+        self._need(row)
+        self._forget(request_id)
+        stay.row = row
+        self.promised.add(row, stay.tbt_s)
+        if stay.running:
+            self._running[:, row] += stay.amounts
+        self._put(request_id, stay)
+
     def end(self, request_id: str, now: float) -> None:
         """Remove a request that has finished, was cancelled or has expired. No effect if it is
         unknown."""

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING
 from ..cost.transfer_model import TIERS
 from ..errors import ConductorError, Conflict, InvalidRequest, UnknownNode
 from ..records import Status
+from ..state.allowed_hosts import ROLE_LABEL
 from ..state.instance_table import INSTANCES_MAX
 from ..state.sliced_work import finished
 from .draining import ENDED, InstanceDrain, NodeDrain, unique_in_hbm
+from .instance_orders import SaveBlocks, carries_out
 from .leader import FlipsElsewhere
 from .orders import LOST_S, PoolView
 from .planner import Meter, Planner
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from ..state.sliced_work import Work
     from .demand_forecast import DemandForecast, DemandQuestion
     from .draining import Progress
+    from .instance_orders import HandOverRequest
     from .leader import LeaderLease
     from .orders import Ended, NodeSpace, Order
     from .planner import FleetPlan
@@ -60,11 +63,12 @@ _LATENCY = ("c0", "c1", "c2", "d0", "d1", "d2")
 
 @dataclass(slots=True)
 class Steered:
-    """The results of a tick: orders for nodes, actions that need a call to the instance, and
-    forecasts that are too slow to run inside the tick."""
+    """The results of a tick: orders for nodes, actions and hand-overs that need a call to the
+    instance, and forecasts that are too slow to run inside the tick."""
 
     orders: list[Order] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
+    hand_overs: list[HandOverRequest] = field(default_factory=list)
     # By model: its plan waits for the answer, which the caller passes to `forecasted`.
     questions: dict[str, DemandQuestion] = field(default_factory=dict)
 
@@ -195,6 +199,11 @@ class Steering:
         actions = planned.planner.flips.begin(instance, role, self.fleet(model), now, why)
         return self._carried(planned, actions, now)
 
+    def saved(self, instance: str, now: float, error: str = "") -> list[Action]:
+        """Record the outcome of a SaveBlocks action; returns the next actions."""
+        planned = self._plans_of(self._core.cluster.spec(instance).model, now)
+        return self._carried(planned, planned.planner.flips.saved(instance, now, error), now)
+
     def committed(self, instance: str, now: float, error: str = "") -> list[Action]:
         """Record the outcome of a SetRole action; returns the next actions."""
         planned = self._plans_of(self._core.cluster.spec(instance).model, now)
@@ -272,6 +281,7 @@ class Steering:
         if leads:
             steered.actions += self._go_on_for_the_dead(now)
         yield from self._plan_all(steered, now, ask=ask)
+        yield from self._hand_over(steered, now)
         return steered
 
     def ended(self, outcome: Ended, now: float) -> None:
@@ -366,6 +376,7 @@ class Steering:
                         spec.kv_capacity_tokens,
                         spec.batch_max,
                         cluster.status[row] is Status.LOST,
+                        carries_out(spec, "save"),
                     )
                 )
         return fleets
@@ -398,6 +409,15 @@ class Steering:
                 elif not planned.asked:
                     planned.asked = True
                     steered.questions[model] = question
+
+    def _hand_over(self, steered: Steered, now: float) -> Work[None]:
+        """Let our own requests at instances that change their roles go on elsewhere, whoever
+        flips them."""
+        if self._core.settings.planner.flips.requests == "hand_over":
+            for name in self.flipping():
+                yield
+                if name in self._core.cluster:
+                    steered.hand_overs += self._core.moves.begin(name, now)
 
     def _plan(
         self,
@@ -440,7 +460,8 @@ class Steering:
             if isinstance(action, SetRole):
                 row = self._core.cluster.row(action.instance)
                 self._core.cluster.set_role(row, action.role)
-            if self._core.cluster.spec(action.instance).labels.get("role_url"):
+            told = self._core.cluster.spec(action.instance).labels.get(ROLE_LABEL)
+            if told or isinstance(action, SaveBlocks):
                 left.append(action)
             elif isinstance(action, Verify):
                 todo += planned.planner.flips.verified(action.instance, now)

@@ -1,12 +1,14 @@
 """Role flip: an instance changes its role, with no request lost and no role left empty. Pure.
 
     DRAINING    the conductor assigns no new request to the instance, in either role; its in-flight
-                requests end
+                requests end, or go on elsewhere (`core/decode_moves.py`)
+    SAVING      the instance writes the blocks that are in its HBM alone to the pool
     COMMITTING  the instance receives its new role (by a call or by a restart: the service decides)
     VERIFYING   the instance has confirmed; a probe has to show that it does the new work
     READY       the conductor assigns requests to the instance in its new role
 
-    RETURNED    the instance was not drained in time, or its old role needs it: it keeps that role
+    RETURNED    the instance was not drained in time, did not save its blocks, or its old role needs
+                it: it keeps that role
     FAILED      the instance did not take the new role, or the probe failed: no request is assigned
                 to it, and an operator has to look, because its role is unknown
     LOST        the instance left or stopped sending heartbeats, or another conductor took the flip
@@ -22,13 +24,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from ..errors import Conflict
 from ..records import Role
+from .instance_orders import SaveBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -40,8 +43,19 @@ ENDED_MAX = 64
 class FlipSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How long each step of a flip may take, and how many instances each role keeps."""
 
+    requests: Literal["wait", "hand_over"] = "wait"
+    """What becomes of the requests that an instance decodes: it waits for their ends, or they go on
+    elsewhere, if it can hand them over."""
+
+    blocks: Literal["save", "leave"] = "save"
+    """What becomes of the blocks in its HBM: those that are nowhere else are written to the pool
+    first, if it can, or are lost."""
+
     drain_s: Annotated[float, Meta(gt=0, le=86_400)] = 120.0
     """For its requests to end; the longest answers take longer, and then it returns."""
+
+    save_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0
+    """For its blocks to be written to the pool; else it keeps its role."""
 
     commit_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0
     """For it to take its new role. Longer where that means to load weights anew."""
@@ -63,6 +77,7 @@ class Step(StrEnum):
     """The step of a flip; see the module's text."""
 
     DRAINING = "draining"
+    SAVING = "saving"
     COMMITTING = "committing"
     VERIFYING = "verifying"
     READY = "ready"
@@ -71,13 +86,16 @@ class Step(StrEnum):
     LOST = "lost"
 
 
+# It was not told of its new role yet, and can keep the old one.
+_UNTOLD = (Step.DRAINING, Step.SAVING)
 ENDED = (Step.READY, Step.RETURNED, Step.FAILED, Step.LOST)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetMember:
     """State of an instance. `requests` counts its in-flight requests; `latency` is (c0, c1, c2, d0,
-    d1, d2) of its profile. `lost`: it sends no heartbeats."""
+    d1, d2) of its profile. `lost`: it sends no heartbeats. `saves`: it can write the blocks that
+    are in its HBM alone to the pool."""
 
     id: str
     role: Role
@@ -87,6 +105,7 @@ class FleetMember:
     kv_capacity_tokens: int = 1_000_000
     batch_max: int = 256
     lost: bool = False
+    saves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +132,7 @@ class Verify:
     role: Role
 
 
-Action = Assign | SetRole | Verify
+Action = Assign | SetRole | Verify | SaveBlocks
 
 
 @dataclass(slots=True)
@@ -204,11 +223,11 @@ class Flips:
             self._end(flip, Step.LOST, why, now)
 
     def cancel(self, instance: str, now: float, why: str) -> bool:
-        """Cancel a flip that is still draining; the caller decides whether the instance is assigned
-        requests again. False if there is no flip, or it is past draining: then it goes on, so that
-        its outcome becomes known."""
+        """Cancel a flip whose instance was not told of its new role; the caller decides whether it
+        is assigned requests again. False if there is no flip, or it was told: then it goes on, so
+        that its outcome becomes known."""
         flip = self._under_way.get(instance)
-        if flip is None or flip.step is not Step.DRAINING:
+        if flip is None or flip.step not in _UNTOLD:
             return False
         self._end(flip, Step.RETURNED, why, now)
         return True
@@ -221,15 +240,22 @@ class Flips:
             member = members.get(flip.instance)
             if member is None:
                 self._end(flip, Step.LOST, "it went away", now)
-            elif flip.step is Step.DRAINING and member.lost:
+            elif flip.step in _UNTOLD and member.lost:
                 # It has not received its new role. An instance that has may be silent meanwhile.
                 self._end(flip, Step.LOST, "it fell silent", now)
                 actions.append(Assign(flip.instance, on=True))  # for when its heartbeats resume
-            elif flip.step is Step.DRAINING:
+            elif flip.step in _UNTOLD:
                 actions += self._drain(flip, member, fleet, now)
             elif now >= flip.until:
                 self._end(flip, Step.FAILED, f"{flip.step} took too long; look at it", now)
         return actions
+
+    def saved(self, instance: str, now: float, error: str = "") -> list[Action]:
+        """Record the outcome of a SaveBlocks; `error` says why blocks would be lost."""
+        flip = self._under_way.get(instance)
+        if flip is None or flip.step is not Step.SAVING:
+            return []
+        return self._return(flip, f"its blocks: {error}", now) if error else self._commit(flip, now)
 
     def committed(self, instance: str, now: float, error: str = "") -> list[Action]:
         """Record the outcome of a SetRole; `error` says why it failed."""
@@ -257,11 +283,27 @@ class Flips:
         self, flip: Flip, member: FleetMember, fleet: Sequence[FleetMember], now: float
     ) -> list[Action]:
         broken = self._breaks_minimum(flip.instance, flip.old, fleet)
-        if broken or (member.requests and now >= flip.until):
-            late = f"{member.requests} requests had not ended"
-            self._end(flip, Step.RETURNED, broken or late, now)
-            return [Assign(flip.instance, on=True)]
-        return [] if member.requests else self._commit(flip, now)
+        if broken:
+            return self._return(flip, broken, now)
+        if flip.step is Step.SAVING:
+            late = now >= flip.until
+            return self._return(flip, "its blocks were not saved in time", now) if late else []
+        if not member.requests:
+            return self._empty(flip, member, now)
+        if now >= flip.until:
+            return self._return(flip, f"{member.requests} requests had not ended", now)
+        return []
+
+    def _empty(self, flip: Flip, member: FleetMember, now: float) -> list[Action]:
+        """Its last request has ended."""
+        if self.settings.blocks == "leave" or not member.saves:
+            return self._commit(flip, now)
+        flip.step, flip.until = Step.SAVING, now + self.settings.save_s
+        return [SaveBlocks(flip.instance)]
+
+    def _return(self, flip: Flip, why: str, now: float) -> list[Action]:
+        self._end(flip, Step.RETURNED, why, now)
+        return [Assign(flip.instance, on=True)]
 
     def _commit(self, flip: Flip, now: float) -> list[Action]:
         flip.step, flip.until = Step.COMMITTING, now + self.settings.commit_s

@@ -1,12 +1,19 @@
-"""Carries out what steering decides: orders to nodes, and role changes of instances.
+"""Carries out what steering decides: orders to nodes, and role changes and orders of instances.
 
 An instance that can change its role while it runs has the label `role_url`, an endpoint:
 
     POST role_url   {"role": "decode"}      take this role; a success status means that it has
     GET  role_url   -> {"role": "decode"}   its current role, which the conductor reads to verify
 
-An instance without this label is taken to do whatever work it is sent, so it gets no calls. A
-failed call is reported and not retried: `role_flip.py` decides what follows.
+An instance without this label is taken to do whatever work it is sent, so it gets no calls. Where
+one takes orders, and which, is in the labels `orders_url` and `orders`:
+
+    POST orders_url {"order": "save"}       write to the pool what is in HBM alone
+                    -> {"left": 0}          how many such blocks there still are
+    POST orders_url {"order": "hand_over", "request": "TENANT/ID", "target": ID, "url": its url}
+                                            a success status means that it goes on there
+
+A failed call is reported and not retried: `role_flip.py` and `decode_moves.py` decide what follows.
 """
 
 from __future__ import annotations
@@ -19,9 +26,10 @@ import httpx
 import msgspec
 
 from ..errors import ConductorError, UnknownInstance
-from ..pool.orders import NodeSpace
-from ..pool.role_flip import Assign, SetRole
-from ..state.allowed_hosts import ROLE_LABEL
+from ..pool.instance_orders import SaveBlocks
+from ..pool.orders import ORDER_TIMEOUT_S, NodeSpace
+from ..pool.role_flip import SetRole, Verify
+from ..state.allowed_hosts import ORDERS_LABEL, ROLE_LABEL
 from ..web.time_slices import TimeSlices
 from .forecast_process import forecast_apart
 
@@ -30,6 +38,7 @@ if TYPE_CHECKING:
 
     from ..api.conductor_service import Service
     from ..pool.demand_forecast import DemandQuestion
+    from ..pool.instance_orders import HandOverRequest
     from ..pool.role_flip import Action
     from .feeds import Feeding
 
@@ -90,6 +99,8 @@ class Acting:
         steered = await TimeSlices().finish(core.steering.ticking(spaces, now, ask=True))
         self._feeding.carry_out(steered.orders)
         self.act(steered.actions)
+        for order in steered.hand_overs:
+            self._begin(self._hand_over(order))
         if steered.questions:
             self._begin(self._forecast(steered.questions))
 
@@ -115,39 +126,61 @@ class Acting:
     async def _call(self, action: Action) -> None:
         error = await self._try(action)
         if error:
-            log.warning("%s: role %s: %s", action.instance, _role(action), error)
+            log.warning("%s: %s: %s", action.instance, _what(action), error)
         steering, now = self._core.steering, self._service.clock()
+        report = {SaveBlocks: steering.saved, SetRole: steering.committed}
         try:
-            report = steering.committed if isinstance(action, SetRole) else steering.verified
-            self.act(report(action.instance, now, error))
+            self.act(report.get(type(action), steering.verified)(action.instance, now, error))
         except ConductorError as gone:  # the instance left during the call
             log.info("%s: %s", action.instance, gone)
 
+    async def _hand_over(self, order: HandOverRequest) -> None:
+        body = {
+            "order": "hand_over",
+            "request": order.request_id,
+            "target": order.target,
+            "url": self._service.url(order.target),
+        }
+        error, _ = await self._tell(order.instance, ORDERS_LABEL, body, ORDER_TIMEOUT_S)
+        if error:
+            log.info("%s: hand over %s: %s", order.instance, order.request_id, error)
+        self._core.moves.ended(order.request_id, self._service.clock(), error)
+
     async def _try(self, action: Action) -> str:
         """Call the instance; returns what went wrong, or ""."""
-        flips = self._core.settings.planner.flips
+        flips, name = self._core.settings.planner.flips, action.instance
+        if isinstance(action, SetRole):
+            body = {"role": action.role.value}
+            return (await self._tell(name, ROLE_LABEL, body, flips.commit_s))[0]
+        if isinstance(action, SaveBlocks):
+            error, said = await self._tell(name, ORDERS_LABEL, {"order": "save"}, flips.save_s)
+            left = said.get("left")
+            return error or ("" if left == 0 else f"it says that {left!r} are left"[:200])
+        error, said = await self._tell(name, ROLE_LABEL, None, flips.verify_s)
+        same = isinstance(action, Verify) and said.get("role") == action.role.value
+        return error or ("" if same else f"it says {said.get('role')!r}"[:200])
+
+    async def _tell(
+        self, instance: str, label: str, body: dict[str, str] | None, timeout_s: float
+    ) -> tuple[str, dict[str, Any]]:
+        """Send a body (None: ask) to the endpoint in an instance's label; returns what went wrong,
+        or "", and the answer."""
         try:
-            url = self._core.cluster.spec(action.instance).labels.get(ROLE_LABEL, "")
-            if isinstance(action, SetRole):
-                status, content = await self._ask(
-                    "POST", url, flips.commit_s, {"role": action.role}
-                )
-            else:
-                status, content = await self._ask("GET", url, flips.verify_s)
+            url = self._core.cluster.spec(instance).labels.get(label, "")
+            status, content = await self._ask(
+                "GET" if body is None else "POST", url, timeout_s, body
+            )
             if not httpx.codes.is_success(status):
-                return f"{url} answered {status}"
-            if isinstance(action, SetRole):
-                return ""
-            said = msgspec.json.decode(content, type=dict[str, Any])
+                return f"{url} answered {status}", {}
+            return "", msgspec.json.decode(content, type=dict[str, Any]) if content else {}
         except (httpx.HTTPError, httpx.InvalidURL, OSError, OverflowError, ExceptionGroup) as error:
             # The last two: errors that a bad URL causes in the resolver, whose tasks run in a
             # group.
-            return f"no answer: {str(error) or type(error).__name__}"
+            return f"no answer: {str(error) or type(error).__name__}", {}
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return f"what it answered is no JSON object: {error}"
+            return f"what it answered is no JSON object: {error}", {}
         except UnknownInstance as error:
-            return str(error)
-        return "" if said.get("role") == _role(action) else f"it says {said.get('role')!r}"[:200]
+            return str(error), {}
 
     async def _ask(
         self, method: str, url: str, timeout_s: float, body: dict[str, str] | None = None
@@ -167,5 +200,7 @@ class Acting:
             return answer.status_code, content
 
 
-def _role(action: Action) -> str:
-    return "" if isinstance(action, Assign) else action.role.value
+def _what(action: Action) -> str:
+    if isinstance(action, SetRole | Verify):
+        return f"role {action.role.value}"
+    return "save its blocks"

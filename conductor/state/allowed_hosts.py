@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     Address = ipaddress.IPv4Address | ipaddress.IPv6Address
     Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# Labels of an instance: the URL that takes its new role, and the endpoints of its KV events.
+# Labels of an instance: the URLs that take its new role and other orders, and the endpoints of its
+# KV events.
 ROLE_LABEL = "role_url"
+ORDERS_LABEL = "orders_url"
 EVENTS_LABEL = "kv_events"
 REPLAY_LABEL = "kv_events_replay"
 
@@ -120,11 +122,11 @@ def check_hosts(spec: InstanceSpec, entries: tuple[str, ...]) -> None:
     allowed = allowed_hosts(entries)
     if spec.url:
         allowed.check(spec.url, f"instance {spec.id!r}: its url")
-    for label in (ROLE_LABEL, EVENTS_LABEL, REPLAY_LABEL):
+    for label in (ROLE_LABEL, ORDERS_LABEL, EVENTS_LABEL, REPLAY_LABEL):
         url = spec.labels.get(label, "")
         if url:
             what = f"instance {spec.id!r}: its label {label}"
-            allowed.check(url, what, tcp=label != ROLE_LABEL)
+            allowed.check(url, what, tcp=label not in (ROLE_LABEL, ORDERS_LABEL))
 
 
 def host_of(url: str, what: str, *, tcp: bool = False) -> str:

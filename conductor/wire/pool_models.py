@@ -70,7 +70,9 @@ class FlipReply(Reply, frozen=True, kw_only=True):
     instance: str
     old: RoleName
     new: RoleName
-    step: Literal["draining", "committing", "verifying", "ready", "returned", "failed", "lost"]
+    step: Literal[
+        "draining", "saving", "committing", "verifying", "ready", "returned", "failed", "lost"
+    ]
     began_at: float
     ends_at: Annotated[
         float, Meta(description="When this step is given up; of one that has ended, when it did.")
