@@ -301,7 +301,7 @@ class Conductor:
         for row in silent.nonzero()[0].tolist():
             if self.cluster.status[row] is not Status.LOST:
                 self.cluster.set_status(self.cluster.name(row), Status.LOST)
-                self.dispatch.wake(row)
+                self._wake(row)
         self._forget_silent(now)
         self.dispatch.tick(now)
         self.names.tick(now)
@@ -356,9 +356,14 @@ class Conductor:
     def drain(self, instance: str, now: float) -> None:
         """Drain an instance: it gets no new requests, and finishes those in flight
         (`steering.drains` has the progress). Raises UnknownInstance."""
-        self.cluster.assign(instance, on=False)
-        self.dispatch.wake(self.cluster.row(instance))
+        self.unassign(instance)
         self.steering.drain_instance(instance, now)
+
+    def unassign(self, instance: str) -> None:
+        """Give an instance no new requests; those that are held for it are decided anew when they
+        are asked about. Raises UnknownInstance."""
+        self.cluster.assign(instance, on=False)
+        self._wake(self.cluster.row(instance))
 
     def flip(self, instance: str, role: Role, now: float) -> list[Action]:
         """Flip an instance's role by the protocol: no new requests, drain, commit, verify. Returns
@@ -514,13 +519,25 @@ class Conductor:
 
     def _stands(self, flight: InflightRequest) -> bool:
         """Whether the instances with work left for a request are registered and not lost: both in
-        the prefill phase, then the decode instance only. Of a held one, whether its prefill
-        instance gets new requests."""
-        if self.dispatch.holds(flight.request.id) and not self.cluster.ready[flight.prefill_row]:
+        the prefill phase, then the decode instance only. Of a held one, whether they get new
+        requests."""
+        if self.dispatch.holds(flight.request.id) and not self.takes_both(flight):
             return False
         rows = (flight.prefill_row, flight.decode_row)
         left = rows if flight.phase is RequestPhase.PREFILL else rows[1:]
         return all(row >= 0 and self.cluster.status[row] is not Status.LOST for row in left)
+
+    def _wake(self, row: int) -> None:
+        """An instance gets nothing new: whoever is held to prefill or to decode there has to ask
+        where else."""
+        holds = self.dispatch.holds
+        to_decode = [one.request.id for one in self.ledger if one.decode_row == row]
+        self.dispatch.wake(row, [name for name in to_decode if holds(name)])
+
+    def takes_both(self, flight: InflightRequest) -> bool:
+        """Whether both instances of a request get new requests."""
+        rows = (flight.prefill_row, flight.decode_row)
+        return all(row >= 0 and self.cluster.ready[row] for row in rows)
 
     def _computed(self, flight: InflightRequest, route: HedgedRoute, now: float) -> None:
         """Enter the blocks of a finished prefill in the index as guesses. For an instance that

@@ -19,10 +19,10 @@ PULLS_LABEL = "pulls"
 class Hold:
     """Whether a request may be sent to its instance.
 
-    `state`: "held"; "released"; or "moved", when its instance has gone or gets nothing new: then
-    ask for a decision again. `place` among those held there of its class and higher ones, 1 for the
-    first; `release_s`: until its release, as predicted. `first_token_s`, of a released one: until
-    its prefill should be done.
+    `state`: "held"; "released"; or "moved", when one of its instances has gone or gets nothing new:
+    then ask for a decision again. `place` among those held there of its class and higher ones, 1
+    for the first; `release_s`: until its release, as predicted. `first_token_s`, of a released one:
+    until its prefill should be done.
     """
 
     state: Literal["held", "released", "moved"]
@@ -43,7 +43,7 @@ def hold_of(core: Conductor, request_id: str, now: float) -> Hold:
         return Hold("moved")
     if not core.dispatch.holds(request_id):
         return Hold("released", first_token_s=core.queues.running_s(row, now))
-    if not core.cluster.ready[row]:
+    if not core.takes_both(flight):
         return Hold("moved")
     begins_at = flight.decided_at + flight.decision.predicted_ttft_s - flight.own_s
     release_s = max(0.0, begins_at - core.settings.queue.ahead_s - now)

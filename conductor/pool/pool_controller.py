@@ -474,7 +474,7 @@ class Steering:
         if not action.on:
             # It was ready when the flip began, so any earlier drain of it has been undone.
             self._kept_out.discard(name)
-            self._core.cluster.assign(name, on=False)
+            self._core.unassign(name)
         elif name not in self._kept_out:
             self._core.cluster.assign(name, on=True)
 

@@ -31,6 +31,7 @@ from ..instances.mixed_instance import MixedInstance
 from ..instances.sim_request import SimRequest
 from ..nodes.network import Network
 from .autoscaler import Autoscaler
+from .hand_overs import HandOvers
 from .request_reports import RequestReports
 
 if TYPE_CHECKING:
@@ -56,12 +57,13 @@ class ElasticOptions:
 
     `instances` at the start, by role; `changes` of the conductor's settings. `report_s`: between
     two reports of a request's tokens. `flip_s`: from the conductor's call until an empty instance
-    has its new role; `start_s`: from the order of an instance until it serves. `autoscale`: whether
-    the planner's advice on their number is followed. `choose_decode`, if given, overrules the
-    conductor's choice, for baselines. `output_class`: what the caller says of a request's answer,
-    `priority` its class. `preemption`: answers join as far as there is room for their context, and
-    are computed again if there is none later. `lengths` predicts them, in place of the settings'.
-    `smaller`: instances of `SMALLER_MODEL`, by role, of `smaller_profile`.
+    has its new role; `orders`: which of the conductor's it carries out besides
+    (`instance_orders.py`); `start_s`: from the order of an instance until it serves. `autoscale`:
+    whether the planner's advice on their number is followed. `choose_decode`, if given, overrules
+    the conductor's choice, for baselines. `output_class`: what the caller says of a request's
+    answer, `priority` its class. `preemption`: answers join as far as there is room for their
+    context, and are computed again if there is none later. `lengths` predicts them, in place of the
+    settings'. `smaller`: instances of `SMALLER_MODEL`, by role, of `smaller_profile`.
     """
 
     instances: Mapping[Role, int]
@@ -76,6 +78,7 @@ class ElasticOptions:
     heartbeat_s: float = 1.0
     report_s: float = 4.0
     flip_s: float = 5.0
+    orders: str = ""
     start_s: float = 60.0
     autoscale: bool = False
     ttft_s: float | None = None
@@ -159,6 +162,12 @@ class _Cluster:
         self._reports = RequestReports(self._core, clock, lambda: options.late_s)
         self._decoding: dict[str, tuple[SimRequest, MixedInstance]] = {}
         self._instances: dict[str, MixedInstance] = {}
+        self._hand_overs = HandOvers(
+            *(self._network, options.token_bytes, self._instances, self._decoding),
+            ended=lambda name, error: self._reports.later(
+                lambda now: core.moves.ended(name, now, error)
+            ),
+        )
         self._starting: dict[str, Role] = {}
         self._began_s: dict[str, float] = {}
 
@@ -212,7 +221,11 @@ class _Cluster:
             block_bytes=block_tokens * options.token_bytes,
             kv_capacity_tokens=options.kv_capacity_tokens,
             batch_max=options.batch_max,
-            labels={"role_url": "simulated"},
+            labels={
+                "role_url": "simulated",
+                "orders_url": "simulated",
+                "orders": options.orders,
+            },
         )
         self._core.register(spec, self._clock.now_s)
 
@@ -227,7 +240,10 @@ class _Cluster:
     def _steer(self) -> None:
         """The conductor's slow loop, and what follows of its plans."""
         now = self._clock.now_s
-        self._carry_out(self._core.steering.tick(None, now).actions)
+        steered = self._core.steering.tick(None, now)
+        self._carry_out(steered.actions)
+        for order in steered.hand_overs:
+            self._hand_overs.carry(order)
         plan = self._core.steering.plans().get(MODEL)
         plans = self._outcome.plans
         if plan is not None and (not plans or plan is not plans[-1]):

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ..clock import ScheduledEvent, VirtualClock
     from .sim_request import SimRequest
 
+    # Who has left, and the times of its tokens after the first one.
+    Left = Callable[[SimRequest, array[float]], None]
+
 
 class DecodeInstance:
     """Requests join between steps, in order of arrival. `name` is that of its node, too.
@@ -48,7 +51,10 @@ class DecodeInstance:
         self._waiting: deque[SimRequest] = deque()
         self._ends: dict[int, list[SimRequest]] = {}  # by step
         self._began: dict[str, int] = {}  # by job, in order of joining: its first step
-        self._given_s: dict[str, array[float]] = {}  # by preempted job: the times of its tokens
+        # By job that was decoded before, and preempted or handed over: the times of its tokens.
+        self._given_s: dict[str, array[float]] = {}
+        self._handed_over: set[str] = set()  # those whose KV came with them
+        self._leaving: dict[str, Left] = {}  # by job
         self._step_ends_s = array("d")  # of all steps so far, and of those of the run
         self._run_from = 0  # the run's first step
         self._run_ends: ScheduledEvent | None = None
@@ -74,8 +80,12 @@ class DecodeInstance:
             for name, began in self._began.items()
         }
 
-    def join(self, job: SimRequest) -> None:
-        """A request's KV has come. Its first token was given by the prefill."""
+    def join(self, job: SimRequest, given_s: array[float] | None = None) -> None:
+        """A request's KV has come. Its first token was given by the prefill, those at the times
+        `given_s` by another instance that decoded it."""
+        if given_s is not None:
+            self._given_s[job.name] = given_s
+            self._handed_over.add(job.name)
         if job.trace.output_tokens <= 1:
             self._done(job)
             return
@@ -93,6 +103,16 @@ class DecodeInstance:
             needed = self.context_tokens + self._context_of(job) + self.batch + 1
         room = needed <= self._capacity_tokens
         return not self.batch or (room and self.batch < self._batch_max)
+
+    def leave(self, name: str, left: Left) -> None:
+        """A request of the batch leaves after the present step, if it does not end with it."""
+        if name not in self._began:
+            return
+        self._leaving[name] = left
+        if self._run_ends is not None:
+            self._cut()
+        else:
+            self._let_leave()
 
     def end_now(self, name: str) -> None:
         """The answer of a request of the batch ends with the token of the present step."""
@@ -147,13 +167,27 @@ class DecodeInstance:
         self.batch += 1
         self._context_tokens += context
         self._reserved_tokens += job.trace.prompt_tokens + job.trace.output_tokens
-        if self._comes_back_s is None or job.name not in self._given_s:
+        came_whole = job.name in self._handed_over
+        self._handed_over.discard(job.name)
+        if self._comes_back_s is None or job.name not in self._given_s or came_whole:
             return 0.0
         return self._comes_back_s(context)
 
     def _preempt(self, step: int) -> None:
         """The last one that joined leaves before this step."""
-        name, began = self._began.popitem()
+        self._waiting.appendleft(self._take(next(reversed(self._began)), step))
+        self.preempted += 1
+
+    def _let_leave(self) -> None:
+        """Let those go who are to leave, before the next step."""
+        for name, left in self._leaving.items():
+            if name in self._began:
+                left(self._take(name, len(self._step_ends_s)), self._given_s.pop(name))
+        self._leaving.clear()
+
+    def _take(self, name: str, step: int) -> SimRequest:
+        """Take a request out of the batch before this step."""
+        began = self._began.pop(name)
         given_s = self._given_s.setdefault(name, array("d"))
         given = len(given_s)
         given_s.extend(self._step_ends_s[began:step])
@@ -164,10 +198,9 @@ class DecodeInstance:
         if not self._ends[ends]:
             del self._ends[ends]
         self.batch -= 1
-        self.preempted += 1
         self._context_tokens -= job.trace.prompt_tokens + 1 + given + step - began
         self._reserved_tokens -= job.trace.prompt_tokens + job.trace.output_tokens
-        self._waiting.appendleft(job)
+        return job
 
     def _cut(self) -> None:
         """End the run after the step of now."""
@@ -185,6 +218,7 @@ class DecodeInstance:
         self._run_from = step + 1
         for job in self._ends.pop(step, ()):
             self._end(job, step)
+        self._let_leave()
         self._run()
 
     def _end(self, job: SimRequest, step: int) -> None:
