@@ -209,8 +209,8 @@ async def announce(http: Request, instance: InstanceId) -> Response:
     Send everything each time: then a conductor that was restarted knows the instance again
     after its next heartbeat. A body with `load` alone is a heartbeat; it answers 404 for an
     instance that is not registered. A heartbeat does not end a drain, but a changed
-    registration does. Its url, and the labels `role_url`, `kv_events` and `kv_events_replay`,
-    are at hosts of the setting `instances.allowed_hosts`.
+    registration does. Its url, and the labels `role_url`, `orders_url`, `kv_events` and
+    `kv_events_replay`, are at hosts of the setting `instances.allowed_hosts`.
     """
     service = service_of(http)
     body = await body_of(http, models.InstanceBody)
@@ -253,8 +253,9 @@ async def leave(
     ),
 )
 async def flip(http: Request, instance: InstanceId) -> Response:
-    """Begin to change what an instance does: it gets no new work, finishes what it has, is told
-    its role (where its label `role_url` says) and asked to show it, and then gets work again.
+    """Begin to change what an instance does: it gets no new work, finishes what it has or hands it
+    over, saves its blocks, is told its role (where its label `role_url` says) and asked to show it,
+    and then gets work again.
     Refused if too few would be left in its role. `GET /v1/plans` shows where it is."""
     body = await body_of(http, models.RoleBody)
     service_of(http).flip(instance, Role(body.role))

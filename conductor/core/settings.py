@@ -56,7 +56,7 @@ class InstanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     allowed_hosts: Annotated[
         tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=256)
     ] = THIS_MACHINE
-    """Where instances may be, by `url` and the labels `role_url`, `kv_events` and
+    """Where instances may be, by `url` and the labels `role_url`, `orders_url`, `kv_events` and
     `kv_events_replay`: names, `*.DOMAIN`, addresses, networks, or `*`. Prompts and the engines' API
     key go there, so until somebody says more it is this machine."""
 

@@ -245,7 +245,10 @@ class SharedConductor(Conductor):
         role = Role(record.role) if record.role in tuple(Role) else spec.role
         if self.cluster.role(self.cluster.row(name)) is not role:
             self.cluster.set_role(self.cluster.row(name), role)
-        self.cluster.assign(name, on=not record.draining)
+        if record.draining:
+            self.unassign(name)
+        else:
+            self.cluster.assign(name, on=True)
         if by != self.name:
             flip = Role(flips_to) if by and flips_to in tuple(Role) else None
             self.steering.flips_elsewhere(name, flip, by, now)

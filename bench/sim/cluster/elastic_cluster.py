@@ -2,20 +2,22 @@
 
 The conductor is the one of the service, with its slow loop: it plans, flips roles (`planner.mode`
 "act"), and advises how many instances there should be, which an autoscaler here follows. It is told
-of tokens now and then while they come, as by the gateway. Prompts share nothing, so there are no
-caches; `simulation.py` has those.
+of tokens now and then while they come, as by the gateway. By default prompts share nothing, and
+there are no caches; `simulation.py` has those of a cluster that stays as it is.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.core.settings import Settings, patched
 from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.cost.latency_model import prefill_s
+from tiffin.conductor.pool.instance_orders import SaveBlocks
 from tiffin.conductor.pool.role_flip import SetRole, Verify
 from tiffin.conductor.records import (
     InstanceSpec,
@@ -31,6 +33,7 @@ from ..instances.mixed_instance import MixedInstance
 from ..instances.sim_request import SimRequest
 from ..nodes.network import Network
 from .autoscaler import Autoscaler
+from .elastic_caches import ElasticCaches
 from .hand_overs import HandOvers
 from .request_reports import RequestReports
 
@@ -89,6 +92,8 @@ class ElasticOptions:
     order: Literal["arrival", "conductor"] = "arrival"
     preemption: bool = False
     lengths: Callable[[Trace], LengthPredictor] | None = None
+    hbm_cache_tokens: int = 0
+    cache_tokens: int = 0
     smaller: Mapping[Role, int] = field(default_factory=dict)
     smaller_profile: str = latency_profiles.DEFAULT
     seed: int = 0
@@ -117,7 +122,8 @@ class FleetSample:
 class ElasticOutcome:
     """All jobs in order of arrival; the fleet at each heartbeat, the plans, the flips that ended.
     `instance_s`: the seconds of all instances that were paid for. `preempted`: how often an answer
-    had to leave."""
+    had to leave. `lost_blocks`: of prompts, that were nowhere else when their instance changed its
+    role. `moved_bytes`: by source and target."""
 
     jobs: list[SimRequest] = field(default_factory=list)
     fleet: list[FleetSample] = field(default_factory=list)
@@ -125,6 +131,8 @@ class ElasticOutcome:
     flips: list[Flip] = field(default_factory=list)
     instance_s: float = 0.0
     preempted: int = 0
+    lost_blocks: int = 0
+    moved_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 def conductor_of(options: ElasticOptions) -> Conductor:
@@ -139,8 +147,8 @@ def simulate_elastic(
     core: Callable[[ElasticOptions], Conductor] = conductor_of,
     profiles: Profiles = latency_profiles.load,
 ) -> ElasticOutcome:
-    """Replay the trace; blocks of prompts are ignored. The same arguments give the same outcome.
-    `core` makes the conductor. `profiles` finds those of the simulated hardware."""
+    """Replay the trace; blocks of prompts are ignored without caches. The same arguments give the
+    same outcome. `core` makes the conductor. `profiles` finds those of the simulated hardware."""
     return _Cluster(trace, options, core(options), profiles).run()
 
 
@@ -168,6 +176,10 @@ class _Cluster:
                 lambda now: core.moves.ended(name, now, error)
             ),
         )
+        self._caches = ElasticCaches(
+            *(core, clock, self._network, self._reports, trace),
+            *(options.hbm_cache_tokens, options.cache_tokens, options.token_bytes),
+        )
         self._starting: dict[str, Role] = {}
         self._began_s: dict[str, float] = {}
 
@@ -187,6 +199,8 @@ class _Cluster:
         for name in list(self._began_s):
             self._pay(name)
         self._outcome.preempted = sum(one.preempted for one in self._instances.values())
+        self._outcome.moved_bytes = dict(self._network.moved_bytes)
+        self._outcome.lost_blocks = len(self._caches.lost)
         self._outcome.flips = list(self._core.steering.flips())
         return self._outcome
 
@@ -205,10 +219,11 @@ class _Cluster:
         options, role = self._options, self._starting.pop(name)
         profile = options.profile if model == MODEL else options.smaller_profile
         block_tokens = self._trace.block_tokens
+        self._caches.add(name)
         self._instances[name] = MixedInstance(
             *(name, self._clock, self._profiles(profile)),
             *(options.kv_capacity_tokens, options.batch_max),
-            began=lambda job: self._reports.event(job, "prefill_began"),
+            began=self._began,
             prefilled=self._prefilled,
             done=self._ended,
             choose=self._next_prefill if options.order == "conductor" else None,
@@ -260,14 +275,19 @@ class _Cluster:
         for action in actions:
             name = action.instance
             if isinstance(action, SetRole):
-                self._clock.after(
-                    self._options.flip_s,
-                    lambda name=name: self._carry_out(  # type: ignore[misc]
-                        steering.committed(name, self._clock.now_s)
-                    ),
-                )
+                self._clock.after(self._options.flip_s, partial(self._takes_role, name))
+            elif isinstance(action, SaveBlocks):
+                self._caches.save(name, partial(self._saved, name))
             elif isinstance(action, Verify):
                 self._carry_out(steering.verified(name, self._clock.now_s))
+
+    def _takes_role(self, name: str) -> None:
+        self._caches.change_role(name)
+        self._carry_out(self._core.steering.committed(name, self._clock.now_s))
+
+    def _saved(self, name: str, left: int) -> None:
+        error = f"{left} are left" if left else ""
+        self._carry_out(self._core.steering.saved(name, self._clock.now_s, error))
 
     # -- what the conductor is told ----------------------------------------------------------------
 
@@ -312,7 +332,7 @@ class _Cluster:
 
     def _arrival(self, number: int, request: TraceRequest) -> Callable[[], None]:
         def arrive() -> None:
-            job = SimRequest(f"r{number}", request, ())
+            job = SimRequest(f"r{number}", request, self._caches.keys(request))
             self._outcome.jobs.append(job)
             self._schedule(job)
 
@@ -321,7 +341,7 @@ class _Cluster:
     def _schedule(self, job: SimRequest) -> None:
         options = self._options
         request = Request(
-            *(job.name, MODEL, job.trace.prompt_tokens),
+            *(job.name, MODEL, job.trace.prompt_tokens, job.keys),
             objectives=Objectives(options.ttft_s, options.tbt_s),
             priority=options.priority(job.trace),
             output_class=options.output_class(job.trace),
@@ -334,7 +354,10 @@ class _Cluster:
         job.decision = outcome
         job.cut_at(outcome.output_tokens_max)
         self._reports.begin(job)
-        self._instances[outcome.prefill].enqueue(job)
+        self._caches.fetch(job, lambda: self._instances[outcome.prefill].enqueue(job))
+
+    def _began(self, job: SimRequest) -> None:
+        self._reports.event(job, "prefill_began", self._caches.begin(job))
 
     def _next_prefill(self, instance: MixedInstance) -> str | None:
         return self._core.next_prefill(instance.name, self._clock.now_s)
@@ -354,9 +377,11 @@ class _Cluster:
             ]
             decode = self._options.choose_decode(able, self._dice)
         self._decoding[job.name] = job, decode
+        self._caches.put(instance.name, job)
 
         def arrived() -> None:
             self._reports.event(job, "handed_over")
+            self._caches.put(decode.name, job)
             decode.join(job)
 
         nbytes = job.trace.prompt_tokens * self._options.token_bytes

@@ -81,7 +81,8 @@ class MixedInstance(DecodeInstance):
             name = next(iter(self._prompts))
         job = self._computing = self._prompts.pop(name)
         self._prompt_began(job)
-        job.compute_s = float(prefill_s(*self._prefill, job.trace.prompt_tokens, 0))
+        tokens, cached = job.trace.prompt_tokens, job.cached_tokens
+        job.compute_s = float(prefill_s(*self._prefill, tokens, cached))
         self._clock.after(job.compute_s, self._computed)
 
     def _computed(self) -> None:

@@ -39,6 +39,19 @@ class BlockCache:
     def __contains__(self, key: bytes) -> bool:
         return key in self._blocks
 
+    @property
+    def keys(self) -> list[bytes]:
+        """All keys, heads of chains first."""
+        return [one.key for one in sorted(self._blocks.values(), key=lambda one: one.depth)]
+
+    def clear(self) -> list[bytes]:
+        """Forget all blocks; returns their keys."""
+        keys = self.keys
+        for block in self._blocks.values():
+            self._order.discard(block)
+        self._blocks.clear()
+        return keys
+
     def match(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks of a prompt are there."""
         return next((at for at, key in enumerate(keys) if key not in self._blocks), len(keys))

@@ -27,7 +27,8 @@ class TierChange:
 class NodeCache:
     """Blocks by tier; a capacity of 0 is no tier. A block is stored in HBM and DRAM at once, as an
     engine's connector does, each with an order of eviction of its own; what DRAM evicts goes to
-    NVMe. `policy`: the name of one of the store's. `changed` is told each change."""
+    NVMe. Without `write_through` it is stored in HBM alone, and in DRAM by `save`. `policy`: the
+    name of one of the store's. `changed` is told each change."""
 
     def __init__(
         self,
@@ -35,10 +36,11 @@ class NodeCache:
         hbm_blocks: int = 0,
         dram_blocks: int = 0,
         nvme_blocks: int = 0,
+        write_through: bool = True,
         policy: str = "lru",
         changed: Callable[[TierChange], None] = lambda change: None,
     ) -> None:
-        self._changed = changed
+        self._changed, self._write_through = changed, write_through
         self._hbm, self._dram, self._nvme = (
             BlockCache(blocks, make_policy(policy))
             for blocks in (hbm_blocks, dram_blocks, nvme_blocks)
@@ -79,6 +81,25 @@ class NodeCache:
             return
         if self._hbm.capacity_blocks:
             self._tell("hbm", *self._hbm.put(keys))
+        if self._write_through:
+            self._put_dram(keys)
+
+    def only_in_hbm(self) -> list[bytes]:
+        """Keys of the blocks that are in no other tier, heads of chains first."""
+        return [key for key in self._hbm.keys if key not in self._dram and key not in self._nvme]
+
+    def save(self) -> None:
+        """Store as many of them in DRAM as it has room for."""
+        self._put_dram(self.only_in_hbm()[: self.free_blocks])
+
+    def clear_hbm(self) -> None:
+        """Forget what is in HBM."""
+        self._tell("hbm", [], self._hbm.clear())
+
+    def __contains__(self, key: bytes) -> bool:
+        return any(key in tier for tier in (self._hbm, self._dram, self._nvme))
+
+    def _put_dram(self, keys: Sequence[bytes]) -> None:
         added, evicted = self._dram.put(keys)
         self._tell("dram", added, evicted)
         if self._nvme.capacity_blocks and evicted:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiffin.conductor.errors import Conflict
+from tiffin.conductor.pool.instance_orders import SaveBlocks
 from tiffin.conductor.pool.role_flip import (
     ENDED,
     ENDED_MAX,
@@ -40,6 +41,7 @@ def says(actions: list[Action]) -> list[str]:
     return [
         f"{words[type(a)]} {a.instance} {a.on if isinstance(a, Assign) else a.role}"
         for a in actions
+        if not isinstance(a, SaveBlocks)
     ]
 
 
@@ -115,6 +117,42 @@ class TestOneFlip:
             assert flips.tick([m for m in members if m.id != "p1"], 3.0) == []
         assert flips.ended[0].step is (Step.LOST if how == "gone" else Step.FAILED)
         assert report("p1", 1001.0) == []  # too late
+
+    def test_blocks_are_saved_before_it_is_told(self) -> None:
+        members = changed(THREE, "p1", saves=True)
+        flips = Flips()
+        flips.begin("p1", D, members, 0.0)
+        assert flips.tick(members, 1.0) == [SaveBlocks("p1")]
+        assert flips.tick(members, 2.0) == []
+        assert says(flips.saved("p1", 3.0)) == ["set role p1 decode"]
+        assert flips.saved("p1", 4.0) == [], "once"
+        for spared, ways in ((members, FlipSettings(blocks="leave")), (THREE, None)):
+            flips = Flips(ways)
+            flips.begin("p1", D, spared, 0.0)
+            assert says(flips.tick(spared, 1.0)) == ["set role p1 decode"]
+
+    @pytest.mark.parametrize("how", ["error", "late", "needed", "silent", "drained"])
+    def test_one_that_has_not_saved_its_blocks_keeps_its_role(self, how: str) -> None:
+        members = changed(THREE, "p1", saves=True)
+        flips = Flips(FlipSettings(save_s=30.0))
+        flips.begin("p1", D, members, 0.0)
+        flips.tick(members, 1.0)
+        match how:
+            case "error":
+                actions = flips.saved("p1", 2.0, "3 are left")
+            case "late":
+                assert flips.tick(members, 30.0) == []
+                actions = flips.tick(members, 31.0)
+            case "needed":
+                actions = flips.tick(changed(members, "p2", ready=False), 2.0)
+            case "silent":
+                actions = flips.tick(changed(members, "p1", lost=True), 2.0)
+            case _:
+                assert flips.cancel("p1", 2.0, "it is drained")
+                actions = [Assign("p1", on=True)]
+        assert says(actions) == ["assign p1 True"]
+        assert flips.under_way == flips.saved("p1", 40.0) == []
+        assert flips.ended[0].step is (Step.LOST if how == "silent" else Step.RETURNED)
 
     def test_one_that_was_not_told_can_be_given_up(self) -> None:
         flips = Flips()
@@ -199,7 +237,10 @@ class TestProperties:
         began = _able(roles, on)
         for second in range(120):
             now = float(second)
-            members = [FleetMember(n, roles[n], on[n], dice.randint(0, 2)) for n in names]
+            members = [
+                FleetMember(n, roles[n], on[n], dice.randint(0, 2), saves=n in names[:3])
+                for n in names
+            ]
             actions: list[Action] = []
             name, new = dice.choice(names), dice.choice([P, D])
             if not flips.may_begin(name, new, members):
@@ -210,6 +251,8 @@ class TestProperties:
                 error = dice.choice(["", "", "broken"])
                 if isinstance(action, Assign):
                     on[action.instance] = action.on
+                elif isinstance(action, SaveBlocks):
+                    actions += flips.saved(action.instance, now, error)
                 elif isinstance(action, SetRole):
                     if not error:
                         roles[action.instance] = action.role

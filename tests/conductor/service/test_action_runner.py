@@ -13,7 +13,7 @@ import pytest
 from apisupport import MODEL, Recorder
 
 from tiffin.conductor.api.app import create_app
-from tiffin.conductor.records import InstanceSpec, Load, Role, Status
+from tiffin.conductor.records import InstanceSpec, Load, Request, RequestEvent, Role, Status
 from tiffin.conductor.service.action_runner import ROLE_LABEL, Acting
 from tiffin.conductor.service.feeds import Feeding
 
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 
 class Instance(HTTPServer):
-    """Takes roles, unless it `refuses`, and reports its role."""
+    """Takes roles and orders, unless it `refuses`, and reports its role."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.role, self.refuses, self.lies = "mixed", False, b""
         self.asked: list[str] = []
+        self.orders: list[dict[str, str]] = []
+        self.left: object = 0
 
     @property
     def url(self) -> str:
@@ -39,6 +41,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if "order" in body:
+            self.server.orders.append(body)
+            self.answer(200, json.dumps({"left": self.server.left}).encode())
+            return
         self.server.asked.append("POST")
         if not self.server.refuses:
             self.server.role = body["role"]
@@ -69,21 +75,29 @@ def instance() -> Iterator[Instance]:
         thread.join()
 
 
-def flipped(instance: Instance, url: str | None = None) -> tuple[Recorder, list[str]]:
-    """Flip `i1` to decode, and let the conductor steer until the flip has ended."""
+def flipped(
+    instance: Instance, url: str | None = None, role: Role = Role.DECODE, orders: str = ""
+) -> tuple[Recorder, list[str]]:
+    """Flip `i1`, which decodes a request if it is to prefill, and let the conductor steer until the
+    flip has ended."""
     core, ends = Recorder(), list[str]()
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         feeding = Feeding(lambda update: None, loop)
         service = create_app(core, feeding=feeding, clock=loop.time).state.service
+        way = "hand_over" if "hand_over" in orders else "wait"
+        service.patch({"planner": {"flips": {"requests": way}}})
         labels = {ROLE_LABEL: instance.url if url is None else url}
+        labels |= {"orders_url": instance.url, "orders": orders}
         for name in ("i1", "i2"):
-            spec = InstanceSpec(name, MODEL, Role.MIXED, "test", labels=labels)
+            if name == "i2" and role is Role.PREFILL:
+                decodes(core, loop.time())
+            spec = InstanceSpec(name, MODEL, Role.MIXED, "test", f"http://{name}", labels=labels)
             core.register(spec, loop.time())
             core.heartbeat(name, Load(), loop.time())
         async with Acting(service, feeding) as acting, asyncio.timeout(20):
-            service.flip("i1", Role.DECODE)
+            service.flip("i1", role)
             flips = core.steering._planned[MODEL].planner.flips
             while flips.under_way:
                 await acting.step()
@@ -93,6 +107,33 @@ def flipped(instance: Instance, url: str | None = None) -> tuple[Recorder, list[
 
     asyncio.run(scenario())
     return core, ends
+
+
+def decodes(core: Recorder, now: float) -> None:
+    """A request is decoded, by the only instance."""
+    core.schedule(Request("a/r", MODEL, 1000, output_tokens=100), now)
+    for kind in ("prefill_done", "first_token", "tokens"):
+        core.observe(RequestEvent("a/r", kind, 5 if kind == "tokens" else 0), now)
+
+
+def test_it_hands_over_its_requests_saves_its_blocks_and_takes_its_role(instance: Instance) -> None:
+    core, ends = flipped(instance, role=Role.PREFILL, orders="save hand_over")
+    assert ends == ["ready"]
+    handed_over = {"order": "hand_over", "request": "a/r", "target": "i2", "url": "http://i2"}
+    assert instance.orders == [handed_over, {"order": "save"}]
+    assert instance.asked == ["POST", "GET"]
+    flight = core.ledger.get("a/r")
+    assert flight is not None
+    assert flight.decision.decode == "i2"
+
+
+@pytest.mark.parametrize("left", [1, None, "0"])
+def test_one_that_has_not_saved_all_keeps_its_role(instance: Instance, left: object) -> None:
+    instance.left = left
+    core, ends = flipped(instance, orders="save")
+    assert (ends, instance.asked) == (["returned"], [])
+    row = core.cluster.row("i1")
+    assert (core.cluster.role(row), core.cluster.status[row]) == (Role.MIXED, Status.READY)
 
 
 def test_it_is_told_asked_and_given_work_again(instance: Instance) -> None:
