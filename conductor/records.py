@@ -54,7 +54,8 @@ class Request:
 
     `id` is unique among all in-flight requests at the core; the service composes it of the tenant
     and the tenant's id (`request_ids`). `keys` name the prompt's full blocks, in order, 16 bytes
-    each (kvstore/format/keys.py); empty if only the length is known. `priority` names a class of
+    each (kvstore/format/keys.py); empty if only the length is known. `part_keys` name its first
+    tokens below a block (state/part_keys.py). `priority` names a class of
     the settings, `output_class` the caller's class for output length prediction. `tenant` is the
     unit of fair queueing. `output_tokens` is the caller's estimate of the answer's length;
     `output_tokens_max` is the length where it is cut. `exclude` are ids of instances that must not
@@ -76,6 +77,7 @@ class Request:
     urgent: bool = False  # may be hedged: raced over two routes
     exclude: tuple[str, ...] = ()
     first_token_from: Literal["prefill", "decode"] = "prefill"
+    part_keys: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ class InstanceSpec:
     NVMe are local to the instance. `profile` names its latency profile. `kv_capacity_tokens` is the
     number of context tokens that its HBM has room for, `batch_max` how many requests it decodes at
     a time. `fetches`: whether its engine can fetch blocks from other instances and nodes, by a
-    connector of the pool; without it, only the instance's own blocks count.
+    connector of the pool; without it, only the instance's own blocks count. `part_tokens`: the
+    tokens of its engine's own block, of which it re-uses whole ones only.
     """
 
     id: str
@@ -101,6 +104,7 @@ class InstanceSpec:
     batch_max: int = 256
     fetches: bool = True
     labels: dict[str, str] = field(default_factory=dict)
+    part_tokens: int = 16
 
     @property
     def host(self) -> str:

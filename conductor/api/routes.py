@@ -284,7 +284,7 @@ async def match(
         keys = parse_keys(body.block_keys)
     elif body.model is not None:
         assert tokens is not None
-        keys = service.models.keys(body.model, tokens, body.namespace)
+        keys = service.models.keys(body.model, tokens, body.namespace).blocks
     else:
         raise InvalidRequest("token_ids need a model: whose keys?")
     view = service.core.match(keys, service.clock())

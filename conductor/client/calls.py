@@ -16,6 +16,7 @@ import msgspec
 
 from ..errors import ConductorUnavailable, InvalidRequest, UnknownRequest
 from ..records import Rejection
+from ..state.part_keys import PART_TOKENS
 from ..wire.error_codes import REJECTED, error_of
 from ..wire.event_batch import EventFailure, EventsReply
 from ..wire.models import (
@@ -122,6 +123,8 @@ def schedule(
         body["prompt_tokens"] = request.prompt_tokens
         if request.keys:
             body["block_keys"] = [key.hex() for key in request.keys]
+        if request.part_keys:
+            body["part_keys"] = [key.hex() for key in request.part_keys]
     return RestCall("POST", "/v1/schedule", _placed, _encode(body), headers=trace or {})
 
 
@@ -225,6 +228,8 @@ def register(
     clients can send prompts of its model as token ids."""
     body = asdict(spec)
     path = _instance(body.pop("id"))
+    if spec.part_tokens == PART_TOKENS:
+        del body["part_tokens"]  # which an older conductor does not take
     if load is not None:
         body["load"] = asdict(load)
     if schema is not None:

@@ -258,7 +258,8 @@ class CalibratedProfiles:
         row, spec = flight.prefill_row, self._cluster.specs[flight.prefill_row]
         assert spec is not None
         cached = flight.request.prompt_tokens - _computed_tokens(flight)
-        blocks = max(cached / spec.block_tokens - flight.hbm_blocks, 0.0)
+        in_hbm = max(flight.hbm_blocks, flight.part_tokens / spec.block_tokens)
+        blocks = max(cached / spec.block_tokens - in_hbm, 0.0)
         byte_s = 1.0 / self._transfers.settings.dram_bandwidth_bytes_s
         return blocks * self._cluster.block_bytes.item(row) * byte_s
 

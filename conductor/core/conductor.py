@@ -27,6 +27,7 @@ from ..decode.output_length import Lengths
 from ..decode.rebinding import Rebinding, proposed
 from ..dispatch.dispatcher import Dispatcher
 from ..errors import Conflict, InvalidRequest, UnknownRequest
+from ..events.index_updates import Cleared, Gone
 from ..events.routed_blocks import Holdings
 from ..pool.arrival_buffer import ArrivalBuffer
 from ..pool.demand_forecast import check_predictor
@@ -51,6 +52,7 @@ from ..state.id_allocator import Names
 from ..state.inflight_prefills import Computing
 from ..state.input_checks import check_alike, check_instance, check_load, check_request
 from ..state.instance_table import Cluster
+from ..state.part_keys import INDEXED_PARTS_MAX
 from ..state.prefix_index import PrefixIndex
 from ..state.sliced_work import finished
 from . import refusals
@@ -119,6 +121,7 @@ class Conductor:
         self.cluster = Cluster()
         self.index = PrefixIndex()
         self.holdings = Holdings(self.index)
+        self.parts = Holdings(PrefixIndex(INDEXED_PARTS_MAX))  # of part keys
         self.queues = Queues(settings.queue)
         self.transfers = TransferModel(self.cluster.node_number, settings.transfers)
         self.computing = Computing()
@@ -147,7 +150,7 @@ class Conductor:
         )
         self._parts = Parts(
             cluster=self.cluster,
-            view=View(self.cluster, self.index),
+            view=View(self.cluster, self.index, self.parts.index),
             queues=self.queues,
             transfers=self.transfers,
             computing=self.computing,
@@ -290,6 +293,7 @@ class Conductor:
         self.races.expired(now)
         self.computing.expire(now)
         self.holdings.expire(now)
+        self.parts.expire(now)
         yield
         self.horizon.advance(now)
         self.shadow.tick(now)
@@ -323,6 +327,7 @@ class Conductor:
             self.cluster.assign(spec.id, on=False)  # a role flip may restart it: keep it draining
         self.dispatch.asks(self.cluster.row(spec.id), spec.labels.get(PULLS_LABEL) == "true")
         self.index.holder(spec.id, "hbm")
+        self.parts.index.holder(spec.id, "hbm")
         if spec.node:
             self.index.holder(spec.node, "dram")
             self.index.holder(spec.node, "nvme")
@@ -350,6 +355,7 @@ class Conductor:
         self.computing.leave(row=row)
         self.races.lost(instance)
         self.holdings.drop_instance(instance)
+        self.parts.drop_instance(instance)
         self.profiles.forget(instance)
         self.cluster.remove(instance)
 
@@ -390,6 +396,11 @@ class Conductor:
 
     def apply(self, update: Update, now: float) -> None:
         """Apply an update from an event feed to the prefix index: which holder has which blocks."""
+        if isinstance(update, Cleared | Gone):
+            self.parts.apply(update, now)
+        elif getattr(update, "parts", False):
+            self.parts.apply(update, now)
+            return
         self.holdings.apply(update, now)
 
     def links(self, node: str, links: dict[str, list[float]]) -> None:
@@ -553,6 +564,8 @@ class Conductor:
                 keys = keys[flight.hbm_blocks :]
         if there:
             self.holdings.routed(name, keys, now)
+            if flight.request.part_keys:
+                self.parts.routed(name, flight.request.part_keys, now)
 
     def _make_way(self, victims: Iterable[InflightRequest], by: str, now: float) -> None:
         """End requests that were preempted in a full queue by the request `by`."""

@@ -15,6 +15,7 @@ import numpy as np
 from ..prefill.block_sources import PlacedQuestion, Places
 from ..prefill.disaggregation import overlapped
 from ..records import Status
+from ..state.part_keys import PART_TOKENS
 from ..state.prefix_index import HolderRun, PrefixMatch
 
 if TYPE_CHECKING:
@@ -88,13 +89,16 @@ class _Ready:
 class View:
     """Index holders by instance row, kept up to date with cluster and index. Not thread-safe."""
 
-    def __init__(self, cluster: Cluster, index: PrefixIndex) -> None:
+    def __init__(self, cluster: Cluster, index: PrefixIndex, parts: PrefixIndex) -> None:
         self._cluster = cluster
-        self._index = index
-        self._seen = (-1, -1)
+        self._index, self._parts = index, parts
+        self._seen = (-1, -1, -1)
         self._columns: Rows = np.empty((3, 0), np.int64)
         self._places = Places()
         self._ready: dict[tuple[str, bool], _Ready] = {}
+        self._part_columns: Rows = np.empty((1, 0), np.int64)
+        self._part_tokens: Rows = np.empty(0, np.int64)
+        self._part_holders: dict[str, _Ready] = {}  # by model: the rows ready to prefill
         self._absent: dict[tuple[str, bool], dict[str, int]] = {}
         self._in_dram = self._on_nvme = 0  # bit masks of all holders of that tier
         self._at_decode = 0  # and of the HBM of instances that decode
@@ -147,8 +151,10 @@ class View:
         match = self._index.match(request.keys)
         tiers = self._leading(match, request.model, rows)
         held = tiers[2]
-        most = int(held.argmax())
-        own_s = self._own_s(request, int(rows[most]), int(held[most]))
+        part_tokens = self._cached_part_tokens(request, tiers[0], rows)
+        most = int((held if part_tokens is None or held.any() else part_tokens).argmax())
+        known = int(held[most]), 0 if part_tokens is None else int(part_tokens[most])
+        own_s = self._own_s(request, int(rows[most]), *known)
         queue_s = queues.wait_s(rows, request.priority, own_s, now, request.tenant)
         queue_s = queue_s + self._cluster.others_s.take(rows)
         hbm, dram, local = _with_queued(tiers, rows, computing, request, now, queue_s)
@@ -172,6 +178,7 @@ class View:
             dice=dice,
             overlapped=overlapped(settings.disaggregation, request.prompt_tokens),
             places=self._places,
+            cached_part_tokens=part_tokens,
         )
 
     def device_blocks(self, match: PrefixMatch, model: str, decode: Rows) -> Rows:
@@ -201,25 +208,47 @@ class View:
         local = match.leading(columns) if held & self._on_nvme else dram
         return hbm, dram, local
 
-    def _own_s(self, request: Request, row: int, blocks: int) -> float:
-        """Estimated prefill time on `row`, which has `blocks` of the prompt cached:
-        `PolicyQuestion.prefill_s`."""
+    def _cached_part_tokens(self, request: Request, hbm: Rows, rows: Rows) -> Rows | None:
+        """The prompt's first tokens that each row has in HBM, by part keys; None if nobody is known
+        to have any, and if all have the first block in HBM."""
+        # An engine computes the last token, and so the part that it is in.
+        keys = request.part_keys[: (request.prompt_tokens - 1) // PART_TOKENS]
+        match = self._parts.match(keys) if keys and not hbm.all() else None
+        if match is None or not match.runs:
+            return None
+        held = self._part_holders.get(request.model)
+        if held is None or held.rows is not rows:
+            held = _Ready(rows, self._part_columns)
+            ready = self._ready.get((request.model, True))
+            if ready is not None and ready.rows is rows:
+                self._part_holders[request.model] = held
+        tokens = held.device_blocks(match) * PART_TOKENS
+        if self._part_tokens.size:
+            tokens -= tokens % self._part_tokens.take(rows)
+        return tokens
+
+    def _own_s(self, request: Request, row: int, blocks: int, part_tokens: int) -> float:
+        """Estimated prefill time on `row`, which has `blocks` of the prompt cached, or its first
+        `part_tokens`: `PolicyQuestion.prefill_s`."""
         c, n = self._cluster, request.prompt_tokens
         spec = c.specs[row]
         assert spec is not None
-        p = min(blocks * spec.block_tokens, n - 1)
+        p = min(max(blocks * spec.block_tokens, part_tokens), n - 1)
         return c.c0.item(row) + c.c1.item(row) * (n - p) + c.c2.item(row) * (n * n - p * p)
 
     def _refresh(self) -> None:
-        cluster, index = self._cluster, self._index
-        if (cluster.version, index.layout) == self._seen:
+        cluster, index, parts = self._cluster, self._index, self._parts
+        if (cluster.version, index.layout, parts.layout) == self._seen:
             return
         self._ready.clear()
+        self._part_holders.clear()
         self._absent.clear()
         self._in_dram = _mask(index, "dram")
         self._on_nvme = _mask(index, "nvme")
         self._at_decode = 0
         columns = np.full((3, len(cluster.specs)), _NO_HOLDER, np.int64)
+        part_columns = np.full((1, len(cluster.specs)), _NO_HOLDER, np.int64)
+        part_tokens = np.full(len(cluster.specs), PART_TOKENS, np.int64)
         for row, spec in enumerate(cluster.specs):
             if spec is None:
                 continue
@@ -227,11 +256,17 @@ class View:
             for tier, (name, kind) in enumerate(holders):
                 number = index.find(name, kind) if name else None
                 columns[tier, row] = _NO_HOLDER if number is None else number
+            number = parts.find(spec.id, "hbm")
+            part_columns[0, row] = _NO_HOLDER if number is None else number
+            part_tokens[row] = spec.part_tokens
             if cluster.decodes[row] and columns[0, row] >= 0:
                 self._at_decode |= 1 << int(columns[0, row])
-        self._columns = columns
+        self._columns, self._part_columns = columns, part_columns
+        # Empty where all engines re-use whole parts, as most do.
+        whole = not (PART_TOKENS % part_tokens).any()
+        self._part_tokens = part_tokens[:0] if whole else part_tokens
         self._places = Places.of(index, cluster)  # may allocate node numbers
-        self._seen = (cluster.version, index.layout)
+        self._seen = (cluster.version, index.layout, parts.layout)
 
 
 def _with_queued(

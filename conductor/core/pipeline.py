@@ -25,7 +25,7 @@ from ..prefill.disaggregation import (
 from ..records import Decision, Rejection
 from .explain import best_of
 from .inflight_requests import InflightRequest, SecondPlace
-from .request_plan import able, degraded_plan, plan_request, prompt_tokens_of
+from .request_plan import able, cached_tokens_of, degraded_plan, plan_request, prompt_tokens_of
 from .transfer_bookings import fetched_moves, handed_over_moves
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def _flight(
 ) -> InflightRequest:
     cluster, settings, question, choice = parts.cluster, parts.settings, plan.question, plan.choice
     row, at, served = plan.prefill_row, choice.at, question.request
+    cached_tokens = cached_tokens_of(question, at, choice.cached_blocks)
     capped = verdict.output_tokens_max
     decode, second = cluster.name(plan.decode_row), _second(parts, request, plan)
     decision = Decision(
@@ -105,10 +106,8 @@ def _flight(
         policy=settings.policy.name,
         predicted_ttft_s=plan.forecast.ttft_s,
         predicted_tbt_s=plan.tbt_s,
-        cached_tokens=prompt_tokens_of(question, choice.cached_blocks),
-        available_tokens=prompt_tokens_of(
-            question, max(question.pool_blocks, choice.cached_blocks)
-        ),
+        cached_tokens=cached_tokens,
+        available_tokens=max(_available_tokens(question), cached_tokens),
         fetches=choice.fetches,
         layerwise=layerwise(settings.disaggregation, request.prompt_tokens),
         wait_for=choice.wait_for,
@@ -153,6 +152,7 @@ def _flight(
         expires_at=decision.expires_at,
         alone=_alone_there(question, choice),
         hbm_blocks=int(question.hbm_blocks[at]),
+        part_tokens=cached_tokens_of(question, at, 0),
         fetches=fetched_moves(cluster, choice.fetches, row),
         handover=handed_over_moves(cluster, row, _handed_over_bytes(plan)),
         handover_s=plan.handover_s,
@@ -160,6 +160,13 @@ def _flight(
         overlapped=question.overlapped,
         second=second,
     )
+
+
+def _available_tokens(question: PolicyQuestion) -> int:
+    """Tokens of the prompt that some holder has: blocks in the pool, parts on one instance."""
+    parts = question.cached_part_tokens
+    tokens = prompt_tokens_of(question, question.pool_blocks)
+    return tokens if parts is None else max(tokens, int(parts.max()))
 
 
 def _handed_over_bytes(plan: RequestPlan) -> dict[int, float]:
@@ -228,7 +235,7 @@ def _second(parts: Parts, request: Request, plan: RequestPlan) -> SecondPlace | 
     if queue is not None and len(queue) >= parts.settings.queue.waiting_max:
         return None
     own_s = float(choice.ttft_s[other]) - float(question.queue_s[other])
-    cached = prompt_tokens_of(question, int(question.local_blocks[other]))
+    cached = cached_tokens_of(question, other, int(question.local_blocks[other]))
     return SecondPlace(row, max(own_s, 1e-6), max(request.prompt_tokens - cached, 1))
 
 
@@ -262,7 +269,8 @@ def _refused(
         rejected_at=now,
         joining_s=float(joining),
     )
-    computed = request.prompt_tokens - prompt_tokens_of(question, choice.cached_blocks)
+    cached = cached_tokens_of(question, choice.at, choice.cached_blocks)
+    computed = request.prompt_tokens - cached
     return RefusedRequest(rejection, ghost, computed)
 
 

@@ -165,6 +165,8 @@ def _chosen(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: fl
         now,
     )
     choice = parts.policy.choose(question)
+    if question.cached_part_tokens is not None:
+        choice.terms["cached_part_tokens"] = question.cached_part_tokens.astype(np.float64)
     row = int(prefill[choice.at])
     if parts.cluster.decodes[row]:
         alone = _alone(parts, question, choice, row, now)
@@ -181,7 +183,9 @@ def _placed(parts: Parts, local: RequestPlan, remote: RequestPlan) -> RequestPla
     question, row = local.question, local.prefill_row
     situation = Situation(
         prompt_tokens=question.request.prompt_tokens,
-        cached_tokens=prompt_tokens_of(question, int(question.local_blocks[local.choice.at])),
+        cached_tokens=cached_tokens_of(
+            question, local.choice.at, int(question.local_blocks[local.choice.at])
+        ),
         prefill_queue=int(cluster.queued[remote.prefill_row]),
         running_decodes=int(cluster.batch[row]),
     )
@@ -397,6 +401,13 @@ def _tbt_now_s(parts: Parts, row: int, context_tokens: float) -> float:
     c = parts.cluster
     batch, context = c.batch.item(row) + 1, c.context_tokens.item(row) + context_tokens
     return c.d0.item(row) + c.d1.item(row) * batch + c.d2.item(row) * context
+
+
+def cached_tokens_of(question: PolicyQuestion, at: int, blocks: int) -> int:
+    """Tokens of the prompt that the candidate `at` has in HBM, or in its leading blocks, if it uses
+    those."""
+    parts = question.cached_part_tokens
+    return max(prompt_tokens_of(question, blocks), 0 if parts is None else int(parts[at]))
 
 
 def prompt_tokens_of(question: PolicyQuestion, blocks: int) -> int:

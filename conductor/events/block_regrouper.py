@@ -8,7 +8,8 @@ key before them (kvstore/format/keys.py). So the engine's blocks, here parts, ar
     key  = H(key of the page before ‖ tokens), known once the page is full
 
 A tier holds a key exactly while it holds all parts of the key's page. Prompts that diverge inside a
-page have a page each, and the parts that they share are in both.
+page have a page each, and the parts that they share are in both. Of a page that begins a prompt the
+parts held in HBM have keys, too, for prefixes shorter than a block (`prompt_starts.py`).
 
 The behaviour of engines, and its consequences:
 
@@ -35,6 +36,7 @@ from tiffin.kvstore.format.keys import digest_of, root_key
 
 from ..errors import InvalidRequest
 from ..state.prefix_index import TIERS
+from .prompt_starts import PromptStarts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,32 +106,51 @@ class EngineRemoved:
 
 
 class Change(NamedTuple):
-    """A tier now holds these keys (`added`), or no longer holds them; in the events' order."""
+    """A tier now holds these keys (`added`), or no longer holds them; in the events' order.
+    `parts`: they are part keys."""
 
     tier: str
     added: bool
     keys: list[bytes]
+    parts: bool = False
 
 
-class _Changes(list[Change]):
-    """Collects changes: consecutive ones of the same kind are merged."""
+class _Changes:
+    """Collects changes: consecutive ones of the same kind are merged. Blocks and parts are in
+    different indexes, so their order does not matter."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Change] = []
+        self._parts: list[Change] = []
+
+    def all(self) -> list[Change]:
+        return self._blocks + self._parts
 
     def note(self, tier: int, added: bool, key: bytes) -> None:
-        name = TIERS[tier]
-        if self and self[-1].tier == name and self[-1].added == added:
-            self[-1].keys.append(key)
-        else:
-            self.append(Change(name, added, [key]))
+        _merge(self._blocks, Change(TIERS[tier], added, [key]))
+
+    def note_parts(self, fresh: list[bytes], gone: list[bytes]) -> None:
+        if fresh:
+            _merge(self._parts, Change(TIERS[0], True, fresh, parts=True))
+        if gone:
+            _merge(self._parts, Change(TIERS[0], False, gone, parts=True))
+
+
+def _merge(changes: list[Change], one: Change) -> None:
+    if changes and changes[-1].tier == one.tier and changes[-1].added == one.added:
+        changes[-1].keys.extend(one.keys)
+    else:
+        changes.append(one)
 
 
 class _Page:
-    """Consecutive parts. `held` has a bit per part, for each of TIERS. `key` is None until the page
-    is full. Compared by identity."""
+    """Consecutive parts, the `first` ones of a prompt or later ones. `held` has a bit per part, for
+    each of TIERS. `key` is None until the page is full. Compared by identity."""
 
-    __slots__ = ("hashes", "held", "key", "parent_key", "tokens")
+    __slots__ = ("first", "hashes", "held", "key", "parent_key", "tokens")
 
-    def __init__(self, parent_key: bytes) -> None:
-        self.parent_key = parent_key
+    def __init__(self, parent_key: bytes, *, first: bool) -> None:
+        self.parent_key, self.first = parent_key, first
         self.hashes: list[int] = []
         self.tokens = b""
         self.held = [0] * len(TIERS)
@@ -161,7 +182,7 @@ class Counts:
 
 
 class Folder:
-    """The pages of one engine. Not thread-safe.
+    """The pages of one engine; `starts` has its part keys. Not thread-safe.
 
     Invariants: `_parts[h]` are the pages that have h, and all of them are in `_pages`; a page
     exists while any of its parts is held in any tier; `waiting_parts` counts the parts in
@@ -183,6 +204,9 @@ class Folder:
         self._page_parts = 0
         self._parts: dict[int, _Pages] = {}
         self._pages: dict[_Page, None] = {}  # a set in insertion order
+        self.starts: PromptStarts[_Page] = PromptStarts(
+            self._chain.block_tokens, self._chain.follow
+        )
         self._copies: dict[tuple[int, int], int] = {}  # (hash, tier) -> copies beyond the first
         self._waiting: OrderedDict[int, list[_Waiting]] = OrderedDict()  # by parent
         self._waiting_for: dict[int, _Waiting] = {}  # by each of their own hashes
@@ -210,13 +234,14 @@ class Folder:
         changes = _Changes()
         self._expire(now)
         if not event.hashes:
-            return changes
+            return changes.all()
         if not event.tokens:
             self._named(event, changes)
-            return changes
+            self._evict(changes)
+            return changes.all()
         if not self._fits(event.part_tokens):
             self.counts.refused_parts += len(event.hashes)
-            return changes
+            return changes.all()
         ready = [_Waiting(event, now)]
         while ready:
             one = ready.pop()
@@ -227,7 +252,7 @@ class Folder:
                 for part in one.event.hashes:
                     ready += self._take_waiting(part)
         self._evict(changes)
-        return changes
+        return changes.all()
 
     def removed(self, event: EngineRemoved) -> list[Change]:
         """The changes of keys; unknown hashes are ignored."""
@@ -242,7 +267,7 @@ class Folder:
             waiting = self._waiting_for.get(part)
             if waiting is not None and waiting.event.tier == event.tier:
                 waiting.gone.add(part)
-        return changes
+        return changes.all()
 
     # -- the pieces of `stored` --------------------------------------------------------------------
 
@@ -303,14 +328,14 @@ class Folder:
         """The page for the next part after `parent`: the page that ends with `parent`, a new page
         if that one is full, or a branch, a copy of the head of a page that continues otherwise."""
         if parent is None:
-            return self._new_page(self._chain.root(namespace))
+            return self._new_page(self._chain.root(namespace), first=True)
         pages = self._pages_of(parent)
         for page in pages:
             if page.hashes[-1] == parent:
                 return page if page.key is None else self._new_page(page.key)
         page = pages[0]
         count = page.hashes.index(parent) + 1
-        branch = self._new_page(page.parent_key)
+        branch = self._new_page(page.parent_key, first=page.first)
         branch.hashes = page.hashes[:count]
         branch.tokens = page.tokens[: count * self._part_tokens * TOKEN_BYTES]
         branch.held = [bits & ((1 << count) - 1) for bits in page.held]
@@ -318,9 +343,11 @@ class Folder:
             self._parts[shared] = [*self._pages_of(shared), branch]
         return branch
 
-    def _new_page(self, parent_key: bytes) -> _Page:
-        page = _Page(parent_key)
+    def _new_page(self, parent_key: bytes, *, first: bool = False) -> _Page:
+        page = _Page(parent_key, first=first)
         self._pages[page] = None
+        if first:
+            self.starts.begin(page, parent_key)
         return page
 
     def _pages_of(self, part: int) -> list[_Page]:
@@ -341,6 +368,8 @@ class Folder:
             speaks = not again or at == self._page_parts - 1
             if speaks and page.key is not None and self._full(page, tier):
                 changes.note(tier, True, page.key)
+            if page.first:
+                self._note_start(page, changes)
         if again and self._counts_copies:
             self._copies[part, tier] = self._copies.get((part, tier), 0) + 1
 
@@ -358,11 +387,20 @@ class Folder:
             if was_full and not self._full(page, tier):
                 assert page.key is not None
                 changes.note(tier, False, page.key)
+            if page.first:
+                self._note_start(page, changes)
             if not any(page.held):
-                self._forget(page)
+                self._forget(page, changes)
 
-    def _forget(self, page: _Page) -> None:
+    def _note_start(self, page: _Page, changes: _Changes) -> None:
+        """Note the part keys that a change of a prompt's first page has added or removed."""
+        held = page.held[0]
+        leading = (held ^ (held + 1)).bit_length() - 1
+        changes.note_parts(*self.starts.hold(page, page.tokens, leading * self._part_tokens))
+
+    def _forget(self, page: _Page, changes: _Changes) -> None:
         del self._pages[page]
+        changes.note_parts([], self.starts.forget(page))
         for part in page.hashes:
             pages = [other for other in self._pages_of(part) if other is not page]
             if not pages:
@@ -379,7 +417,8 @@ class Folder:
                 if page.key is not None and self._full(page, tier):
                     changes.note(tier, False, page.key)
             self.counts.evicted_parts += len(page.hashes)
-            self._forget(page)
+            self._forget(page, changes)
+        changes.note_parts([], self.starts.evict())
 
     # -- parts whose parent is not known -----------------------------------------------------------
 

@@ -3,6 +3,8 @@
 A feed creates updates in its own thread and queues them (`update_inbox.py`); the thread that owns
 the index applies them (`routed_blocks.py`). One update has at most KEYS_PER_UPDATE keys, so that it
 is applied within about a millisecond, and placement decisions run between two updates.
+
+Updates with `parts` are of part keys (state/part_keys.py), which have an index of their own.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class Added:
     tier: str
     keys: Sequence[bytes]
     seq: int | None = None
+    parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Removed:
     tier: str
     keys: Sequence[bytes]
     seq: int | None = None
+    parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class Doubted:
     name: str
     tier: str
     keys: Sequence[bytes]
+    parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

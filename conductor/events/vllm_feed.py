@@ -362,6 +362,9 @@ class VllmFeed:
             keys = engine.folder.keys(tier)
             for part in slices(keys) if keys else ():
                 self._apply(Doubted(engine.publisher.name, tier, part))
+        parts = engine.folder.starts.keys()
+        for part in slices(parts) if parts else ():
+            self._apply(Doubted(engine.publisher.name, TIERS[0], part, parts=True))
 
     def _reset(self, engine: _Engine) -> None:
         engine.folder.reset()
@@ -408,7 +411,7 @@ class VllmFeed:
             engine.tiers.add(change.tier)
             kind = Added if change.added else Removed
             for part in slices(change.keys):
-                self._apply(kind(engine.publisher.name, change.tier, part))
+                self._apply(kind(engine.publisher.name, change.tier, part, parts=change.parts))
 
 
 def _check_endpoint(endpoint: str) -> None:
@@ -437,6 +440,7 @@ def _numbers(engine: _Engine) -> dict[str, int]:
             )
         },
         "parts": len(engine.folder),
+        "part_keys": len(engine.folder.starts),
         "waiting_parts": engine.folder.waiting_parts,
         **{name: getattr(counts, name) for name in counts.__slots__},
     }

@@ -31,6 +31,7 @@ class Compute:
         cluster, rows, n = question.cluster, question.rows, float(question.request.prompt_tokens)
         self.block_tokens = question.block_tokens
         self._tokens_max = n - 1  # the last token is always computed
+        self._tokens_min = question.cached_part_tokens  # whatever is loaded: an engine has these
         self._c1, self._c2 = cluster.c1.take(rows), cluster.c2.take(rows)
         self._all_s = cluster.c0.take(rows) + (self._c1 + self._c2 * n) * n
 
@@ -41,6 +42,8 @@ class Compute:
             tokens = min(blocks * float(self.block_tokens), self._tokens_max)
         else:
             tokens = np.minimum(blocks * float(self.block_tokens), self._tokens_max)
+        if self._tokens_min is not None:
+            tokens = np.maximum(tokens, self._tokens_min)
         seconds: Floats = self._all_s - (self._c1 + self._c2 * tokens) * tokens
         return seconds
 
@@ -50,6 +53,7 @@ class Compute:
         some.block_tokens, some._tokens_max = self.block_tokens, self._tokens_max
         some._c1, some._c2 = self._c1[candidates], self._c2[candidates]
         some._all_s = self._all_s[candidates]
+        some._tokens_min = None if self._tokens_min is None else self._tokens_min[candidates]
         return some
 
 

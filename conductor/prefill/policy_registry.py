@@ -42,7 +42,9 @@ class PolicyQuestion:
     those that prompts queued there are going to compute count as in HBM. `held_blocks` are those
     that it and its node have now. `best_blocks` is the longest leading part that any one holder
     has, `pool_blocks` the longest that all holders have together. `queue_s` is each candidate's
-    queueing time, without the prompts in `coming`, whose blocks still come.
+    queueing time, without the prompts in `coming`, whose blocks still come. `cached_part_tokens`:
+    the prompt's first tokens that the instance has in HBM, for prefixes shorter than a block; None
+    if nobody is known to have any.
     """
 
     request: Request
@@ -63,6 +65,7 @@ class PolicyQuestion:
     settings: PolicySettings
     dice: random.Random
     overlapped: bool = field(default=False, kw_only=True)  # its KV leaves while it is computed
+    cached_part_tokens: Blocks | None = field(default=None, kw_only=True)
 
     @property
     def block_tokens(self) -> int:

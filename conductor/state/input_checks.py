@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import Conflict, InvalidRequest
 from ..records import KEY_BYTES, KEYS_MAX, TOKENS_MAX
+from .part_keys import PART_KEYS_MAX, PART_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,6 +24,13 @@ def check_request(request: Request) -> None:
         raise InvalidRequest(
             f"{len(request.keys)} full blocks in a prompt of {request.prompt_tokens} tokens"
         )
+    parts = request.part_keys
+    if len(parts) > PART_KEYS_MAX or not set(map(len, parts)) <= {KEY_BYTES}:
+        raise InvalidRequest(f"give at most {PART_KEYS_MAX} part keys of {KEY_BYTES} bytes each")
+    if len(parts) * PART_TOKENS > request.prompt_tokens:
+        raise InvalidRequest(
+            f"{len(parts)} parts of {PART_TOKENS} in a prompt of {request.prompt_tokens} tokens"
+        )
     if request.first_token_from not in ("prefill", "decode"):
         raise InvalidRequest(f"first_token_from is {request.first_token_from!r}: prefill or decode")
     for name in ("output_tokens", "output_tokens_max"):
@@ -33,7 +41,7 @@ def check_request(request: Request) -> None:
 
 def check_instance(spec: InstanceSpec) -> None:
     """Raises InvalidRequest for an instance with values out of range."""
-    for name in ("block_tokens", "kv_capacity_tokens", "batch_max"):
+    for name in ("block_tokens", "part_tokens", "kv_capacity_tokens", "batch_max"):
         value = getattr(spec, name)
         if not 1 <= value <= 1 << 40:
             raise InvalidRequest(f"instance {spec.id!r}: {name} is {value}: give 1 or more")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -14,6 +14,7 @@ from tiffin.messenger.shm.host_copy import XXH3_64
 
 from ..errors import Conflict, InvalidRequest
 from ..records import KEY_BYTES, KEYS_MAX
+from ..state.part_keys import part_keys
 from .models import KEY_HEX
 
 if TYPE_CHECKING:
@@ -32,24 +33,31 @@ _canonical = msgspec.json.Decoder(list[Any])
 _layers = list[_LayerRow]
 
 
-def parse_keys(texts: Sequence[str]) -> tuple[bytes, ...]:
+class PromptKeys(NamedTuple):
+    """The keys of a prompt's full blocks, and of its first tokens in parts: 16 bytes each."""
+
+    blocks: tuple[bytes, ...] = ()
+    parts: tuple[bytes, ...] = ()
+
+
+def parse_keys(texts: Sequence[str], field: str = "block_keys") -> tuple[bytes, ...]:
     """Keys of 16 bytes from 32 hex digits each. Raises InvalidRequest, which names the first
-    invalid key.
+    invalid key of `field`.
 
     Decodes all keys at once: 256 keys take 25 µs; with one `fromhex` and one slice per key, 80 µs.
     """
     if len(texts) > KEYS_MAX:
-        raise InvalidRequest(f"block_keys has {len(texts)} keys; it takes {KEYS_MAX}")
+        raise InvalidRequest(f"{field} has {len(texts)} keys; it takes {KEYS_MAX}")
     if not texts:
         return ()
     try:
         raw = bytes.fromhex("".join(texts))
     except ValueError as error:
-        raise InvalidRequest(_complaint(texts)) from error
+        raise InvalidRequest(_complaint(texts, field)) from error
     # `fromhex` skips spaces, so the result would be too short; and keys of wrong lengths may add up
     # to the right total.
     if len(raw) != KEY_BYTES * len(texts) or set(map(len, texts)) != {KEY_HEX}:
-        raise InvalidRequest(_complaint(texts))
+        raise InvalidRequest(_complaint(texts, field))
     # The cast is needed because numpy's type also covers voids with fields, which become tuples.
     return tuple(cast("list[bytes]", np.frombuffer(raw, _KEY).tolist()))
 
@@ -120,10 +128,8 @@ class KeyedModels:
         """The schema of a model; None if no instance has registered one."""
         return self._schemas.get(model)
 
-    def keys(
-        self, model: str, token_ids: NDArray[np.uint32], namespace: str = ""
-    ) -> tuple[bytes, ...]:
-        """The keys of the full blocks of a prompt. Raises InvalidRequest.
+    def keys(self, model: str, token_ids: NDArray[np.uint32], namespace: str = "") -> PromptKeys:
+        """The keys of a prompt. Raises InvalidRequest.
 
         131,072 tokens take 0.2 ms. Not for pools with a secret: only the engines have the secret,
         and they send keys.
@@ -135,9 +141,10 @@ class KeyedModels:
                 "prompt_tokens"
             )
         try:
-            return Prefix(schema, token_ids, namespace).keys
+            prefix = Prefix(schema, token_ids, namespace)
         except InvalidInput as error:
             raise InvalidRequest(str(error)) from error
+        return PromptKeys(prefix.keys, part_keys(prefix))
 
 
 def _layer(row: _LayerRow) -> LayerSpec:
@@ -152,11 +159,11 @@ def _layer(row: _LayerRow) -> LayerSpec:
     )
 
 
-def _complaint(texts: Sequence[str]) -> str:
+def _complaint(texts: Sequence[str], field: str) -> str:
     """An error message with the index of the first invalid key. It does not repeat the text, which
     could be anything."""
     digits = frozenset("0123456789abcdefABCDEF")
     for index, text in enumerate(texts):
         if len(text) != KEY_HEX or not digits.issuperset(text):
-            return f"block_keys[{index}] is not {KEY_HEX} hex digits"
-    return f"block_keys are not {KEY_HEX} hex digits each"
+            return f"{field}[{index}] is not {KEY_HEX} hex digits"
+    return f"{field} are not {KEY_HEX} hex digits each"

@@ -17,7 +17,7 @@ from ..records import (
     Role,
 )
 from ..state.request_ids import name_of, parted
-from .block_keys import parse_keys
+from .block_keys import PromptKeys, parse_keys
 from .models import (
     ID_MAX,
     BecameReply,
@@ -73,10 +73,10 @@ def to_request(
     """The core's request for a body; `tokens` are its token ids, if it has any. Raises
     InvalidRequest if the body gives a prompt in contradictory forms."""
     prompt_tokens = body.prompt_tokens
-    keys: tuple[bytes, ...] = ()
+    keys = PromptKeys()
     if tokens is not None:
-        if body.block_keys is not None or prompt_tokens is not None:
-            raise InvalidRequest("token_ids say all: send no block_keys and no prompt_tokens")
+        if body.block_keys is not None or body.part_keys or prompt_tokens is not None:
+            raise InvalidRequest("token_ids say all: send no keys and no prompt_tokens")
         prompt_tokens = len(tokens)
         keys = models.keys(body.model, tokens, body.namespace)
     elif body.namespace:
@@ -85,14 +85,16 @@ def to_request(
         raise InvalidRequest(
             "send token_ids, or prompt_tokens, alone or with block_keys: how long is the prompt?"
         )
-    elif body.block_keys is not None:
-        keys = parse_keys(body.block_keys)
+    else:
+        blocks = parse_keys(body.block_keys or ())
+        keys = PromptKeys(blocks, parse_keys(body.part_keys, "part_keys"))
     wishes = body.objectives
     return Request(
         id=name_of(body.tenant, check_id(body.request_id, "request_id")),
         model=body.model,
         prompt_tokens=prompt_tokens,
-        keys=keys,
+        keys=keys.blocks,
+        part_keys=keys.parts,
         objectives=Objectives(wishes.ttft_s, wishes.tbt_s),
         priority=body.priority,
         tenant=body.tenant,
@@ -145,6 +147,7 @@ def to_spec(instance: str, body: InstanceBody) -> InstanceSpec:
         batch_max=body.batch_max,
         fetches=body.fetches,
         labels=dict(body.labels),
+        part_tokens=body.part_tokens,
     )
 
 
@@ -328,6 +331,7 @@ def instance_reply(view: InstanceView) -> InstanceReply:
         kv_capacity_tokens=spec.kv_capacity_tokens,
         batch_max=spec.batch_max,
         fetches=spec.fetches,
+        part_tokens=spec.part_tokens,
         labels=spec.labels,
         heard_s=view.heard_s,
         load=dict(view.load),

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from ..records import EXCLUDE_MAX, KEYS_MAX, TOKENS_MAX
+from ..state.part_keys import PART_KEYS_MAX, PART_TOKENS
 
 ID_MAX = 256
 NAME_MAX = 1024  # as long as a model's name may be in a schema
@@ -61,6 +62,15 @@ BlockKeys = Annotated[
         max_length=KEYS_MAX,
         description="Keys of the prompt's full blocks, from the first one on: 32 hex digits each.",
         examples=[["6f1ed002ab5595859014ebf0951522d9"]],
+    ),
+]
+PartKeys = Annotated[
+    list[Annotated[str, Meta(extra_json_schema={"pattern": "^[0-9a-fA-F]{32}$"})]],
+    Meta(
+        max_length=PART_KEYS_MAX,
+        description="Keys of the prompt's first tokens in parts of 16, up to its first full block, "
+        "for prefixes shorter than a block; not with token_ids, from which they follow.",
+        examples=[["0c9f0a5f5f0e7d1b3a5c2e8f6d4b1a90"]],
     ),
 ]
 # Of an event, alone or in a batch.
@@ -126,6 +136,7 @@ class ScheduleBody(Body, frozen=True, kw_only=True):
     model: ModelName
     token_ids: TokenIds | None = None
     block_keys: BlockKeys | None = None
+    part_keys: PartKeys = []
     prompt_tokens: Annotated[
         PromptTokens | None, Meta(description="Its length; not with token_ids.", examples=[4096])
     ] = None
@@ -354,6 +365,10 @@ class InstanceBody(Body, frozen=True, kw_only=True):
     fetches: Annotated[
         bool, Meta(description="Whether its engine can bring blocks from elsewhere.")
     ] = True
+    part_tokens: Annotated[
+        int,
+        Meta(ge=1, le=1 << 16, description="Tokens of its engine's own block, re-used as a whole."),
+    ] = PART_TOKENS
     labels: Annotated[dict[Name, Name], Meta(max_length=LABELS_MAX)] = {}
     schema: SchemaBody | None = None
     load: LoadBody | None = None
@@ -402,6 +417,7 @@ class InstanceReply(Reply, frozen=True, kw_only=True):
     kv_capacity_tokens: int
     batch_max: int
     fetches: bool = True  # the default for answers of older conductors, which lack the field
+    part_tokens: int = PART_TOKENS  # likewise
     labels: dict[str, str]
     heard_s: Annotated[float | None, Meta(description="Since its last heartbeat.")]
     load: dict[str, float | None]

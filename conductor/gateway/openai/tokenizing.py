@@ -25,6 +25,7 @@ from tiffin.kvstore.format.keys import MAX_SECRET_BYTES, Prefix
 
 from ...errors import InvalidRequest
 from ...records import KEYS_MAX, TOKENS_MAX
+from ...state.part_keys import part_keys
 from ...wire.block_keys import parse_schema
 
 if TYPE_CHECKING:
@@ -47,14 +48,15 @@ _flag = msgspec.json.Decoder(bool)
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """A prompt's length and the keys of its full blocks, 16 bytes each; no keys where the gateway
-    can't compute them. `token_ids` are set if the conductor is to make the keys. `how` names the
-    source of the length."""
+    """A prompt's length and the keys of its full blocks and of its first parts, 16 bytes each; no
+    keys where the gateway can't compute them. `token_ids` are set if the conductor is to make the
+    keys. `how` names the source of the length."""
 
     prompt_tokens: int
     how: How
     keys: tuple[bytes, ...] = ()
     token_ids: list[int] | None = None
+    part_keys: tuple[bytes, ...] = ()
 
 
 class LocalTokenizer:
@@ -146,7 +148,8 @@ class _Model:
             prefix = Prefix(self.schema, token_ids, self.config.namespace, self.secret)
         except TokenError as error:
             raise InvalidRequest(str(error)) from error
-        return Sized(count, how, prefix.keys[:KEYS_MAX])
+        parts = part_keys(prefix, self.secret)
+        return Sized(count, how, prefix.keys[:KEYS_MAX], part_keys=parts)
 
 
 class Tokenizing:

@@ -136,6 +136,7 @@ class Placer:
             model=ask.model,
             prompt_tokens=sized.prompt_tokens,
             keys=sized.keys,
+            part_keys=sized.part_keys,
             objectives=wishes.objectives,
             priority=wishes.priority,
             tenant=wishes.tenant,

@@ -20,6 +20,8 @@ from tiffin.conductor.events.block_regrouper import (
     EngineStored,
     Folder,
 )
+from tiffin.conductor.events.prompt_starts import PromptStarts
+from tiffin.conductor.state.part_keys import part_keys
 from tiffin.kvstore import KVSchema
 
 PART = 16
@@ -52,6 +54,20 @@ def keys_of(prompt: list[int], namespace: str = "") -> list[bytes]:
     return list(SCHEMA.prefix(prompt, namespace=namespace, secret=b"secret").keys)
 
 
+def part_keys_of(prompt: list[int]) -> list[bytes]:
+    return list(part_keys(SCHEMA.prefix(prompt, secret=b"secret"), b"secret"))
+
+
+class BlockFolder(Folder):
+    """Tells the changes of blocks, without those of parts."""
+
+    def stored(self, event: EngineStored, now: float) -> list[Change]:
+        return [change for change in super().stored(event, now) if not change.parts]
+
+    def removed(self, event: EngineRemoved) -> list[Change]:
+        return [change for change in super().removed(event) if not change.parts]
+
+
 def stored(
     prompt: list[int], start: int = 0, stop: int | None = None, **fields: object
 ) -> EngineStored:
@@ -68,7 +84,7 @@ def stored(
 
 
 def test_a_key_is_held_when_its_last_part_comes() -> None:
-    folder, prompt = Folder(CHAIN), prompt_of(*range(9))
+    folder, prompt = BlockFolder(CHAIN), prompt_of(*range(9))
     keys = keys_of(prompt)
     assert folder.stored(stored(prompt, 0, 3), 0.0) == []
     assert folder.stored(stored(prompt, 3, 7), 0.0) == [Change("hbm", True, keys[:1])]
@@ -78,7 +94,7 @@ def test_a_key_is_held_when_its_last_part_comes() -> None:
 
 
 def test_a_key_is_lost_with_any_of_its_parts_and_can_come_back() -> None:
-    folder, prompt = Folder(CHAIN), prompt_of(*range(8))
+    folder, prompt = BlockFolder(CHAIN), prompt_of(*range(8))
     keys, names = keys_of(prompt), hashes_of(prompt)
     folder.stored(stored(prompt), 0.0)
     assert folder.removed(EngineRemoved(names[5:6])) == [Change("hbm", False, keys[1:])]
@@ -92,7 +108,7 @@ def test_a_key_is_lost_with_any_of_its_parts_and_can_come_back() -> None:
 
 
 def test_prompts_that_part_inside_a_block_share_parts_and_not_keys() -> None:
-    folder = Folder(CHAIN)
+    folder = BlockFolder(CHAIN)
     one, other = prompt_of(1, 2, 3, 4), prompt_of(1, 2, 5, 6)
     folder.stored(stored(one), 0.0)
     assert folder.stored(stored(other, 2), 0.0) == [Change("hbm", True, keys_of(other))]
@@ -106,7 +122,7 @@ def test_prompts_that_part_inside_a_block_share_parts_and_not_keys() -> None:
 
 
 def test_what_comes_before_its_parent_waits_for_it() -> None:
-    folder, prompt = Folder(CHAIN), prompt_of(*range(12))
+    folder, prompt = BlockFolder(CHAIN), prompt_of(*range(12))
     keys = keys_of(prompt)
     assert folder.stored(stored(prompt, 8), 0.0) == []
     assert folder.stored(stored(prompt, 3, 8), 0.0) == []
@@ -121,7 +137,7 @@ def test_who_listens_late_hears_of_no_roots_and_waits_within_bounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(block_regrouper, "WAITING_MAX", 100)
-    folder = Folder(CHAIN)
+    folder = BlockFolder(CHAIN)
     for seed in range(100):
         prompt = prompt_of(seed, 1, 2, 3)
         assert folder.stored(stored(prompt, 1), float(seed)) == []
@@ -140,7 +156,7 @@ def test_copies_are_counted_unless_told_otherwise() -> None:
     prompt = prompt_of(*range(4))
     lost = [Change("hbm", False, keys_of(prompt))]
     event, removal = stored(prompt), EngineRemoved(hashes_of(prompt)[3:])
-    folder = Folder(CHAIN)
+    folder = BlockFolder(CHAIN)
     folder.stored(event, 0.0)
     folder.stored(event, 0.0)
     folder.stored(event, 0.0)
@@ -150,14 +166,14 @@ def test_copies_are_counted_unless_told_otherwise() -> None:
     folder.stored(stored(prompt, 3), 0.0)
     # An event that says how many copies are left overrides the count.
     assert folder.removed(EngineRemoved(hashes_of(prompt)[3:], copies=[0])) == lost
-    folder = Folder(CHAIN, counts_copies=False)
+    folder = BlockFolder(CHAIN, counts_copies=False)
     folder.stored(event, 0.0)
     folder.stored(event, 0.0)
     assert folder.removed(removal) == lost
 
 
 def test_tiers_are_apart_and_may_be_named_without_tokens() -> None:
-    folder, prompt = Folder(CHAIN), prompt_of(*range(8))
+    folder, prompt = BlockFolder(CHAIN), prompt_of(*range(8))
     keys, names = keys_of(prompt), hashes_of(prompt)
     folder.stored(stored(prompt), 0.0)
     offloaded = EngineStored(names[:4], None, b"", 0, "dram")
@@ -169,7 +185,7 @@ def test_tiers_are_apart_and_may_be_named_without_tokens() -> None:
 
 
 def test_namespaces_and_what_has_no_key() -> None:
-    folder, prompt = Folder(CHAIN), prompt_of(*range(8))
+    folder, prompt = BlockFolder(CHAIN), prompt_of(*range(8))
     assert folder.stored(stored(prompt, namespace="lora:x"), 0.0) == [
         Change("hbm", True, keys_of(prompt, "lora:x"))
     ]
@@ -182,7 +198,7 @@ def test_namespaces_and_what_has_no_key() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    folder, prompt = Folder(CHAIN), prompt_of(*range(4))
+    folder, prompt = BlockFolder(CHAIN), prompt_of(*range(4))
     with pytest.raises(InvalidRequest, match="all tokens of all blocks"):
         folder.stored(EngineStored([1, 2], None, tokens_of(prompt), PART), 0.0)
     with pytest.raises(InvalidRequest, match="no tier"):
@@ -196,7 +212,7 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 
 def test_memory_is_bounded_and_the_oldest_pages_leave() -> None:
-    folder = Folder(CHAIN, parts_max=40)
+    folder = BlockFolder(CHAIN, parts_max=40)
     for seed in range(50):
         prompt = prompt_of(*range(4 * seed, 4 * seed + 4))
         changes = folder.stored(stored(prompt), 0.0)
@@ -207,7 +223,7 @@ def test_memory_is_bounded_and_the_oldest_pages_leave() -> None:
 
 
 def test_a_block_of_the_engine_may_be_as_large_as_ours() -> None:
-    folder, prompt = Folder(CHAIN), list(range(128))
+    folder, prompt = BlockFolder(CHAIN), list(range(128))
     event = EngineStored([1, 2], None, tokens_of(prompt), 64)
     assert folder.stored(event, 0.0) == [Change("hbm", True, keys_of(prompt))]
 
@@ -228,6 +244,15 @@ class Reference:
                     found.add(key)
         return found
 
+    def part_keys(self, prompts: list[list[int]]) -> set[bytes]:
+        found = set()
+        for prompt in prompts:
+            for part, key in zip(hashes_of(prompt), part_keys_of(prompt), strict=False):
+                if not self.copies.get(part, 0):
+                    break
+                found.add(key)
+        return found
+
 
 @given(st.integers(0, 2**32), st.integers(1, 60))
 def test_any_history_of_an_engine_gives_the_keys_whose_parts_are_all_held(
@@ -240,7 +265,7 @@ def test_any_history_of_an_engine_gives_the_keys_whose_parts_are_all_held(
         for _ in range(4)
     ]
     folder, reference = Folder(CHAIN), Reference()
-    seen: set[bytes] = set()
+    seen: dict[bool, set[bytes]] = {False: set(), True: set()}  # of blocks, and of parts
     for _ in range(events):
         prompt = dice.choice(prompts)
         names = hashes_of(prompt)
@@ -258,9 +283,67 @@ def test_any_history_of_an_engine_gives_the_keys_whose_parts_are_all_held(
             for part in gone:
                 reference.copies[part] = max(0, reference.copies.get(part, 0) - 1)
         for change in changes:
-            (seen.update if change.added else seen.difference_update)(change.keys)
-        expected = reference.keys(prompts)
-        assert set(folder.keys("hbm")) == seen == expected
+            known_keys = seen[change.parts]
+            (known_keys.update if change.added else known_keys.difference_update)(change.keys)
+        assert set(folder.keys("hbm")) == seen[False] == reference.keys(prompts)
+        assert set(folder.starts.keys()) == seen[True] == reference.part_keys(prompts)
         assert folder.waiting_parts == 0
     folder.removed(EngineRemoved([part for part, n in reference.copies.items() for _ in range(n)]))
     assert (len(folder), folder._pages, folder._copies) == (0, {}, {})
+    assert (len(folder.starts), folder.starts._starts) == (0, {})
+
+
+def test_the_first_parts_have_keys_before_their_block_is_full() -> None:
+    """Two prompts that share two parts of four: both parts leave when neither needs them."""
+    folder, prompt, other = Folder(CHAIN), prompt_of(0, 1, 2), prompt_of(0, 1, 7)
+    one, two = part_keys_of(prompt), part_keys_of(other)
+    assert (len(one), one[:2]) == (3, two[:2])
+    assert folder.stored(stored(prompt), 0.0) == [Change("hbm", True, one, parts=True)]
+    assert folder.stored(stored(other, 2), 0.0) == [Change("hbm", True, two[2:], parts=True)]
+    tail, other_tail, shared = hashes_of(prompt)[2:], hashes_of(other)[2:], hashes_of(prompt)[:2]
+    assert folder.removed(EngineRemoved(tail)) == [Change("hbm", False, one[2:], parts=True)]
+    assert folder.removed(EngineRemoved(other_tail)) == [Change("hbm", False, two[2:], parts=True)]
+    assert folder.removed(EngineRemoved(shared[1:])) == [Change("hbm", False, one[1:2], parts=True)]
+    assert folder.removed(EngineRemoved(shared[:1])) == [Change("hbm", False, one[:1], parts=True)]
+
+
+def test_parts_behind_a_gap_and_parts_in_other_tiers_have_no_keys() -> None:
+    folder, prompt = Folder(CHAIN), prompt_of(0, 1, 2)
+    folder.stored(stored(prompt), 0.0)
+    folder.removed(EngineRemoved(hashes_of(prompt)[:1]))
+    assert folder.starts.keys() == []
+    (back,) = folder.stored(stored(prompt, 0, 1), 0.0)
+    assert back.keys == part_keys_of(prompt)
+    assert Folder(CHAIN).stored(stored(prompt, tier="dram"), 0.0) == []
+
+
+@pytest.mark.parametrize("part_tokens", [8, 32, 48])
+def test_engines_with_other_block_sizes_have_the_same_keys(part_tokens: int) -> None:
+    schema = KVSchema.gqa(
+        model="folded", layers=1, kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=96
+    )
+    folder, prompt = Folder(EngineChain.of(schema)), list(range(144))
+    count = len(prompt) // part_tokens
+    tokens = tokens_of(prompt[: count * part_tokens])
+    event = EngineStored(list(range(1, count + 1)), None, tokens, part_tokens)
+    folder.stored(event, 0.0)
+    keys = list(part_keys(schema.prefix(prompt)))
+    assert len(keys) == 5  # those of 96 tokens, less the block's own end
+    assert folder.starts.keys() == keys
+    folder.removed(EngineRemoved([2]))
+    assert folder.starts.keys() == keys[: part_tokens // 16]
+
+
+def test_an_engines_part_keys_are_bounded_and_a_shared_start_stays() -> None:
+    starts: PromptStarts[int] = PromptStarts(SCHEMA.block_tokens, CHAIN.follow, keys_max=10)
+    known: set[bytes] = set()
+    root, system = CHAIN.root(""), part_keys_of(prompt_of(0))
+    for number in range(100):
+        prompt = prompt_of(0, 2 * number + 1, 2 * number + 2)
+        starts.begin(number, root)
+        fresh, gone = starts.hold(number, tokens_of(prompt), len(prompt))
+        known |= set(fresh)
+        known -= {*gone, *starts.evict()}
+        assert len(starts) == len(known) <= 10
+        assert set(starts.keys()) == known >= {*system, *part_keys_of(prompt)}
+    assert part_keys_of(prompt_of(0, 191, 192))[1] not in known

@@ -18,20 +18,23 @@ import pytest
 import zmq
 from kvsupport import wait_until
 
+from tiffin.conductor.core import Conductor
 from tiffin.conductor.errors import InvalidRequest
 from tiffin.conductor.events import sequence_numbers
 from tiffin.conductor.events.block_regrouper import EngineChain, EngineRemoved, EngineStored, Folder
 from tiffin.conductor.events.index_updates import NODE_TIERS, Added
-from tiffin.conductor.events.routed_blocks import ROUTED_S, Holdings
+from tiffin.conductor.events.routed_blocks import ROUTED_S
 from tiffin.conductor.events.update_inbox import UpdateInbox
 from tiffin.conductor.events.vllm_events import BadEvents, CacheCleared, EventReader
 from tiffin.conductor.events.vllm_feed import EventPublisher, VllmFeed
-from tiffin.conductor.state.prefix_index import PrefixIndex
+from tiffin.conductor.state.part_keys import part_keys
 from tiffin.kvstore import KVSchema
 from tiffin.kvstore.errors import InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from tiffin.conductor.state.prefix_index import PrefixIndex
 
 PART = 16
 SCHEMA = KVSchema.gqa(
@@ -255,21 +258,29 @@ class Engine:
 
 
 class World:
-    """A feed and the index that it feeds."""
+    """A feed and the indexes that it feeds."""
 
     def __init__(self) -> None:
         self.inbox = UpdateInbox()
-        self.holdings = Holdings(PrefixIndex())
+        self.core = Conductor()
+        self.holdings, self.parts = self.core.holdings, self.core.parts
         self.feed = VllmFeed(self.inbox)
         self._now = itertools.count(1)
 
     def held(self, prompt: list[int], name: str = "engine", tier: str = "hbm") -> int:
         """The number of leading blocks of a prompt that are held, after all received events."""
-        index = self.holdings.index
         for update in self.inbox.take():
-            self.holdings.apply(update, float(next(self._now)))
+            self.core.apply(update, float(next(self._now)))
+        return self._leading(self.holdings.index, keys(prompt), name, tier)
+
+    def held_parts(self, prompt: list[int], name: str = "engine") -> int:
+        """Likewise the number of leading part keys."""
+        self.held(prompt)
+        return self._leading(self.parts.index, part_keys(SCHEMA.prefix(prompt)), name, "hbm")
+
+    def _leading(self, index: PrefixIndex, keys: Sequence[bytes], name: str, tier: str) -> int:
         number = index.find(name, tier)
-        return 0 if number is None else int(index.match(keys(prompt)).lengths(index.width)[number])
+        return 0 if number is None else int(index.match(keys).lengths(index.width)[number])
 
     def await_held(self, prompt: list[int], blocks: int, **where: str) -> None:
         wait_until(lambda: self.held(prompt, **where) == blocks, f"{blocks} blocks are held")
@@ -423,11 +434,38 @@ class TestWhatVllmSent:
         assert after[5] == self.keys(self.FIRST[:512], *self.OTHERS[:3])
         assert after[7] == after[8] == set()
 
+    def test_part_keys_are_those_of_the_blocks_of_128_tokens(self) -> None:
+        after = [set(folder.starts.keys()) for _, folder in self.folded()]
+        assert after[0] == set(part_keys(self.SCHEMA.prefix(self.FIRST)))  # the second shares them
+        assert after[1] == after[2] == after[0]
+        assert len(after[4]) == 3 * 31
+        assert (len(after[7]), len(after[8])) == (0, 8)
+
     def test_nothing_is_left_over(self) -> None:
         *_, (_, folder) = self.folded()
         assert len(folder) == 1  # the last prompt has one block of 128
         assert folder.waiting_parts == 0
         assert folder.counts.unknown_parents == folder.counts.refused_parts == 0
+
+
+def test_prefixes_below_a_block_are_followed(world: World, start: Callable[..., Engine]) -> None:
+    """Until a removal; of an engine that has said nonsense for a while; never after a restart."""
+    engine, prompt = start(), list(range(60))
+    world.feed.follow(engine.publisher())
+    engine.wait_for_subscriber()
+    engine.publish(stored(prompt))
+    wait_until(lambda: world.held_parts(prompt) == 3, "48 tokens are held")
+    assert world.held(prompt) == 0
+    engine.publish(removed(hashes(prompt)[2]))
+    wait_until(lambda: world.held_parts(prompt) == 2, "32 tokens are held")
+    assert world.feed.statistics()["engine"]["part_keys"] == 2
+    engine.publish(raw=b"\xc1 no msgpack")
+    wait_until(lambda: world.held_parts(prompt) and world.parts.guessed_blocks == 2, "doubted")
+    engine.restart()
+    engine.publish(stored(list(range(500, 520))))
+    wait_until(lambda: world.held_parts(prompt) == 0, "the engine has restarted")
+    world.feed.unfollow("engine")
+    wait_until(lambda: world.held_parts(list(range(500, 520))) == 0, "the engine has left")
 
 
 def test_garbage_is_counted_and_what_is_known_doubted(
