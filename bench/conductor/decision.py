@@ -32,16 +32,18 @@ if TYPE_CHECKING:
     from .setting import Setting, Sizes
 
 MODEL = "bench"
-PRIVATE, HOT = "private", "hot"
+PRIVATE, HOT, SHORT = "private", "hot", "short"
 # Targets for whole decisions; a prompt whose blocks are on all instances needs no search for a
 # source to fetch them from.
-_TARGETS_US = {PRIVATE: 200.0, HOT: 120.0}
+_TARGETS_US = {PRIVATE: 200.0, HOT: 120.0, SHORT: 120.0}
 _LIMIT = "a plain loop: the keys' holders in a dict of bit sets, joined until none is left"
 
 # 70 billion parameters, 80 layers of 8 heads: 160 MiB for 512 tokens.
 _BLOCK_BYTES = 160 << 20
 _HOST_INSTANCES = 8
 _CAPACITY_TOKENS = 2_000_000
+# A system prompt of 200 tokens in a prompt below a block, in parts of 16.
+_SHORT_TOKENS, _SHARED_PARTS, _SHORT_PARTS = 400, 12, 24
 _APART_S = 0.01
 _ANSWER_TOKENS = 128
 # Intervals as in the service, or longer.
@@ -54,7 +56,8 @@ class Traffic:
     `decide`, `schedule` and `loop` are the measured actions for it.
 
     `kind` is PRIVATE: all instances have 16 of a prompt's blocks, and one instance the other 240;
-    or HOT: all instances have all blocks.
+    or HOT: all instances have all blocks; or SHORT: no blocks, but all instances have 12 of 24
+    parts of the first one, and one instance the others.
     """
 
     def __init__(self, sizes: Sizes, kind: str) -> None:
@@ -64,17 +67,19 @@ class Traffic:
         self._ticked = self._heard = 0.0
         self._numbers = count()
         self._due: list[tuple[float, int, RequestEvent]] = []
-        private = kind == PRIVATE
-        self._shared = keys_of(sizes.shared_blocks if private else sizes.prompt_blocks)
+        self._short = kind == SHORT
+        shared, keys = _counts(sizes, kind)
+        self._shared = keys_of(shared)
         self._tails: list[list[bytes]] = []
         self._bits: dict[bytes, int] = dict.fromkeys(self._shared, (1 << sizes.instances) - 1)
         self._names = [f"instance-{number}" for number in range(sizes.instances)]
         for number, name in enumerate(self._names):
             self.core.register(spec(name, number), self._now)
-            tail = keys_of(sizes.prompt_blocks - sizes.shared_blocks) if private else []
+            tail = keys_of(keys - shared)
             self._tails.append(tail)
             self._bits.update(dict.fromkeys(tail, 1 << number))
-            self.core.apply(Added(name, "hbm", [*self._shared, *tail]), self._now)
+            held = [*self._shared, *tail]
+            self.core.apply(Added(name, "hbm", held, parts=self._short), self._now)
         self.next()
         for _ in range(sizes.warm_decisions):
             self.go_on()
@@ -139,6 +144,8 @@ class Traffic:
         self._asked[0] = self._request(self._asked[0].id)
 
     def _request(self, name: str) -> Request:
+        if self._short:
+            return Request(name, MODEL, _SHORT_TOKENS, part_keys=tuple(_fresh(self._keys)))
         tokens = BLOCK_TOKENS * len(self._keys) + 100
         return Request(name, MODEL, tokens, tuple(_fresh(self._keys)))
 
@@ -154,6 +161,14 @@ class Traffic:
         ):
             event = RequestEvent(decision.request_id, kind, tokens)
             heapq.heappush(self._due, (at, next(self._numbers), event))
+
+
+def _counts(sizes: Sizes, kind: str) -> tuple[int, int]:
+    """How many keys all instances have, and how many a prompt has."""
+    if kind == SHORT:
+        return _SHARED_PARTS, _SHORT_PARTS
+    whole = sizes.prompt_blocks
+    return (sizes.shared_blocks if kind == PRIVATE else whole), whole
 
 
 def spec(name: str, number: int) -> InstanceSpec:
@@ -177,6 +192,9 @@ def _fresh(keys: list[bytes]) -> list[bytes]:
 
 def scene(sizes: Sizes, kind: str) -> str:
     """A description of which instances have which blocks."""
+    if kind == SHORT:
+        parts = f"{_SHORT_TOKENS} tokens, {_SHORT_PARTS} parts of 16, {sizes.instances} instances"
+        return f"{parts}, all but {_SHARED_PARTS} on one of them"
     blocks = f"{sizes.prompt_blocks} blocks, {sizes.instances} instances"
     if kind == HOT:
         return f"{blocks}, all on all"
@@ -187,8 +205,8 @@ def scene(sizes: Sizes, kind: str) -> str:
 
 
 def decisions(setting: Setting) -> list[Row]:
-    """The decision alone, and with its reservations, for prompts of both kinds."""
-    return [row for kind in (PRIVATE, HOT) for row in _decisions(setting, kind)]
+    """The decision alone, and with its reservations, for prompts of all kinds."""
+    return [row for kind in (PRIVATE, HOT, SHORT) for row in _decisions(setting, kind)]
 
 
 def _decisions(setting: Setting, kind: str) -> list[Row]:

@@ -115,6 +115,12 @@ def _index(core: Conductor, now: float) -> Iterator[Family]:
         [((), float(core.holdings.guessed_blocks))],
     )
     yield (
+        "index_parts",
+        "Parts of prompts' first blocks that somebody holds.",
+        (),
+        [((), float(len(core.parts.index)))],
+    )
+    yield (
         "index_age_seconds",
         "Since the longest silent holder was heard of.",
         ("tier",),

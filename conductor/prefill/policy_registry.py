@@ -74,6 +74,14 @@ class PolicyQuestion:
         assert spec is not None
         return spec.block_tokens
 
+    def tokens(self, blocks: Blocks) -> Blocks:
+        """Tokens of the prompt that each candidate need not compute if it uses its leading `blocks`
+        [candidates]: theirs, or its cached parts of the first one."""
+        tokens: Blocks = blocks * self.block_tokens
+        if self.cached_part_tokens is not None:
+            tokens = np.maximum(tokens, self.cached_part_tokens)
+        return tokens
+
 
 @dataclass(slots=True)
 class Choice:

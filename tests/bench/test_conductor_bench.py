@@ -49,7 +49,10 @@ TINY = Sizes(
     stall_turns=1,
 )
 NAMES = {
-    "decision": ["decision-private", "schedule-private", "decision-hot", "schedule-hot"],
+    "decision": [
+        *("decision-private", "schedule-private", "decision-hot", "schedule-hot"),
+        *("decision-short", "schedule-short"),
+    ],
     "policies": [f"policy-{name}" for name in policy_names()],
     "walk": ["index-walk-private", "index-walk-hot"],
     "events": ["index-events"],

@@ -54,7 +54,10 @@ class KvCost:
 def _blocks(question: PolicyQuestion, settings: KvCostSettings) -> tuple[Floats, Floats]:
     cluster, rows, tokens = question.cluster, question.rows, float(question.block_tokens)
     prompt = math.ceil(question.request.prompt_tokens / tokens)
-    hbm, dram, local = question.hbm_blocks, question.dram_blocks, question.local_blocks
+    hbm, dram, local = (
+        question.tokens(blocks) / tokens
+        for blocks in (question.hbm_blocks, question.dram_blocks, question.local_blocks)
+    )
     # credits · ranges, with the terms of each boundary combined
     credit = (
         (settings.device_credit - settings.host_credit) * hbm

@@ -41,11 +41,11 @@ class Preble:
         settings = question.settings.preble
         mine = own(question, Compute(question))
         load = question.queue_s + _decode_s(question)
-        longest = int(mine.blocks.max())
-        cached_tokens = longest * question.block_tokens
+        tokens = question.tokens(mine.blocks)
+        cached_tokens = int(tokens.max())
         cost = load + _evict_s(question) + mine.load_s + mine.compute_s
         if cached_tokens > settings.exploit_share * question.request.prompt_tokens:
-            holds = mine.blocks == longest
+            holds = tokens == cached_tokens
             if not self._overloaded(question, float(load[holds].min()), float(load.min())):
                 cost = np.where(holds, load, cost + load[holds].max() + 1.0)
         at = lowest(cost, question.dice)
@@ -70,7 +70,7 @@ def _decode_s(question: PolicyQuestion) -> Floats:
 def _evict_s(question: PolicyQuestion) -> Floats:
     """Seconds of recomputing later the tokens that have to be evicted from HBM for this prompt."""
     c, rows = question.cluster, question.rows
-    hbm_tokens = question.hbm_blocks * question.block_tokens
+    hbm_tokens = question.tokens(question.hbm_blocks)
     needed = question.request.prompt_tokens - hbm_tokens
     free = c.kv_capacity_tokens[rows] - c.kv_used_tokens[rows]
     evicted = np.maximum(needed - np.maximum(free, 0), 0)

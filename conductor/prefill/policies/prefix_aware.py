@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...state.part_keys import PART_TOKENS
 from ..local_cost import Compute, own
 from ..policy_registry import Choice, lowest, register
 from .simple import local_choice
@@ -30,7 +31,8 @@ class PrefixAware:
 
     def choose(self, question: PolicyQuestion) -> Choice:
         """The cost is the load in requests, or the number of the prompt's blocks that the instance
-        lacks; load breaks ties between equal matches."""
+        lacks, or of parts where it is known to have some of a block; load breaks ties between equal
+        matches."""
         cluster, rows = question.cluster, question.rows
         mine = own(question, Compute(question))
         load: Floats = (cluster.queued[rows] + cluster.batch[rows]).astype(float)
@@ -44,11 +46,16 @@ class PrefixAware:
         uneven = high - low > settings.balance_abs_threshold
         if uneven and high > settings.balance_rel_threshold * low:
             return False
-        matched = int(question.local_blocks.max()) * question.block_tokens
+        matched = int(question.tokens(question.local_blocks).max())
         return matched > settings.match_threshold * question.request.prompt_tokens
 
     def _unmatched(self, question: PolicyQuestion, load: Floats) -> Floats:
-        """The number of blocks that each instance lacks, plus its load scaled to below 1."""
-        blocks = len(question.request.keys) - question.local_blocks
-        cost: Floats = blocks + load / (load.max() + 1.0)
+        """The number of blocks (or parts) that each instance lacks, plus its load scaled to below
+        1."""
+        local, request = question.local_blocks, question.request
+        if question.cached_part_tokens is None:
+            lacks: Floats = (len(request.keys) - local).astype(float)
+        else:
+            lacks = (request.prompt_tokens - question.tokens(local)) / PART_TOKENS
+        cost: Floats = lacks + load / (load.max() + 1.0)
         return cost

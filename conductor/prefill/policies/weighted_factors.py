@@ -11,7 +11,8 @@ The lowest is chosen. The book takes the factors from telemetry; here they are
     active requests    those that wait, are prefilled or decode
     memory bandwidth   the part of a decode step that reads KV: its step time less that of an empty
                        context
-    has the prefix     it and its node have the longest part of the prompt that any one holder has
+    has the prefix     it and its node have the longest part of the prompt that any one holder has:
+                       blocks, or parts of the first one if nobody has blocks
     a moment ago       a request with the same first blocks is being prefilled there
 
 It knows no times and fetches nothing. Percentages are of 100, as in the book's code, so a prefix is
@@ -62,6 +63,9 @@ def _factors(question: PolicyQuestion) -> dict[str, Floats]:
     reading_s = cluster.d2.take(rows) * context
     step_s = cluster.d0.take(rows) + cluster.d1.take(rows) * batch + reading_s
     has = (question.local_blocks == question.best_blocks) & (question.best_blocks > 0)
+    parts = question.cached_part_tokens
+    if parts is not None and not question.best_blocks:
+        has = (parts == parts.max()) & (parts > 0)
     computing = question.computing.match(question.request.keys, question.now)
     recent = rows == (-1 if computing is None else computing.row)
     return {

@@ -27,6 +27,7 @@ from tiffin.conductor.pool.leader import LeaderLease
 from tiffin.conductor.pool.orders import Ended, NodeSpace
 from tiffin.conductor.pool.prompt_sums import PromptSums
 from tiffin.conductor.records import Rejection, Request, RequestEvent
+from tiffin.conductor.state.part_keys import part_keys
 from tiffin.conductor.web.auth import Grant, Right, Tokens, load_tokens
 from tiffin.conductor.wire.block_keys import parse_schema
 from tiffin.conductor.wire.event_batch import EVENTS_MAX
@@ -106,6 +107,25 @@ class TestSchedule:
         asked = core.requests["r1"]
         assert asked.prompt_tokens == 40
         assert asked.keys == SCHEMA.prefix(tokens, "acme").keys
+
+    def test_the_first_tokens_of_a_prompt(self, http: TestClient, core: Recorder) -> None:
+        schema = KVSchema.gqa(model=MODEL, layers=2, kv_heads=2, head_dim=8, dtype="float16")
+        register(http, schema={"canonical": schema.canonical_bytes().decode()}, part_tokens=64)
+        assert http.get("/v1/instances").json()["instances"][0]["part_tokens"] == 64
+        tokens = np.arange(40).tolist()
+        body = {"request_id": "r1", "model": MODEL, "token_ids": tokens}
+        assert http.post("/v1/schedule", json=body).status_code == 200
+        keys = part_keys(schema.prefix(tokens))
+        assert core.requests["r1"].part_keys == keys
+        named = [key.hex() for key in keys]
+        both = http.post("/v1/schedule", json=body | {"request_id": "r2", "part_keys": named})
+        assert both.status_code == 400
+        assert http.post("/v1/schedule", json=prompt(part_keys=["0g" * 16])).status_code == 400
+        body = prompt(request_id="r3", prompt_tokens=40, part_keys=named)
+        assert http.post("/v1/schedule", json=body).status_code == 200
+        assert core.requests["r3"].part_keys == keys
+        body = prompt(request_id="r4", prompt_tokens=31, part_keys=named)
+        assert http.post("/v1/schedule", json=body).status_code == 400, "they would not fit"
 
     def test_a_long_prompt_by_its_tokens(self, http: TestClient, core: Recorder) -> None:
         canonical = SCHEMA.canonical_bytes().decode()

@@ -494,3 +494,18 @@ class TestFollowing:
             thread.join(timeout=10)
             assert not thread.is_alive()
         assert got == []
+
+
+def test_a_prompt_by_its_keys(client: Both, service: tuple[Recorder, str]) -> None:
+    client.register(replace(SPEC, part_tokens=64))
+    (shown,) = client.instances()
+    assert shown.part_tokens == 64
+    keys = tuple(bytes([n]) * 16 for n in range(4))
+    client.schedule(Request("k", MODEL, 40, keys[:2], part_keys=keys[2:]))
+    asked = service[0].requests["k"]
+    assert (asked.keys, asked.part_keys) == (keys[:2], keys[2:])
+
+
+def test_an_older_conductor_is_told_only_what_it_knows() -> None:
+    assert b"part" not in (calls.register(SPEC).body or b"")
+    assert b"part" not in (calls.schedule(Request("r", MODEL, 40)).body or b"")

@@ -55,6 +55,7 @@ from tiffin.conductor.gateway.requests.conductor_reports import Health, Reporter
 from tiffin.conductor.gateway.requests.event_outbox import REST_S
 from tiffin.conductor.gateway.server import GatewayOptions
 from tiffin.conductor.records import RequestEvent
+from tiffin.conductor.state.part_keys import part_keys
 from tiffin.conductor.wire.answers import Refusal
 from tiffin.conductor.wire.models import InstanceReply
 from tiffin.kvstore import KVSchema
@@ -655,6 +656,23 @@ class TestTokenizing:
         config = GatewayConfig(default=ModelConfig(tokenizer=str(folder)))
         sized, asked = size(config, ask({"prompt": "who carries lunch"}))
         assert (sized.prompt_tokens, sized.how, asked) == (3, "local", 0), "and nothing is cut off"
+
+    def test_keys_of_a_prompt_shorter_than_a_block(self, folder: Path, tmp_path: Path) -> None:
+        schema = KVSchema.gqa(model=MODEL, layers=2, kv_heads=2, head_dim=8, dtype="float16")
+        (tmp_path / "schema").write_bytes(schema.canonical_bytes())
+        (tmp_path / "secret").write_text("0123456789abcdef")
+        (tmp_path / "secret").chmod(0o600)
+        model = ModelConfig(
+            tokenizer=str(folder),
+            schema_file=str(tmp_path / "schema"),
+            secret_file=str(tmp_path / "secret"),
+            namespace="acme",
+        )
+        sized, _ = size(GatewayConfig(default=model), ask({"prompt": "who carries lunch " * 12}))
+        prefix = schema.prefix([1, 2, 3] * 12, "acme", b"0123456789abcdef")
+        assert sized.keys == ()
+        assert sized.part_keys == part_keys(prefix, b"0123456789abcdef")
+        assert len(sized.part_keys) == 2
 
     def test_keys_by_a_schema(self, folder: Path, tmp_path: Path) -> None:
         (tmp_path / "schema").write_bytes(SCHEMA.canonical_bytes())
