@@ -210,7 +210,7 @@ class Conductor:
         self.ledger.prolong(flight, now + self.settings.core.decision_ttl_s)
         at = now - event.age_s  # when it happened
         if event.kind == "prefill_began":
-            self.ledger.prefill_began(flight, event.route, now)
+            self.ledger.prefill_began(flight, event.route, at)
         if event.kind in ("alive", "fetched", "prefill_began", "handed_over"):
             if event.route in (None, chosen_route(flight.decision)):
                 self._moving(flight, event, now)
@@ -225,7 +225,7 @@ class Conductor:
         route = route_of(flight, event)
         if event.kind in ("prefill_done", "first_token") and route == chosen_route(flight.decision):
             self.profiles.prefill_done(flight, event.kind, at)
-        self._prefilled(flight, route, now)
+        self._prefilled(flight, route, now, at)
         if event.kind == "prefill_done":
             return
         if event.kind == "first_token":
@@ -594,8 +594,10 @@ class Conductor:
         self.log.put(outcome, self.settings.core.log_max)
         return outcome
 
-    def _prefilled(self, flight: InflightRequest, route: HedgedRoute, now: float) -> None:
-        if self.ledger.prefill_done(flight, now):
+    def _prefilled(
+        self, flight: InflightRequest, route: HedgedRoute, now: float, ended_at: float
+    ) -> None:
+        if self.ledger.prefill_done(flight, now, ended_at):
             self.computing.end(flight.request.id)
             self.bookings.prefilled(flight.request.id, now)
             self._computed(flight, route, now)
@@ -627,7 +629,7 @@ class Conductor:
         if finished:
             self.margins.ended(flight.request.id, flight.gaps)
             with contextlib.suppress(InvalidRequest):  # too many holders: end the request anyway
-                self._prefilled(flight, chosen_route(flight.decision), now)
+                self._prefilled(flight, chosen_route(flight.decision), now, now)
             self.shadow.finished(flight.request.id, tbt_s, now)
             if tokens:
                 self.lengths.observe(flight.request, tokens)

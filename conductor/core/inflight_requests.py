@@ -161,19 +161,19 @@ class Ledger:
         return victims + self._begin_second(flight, flight.second, now)
 
     def prefill_began(
-        self, flight: InflightRequest, route: tuple[str, str] | None, now: float
+        self, flight: InflightRequest, route: tuple[str, str] | None, began_at: float
     ) -> None:
-        """Its engine computes a request; of a raced one, on this route."""
+        """Its engine computes a request since then; of a raced one, on this route."""
         own = route is None or route[0] == flight.decision.prefill
         if own and flight.phase is RequestPhase.PREFILL and flight.prefill_row >= 0:
-            self._dispatch.began(flight.prefill_row, flight.request.id, now)
+            self._dispatch.began(flight.prefill_row, flight.request.id, began_at)
 
-    def prefill_done(self, flight: InflightRequest, now: float) -> bool:
-        """Move a request whose prefill is done from the queue to its decode instance. Returns False
-        if that was done before: idempotent."""
+    def prefill_done(self, flight: InflightRequest, now: float, ended_at: float) -> bool:
+        """Move a request whose prefill is done since `ended_at` from the queue to its decode
+        instance. Returns False if that was done before: idempotent."""
         if flight.phase is not RequestPhase.PREFILL:
             return False
-        self._leave_queue(flight, now)
+        self._leave_queue(flight, now, ended_at)
         if flight.prefill_row not in flight.shares:
             self._leave(flight.prefill_row)
         self._end_second(flight, now)
@@ -187,7 +187,7 @@ class Ledger:
 
     def tokens(self, flight: InflightRequest, count: int, now: float) -> None:
         """Count `count` more generated tokens of a request."""
-        self.prefill_done(flight, now)
+        self.prefill_done(flight, now, now)
         flight.answered_tokens += count
         flight.last_token_at = now
         row = flight.decode_row
@@ -232,7 +232,7 @@ class Ledger:
             self._leave(row)
         self._end_second(flight, now)
         if flight.phase is RequestPhase.PREFILL:
-            self._leave_queue(flight, now)
+            self._leave_queue(flight, now, now)
             if flight.prefill_row not in flight.shares:
                 self._leave(flight.prefill_row)
         elif flight.decode_row >= 0:
@@ -315,7 +315,7 @@ class Ledger:
         place, flight.second = flight.second, None
         if place is not None:
             waiter_id = flight.request.id + _SECOND
-            self._leave_place(place.row, waiter_id, place.prefill_tokens, now)
+            self._leave_place(place.row, waiter_id, place.prefill_tokens, now, now)
             self._leave(place.row)
 
     def _preempted(self, waiters: tuple[Waiter, ...], now: float) -> tuple[InflightRequest, ...]:
@@ -329,13 +329,16 @@ class Ledger:
                 victims.append(flight)
         return tuple(victims)
 
-    def _leave_queue(self, flight: InflightRequest, now: float) -> None:
-        if flight.prefill_row >= 0:
-            self._leave_place(flight.prefill_row, flight.request.id, flight.prefill_tokens, now)
+    def _leave_queue(self, flight: InflightRequest, now: float, ended_at: float) -> None:
+        row, tokens = flight.prefill_row, flight.prefill_tokens
+        if row >= 0:
+            self._leave_place(row, flight.request.id, tokens, now, ended_at)
 
-    def _leave_place(self, row: int, waiter_id: str, tokens: int, now: float) -> None:
+    def _leave_place(
+        self, row: int, waiter_id: str, tokens: int, now: float, ended_at: float
+    ) -> None:
         self._cluster.promise(row, now, queued=-1, queued_tokens=-tokens)
-        self._dispatch.leave(row, waiter_id, now)
+        self._dispatch.leave(row, waiter_id, now, ended_at)
 
 
 def request_of(waiter_id: str) -> str:

@@ -129,15 +129,17 @@ class Dispatcher:
         if row is not None:
             self._ready(row, request_id, now)
 
-    def began(self, row: int, request_id: str, now: float) -> None:
-        """Its engine computes it now: what is left there is known better. No effect if it is not
-        ahead there, or if the engine has an order of its own."""
+    def began(self, row: int, request_id: str, began_at: float) -> None:
+        """Its engine computes it since then: what is left there is known better. No effect if it is
+        not ahead there, or if the engine has an order of its own."""
         engine = self._engines.get(row) if self.holding else None
         if engine is not None and request_id in engine.released:
-            self._queues.done(row, now, engine.seconds_from(request_id))
+            self._queues.done(row, began_at, engine.seconds_from(request_id))
 
-    def leave(self, row: int, request_id: str, now: float) -> None:
-        """Its prefill is done, or was given up, released or not."""
+    def leave(self, row: int, request_id: str, now: float, ended_at: float | None = None) -> None:
+        """Its prefill is done, or was given up, released or not. `ended_at`: when, if it was heard
+        of later: the engine has gone on since then with what it had."""
+        at = now if ended_at is None else ended_at
         engine = self._engines.get(row)
         if engine is None or request_id not in engine.released:
             if self._queues.remove(request_id) is not None:
@@ -148,9 +150,9 @@ class Dispatcher:
             engine.stop_counting(one)
             left_s = engine.seconds
             if not oldest:  # it was given up, or overtaken in the engine: the others go on
-                left_s = max(self._queues.running_s(row, now) - one.seconds, 0.0)
-            self._queues.done(row, now, left_s)
-        self._go_on(row, now)
+                left_s = max(self._queues.running_s(row, at) - one.seconds, 0.0)
+            self._queues.done(row, at, left_s)
+        self._go_on(row, now, now if self._holds_at(row) else at)
 
     def next(self, row: int, n: int, now: float, *, idle: bool) -> list[str]:
         """The next `n` requests for an engine that asks, each of which is given once. `idle`: it
@@ -226,7 +228,7 @@ class Dispatcher:
     def holds(self, request_id: str) -> bool:
         """Whether a request is held."""
         row = self._queues.row_of(request_id) if self.holding else None
-        return row is not None and row not in self._asking
+        return row is not None and self._holds_at(row)
 
     def ahead(self, row: int) -> int:
         """How many requests are ahead in the engine of a row."""
@@ -244,12 +246,16 @@ class Dispatcher:
 
     # -- inside ------------------------------------------------------------------------------------
 
+    def _holds_at(self, row: int) -> bool:
+        """Whether requests for the engine of a row are held."""
+        return self.holding and row not in self._asking
+
     def _free(self, row: int, now: float) -> bool:
         """Whether one more may be ahead in the engine of a row."""
         engine = self._engines.get(row)
         if engine is None or not engine.places:
             return True
-        if not self.holding or row in self._asking:
+        if not self._holds_at(row):
             return False
         share, settings = self._share(row, engine), self._settings
         most = max(1, round(settings.ahead_max * share))
@@ -263,10 +269,11 @@ class Dispatcher:
         own = engine.places + self._queues.waiting_at(row)
         return own / (own + others)
 
-    def _go_on(self, row: int, now: float) -> None:
-        """Release the queue's next ones while there are places."""
+    def _go_on(self, row: int, now: float, free_at: float = math.inf) -> None:
+        """Release the queue's next ones while there are places. `free_at`: of the engine, if that
+        was earlier, and it had them."""
         while self._free(row, now):
-            waiter = self._queues.take(row, now)
+            waiter = self._queues.take(row, now, free_at)
             if waiter is None:
                 return
             self._ahead(row, waiter, now)
@@ -283,7 +290,7 @@ class Dispatcher:
 
     def _ready(self, row: int, request_id: str, at: float) -> None:
         """The engine has a request already whose blocks have come, and computes it in its turn."""
-        if self.holding and row not in self._asking:
+        if self._holds_at(row):
             found = self._queues.remove(request_id)
             assert found is not None
             self._queues.start(row, found[1], at)

@@ -146,23 +146,24 @@ def lowest(cost: Floats, dice: random.Random) -> int:
 
 
 def quickest(
-    question: PolicyQuestion, ttft_s: Floats, work_s: Floats, waits_s: Floats | None = None
+    question: PolicyQuestion, cost_s: Floats, work_s: Floats, waits_s: Floats | None = None
 ) -> int:
-    """The index of the lowest TTFT [candidates]. Candidates within `near_share` of it are ties, as
-    the latency model can not tell them apart. Of these the shortest wait for the hand-over wins
-    (`waits_s` [candidates], see `handover_wait.py`; times as near as above are the same), then the
-    least work (`work_s` [candidates]: seconds to load blocks and to compute), then the fewest
-    decodes, which each prefill there delays; then a random choice. Without these tie-breakers, an
-    instance that is quicker by a millionth would get all requests until it is full, and would
-    recompute blocks that another instance could use with the same TTFT."""
-    factor, everybody = 1.0 + question.settings.near_share, len(ttft_s)
-    least = int(ttft_s.argmin())
-    near = (ttft_s <= ttft_s[least] * factor).nonzero()[0]
+    """The index of the lowest TTFT, or other cost in seconds, [candidates]. Candidates within
+    `near_share` of it are ties, as the latency model can not tell them apart. Of these the shortest
+    wait for the hand-over wins (`waits_s` [candidates], see `handover_wait.py`; times as near as
+    above are the same), then the least work (`work_s` [candidates]: seconds to load blocks and to
+    compute), then the fewest decodes, which each prefill there delays; then a random choice.
+    Without these tie-breakers, an instance that is quicker by a millionth would get all requests
+    until it is full, and would recompute blocks that another instance could use with the same TTFT.
+    """
+    factor, everybody = 1.0 + question.settings.near_share, len(cost_s)
+    least = int(cost_s.argmin())
+    near = (cost_s <= cost_s[least] * factor).nonzero()[0]
     if len(near) < 2:
         return least
     if waits_s is not None:
         waits_s = waits_s if len(near) == everybody else waits_s.take(near)
-        near_s = ttft_s[least] * question.settings.near_share
+        near_s = cost_s[least] * question.settings.near_share
         soon = waits_s <= waits_s[waits_s.argmin()] + near_s
         near = near if soon.all() else near[soon]
     # With a hot prompt all candidates are near: skipping `take` then saves some microseconds.

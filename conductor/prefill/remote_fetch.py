@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .block_sources import Places
+    from .delayed_others import DelayedOthers
     from .local_cost import Compute, Own
     from .policy_registry import Blocks, Floats, PolicyQuestion
 
@@ -210,11 +211,12 @@ def extend(
     compute: Compute,
     *,
     threshold: float = 1.0,
-    to_win: bool = False,
+    others: DelayedOthers | None = None,
 ) -> Extended:
     """Per candidate the better of its own prefix and a fetch of the longest one, which must be
-    longer by a factor of `threshold`. With `to_win`, fetches are considered only if one could give
-    a lower TTFT than the best candidate has without."""
+    longer by a factor of `threshold`: that with the lower TTFT. With `others` their delay counts as
+    well, and fetches are considered only if one could be better than the best candidate is
+    without."""
     zero_s, never = np.zeros(len(mine.blocks)), np.zeros(len(mine.blocks), np.bool_)
     alone = Extended(
         question=question,
@@ -231,11 +233,12 @@ def extend(
     # No holder has more than each candidate uses already: most prompts of a hot prefix end here.
     if question.pool_blocks <= mine.blocks[mine.blocks.argmin()]:
         return alone
-    compute_s, ttft_s = compute.seconds(question.pool_blocks), alone.ttft_s
-    if to_win:
+    compute_s, alone_s = compute.seconds(question.pool_blocks), alone.ttft_s
+    if others is not None:
+        alone_s = alone_s + others.seconds(alone.turn_s, alone.own_s)
         # The lower bound: all cached blocks available at once, with no transfer time.
-        at_best = question.queue_s + compute_s
-        if at_best[at_best.argmin()] >= ttft_s[ttft_s.argmin()]:
+        at_best = question.queue_s + compute_s * (1.0 + others.behind)
+        if at_best[at_best.argmin()] >= alone_s[alone_s.argmin()]:
             return alone
     source = longest(question)
     if source is None:
@@ -245,7 +248,10 @@ def extend(
     start_blocks = mine.fetched_from(question)
     transfer_s = source.transfer_s(start_blocks)
     then_s, own_then_s = turn_s(question, transfer_s), mine.load_s + compute_s
-    pays = (source.blocks > mine.blocks) & (then_s + own_then_s < ttft_s)
+    cost_s = then_s + own_then_s
+    if others is not None:
+        cost_s = cost_s + others.seconds(then_s, own_then_s)
+    pays = (source.blocks > mine.blocks) & (cost_s < alone_s)
     if threshold > 1.0:  # multiplied, not divided, so that an own prefix of 0 is no special case
         pays &= source.blocks >= threshold * mine.blocks
     pays &= question.cluster.fetches.take(question.rows)

@@ -54,10 +54,12 @@ _SIZE_MIN_S = 1 / 1024
 
 class Coming(NamedTuple):
     """The requests whose blocks still come, taken as one for each candidate: GPU seconds, and when
-    it is ready, as seconds from now, on average. Both [candidates]."""
+    it is ready, as seconds from now, on average; and how many `requests` they are. All
+    [candidates]."""
 
     seconds: Floats
     ready_s: Floats
+    requests: Rows
 
 
 class Queues:
@@ -71,6 +73,7 @@ class Queues:
     _tenants: Rows  # [classes, rows]: tenants that have waiters
     _coming_s: Floats  # [rows]: seconds of those whose blocks still come
     _coming_at: Floats  # [rows]: the sum of seconds · when they are ready
+    _coming_count: Rows  # [rows]
 
     def __init__(self, settings: QueueSettings | None = None) -> None:
         self._settings = settings or QueueSettings()
@@ -92,11 +95,11 @@ class Queues:
         longer exists moves to the lowest one. The seconds that tenants and classes have earned are
         reset to 0."""
         before, running_until = self._queues, self._running_until
-        coming_s, coming_at = self._coming_s, self._coming_at
+        coming = self._coming_s, self._coming_at, self._coming_count
         self._settings, self._queues = settings, {}
         self._reset(self._rows)
         self._running_until = running_until
-        self._coming_s, self._coming_at = coming_s, coming_at
+        self._coming_s, self._coming_at, self._coming_count = coming
         for row, queue in before.items():
             for waiter in queue:
                 self._queue(row).adopt(waiter)
@@ -176,7 +179,7 @@ class Queues:
         self._grow(int(rows.max(initial=0)))
         seconds = self._coming_s.take(rows)
         ready_s = self._coming_at.take(rows) / np.maximum(seconds, _TINY_S) - now
-        return Coming(seconds, ready_s)
+        return Coming(seconds, ready_s, self._coming_count.take(rows))
 
     def preempt(
         self, row: int, priority: str, *, places: int = 0, seconds: float = 0.0
@@ -187,15 +190,16 @@ class Queues:
             self._uncount(row, victim)
         return victims
 
-    def take(self, row: int, now: float) -> Waiter | None:
-        """Dequeue the next waiter of an instance, whose prefill begins now; None if the queue is
-        empty."""
+    def take(self, row: int, now: float, free_at: float = math.inf) -> Waiter | None:
+        """Dequeue the next waiter of an instance, whose prefill begins now, or began when the
+        instance was free (`free_at`) and it had come; None if the queue is empty."""
         queue = self._queues.get(row)
         waiter = None if queue is None else queue.take(now)
         if waiter is None:
             return None
         self._uncount(row, waiter)
-        self._running_until[row] = max(float(self._running_until[row]), now) + waiter.seconds
+        begins_at = min(now, max(free_at, waiter.arrived_at))
+        self._running_until[row] = max(self._running_until.item(row), begins_at) + waiter.seconds
         return waiter
 
     def done(self, row: int, now: float, left_s: float = 0.0) -> None:
@@ -365,9 +369,10 @@ class Queues:
         return row, waiter
 
     def _count_coming(self, row: int, waiter: Waiter, ready_at: float, sign: int) -> None:
+        self._coming_count[row] += sign
         self._coming_s[row] += sign * waiter.seconds
         self._coming_at[row] += sign * waiter.seconds * ready_at
-        if self._coming_s[row] < _TINY_S:  # rounding
+        if not self._coming_count[row]:  # rounding
             self._coming_s[row] = self._coming_at[row] = 0.0
 
     def _count_tenant(self, row: int, waiter: Waiter, number: int, sign: int) -> None:
@@ -402,6 +407,7 @@ class Queues:
         self._tenants = np.zeros((classes, rows), np.int64)
         self._coming_s = np.zeros(rows)
         self._coming_at = np.zeros(rows)
+        self._coming_count = np.zeros(rows, np.int64)
         # Only rows where a tenant has waiters: there can be many tenants, each at few instances.
         self._tenant_s: dict[tuple[int, str], dict[int, float]] = {}
         self._tenant_counts: dict[tuple[int, str], dict[int, int]] = {}
@@ -411,7 +417,7 @@ class Queues:
             return
         more = max(self._rows, row + 1 - self._rows)
         columns = ("_waiting", "_class_s", "_sized", "_size_s", "_tenants")
-        for name in (*columns, "_coming_s", "_coming_at"):
+        for name in (*columns, "_coming_s", "_coming_at", "_coming_count"):
             column = getattr(self, name)
             empty = np.zeros((*column.shape[:-1], more), column.dtype)
             setattr(self, name, np.concatenate((column, empty), axis=-1))

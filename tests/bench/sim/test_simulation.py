@@ -213,6 +213,19 @@ def test_the_command_shows_policies_side_by_side(tmp_path: Path) -> None:
     assert "kvcache_centric" in done.output, "it names those that there are"
 
 
+@pytest.mark.parametrize("order", ["arrival", "held"])
+def test_the_wait_is_predicted_though_the_ends_before_it_are_heard_of_late(order: str) -> None:
+    dice = random.Random(4)
+    requests = [TraceRequest(1.2 * at, dice.randint(5_000, 20_000), 1) for at in range(100)]
+    options = replace(ONE, late_s=0.1, order=order)
+    waited = simulate(Trace("queue", tuple(requests)), options).jobs[20:]
+    errors_s = [
+        job.decision.predicted_ttft_s - (job.ttft_s or 0.0) for job in waited if job.decision
+    ]
+    assert fmean(job.ttft_s or 0.0 for job in waited) > 10.0
+    assert fmean(errors_s) == pytest.approx(0.0, abs=0.01)
+
+
 def test_a_prompt_finds_what_the_one_before_it_has_just_computed() -> None:
     """It waits for it on the same instance, and begins at the moment when that ends."""
     first = TraceRequest(0.0, 8192, 1, tuple(range(16)))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -104,6 +105,33 @@ def test_an_engine_that_stands_still_holds_nobody_for_ever() -> None:
     made.leave(ROW, "a", 20.0)
     made.leave(ROW, "b", 20.0)
     assert made.ahead(ROW) == 0
+
+
+def test_an_engine_goes_on_before_its_end_is_heard_of() -> None:
+    for ahead_max in (0, 2):  # it has all, or the next one
+        queues = Queues(settings_of(ahead_max=ahead_max))
+        made = Dispatcher(queues, settings_of(ahead_max=ahead_max))
+        fill(made, waiter("a"), waiter("b", seconds=2.0))
+        made.leave(ROW, "a", 1.5, 1.2)
+        assert queues.running_s(ROW, 1.5) == pytest.approx(1.7), "b began at 1.2"
+
+
+def test_who_is_sent_only_then_begins_then() -> None:
+    queues = Queues(settings_of())
+    made = Dispatcher(queues, settings_of())
+    fill(made, waiter("a"), waiter("b", seconds=2.0))
+    made.leave(ROW, "a", 1.5, 1.2)
+    assert made.ended() == ["b"]
+    assert queues.running_s(ROW, 1.5) == pytest.approx(2.0)
+
+
+def test_who_came_to_an_engine_that_was_idle_already_began_then() -> None:
+    queues = Queues(settings_of(ahead_max=0))
+    made = Dispatcher(queues, settings_of(ahead_max=0))
+    fill(made, waiter("a"))
+    fill(made, waiter("b", seconds=2.0, at=1.4), now=1.4)
+    made.leave(ROW, "a", 1.5, 1.2)
+    assert queues.running_s(ROW, 1.5) == pytest.approx(1.9)
 
 
 def test_who_is_preempted_is_told() -> None:
