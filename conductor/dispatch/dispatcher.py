@@ -56,12 +56,17 @@ _ACCEPTED = Pushed(True)
 @dataclass(slots=True)
 class _Released:
     """A request that is ahead in an engine. `counts`: it takes a place, as it is not late. `given`:
-    it was the answer to an engine that asked."""
+    it was the answer to an engine that asked. `begun`: the engine said so."""
 
-    seconds: float
+    waiter: Waiter
     late_at: float
     counts: bool = True
     given: bool = False
+    begun: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return self.waiter.seconds
 
 
 @dataclass(slots=True)
@@ -130,10 +135,16 @@ class Dispatcher:
             self._ready(row, request_id, now)
 
     def began(self, row: int, request_id: str, began_at: float) -> None:
-        """Its engine computes it since then: what is left there is known better. No effect if it is
-        not ahead there, or if the engine has an order of its own."""
-        engine = self._engines.get(row) if self.holding else None
-        if engine is not None and request_id in engine.released:
+        """Its engine computes it since then: what is left there is known better. An engine with an
+        order of its own may have taken another one than was thought, which then still waits."""
+        engine = self._engines.get(row)
+        if engine is None:
+            return
+        if request_id not in engine.released and not self._holds_at(row):
+            self._taken(row, engine, request_id, began_at)
+        one = engine.released.get(request_id)
+        if one is not None:
+            one.begun = True
             self._queues.done(row, began_at, engine.seconds_from(request_id))
 
     def leave(self, row: int, request_id: str, now: float, ended_at: float | None = None) -> None:
@@ -282,11 +293,23 @@ class Dispatcher:
     def _ahead(self, row: int, waiter: Waiter, now: float) -> None:
         engine = self._engines.setdefault(row, _Engine())
         until_s = self._queues.running_s(row, now)  # with its own
-        one = _Released(waiter.seconds, now + until_s + max(until_s, LATE_S_MIN))
+        one = _Released(waiter, now + until_s + max(until_s, LATE_S_MIN))
         engine.released[waiter.request_id] = one
         engine.places += 1
         if self.holding:
             heapq.heappush(self._late, (one.late_at, row, waiter.request_id))
+
+    def _taken(self, row: int, engine: _Engine, request_id: str, at: float) -> None:
+        """An engine computes one that waits in the queue here, and not those that were taken for
+        it."""
+        found = self._queues.remove(request_id)
+        if found is None:
+            return
+        for name, one in [*engine.released.items()]:
+            if not (one.begun or one.given):
+                engine.stop_counting(engine.released.pop(name))
+                self._queues.back(row, one.waiter)
+        self._ahead(row, found[1], at)
 
     def _ready(self, row: int, request_id: str, at: float) -> None:
         """The engine has a request already whose blocks have come, and computes it in its turn."""

@@ -167,10 +167,13 @@ class Queues:
         found = self._left(request_id)
         if found is None:
             return None
-        row, waiter = found
+        self.back(*found)
+        return found[0]
+
+    def back(self, row: int, waiter: Waiter) -> None:
+        """A waiter that was taken waits still, in its place by arrival."""
         self._queue(row).adopt(waiter)
         self._count(row, waiter, 1)
-        return row
 
     def coming(self, rows: Rows, now: float) -> Coming | None:
         """The waiters at each of the rows whose blocks still come; None if there are none."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -132,6 +133,23 @@ def test_who_came_to_an_engine_that_was_idle_already_began_then() -> None:
     fill(made, waiter("b", seconds=2.0, at=1.4), now=1.4)
     made.leave(ROW, "a", 1.5, 1.2)
     assert queues.running_s(ROW, 1.5) == pytest.approx(1.9)
+
+
+def test_an_engine_with_an_order_of_its_own_says_what_it_computes() -> None:
+    queues = Queues(settings_of(ahead_max=0))
+    made = Dispatcher(queues, settings_of(ahead_max=0))
+    fill(made, waiter("a"), waiter("b", seconds=2.0), waiter("c", seconds=4.0))
+    assert made.ahead(ROW) == 1
+    made.began(ROW, "a", 0.1)
+    assert queues.wait_s(np.array([ROW]), "normal", 1.0, 0.1) == pytest.approx(1.0 + 2.0 + 4.0)
+    made.leave(ROW, "a", 1.2, 1.1)
+    made.began(ROW, "c", 1.1)  # not b, which waits on
+    assert queues.row_of("b") == ROW
+    assert queues.wait_s(np.array([ROW]), "normal", 1.0, 1.2) == pytest.approx(3.9 + 2.0)
+    made.leave(ROW, "c", 5.2, 5.1)
+    assert queues.wait_s(np.array([ROW]), "normal", 1.0, 5.2) == pytest.approx(1.9)
+    made.leave(ROW, "b", 7.2, 7.1)
+    assert (len(queues), made.ahead(ROW)) == (0, 0)
 
 
 def test_who_is_preempted_is_told() -> None:
