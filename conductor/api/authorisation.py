@@ -37,6 +37,15 @@ class Door:
         if prove is not None and not prove():
             raise Refusal(503, "busy", "too many connections", retry_after_s=1.0, close=True)
 
+    def replace(self, tokens: Tokens) -> None:
+        """Admit the holders of these tokens from now on, instead of those before."""
+        self._tokens = tokens
+
+    def client(self, request: Request) -> str:
+        """The name that the token file gives to the client of a request; "" without one."""
+        grant = self._tokens.grant(bearer(_authorization(request)))
+        return "" if grant is None else grant.client
+
     def knows(self, request: Request) -> bool:
         """Whether the client sends a known token, with any right, or the service has no tokens."""
         return not self._tokens or self._tokens.grant(bearer(_authorization(request))) is not None

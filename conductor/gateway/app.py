@@ -71,13 +71,15 @@ def create_app(gateway: Gateway, *, auth: Tokens | None = None) -> Starlette:
         ("GET", "/readyz", routes.readyz, None),
         ("GET", "/metrics", routes.metrics, Right.READ),
     ]
-    return Starlette(
+    app = Starlette(
         routes=[
             Route(path, _endpoint(handler, right, path, door, gateway), methods=[method])
             for method, path, handler, right in table
         ],
         exception_handlers={HTTPException: _not_routed, Exception: _broken},
     )
+    app.state.door = door  # whose tokens can be replaced
+    return app
 
 
 class _Routes:
@@ -100,13 +102,17 @@ class _Routes:
             held = len(raw)
             made = f"{'chatcmpl' if http.url.path == CHAT else 'cmpl'}-{secrets.token_hex(12)}"
             honour = self._gateway.config.honour
-            wishes = read_wishes(http.headers, made, _owner(http), honour)
+            owner = _owner(http)
+            client = self._door.client(http) or owner
+            wishes = read_wishes(http.headers, made, owner, honour)
             ask = read_ask(http.url.path, raw, wishes)
+            ask = self._gateway.allowed(client, ask)
+            visit = self._gateway.clients.enter(client, began)
         except BaseException:
             gate.leave(held)
             raise
         span = self._gateway.tracing.begin(f"POST {http.url.path}", http.headers)
-        return Serving(self._gateway, ask, span, began, lambda: gate.leave(held))
+        return Serving(self._gateway, ask, span, began, visit, lambda: gate.leave(held))
 
     async def models(self, http: Request) -> Response:
         """The models that instances serve, in OpenAI's format."""

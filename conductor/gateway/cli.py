@@ -7,19 +7,25 @@ import logging
 from pathlib import Path  # noqa: TC003 # typer reads it
 from typing import Annotated
 
+import msgspec
 import typer
+from rich.markup import escape
 
-from tiffin.kvstore.cli.console import check_log_level, log_to_stderr
+from tiffin.kvstore.cli.console import check_log_level, console, errors_console, log_to_stderr
 
 from ..console import OtlpOption, explained
 
 
 def commands(app: typer.Typer) -> None:
     """Add the gateway's command."""
-    app.command("gateway")(gateway)
+    group = typer.Typer(rich_markup_mode="markdown")
+    group.callback(invoke_without_command=True)(gateway)
+    group.command("check")(check)
+    app.add_typer(group, name="gateway")
 
 
 def gateway(
+    context: typer.Context,
     listen: Annotated[
         str, typer.Option(help="Serve here; beyond loopback only with tokens.", metavar="HOST:PORT")
     ] = "127.0.0.1:7900",
@@ -54,7 +60,7 @@ def gateway(
     runs, and passes the answer on.
 
     Clients use it as they use any OpenAI endpoint, at `http://HOST:PORT/v1`. `/metrics` is for
-    Prometheus.
+    Prometheus. SIGHUP reloads clients' limits, objectives and API keys.
 
     **Examples**
 
@@ -64,6 +70,8 @@ def gateway(
     /etc/tiffin/gateway.toml --conductor http://10.0.0.9:7800 --conductor-token-file
     /etc/tiffin/conductor`
     """
+    if context.invoked_subcommand is not None:
+        return
     check_log_level(log_level)
     log_to_stderr(log_level)
     for noisy in ("aiohttp", "asyncio"):  # a line per call
@@ -74,8 +82,6 @@ def gateway(
 
         from tiffin.kvstore.credentials import parse_address
 
-        from ..web.auth import Tokens, load_tokens
-        from .config import GatewayConfig, read_config
         from .server import GatewayOptions, serve
 
         disable_created_metrics()  # type: ignore[no-untyped-call] # a second line per counter, of when this process began
@@ -84,11 +90,60 @@ def gateway(
             conductor=conductor,
             conductor_token_file=conductor_token_file,
             conductor_tls_ca=conductor_tls_ca,
-            config=read_config(config) if config else GatewayConfig(),
-            tokens=load_tokens(token_file) if token_file else Tokens(),
+            config_file=config,
+            token_file=token_file,
             tls_cert=tls_cert,
             tls_key=tls_key,
             otlp_endpoint=otlp_endpoint,
         )
         with contextlib.suppress(KeyboardInterrupt):
             uvloop.run(serve(options))
+
+
+def check(
+    config: Annotated[Path, typer.Argument(help="The configuration: TOML or JSON.")],
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="The clients' API keys, to compare names.", show_default=False),
+    ] = None,
+) -> None:
+    """Say what is wrong with a configuration, and what each client may use by it. Exits with 1 if a
+    gateway would not start with it.
+
+    **Example**
+
+    `tiffin gateway check /etc/tiffin/gateway.toml`
+    """
+    with explained("gateway"):
+        from rich.table import Table
+
+        from ..web.auth import load_tokens
+        from .config import read_config
+        from .config_check import errors, warnings
+
+        read = read_config(config)
+        tokens = load_tokens(token_file) if token_file else None
+        wrong = list(errors(read))
+        for line in wrong:
+            errors_console.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
+        for line in warnings(read, tokens):
+            errors_console.print(f"[bold yellow]warning:[/] {escape(line)}", soft_wrap=True)
+        everyone = {**read.clients, "(others)": read.client_default}
+        table = Table("", *(escape(name) for name in everyone))
+        for field in read.client_default.__struct_fields__:
+            table.add_row(field, *(_cell(getattr(one, field)) for one in everyone.values()))
+        console.print(table)
+        if wrong:
+            raise typer.Exit(1)
+        console.print(f"{config}: a gateway would start with it")
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, msgspec.Struct):
+        given = {
+            name: one for name, one in msgspec.structs.asdict(value).items() if one is not None
+        }
+        return ", ".join(f"{name} {one:g}" for name, one in given.items()) or "-"
+    if isinstance(value, tuple):
+        return escape(", ".join(value)) or "any"
+    return "-" if value is None else f"{value:,}"

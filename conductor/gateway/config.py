@@ -21,6 +21,7 @@ from tiffin.kvstore.errors import InvalidInput
 
 from ..service.server import read_settings
 from ..web.connection_limits import PER_PEER
+from .clients.client_settings import ClientSettings, ObjectiveBounds
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,6 +65,9 @@ class ModelConfig(_Group, frozen=True, kw_only=True):
     bytes_per_token: Annotated[float, Meta(ge=0.25, le=64)] = 4.0
     """To estimate lengths: OpenAI's rule of thumb for English, and of UTF-8 right for Chinese, too,
     within a third."""
+
+    objectives: ObjectiveBounds = ObjectiveBounds()
+    """What is promised to requests for this model, and the bounds of what they may name."""
 
     def __post_init__(self) -> None:
         if self.secret_file and not self.schema_file:
@@ -130,6 +134,16 @@ class GatewayConfig(_Group, frozen=True, kw_only=True):
 
     models: Annotated[dict[str, ModelConfig], Meta(max_length=1024)] = {}
 
+    clients: Annotated[dict[str, ClientSettings], Meta(max_length=1024)] = {}
+    """What the API keys may use to which the token file gives a name, by that name."""
+
+    client_default: ClientSettings = ClientSettings()
+    """What every other API key may use; without keys, all clients together."""
+
+    quota_file: str = ""
+    """A SQLite file that keeps what was used today; without it, quotas begin anew when the gateway
+    starts."""
+
     timeouts: GatewayTimeouts = GatewayTimeouts()
     limits: GatewayLimits = GatewayLimits()
 
@@ -169,6 +183,27 @@ class GatewayConfig(_Group, frozen=True, kw_only=True):
     def model(self, name: str) -> ModelConfig:
         """The settings of the model `name`; `default` if the model is not listed."""
         return self.models.get(name, self.default)
+
+
+_RELOADED = ("clients", "client_default")
+
+
+def needs_restart(before: GatewayConfig, after: GatewayConfig) -> list[str]:
+    """The fields that differ and can't change while the gateway runs: all but clients' settings and
+    objectives."""
+
+    def fixed(model: ModelConfig) -> ModelConfig:
+        return msgspec.structs.replace(model, objectives=ObjectiveBounds())
+
+    def value(config: GatewayConfig, field: str) -> object:
+        if field == "default":
+            return fixed(config.default)
+        if field == "models":
+            return {name: fixed(model) for name, model in config.models.items()}
+        return getattr(config, field)
+
+    fields = [field for field in before.__struct_fields__ if field not in _RELOADED]
+    return [field for field in fields if value(before, field) != value(after, field)]
 
 
 def read_config(path: Path) -> GatewayConfig:

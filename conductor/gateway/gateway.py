@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -13,6 +15,9 @@ from tiffin.kvstore.credentials import read_token
 from ..errors import ConductorError, ConductorUnavailable
 from ..web.tracing import Tracing
 from ..wire.answers import Refusal
+from .clients.client_limits import ClientLimits
+from .clients.quota_file import QuotaFile
+from .config import needs_restart
 from .engines.engine_client import Engines
 from .engines.instance_cache import Known
 from .metrics import GatewayMetrics
@@ -24,7 +29,7 @@ from .requests.prefix_wait import Prefills
 from .requests.releases import Releases
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection
 
     from ..client.client import AsyncConductorClient
     from ..records import Rejection
@@ -39,6 +44,8 @@ log = logging.getLogger("tiffin.gateway")
 # How long shutdown waits for pending reports. Later ones are lost, and the conductor lets their
 # requests expire.
 _LAST_WORDS_S = 3.0
+# How often the processes that share a quota file tell each other what they have granted.
+_QUOTA_S = 1.0
 
 
 class CapacityGate:
@@ -89,11 +96,14 @@ class Gateway:
     ) -> None:
         self.tracing = tracing or Tracing()
         self.config, self.clock = config, clock
-        self.metrics = GatewayMetrics()
+        self._objectives = config  # the latest one, for its models' objectives
+        self.clients = ClientLimits(config.clients, config.client_default, wall=time.time)
+        self.metrics = GatewayMetrics(self.clients.totals)
         self.health = Health()
         self.known = Known()
         self.prefills = Prefills()
         self.gate = CapacityGate(config.limits, self.metrics)
+        self._quota = QuotaFile(Path(config.quota_file)) if config.quota_file else None
         self._client = client
         self._tokenizing = Tokenizing(config, self._remote_tokens)
         token_file = config.engine_token_file
@@ -111,21 +121,48 @@ class Gateway:
             batch_s=config.report_batch_s,
         )
         self._complaint = ""
-        self._refreshing: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         await self.refresh()
-        self._refreshing = asyncio.create_task(self._refresh_often())
+        await self._share_quotas()
+        self._tasks = [
+            asyncio.create_task(_often(self.config.refresh_s, self.refresh)),
+            asyncio.create_task(_often(_QUOTA_S, self._share_quotas)),
+        ]
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.gather(self._refreshing, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._share_quotas()
+        if self._quota is not None:
+            self._quota.close()
         await self.reporter.close(_LAST_WORDS_S)
         await self._engines.close()
         await self._client.close()
         self._tokenizing.close()
+
+    def reload(self, config: GatewayConfig) -> list[str]:
+        """Take clients' settings and objectives from another configuration. Returns the fields that
+        differ and stay as they are until a restart."""
+        fixed = needs_restart(self.config, config)
+        self.clients.reload(config.clients, config.client_default, self.clock())
+        self._objectives = config
+        return fixed
+
+    def allowed(self, client: str, ask: ClientRequest) -> ClientRequest:
+        """A client's request with the objectives and the class that it may have. Raises Refusal for
+        a class that it may not name."""
+        settings, wishes = self.clients.settings_of(client), ask.wishes
+        model = self._objectives.model(ask.model)
+        wishes = replace(
+            wishes,
+            objectives=model.objectives.within(settings.objectives.within(wishes.objectives)),
+            priority=settings.priority(wishes.priority),
+        )
+        return replace(ask, wishes=wishes)
 
     async def size(self, ask: ClientRequest) -> Sized:
         """The prompt's length in tokens, and its block keys. Raises InvalidRequest."""
@@ -177,14 +214,28 @@ class Gateway:
             found.append("no instance is known")
         return found
 
-    async def _refresh_often(self) -> None:
-        while True:
-            await asyncio.sleep(self.config.refresh_s)
-            await self.refresh()
+    async def _share_quotas(self) -> None:
+        """Add what was granted to the quota file, and learn what other processes have granted."""
+        if self._quota is None:
+            return
+        day, spent = self.clients.day, self.clients.spent()
+        try:
+            used = await asyncio.to_thread(self._quota.add, day, spent)
+        except sqlite3.Error as error:
+            log.error("the quota file can't be written: %s", error)
+            self.clients.unspend(spent)
+        else:
+            self.clients.keep(day, used, self.clock())
 
     async def _remote_tokens(self, ask: ClientRequest) -> list[int] | None:
         target = self.known.any(ask.model)
         return None if target is None else await self._engines.tokenize(target, ask)
+
+
+async def _often(interval_s: float, work: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        await work()
 
 
 def _busy(why: str) -> Refusal:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from .latency_histogram import LatencyHistogram
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator, Mapping
 
 PREFIX = "tiffin_gateway_"
 
@@ -24,8 +26,10 @@ _SHORT_S = (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.0
 class GatewayMetrics:
     """The gateway's metrics, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, clients: Mapping[tuple[str, str], int] | None = None) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
+        if clients is not None:
+            self.registry.register(_ClientTotals(clients))
         self.requests = self._counter("requests", "Answers.", "route", "status")
         self.cancelled = self._counter("cancelled", "Requests whose client hung up.")
         self.broken = self._counter("broken_streams", "Streams that an instance did not end.")
@@ -87,3 +91,32 @@ class GatewayMetrics:
 
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, what, registry=self.registry, buckets=buckets)
+
+
+class _ClientTotals(Collector):
+    """What clients have used and what was refused to them, as `ClientLimits.totals` counts it. The
+    label is a name of the configuration; all others together are `other`."""
+
+    def __init__(self, totals: Mapping[tuple[str, str], int]) -> None:
+        self._totals = totals
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """At each scrape."""
+        requests = CounterMetricFamily(
+            PREFIX + "client_requests", "Requests of a client that were let in.", labels=["client"]
+        )
+        tokens = CounterMetricFamily(
+            PREFIX + "client_tokens", "Tokens of its prompts and answers.", labels=["client", "of"]
+        )
+        limited = CounterMetricFamily(
+            PREFIX + "client_limited", "Requests beyond a limit.", labels=["client", "limit"]
+        )
+        for (client, kind), count in list(self._totals.items()):
+            name = client or "other"
+            if kind == "requests":
+                requests.add_metric([name], count)
+            elif kind in ("prompt_tokens", "answer_tokens"):
+                tokens.add_metric([name, kind.removesuffix("_tokens")], count)
+            else:
+                limited.add_metric([name, kind], count)
+        yield from (requests, tokens, limited)

@@ -1,7 +1,7 @@
 """The gateway as a process of its own, so that proxying bytes never delays a decision.
 
 SIGTERM and SIGINT start a graceful shutdown: the gateway accepts no new connections, lets in-flight
-answers end, then sends the pending reports.
+answers end, then sends the pending reports. SIGHUP reads the configuration and the API keys again.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tiffin.kvstore.errors import InvalidInput
+
 from ..client.client import AsyncConductorClient
 from ..service.web_server import announce, check_tls, listening, tls_context, web_server
-from ..web.auth import Tokens, check_listen
+from ..web.auth import Tokens, check_listen, load_tokens
 from ..web.connection_limits import ConnectionLimits
 from ..web.tracing import open_tracing
 from .app import create_app
-from .config import GatewayConfig
+from .config import GatewayConfig, read_config
 from .gateway import Gateway
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from ..api.authorisation import Door
 
 log = logging.getLogger("tiffin.gateway")
 
@@ -35,23 +39,34 @@ _CONNECTIONS_PER_REQUEST = 4
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """The options of a gateway process. `tokens` are the clients' API keys; `conductor_token_file`
-    contains the key that the gateway presents to the conductor; `otlp_endpoint` is for spans.
-    Raises InvalidInput for an invalid combination."""
+    """The options of a gateway process. `config_file` has its configuration, `token_file` the
+    clients' API keys; `conductor_token_file` the key that the gateway presents to the conductor;
+    `otlp_endpoint` is for spans. Raises InvalidInput for an invalid combination, and for files that
+    can't be used."""
 
     listen: tuple[str, int] = ("127.0.0.1", PORT)
     conductor: str = "http://127.0.0.1:7800"
     conductor_token_file: Path | None = None
     conductor_tls_ca: Path | None = None
-    config: GatewayConfig = field(default_factory=GatewayConfig)
-    tokens: Tokens = field(default_factory=Tokens)
+    config_file: Path | None = None
+    token_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
     otlp_endpoint: str = ""
+    config: GatewayConfig = field(init=False)
+    tokens: Tokens = field(init=False)
 
     def __post_init__(self) -> None:
+        config, tokens = self.read()
+        object.__setattr__(self, "config", config)
+        object.__setattr__(self, "tokens", tokens)
         check_listen(self.listen[0], self.tokens)
         check_tls(self.tls_cert, self.tls_key)
+
+    def read(self) -> tuple[GatewayConfig, Tokens]:
+        """The configuration and the API keys as the files have them now. Raises InvalidInput."""
+        config = read_config(self.config_file) if self.config_file else GatewayConfig()
+        return config, load_tokens(self.token_file) if self.token_file else Tokens()
 
 
 def _connections(config: GatewayConfig) -> ConnectionLimits:
@@ -82,6 +97,7 @@ async def serve(
     with listening(options.listen) as door, contextlib.closing(tracing):
         async with Gateway(client, options.config, tracing=tracing) as gateway:
             app = create_app(gateway, auth=options.tokens)
+            loop.add_signal_handler(signal.SIGHUP, _reload, options, gateway, app.state.door)
             server = web_server(
                 app,
                 _connections(options.config),
@@ -104,3 +120,18 @@ async def serve(
             stopping.cancel()
             server.should_exit = True
             await serving
+
+
+def _reload(options: GatewayOptions, gateway: Gateway, door: Door) -> None:
+    """Take clients' settings, objectives and API keys as the files have them now; all stay as they
+    are if one file can't be used."""
+    try:
+        config, tokens = options.read()
+    except InvalidInput as error:
+        log.error("nothing is reloaded: %s", error)
+        return
+    fixed = gateway.reload(config)
+    door.replace(tokens)
+    log.info("clients, objectives and keys are reloaded")
+    if fixed:
+        log.warning("these take a restart: %s", ", ".join(fixed))

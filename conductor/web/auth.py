@@ -8,6 +8,7 @@ A line of the file is a token, alone or after its rights:
     operate 77d2...
     instance:prefill-3 0be1...     may act as this instance
     instance:vllm-* c64e...        may act as any of these instances
+    schedule,read,client:app 1f7b...   named `app` in the gateway's limits
     a3f4...                        all rights: what `tiffin token PATH` writes
 
 Clients send tokens in the header `Authorization: Bearer TOKEN`, so over a network that can be
@@ -55,10 +56,12 @@ ALL_RIGHTS = frozenset(Right)
 @dataclass(frozen=True, slots=True)
 class Grant:
     """The permissions of a token: `rights`, and to act as any of `instances`, given by id or, with
-    a `*` at the end, by a prefix of the id."""
+    a `*` at the end, by a prefix of the id. `client` is the name of those who use it, "" without
+    one: several tokens may have the same."""
 
     rights: frozenset[Right] = frozenset()
     instances: tuple[str, ...] = ()
+    client: str = ""
 
     def allows(self, right: Right, instance: str | None = None) -> bool:
         """Whether the token has `right`, or may act as `instance`."""
@@ -176,21 +179,29 @@ def _parse(words: list[bytes], where: str) -> tuple[Grant, bytes]:
 
 # The rights as written in the file. The right `instance` names the instance; `operate` covers all
 # instances.
-_WORDS = tuple(f"{right}:ID" if right is Right.INSTANCE else str(right) for right in Right)
+_WORDS = (
+    *(f"{right}:ID" if right is Right.INSTANCE else str(right) for right in Right),
+    "client:NAME",
+)
 
 
 def _grant(words: list[str]) -> Grant:
     """Parse a list of rights. Raises ValueError for a word that is no right."""
-    rights, instances = set[Right](), list[str]()
+    rights, instances, client = set[Right](), list[str](), ""
     for word in words:
         right, colon, name = word.partition(":")
+        if right == "client" and name and not client:
+            client = name
+            continue
         if bool(name) != (Right(right) is Right.INSTANCE) or bool(colon) != bool(name):
             raise ValueError(word)
         if name:
             instances.append(name)
         else:
             rights.add(Right(right))
-    return Grant(frozenset(rights), tuple(instances))
+    if not rights and not instances:
+        raise ValueError("a client without rights")
+    return Grant(frozenset(rights), tuple(instances), client)
 
 
 def _is_one_of(instance: str, name: str) -> bool:

@@ -100,11 +100,11 @@ _INDIFFERENT = Objectives()
 class Wishes:
     """The scheduling options in a request's headers. A request id is unique within its tenant;
     `name` is unique in the whole pool. `chosen`: the client chose the id, and other clients may
-    choose the same. `output_class` and `output_tokens` are what the client knows of the answer's
-    length: its kind, and an estimate."""
+    choose the same. `priority` is "" if the client names none. `output_class` and `output_tokens`
+    are what the client knows of the answer's length: its kind, and an estimate."""
 
     request_id: str
-    priority: str = "normal"
+    priority: str = ""
     tenant: str = ""
     objectives: Objectives = _INDIFFERENT
     urgent: bool = False
@@ -178,7 +178,7 @@ def read_wishes(
     names no other; and the tenant is the output class if the client names none: the answers of one
     application are alike. Raises Refusal for invalid values."""
     tenant = _name(headers, "x-tiffin-tenant", owner) if "tenant" in honour else owner
-    priority, urgent, objectives = "normal", False, _INDIFFERENT
+    priority, urgent, objectives = "", False, _INDIFFERENT
     if "priority" in honour:
         priority = _name(headers, "x-tiffin-priority", priority)
     if "urgent" in honour:

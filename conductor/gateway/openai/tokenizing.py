@@ -152,6 +152,11 @@ class _Model:
         return Sized(count, how, prefix.keys[:KEYS_MAX], part_keys=parts)
 
 
+def check_model(config: ModelConfig) -> None:
+    """Raises InvalidInput for files of a model's configuration that can't be used."""
+    _Model(config)
+
+
 class Tokenizing:
     """All models' tokenizers, and a thread pool for them. `remote` calls an instance.
 

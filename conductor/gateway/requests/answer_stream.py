@@ -28,7 +28,7 @@ from starlette.responses import Response
 
 from ...errors import ConductorError, ConductorUnavailable, NotAuthorized
 from ...records import Rejection, RequestEvent
-from ...wire.answers import error, failed, rejected
+from ...wire.answers import Refusal, error, failed, refused, rejected
 from ..engines.engine_client import (
     AnswerStream,
     EngineBroke,
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from ...web.tracing import Span
+    from ..clients.client_limits import Visit
     from ..engines.instance_cache import InstanceRoute
     from ..gateway import Gateway
     from ..openai.openai_request import ClientRequest
@@ -81,6 +82,7 @@ class Serving(Response):
         ask: ClientRequest,
         span: Span,
         started_at: float,
+        visit: Visit,
         release: Callable[[], None],
     ) -> None:
         super().__init__()
@@ -95,6 +97,7 @@ class Serving(Response):
         self._sent_head = False
         self._complete = False  # nothing more is sent; a disconnect from now on cancels nothing
         self._started_at = started_at
+        self._visit, self._answered = visit, 0  # tokens of the answer, once it has ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = self._gateway.metrics
@@ -112,6 +115,7 @@ class Serving(Response):
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
             self._release()
+            self._visit.leave(self._answered, self._gateway.clock())
             self._span.end()
             metrics.total_s.observe(self._gateway.clock() - self._started_at)
         if not work.cancelled():
@@ -170,10 +174,14 @@ class Serving(Response):
         try:
             sized = await gateway.size(ask)
             self._told["x-tiffin-tokens"] = sized.how
+            self._visit.prompt(sized.prompt_tokens, gateway.clock())
+            self._told |= self._visit.limits_left(gateway.clock())
             return await self._attempts(sized), None
-        except _Refused as refused:
+        except _Refused as refused_late:
             self._forget()
-            return None, rejected(refused.rejection)
+            return None, rejected(refused_late.rejection)
+        except Refusal as refusal:
+            return None, refused(refusal)
         except ConductorError as failure:
             # A conductor whose answer did not arrive may have placed the request.
             if not isinstance(failure, ConductorUnavailable):
@@ -349,6 +357,7 @@ class Serving(Response):
             await self._last(send, _as_event(error(502, "engine_failed", "the instance broke off")))
             return "cancelled"
         finally:
+            self._answered = answer.counter.tokens
             self._gateway.metrics.answered_tokens.inc(answer.counter.tokens)
         await self._last(send, b"")
         if answer.counter.failed:
@@ -377,6 +386,7 @@ class Serving(Response):
         """The engine's answer in one piece, or its refusal, as a response."""
         if self._report is not None:
             self._report.tokens(answer.tokens)
+        self._answered = answer.tokens
         self._gateway.metrics.answered_tokens.inc(answer.tokens)
         return Response(answer.body, answer.status, answer.headers)
 
