@@ -126,6 +126,27 @@ class GatewayLimits(_Group, frozen=True, kw_only=True):
     """100,000 tokens take a thread 50 to 100 ms."""
 
 
+class BreakerSettings(_Group, frozen=True, kw_only=True):
+    """When instances get no requests from this gateway, and how they come back."""
+
+    failures: Annotated[int, Meta(ge=1, le=1000)] = 3
+    """In a row, of requests and of health checks: then the instance gets no requests."""
+
+    open_s: Seconds = 5.0
+    """For so long, and twice as long each time that it fails again as it comes back."""
+
+    open_max_s: Seconds = 60.0
+
+    slow_start_s: Seconds = 20.0
+    """An instance that comes back gets a share of its requests that rises to all in this time."""
+
+    check_s: Annotated[float, Meta(ge=0, le=86_400)] = 2.0
+    """How often every instance is asked at `/health`; 0: never."""
+
+    check_timeout_s: Seconds = 2.0
+    """An engine answers there also while it computes."""
+
+
 class GatewayConfig(_Group, frozen=True, kw_only=True):
     """The whole configuration of a gateway."""
 
@@ -144,6 +165,7 @@ class GatewayConfig(_Group, frozen=True, kw_only=True):
     """A SQLite file that keeps what was used today; without it, quotas begin anew when the gateway
     starts."""
 
+    breakers: BreakerSettings = BreakerSettings()
     timeouts: GatewayTimeouts = GatewayTimeouts()
     limits: GatewayLimits = GatewayLimits()
 

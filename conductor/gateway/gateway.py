@@ -18,18 +18,20 @@ from ..wire.answers import Refusal
 from .clients.client_limits import ClientLimits
 from .clients.quota_file import QuotaFile
 from .config import needs_restart
+from .engines.circuit_breakers import CircuitBreakers
 from .engines.engine_client import Engines
+from .engines.health_checks import check_all
 from .engines.instance_cache import Known
 from .metrics import GatewayMetrics
 from .openai.tokenizing import Tokenizing
 from .requests.conductor_reports import Health, Reporter
 from .requests.execution import Running
-from .requests.placement import Placer
+from .requests.placement import NoInstance, Placer
 from .requests.prefix_wait import Prefills
 from .requests.releases import Releases
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection, Mapping
 
     from ..client.client import AsyncConductorClient
     from ..records import Rejection
@@ -109,7 +111,8 @@ class Gateway:
         token_file = config.engine_token_file
         token = read_token(Path(token_file)) if token_file else b""
         self._engines = Engines(config, token)
-        self.running = Running(self._engines, config)
+        self.breakers = CircuitBreakers(config.breakers)
+        self.running = Running(self._engines, self.breakers, config, clock)
         self._placing = Placer(client, self.known, self.health, config, self.metrics, clock)
         self.releases = Releases(client, self.metrics, clock)
         self.reporter = Reporter(
@@ -130,6 +133,9 @@ class Gateway:
             asyncio.create_task(_often(self.config.refresh_s, self.refresh)),
             asyncio.create_task(_often(_QUOTA_S, self._share_quotas)),
         ]
+        if self.config.breakers.check_s:
+            checking = _often(self.config.breakers.check_s, self._check_health)
+            self._tasks.append(asyncio.create_task(checking))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -181,7 +187,7 @@ class Gateway:
         started = self.clock()
         try:
             with span.call("place") as call:
-                return await self._placing.place(ask, sized, avoid, call.headers)
+                return await self._place(ask, sized, avoid, call.headers)
         finally:
             self.metrics.place_s.observe(self.clock() - started)
 
@@ -213,6 +219,24 @@ class Gateway:
         if not self.known.models():
             found.append("no instance is known")
         return found
+
+    async def _place(
+        self, ask: ClientRequest, sized: Sized, gone: Collection[str], trace: Mapping[str, str]
+    ) -> Placement | Rejection:
+        others = self.known.serving(ask.model) - set(gone)
+        weak = self.breakers.avoided(others, self.clock())
+        if weak:
+            try:
+                return await self._placing.place(ask, sized, {*gone, *weak}, trace)
+            except NoInstance as error:
+                log.debug("instances that fail are tried nevertheless: %s", error)
+        return await self._placing.place(ask, sized, gone, trace)
+
+    async def _check_health(self) -> None:
+        """Ask all instances whether they are well."""
+        timeout_s = self.config.breakers.check_timeout_s
+        await check_all(self._engines, self.known, self.breakers, self.clock, timeout_s)
+        self.metrics.circuits(self.known.names(), self.breakers.open(self.clock()))
 
     async def _share_quotas(self) -> None:
         """Add what was granted to the quota file, and learn what other processes have granted."""

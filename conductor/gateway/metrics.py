@@ -40,6 +40,9 @@ class GatewayMetrics:
         self.rescheduled = self._counter(
             "rescheduled", "Requests that were placed again: an instance was gone."
         )
+        self.poisoned = self._counter(
+            "poisoned_requests", "Requests that were not tried on a third instance.", "why"
+        )
         self.races = self._counter("races", "Requests that ran on two routes.", "winner")
         self.sized = self._counter("prompts", "How prompts' lengths were found out.", "how")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
@@ -69,9 +72,19 @@ class GatewayMetrics:
         self.in_flight = self._gauge("requests_in_flight", "Requests at the moment.")
         self.held = self._gauge("requests_held", "Of these, those that wait for others' blocks.")
         self.queued = self._gauge("requests_queued", "Of these, those that wait for their turn.")
+        self._circuits = Gauge(
+            PREFIX + "circuits_open", "1 if an instance gets no requests: it fails.",
+            ["instance"], registry=self.registry,
+        )  # fmt: skip
         self.held_bytes = self._gauge("held_bytes", "Their bodies.")
         self.conductor_up = self._gauge("conductor_up", "1 if the conductor answers.")
         self.instances = self._gauge("instances", "Instances that it last spoke of.")
+
+    def circuits(self, known: Collection[str], open_ones: Collection[str]) -> None:
+        """Set which of the known instances get no requests."""
+        self._circuits.clear()
+        for name in known:
+            self._circuits.labels(name).set(name in open_ones)
 
     def keep(self, instances: Collection[str]) -> None:
         """Drop the latencies of all other instances: instances come and go."""

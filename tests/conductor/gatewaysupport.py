@@ -110,6 +110,9 @@ class Engine:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         http = HttpRequest(scope, receive)
+        if http.url.path == "/health":
+            await Response(status_code=self.status)(scope, receive, send)
+            return
         body = await http.json()
         self.calls.append((http.url.path, body, dict(http.headers)))
         if http.url.path == "/tokenize":

@@ -42,9 +42,13 @@ log = logging.getLogger("tiffin.gateway")
 
 # HTTP statuses of an instance whose engine, or a proxy in front of it, is down: vLLM also answers
 # 500 when its engine has died.
-_GONE = (500, 502, 503, 504)
+_FAILED = 500
+_GONE = (_FAILED, 502, 503, 504)
+# What a failing instance says is no longer than this.
+_WORDS_BYTES_MAX = 64 << 10
 # `kv_transfer_params` list blocks: a million tokens are 65,536 numbers.
 _PREFILL_BYTES_MAX = 16 << 20
+_JSON = {"content-type": "application/json"}
 _PASSED_HEADERS = ("content-type", "content-encoding", "retry-after")
 
 
@@ -60,6 +64,19 @@ class EngineError(Exception):
 class EngineGone(EngineError):
     """The instance can't be reached, or its connection broke, or it is shutting down: a retry on
     another instance may succeed."""
+
+
+class EngineDied(EngineGone):
+    """The instance had the request, and its connection broke or ended before an answer."""
+
+
+class EngineFailed(EngineGone):
+    """The instance answers 500: it may be down (vLLM's whose engine has died answers so), or the
+    request may be the reason. `answer` is what it says."""
+
+    def __init__(self, target: CallTarget, answer: Whole) -> None:
+        super().__init__(target, "it answers 500")
+        self.answer = answer
 
 
 class EngineSlow(EngineError):
@@ -113,7 +130,7 @@ class AnswerStream:
             while not (counter.tokens or counter.ended or counter.failed):
                 piece = await self._response.piece()
                 if not piece:
-                    raise EngineGone(self._target, "the answer ended before its first token")
+                    raise EngineDied(self._target, "the answer ended before its first token")
                 pieces.append(counter.feed(piece))
         except HttpFailure as error:
             raise _translated(self._target, error) from error
@@ -122,6 +139,9 @@ class AnswerStream:
         if counter.error_status in _GONE and not counter.tokens:
             # vLLM sends status 200 before it computes; if its engine dies then, it sends an event
             # with the error.
+            if counter.error_status == _FAILED:
+                body = b'{"error":' + counter.error + b"}"
+                raise EngineFailed(self._target, Whole(_FAILED, dict(_JSON), body))
             raise EngineGone(
                 self._target, f"its answer begins with an error {counter.error_status}"
             )
@@ -215,6 +235,19 @@ class Engines:
     async def close(self) -> None:
         """Close all connections."""
         await self._http.close()
+
+    async def healthy(self, target: CallTarget, timeout_s: float) -> bool:
+        """Whether the instance says at `/health` that it is well. One that has no such route is, if
+        it answers at all."""
+        url = target.url.rstrip("/") + "/health"
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._http.send("GET", url, b"", {}, timeout_s)
+        except (HttpFailure, InvalidRequest, TimeoutError) as error:
+            log.debug("%s gives no answer to a health check: %s", target.name, error)
+            return False
+        answer.close()
+        return answer.status < _FAILED
 
     async def tokenize(self, target: CallTarget, ask: ClientRequest) -> list[int] | None:
         """The prompt's token ids, from the instance's `/tokenize`; None on an error or timeout."""
@@ -324,6 +357,12 @@ class Engines:
             raise _translated(target, error) from error
         except InvalidRequest as error:
             raise EngineGone(target, str(error)) from error
+        if response.status == _FAILED:
+            try:
+                words = await self._read(target, response, _WORDS_BYTES_MAX)
+            finally:
+                response.close()
+            raise EngineFailed(target, words)
         if response.status in _GONE:
             response.close()
             raise EngineGone(target, f"it answers {response.status}")
@@ -361,4 +400,6 @@ def _translated(target: CallTarget, error: HttpFailure) -> EngineError:
         return EngineSlow(target, f"no answer in time ({error})")
     if isinstance(error, TooLarge):
         return EngineOdd(target, str(error))
+    if isinstance(error, Broken):
+        return EngineDied(target, str(error))
     return EngineGone(target, str(error))

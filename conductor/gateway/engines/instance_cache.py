@@ -108,6 +108,10 @@ class Known:
         """The instances' ids."""
         return self._instances.keys()
 
+    def serving(self, model: str) -> set[str]:
+        """The ids of the instances that serve a model."""
+        return {one.id for one in self._instances.values() if one.model == model}
+
     def shares_contexts(self, name: str) -> bool:
         """Whether the instance's label says that its engine attends to shards of a context which
         other instances hold."""

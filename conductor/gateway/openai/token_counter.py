@@ -63,11 +63,11 @@ class Counter:
 
     `tokens` so far: one per event that adds anything to an answer, or the counts in the event
     itself (`token_ids`, `usage`). `events`: how many had tokens. `ended`: an event had a
-    `finish_reason`, or [DONE] came. `failed`: an event carried an error; `error_status` is its HTTP
-    status, 0 if it has none.
+    `finish_reason`, or [DONE] came. `failed`: an event carried an error; `error` is its JSON, and
+    `error_status` its HTTP status, 0 if it has none.
     """
 
-    __slots__ = ("_tail", "ended", "error_status", "events", "failed", "tokens")
+    __slots__ = ("_tail", "ended", "error", "error_status", "events", "failed", "tokens")
 
     def __init__(self) -> None:
         self._tail = b""
@@ -76,6 +76,7 @@ class Counter:
         self.ended = False
         self.failed = False
         self.error_status = 0
+        self.error = b""
 
     def feed(self, data: bytes) -> bytes:
         """Add received bytes, and return the complete events that were not returned before. Raises
@@ -108,6 +109,7 @@ class Counter:
             return
         if bytes(event.error) != b"null" and not self.failed:
             self.failed, self.error_status = True, _status(event.error)
+            self.error = bytes(event.error)
         for choice in event.choices:
             self.tokens += _tokens(choice)
             self.ended = self.ended or choice.finish_reason is not None

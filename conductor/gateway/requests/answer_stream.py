@@ -40,6 +40,7 @@ from ..engines.engine_client import (
 from ..openai.engine_bodies import last_events
 from .execution import handed_over
 from .placement import NoInstance, NoShards, Placement
+from .poison import Poisonous, own_answer
 from .prefix_wait import hold_s
 from .stream_latencies import StreamLatencies
 
@@ -194,6 +195,11 @@ class Serving(Response):
             log.error("%s", failure)
             why = "no instance can take its part of this long context; the gateway's log has more"
             return None, error(503, "misconfigured", why)
+        except Poisonous as failure:
+            log.error("%s: %s", self._ask.wishes.request_id, failure)
+            gateway.metrics.poisoned.labels("died").inc()
+            why = "instances ended while they computed this request: it is not tried again"
+            return None, error(502, "request_poisonous", why)
         except EngineSlow as failure:
             log.warning("%s", failure)
             return None, error(504, "engine_timeout", "the instance did not answer in time")
@@ -204,16 +210,20 @@ class Serving(Response):
     async def _attempts(self, sized: Sized) -> AnswerStream | Whole:
         """Place the request and run it; place it again if its instance is gone."""
         gateway, gone = self._gateway, set[str]()
-        attempt = 0
+        failures: list[EngineGone] = []
         while True:
             prefill = gateway.prefills.begin(self._ask.wishes.name)
             try:
-                return await self._attempt(sized, prefill, attempt, gone)
+                return await self._attempt(sized, prefill, len(failures), gone)
             except EngineGone as failure:
+                failures.append(failure)
+                own = own_answer(failures)
+                if own is not None:
+                    gateway.metrics.poisoned.labels("answered_500").inc()
+                    return own
                 log.info("placed again: %s", failure)
                 self._drop_report()
-                attempt += 1
-                if attempt > gateway.config.reschedules:
+                if len(failures) > gateway.config.reschedules:
                     raise
                 gateway.metrics.rescheduled.inc()
             finally:
@@ -353,6 +363,7 @@ class Serving(Response):
                         return await self._cut(cap, send)
         except EngineBroke as failure:
             log.warning("a stream broke: %s", failure)
+            gateway.breakers.failed(self._route.decode.name, gateway.clock())
             self._gateway.metrics.broken.inc()
             await self._last(send, _as_event(error(502, "engine_failed", "the instance broke off")))
             return "cancelled"

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from ..engines.engine_client import AnswerStream, EngineError, EngineGone, Whole
+from ..engines.engine_client import AnswerStream, EngineError, EngineGone, EngineSlow, Whole
 from ..openai import engine_bodies
 from ..openai.openai_request import CHAT
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ...web.tracing import Span
     from ..config import GatewayConfig, Handoff
+    from ..engines.circuit_breakers import CircuitBreakers
     from ..engines.engine_client import Engines
     from ..engines.instance_cache import CallTarget, InstanceRoute
     from ..openai.openai_request import ClientRequest
@@ -40,8 +41,15 @@ REQUEST_HEADER = "x-tiffin-request"
 class Running:
     """Runs requests on the instances; see the module."""
 
-    def __init__(self, engines: Engines, config: GatewayConfig) -> None:
-        self._engines, self._config = engines, config
+    def __init__(
+        self,
+        engines: Engines,
+        breakers: CircuitBreakers,
+        config: GatewayConfig,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engines, self._breakers, self._config = engines, breakers, config
+        self._clock = clock
         # By prefill instance: the number of the node at which it writes, as it said last.
         self._nodes: dict[str, int | None] = {}
 
@@ -97,8 +105,10 @@ class Running:
             if isinstance(told, Whole):
                 return told
             return await answering(engine_bodies.handed_on(told, handoff))
-        except EngineGone as failure:
-            gone.add(failure.target.name)
+        except (EngineGone, EngineSlow) as failure:
+            self._breakers.failed(failure.target.name, self._clock())
+            if isinstance(failure, EngineGone):
+                gone.add(failure.target.name)
             raise
 
     async def _prefill(
@@ -114,6 +124,7 @@ class Running:
         with span.call("prefill", **_instance(route.prefill)) as call:
             headers = {**call.headers, **_names(ask, engine_id)}
             told = await self._engines.prefill(route.prefill, ask, headers, handoff)
+        self._breakers.succeeded(route.prefill.name, self._clock())
         if not isinstance(told, Whole):
             if handoff == "stream":
                 self._nodes[route.prefill.name] = engine_bodies.writes_at(told)
@@ -133,7 +144,9 @@ class Running:
         body = engine_bodies.answer_body(ask, limit, transfer, shards)
         with span.call("first token", **_instance(route.decode)) as call:
             headers = {**call.headers, **_names(ask, engine_id)}
-            return await self._engines.answer(route.decode, ask, body, headers)
+            answer = await self._engines.answer(route.decode, ask, body, headers)
+        self._breakers.succeeded(route.decode.name, self._clock())
+        return answer
 
 
 def _instance(target: CallTarget) -> dict[str, str]:

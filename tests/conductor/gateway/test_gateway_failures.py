@@ -169,10 +169,8 @@ class TestAnInstanceIsGone:
         run(scenario)
 
     def test_it_is_not_tried_forever(self) -> None:
-        """It may be the request itself that crashes instances."""
-
         async def scenario() -> None:
-            engines = [Engine(f"m{i}", die_at=-1) for i in range(6)]
+            engines = [Engine(f"m{i}", status=503) for i in range(6)]
             async with cluster(*engines) as it:
                 response = await it.post({"prompt": PROMPT})
                 assert response.status_code == 502

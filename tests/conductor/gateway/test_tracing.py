@@ -124,7 +124,7 @@ def test_failures_are_seen() -> None:
     found = spans.recorded()
     (failed,) = found["first token"]
     assert not failed.status.is_ok
-    assert "EngineGone" in failed.status.description
+    assert "EngineDied" in failed.status.description
     assert [one.attributes.get("tiffin.rejected") for one in found["schedule"]] == [
         None,
         "no_prefill",
