@@ -38,6 +38,7 @@ from ..engines.engine_client import (
     Whole,
 )
 from ..openai.engine_bodies import last_events
+from ..openai.openai_request import CHAT, COMPLETIONS
 from .execution import handed_over
 from .placement import NoInstance, NoShards, Placement
 from .poison import Poisonous, own_answer
@@ -62,6 +63,8 @@ log = logging.getLogger("tiffin.gateway")
 
 _STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _WAITING = b": waiting\n\n"
+# OpenTelemetry's semantic conventions for generative AI.
+_OPERATIONS = {CHAT: "chat", COMPLETIONS: "text_completion"}
 
 
 class _Refused(Exception):
@@ -141,7 +144,8 @@ class Serving(Response):
                     await self._respond(self._whole(answer), scope, receive, send)
                     ended = "finished" if good else "cancelled"
                 else:
-                    ended = await self._pass_on(answer, send)
+                    with self._span.call("decode", **{"tiffin.instance": self._decodes}):
+                        ended = await self._pass_on(answer, send)
         except TimeoutError:
             await self._late(total_s, scope, receive, send)
         finally:
@@ -173,7 +177,9 @@ class Serving(Response):
         instead."""
         gateway, ask = self._gateway, self._ask
         try:
-            sized = await gateway.size(ask)
+            with self._span.call("tokenize"):
+                sized = await gateway.size(ask)
+            self._span.set({"gen_ai.usage.input_tokens": sized.prompt_tokens})
             self._told["x-tiffin-tokens"] = sized.how
             self._visit.prompt(sized.prompt_tokens, gateway.clock())
             self._told |= self._visit.limits_left(gateway.clock())
@@ -264,7 +270,8 @@ class Serving(Response):
             if not placed.held:
                 return placed, placed.predicted_ttft_s or 0.0
             self._decided = True
-            released = await self._gateway.releases.wait(self._ask.wishes, placed)
+            with self._span.call("hold", **{"tiffin.hold": "turn"}):
+                released = await self._gateway.releases.wait(self._ask.wishes, placed)
             if isinstance(released, Rejection):
                 raise _Refused(released)
             if released.state == "released":
@@ -296,7 +303,8 @@ class Serving(Response):
         metrics, started = self._gateway.metrics, self._gateway.clock()
         metrics.held.inc()
         try:
-            await other.wait(hold_s(placed))
+            with self._span.call("hold", **{"tiffin.hold": "blocks"}):
+                await other.wait(hold_s(placed))
         finally:
             metrics.held.dec()
             metrics.held_s.observe(self._gateway.clock() - started)
@@ -308,7 +316,9 @@ class Serving(Response):
         self._describe(placed, route)
         self._span.set(
             {
+                "gen_ai.operation.name": _OPERATIONS[self._ask.path],
                 "gen_ai.request.model": self._ask.model,
+                "gen_ai.response.model": placed.model or self._ask.model,
                 "tiffin.prefill": route.prefill.name,
                 "tiffin.decode": route.decode.name,
                 "tiffin.cached_tokens": placed.cached_tokens,
@@ -451,7 +461,7 @@ class Serving(Response):
 
     def _end(self, how: str) -> None:
         """Report the request's end to the conductor, if the conductor has placed it or may have."""
-        self._span.set({"tiffin.end": how})
+        self._span.set({"tiffin.end": how, "gen_ai.usage.output_tokens": self._answered})
         if self._report is not None:
             self._report.end(how)
         elif self._placed:
@@ -470,6 +480,11 @@ class Serving(Response):
         self._release_elsewhere()
         self._placed = False
         self._drop_report()
+
+    @property
+    def _decodes(self) -> str:
+        """The id of the instance that answers."""
+        return "" if self._route is None else self._route.decode.name
 
     def _drop_report(self) -> None:
         if self._report is not None:

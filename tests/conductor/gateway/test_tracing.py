@@ -91,6 +91,13 @@ def test_one_trace_of_a_split_request() -> None:
     assert root.attributes["tiffin.end"] == "finished"
     assert prefill.attributes["tiffin.instance"] == "p0"
     assert prefill.end_time <= first.start_time
+    (tokenize,), (decode,) = found["tokenize"], found["decode"]
+    assert tokenize.end_time <= place.start_time
+    assert first.end_time <= decode.start_time
+    assert decode.attributes["tiffin.instance"] == "d0"
+    assert root.attributes["gen_ai.operation.name"] == "text_completion"
+    assert root.attributes["gen_ai.usage.input_tokens"] == len(PROMPT)
+    assert root.attributes["gen_ai.usage.output_tokens"] == len(d.answer)
 
 
 def test_a_request_without_a_trace_begins_one() -> None:
