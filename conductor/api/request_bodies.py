@@ -65,6 +65,10 @@ class Intake:
         except UnicodeDecodeError as error:
             raise Refusal(400, "invalid_json", "the body is not UTF-8") from error
 
+    async def raw(self, request: Request) -> bytes:
+        """The body as it is. Raises Refusal."""
+        return await self._receive(request)
+
     async def optional(self, request: Request, decoder: msgspec.json.Decoder[T], default: T) -> T:
         """As `body`, but returns `default` for a request without a body."""
         if request.headers.get("content-length", "0") == "0" and not request.headers.get(

@@ -21,12 +21,26 @@ from starlette.routing import Route
 
 from ..api.authorisation import Door
 from ..api.request_bodies import Intake, Limits
-from ..errors import ConductorError
+from ..errors import ConductorError, UnknownModel
 from ..web.auth import Right, Tokens, bearer
 from ..web.metrics import CONTENT_TYPE
 from ..wire.answers import Refusal, answer, error, failed, ready, refused
 from ..wire.models import HealthReply
-from .openai.openai_request import CHAT, COMPLETIONS, read_ask, read_wishes
+from .openai.form_fields import model_of_form
+from .openai.openai_request import (
+    CHAT,
+    COMPLETIONS,
+    ID_KINDS,
+    LISTENING,
+    POOLING,
+    RESPONSES,
+    SPEECH,
+    Wishes,
+    read_ask,
+    read_form,
+    read_wishes,
+)
+from .openai.response_ids import holder
 from .requests.answer_stream import Serving
 
 if TYPE_CHECKING:
@@ -39,6 +53,8 @@ if TYPE_CHECKING:
     Endpoint = Callable[[Request], Awaitable[Response]]
 
 _raw: Any = msgspec.json.Decoder(msgspec.Raw)
+# Placed by the conductor.
+_COMPUTED = (CHAT, COMPLETIONS, RESPONSES, *POOLING, SPEECH, *LISTENING)
 _CODES = {404: "no_such_route", 405: "method_not_allowed"}
 
 
@@ -64,9 +80,13 @@ def create_app(gateway: Gateway, *, auth: Tokens | None = None) -> Starlette:
     door = Door(auth or Tokens())
     routes = _Routes(gateway, door)
     table: list[tuple[str, str, Endpoint, Right | None]] = [
-        ("POST", CHAT, routes.complete, Right.SCHEDULE),
-        ("POST", COMPLETIONS, routes.complete, Right.SCHEDULE),
+        *(("POST", path, routes.complete, Right.SCHEDULE) for path in _COMPUTED),
+        ("GET", RESPONSES + "/{response_id}", routes.response, Right.SCHEDULE),
+        ("POST", RESPONSES + "/{response_id}/cancel", routes.response, Right.SCHEDULE),
+        ("POST", "/tokenize", routes.forward, Right.SCHEDULE),
+        ("POST", "/detokenize", routes.forward, Right.SCHEDULE),
         ("GET", "/v1/models", routes.models, Right.READ),
+        ("GET", "/v1/models/{model:path}", routes.model, Right.READ),
         ("GET", "/livez", routes.livez, None),
         ("GET", "/readyz", routes.readyz, None),
         ("GET", "/metrics", routes.metrics, Right.READ),
@@ -91,22 +111,30 @@ class _Routes:
         self._intake = Intake(Limits(body_bytes=limits.body_bytes, held_bytes=limits.held_bytes))
 
     async def complete(self, http: Request) -> Response:
-        """Chat completions and completions."""
+        """Whatever engines compute: completions, responses, embeddings, speech."""
         began = self._gateway.clock()
         gate = self._gateway.gate
         held = 0
         gate.enter()
         try:
-            raw = bytes(await self._intake.body(http, _raw))
+            path = http.url.path
+            form = path in LISTENING
+            raw = (
+                await self._intake.raw(http) if form else bytes(await self._intake.body(http, _raw))
+            )
             gate.hold(len(raw))
             held = len(raw)
-            made = f"{'chatcmpl' if http.url.path == CHAT else 'cmpl'}-{secrets.token_hex(12)}"
+            made = ID_KINDS.get(path, "req-") + secrets.token_hex(12)
             honour = self._gateway.config.honour
             owner = _owner(http)
             client = self._door.client(http) or owner
             wishes = read_wishes(http.headers, made, owner, honour)
-            ask = read_ask(http.url.path, raw, wishes)
-            ask = self._gateway.allowed(client, ask)
+            if form:
+                kind = http.headers.get("content-type", "")
+                ask = read_form(path, raw, kind, model_of_form(raw, kind), wishes)
+            else:
+                ask = read_ask(path, raw, wishes)
+            ask = self._gateway.allowed(client, self._gateway.named(client, ask))
             visit = self._gateway.clients.enter(client, began)
         except BaseException:
             gate.leave(held)
@@ -115,8 +143,34 @@ class _Routes:
         return Serving(self._gateway, ask, span, began, visit, lambda: gate.leave(held))
 
     async def models(self, http: Request) -> Response:
-        """The models that instances serve, in OpenAI's format."""
-        return answer(ModelList([ModelCard(name) for name in self._gateway.known.models()]))
+        """The models that instances serve, and what stands for them, in OpenAI's format."""
+        return answer(ModelList([ModelCard(name) for name in self._gateway.models()]))
+
+    async def model(self, http: Request) -> Response:
+        """One of them."""
+        name = http.path_params["model"]
+        if name not in self._gateway.models():
+            raise UnknownModel(f"no instance serves {name[:200]!r}")
+        return answer(ModelCard(name))
+
+    async def response(self, http: Request) -> Response:
+        """A response that an instance keeps: what it is by now, or its cancellation."""
+        gateway, response_id = self._gateway, http.path_params["response_id"]
+        name = holder(response_id, gateway.known.names())
+        if name is None:
+            raise Refusal(404, "unknown_response", f"no instance has {response_id[:80]!r}")
+        path = http.url.path + (f"?{http.url.query}" if http.url.query else "")
+        whole = await gateway.forward(http.method, path, "", b"", name)
+        return Response(whole.body, whole.status, whole.headers)
+
+    async def forward(self, http: Request) -> Response:
+        """Tokens of a text, or the text of tokens, by any instance of the model."""
+        raw = bytes(await self._intake.body(http, _raw))
+        client = self._door.client(http) or _owner(http)
+        gateway = self._gateway
+        ask = gateway.named(client, read_ask(http.url.path, raw, Wishes("")))
+        whole = await gateway.forward("POST", http.url.path, ask.model, ask.raw)
+        return Response(whole.body, whole.status, whole.headers)
 
     async def livez(self, http: Request) -> Response:
         """Whether the process answers."""

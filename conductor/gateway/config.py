@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Share = Annotated[float, Meta(gt=0, le=1e6)]
 Handoff = Literal["vllm", "pool", "stream"]
 Header = Literal["priority", "tenant", "objectives", "urgent", "output"]
 
@@ -155,6 +156,10 @@ class GatewayConfig(_Group, frozen=True, kw_only=True):
 
     models: Annotated[dict[str, ModelConfig], Meta(max_length=1024)] = {}
 
+    aliases: Annotated[dict[str, dict[str, Share]], Meta(max_length=1024)] = {}
+    """Names of models that stand for others, each with its share: a canary is one with a small
+    share. A conversation stays with one of them."""
+
     clients: Annotated[dict[str, ClientSettings], Meta(max_length=1024)] = {}
     """What the API keys may use to which the token file gives a name, by that name."""
 
@@ -207,12 +212,12 @@ class GatewayConfig(_Group, frozen=True, kw_only=True):
         return self.models.get(name, self.default)
 
 
-_RELOADED = ("clients", "client_default")
+_RELOADED = ("aliases", "clients", "client_default")
 
 
 def needs_restart(before: GatewayConfig, after: GatewayConfig) -> list[str]:
-    """The fields that differ and can't change while the gateway runs: all but clients' settings and
-    objectives."""
+    """The fields that differ and can't change while the gateway runs: all but clients' settings,
+    objectives and aliases."""
 
     def fixed(model: ModelConfig) -> ModelConfig:
         return msgspec.structs.replace(model, objectives=ObjectiveBounds())

@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Self
 from tiffin.kvstore.credentials import read_token
 
 from ..errors import ConductorError, ConductorUnavailable
+from ..records import EXCLUDE_MAX
 from ..web.tracing import Tracing
 from ..wire.answers import Refusal
 from .clients.client_limits import ClientLimits
 from .clients.quota_file import QuotaFile
 from .config import needs_restart
 from .engines.circuit_breakers import CircuitBreakers
-from .engines.engine_client import Engines
+from .engines.engine_client import EngineError, Engines
 from .engines.health_checks import check_all
 from .engines.instance_cache import Known
 from .metrics import GatewayMetrics
+from .openai import engine_bodies
+from .openai.model_aliases import chosen, conversation
+from .openai.response_ids import holder
 from .openai.tokenizing import Tokenizing
 from .requests.conductor_reports import Health, Reporter
 from .requests.execution import Running
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
     from ..records import Rejection
     from ..web.tracing import Span
     from .config import GatewayConfig, GatewayLimits
+    from .engines.engine_client import Whole
     from .openai.openai_request import ClientRequest
     from .openai.tokenizing import Sized
     from .requests.placement import Placement
@@ -98,7 +103,7 @@ class Gateway:
     ) -> None:
         self.tracing = tracing or Tracing()
         self.config, self.clock = config, clock
-        self._objectives = config  # the latest one, for its models' objectives
+        self._latest = config  # what was reloaded: aliases, and models' objectives
         self.clients = ClientLimits(config.clients, config.client_default, wall=time.time)
         self.metrics = GatewayMetrics(self.clients.totals)
         self.health = Health()
@@ -151,24 +156,51 @@ class Gateway:
         self._tokenizing.close()
 
     def reload(self, config: GatewayConfig) -> list[str]:
-        """Take clients' settings and objectives from another configuration. Returns the fields that
-        differ and stay as they are until a restart."""
+        """Take clients' settings, objectives and aliases from another configuration. Returns the
+        fields that differ and stay as they are until a restart."""
         fixed = needs_restart(self.config, config)
         self.clients.reload(config.clients, config.client_default, self.clock())
-        self._objectives = config
+        self._latest = config
         return fixed
 
     def allowed(self, client: str, ask: ClientRequest) -> ClientRequest:
         """A client's request with the objectives and the class that it may have. Raises Refusal for
         a class that it may not name."""
         settings, wishes = self.clients.settings_of(client), ask.wishes
-        model = self._objectives.model(ask.model)
+        model = self._latest.model(ask.model)
         wishes = replace(
             wishes,
             objectives=model.objectives.within(settings.objectives.within(wishes.objectives)),
             priority=settings.priority(wishes.priority),
         )
         return replace(ask, wishes=wishes)
+
+    def named(self, client: str, ask: ClientRequest) -> ClientRequest:
+        """A client's request to the model that the name in it stands for."""
+        shares = self._latest.aliases.get(ask.model)
+        if not shares or ask.follows:
+            return ask
+        return engine_bodies.asked_of(ask, chosen(shares, conversation(client, ask)))
+
+    async def forward(
+        self, method: str, path: str, model: str, body: bytes, name: str = ""
+    ) -> Whole:
+        """Pass a call on that is no request to be placed: to the instance of this name, or to any
+        that serves the model, another one if that is gone. Raises Refusal."""
+        gone = set[str]()
+        for _ in range(1 + self.config.reschedules):
+            target = self.known.target(name) if name else self.known.any(model, gone)
+            if target is None:
+                break
+            try:
+                return await self._engines.forward(
+                    target, method, path, body, self.config.limits.answer_bytes
+                )
+            except EngineError as failure:
+                log.warning("%s", failure)
+                gone.add(target.name)
+        why = f"no instance of {model!r} answers" if model else "its instance does not answer"
+        raise Refusal(503, "no_instance", why, retry_after_s=1.0)
 
     async def size(self, ask: ClientRequest) -> Sized:
         """The prompt's length in tokens, and its block keys. Raises InvalidRequest."""
@@ -211,6 +243,12 @@ class Gateway:
         self.metrics.conductor_up.set(self.health.up)
         self.metrics.instances.set(len(self.known))
 
+    def models(self) -> list[str]:
+        """The models that instances serve, and the names that stand for them."""
+        served = self.known.models()
+        aliases = self._latest.aliases
+        return [*served, *(name for name in aliases if set(aliases[name]) & set(served))]
+
     def missing(self) -> list[str]:
         """The reasons why the gateway is not ready to serve requests; empty if it is."""
         found = []
@@ -224,13 +262,25 @@ class Gateway:
         self, ask: ClientRequest, sized: Sized, gone: Collection[str], trace: Mapping[str, str]
     ) -> Placement | Rejection:
         others = self.known.serving(ask.model) - set(gone)
+        if ask.follows:
+            return await self._place_again(ask, sized, others, trace)
         weak = self.breakers.avoided(others, self.clock())
         if weak:
             try:
-                return await self._placing.place(ask, sized, {*gone, *weak}, trace)
+                avoid = [*gone, *weak][:EXCLUDE_MAX]
+                return await self._placing.place(ask, sized, avoid, trace)
             except NoInstance as error:
                 log.debug("instances that fail are tried nevertheless: %s", error)
         return await self._placing.place(ask, sized, gone, trace)
+
+    async def _place_again(
+        self, ask: ClientRequest, sized: Sized, others: Collection[str], trace: Mapping[str, str]
+    ) -> Placement | Rejection:
+        """Place a request at the instance that has the response that it continues."""
+        own = holder(ask.follows, others)
+        if own is None or len(others) > EXCLUDE_MAX:
+            raise NoInstance(f"the instance that has {ask.follows[:80]!r} is gone: send all input")
+        return await self._placing.place(ask, sized, set(others) - {own}, trace)
 
     async def _check_health(self) -> None:
         """Ask all instances whether they are well."""

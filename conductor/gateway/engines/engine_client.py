@@ -282,6 +282,18 @@ class Engines:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise EngineOdd(target, f"its answer to a prefill is none: {error}") from error
 
+    async def forward(
+        self, target: CallTarget, method: str, path: str, body: bytes, nbytes_max: int
+    ) -> Whole:
+        """A call as a client made it, answered in one piece. Raises EngineError."""
+        response = await self._send(
+            target, path, body, {}, self._times.first_token_s, method=method
+        )
+        try:
+            return await self._read(target, response, nbytes_max)
+        finally:
+            response.close()
+
     async def answer(
         self, target: CallTarget, ask: ClientRequest, body: bytes, headers: Mapping[str, str]
     ) -> AnswerStream | Whole:
@@ -339,6 +351,8 @@ class Engines:
         body: bytes,
         headers: Mapping[str, str],
         silence_s: float | None = None,
+        *,
+        method: str = "POST",
     ) -> HttpAnswer:
         """Send a request and return the response with its head read. Raises EngineError."""
         if not target.url:
@@ -346,13 +360,13 @@ class Engines:
         url = target.url.rstrip("/") + path
         try:
             try:
-                response = await self._http.send("POST", url, body, headers, silence_s)
+                response = await self._http.send(method, url, body, headers, silence_s)
             except (NotConnected, Broken) as error:
                 # Who is late to connect may have been kept waiting by this machine, not by that.
                 unread = error.late if isinstance(error, NotConnected) else error.reused
                 if not unread:
                     raise
-                response = await self._http.send("POST", url, body, headers, silence_s)
+                response = await self._http.send(method, url, body, headers, silence_s)
         except HttpFailure as error:
             raise _translated(target, error) from error
         except InvalidRequest as error:

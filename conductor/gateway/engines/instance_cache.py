@@ -128,9 +128,10 @@ class Known:
         """The models of all instances, without duplicates, in the list's order."""
         return list(dict.fromkeys(one.model for one in self._instances.values()))
 
-    def any(self, model: str) -> CallTarget | None:
-        """An instance of any role that serves the model, round-robin; None if there is none."""
-        return self._next("any", self._usable(model, ()))
+    def any(self, model: str, avoid: Collection[str] = ()) -> CallTarget | None:
+        """An instance of any role that serves the model, round-robin, none of those to `avoid`;
+        None if there is none."""
+        return self._next("any", self._usable(model, avoid))
 
     def turn(self, model: str, avoid: Collection[str]) -> InstanceRoute | None:
         """Round-robin route for a request that the conductor has not placed: a MIXED instance; else

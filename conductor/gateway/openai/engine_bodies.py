@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Raw
 
-from .openai_request import CHAT
+from .openai_request import CHAT, RESPONSES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,11 +48,14 @@ def answer_body(
     output_tokens_max: int | None,
     transfer: Mapping[str, Raw] | None = None,
     shards: Sequence[Shard] = (),
+    response_id: str = "",
 ) -> bytes:
     """The body for the decode instance: the client's, byte by byte, unless the conductor has cut
     the answer's length, or the instance needs to know where its blocks are (`transfer`) and will
-    be (`shards`)."""
+    be (`shards`), or is told the id of its response."""
     changes: dict[str, Raw] = {}
+    if ask.path == RESPONSES:
+        changes["request_id"] = Raw(_encoder.encode(response_id))
     if output_tokens_max is not None and _exceeds(ask.output_tokens_max, output_tokens_max):
         changes |= _limit(ask, Raw(str(output_tokens_max).encode()))
     if transfer is not None or shards:
@@ -143,6 +146,9 @@ def beside_prefill(node: int | None) -> dict[str, Raw]:
 def tokenize_body(ask: ClientRequest) -> bytes:
     """The body for vLLM's `POST /tokenize`: the prompt, and the fields its template depends on."""
     fields = {name: ask.fields[name] for name in _TOKENIZE_FIELDS if name in ask.fields}
+    if ask.path == RESPONSES:
+        assert ask.prompt.messages is not None
+        return _encoder.encode(fields | {"messages": ask.prompt.messages})
     name = "messages" if ask.path == CHAT else "prompt"
     fields[name] = ask.fields[name]
     if name == "prompt" and ask.prompt.text is not None:
@@ -153,6 +159,8 @@ def tokenize_body(ask: ClientRequest) -> bytes:
 def _limit(ask: ClientRequest, tokens: Raw) -> dict[str, Raw]:
     """The fields that limit the answer's length: both names if the client used the newer one, since
     engines differ in which of them they prefer."""
+    if ask.path == RESPONSES:
+        return {"max_output_tokens": tokens}
     fields = {"max_tokens": tokens}
     if "max_completion_tokens" in ask.fields:
         fields["max_completion_tokens"] = tokens

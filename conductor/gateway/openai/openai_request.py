@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+# Answered by one forward pass over texts: they cost a prefill, and their KV is kept nowhere.
+POOLING = ("/v1/embeddings", "/v1/score", "/v1/rerank")
+SPEECH = "/v1/audio/speech"
+# Their bodies are forms with a file.
+LISTENING = ("/v1/audio/transcriptions", "/v1/audio/translations")
+# How ids that the gateway makes begin, by the kind of the answer.
+ID_KINDS = {CHAT: "chatcmpl-", COMPLETIONS: "cmpl-", RESPONSES: "resp_"}
 
 _TOKEN_IDS = list[Annotated[int, Meta(ge=0, lt=2**32)]]
 
@@ -61,6 +69,11 @@ class _Body(Struct):
     chat_template: Raw = Raw(b"null")
     kv_transfer_params: Raw = Raw(b"null")
     vllm_xargs: Raw = Raw(b"null")
+    # Of responses alone.
+    input: Raw = Raw(b"null")
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
 
 
 _body = msgspec.json.Decoder(_Body)
@@ -121,7 +134,8 @@ class Wishes:
 class ClientRequest:
     """One request of a client.
 
-    `raw` is its body, `fields` the same by name, each as the client wrote it. `whole`: the decode
+    `raw` is its body, of the type `content_type`, `fields` the same by name, each as the client
+    wrote it. `follows`: the id of the response that it continues. `whole`: the decode
     instance must compute the prompt itself, so prefill and decode can't be disaggregated. `salted`:
     the engine salts its block keys, so the store's keys would differ.
     """
@@ -137,6 +151,8 @@ class ClientRequest:
     salted: bool
     own_template: bool
     wishes: Wishes
+    follows: str = ""
+    content_type: str = "application/json"
 
 
 def read_ask(path: str, raw: bytes, wishes: Wishes) -> ClientRequest:
@@ -152,7 +168,14 @@ def read_ask(path: str, raw: bytes, wishes: Wishes) -> ClientRequest:
         raise Refusal(400, "invalid_json", "the body is not UTF-8") from error
     _refuse_transfers(body)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    prompt = _chat(body.messages) if path == CHAT else _completion(body.prompt)
+    if path == CHAT:
+        prompt = _chat(body.messages)
+    elif path == COMPLETIONS:
+        prompt = _completion(body.prompt)
+    elif path == RESPONSES:
+        prompt, limit = _response(body), body.max_output_tokens
+    else:
+        return _one_pass(path, raw, body.model, wishes, fields)
     several = prompt.several or any((count or 1) != 1 for count in (body.n, body.best_of))
     return ClientRequest(
         path=path,
@@ -167,6 +190,26 @@ def read_ask(path: str, raw: bytes, wishes: Wishes) -> ClientRequest:
         salted=bool(body.cache_salt),
         own_template=not _is_null(body.chat_template),
         wishes=wishes,
+        follows=body.previous_response_id or "",
+    )  # fmt: skip
+
+
+def read_form(
+    path: str, raw: bytes, content_type: str, model: str, wishes: Wishes
+) -> ClientRequest:
+    """A request whose body is a form, with its field `model`."""
+    ask = _one_pass(path, raw, model, wishes, {})
+    return replace(ask, content_type=content_type)
+
+
+def _one_pass(
+    path: str, raw: bytes, model: str, wishes: Wishes, fields: dict[str, Raw]
+) -> ClientRequest:
+    """A request without an answer of tokens that a cache could help: its cost is that of its
+    length."""
+    return ClientRequest(
+        path, raw, fields, model, stream=False, prompt=Prompt(nbytes=len(raw), foreign=True),
+        output_tokens_max=1, whole=True, salted=False, own_template=False, wishes=wishes,
     )  # fmt: skip
 
 
@@ -244,6 +287,18 @@ def _completion(raw: Raw) -> Prompt:
     if several is not None and len(several) == 1:
         return _completion(several[0])
     return Prompt(nbytes=nbytes, several=several is not None, foreign=several is None)
+
+
+def _response(body: _Body) -> Prompt:
+    """The prompt of a response, as the chat that engines make of it; its length alone if it is more
+    than instructions and one text."""
+    text = _decoded(_text, body.input)
+    if text is None or body.previous_response_id:
+        return Prompt(nbytes=len(bytes(body.input)), foreign=True)
+    messages = [{"role": "user", "content": text}]
+    if body.instructions:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    return _chat(Raw(msgspec.json.encode(messages)))
 
 
 def _chat(raw: Raw) -> Prompt:

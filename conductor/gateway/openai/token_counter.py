@@ -40,6 +40,12 @@ class _Choice(Struct):
 
 class _Usage(Struct):
     completion_tokens: int | None = None
+    output_tokens: int | None = None  # as a response has it
+
+
+class _Response(Struct):
+    usage: _Usage | None = None
+    error: Raw = Raw(b"null")
 
 
 class _Event(Struct):
@@ -48,13 +54,21 @@ class _Event(Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Raw = Raw(b"null")
+    # Of the events of a response (`/v1/responses`).
+    type: str = ""
+    response: _Response | None = None
 
 
 class _Error(Struct):
     code: Any = None
 
 
+class _Whole(Struct):
+    usage: _Usage | None = None
+
+
 _event = msgspec.json.Decoder(_Event)
+_whole = msgspec.json.Decoder(_Whole)
 _error = msgspec.json.Decoder(_Error)
 
 
@@ -110,20 +124,33 @@ class Counter:
         if bytes(event.error) != b"null" and not self.failed:
             self.failed, self.error_status = True, _status(event.error)
             self.error = bytes(event.error)
+        if event.type:
+            self._read_response(event)
         for choice in event.choices:
             self.tokens += _tokens(choice)
             self.ended = self.ended or choice.finish_reason is not None
         if event.usage is not None:
             self.tokens = max(self.tokens, event.usage.completion_tokens or 0)
 
+    def _read_response(self, event: _Event) -> None:
+        """An event of a response: a piece of it, or its end."""
+        self.tokens += event.type.endswith(".delta")
+        if event.type in ("response.completed", "response.incomplete"):
+            self.ended = True
+        elif event.type in ("response.failed", "error") and not self.failed:
+            self.failed = True
+            self.error = bytes(event.error if event.response is None else event.response.error)
+        if event.response is not None and event.response.usage is not None:
+            self.tokens = max(self.tokens, event.response.usage.output_tokens or 0)
+
 
 def answered_tokens(body: bytes) -> int:
     """The token count in an answer that is not streamed; 0 if it contains none."""
     try:
-        usage = _event.decode(body).usage
+        usage = _whole.decode(body).usage
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return 0
-    return max(0, usage.completion_tokens or 0) if usage is not None else 0
+    return max(0, usage.completion_tokens or usage.output_tokens or 0) if usage is not None else 0
 
 
 def _status(error: Raw) -> int:

@@ -38,7 +38,7 @@ from ..engines.engine_client import (
     Whole,
 )
 from ..openai.engine_bodies import last_events
-from ..openai.openai_request import CHAT, COMPLETIONS
+from ..openai.openai_request import CHAT, COMPLETIONS, RESPONSES
 from .execution import handed_over
 from .placement import NoInstance, NoShards, Placement
 from .poison import Poisonous, own_answer
@@ -64,7 +64,12 @@ log = logging.getLogger("tiffin.gateway")
 _STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _WAITING = b": waiting\n\n"
 # OpenTelemetry's semantic conventions for generative AI.
-_OPERATIONS = {CHAT: "chat", COMPLETIONS: "text_completion"}
+_OPERATIONS = {
+    CHAT: "chat",
+    COMPLETIONS: "text_completion",
+    RESPONSES: "generate_content",
+    "/v1/embeddings": "embeddings",
+}
 
 
 class _Refused(Exception):
@@ -316,7 +321,7 @@ class Serving(Response):
         self._describe(placed, route)
         self._span.set(
             {
-                "gen_ai.operation.name": _OPERATIONS[self._ask.path],
+                "gen_ai.operation.name": _OPERATIONS.get(self._ask.path, self._ask.path),
                 "gen_ai.request.model": self._ask.model,
                 "gen_ai.response.model": placed.model or self._ask.model,
                 "tiffin.prefill": route.prefill.name,

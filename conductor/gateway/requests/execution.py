@@ -14,7 +14,8 @@ from urllib.parse import quote
 
 from ..engines.engine_client import AnswerStream, EngineError, EngineGone, EngineSlow, Whole
 from ..openai import engine_bodies
-from ..openai.openai_request import CHAT
+from ..openai.openai_request import ID_KINDS, RESPONSES
+from ..openai.response_ids import new_id
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -141,7 +142,8 @@ class Running:
         transfer: dict[str, Raw] | None,
     ) -> Answer:
         limit, shards = placement.output_tokens_max, placement.shards
-        body = engine_bodies.answer_body(ask, limit, transfer, shards)
+        response_id = new_id(route.decode.name) if ask.path == RESPONSES else ""
+        body = engine_bodies.answer_body(ask, limit, transfer, shards, response_id)
         with span.call("first token", **_instance(route.decode)) as call:
             headers = {**call.headers, **_names(ask, engine_id)}
             answer = await self._engines.answer(route.decode, ask, body, headers)
@@ -222,10 +224,11 @@ async def _end(tasks: Sequence[asyncio.Future[Answer]]) -> None:
 
 
 def _names(ask: ClientRequest, engine_id: str) -> dict[str, str]:
-    """The headers that name a request to an engine: the id that it is to use, and the conductor's
-    name, by which an engine that asks what is next is told (as in a URL: a tenant may be in any
-    script)."""
-    return {"x-request-id": engine_id, REQUEST_HEADER: quote(ask.wishes.name)}
+    """The headers that name a request to an engine, beside the type of its body: the id that it is
+    to use, and the conductor's name, by which an engine that asks what is next is told (as in a
+    URL: a tenant may be in any script)."""
+    names = {"x-request-id": engine_id, REQUEST_HEADER: quote(ask.wishes.name)}
+    return names | {"content-type": ask.content_type}
 
 
 def _engine_id(ask: ClientRequest, attempt: int, number: int) -> str:
@@ -238,5 +241,5 @@ def _engine_id(ask: ClientRequest, attempt: int, number: int) -> str:
     if wishes.chosen and wishes.tenant:
         whose = f"-{hashlib.sha256(wishes.tenant.encode()).hexdigest()[:16]}"
     extra = f"-{attempt}{'' if number == 0 else f'-{number}'}" if attempt or number else ""
-    kind = "chatcmpl-" if ask.path == CHAT else "cmpl-"
+    kind = ID_KINDS.get(ask.path, "")
     return (wishes.request_id.removeprefix(kind) or kind) + whose + extra

@@ -1,0 +1,188 @@
+"""What else of the OpenAI API and of vLLM's the gateway serves beside completions."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+from apisupport import MODEL
+from gatewaysupport import CONFIG, Cluster, Engine, cluster, run
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from tiffin.conductor.gateway.openai.form_fields import model_of_form
+from tiffin.conductor.gateway.openai.model_aliases import chosen
+from tiffin.conductor.gateway.openai.openai_request import LISTENING, POOLING, RESPONSES, SPEECH
+from tiffin.conductor.gateway.openai.response_ids import holder, new_id
+from tiffin.conductor.gateway.openai.token_counter import Counter as TokenCounter
+from tiffin.conductor.wire.answers import Refusal
+
+
+@dataclass
+class Whole(Engine):
+    """An engine that tells what it was asked on every route, and keeps responses."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        http = HttpRequest(scope, receive)
+        path = http.url.path
+        if path in ("/health", "/v1/completions", "/v1/chat/completions", "/tokenize"):
+            await super().__call__(scope, receive, send)
+            return
+        raw = await http.body()
+        self.calls.append((path, {"raw": raw}, dict(http.headers)))
+        if path == SPEECH:
+            await Response(b"RIFF", media_type="audio/wav")(scope, receive, send)
+            return
+        body = json.loads(raw) if raw and path not in LISTENING else {}
+        said = {"id": body.get("request_id"), "at": self.name, "path": path, "sent": len(raw)}
+        usage = {"output_tokens": 4}
+        await JSONResponse({**said, "usage": usage})(scope, receive, send)
+
+
+async def said(it: Cluster, path: str, body: dict[str, Any], status: int = 200) -> Any:
+    answer = await it.http.post(path, json={"model": MODEL, **body})
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("path", POOLING)
+def test_texts_of_one_pass_are_placed_and_counted(path: str) -> None:
+    async def scenario() -> None:
+        async with cluster(Whole("m0"), config=CONFIG) as it:
+            assert (await said(it, path, {"input": "a" * 400}))["path"] == path
+            (asked,) = it.core.asked
+            assert asked.output_tokens_max == 1
+            assert asked.prompt_tokens > 100
+            await it.idle()
+            assert it.core.kinds[-1] == "finished"
+
+    run(scenario)
+
+
+def test_speech_and_what_is_heard() -> None:
+    async def scenario() -> None:
+        engine = Whole("m0")
+        async with cluster(engine, config=CONFIG) as it:
+            spoken = await it.http.post(SPEECH, json={"model": MODEL, "input": "hello"})
+            assert (spoken.content, spoken.headers["content-type"]) == (b"RIFF", "audio/wav")
+            sound = bytes(range(256)) * 40
+            for path in LISTENING:
+                heard = await it.http.post(
+                    path, data={"model": MODEL, "language": "en"}, files={"file": ("a.wav", sound)}
+                )
+                assert heard.status_code == 200, heard.text
+                assert engine.calls[-1][1]["raw"].count(sound) == 1
+                assert "boundary=" in engine.calls[-1][2]["content-type"]
+            none = await it.http.post(LISTENING[0], data={"x": "y"}, files={"file": ("a", sound)})
+            assert (none.status_code, none.json()["error"]["param"]) == (400, "model")
+            assert (await it.http.post(LISTENING[0], json={})).status_code == 415
+
+    run(scenario)
+
+
+@given(
+    fields=st.lists(st.tuples(st.sampled_from(["a", "file"]), st.binary(max_size=60)), max_size=4),
+    at=st.integers(0, 4),
+)
+def test_the_model_of_a_form_wherever_it_is(fields: list[tuple[str, bytes]], at: int) -> None:
+    parts = [(name, value.replace(b"--mark", b"")) for name, value in fields]
+    parts.insert(min(at, len(parts)), ("model", b"m"))
+    form = b"".join(
+        b'--mark\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (n.encode(), v)
+        for n, v in parts
+    )
+    assert model_of_form(form + b"--mark--\r\n", "multipart/form-data; boundary=mark") == "m"
+    with pytest.raises(Refusal):
+        model_of_form(form.replace(b'"model"', b'"mode"'), "multipart/form-data; boundary=mark")
+
+
+def test_a_conversation_of_responses_stays_with_its_instance() -> None:
+    engines = [Whole(f"m{n}") for n in range(3)]
+
+    async def scenario() -> None:
+        async with cluster(*engines, config=CONFIG) as it:
+            for _ in range(6):
+                first = await said(it, RESPONSES, {"input": "hello", "instructions": "be kind"})
+                assert holder(first["id"], ["m0", "m1", "m2"]) == first["at"]
+                for _ in range(3):
+                    body = {"input": "more", "previous_response_id": first["id"]}
+                    again = await said(it, RESPONSES, body)
+                    assert again["at"] == first["at"]
+                    assert again["id"] != first["id"]
+                got = await it.http.get(f"{RESPONSES}/{first['id']}")
+                assert got.json()["at"] == first["at"]
+                ended = await it.http.post(f"{RESPONSES}/{first['id']}/cancel")
+                assert ended.json()["path"] == f"{RESPONSES}/{first['id']}/cancel"
+            gone = {"input": "more", "previous_response_id": new_id("m9")}
+            assert (await said(it, RESPONSES, gone, 503))["error"]["code"] == "no_instance"
+            unknown = await it.http.get(f"{RESPONSES}/{new_id('m9')}")
+            assert unknown.json()["error"]["code"] == "unknown_response"
+
+    run(scenario)
+
+
+def test_a_streamed_response_is_counted() -> None:
+    counter = TokenCounter()
+    events: list[dict[str, Any]] = [
+        {"type": "response.created", "response": {"id": "resp_1", "usage": None}},
+        {"type": "response.output_text.delta", "delta": "a"},
+        {"type": "response.output_text.delta", "delta": "b"},
+        {"type": "response.completed", "response": {"usage": {"output_tokens": 3}}},
+    ]
+    tokens = []
+    for event in events:
+        counter.feed(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode())
+        tokens.append(counter.tokens)
+    assert (tokens, counter.ended, counter.failed) == ([0, 1, 2, 3], True, False)
+    failed = TokenCounter()
+    event = {"type": "response.failed", "response": {"error": {"message": "no"}}}
+    failed.feed(f"data: {json.dumps(event)}\n\n".encode())
+    assert failed.failed
+    assert json.loads(failed.error) == {"message": "no"}
+
+
+def test_tokens_of_a_text_by_any_instance() -> None:
+    dead, alive = Whole("m0", status=503), Whole("m1")
+
+    async def scenario() -> None:
+        async with cluster(dead, alive, config=CONFIG) as it:
+            for _ in range(4):
+                assert (await said(it, "/tokenize", {"prompt": "ab"}))["tokens"] == [97, 98]
+            assert (await said(it, "/detokenize", {"tokens": [1]}))["path"] == "/detokenize"
+            answer = await it.http.post("/tokenize", json={"model": "x", "prompt": "a"})
+            assert answer.status_code == 503
+
+    run(scenario)
+
+
+def test_models_and_what_stands_for_them() -> None:
+    aliases = {"gpt": {MODEL: 1.0}, "gone": {"nobody-has-this": 1.0}}
+    config = msgspec.structs.replace(CONFIG, aliases=aliases)
+
+    async def scenario() -> None:
+        engine = Whole("m0")
+        async with cluster(engine, config=config) as it:
+            listed = (await it.http.get("/v1/models")).json()["data"]
+            assert [one["id"] for one in listed] == [MODEL, "gpt"]
+            assert (await it.http.get("/v1/models/gpt")).json()["id"] == "gpt"
+            assert (await it.http.get("/v1/models/gone")).status_code == 404
+            await said(it, "/v1/completions", {"model": "gpt", "prompt": [1]})
+            assert engine.completions[-1]["model"] == MODEL
+
+    run(scenario)
+
+
+def test_shares_of_a_canary_and_that_few_conversations_move() -> None:
+    names = [f"conversation {n}".encode() for n in range(4000)]
+    before = {name: chosen({"old": 0.9, "new": 0.1}, name) for name in names}
+    assert Counter(before.values())["new"] == pytest.approx(400, abs=60)
+    after = {name: chosen({"old": 0.8, "new": 0.2}, name) for name in names}
+    moved = [name for name in names if before[name] != after[name]]
+    assert all(after[name] == "new" for name in moved)
+    assert len(moved) == pytest.approx(400, abs=80)
