@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +23,6 @@ from ..cost.calibration import Calibration
 from ..cost.transfer_model import TransferModel
 from ..decode.load_forecast import Horizon
 from ..decode.output_length import Lengths
-from ..decode.rebinding import Rebinding, proposed
 from ..dispatch.dispatcher import Dispatcher
 from ..errors import Conflict, InvalidRequest, UnknownRequest
 from ..events.index_updates import Cleared, Gone
@@ -72,6 +70,7 @@ from .inflight_requests import (
     since_last,
 )
 from .pipeline import RefusedRequest, decide
+from .rebinder import Rebinder
 from .request_plan import Parts
 from .settings import Settings, patched
 from .state_views import instance_view, match_view
@@ -138,6 +137,7 @@ class Conductor:
         self.bookings = TransferBookings(self.cluster, self.transfers)
         self.names = Names(self.cluster, self.holdings, self.transfers, self.bookings)
         self.moves = DecodeMoves(self)
+        self.rebinder = Rebinder(self)
         self.steering = Steering(self)
         self._profile = profile
         self.profiles = CalibratedProfiles(self.cluster, self.transfers, self.calibration)
@@ -262,19 +262,6 @@ class Conductor:
             return None
         self._end(flight, now, "rejected")
         return self._logged(verdict.rejection(request_id, now))
-
-    def rebind(self, every_s: float, now: float) -> list[Rebinding]:
-        """Move bindings of spread contexts between their members, as far as that repays its cost
-        within `every_s`, after which the caller asks again. The caller tells the engines, which
-        have to be able to (docs/conductor/decode.md)."""
-        moves = proposed(self.cluster, self.ledger, self.settings.spread.rebind_s, every_s)
-        for move in moves:
-            flight = self.ledger.get(move.request_id)
-            assert flight is not None
-            self.ledger.rebind(flight, move.target, now)
-            decode = self.cluster.name(move.target)
-            flight.decision = replace(flight.decision, decode=decode)
-        return moves
 
     def tick(self, now: float) -> list[str]:
         """Advance time: expire requests without events and guessed blocks, mark silent instances as
@@ -655,6 +642,7 @@ class Conductor:
         """Drop it from the in-flight prefills, and end its transfers."""
         self.computing.end(flight.request.id)
         self.moves.forget(flight.request.id, now)
+        self.rebinder.forget(flight.request.id)
         self.bookings.ended(flight.request.id)
 
     def _moving(self, flight: InflightRequest, event: RequestEvent, now: float) -> None:

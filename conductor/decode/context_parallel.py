@@ -85,6 +85,10 @@ class SpreadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """What it costs a group to move a request's binding to another member while it runs, as far as
     that was not measured: a decode step. NanoCP changes a table of routes, and moves no KV."""
 
+    rebind_every_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
+    """How often bindings are looked at, in seconds; 0: never. What a move costs has to be repaid
+    until the next look."""
+
     def __post_init__(self) -> None:
         for (lower, fewer), (upper, more) in zip(self.buckets, self.buckets[1:], strict=False):
             if upper <= lower or more < fewer:

@@ -104,14 +104,14 @@ def _best_move(
 def proposed(
     cluster: Cluster, flights: Iterable[InflightRequest], rebind_s: float, every_s: float
 ) -> list[Rebinding]:
-    """The moves for all spread requests in flight, model by model. `rebind_s` as in the settings of
+    """The moves for these spread requests, model by model. `rebind_s` as in the settings of
     spreads; `every_s`: until the next look."""
     steps_s = decode_step_s(
         cluster.d0, cluster.d1, cluster.d2, cluster.batch, cluster.context_tokens
     )
     bound: dict[str, list[BoundRequest]] = {}
     for flight in flights:
-        if len(flight.shares) > 1 and flight.decode_row >= 0 and flight.first_token_at is not None:
+        if flight.first_token_at is not None:
             left = flight.decision.output_tokens - flight.answered_tokens
             look = int(every_s / max(steps_s[flight.decode_row], 1e-6))
             one = BoundRequest(

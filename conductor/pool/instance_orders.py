@@ -1,6 +1,7 @@
-"""Orders to instances about what is in their HBM alone: blocks, and requests' KV. Pure.
+"""Orders to instances: about what is in their HBM alone, and about requests that they decode. Pure.
 
-`role_flip.py` and `core/decode_moves.py` create the orders; `service/action_runner.py` sends them.
+`role_flip.py`, `core/decode_moves.py` and `core/rebinder.py` create the orders;
+`service/action_runner.py` sends them.
 An instance that carries out orders has two labels: `orders_url`, where it takes them, and `orders`,
 which it can carry out, separated by spaces. Who lacks them is not asked.
 """
@@ -15,7 +16,7 @@ from ..state.allowed_hosts import ORDERS_LABEL
 if TYPE_CHECKING:
     from ..records import InstanceSpec
 
-    OrderKind = Literal["save", "hand_over"]
+    OrderKind = Literal["save", "hand_over", "rebind"]
 
 # The label that lists the orders that an instance can carry out.
 ORDER_KINDS_LABEL = "orders"
@@ -35,6 +36,19 @@ class HandOverRequest:
     instance: str
     request_id: str
     target: str
+
+
+@dataclass(frozen=True, slots=True)
+class RebindRequest:
+    """Let the member `target` of a spread request's run everything but attention from now on, in
+    place of the instance. No KV moves."""
+
+    instance: str
+    request_id: str
+    target: str
+
+
+RequestOrder = HandOverRequest | RebindRequest
 
 
 def carries_out(spec: InstanceSpec, kind: OrderKind) -> bool:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..state.sliced_work import Work
     from .demand_forecast import DemandForecast, DemandQuestion
     from .draining import Progress
-    from .instance_orders import HandOverRequest
+    from .instance_orders import RequestOrder
     from .leader import LeaderLease
     from .orders import Ended, NodeSpace, Order
     from .planner import FleetPlan
@@ -63,12 +63,12 @@ _LATENCY = ("c0", "c1", "c2", "d0", "d1", "d2")
 
 @dataclass(slots=True)
 class Steered:
-    """The results of a tick: orders for nodes, actions and hand-overs that need a call to the
-    instance, and forecasts that are too slow to run inside the tick."""
+    """The results of a tick: orders for nodes, actions that need a call to the instance, orders to
+    instances about requests, and forecasts that are too slow to run inside the tick."""
 
     orders: list[Order] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
-    hand_overs: list[HandOverRequest] = field(default_factory=list)
+    requests: list[RequestOrder] = field(default_factory=list)
     # By model: its plan waits for the answer, which the caller passes to `forecasted`.
     questions: dict[str, DemandQuestion] = field(default_factory=dict)
 
@@ -282,6 +282,8 @@ class Steering:
             steered.actions += self._go_on_for_the_dead(now)
         yield from self._plan_all(steered, now, ask=ask)
         yield from self._hand_over(steered, now)
+        yield
+        steered.requests += self._core.rebinder.due(now)
         return steered
 
     def ended(self, outcome: Ended, now: float) -> None:
@@ -417,7 +419,7 @@ class Steering:
             for name in self.flipping():
                 yield
                 if name in self._core.cluster:
-                    steered.hand_overs += self._core.moves.begin(name, now)
+                    steered.requests += self._core.moves.begin(name, now)
 
     def _plan(
         self,

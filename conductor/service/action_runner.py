@@ -12,8 +12,11 @@ one takes orders, and which, is in the labels `orders_url` and `orders`:
                     -> {"left": 0}          how many such blocks there still are
     POST orders_url {"order": "hand_over", "request": "TENANT/ID", "target": ID, "url": its url}
                                             a success status means that it goes on there
+    POST orders_url {"order": "rebind", "request": "TENANT/ID", "target": ID, "url": its url}
+                                            that this member of a spread context's does the rest
 
-A failed call is reported and not retried: `role_flip.py` and `decode_moves.py` decide what follows.
+A failed call is reported and not retried: `role_flip.py`, `decode_moves.py` and `rebinder.py`
+decide what follows.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import httpx
 import msgspec
 
 from ..errors import ConductorError, UnknownInstance
-from ..pool.instance_orders import SaveBlocks
+from ..pool.instance_orders import HandOverRequest, SaveBlocks
 from ..pool.orders import ORDER_TIMEOUT_S, NodeSpace
 from ..pool.role_flip import SetRole, Verify
 from ..state.allowed_hosts import ORDERS_LABEL, ROLE_LABEL
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
     from ..api.conductor_service import Service
     from ..pool.demand_forecast import DemandQuestion
-    from ..pool.instance_orders import HandOverRequest
+    from ..pool.instance_orders import RequestOrder
     from ..pool.role_flip import Action
     from .feeds import Feeding
 
@@ -47,6 +50,8 @@ log = logging.getLogger("tiffin.conductor")
 # Interval of steering. Its decisions hold for minutes, and nodes renew their records in the
 # directory about as often as this.
 STEER_S = 1.0
+# Timeout of an order to change routes, which moves no KV.
+REBIND_TIMEOUT_S = 5.0
 _ANSWER_BYTES_MAX = 64 << 10
 _PLAIN = {"accept-encoding": "identity"}
 
@@ -99,8 +104,8 @@ class Acting:
         steered = await TimeSlices().finish(core.steering.ticking(spaces, now, ask=True))
         self._feeding.carry_out(steered.orders)
         self.act(steered.actions)
-        for order in steered.hand_overs:
-            self._begin(self._hand_over(order))
+        for order in steered.requests:
+            self._begin(self._order(order))
         if steered.questions:
             self._begin(self._forecast(steered.questions))
 
@@ -134,17 +139,20 @@ class Acting:
         except ConductorError as gone:  # the instance left during the call
             log.info("%s: %s", action.instance, gone)
 
-    async def _hand_over(self, order: HandOverRequest) -> None:
+    async def _order(self, order: RequestOrder) -> None:
+        moves = isinstance(order, HandOverRequest)
         body = {
-            "order": "hand_over",
+            "order": "hand_over" if moves else "rebind",
             "request": order.request_id,
             "target": order.target,
             "url": self._service.url(order.target),
         }
-        error, _ = await self._tell(order.instance, ORDERS_LABEL, body, ORDER_TIMEOUT_S)
+        timeout_s = ORDER_TIMEOUT_S if moves else REBIND_TIMEOUT_S
+        error, _ = await self._tell(order.instance, ORDERS_LABEL, body, timeout_s)
         if error:
-            log.info("%s: hand over %s: %s", order.instance, order.request_id, error)
-        self._core.moves.ended(order.request_id, self._service.clock(), error)
+            log.info("%s: %s %s: %s", order.instance, body["order"], order.request_id, error)
+        report = self._core.moves.ended if moves else self._core.rebinder.ended
+        report(order.request_id, self._service.clock(), error)
 
     async def _try(self, action: Action) -> str:
         """Call the instance; returns what went wrong, or ""."""

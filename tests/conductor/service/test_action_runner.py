@@ -13,7 +13,15 @@ import pytest
 from apisupport import MODEL, Recorder
 
 from tiffin.conductor.api.app import create_app
-from tiffin.conductor.records import InstanceSpec, Load, Request, RequestEvent, Role, Status
+from tiffin.conductor.records import (
+    Decision,
+    InstanceSpec,
+    Load,
+    Request,
+    RequestEvent,
+    Role,
+    Status,
+)
 from tiffin.conductor.service.action_runner import ROLE_LABEL, Acting
 from tiffin.conductor.service.feeds import Feeding
 
@@ -43,7 +51,8 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if "order" in body:
             self.server.orders.append(body)
-            self.answer(200, json.dumps({"left": self.server.left}).encode())
+            status = 500 if self.server.refuses else 200
+            self.answer(status, json.dumps({"left": self.server.left}).encode())
             return
         self.server.asked.append("POST")
         if not self.server.refuses:
@@ -125,6 +134,48 @@ def test_it_hands_over_its_requests_saves_its_blocks_and_takes_its_role(instance
     flight = core.ledger.get("a/r")
     assert flight is not None
     assert flight.decision.decode == "i2"
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_bindings_move_at_instances_that_can_change_their_routes(
+    instance: Instance, refuses: bool
+) -> None:
+    """Those of four of eight contexts on two instances that are left, all on one of them."""
+    instance.refuses = refuses
+    core = Recorder()
+    spread = {"enabled": True, "buckets": [[20_000, 2]], "rebind_s": 0.0, "rebind_every_s": 60.0}
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        feeding = Feeding(lambda update: None, loop)
+        service = create_app(core, feeding=feeding, clock=loop.time).state.service
+        service.patch({"spread": spread, "admission": {"mode": "off"}})
+        labels = {"orders_url": instance.url, "orders": "rebind"}
+        for name, role in (("p", Role.PREFILL), ("i1", Role.DECODE), ("i2", Role.DECODE)):
+            spec = InstanceSpec(name, MODEL, role, "test", f"http://{name}", labels=labels)
+            core.register(spec, loop.time())
+        ends = []
+        for number in range(8):
+            name = f"r{number}"
+            asked = Request(name, MODEL, 8 * 1024, output_tokens=4 * 1024)
+            decision = service.schedule(asked)
+            assert isinstance(decision, Decision)
+            core.observe(RequestEvent(name, "first_token"), loop.time())
+            ends += [name] if decision.decode == "i2" else []
+        for name in ends:
+            core.observe(RequestEvent(name, "finished"), loop.time())
+        async with Acting(service, feeding) as acting, asyncio.timeout(20):
+            await acting.step()
+            await asyncio.gather(*acting._calls)
+        await feeding.close()
+
+    asyncio.run(scenario())
+    names = [order.pop("request") for order in instance.orders]
+    assert instance.orders == [{"order": "rebind", "target": "i2", "url": "http://i2"}] * 2
+    for name in names:
+        flight = core.ledger.get(name)
+        assert flight is not None
+        assert flight.decision.decode == ("i1" if refuses else "i2")
 
 
 @pytest.mark.parametrize("left", [1, None, "0"])
