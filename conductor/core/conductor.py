@@ -289,10 +289,11 @@ class Conductor:
         self.cluster.blend(now)
         timeout_s = self.settings.core.heartbeat_timeout_s
         silent = self.cluster.used & (self.cluster.heard_at < now - timeout_s)
-        for row in silent.nonzero()[0].tolist():
-            if self.cluster.status[row] is not Status.LOST:
-                self.cluster.set_status(self.cluster.name(row), Status.LOST)
-                self._wake(row)
+        status = self.cluster.status
+        lost = {row for row in silent.nonzero()[0].tolist() if status[row] is not Status.LOST}
+        for row in lost:
+            self.cluster.set_status(self.cluster.name(row), Status.LOST)
+        self._wake(lost)
         self._forget_silent(now)
         self.dispatch.tick(now)
         self.names.tick(now)
@@ -355,8 +356,11 @@ class Conductor:
     def unassign(self, instance: str) -> None:
         """Give an instance no new requests; those that are held for it are decided anew when they
         are asked about. Raises UnknownInstance."""
+        row = self.cluster.row(instance)
+        had_some = self.cluster.ready[row]
         self.cluster.assign(instance, on=False)
-        self._wake(self.cluster.row(instance))
+        if had_some:
+            self._wake({row})
 
     def flip(self, instance: str, role: Role, now: float) -> list[Action]:
         """Flip an instance's role by the protocol: no new requests, drain, commit, verify. Returns
@@ -525,12 +529,14 @@ class Conductor:
         left = rows if flight.phase is RequestPhase.PREFILL else rows[1:]
         return all(row >= 0 and self.cluster.status[row] is not Status.LOST for row in left)
 
-    def _wake(self, row: int) -> None:
-        """An instance gets nothing new: whoever is held to prefill or to decode there has to ask
-        where else."""
-        holds = self.dispatch.holds
-        to_decode = [one.request.id for one in self.ledger if one.decode_row == row]
-        self.dispatch.wake(row, [name for name in to_decode if holds(name)])
+    def _wake(self, rows: set[int]) -> None:
+        """Instances get nothing new: whoever is held to prefill or to decode there has to ask where
+        else."""
+        for row in rows:
+            self.dispatch.wake(row)
+        if rows and self.dispatch.holding:
+            to_decode = [one.request.id for one in self.ledger if one.decode_row in rows]
+            self.dispatch.wake_all(filter(self.dispatch.holds, to_decode))
 
     def takes_both(self, flight: InflightRequest) -> bool:
         """Whether both instances of a request get new requests."""

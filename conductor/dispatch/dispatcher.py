@@ -190,10 +190,13 @@ class Dispatcher:
         self._engines.pop(row, None)
         self._asking.discard(row)
 
-    def wake(self, row: int, others: Iterable[str] = ()) -> None:
-        """The instance of a row gets nothing new: who waits for it, and these, are to ask where
-        else."""
-        self._end((*self._waiting(row), *others))
+    def wake(self, row: int) -> None:
+        """The instance of a row gets nothing new: who waits for it is to ask where else."""
+        self._end(self._waiting(row))
+
+    def wake_all(self, names: Iterable[str]) -> None:
+        """These requests are to ask where else."""
+        self._end(names)
 
     # -- settings and time -------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from tiffin.conductor.core.decode_moves import MOVES_MAX, RETRY_S
 from tiffin.conductor.core.hold import hold_of
 from tiffin.conductor.errors import Conflict
 from tiffin.conductor.pool.instance_orders import HandOverRequest
-from tiffin.conductor.records import Decision, InstanceSpec, Objectives, Request, Role
+from tiffin.conductor.records import Decision, InstanceSpec, Load, Objectives, Request, Role
 
 if TYPE_CHECKING:
     from tiffin.conductor.core import Conductor
@@ -227,3 +227,19 @@ def test_whatever_happens_all_that_was_added_is_taken_away(seed: int) -> None:
     assert not made.cluster.heavy.any()
     assert nothing_moves(made)
     assert not len(made.moves)
+
+
+def test_who_is_held_for_an_instance_that_falls_silent_is_told() -> None:
+    made = conductor(
+        spec("p", Role.PREFILL),
+        decoder("d1"),
+        queue={"ahead_max": 1, "ahead_s": 0.0},
+        core={"heartbeat_timeout_s": 2.0},
+    )
+    for name in ("first", "held"):
+        assert isinstance(made.schedule(prompt(name, 60), 1.0), Decision)
+    made.dispatch.ended()
+    made.heartbeat("p", Load(), 3.0)
+    made.tick(3.5)
+    assert made.dispatch.ended() == ["held"]
+    assert hold_of(made, "held", 3.5).state == "moved"

@@ -12,10 +12,11 @@ from sharingsupport import DEAD_S, Town, conductor, keys, request, spec
 
 from tiffin.conductor.errors import Conflict
 from tiffin.conductor.events.index_updates import Added
+from tiffin.conductor.pool.instance_orders import HandOverRequest
 from tiffin.conductor.pool.leader import FlipsElsewhere, LeaderLease
 from tiffin.conductor.pool.orders import Copy, Ended, NodeSpace
 from tiffin.conductor.pool.role_flip import SetRole, Verify
-from tiffin.conductor.records import Decision, Load, Role, Status
+from tiffin.conductor.records import Decision, Load, RequestEvent, Role, Status
 
 if TYPE_CHECKING:
     from tiffin.conductor.pool.role_flip import Action
@@ -362,3 +363,29 @@ def test_what_a_silent_instance_may_be_given_is_told_as_well() -> None:
     town.pass_s(0.2)
     b.heartbeat("m0", Load(), town.now)
     assert b.cluster.status[0] is Status.DRAINING
+
+
+def test_each_hands_over_the_requests_that_it_has_placed_whoever_flips() -> None:
+    labels = {"orders_url": "http://localhost/orders", "orders": "hand_over"}
+    town = Town.of("a", "b", planner={"flips": {"requests": "hand_over"}})
+    town.register(spec("p", P), spec("d1", D, labels=labels))
+    for core in town.conductors:
+        name = f"of {core.name}"
+        assert isinstance(core.schedule(request(name), town.now), Decision)
+        for kind in ("prefill_done", "first_token", "tokens"):
+            event = RequestEvent(name, kind, 5 if kind == "tokens" else 0)
+            core.observe(event, town.now)
+    town.register(spec("d2", D, labels=labels))
+    town["a"].flip("d1", P, town.now)
+    town.exchange()
+    assert town["a"].requests_at("d1") == 2
+    for core in town.conductors:
+        [order] = core.steering.tick({}, town.now).requests
+        assert order == HandOverRequest("d1", f"of {core.name}", "d2")
+        core.moves.ended(order.request_id, town.now)
+    town.pass_s(1.0)
+    for core in town.conductors:
+        assert (core.requests_at("d1"), core.requests_at("d2")) == (0, 2)
+    town["a"].steering.tick({}, town.now)
+    town.exchange()
+    assert flipped(town["b"], "d1") == (Status.READY, P)
