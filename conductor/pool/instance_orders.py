@@ -48,9 +48,6 @@ class RebindRequest:
     target: str
 
 
-RequestOrder = HandOverRequest | RebindRequest
-
-
 def carries_out(spec: InstanceSpec, kind: OrderKind) -> bool:
     """Whether an instance carries out orders of this kind."""
     kinds = spec.labels.get(ORDER_KINDS_LABEL, "").split()

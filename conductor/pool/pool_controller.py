@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..state.sliced_work import Work
     from .demand_forecast import DemandForecast, DemandQuestion
     from .draining import Progress
-    from .instance_orders import RequestOrder
+    from .instance_orders import HandOverRequest, RebindRequest
     from .leader import LeaderLease
     from .orders import Ended, NodeSpace, Order
     from .planner import FleetPlan
@@ -68,7 +68,8 @@ class Steered:
 
     orders: list[Order] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
-    requests: list[RequestOrder] = field(default_factory=list)
+    hand_overs: list[HandOverRequest] = field(default_factory=list)
+    rebinds: list[RebindRequest] = field(default_factory=list)
     # By model: its plan waits for the answer, which the caller passes to `forecasted`.
     questions: dict[str, DemandQuestion] = field(default_factory=dict)
 
@@ -283,7 +284,7 @@ class Steering:
         yield from self._plan_all(steered, now, ask=ask)
         yield from self._hand_over(steered, now)
         yield
-        steered.requests += self._core.rebinder.due(now)
+        steered.rebinds += self._core.rebinder.due(now)
         return steered
 
     def ended(self, outcome: Ended, now: float) -> None:
@@ -419,7 +420,7 @@ class Steering:
             for name in self.flipping():
                 yield
                 if name in self._core.cluster:
-                    steered.requests += self._core.moves.begin(name, now)
+                    steered.hand_overs += self._core.moves.begin(name, now)
 
     def _plan(
         self,

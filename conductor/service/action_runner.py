@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from ..api.conductor_service import Service
     from ..pool.demand_forecast import DemandQuestion
-    from ..pool.instance_orders import RequestOrder
+    from ..pool.instance_orders import RebindRequest
     from ..pool.role_flip import Action
     from .feeds import Feeding
 
@@ -104,8 +104,10 @@ class Acting:
         steered = await TimeSlices().finish(core.steering.ticking(spaces, now, ask=True))
         self._feeding.carry_out(steered.orders)
         self.act(steered.actions)
-        for order in steered.requests:
-            self._begin(self._order(order))
+        for hand_over in steered.hand_overs:
+            self._begin(self._order(hand_over))
+        for rebind in steered.rebinds:
+            self._begin(self._order(rebind))
         if steered.questions:
             self._begin(self._forecast(steered.questions))
 
@@ -139,7 +141,7 @@ class Acting:
         except ConductorError as gone:  # the instance left during the call
             log.info("%s: %s", action.instance, gone)
 
-    async def _order(self, order: RequestOrder) -> None:
+    async def _order(self, order: HandOverRequest | RebindRequest) -> None:
         moves = isinstance(order, HandOverRequest)
         body = {
             "order": "hand_over" if moves else "rebind",

@@ -17,7 +17,7 @@ from tiffin.conductor.core import Conductor
 from tiffin.conductor.core.settings import Settings, patched
 from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.cost.latency_model import prefill_s
-from tiffin.conductor.pool.instance_orders import HandOverRequest, SaveBlocks
+from tiffin.conductor.pool.instance_orders import SaveBlocks
 from tiffin.conductor.pool.role_flip import SetRole, Verify
 from tiffin.conductor.records import (
     InstanceSpec,
@@ -257,9 +257,8 @@ class _Cluster:
         now = self._clock.now_s
         steered = self._core.steering.tick(None, now)
         self._carry_out(steered.actions)
-        for order in steered.requests:
-            if isinstance(order, HandOverRequest):  # nothing is spread here
-                self._hand_overs.carry(order)
+        for order in steered.hand_overs:
+            self._hand_overs.carry(order)
         plan = self._core.steering.plans().get(MODEL)
         plans = self._outcome.plans
         if plan is not None and (not plans or plan is not plans[-1]):

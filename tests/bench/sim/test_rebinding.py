@@ -16,11 +16,11 @@ from tiffin.conductor.core import Conductor
 from tiffin.conductor.core.settings import Settings, patched
 from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.decode.rebinding import BoundRequest, rebindings
-from tiffin.conductor.pool.instance_orders import RebindRequest
 from tiffin.conductor.records import Decision, InstanceSpec, Request, RequestEvent, Role
 
 if TYPE_CHECKING:
     from tiffin.conductor.cost.latency_profiles import Profile
+    from tiffin.conductor.pool.instance_orders import RebindRequest
 
 DENSE = latency_profiles.load(latency_profiles.DEFAULT)
 # Where a request in the batch costs ten times as much beside its context: experts are read for it.
@@ -122,8 +122,7 @@ class Pool:
         for job in self.jobs:
             if job.ended_s is None and job.trace.arrival_s < now:
                 self.core.observe(RequestEvent(job.name, "alive"), now)
-        for order in self.core.steering.tick(None, now).requests:
-            assert isinstance(order, RebindRequest)
+        for order in self.core.steering.tick(None, now).rebinds:
             self._carry_out(order)
         self.clock.after(LOOK_S, self._tick)
 

@@ -58,7 +58,7 @@ def columns(made: Conductor, name: str) -> dict[str, int]:
 def test_they_go_on_elsewhere_and_the_flip_goes_on() -> None:
     made = flipping()
     steered = made.steering.tick({}, 3.0)
-    assert steered.requests == [
+    assert steered.hand_overs == [
         HandOverRequest("d1", "long", "d2"),
         HandOverRequest("d1", "short", "d2"),
     ]
@@ -66,7 +66,7 @@ def test_they_go_on_elsewhere_and_the_flip_goes_on() -> None:
     before = columns(made, "d1")
     assert columns(made, "d2")["own_kv_used_tokens"] == before["own_kv_used_tokens"]
     assert len(made.bookings) > 2, "their KV is on its way"
-    assert made.steering.tick({}, 4.0).requests == [], "once each"
+    assert made.steering.tick({}, 4.0).hand_overs == [], "once each"
     for name in ("long", "short"):
         made.moves.ended(name, 4.5)
     assert not len(made.moves)
@@ -93,14 +93,14 @@ def test_they_go_on_elsewhere_and_the_flip_goes_on() -> None:
 
 def test_who_is_not_handed_over_stays_and_is_tried_again_later() -> None:
     made = flipping()
-    assert len(made.steering.tick({}, 3.0).requests) == 2
+    assert len(made.steering.tick({}, 3.0).hand_overs) == 2
     before = columns(made, "d1")
     for name in ("long", "short"):
         made.moves.ended(name, 3.5, "no answer")
     assert columns(made, "d1") == before
     assert set(columns(made, "d2").values()) == {0}
-    assert made.steering.tick({}, 4.0).requests == []
-    assert len(made.steering.tick({}, 3.5 + RETRY_S).requests) == 2
+    assert made.steering.tick({}, 4.0).hand_overs == []
+    assert len(made.steering.tick({}, 3.5 + RETRY_S).hand_overs) == 2
 
 
 def test_only_a_few_at_a_time_the_longest_first() -> None:
@@ -111,10 +111,10 @@ def test_only_a_few_at_a_time_the_longest_first() -> None:
         decoding(made, f"r{number}", output_tokens=100 * (number + 1))
     made.register(decoder("d2"), 2.0)
     made.flip("d1", Role.PREFILL, 2.5)
-    first = made.steering.tick({}, 3.0).requests
+    first = made.steering.tick({}, 3.0).hand_overs
     assert [order.request_id for order in first] == ["r8", "r7", "r6", "r5"][:MOVES_MAX]
     made.moves.ended("r8", 3.5)
-    assert [order.request_id for order in made.steering.tick({}, 4.0).requests] == ["r4"]
+    assert [order.request_id for order in made.steering.tick({}, 4.0).hand_overs] == ["r4"]
 
 
 @pytest.mark.parametrize("why", ["wait", "can't", "no room", "not decoding"])
@@ -133,7 +133,7 @@ def test_who_can_not_go_stays(why: str) -> None:
     room = 1000 if why == "no room" else 100_000
     made.register(decoder("d2", kv_capacity_tokens=room), 2.0)
     made.flip("d1", Role.PREFILL, 2.5)
-    assert made.steering.tick({}, 3.0).requests == []
+    assert made.steering.tick({}, 3.0).hand_overs == []
     assert made.requests_at("d1") == 1
 
 
@@ -151,15 +151,15 @@ def test_nobody_is_slowed_down_beyond_what_was_promised() -> None:
     made.flip("d1", Role.PREFILL, 2.5)
     row = made.cluster.row("d2")
     made.cluster.d0[row] *= 100
-    assert made.steering.tick({}, 3.0).requests == []
+    assert made.steering.tick({}, 3.0).hand_overs == []
     made.cluster.d0[row] /= 100
-    assert len(made.steering.tick({}, 3.0 + RETRY_S).requests) == 1
+    assert len(made.steering.tick({}, 3.0 + RETRY_S).hand_overs) == 1
 
 
 @pytest.mark.parametrize("who", ["request", "target", "source"])
 def test_what_leaves_on_the_way_leaves_nothing_behind(who: str) -> None:
     made = flipping(decoder("d3"))
-    assert len(made.steering.tick({}, 3.0).requests) == 2
+    assert len(made.steering.tick({}, 3.0).hand_overs) == 2
     if who == "request":
         tell(made, "long", "cancelled", now=3.2)
         tell(made, "short", "finished", now=3.2)
@@ -213,7 +213,7 @@ def test_whatever_happens_all_that_was_added_is_taken_away(seed: int) -> None:
         one = dice.choice([name for name in made.cluster.names if name != "p"])
         with contextlib.suppress(Conflict):  # too few would be left, or another one is flipped
             made.flip(one, dice.choice([D, Role.PREFILL]), now)
-        orders += made.steering.tick({}, now).requests
+        orders += made.steering.tick({}, now).hand_overs
         dice.shuffle(orders)
         for order in [orders.pop() for _ in range(len(orders) // 2)]:
             made.moves.ended(order.request_id, now + 0.1, dice.choice(["", "", "broken"]))

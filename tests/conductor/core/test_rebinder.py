@@ -48,7 +48,7 @@ def batches(made: Conductor) -> list[int]:
 
 def ordered(made: Conductor, now: float) -> list[str]:
     """The requests whose bindings are to move from d1 to d2."""
-    orders = made.steering.tick({}, now).requests
+    orders = made.steering.tick({}, now).rebinds
     for order in orders:
         assert order == RebindRequest("d1", order.request_id, "d2")
     return [order.request_id for order in orders]

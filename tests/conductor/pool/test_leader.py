@@ -380,7 +380,7 @@ def test_each_hands_over_the_requests_that_it_has_placed_whoever_flips() -> None
     town.exchange()
     assert town["a"].requests_at("d1") == 2
     for core in town.conductors:
-        [order] = core.steering.tick({}, town.now).requests
+        [order] = core.steering.tick({}, town.now).hand_overs
         assert order == HandOverRequest("d1", f"of {core.name}", "d2")
         core.moves.ended(order.request_id, town.now)
     town.pass_s(1.0)
