@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 from tiffin.conductor.client import ConductorClient
 from tiffin.conductor.cost import latency_profiles
-from tiffin.conductor.cost.latency_profiles import Profile
-from tiffin.conductor.cost.profile_fit import fit_decode, fit_prefill
 from tiffin.conductor.errors import ConductorError
 from tiffin.kvstore.cli.local.child_processes import ChildProcess
 from tiffin.kvstore.cli.local.local_redis import free_port
@@ -22,12 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from tiffin.conductor.cost.latency_profiles import Profile
     from tiffin.kvstore.cli.local.local_pool import LocalPool
 
 HOST = "127.0.0.1"
 PROFILE = "demo-llama.cpu"
 STOP_S = 10.0
-_LEAST_S = 1e-7  # per token; no engine is that fast
 _LOOK_S = 0.05
 # Another process may take the free port before the conductor does.
 _PORT_ATTEMPTS = 5
@@ -60,23 +58,17 @@ def fitted(
     decode: Sequence[tuple[int, int, float]],
     engine: str = "transformers",
 ) -> Profile:
-    """The latency profile of this machine, from the measurements of its engines: like
-    `profiles.fit`, but values too small for a profile (noise on a busy machine) are raised to its
-    minimum. Raises InvalidRequest if there are too few rows."""
-    c0, c1, c2 = fit_prefill(prefill)
-    d0, d1, d2 = fit_decode(decode)
-    made = Profile(
-        name=PROFILE,
+    """The latency profile of this machine, from the measurements of its engines. Raises
+    InvalidRequest if there are too few rows."""
+    return latency_profiles.fit(
+        PROFILE,
+        prefill,
+        decode,
         model="a small Llama",
         hardware="this machine",
         engine=engine,
         source="measured at the start",
-        licence="",
-        prefill=(c0, max(c1, _LEAST_S), c2),
-        decode=(max(d0, _LEAST_S), d1, d2),
-        tokens_max=max(tokens for tokens, _, _ in prefill),
     )
-    return latency_profiles.validate(made)
 
 
 class ConductorProcess:

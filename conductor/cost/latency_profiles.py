@@ -24,10 +24,12 @@ from msgspec import Meta
 
 from ..errors import InvalidRequest
 from .latency_model import decode_step_s, prefill_s
-from .profile_fit import fit_decode, fit_prefill
+from .profile_fit import fit_decode, fit_prefill, outliers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
     from .profile_fit import Point
 
@@ -74,9 +76,11 @@ class Error:
 
 
 class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The errors of the coefficients over all points of one kind that they were fitted to."""
+    """The errors of the coefficients over the points of one kind that they were fitted to. Beside
+    these `points`, `left_out` were outliers."""
 
     points: Count
+    left_out: Count = 0
     error_mean: Annotated[float, Meta(ge=0)]
     error_max: Annotated[float, Meta(ge=0)]
 
@@ -111,13 +115,21 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def prefill_error(self, points: Sequence[Point]) -> Error:
         """The errors of this profile against rows of (n, p, seconds)."""
+        return _error(self.prefill_s_of(points), np.asarray(points, np.float64)[:, 2])
+
+    def prefill_s_of(self, points: Sequence[Point]) -> NDArray[np.float64]:
+        """The predicted seconds of rows of (n, p, seconds)."""
         table = np.asarray(points, np.float64)
-        return _error(prefill_s(*self.prefill, table[:, 0], table[:, 1]), table[:, 2])
+        return np.asarray(prefill_s(*self.prefill, table[:, 0], table[:, 1]))
 
     def decode_error(self, points: Sequence[Point]) -> Error:
         """The errors of this profile against rows of (batch, context, seconds)."""
+        return _error(self.decode_s_of(points), np.asarray(points, np.float64)[:, 2])
+
+    def decode_s_of(self, points: Sequence[Point]) -> NDArray[np.float64]:
+        """The predicted seconds of rows of (batch, context, seconds)."""
         table = np.asarray(points, np.float64)
-        return _error(decode_step_s(*self.decode, table[:, 0], table[:, 1]), table[:, 2])
+        return np.asarray(decode_step_s(*self.decode, table[:, 0], table[:, 1]))
 
     def to_json(self) -> bytes:
         """The content of a profile file: JSON, indented by two spaces per level."""
@@ -211,9 +223,9 @@ def fit(
     """Fit a profile to measurements: rows of (n, p, seconds) of prefills, n prompt tokens of which
     p were cached, and of (batch, context, seconds) of decode steps, context tokens together.
 
-    Least squares of relative errors, no coefficient negative. Raises InvalidRequest for invalid
-    rows, for rows from which the coefficients can not be told apart, and if the best coefficients
-    are outside the limits of a profile.
+    Least squares of relative errors without outliers, no coefficient negative. Raises
+    InvalidRequest for invalid rows, for rows from which the coefficients can not be told apart, and
+    if the best coefficients are outside the limits of a profile.
     """
     made = Profile(
         name=name,
@@ -228,10 +240,12 @@ def fit(
         tokens_max=int(max(point[0] for point in prefill)),
         checks=checks or Checks(),
     )
-    errors = made.prefill_error(prefill), made.decode_error(decode)
     fits = [
-        Fit(points=len(points), error_mean=error.mean, error_max=error.max)
-        for points, error in zip((prefill, decode), errors, strict=True)
+        _fit_of(predicted_s, np.asarray(points, np.float64)[:, 2])
+        for predicted_s, points in (
+            (made.prefill_s_of(prefill), prefill),
+            (made.decode_s_of(decode), decode),
+        )
     ]
     return validate(msgspec.structs.replace(made, prefill_fit=fits[0], decode_fit=fits[1]))
 
@@ -239,9 +253,13 @@ def fit(
 _HINT = "docs/conductor/cost.md has the fields, their units and limits"
 
 
-def _error(
-    predicted_s: np.typing.NDArray[np.float64], seconds: np.typing.NDArray[np.float64]
-) -> Error:
+def _fit_of(predicted_s: NDArray[np.float64], seconds: NDArray[np.float64]) -> Fit:
+    kept = ~outliers(predicted_s, seconds)
+    error, count = _error(predicted_s[kept], seconds[kept]), int(kept.sum())
+    return Fit(points=count, left_out=len(kept) - count, error_mean=error.mean, error_max=error.max)
+
+
+def _error(predicted_s: NDArray[np.float64], seconds: NDArray[np.float64]) -> Error:
     relative = np.abs(predicted_s / seconds - 1)
     return Error(float(relative.mean()), float(relative.max()))
 

@@ -3,7 +3,11 @@
 Relative, because a profile has to be right for a prompt of 512 tokens as well as for one of
 131,072, whose prefill takes a thousand times as long; the longest prompts would dominate absolute
 squares. Non-negative, because a model in which more work takes less time routes requests to the
-wrong instance.
+wrong instance. Each token of a prompt, and each step, takes some time: noise may not make it none.
+
+A live engine pauses now and then, and a point measured meanwhile says nothing of its speed. So the
+squares are those of the points without outliers, which are told by a first fit of least absolute
+errors: of up to half of the points it hardly notices where they lie.
 """
 
 from __future__ import annotations
@@ -33,6 +37,18 @@ POINTS_MAX = 1_000_000
 # columns are linearly dependent, and the coefficients can not be told apart.
 _CONDITION_MIN = 1e-6
 
+# An outlier is off by more than a factor of two, the largest error of a model that fits being 1.3
+# (docs/conductor/cost.md), and by more than three standard deviations, as the median tells them.
+_OUTLIER_FACTOR = 2.0
+_OUTLIER_DEVIATIONS = 3.0
+_DEVIATION_OF_MEDIAN = 1.4826  # of normal errors
+_ABSOLUTE_ROUNDS = 30  # of reweighted squares, which then change in the third digit
+_TINY = 1e-6
+
+# The least share of a measured time that c1 or d0 has, where noise would let it be zero: far below
+# the errors of a profile.
+_SHARE_MIN = 1e-4
+
 
 def fit_prefill(points: Sequence[Point]) -> Coefficients:
     """(c0, c1, c2) in seconds from rows of (prompt tokens n, cached tokens p, seconds).
@@ -49,7 +65,8 @@ def fit_prefill(points: Sequence[Point]) -> Coefficients:
             "at least the last token is computed, so give 0 <= p < n"
         )
     columns = np.stack((np.ones_like(n), n - p, n * n - p * p), axis=1)
-    return _fit(columns, table[:, 2], "prefill", "measure at least three different lengths")
+    hint = "measure at least three different lengths"
+    return _fit(columns, table[:, 2], "prefill", hint, positive=1)
 
 
 def fit_decode(points: Sequence[Point]) -> Coefficients:
@@ -65,7 +82,15 @@ def fit_decode(points: Sequence[Point]) -> Coefficients:
         )
     columns = np.stack((np.ones_like(batch), batch, context), axis=1)
     hint = "measure several batches, each with several lengths"
-    return _fit(columns, table[:, 2], "decode", hint)
+    return _fit(columns, table[:, 2], "decode", hint, positive=0)
+
+
+def outliers(predicted_s: Floats, seconds: Floats) -> NDArray[np.bool_]:
+    """Which points say nothing of an engine's speed, by what their fit predicts for them."""
+    off: Floats = np.abs(np.log(predicted_s / seconds))
+    usual = _OUTLIER_DEVIATIONS * _DEVIATION_OF_MEDIAN * float(np.median(off))
+    far: NDArray[np.bool_] = off > max(math.log(_OUTLIER_FACTOR), usual)
+    return far
 
 
 def _table(points: Sequence[Point], kind: str, names: tuple[str, str]) -> Floats:
@@ -85,26 +110,70 @@ def _table(points: Sequence[Point], kind: str, names: tuple[str, str]) -> Floats
     return table
 
 
-def _fit(columns: Floats, seconds: Floats, kind: str, hint: str) -> Coefficients:
+def _fit(columns: Floats, seconds: Floats, kind: str, hint: str, positive: int) -> Coefficients:
+    """`positive`: the column whose coefficient is above zero."""
+    _check(columns, seconds, kind, hint)
+    first = _least_absolute(columns, seconds)
+    kept = ~outliers(columns @ first, seconds)
+    try:
+        _check(columns[kept], seconds[kept], kind, hint)
+    except InvalidRequest:  # only with them are there enough different points
+        kept = np.ones_like(kept)
+    columns, seconds = columns[kept], seconds[kept]
+    c = _least_squares(columns, seconds)
+    if not c[positive]:
+        floor = np.zeros_like(c)
+        floor[positive] = _SHARE_MIN * (seconds / columns[:, positive]).min()
+        c = floor + _least_squares(columns, seconds, floor=floor)
+    return float(c[0]), float(c[1]), float(c[2])
+
+
+def _check(columns: Floats, seconds: Floats, kind: str, hint: str) -> None:
     relative = columns / seconds[:, None]
     scale = np.linalg.norm(relative, axis=0)
     if not scale.all():
         raise InvalidRequest(f"the {kind} points say nothing about one of the coefficients: {hint}")
-    scaled = relative / scale
-    values = np.linalg.svd(scaled, compute_uv=False)
-    if values[-1] < _CONDITION_MIN * values[0]:
+    values = np.linalg.svd(relative / scale, compute_uv=False)
+    if len(values) < columns.shape[1] or values[-1] < _CONDITION_MIN * values[0]:
         raise InvalidRequest(f"the {kind} points are too much alike: {hint}")
-    c = _nonnegative(scaled) / scale
-    return float(c[0]), float(c[1]), float(c[2])
 
 
-def _nonnegative(matrix: Floats) -> Floats:
-    """Non-negative least squares: the x >= 0 that minimises the error of matrix @ x against ones.
+def _least_absolute(columns: Floats, seconds: Floats) -> Floats:
+    """Least absolute logarithms of predicted by measured, of which a point that is too fast by a
+    factor counts as much as one that is too slow; by squares that are weighted anew in each
+    round."""
+    weights = np.ones_like(seconds)
+    c = np.zeros(columns.shape[1])
+    for _ in range(_ABSOLUTE_ROUNDS):
+        c = _least_squares(columns, seconds, weights=weights)
+        ratio = np.maximum(columns @ c / seconds, _TINY)
+        weights = 1.0 / np.sqrt(ratio * np.maximum(np.abs(ratio - 1.0), _TINY))
+    return c
+
+
+def _least_squares(
+    columns: Floats,
+    seconds: Floats,
+    *,
+    weights: Floats | None = None,
+    floor: Floats | None = None,
+) -> Floats:
+    """The coefficients with the least squares of (weighted) relative errors; beyond `floor`."""
+    relative = columns / seconds[:, None]
+    goal = np.ones_like(seconds) if floor is None else 1.0 - relative @ floor
+    if weights is not None:
+        relative, goal = relative * weights[:, None], goal * weights
+    scale = np.linalg.norm(relative, axis=0)
+    found: Floats = _nonnegative(relative / scale, goal) / scale
+    return found
+
+
+def _nonnegative(matrix: Floats, goal: Floats) -> Floats:
+    """Non-negative least squares: the x >= 0 that minimises the error of matrix @ x against `goal`.
     Three columns have seven non-empty subsets; the answer is the best of their unconstrained
     solutions that is not negative."""
     width = matrix.shape[1]
-    goal = np.ones(len(matrix))
-    best, best_error = np.zeros(width), math.inf
+    best, best_error = np.zeros(width), float(np.square(goal).sum())
     for count in range(1, width + 1):
         for chosen in combinations(range(width), count):
             part: NDArray[Any] = matrix[:, list(chosen)]
