@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 # typer reads it
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,26 +17,12 @@ from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.gc_tuning import calm_collector
 from tiffin.kvstore.text import printable
 
-from .console import OtlpOption, explained
+from .console import URL, CaOption, OtlpOption, TokenOption, UrlOption, asking, explained
+from .engine_cli import add
 from .web.connection_limits import PER_PEER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from .client.client import ConductorClient
     from .wire.models import CandidateReply, EntryReply, InstanceReply
-
-URL = "http://127.0.0.1:7800"
-
-UrlOption = Annotated[str, typer.Option("--url", help="Where the conductor answers.")]
-TokenOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="File with a token, alone; else the one TIFFIN_CONDUCTOR_TOKEN_FILE names.",
-        show_default=False,
-    ),
-]
-CaOption = Annotated[Path | None, typer.Option(help="CA of its certificate, for https.")]
 
 
 def commands(app: typer.Typer) -> None:
@@ -46,6 +32,7 @@ def commands(app: typer.Typer) -> None:
     group.command("status")(status)
     group.command("why")(why)
     group.command("policy")(policy)
+    group.command("add")(add)
     app.add_typer(group, name="conductor")
 
 
@@ -158,13 +145,16 @@ def conductor(
         from .core.conductor import Conductor
         from .core.settings import Settings, patched
         from .cost.latency_profiles import own_or_shipped
+        from .discovery.settings import read_discovery
         from .service.server import ConductorOptions, read_settings, serve
         from .web.auth import Tokens, load_tokens
 
         changes = parse_changes([f"policy.name={policy_name}"] if policy_name else [])
         if allowed_hosts is not None:
             changes["instances"] = {"allowed_hosts": allowed_hosts.replace(",", " ").split()}
-        settings = patched(patched(Settings(), read_settings(config) if config else {}), changes)
+        content = read_settings(config) if config else {}
+        discovery = read_discovery(content)
+        settings = patched(patched(Settings(), content), changes)
         core = Conductor(settings, profile=own_or_shipped(profiles))
         if share:
             from .replicas.redis_link import unique_name
@@ -190,6 +180,7 @@ def conductor(
             otlp_endpoint=otlp_endpoint,
             record=record,
             record_bytes=parse_bytes(record_bytes),
+            discovery=discovery,
         )
         log_to_stderr(log_level)
         # Otherwise each counter has a second line with its time of creation.
@@ -215,7 +206,7 @@ def status(
 
     `tiffin conductor status`, `tiffin conductor status --url https://10.0.0.9:7800 --json`
     """
-    with _asking(url, token_file, tls_ca) as client:
+    with asking(url, token_file, tls_ca) as client:
         health, instances = client.ready(), client.instances()
     if as_json:
         _print_json({"reasons": health.reasons, "instances": instances})
@@ -223,6 +214,8 @@ def status(
         console.print(_instances_table(instances))
         for reason in health.reasons:
             warn(f"not ready: {printable(reason)}")
+        for note in health.notes:
+            warn(printable(note))
     raise typer.Exit(1 if health.reasons else 0)
 
 
@@ -262,7 +255,7 @@ def why(
 
     `tiffin conductor why chatcmpl-7f3a`, `tiffin conductor why chat-1 --tenant acme`
     """
-    with _asking(url, token_file, tls_ca) as client:
+    with asking(url, token_file, tls_ca) as client:
         entry = client.why(request, tenant=tenant)
     if as_json:
         _print_json(entry)
@@ -345,7 +338,7 @@ def policy(
     `tiffin conductor policy policy.name=least_loaded core.heartbeat_timeout_s=5`
     """
     wanted = parse_changes(changes or [])
-    with _asking(url, token_file, tls_ca) as client:
+    with asking(url, token_file, tls_ca) as client:
         _print_json(client.patch(wanted) if wanted else client.settings())
 
 
@@ -371,15 +364,6 @@ def parse_changes(changes: list[str]) -> dict[str, Any]:
 
 
 # -- what they share -------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _asking(url: str, token_file: Path | None, tls_ca: Path | None) -> Iterator[ConductorClient]:
-    with explained("conductor"):
-        from .client.client import ConductorClient
-
-        with ConductorClient(url, token_file=token_file, tls_ca=tls_ca) as client:
-            yield client
 
 
 def _print_json(value: Any) -> None:

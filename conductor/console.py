@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +18,8 @@ from .errors import ConductorError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from .client.client import ConductorClient
+
 # What the extra `conductor` brings, and commands import when they run.
 _EXTRA = ("fastapi", "httpx", "prometheus_client", "starlette", "statsmodels", "uvicorn", "zmq")
 
@@ -27,6 +30,19 @@ OtlpOption = Annotated[
         metavar="URL",
     ),
 ]
+
+
+URL = "http://127.0.0.1:7800"
+
+UrlOption = Annotated[str, typer.Option("--url", help="Where the conductor answers.")]
+TokenOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with a token, alone; else the one TIFFIN_CONDUCTOR_TOKEN_FILE names.",
+        show_default=False,
+    ),
+]
+CaOption = Annotated[Path | None, typer.Option(help="CA of its certificate, for https.")]
 
 
 @contextlib.contextmanager
@@ -45,3 +61,13 @@ def explained(program: str) -> Iterator[None]:
         raise InvalidInput(
             f'the {program} needs the library {error.name}: pip install "tiffin[conductor]"'
         ) from error
+
+
+@contextlib.contextmanager
+def asking(url: str, token_file: Path | None, tls_ca: Path | None) -> Iterator[ConductorClient]:
+    """A client of the conductor at `url`, with errors as one line."""
+    with explained("conductor"):
+        from .client.client import ConductorClient
+
+        with ConductorClient(url, token_file=token_file, tls_ca=tls_ca) as client:
+            yield client

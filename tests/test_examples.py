@@ -18,7 +18,7 @@ import httpx
 import pytest
 import typer
 from certsupport import make_authority
-from examplesupport import DOCS, FENCE, PAGES, Stage, examples, fences, leaves, parse, program
+from examplesupport import FENCE, PAGES, Stage, examples, leaves, parse, program
 
 from tiffin.conductor.client import ConductorClient
 from tiffin.conductor.records import InstanceSpec, Load, Rejection, Request, Role
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 ALL = examples()
 TIFFINS = [one for one in ALL if one.command.startswith("tiffin ")]
 NODE = "tiffin node --dram 1GiB --nvme /var/tmp/tiffin-tour:1GiB"
+VLLM_METRICS = Path(__file__).parent / "conductor/discovery/vllm_0_32_0_metrics.txt"
 MODEL, PROFILE = "llama-3-8b", "llama-3.1-8b.h100.tp1.vllm"
 
 # Commands that are not run, by how they begin, and why.
@@ -201,7 +202,7 @@ def _gateway(stage: Stage, command: str) -> None:
     more = (
         "" if "--listen" in command else "--listen 127.0.0.1:7900 --conductor http://127.0.0.1:7800"
     )
-    # gateway.md has it in the folder, next to beside_vllm.py.
+    # gateway.md has it in the folder.
     (stage.folder / "gateway.toml").write_bytes(
         (stage.folder / "etc/tiffin/gateway.toml").read_bytes()
     )
@@ -231,28 +232,20 @@ def _tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def _beside_vllm(stage: Stage, command: str) -> None:
-    """The script of the page, beside an engine that is healthy: its instance is registered."""
-    (script,) = (
-        code
-        for code in fences(DOCS / "conductor" / "gateway.md", "python")
-        if "beside_vllm" in code
-    )
-    (stage.folder / "beside_vllm.py").write_text(script)
-    listen = "tiffin conductor --listen 127.0.0.1:7800"
+def _add(stage: Stage, command: str) -> None:
+    """What a vLLM answers about itself, as files, to a conductor that then has its instance."""
+    stage.file("metrics", VLLM_METRICS.read_text(encoding="utf-8"))
+    stage.file("v1/models", json.dumps({"data": [{"id": MODEL}]}))
     engine = f"python -m http.server --bind 127.0.0.1 {stage.port('8000')}"
-    stage.file("health", "ok")
     with (
-        stage.running(listen, "the conductor answers at"),
+        stage.running("tiffin conductor --listen 127.0.0.1:7800", "the conductor answers at"),
         stage.running(engine, "Serving HTTP"),
         ConductorClient(f"http://127.0.0.1:{stage.port('7800')}") as client,
-        stage.serving(command),
     ):
-        while not client.instances():
-            pass
+        stage.run(f"{command} --url http://127.0.0.1:7800")
         (one,) = client.instances()
-        assert (one.id, one.status, one.fetches) == ("vllm-0", "ready", False)
-        assert set(one.labels) == {"kv_events", "kv_events_replay"}
+        assert (one.model, one.status, one.fetches) == (MODEL, "ready", False)
+        assert ("kv_events" in one.labels) == ("--kv-events-port" in command)
 
 
 def _vllm_flags(stage: Stage, command: str) -> None:
@@ -278,10 +271,10 @@ PLAYS: dict[str, Callable[[Stage, str], None]] = {
     "tiffin token": _token,
     "tiffin up": _up,
     "tiffin conductor": _conductor,
+    "tiffin conductor add": _add,
     "tiffin conductor status --url https://": _asks_over_https,
     "tiffin gateway": _gateway,
     'tiffin status "redis://..."': _status_of_what_is_up,
-    "python beside_vllm.py": _beside_vllm,
     "python -m timeit": _timeit,
     "tiffin vllm-flags": _vllm_flags,
 }

@@ -16,6 +16,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ..core.hold import hold_of
+from ..core.silence import NAMED_MAX, silent
 from ..core.state_metrics import state
 from ..errors import ConductorError, Conflict, InvalidRequest, UnknownRequest
 from ..records import Decision, Load, Rejection, RequestEvent
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from ..core.conductor import Conductor
     from ..core.hold import Hold
     from ..core.settings import Settings
+    from ..discovery.engine_watch import EngineWatch
     from ..pool.role_flip import Action
     from ..recording.recorder import Recorder
     from ..records import InstanceSpec, Request, Role
@@ -102,6 +104,8 @@ class Service:
         self.batch_turn = asyncio.Lock()
         # Callback that sends role changes to the instances, while `action_runner.py` runs.
         self.act: Callable[[Sequence[Action]], None] | None = None
+        # While it runs: the engines that this conductor asks itself.
+        self.engines: EngineWatch | None = None
 
     def schedule(self, request: Request) -> Decision | Rejection:
         """Place a request. Idempotent: a retry, after an answer was lost, gets the same decision
@@ -198,9 +202,12 @@ class Service:
         self._tell_who_waits()
         return names
 
-    def announce(self, spec: InstanceSpec | None, instance: str, load: Load | None) -> None:
+    def announce(
+        self, spec: InstanceSpec | None, instance: str, load: Load | None, *, anew: bool = False
+    ) -> None:
         """Process an instance's registration or heartbeat. An unchanged `spec` is not registered
-        again: a heartbeat that contains it must not end a drain. Raises HostNotAllowed."""
+        again, unless `anew`: a heartbeat that contains it must not end a drain. Raises
+        HostNotAllowed."""
         now = self.clock()
         if spec is not None:
             check_hosts(spec, self.core.settings.instances.allowed_hosts)
@@ -208,9 +215,22 @@ class Service:
             # First, because it may raise; if `register` raises below, `tick` stops following the
             # instance.
             self._feeding.follow_instance(spec, self.models.schema(spec.model))
-        if spec is not None and self.spec(instance) != spec:
+        if spec is not None and (anew or self.spec(instance) != spec):
             self.core.register(spec, now)
         self.core.heartbeat(instance, load or Load(), now)
+
+    def learn_schema(self, spec: InstanceSpec, schema: str | KVSchema) -> None:
+        """Learn the schema, or its canonical text, with which an instance registers. Raises
+        InvalidRequest, and Conflict if another instance of its model has another one."""
+        if isinstance(schema, str):
+            schema = self.models.same(spec.model, schema) or parse_schema(schema)
+        if schema.block_tokens != spec.block_tokens:
+            raise InvalidRequest(
+                f"block_tokens is {spec.block_tokens}, and {schema.block_tokens} in the schema"
+            )
+        self.models.learn(spec.model, schema, lambda: self._models_of_others({spec.id}))
+        if isinstance(self.core, SharedConductor):
+            self.core.schema(spec.model, self.models.canonical(spec.model))
 
     def learn(self, news: News) -> None:
         """Apply news of other conductors about instances. Never raises for invalid news: they are
@@ -389,6 +409,12 @@ class Service:
         if now >= self._no_feeds[0] + _FEEDS_S:
             self._no_feeds = now, [reason for check in self._reasons if (reason := check())]
         return self._no_instances[1] + self._no_feeds[1]
+
+    def notes(self) -> list[str]:
+        """What operators should know though requests can be placed: silent instances, and engines
+        that could not be registered. At most `NAMED_MAX` of each."""
+        engines = [] if self.engines is None else self.engines.troubles()
+        return silent(self.core.cluster, self.clock()) + engines[:NAMED_MAX]
 
     def stop(self) -> None:
         """Report "stopping" as not ready, and end the streams, which would keep connections

@@ -17,12 +17,13 @@ import msgspec
 from fastapi.openapi.utils import get_openapi
 
 from ..core.settings import Settings
-from ..wire import event_batch, models, pool_models
+from ..wire import engine_models, event_batch, models, pool_models
 from ..wire.answers import JSON
 from .examples import ANSWERS, BODIES
 from .rest_route import REF
 from .routes import rest_routes
 
+BODY_MODULES = (models, pool_models, event_batch, engine_models)
 TITLE = "Tiffin conductor"
 VERSION = "1"
 DESCRIPTION = """\
@@ -60,6 +61,7 @@ answers, and which KV cache blocks are brought there from where. Bytes of prompt
 | `invalid_body` | 422 | JSON that does not fit; `param` is the field |
 | `rejected_...` | 429, 503 | a rejection, by its reason; schedule lists them |
 | `busy`, `too_many_streams` | 503 | come back after `Retry-After` |
+| `unavailable` | 503 | an engine that was to be added does not answer |
 | `internal_error` | 500 | a defect; the log has it |
 """
 
@@ -81,7 +83,8 @@ def document() -> dict[str, Any]:
         for operation in operations.values():
             _complete(operation)
     names = sorted(set(re.findall(REF.format(r"(\w+)"), json.dumps(described["paths"]))))
-    known = {**vars(models), **vars(pool_models), **vars(event_batch), "Settings": Settings}
+    known = {name: kind for bodies in BODY_MODULES for name, kind in vars(bodies).items()}
+    known["Settings"] = Settings
     kinds = [known[name] for name in names]
     _, schemas = msgspec.json.schema_components(kinds, ref_template=REF.format("{name}"))
     described["components"]["schemas"] = dict(sorted(schemas.items()))

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..wire import event_batch, models, pool_models
-from .openapi import document
+from .openapi import BODY_MODULES, document
 
 Schema = dict[str, Any]
 
@@ -40,9 +39,7 @@ def render() -> str:
             parts += _operation(operation)
     parts.append("## Fields\n")
     for name, schema in described["components"]["schemas"].items():
-        if any(
-            hasattr(bodies, name) for bodies in (models, pool_models, event_batch)
-        ):  # settings are at /docs alone
+        if any(hasattr(bodies, name) for bodies in BODY_MODULES):  # settings are at /docs alone
             parts.append(f"### {name}\n\n{' '.join(schema['description'].split())}\n")
             parts += _fields(schema)
     return "\n".join(parts).rstrip() + "\n"

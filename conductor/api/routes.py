@@ -14,16 +14,15 @@ from starlette.responses import Response, StreamingResponse
 from ..core.settings import Settings
 from ..errors import InvalidRequest, UnknownRequest
 from ..records import Decision, Role
-from ..replicas.replica import SharedConductor
 from ..state.request_ids import name_of
 from ..web.auth import Right
 from ..web.metrics import CONTENT_TYPE
 from ..web.time_slices import TimeSlices
 from ..wire import conversions, event_batch, models, pool_models
 from ..wire.answers import JSON, Refusal, answer, answer_all, ready, rejected
-from ..wire.block_keys import parse_keys, parse_schema
+from ..wire.block_keys import parse_keys
 from ..wire.decision_text import Shown
-from . import queue_routes
+from . import engine_routes, queue_routes
 from .decision_stream import events as stream_events
 from .event_batches import observe, observe_all
 from .parameters import Candidates, EventKind, InstanceId, NodeName, RequestId, Tenant  # noqa: TC001
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
     from ..records import Rejection
-    from .conductor_service import Service
 
 _encoder = msgspec.json.Encoder()
 
@@ -58,7 +56,12 @@ _hot, _api = router_of(HotRoute), router_of(RestRoute)
 
 def rest_routes() -> list[BaseRoute]:
     """All REST routes, which every application shares."""
-    return [*_hot.routes, *queue_routes.hot.routes, *_api.routes]
+    return [
+        *_hot.routes,
+        *queue_routes.hot.routes,
+        *engine_routes.api.routes,
+        *_api.routes,
+    ]
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -216,9 +219,11 @@ async def announce(http: Request, instance: InstanceId) -> Response:
     body = await body_of(http, models.InstanceBody)
     spec = None if conversions.is_heartbeat(body) else conversions.to_spec(instance, body)
     if spec is not None and body.schema is not None:
-        _learn(service, instance, spec.model, spec.block_tokens, body.schema.canonical)
+        service.learn_schema(spec, body.schema.canonical)
     load = conversions.to_load(body.load) if body.load is not None else None
     service.announce(spec, instance, load)
+    if service.engines is not None:
+        service.engines.heard(instance, service.url(instance))
     return _done()
 
 
@@ -235,6 +240,8 @@ async def leave(
     service = service_of(http)
     if now:
         service.remove(instance)
+        if service.engines is not None:
+            service.engines.removed(instance)
     else:
         service.core.drain(instance, service.clock())
     return _done()
@@ -489,8 +496,9 @@ async def livez(http: Request) -> Response:
 )
 async def readyz(http: Request) -> Response:
     """Whether a request could be scheduled now, else 503. No token needed; who sends one is
-    told what is missing."""
-    return ready(service_of(http).missing(), details=door_of(http).knows(http))
+    told what is missing, and in `notes` which instances are silent, at most ten."""
+    service, details = service_of(http), door_of(http).knows(http)
+    return ready(service.missing(), service.notes() if details else [], details=details)
 
 
 @_api.get("/metrics", **rest("health", Right.READ, str, media="text/plain"))
@@ -501,25 +509,6 @@ async def metrics(http: Request) -> Response:
 
 def _done() -> Response:
     return Response(status_code=204)
-
-
-def _learn(service: Service, instance: str, model: str, block_tokens: int, canonical: str) -> None:
-    core, models = service.core, service.models
-    known = models.same(model, canonical)
-    schema = known or parse_schema(canonical)
-    if schema.block_tokens != block_tokens:
-        raise InvalidRequest(
-            f"block_tokens is {block_tokens}, and {schema.block_tokens} in the schema"
-        )
-    if known is None:
-        specs = core.cluster.specs
-        models.learn(
-            model,
-            schema,
-            lambda: {s.model for s in specs if s is not None and s.id != instance},
-        )
-    if isinstance(core, SharedConductor):
-        core.schema(model, canonical)
 
 
 def _wanted(entry: Decision | Rejection, instance: str | None, outcome: str | None) -> bool:

@@ -17,6 +17,7 @@ import msgspec
 from ..errors import ConductorUnavailable, InvalidRequest, UnknownRequest
 from ..records import Rejection
 from ..state.part_keys import PART_TOKENS
+from ..wire.engine_models import EnginesReply
 from ..wire.error_codes import REJECTED, error_of
 from ..wire.event_batch import EventFailure, EventsReply
 from ..wire.models import (
@@ -54,6 +55,8 @@ R = TypeVar("R")
 # How long a call waits for the release of a held request before it asks again: less than proxies
 # leave a silent connection, and than a third of a request's time to live at the conductor.
 WAIT_S = 20.0
+# How long a conductor may take to ask an engine what it is: some questions, one after the other.
+ASK_S = 30.0
 
 _encoder = msgspec.json.Encoder()
 _error = msgspec.json.Decoder(ErrorReply)
@@ -326,6 +329,19 @@ def undrain_node(node: str) -> RestCall[DrainReply]:
 def settings() -> RestCall[dict[str, Any]]:
     """All settings."""
     return RestCall("GET", "/v1/policy", _reader(dict[str, Any]))
+
+
+def add_engine(url: str, **options: Any) -> RestCall[InstanceReply]:
+    """Let the conductor ask an engine what it is, register it, and ask it for its load from then
+    on. `options`: the fields of `EngineOptions`. Raises InvalidRequest, which names the option, for
+    what the engine does not tell, and ConductorUnavailable if it does not answer."""
+    read = _reader(InstanceReply)
+    return RestCall("POST", "/v1/engines", read, _encode({"url": url, **options}), waits_s=ASK_S)
+
+
+def engines() -> RestCall[EnginesReply]:
+    """The engines that the conductor asks."""
+    return RestCall("GET", "/v1/engines", _reader(EnginesReply))
 
 
 def patch(changes: dict[str, Any]) -> RestCall[dict[str, Any]]:

@@ -100,6 +100,8 @@ class _Verbs:
     drains = _Verb(calls.drains)
     drain_node = _Verb(calls.drain_node)
     undrain_node = _Verb(calls.undrain_node)
+    add_engine = _Verb(calls.add_engine)
+    engines = _Verb(calls.engines)
     settings = _Verb(calls.settings)
     patch = _Verb(calls.patch)
     ready = _Verb(calls.ready)

@@ -26,6 +26,7 @@ from ..records import Decision, Rejection
 from .explain import best_of
 from .inflight_requests import InflightRequest, SecondPlace
 from .request_plan import able, cached_tokens_of, degraded_plan, plan_request, prompt_tokens_of
+from .silence import silent
 from .transfer_bookings import fetched_moves, handed_over_moves
 
 if TYPE_CHECKING:
@@ -280,6 +281,7 @@ def _nobody(parts: Parts, request: Request, now: float, reason: str) -> RefusedR
     role = reason.removeprefix("no_")
     but = " but those that it excludes" if request.exclude else ""
     text = f"no instance{but} is ready to {role} {request.model!r}: register one, or wait"
+    text = "; ".join((text, *silent(parts.cluster, now, request.model)))
     retry_s = parts.settings.core.heartbeat_timeout_s
     return RefusedRequest(
         Rejection(request.id, reason, text, retry_after_s=retry_s, decided_at=now)

@@ -18,7 +18,7 @@ from ..errors import ConductorError, InvalidRequest
 from ..events.block_regrouper import EngineChain
 from ..events.node_feed import NodesFeed
 from ..events.update_inbox import UpdateInbox
-from ..state.allowed_hosts import EVENTS_LABEL, REPLAY_LABEL, host_of
+from ..state.allowed_hosts import EVENTS_LABEL, REPLAY_LABEL, TOPIC_LABEL, host_of
 from .order_sender import OrderCarrier
 
 if TYPE_CHECKING:
@@ -34,10 +34,6 @@ if TYPE_CHECKING:
     from ..records import InstanceSpec
 
 log = logging.getLogger("tiffin.conductor")
-
-# The label of an instance for the topic of its KV events. It goes with the labels for the endpoints
-# on which the instance publishes them, as vLLM does; these are tcp:// as seen from the conductor.
-TOPIC_LABEL = "kv_events_topic"
 
 # Keys that one turn of the event loop applies: about a millisecond of the index.
 _KEYS_PER_TURN = 8192

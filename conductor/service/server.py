@@ -26,6 +26,8 @@ from tiffin.kvstore.errors import InvalidInput
 
 from ..api.app import create_app
 from ..api.request_bodies import Limits
+from ..discovery.engine_watch import EngineWatch
+from ..discovery.settings import DiscoverySettings
 from ..recording.recorder import Recorder
 from ..recording.recording_file import BYTES_MAX, RecordingFile
 from ..replicas.replica import SharedConductor
@@ -62,8 +64,8 @@ class ConductorOptions:
     """The options of a conductor process. `directory` is a URL for `open_directory`, `share` the
     Redis of a `SharedConductor` and its peers, `advertise` the URL at which clients reach it (else
     where it listens), `credentials` are for the pool's nodes, `otlp_endpoint` is for spans,
-    `record` is a file for a recording, of up to `record_bytes`. Raises
-    InvalidInput for an invalid combination, InvalidRequest for what is no URL."""
+    `record` is a file for a recording, of up to `record_bytes`, `discovery` says where engines are.
+    Raises InvalidInput for an invalid combination, InvalidRequest for what is no URL."""
 
     listen: tuple[str, int] = ("127.0.0.1", PORT)
     tokens: Tokens = field(default_factory=Tokens)
@@ -78,6 +80,7 @@ class ConductorOptions:
     otlp_endpoint: str = ""
     record: Path | None = None
     record_bytes: int = BYTES_MAX
+    discovery: DiscoverySettings = field(default_factory=DiscoverySettings)
 
     def __post_init__(self) -> None:
         check_listen(self.listen[0], self.tokens)
@@ -146,9 +149,14 @@ async def serve(
             if options.directory:
                 feeding.follow_pool(options.directory, options.pool, options.credentials)
             with _sharing(core, options, service) as shared:
-                async with Acting(service, feeding) as acting, asyncio.TaskGroup() as tasks:
+                async with (
+                    Acting(service, feeding) as acting,
+                    EngineWatch(service, options.discovery) as engines,
+                    asyncio.TaskGroup() as tasks,
+                ):
                     serving = tasks.create_task(server.serve([door]))
-                    others = [tasks.create_task(_tick(service)), tasks.create_task(acting.run())]
+                    running = (_tick(service), acting.run(), engines.run())
+                    others = [tasks.create_task(one) for one in running]
                     if shared is not None:
                         others.append(tasks.create_task(shared()))
                     announce(

@@ -37,6 +37,8 @@ ROLE_LABEL = "role_url"
 ORDERS_LABEL = "orders_url"
 EVENTS_LABEL = "kv_events"
 REPLAY_LABEL = "kv_events_replay"
+# The topic of an instance's KV events.
+TOPIC_LABEL = "kv_events_topic"
 
 THIS_MACHINE = ("localhost", "127.0.0.0/8", "::1")
 EVERY = "*"

@@ -62,12 +62,12 @@ def answer_all(field: str, texts: Sequence[bytes]) -> Response:
     return Response(b'{"%b":[%b]}' % (field.encode(), b",".join(texts)), media_type=JSON)
 
 
-def ready(missing: list[str], *, details: bool) -> Response:
-    """The answer of a readiness check: 200, or 503, with the reasons if `details`."""
+def ready(missing: list[str], notes: list[str] | None = None, *, details: bool) -> Response:
+    """The answer of a readiness check: 200, or 503, with the reasons if `details`; and notes."""
     if not missing:
-        return answer(HealthReply(status="ok"))
+        return answer(HealthReply(status="ok", notes=notes or []))
     reasons = missing if details else ["who sends a token is told"]
-    return answer(HealthReply(status="not ready", reasons=reasons), 503)
+    return answer(HealthReply(status="not ready", reasons=reasons, notes=notes or []), 503)
 
 
 def error(

@@ -124,6 +124,10 @@ class KeyedModels:
         because instances send theirs with every heartbeat, and parsing 80 layers takes 1.5 ms."""
         return self._schemas[model] if self._texts.get(model) == canonical else None
 
+    def canonical(self, model: str) -> str:
+        """The canonical text of a model's schema, which has to be known."""
+        return self._texts[model]
+
     def schema(self, model: str) -> KVSchema | None:
         """The schema of a model; None if no instance has registered one."""
         return self._schemas.get(model)

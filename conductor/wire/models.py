@@ -548,6 +548,10 @@ class HealthReply(Reply, frozen=True, kw_only=True):
 
     status: Literal["ok", "not ready"]
     reasons: list[str] = []
+    notes: Annotated[
+        list[str],
+        Meta(description="Instances that are silent, engines that could not be registered."),
+    ] = []
 
 
 class RejectionDetail(Reply, frozen=True, kw_only=True):

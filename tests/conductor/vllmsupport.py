@@ -1,4 +1,4 @@
-"""A real vLLM as users start it: a tiny model, KV events, and the process beside it."""
+"""A real vLLM as users start it: a tiny model, and KV events."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import contextlib
 import json
 import os
 import random
-import re
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -22,8 +18,12 @@ from tiffin.kvstore import KVSchema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     import psutil
+
+    from tiffin.conductor.client import ConductorClient
+    from tiffin.conductor.wire.models import InstanceReply
 
 # A Python that has vLLM; docs/conductor/gateway.md says how to get one without a GPU.
 VARIABLE = "TIFFIN_VLLM"
@@ -124,6 +124,16 @@ class Vllm(VllmServer):
         """The addresses where it publishes and where it replays events."""
         return f"tcp://127.0.0.1:{self._events}", f"tcp://127.0.0.1:{self._replay}"
 
+    def add_to(self, conductor: ConductorClient, profile: str) -> InstanceReply:
+        """Let the conductor ask it what it is, as `tiffin conductor add` does."""
+        return conductor.add_engine(
+            self.url,
+            id=self.name,
+            profile=profile,
+            kv_events_port=self._events,
+            kv_events_replay_port=self._replay,
+        )
+
     def pause(self) -> None:
         for one in self._computing():
             one.suspend()
@@ -145,37 +155,3 @@ class Vllm(VllmServer):
     def hit_tokens(self) -> float:
         """The tokens of all prompts that it found in its cache."""
         return self.counter("prefix_cache_hits")
-
-
-class Beside:
-    """The process beside a vLLM (see docs/conductor/gateway.md), for our model."""
-
-    def __init__(self, vllm: Vllm, conductor: str, folder: Path) -> None:
-        script = folder / f"beside_{vllm.name}.py"
-        script.write_text(_script())
-        arguments = [vllm.name, vllm.url, *vllm.endpoints, conductor]
-        path = os.pathsep.join(filter(None, sys.path))
-        self._process = subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            env={**os.environ, "PYTHONPATH": path},
-            stderr=subprocess.DEVNULL,
-        )
-
-    def __enter__(self) -> Beside:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-def _script() -> str:
-    page = (Path(__file__).parents[2] / "docs/conductor/gateway.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(# beside_vllm\.py.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    ours = (
-        f'schema = KVSchema.gqa(model="{MODEL}", layers=4, kv_heads=2, head_dim=32, '
-        'dtype="float32")\n'
-    )
-    script, count = re.subn(r"^schema = .*\n", ours, code, flags=re.MULTILINE)
-    assert count == 1
-    return script

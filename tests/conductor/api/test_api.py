@@ -17,7 +17,7 @@ import pytest
 from apisupport import KEY, MODEL, Recorder, spec_body
 from starlette.testclient import TestClient
 
-from tiffin.conductor.api import routes
+from tiffin.conductor.api import conductor_service
 from tiffin.conductor.api.app import create_app
 from tiffin.conductor.api.event_batches import observe_all
 from tiffin.conductor.api.openapi import document
@@ -642,7 +642,7 @@ class TestInstances:
             read.append(canonical)
             return parse_schema(canonical)
 
-        monkeypatch.setattr(routes, "parse_schema", reading)
+        monkeypatch.setattr(conductor_service, "parse_schema", reading)
         for name in ("i1", "i1", "i2"):
             register(http, name, block_tokens=16, schema=schema)
         assert len(read) == 1
@@ -794,7 +794,7 @@ class TestSettings:
 
 class TestHealth:
     def test_alive_at_once_ready_when_something_can_be_scheduled(self, http: TestClient) -> None:
-        assert http.get("/livez").json() == {"status": "ok", "reasons": []}
+        assert http.get("/livez").json() == {"status": "ok", "reasons": [], "notes": []}
         response = http.get("/readyz")
         assert response.status_code == 503
         assert len(response.json()["reasons"]) == 2
@@ -957,7 +957,7 @@ class TestDoors:
             for method, operation in methods.items()
             if operation["operationId"] != "stream"
         ]
-        assert len(described) == 23
+        assert len(described) == 25
         for method, template, operation in described:
             path = template.format(request_id="r", event="finished", instance="i", node="n")
             if "security" not in operation:

@@ -128,7 +128,7 @@ def test_every_route_that_is_served_is_described() -> None:
         for method in route.methods - {"HEAD"}
     }
     assert served == {(path, method) for path, methods in described.items() for method in methods}
-    assert len(served) == 24
+    assert len(served) == 26
 
 
 def operations() -> dict[str, dict[str, Any]]:

@@ -1,4 +1,6 @@
-"""Two real vLLMs behind a real gateway and a real conductor, each in a process of its own.
+"""Two real vLLMs behind a real gateway and a real conductor, each in a process of its own. The
+conductor asks them what they are and how busy they are, and follows their events: nothing runs
+beside them.
 
 TIFFIN_VLLM=/path/to/venv/bin/python pytest -m slow tests/conductor/events/test_real_vllm.py
 """
@@ -20,8 +22,6 @@ from vllmsupport import (
     MARKS,
     MODEL,
     PATIENCE_S,
-    SCHEMA,
-    Beside,
     Vllm,
     front_door,
     make_model,
@@ -30,13 +30,16 @@ from vllmsupport import (
 )
 
 from tiffin.conductor.client import ConductorClient
+from tiffin.conductor.discovery.engine_facts import own_schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 pytestmark = MARKS
 
-BLOCK = SCHEMA.block_tokens
+PROFILE = "llama-3.1-8b.h100.tp1.vllm"
+BLOCK = 512
+SCHEMA = own_schema(MODEL, BLOCK)  # there is no pool: the conductor makes one for the keys
 KINDS = ("ids", "text", "chat")
 
 
@@ -143,10 +146,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             engine.start()
         # There is no pool: no instance fetches another's blocks.
         door = stack.enter_context(front_door(folder, 'keys = "conductor"'))
+        client = stack.enter_context(ConductorClient(door.conductor_url))
         for engine in engines.values():
             engine.wait()
-            stack.enter_context(Beside(engine, door.conductor_url, folder))
-        client = stack.enter_context(ConductorClient(door.conductor_url))
+            engine.add_to(client, PROFILE)
         http = httpx.Client(base_url=door.gateway_url, trust_env=False, timeout=PATIENCE_S)
         it = World(engines, client, stack.enter_context(http))
         it.await_ready()

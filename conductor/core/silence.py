@@ -1,0 +1,30 @@
+"""Names instances that are silent, for errors and health checks. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..records import Status
+
+if TYPE_CHECKING:
+    from ..state.instance_table import Cluster
+
+# Whoever reads of more will look at a list.
+NAMED_MAX = 10
+
+
+def silent(cluster: Cluster, now: float, model: str | None = None) -> list[str]:
+    """The instances that are lost, of all models or of one, those that were heard last first, as
+    "engine-1 is registered, silent for 12 s". At most `NAMED_MAX`, and then how many more."""
+    rows = np.flatnonzero(cluster.used & ~cluster.ready & ~cluster.draining)
+    if model is not None:
+        rows = rows[cluster.model[rows] == cluster.model_number(model)]
+    lost = [row for row in rows.tolist() if cluster.status[row] is Status.LOST]
+    lost.sort(key=lambda row: -float(cluster.heard_at[row]))
+    found = [
+        f"{cluster.name(row)} is registered, silent for {now - float(cluster.heard_at[row]):.0f} s"
+        for row in lost[:NAMED_MAX]
+    ]
+    return found + ([f"and {more} more"] if (more := len(lost) - NAMED_MAX) > 0 else [])

@@ -1,0 +1,102 @@
+"""`tiffin conductor add`: let the conductor ask an engine, without a process beside it."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from tiffin.kvstore.cli.console import JsonFlag, console
+from tiffin.kvstore.text import printable
+
+from .console import URL, CaOption, TokenOption, UrlOption, asking
+
+_PORT = {"min": 1, "max": 65_535, "show_default": "as it tells"}
+
+
+def add(
+    engine: Annotated[str, typer.Argument(help="Where it answers, http://HOST:PORT.")],
+    profile: Annotated[
+        str, typer.Option(help="Its latency profile; `tiffin profile URL` measures one.")
+    ],
+    id: Annotated[  # the option's name
+        str, typer.Option("--id", help="The instance's id.", show_default="HOST:PORT")
+    ] = "",
+    model: Annotated[
+        str, typer.Option(help="Which of its models.", show_default="its first one")
+    ] = "",
+    role: Annotated[
+        str, typer.Option(help="prefill, decode or mixed.", show_default="as it tells, or mixed")
+    ] = "",
+    kv_capacity_tokens: Annotated[
+        int | None, typer.Option(min=1, show_default="as it tells", help="What its cache holds.")
+    ] = None,
+    batch_max: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="as it tells, or 256", help="Requests it runs at a time."),
+    ] = None,
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default="512", help="Of the index's blocks, a multiple of the engine's."
+        ),
+    ] = None,
+    kv_events_port: Annotated[
+        int | None, typer.Option(help="Where it publishes KV events.", **_PORT)
+    ] = None,
+    kv_events_replay_port: Annotated[
+        int | None, typer.Option(help="Where it replays them.", **_PORT)
+    ] = None,
+    kv_events_topic: Annotated[
+        str | None, typer.Option(help="Their topic.", show_default="as it tells, or all")
+    ] = None,
+    url: UrlOption = URL,
+    token_file: TokenOption = None,
+    tls_ca: CaOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Let the conductor ask a vLLM or SGLang what it is, register it, and follow its load and its
+    KV events. The engine runs as it is, with nothing beside it.
+
+    It stays until it is removed, or the conductor ends. For longer, name it in the conductor's
+    settings: `[[discovery.engines]]`.
+
+    **Examples**
+
+    `tiffin conductor add http://10.0.0.21:8000 --profile llama-3.1-8b.h100.tp1.vllm`
+
+    `tiffin conductor add http://10.0.0.21:8000 --profile qwen3-32b.h200.tp2.vllm --kv-events-port
+    5557 --kv-events-replay-port 5558`
+    """
+    options: dict[str, Any] = {
+        "id": id,
+        "model": model,
+        "role": role or None,
+        "profile": profile,
+        "kv_capacity_tokens": kv_capacity_tokens,
+        "batch_max": batch_max,
+        "block_tokens": block_tokens,
+        "kv_events_port": kv_events_port,
+        "kv_events_replay_port": kv_events_replay_port,
+        "kv_events_topic": kv_events_topic,
+    }
+    with asking(url, token_file, tls_ca) as client:
+        found = client.add_engine(engine, **options)
+    if as_json:
+        import msgspec
+
+        typer.echo(json.dumps(msgspec.to_builtins(found), indent=2))
+        return
+    events = found.labels.get("kv_events", "")
+    words = (
+        f"{found.id}: {found.model}, {found.role}, blocks of {found.block_tokens} tokens, room for "
+        f"{found.kv_capacity_tokens:,} tokens, at most {found.batch_max} requests"
+    )
+    console.print(escape(printable(words)), highlight=False)
+    console.print(
+        f"KV events of {escape(printable(events))}" if events
+        else "no KV events: what it holds is guessed from what is sent there (--kv-events-port)",
+        highlight=False,
+    )  # fmt: skip
