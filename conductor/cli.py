@@ -18,7 +18,7 @@ from tiffin.kvstore.gc_tuning import calm_collector
 from tiffin.kvstore.text import printable
 
 from .console import URL, CaOption, OtlpOption, TokenOption, UrlOption, asking, explained
-from .engine_cli import add
+from .engine_cli import add, profile
 from .web.connection_limits import PER_PEER
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def commands(app: typer.Typer) -> None:
     group.command("policy")(policy)
     group.command("add")(add)
     app.add_typer(group, name="conductor")
+    app.command("profile")(profile)
 
 
 # -- tiffin conductor ------------------------------------------------------------------------------

@@ -1,17 +1,19 @@
-"""`tiffin conductor add`: let the conductor ask an engine, without a process beside it."""
+"""`tiffin conductor add` and `tiffin profile`: engines as they are, and how fast they are."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from tiffin.kvstore.cli.console import JsonFlag, console
+from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.text import printable
 
-from .console import URL, CaOption, TokenOption, UrlOption, asking
+from .console import URL, CaOption, TokenOption, UrlOption, asking, explained
 
 _PORT = {"min": 1, "max": 65_535, "show_default": "as it tells"}
 
@@ -100,3 +102,73 @@ def add(
         else "no KV events: what it holds is guessed from what is sent there (--kv-events-port)",
         highlight=False,
     )  # fmt: skip
+
+
+def profile(
+    engine: Annotated[str, typer.Argument(help="Where it answers, http://HOST:PORT.")],
+    name: Annotated[
+        str, typer.Option(help="The profile's name.", show_default="MODEL.measured")
+    ] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write it.", show_default="NAME.json")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Which of its models.", show_default="its first one")
+    ] = "",
+    hardware: Annotated[str, typer.Option(help="What it runs on, for people.")] = "",
+    tokens_max: Annotated[int, typer.Option(help="Longest prompt.", min=64)] = 32_768,
+    batch_max: Annotated[int, typer.Option(help="Most requests at a time.", min=2)] = 64,
+    kv_capacity_tokens: Annotated[
+        int | None, typer.Option(min=1, show_default="as it tells", help="What its cache holds.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Points of each kind.", min=1, max=100)] = 3,
+    timeout_s: Annotated[float, typer.Option(help="For one answer.", min=1)] = 600.0,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File with its API key, alone.", show_default=False)
+    ] = None,
+    tls_ca: CaOption = None,
+) -> None:
+    """Measure an idle engine's prefill and decode, and write its latency profile.
+
+    It sends prompts of random token ids, one at a time and in batches, for some minutes; the engine
+    should have nothing else to do. The file goes into the folder that `tiffin conductor --profiles`
+    names.
+
+    **Examples**
+
+    `tiffin profile http://10.0.0.21:8000 --hardware "1 x L40S" --name llama-3-8b.l40s`
+
+    `tiffin profile http://10.0.0.21:8000 --tokens-max 131072 --batch-max 256`
+    """
+    with explained("profiler"):
+        import asyncio
+
+        from .discovery.profiling import ProfileOptions, measure
+
+        options = ProfileOptions(
+            url=engine,
+            name=name,
+            model=model,
+            hardware=hardware,
+            tokens_max=tokens_max,
+            batch_max=batch_max,
+            kv_capacity_tokens=kv_capacity_tokens,
+            repeats=repeats,
+            timeout_s=timeout_s,
+            api_key_file=api_key_file,
+            tls_ca=tls_ca,
+        )
+        made = asyncio.run(measure(options, lambda line: console.print(escape(line))))
+        path = out or Path(f"{made.name}.json")
+        try:
+            path.write_bytes(made.to_json())
+        except OSError as error:
+            raise InvalidInput(f"can't write {path}: {error.strerror}") from error
+    for kind, fit in (("prefill", made.prefill_fit), ("decode", made.decode_fit)):
+        assert fit is not None
+        console.print(
+            f"{kind}: {fit.points} points, off by {fit.error_mean:.1%} in the mean and by "
+            f"{fit.error_max:.1%} at most; {fit.left_out} outliers left out",
+            highlight=False,
+        )
+    console.print(f"written to {escape(str(path))}", highlight=False)

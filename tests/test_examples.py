@@ -48,6 +48,7 @@ ELSEWHERE = {
     "tiffin plan": "the same; tests/bench/planning",
     "tiffin reproduce": "it takes minutes; tests/bench/reproduce runs the parts, small",
     "tiffin whatif": "it takes a recording; tests/bench/whatif makes its own",
+    "tiffin profile": "it measures an engine; tests/conductor/discovery/test_profile.py has one",
 }
 
 

@@ -238,6 +238,8 @@ class Service:
         joined = {spec.id for spec in news.joined}
         for model, canonical in news.schemas:
             self._learn_schema(model, canonical, joined)
+        if self.engines is not None:
+            self.engines.joined(news.joined)
         for _, why in news.refused:
             self._leave_out("instance", why)
         for instance in news.left:

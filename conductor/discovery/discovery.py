@@ -1,7 +1,7 @@
 """Which engines there are, whom to ask now, and what to register of it. Pure: the caller looks up
 names, asks engines, and carries out the actions.
 
-    discovery = Discovery(1.0, lambda: 10.0, core.requests_at)
+    discovery = Discovery(1.0, lambda: 10.0, core.requests_at, registered_at)
     discovery.found("dns engines:8000", [Place("http://10.0.0.21:8000", "10.0.0.21:8000")], options)
     for ask in discovery.due(now): ...                # ask each engine, then either of
     actions = discovery.answered(ask.place.url, Answer(spec, schema, load), now)
@@ -136,12 +136,17 @@ class _Engine:
 
 class Discovery:
     """See the module. Not thread-safe. `timeout_s()`: how long heartbeats count; `runs(instance)`:
-    how many requests an instance has."""
+    how many requests an instance has; `registered_at(url)`: the instance that is there, or ""."""
 
     def __init__(
-        self, scrape_s: float, timeout_s: Callable[[], float], runs: Callable[[str], int]
+        self,
+        scrape_s: float,
+        timeout_s: Callable[[], float],
+        runs: Callable[[str], int],
+        registered_at: Callable[[str], str],
     ) -> None:
         self._scrape_s, self._timeout_s, self._runs = scrape_s, timeout_s, runs
+        self._registered_at = registered_at
         self._engines: dict[str, _Engine] = {}
         self._failing: dict[str, str] = {}  # sources, and why
 
@@ -225,6 +230,10 @@ class Discovery:
             return []
         if not engine.sources:
             return self._leave(engine, answer.load)
+        if not engine.registered:
+            other = self._registered_at(url)
+            if other not in ("", engine.known[0].id):
+                return self.heard(other, url, now)
         anew, engine.drained, engine.registered = engine.drained, False, True
         return [Announce(*engine.known, answer.load, anew)]
 
@@ -274,6 +283,11 @@ class Discovery:
         own = engine.known[0].id if engine.known is not None and engine.registered else instance
         engine.told_as, engine.registered = instance, False
         return [Leave(own, now=True)] if own != instance else []
+
+    def instance_at(self, url: str) -> str:
+        """As which instance the engine at a URL is registered; "" if it is not by us."""
+        engine = self._engines.get(url.rstrip("/"))
+        return engine.instance if engine is not None and engine.registered else ""
 
     def removed(self, instance: str) -> None:
         """An operator has removed an instance: it is not registered again, unless it is added, or

@@ -151,7 +151,7 @@ def registration(
     """What to register the engine at `url` as, under the id `name`, and the schema of its blocks:
     `known`, if other instances of the model have one. Raises InvalidRequest, which names the
     option, for what the engine did not tell."""
-    model = _model(facts, options)
+    model = chosen_model(facts, options.model)
     engine_block = facts.block_tokens or 1
     block_tokens = options.block_tokens or (
         BLOCK_TOKENS if BLOCK_TOKENS % engine_block == 0 else engine_block
@@ -197,13 +197,14 @@ def own_schema(model: str, block_tokens: int) -> KVSchema:
         raise InvalidRequest(f"no schema for {model!r}: {error}") from error
 
 
-def _model(facts: EngineFacts, options: EngineOptions) -> str:
-    if not options.model:
+def chosen_model(facts: EngineFacts, model: str) -> str:
+    """The model by the option `model`; the first one without. Raises InvalidRequest."""
+    if not model:
         return _needed(facts.models[0] if facts.models else "", "model", "what it serves")
-    if options.model not in facts.models:
+    if model not in facts.models:
         listed = ", ".join(map(repr, facts.models[:10])) or "nothing"
-        raise InvalidRequest(f"the option model is {options.model!r}, and it serves {listed}")
-    return options.model
+        raise InvalidRequest(f"the option model is {model!r}, and it serves {listed}")
+    return model
 
 
 def _labels(facts: EngineFacts, options: EngineOptions, url: str) -> dict[str, str]:

@@ -14,6 +14,8 @@ from .engine_facts import EngineAnswers, EngineFacts, read_facts
 from .engine_metrics import EngineMetrics, read_metrics
 
 if TYPE_CHECKING:
+    import ssl
+
     from .settings import DiscoverySettings
 
 # A vLLM with a hundred adapters has some hundred KB of metrics.
@@ -27,12 +29,7 @@ class EngineQuestions:
 
     def __init__(self, settings: DiscoverySettings) -> None:
         self._timeout_s = settings.timeout_s
-        headers = {}
-        if settings.api_key_file:
-            key = read_token(Path(settings.api_key_file)).decode("latin-1")
-            headers["authorization"] = f"Bearer {key}"
-        tls = trusting(Path(settings.tls_ca)) if settings.tls_ca else None
-        self._http = HttpSession(headers, tls, settings.timeout_s)
+        self._http = HttpSession(key_headers(settings), tls_of(settings), settings.timeout_s)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -81,3 +78,16 @@ class EngineQuestions:
             raise ConductorUnavailable(f"{path}: {error}") from error
         except TimeoutError as error:
             raise ConductorUnavailable(f"{path}: no answer in {self._timeout_s:g} s") from error
+
+
+def key_headers(settings: DiscoverySettings) -> dict[str, str]:
+    """The header with the engines' API key, if there is one. Raises InvalidInput."""
+    if not settings.api_key_file:
+        return {}
+    key = read_token(Path(settings.api_key_file)).decode("latin-1")
+    return {"authorization": f"Bearer {key}"}
+
+
+def tls_of(settings: DiscoverySettings) -> ssl.SSLContext | None:
+    """How engines that serve https are verified. Raises InvalidRequest."""
+    return trusting(Path(settings.tls_ca)) if settings.tls_ca else None

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tiffin.kvstore import KVSchema
 
     from ..api.conductor_service import Service
+    from ..records import InstanceSpec
     from ..wire.engine_models import EngineOptions
     from .discovery import Action, Ask
     from .settings import DiscoverySettings, SourceSettings
@@ -47,7 +48,9 @@ class EngineWatch:
 
     def __init__(self, service: Service, settings: DiscoverySettings) -> None:
         self._service, self._settings = service, settings
-        self.discovery = Discovery(settings.scrape_s, self._timeout_s, self._runs)
+        self.discovery = Discovery(
+            settings.scrape_s, self._timeout_s, self._runs, self._registered_at
+        )
         self._questions = EngineQuestions(settings)
         self._schemas = {
             source.name: _schema_of(Path(source.schema_file))
@@ -105,6 +108,13 @@ class EngineWatch:
     def heard(self, instance: str, url: str) -> None:
         """An instance has sent a heartbeat of its own."""
         self._carry_out(self.discovery.heard(instance, url, self._service.clock()))
+
+    def joined(self, specs: Sequence[InstanceSpec]) -> None:
+        """Another conductor has these instances. Those that registered themselves, under ids that
+        are not ours, are not registered twice."""
+        for spec in specs:
+            if spec.url and self.discovery.instance_at(spec.url) not in ("", spec.id):
+                self.heard(spec.id, spec.url)
 
     def removed(self, instance: str) -> None:
         """An operator has removed an instance."""
@@ -225,6 +235,10 @@ class EngineWatch:
             service.remove(action.instance)
         else:
             service.core.drain(action.instance, service.clock())
+
+    def _registered_at(self, url: str) -> str:
+        specs = (one for one in self._service.core.cluster.specs if one is not None)
+        return next((one.id for one in specs if one.url.rstrip("/") == url), "")
 
     def _runs(self, instance: str) -> int:
         core = self._service.core

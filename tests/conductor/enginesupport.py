@@ -38,7 +38,7 @@ class FakeEngine:
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self.routes: dict[str, bytes] = {"/v1/models": MODELS, "/version": b'{"version":"0.32.0"}'}
-        self.running, self.waiting, self.usage = 0, 0, 0.0
+        self.running, self.waiting, self.usage, self.hits = 0, 0, 0.0, 0
         self.key = ""
         self.asked: list[str] = []
         self._host, self._port = host, port
@@ -55,6 +55,9 @@ class FakeEngine:
                 self.end_headers()
                 self.wfile.write(body)
 
+            def do_POST(self) -> None:
+                engine.post(self)
+
             def log_message(self, *_: object) -> None:
                 pass
 
@@ -63,6 +66,10 @@ class FakeEngine:
         self._port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
+
+    def post(self, http: BaseHTTPRequestHandler) -> None:
+        """What it does with a request to be computed."""
+        http.send_error(404)
 
     def answer(self, path: str, authorization: str) -> tuple[int, bytes]:
         path = path.partition("?")[0]
@@ -79,6 +86,7 @@ class FakeEngine:
             ("num_requests_running", self.running),
             ("num_requests_waiting", self.waiting),
             ("kv_cache_usage_perc", self.usage),
+            ("prefix_cache_hits_total", self.hits),
         ):
             text, count = re.subn(
                 rf"^(vllm:{name}\{{[^}}]*\}}) .*$", rf"\g<1> {value}", text, flags=re.MULTILINE

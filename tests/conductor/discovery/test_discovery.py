@@ -53,7 +53,12 @@ class World:
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.discovery = Discovery(SCRAPE_S, lambda: TIMEOUT_S, lambda name: self.runs.get(name, 0))
+        self.discovery = Discovery(
+            SCRAPE_S,
+            lambda: TIMEOUT_S,
+            lambda name: self.runs.get(name, 0),
+            lambda url: next((name for name, at in self.registered.items() if at == url), ""),
+        )
 
     def find(self, *urls: str, source: str = "dns x:1") -> None:
         self.discovery.found(source, [place(url) for url in urls], OPTIONS)
@@ -249,7 +254,7 @@ def test_what_was_added_stays(world: World) -> None:
 
 
 def test_there_is_a_limit() -> None:
-    discovery = Discovery(SCRAPE_S, lambda: TIMEOUT_S, lambda _: 0)
+    discovery = Discovery(SCRAPE_S, lambda: TIMEOUT_S, lambda _: 0, lambda _: "")
     many = [place(f"http://h{n}:1") for n in range(ENGINES_MAX + 5)]
     discovery.found("dns x:1", many, OPTIONS)
     assert len(discovery.states(0.0)) == ENGINES_MAX

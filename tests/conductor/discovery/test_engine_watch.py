@@ -25,6 +25,7 @@ from tiffin.conductor.discovery.engine_watch import EngineWatch
 from tiffin.conductor.discovery.settings import DiscoverySettings, SourceSettings, read_discovery
 from tiffin.conductor.errors import ConductorUnavailable, HostNotAllowed, InvalidRequest
 from tiffin.conductor.records import InstanceSpec, Load, Rejection, Request, Role
+from tiffin.conductor.replicas.replica import News
 from tiffin.conductor.wire.engine_models import EngineOptions
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def test_srv_records() -> None:
     records = ["0 5 8001 gpu-1.test.", "0 5 8002 gpu-2.test."]
     with name_server(records) as server:
         found = asyncio.run(name_lookup.services("_http._tcp.engines.test", 5.0, server))
-    assert found == [("gpu-1.test", 8001), ("gpu-2.test", 8002)]
+    assert sorted(found) == [("gpu-1.test", 8001), ("gpu-2.test", 8002)]
     with name_server(["0 0 0 ."]) as server:
         assert asyncio.run(name_lookup.services("_http._tcp.none.test", 5.0, server)) == []
     with name_server([]) as server, pytest.raises(ConductorUnavailable, match="no SRV records"):
@@ -192,6 +193,34 @@ def test_heartbeats_of_its_own_win(engine: FakeEngine) -> None:
             await asyncio.sleep(0.4)
             assert len(engine.asked) <= asked + 1  # one may have been on its way
             assert core.loads["vllm-0"] == Load(running=1)
+
+    asyncio.run(check())
+
+
+def test_one_that_registered_itself_before_is_not_registered_twice(engine: FakeEngine) -> None:
+    async def check() -> None:
+        core = Recorder()
+        core.register(InstanceSpec("vllm-0", "tiny", Role.MIXED, "test", url=engine.url), 0.0)
+        async with watched(source(url=engine.url), core=core) as (_, watch):
+            await until(lambda: watch.reply().engines[0].told if watch.reply().engines else False)
+            assert core.cluster.names == ["vllm-0"]
+
+    asyncio.run(check())
+
+
+def test_one_that_registered_itself_at_another_conductor_wins(engine: FakeEngine) -> None:
+    async def check() -> None:
+        core = Recorder()
+        async with watched(source(url=engine.url), core=core) as (service, _):
+            await until(lambda: engine.where in core.cluster)
+            own = service.spec(engine.where)
+            assert own is not None
+            service.learn(News(joined=[own]))
+            assert core.cluster.names == [engine.where], "we told them of it"
+            spec = InstanceSpec("vllm-0", "tiny", Role.MIXED, "test", url=engine.url)
+            core.register(spec, service.clock())
+            service.learn(News(joined=[spec]))
+            assert core.cluster.names == ["vllm-0"]
 
     asyncio.run(check())
 
