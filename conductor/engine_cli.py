@@ -93,7 +93,7 @@ def add(
         return
     events = found.labels.get("kv_events", "")
     words = (
-        f"{found.id}: {found.model}, {found.role}, blocks of {found.block_tokens} tokens, room for "
+        f"{found.id}: {found.model}, {found.role}, blocks of {found.part_tokens} tokens, room for "
         f"{found.kv_capacity_tokens:,} tokens, at most {found.batch_max} requests"
     )
     console.print(escape(printable(words)), highlight=False)

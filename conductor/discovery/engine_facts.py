@@ -23,6 +23,7 @@ from tiffin.kvstore.format.schema import KVSchema
 from ..errors import InvalidRequest
 from ..records import InstanceSpec, Role
 from ..state.allowed_hosts import EVENTS_LABEL, REPLAY_LABEL, TOPIC_LABEL
+from ..state.part_keys import PART_TOKENS
 from .engine_metrics import EngineMetrics, read_metrics
 
 if TYPE_CHECKING:
@@ -184,6 +185,7 @@ def registration(
         batch_max=options.batch_max or facts.batch_max or BATCH_MAX,
         fetches=options.fetches,
         labels=_labels(facts, options, url),
+        part_tokens=facts.block_tokens or PART_TOKENS,
     )
     return spec, schema
 

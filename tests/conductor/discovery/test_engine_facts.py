@@ -57,7 +57,7 @@ def test_a_vllm_as_it_is_started_by_default() -> None:
     assert (found.metrics.engine, found.version) == ("vllm", "0.32.0")
     spec, schema = registration(found, PROFILE, URL, "pod-7", None)
     assert (spec.id, spec.model, spec.role, spec.url) == ("pod-7", "tiny", Role.MIXED, URL)
-    assert (found.block_tokens, spec.block_tokens, spec.kv_capacity_tokens) == (128, 512, 6144)
+    assert (spec.part_tokens, spec.block_tokens, spec.kv_capacity_tokens) == (128, 512, 6144)
     assert (spec.batch_max, spec.fetches, spec.labels) == (256, False, {})
     assert schema == own_schema("tiny", 512)
 
