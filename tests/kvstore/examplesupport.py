@@ -225,7 +225,7 @@ class Stage:
         self.file("etc/tiffin/conductor-tokens", f"schedule,read {router}\n")
         self.file("etc/tiffin/api-keys", "schedule,read alice-0123456789abcdef\n")
         (conductor,) = fences(DOCS / "conductor" / "service.md", "toml")
-        (gateway,) = fences(DOCS / "conductor" / "gateway.md", "toml")
+        gateway, *_ = fences(DOCS / "conductor" / "gateway.md", "toml")
         self.file("etc/tiffin/conductor.toml", conductor)
         self.file("etc/tiffin/gateway.toml", gateway)
         schema = KVSchema.gqa(
