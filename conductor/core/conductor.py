@@ -50,7 +50,7 @@ from ..state.id_allocator import Names
 from ..state.inflight_prefills import Computing
 from ..state.input_checks import check_alike, check_instance, check_load, check_request
 from ..state.instance_table import Cluster
-from ..state.part_keys import INDEXED_PARTS_MAX
+from ..state.part_keys import INDEXED_PARTS_MAX, PART_TOKENS
 from ..state.prefix_index import PrefixIndex
 from ..state.sliced_work import finished
 from . import refusals
@@ -548,17 +548,18 @@ class Conductor:
         publishes its own block events, only blocks that it did not have before are guessed. This is
         not done when the request is scheduled: until the prefill is done no instance can fetch the
         blocks, and the scheduler finds prefills that it could wait for in `computing`."""
-        name, keys = route.prefill, flight.request.keys
+        name, keys, parts = route.prefill, flight.request.keys, flight.request.part_keys
         if name != flight.decision.prefill:  # another route of a race was faster
             there = name in self.cluster and route in flight.decision.alternatives
         else:
             there = flight.prefill_row >= 0
             if self.holdings.speaks(name):
                 keys = keys[flight.hbm_blocks :]
+                parts = parts[flight.part_tokens // PART_TOKENS :]
         if there:
             self.holdings.routed(name, keys, now)
-            if flight.request.part_keys:
-                self.parts.routed(name, flight.request.part_keys, now)
+            if parts:
+                self.parts.routed(name, parts, now)
 
     def _make_way(self, victims: Iterable[InflightRequest], by: str, now: float) -> None:
         """End requests that were preempted in a full queue by the request `by`."""

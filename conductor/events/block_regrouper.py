@@ -114,33 +114,33 @@ class Change(NamedTuple):
     keys: list[bytes]
     parts: bool = False
 
+    @property
+    def kind(self) -> tuple[str, bool, bool]:
+        return self.tier, self.added, self.parts
 
-class _Changes:
-    """Collects changes: consecutive ones of the same kind are merged. Blocks and parts are in
-    different indexes, so their order does not matter."""
+
+class _Changes(list[Change]):
+    """Collects changes: consecutive ones of the same kind are merged. `firsts` are first pages of
+    prompts whose held parts may have changed: what becomes of their part keys is found out at the
+    end, once for all parts."""
 
     def __init__(self) -> None:
-        self._blocks: list[Change] = []
-        self._parts: list[Change] = []
-
-    def all(self) -> list[Change]:
-        return self._blocks + self._parts
+        super().__init__()
+        self.firsts: dict[_Page, None] = {}
 
     def note(self, tier: int, added: bool, key: bytes) -> None:
-        _merge(self._blocks, Change(TIERS[tier], added, [key]))
+        self._merge(Change(TIERS[tier], added, [key]))
 
     def note_parts(self, fresh: list[bytes], gone: list[bytes]) -> None:
-        if fresh:
-            _merge(self._parts, Change(TIERS[0], True, fresh, parts=True))
-        if gone:
-            _merge(self._parts, Change(TIERS[0], False, gone, parts=True))
+        for added, keys in ((True, fresh), (False, gone)):
+            if keys:
+                self._merge(Change(TIERS[0], added, keys, parts=True))
 
-
-def _merge(changes: list[Change], one: Change) -> None:
-    if changes and changes[-1].tier == one.tier and changes[-1].added == one.added:
-        changes[-1].keys.extend(one.keys)
-    else:
-        changes.append(one)
+    def _merge(self, one: Change) -> None:
+        if self and self[-1].kind == one.kind:
+            self[-1].keys.extend(one.keys)
+        else:
+            self.append(one)
 
 
 class _Page:
@@ -234,14 +234,13 @@ class Folder:
         changes = _Changes()
         self._expire(now)
         if not event.hashes:
-            return changes.all()
+            return changes
         if not event.tokens:
             self._named(event, changes)
-            self._evict(changes)
-            return changes.all()
+            return self._with_starts(changes)
         if not self._fits(event.part_tokens):
             self.counts.refused_parts += len(event.hashes)
-            return changes.all()
+            return changes
         ready = [_Waiting(event, now)]
         while ready:
             one = ready.pop()
@@ -252,7 +251,7 @@ class Folder:
                 for part in one.event.hashes:
                     ready += self._take_waiting(part)
         self._evict(changes)
-        return changes.all()
+        return self._with_starts(changes)
 
     def removed(self, event: EngineRemoved) -> list[Change]:
         """The changes of keys; unknown hashes are ignored."""
@@ -267,7 +266,7 @@ class Folder:
             waiting = self._waiting_for.get(part)
             if waiting is not None and waiting.event.tier == event.tier:
                 waiting.gone.add(part)
-        return changes.all()
+        return self._with_starts(changes)
 
     # -- the pieces of `stored` --------------------------------------------------------------------
 
@@ -369,7 +368,7 @@ class Folder:
             if speaks and page.key is not None and self._full(page, tier):
                 changes.note(tier, True, page.key)
             if page.first:
-                self._note_start(page, changes)
+                changes.firsts[page] = None
         if again and self._counts_copies:
             self._copies[part, tier] = self._copies.get((part, tier), 0) + 1
 
@@ -388,15 +387,9 @@ class Folder:
                 assert page.key is not None
                 changes.note(tier, False, page.key)
             if page.first:
-                self._note_start(page, changes)
+                changes.firsts[page] = None
             if not any(page.held):
                 self._forget(page, changes)
-
-    def _note_start(self, page: _Page, changes: _Changes) -> None:
-        """Note the part keys that a change of a prompt's first page has added or removed."""
-        held = page.held[0]
-        leading = (held ^ (held + 1)).bit_length() - 1
-        changes.note_parts(*self.starts.hold(page, page.tokens, leading * self._part_tokens))
 
     def _forget(self, page: _Page, changes: _Changes) -> None:
         del self._pages[page]
@@ -418,7 +411,15 @@ class Folder:
                     changes.note(tier, False, page.key)
             self.counts.evicted_parts += len(page.hashes)
             self._forget(page, changes)
+
+    def _with_starts(self, changes: _Changes) -> list[Change]:
+        """The changes of part keys added to those of blocks."""
+        for page in changes.firsts:
+            held = page.held[0]
+            leading = (held ^ (held + 1)).bit_length() - 1
+            changes.note_parts(*self.starts.hold(page, page.tokens, leading * self._part_tokens))
         changes.note_parts([], self.starts.evict())
+        return changes
 
     # -- parts whose parent is not known -----------------------------------------------------------
 

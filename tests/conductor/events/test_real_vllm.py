@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -71,6 +72,7 @@ class World:
     engines: dict[str, Vllm]
     conductor: ConductorClient
     http: httpx.Client
+    conductor_url: str
 
     def ask(
         self,
@@ -113,6 +115,12 @@ class World:
         holders = self.conductor.match(SCHEMA.prefix(ids).keys).holders
         return {one.holder.removesuffix("/hbm"): one.blocks for one in holders}
 
+    def indexed_parts(self) -> int:
+        """How many parts of prompts' first blocks the conductor knows."""
+        text = httpx.get(f"{self.conductor_url}/metrics", trust_env=False).text
+        (found,) = re.findall(r"^tiffin_conductor_index_parts (\S+)$", text, re.MULTILINE)
+        return int(float(found))
+
     def await_held(self, ids: Sequence[int], name: str, blocks: int) -> None:
         wait_until(
             lambda: self.held(ids).get(name, 0) == blocks,
@@ -152,7 +160,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             engine.wait()
             engine.add_to(client, PROFILE)
         http = httpx.Client(base_url=door.gateway_url, trust_env=False, timeout=PATIENCE_S)
-        it = World(engines, client, stack.enter_context(http))
+        it = World(engines, client, stack.enter_context(http), door.conductor_url)
         it.await_ready()
         wait_until(
             lambda: http.get("/readyz").status_code == 200, "the gateway knows them", PATIENCE_S
@@ -195,6 +203,35 @@ def test_prompts_with_one_beginning_go_to_one_instance(
     assert len(second.tokens) == 12
     entry = world.conductor.why(second.headers["x-request-id"])
     assert (entry.prefill, entry.cached_tokens) == (first.instance, 2 * BLOCK)
+
+
+def test_system_prompts_shorter_than_a_block_are_found_by_events(world: World) -> None:
+    """Six of 300 tokens, of which vLLM caches two blocks of 128, three of them on each vLLM, which
+    were asked directly: the conductor knows of them by events alone. Then five questions each."""
+    systems = {number: prompt(300 + number, 300) for number in range(6)}
+    homes = {number: f"vllm-{number % 2}" for number in systems}
+    known = world.indexed_parts()
+    for number, system in systems.items():
+        world.engines[homes[number]].answer(path_of("ids"), body_of("ids", system))
+    wait_until(lambda: world.indexed_parts() == known + 6 * 16, "six starts", PATIENCE_S)
+    before = sum(engine.hit_tokens() for engine in world.engines.values())
+    predicted = 0
+    # The default compares seconds, and one of two vLLMs on one machine may be the faster one.
+    world.conductor.patch({"policy": {"name": "prefix_aware"}})
+    for number in range(30):
+        ids = [*systems[number % 6], *prompt(400 + number, 20)]
+        answer = world.ask(KINDS[number % 3], ids, stream=number % 2 == 0)
+        assert (answer.status, answer.instance) == (200, homes[number % 6])
+        predicted += answer.cached_tokens
+    world.conductor.patch({"policy": {"name": "kvcache_centric"}})
+    after = sum(engine.hit_tokens() for engine in world.engines.values())
+    assert (after - before, predicted) == (30 * 256, 30 * 256)
+    assert world.held(systems[0]) == {}, "there are no blocks"
+    terms = {
+        one.instance: one.terms["cached_part_tokens"]
+        for one in world.conductor.why(answer.headers["x-request-id"]).candidates
+    }
+    assert terms == {answer.instance: 256.0, world.other(answer.instance): 0.0}
 
 
 def test_what_depends_on_a_salt_is_nobodys(world: World) -> None:
