@@ -14,7 +14,7 @@ from rich.table import Table
 
 from tiffin.kvstore.cli.console import JsonFlag, check_log_level, console, log_to_stderr, warn
 from tiffin.kvstore.errors import InvalidInput
-from tiffin.kvstore.gc_tuning import calm_collector
+from tiffin.kvstore.gc_tuning import collect_young_only
 from tiffin.kvstore.text import printable
 
 from .console import URL, CaOption, OtlpOption, TokenOption, UrlOption, asking, explained
@@ -186,7 +186,7 @@ def conductor(
         log_to_stderr(log_level)
         # Otherwise each counter has a second line with its time of creation.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        calm_collector()
+        collect_young_only()
         with contextlib.suppress(KeyboardInterrupt):
             uvloop.run(serve(core, options))
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tiffin.kvstore.gc_tuning import calm_collector
+from tiffin.kvstore.gc_tuning import collect_young_only
 
 from ..display import AsJson, AsMarkdown, add_command, carry_out, out_option, row_option
 from .setting import Setting, Sizes
@@ -40,7 +40,7 @@ def conductor(
 
     `tiffin bench conductor --quick`, `tiffin bench conductor --row decision --row service`
     """
-    calm_collector()  # as the service does
+    collect_young_only()  # as the service does
     setting = partial(Setting, Sizes.quick() if quick else Sizes(), dynamo)
     names = row or [name for name in SUITE.measurements if name != "dynamo" or dynamo]
     carry_out(SUITE, setting, names, out, as_json=as_json, as_markdown=as_markdown)

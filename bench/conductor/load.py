@@ -187,10 +187,7 @@ class _Sender:
         return self._raw(calls.schedule(request))
 
     def _raw(self, call: calls.RestCall[Any]) -> bytes:
-        body = call.body or b""
-        kind = "Content-Type: application/json\r\n" if body else ""
-        head = f"{call.method} {call.path} HTTP/1.1\r\nHost: {_HOST}:{self._load.port}\r\n"
-        return f"{head}{kind}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        return raw_call(call, self._load.port)
 
     async def _send(self, raw: list[bytes]) -> list[float]:
         seconds: list[float] = []
@@ -199,6 +196,14 @@ class _Sender:
             for one in self._connections:
                 tasks.create_task(_send_some(one, left, seconds))
         return seconds
+
+
+def raw_call(call: calls.RestCall[Any], port: int) -> bytes:
+    """A call to a service at this port, as it is sent."""
+    body = call.body or b""
+    kind = "Content-Type: application/json\r\n" if body else ""
+    head = f"{call.method} {call.path} HTTP/1.1\r\nHost: {_HOST}:{port}\r\n"
+    return f"{head}{kind}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def events_of_an_answer() -> list[RequestEvent]:

@@ -48,6 +48,8 @@ class Sizes:
     # once a second.
     stall_requests: int = 450
     stall_turns: int = 5
+    # Seconds of requests per turn beside all else: 1,800 of them.
+    busy_s: float = 12.0
 
     @classmethod
     def quick(cls) -> Sizes:
@@ -61,6 +63,7 @@ class Sizes:
             turns=5,
             stall_requests=300,
             stall_turns=2,
+            busy_s=6.0,
         )
 
 

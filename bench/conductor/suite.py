@@ -82,6 +82,14 @@ def _stalls(setting: Setting) -> list[Row]:
     return stalls(setting)
 
 
+def _busy(setting: Setting) -> list[Row]:
+    from .busy import busy
+    from .service import lacking
+
+    lacking()
+    return busy(setting)
+
+
 def _floods(setting: Setting) -> list[Row]:
     from .stalls import floods
 
@@ -118,6 +126,7 @@ _MEASUREMENTS: dict[str, Measurement] = {
     "folding": _folding,
     "service": _service,
     "whole-requests": _whole_requests,
+    "busy": _busy,
     "stalls": _stalls,
     "floods": _floods,
     "dynamo": _dynamo,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..records import Rejection
-    from ..wire.models import EventBody
+    from ..wire.models import ErrorDetail, EventBody
     from .conductor_service import Service
 
 _item = msgspec.json.Decoder(EventItem)
@@ -30,24 +30,27 @@ async def observe_all(service: Service, texts: Sequence[msgspec.Raw]) -> EventsR
     async with service.batch_turn:  # or each of many batches would take a slice before a decision
         turns = TimeSlices()
         for at, text in enumerate(texts):
-            problem = _observe(service, text)
-            if problem is not None:
-                status, error = told(problem)
+            failure = _observe(service, text)
+            if failure is not None:
+                status, error = failure
                 failed.append(EventFailure(at=at, status=status, error=error))
             await turns.give()
     return EventsReply(taken=len(texts) - len(failed), failed=failed)
 
 
-def _observe(service: Service, text: msgspec.Raw) -> Rejection | ConductorError | Refusal | None:
+def _observe(service: Service, text: msgspec.Raw) -> tuple[int, ErrorDetail] | None:
+    """Take an event; status and error if that fails. An exception that was returned would refer to
+    the frame of its caller, and be garbage that only the collector finds."""
     try:
         item = _item.decode(text)
-        return observe(service, item.request_id, item.tenant, item.event, item)
+        rejection = observe(service, item.request_id, item.tenant, item.event, item)
     except (msgspec.DecodeError, RecursionError) as error:
-        return invalid_json(error)
+        return told(invalid_json(error))
     except UnicodeDecodeError:
-        return Refusal(400, "invalid_json", "the event is not UTF-8")
+        return told(Refusal(400, "invalid_json", "the event is not UTF-8"))
     except ConductorError as error:
-        return error
+        return told(error)
+    return None if rejection is None else told(rejection)
 
 
 def observe(

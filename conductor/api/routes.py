@@ -196,7 +196,7 @@ async def instance(http: Request, instance: InstanceId) -> Response:
     return answer(conversions.instance_reply(service.core.instance(instance, service.clock())))
 
 
-@_api.put(
+@_hot.put(
     "/v1/instances/{instance}",
     **rest(
         "instances",
@@ -215,6 +215,7 @@ async def announce(http: Request, instance: InstanceId) -> Response:
     registration does. Its url, and the labels `role_url`, `orders_url`, `kv_events` and
     `kv_events_replay`, are at hosts of the setting `instances.allowed_hosts`.
     """
+    conversions.check_id(instance, "an instance's id")
     service = service_of(http)
     body = await body_of(http, models.InstanceBody)
     spec = None if conversions.is_heartbeat(body) else conversions.to_spec(instance, body)
@@ -504,7 +505,8 @@ async def readyz(http: Request) -> Response:
 @_api.get("/metrics", **rest("health", Right.READ, str, media="text/plain"))
 async def metrics(http: Request) -> Response:
     """For Prometheus."""
-    return Response(service_of(http).metrics.text(), headers={"content-type": CONTENT_TYPE})
+    text = await TimeSlices().finish(service_of(http).metrics.writing())
+    return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
 def _done() -> Response:

@@ -285,6 +285,7 @@ class Conductor:
         self.horizon.advance(now)
         self.shadow.tick(now)
         self.output_caps.tick(self.cluster, self.ledger, self.settings.admission)
+        yield
         self.profiles.tick(now)
         self.cluster.blend(now)
         timeout_s = self.settings.core.heartbeat_timeout_s
@@ -295,6 +296,7 @@ class Conductor:
             self.cluster.set_status(self.cluster.name(row), Status.LOST)
         self._wake(lost)
         self._forget_silent(now)
+        yield
         self.dispatch.tick(now)
         self.names.tick(now)
         return expired

@@ -32,6 +32,7 @@ class ArrivalBuffer:
         self._popularity = popularity
         self._dice = dice
         self._seen: deque[tuple[Request, InstanceSpec]] = deque(maxlen=SEEN_MAX)
+        self._counting = False
 
     def came(self, request: Request, prefill: InstanceSpec) -> None:
         """Buffer a request that the conductor assigned to a prefill instance."""
@@ -42,12 +43,22 @@ class ArrivalBuffer:
         finished(self.counting(now))
 
     def counting(self, now: float) -> Work[None]:
-        """Add the buffered requests to `popularity`: their prefixes, and the demand per node."""
+        """Add the buffered requests to `popularity`: their prefixes, and the demand per node. While
+        that is going on, another one leaves further requests for the next time."""
+        if not self._counting:
+            self._counting = True
+            try:
+                yield from self._count(now)
+            finally:
+                self._counting = False
+
+    def _count(self, now: float) -> Work[None]:
         seen = list(self._seen)
         self._seen.clear()
         some = seen if len(seen) <= COUNTED_MAX else self._dice.sample(seen, COUNTED_MAX)
         for request, spec in some:
             weight = len(seen) / len(some)
+            yield from self._popularity.making_room(len(request.keys), now)
             shared = self._popularity.seen(
                 request.keys, now,
                 model=request.model, block_bytes=spec.block_bytes, weight=weight,

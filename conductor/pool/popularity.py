@@ -207,6 +207,12 @@ class Popularity:
         self._track(keys, shared, model, block_bytes, now)
         return shared
 
+    def making_room(self, keys: int, now: float) -> Work[None]:
+        """Make room for a prompt of so many keys in the table, as `seen` does by itself, but in
+        pieces: 3 ms. Nobody may call `seen` between them."""
+        if len(self._row) + min(keys, CHAIN_MAX) > self._tracked_max:
+            yield from self._pruning(now)
+
     def wanted(self, keys: Sequence[bytes], node: str, now: float, *, weight: float = 1.0) -> None:
         """Count demand on `node`: a prompt that begins with these keys was assigned to an instance
         there, whether the node had the blocks or had to fetch them."""
@@ -286,7 +292,7 @@ class Popularity:
         """Put the first `count` of these keys into the table, as far as there is room."""
         begin = self._tracked(keys, count)
         if len(self._row) + count - begin > self._tracked_max:
-            self._prune(now)
+            finished(self._pruning(now))
             begin = self._tracked(keys, count)
             count = min(count, begin + self._tracked_max - len(self._row))
         parent = self._row[keys[begin - 1]] if begin else -1
@@ -317,19 +323,25 @@ class Popularity:
             yield
         return counts
 
-    def _prune(self, now: float) -> None:
+    def _pruning(self, now: float) -> Work[None]:
         """Evict all but the most popular keys. Of equals the lower row is kept, and parents are in
         lower rows: so the parent of a kept key is kept."""
         keys = list(self._row)
-        counts = finished(self._counting(keys, self._parent[: len(keys)], now))
+        counts = yield from self._counting(keys, self._parent[: len(keys)], now)
         order = np.argsort(-counts, kind="stable")
+        yield
         kept = np.sort(order[: int(self._tracked_max * _KEPT_SHARE)])
+        row: dict[bytes, int] = {}
+        for begin in range(0, len(kept), _PIECE_KEYS):
+            some = kept[begin : begin + _PIECE_KEYS].tolist()
+            row.update((keys[old], new) for new, old in enumerate(some, begin))
+            yield
         renumbered = np.full(len(keys) + 1, -1, np.int64)
         renumbered[kept] = np.arange(len(kept))
         self._parent[: len(kept)] = renumbered[self._parent[kept]]
         for column in (self._block_bytes, self._model):
             column[: len(kept)] = column[kept]
-        self._row = {keys[old]: new for new, old in enumerate(kept.tolist())}
+        self._row = row
 
     def check(self) -> None:
         """Raise AssertionError unless parents are in the table, below their children."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.gc_tuning import collect_young
 
 from ..api.app import create_app
 from ..api.request_bodies import Limits
@@ -225,6 +226,7 @@ async def _tick(service: Service) -> None:
     while True:
         await TimeSlices().finish(service.ticking())
         await asyncio.sleep(TICK_S)
+        collect_young()
 
 
 async def _either(stop: asyncio.Event, serving: asyncio.Task[None]) -> None:

@@ -63,8 +63,9 @@ class LoadReports:
         self._strangers: Counts = np.zeros((len(REPORTED), rows), np.int64)
         self._measured_at: Floats = np.full((len(REPORTED), rows), -np.inf)
         self._rows: set[int] = set()  # where there are any
-        # By row, what was promised and released lately: (time, column, amount).
-        self._promised: defaultdict[int, deque[tuple[float, int, int]]] = defaultdict(deque)
+        # By row, what was promised and released lately: time, column, amount, time, ... A tuple of
+        # each would be one more object for the garbage collector, twenty for a request.
+        self._promised: defaultdict[int, deque[float]] = defaultdict(deque)
 
     def grow(self, rows: int) -> None:
         """Have room for so many rows."""
@@ -75,9 +76,10 @@ class LoadReports:
     def promised(self, row: int, name: str, amount: int, now: float) -> None:
         """This conductor has promised (or, if negative, released) so much at an instance."""
         recent = self._promised[row]
-        recent.append((now, _PLACE[name], amount))
-        while recent[0][0] < now - AGE_S_MAX:
-            recent.popleft()
+        recent += now, _PLACE[name], amount
+        while recent[0] < now - AGE_S_MAX:
+            for _ in range(3):
+                recent.popleft()
 
     def heard(
         self, row: int, load: Load, own: list[int], others: Counts | None, now: float
@@ -135,12 +137,14 @@ class LoadReports:
         has `own` now."""
         then, most = list(own), list(own)
         seen = False  # whether `then` is of a time before `until`
-        for at_s, column, amount in reversed(self._promised.get(row, ())):
+        backwards = reversed(self._promised.get(row, ()))
+        for amount, column, at_s in zip(backwards, backwards, backwards, strict=True):
             if at_s <= until and not seen:
                 most, seen = list(then), True
             if at_s <= since:
                 break
-            then[column] -= amount
+            at = int(column)
+            then[at] -= int(amount)
             if seen:
-                most[column] = max(most[column], then[column])
+                most[at] = max(most[at], then[at])
         return most if seen else then

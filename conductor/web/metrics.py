@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ..core.prediction_errors import Timings
+from ..state.sliced_work import finished
 from .tally import Tally
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from ..records import Decision, Rejection, Request, RequestEvent
+    from ..state.sliced_work import Work
 
     # A metric's name, help text, label names, and rows of label values and number.
     Family = tuple[str, str, tuple[str, ...], list[tuple[tuple[str, ...], float]]]
@@ -135,7 +137,15 @@ class ConductorMetrics:
 
     def text(self) -> bytes:
         """All metrics as text of type `CONTENT_TYPE`."""
-        return generate_latest(self.registry)
+        return finished(self.writing())
+
+    def writing(self) -> Work[bytes]:
+        """`text` in pieces, one for each metric."""
+        texts = list[bytes]()
+        for metric in self.registry.collect():
+            texts.append(generate_latest(_Alone(metric)))
+            yield
+        return b"".join(texts)
 
     def state(self) -> Iterator[Metric]:
         """The current state as metrics, and what is counted here."""
@@ -168,6 +178,17 @@ class ConductorMetrics:
         tally = Tally(PREFIX + name, what, bounds)
         self._tallies.append(tally)
         return tally
+
+
+class _Alone(CollectorRegistry):
+    """A registry of one metric that was collected already."""
+
+    def __init__(self, metric: Metric) -> None:
+        super().__init__()
+        self._metric = metric
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._metric
 
 
 class _State:

@@ -47,6 +47,7 @@ TINY = Sizes(
     answers=8,
     stall_requests=20,
     stall_turns=1,
+    busy_s=0.5,
 )
 NAMES = {
     "decision": [
@@ -58,6 +59,7 @@ NAMES = {
     "events": ["index-events"],
     "resync": ["index-resync"],
     "folding": ["folding-events"],
+    "busy": ["busy"],
 }
 
 ROW = Row("decision", "what", "us", single(3.0), "limit", single(4.0), (Target("p50", "<=", 9.0),))

@@ -250,6 +250,37 @@ class TestArrivals:
         assert counted.of_each(chain([0]), 0.0).tolist() == [COUNTED_MAX]
         assert counted.demand_each(chain([0]), ["n"], 0.0).tolist() == [COUNTED_MAX - 1]
 
+    def test_another_one_meanwhile_leaves_the_rest_for_the_next_time(self) -> None:
+        counted, dice = popularity(), random.Random(0)
+        arrivals, spec = ArrivalBuffer(counted, dice), InstanceSpec("i", "m", Role.MIXED, "p")
+        for number in range(3):
+            arrivals.came(Request(f"r{number}", "m", 100, chain([number])), spec)
+        first = arrivals.counting(0.0)
+        next(first)
+        arrivals.came(Request("late", "m", 100, chain([9])), spec)
+        assert list(arrivals.counting(0.0)) == []
+        assert counted.of_each(chain([9]), 0.0) == 0.0
+        list(first)
+        arrivals.count(0.0)
+        assert counted.of_each([chain([n])[0] for n in (0, 1, 2, 9)], 0.0).tolist() == [1.0] * 4
+        abandoned = arrivals.counting(0.0)
+        next(abandoned, None)
+        abandoned.close()
+        arrivals.came(Request("later", "m", 100, chain([9])), spec)
+        arrivals.count(0.0)
+        assert counted.of_each(chain([9]), 0.0) == 2.0
+
+    def test_room_is_made_in_pieces_before_a_prompt_is_counted(self) -> None:
+        counted, pieces = popularity(tracked_max=40), 0
+        for number in range(40):
+            keys = chain([number % 13, 0, 0, 0])
+            pieces += len(list(counted.making_room(len(keys), float(number))))
+            assert len(counted) + len(keys) <= 40, "else `seen` makes room by itself, in one piece"
+            counted.seen(keys, float(number))
+            counted.check()
+        assert pieces > 2
+        assert len(counted) > 20, "not all of them leave"
+
     def test_of_many_some_stand_for_all(self) -> None:
         """A third of 1,200 prompts begins with the same block. The others share nothing, and are
         not listed, although each of them that is counted represents many."""
