@@ -41,6 +41,7 @@ from .openai.openai_request import (
     read_wishes,
 )
 from .openai.response_ids import holder
+from .openapi import document
 from .requests.answer_stream import Serving
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def create_app(gateway: Gateway, *, auth: Tokens | None = None) -> Starlette:
         ("POST", "/detokenize", routes.forward, Right.SCHEDULE),
         ("GET", "/v1/models", routes.models, Right.READ),
         ("GET", "/v1/models/{model:path}", routes.model, Right.READ),
+        ("GET", "/openapi.json", routes.openapi, None),
         ("GET", "/livez", routes.livez, None),
         ("GET", "/readyz", routes.readyz, None),
         ("GET", "/metrics", routes.metrics, Right.READ),
@@ -171,6 +173,10 @@ class _Routes:
         ask = gateway.named(client, read_ask(http.url.path, raw, Wishes("")))
         whole = await gateway.forward("POST", http.url.path, ask.model, ask.raw)
         return Response(whole.body, whole.status, whole.headers)
+
+    async def openapi(self, http: Request) -> Response:
+        """What all this is, for tools."""
+        return answer(document())
 
     async def livez(self, http: Request) -> Response:
         """Whether the process answers."""

@@ -202,6 +202,27 @@ class Engine:
             pass
 
 
+@dataclass
+class Whole(Engine):
+    """An engine that tells what it was asked on every route, and keeps responses."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        http = HttpRequest(scope, receive)
+        path = http.url.path
+        if path in ("/health", "/v1/completions", "/v1/chat/completions", "/tokenize"):
+            await super().__call__(scope, receive, send)
+            return
+        raw = await http.body()
+        self.calls.append((path, {"raw": raw}, dict(http.headers)))
+        if path == "/v1/audio/speech":
+            await Response(b"RIFF", media_type="audio/wav")(scope, receive, send)
+            return
+        body = json.loads(raw) if raw and "multipart" not in http.headers["content-type"] else {}
+        said = {"id": body.get("request_id"), "at": self.name, "path": path, "sent": len(raw)}
+        usage = {"output_tokens": 4}
+        await JSONResponse({**said, "usage": usage})(scope, receive, send)
+
+
 class Heard(SharedConductor):
     """The real core, which records its calls. It shares nothing: it has no address, and leads."""
 

@@ -393,9 +393,10 @@ class Serving(Response):
 
     def _reached(self, answer: AnswerStream) -> int | None:
         """The cap of answers like this one where it is decoded, if it has reached that and not its
-        end. An answer with several choices is left alone: it has an end for each."""
+        end. An answer with several choices is left alone: it has an end for each; so is a
+        response, whose last event repeats all of it."""
         assert self._route is not None
-        if self._ask.whole or answer.counter.ended:
+        if self._ask.whole or answer.counter.ended or self._ask.path == RESPONSES:
             return None
         name, priority = self._route.decode.name, self._ask.wishes.priority
         cap = self._gateway.known.output_cap(name, priority)

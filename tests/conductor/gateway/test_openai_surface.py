@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import pytest
 from apisupport import MODEL
-from gatewaysupport import CONFIG, Cluster, Engine, cluster, run
+from gatewaysupport import CONFIG, Cluster, Whole, cluster, run
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
 
 from tiffin.conductor.gateway.openai.form_fields import model_of_form
 from tiffin.conductor.gateway.openai.model_aliases import chosen
@@ -22,27 +19,6 @@ from tiffin.conductor.gateway.openai.openai_request import LISTENING, POOLING, R
 from tiffin.conductor.gateway.openai.response_ids import holder, new_id
 from tiffin.conductor.gateway.openai.token_counter import Counter as TokenCounter
 from tiffin.conductor.wire.answers import Refusal
-
-
-@dataclass
-class Whole(Engine):
-    """An engine that tells what it was asked on every route, and keeps responses."""
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        http = HttpRequest(scope, receive)
-        path = http.url.path
-        if path in ("/health", "/v1/completions", "/v1/chat/completions", "/tokenize"):
-            await super().__call__(scope, receive, send)
-            return
-        raw = await http.body()
-        self.calls.append((path, {"raw": raw}, dict(http.headers)))
-        if path == SPEECH:
-            await Response(b"RIFF", media_type="audio/wav")(scope, receive, send)
-            return
-        body = json.loads(raw) if raw and path not in LISTENING else {}
-        said = {"id": body.get("request_id"), "at": self.name, "path": path, "sent": len(raw)}
-        usage = {"output_tokens": 4}
-        await JSONResponse({**said, "usage": usage})(scope, receive, send)
 
 
 async def said(it: Cluster, path: str, body: dict[str, Any], status: int = 200) -> Any:
