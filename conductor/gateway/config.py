@@ -200,6 +200,10 @@ class GatewayConfig(_Group, frozen=True, kw_only=True):
     """Events of all requests are collected for so long and sent in one call: 40 calls a second at
     most. What a gateway that dies has not told is no older."""
 
+    continuation: Literal["off", "greedy", "always"] = "greedy"
+    """Which streams go on at another instance when their own breaks off: those whose answer can't
+    differ but by the order of an engine's sums, or sampled ones, too."""
+
     keepalive_s: Annotated[float, Meta(ge=0, le=86_400)] = 15.0
     """A stream without a token for so long begins, with a comment every so often: proxies end
     connections that say nothing, many after 60 s. 0: never."""

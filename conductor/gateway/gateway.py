@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .engines.engine_client import Whole
     from .openai.openai_request import ClientRequest
     from .openai.tokenizing import Sized
+    from .requests.continuation import Continuation
     from .requests.placement import Placement
 
 log = logging.getLogger("tiffin.gateway")
@@ -201,6 +202,25 @@ class Gateway:
                 gone.add(target.name)
         why = f"no instance of {model!r} answers" if model else "its instance does not answer"
         raise Refusal(503, "no_instance", why, retry_after_s=1.0)
+
+    async def settled(
+        self, rest: Continuation, model: str, gone: Collection[str]
+    ) -> list[int] | None:
+        """How many of an answer's tokens are in the text that the client has, as an instance that
+        is not gone says; None if none does."""
+        silent = set(gone)
+        for ids in rest.candidates():
+            text = None
+            while text is None:
+                target = self.known.any(model, silent)
+                if target is None:
+                    return None
+                text = await self._engines.detokenize(target, model, ids)
+                if text is None:
+                    silent.add(target.name)
+            if rest.matches(text):
+                return ids
+        return None
 
     async def size(self, ask: ClientRequest) -> Sized:
         """The prompt's length in tokens, and its block keys. Raises InvalidRequest."""

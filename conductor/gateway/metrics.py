@@ -43,6 +43,9 @@ class GatewayMetrics:
         self.poisoned = self._counter(
             "poisoned_requests", "Requests that were not tried on a third instance.", "why"
         )
+        self.continued = self._counter(
+            "continued_streams", "Streams that broke off and went on at another instance."
+        )
         self.races = self._counter("races", "Requests that ran on two routes.", "winner")
         self.sized = self._counter("prompts", "How prompts' lengths were found out.", "how")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")

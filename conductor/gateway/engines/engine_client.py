@@ -32,7 +32,7 @@ from ..openai import engine_bodies
 from ..openai.token_counter import Counter, TooLong, answered_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from ..config import GatewayConfig, Handoff
     from ..openai.openai_request import ClientRequest
@@ -123,6 +123,11 @@ class AnswerStream:
         self.first = b""
         self._target, self._response, self._idle_s = target, response, idle_s
 
+    @property
+    def gone(self) -> bool:
+        """Whether an event says that the instance is down."""
+        return self.counter.failed and self.counter.error_status in _GONE
+
     async def begin(self) -> None:
         """Wait for the first token. Raises EngineError."""
         counter, pieces = self.counter, list[bytes]()
@@ -136,7 +141,7 @@ class AnswerStream:
             raise _translated(self._target, error) from error
         except TooLong as error:
             raise EngineOdd(self._target, str(error)) from error
-        if counter.error_status in _GONE and not counter.tokens:
+        if self.gone and not counter.tokens:
             # vLLM sends status 200 before it computes; if its engine dies then, it sends an event
             # with the error.
             if counter.error_status == _FAILED:
@@ -214,6 +219,11 @@ class _Tokenised(msgspec.Struct):
     tokens: list[int]
 
 
+class _Detokenised(msgspec.Struct):
+    prompt: str
+
+
+_detokenised = msgspec.json.Decoder(_Detokenised)
 _prefilled = msgspec.json.Decoder(_Prefilled)
 _tokenised = msgspec.json.Decoder(_Tokenised)
 
@@ -261,6 +271,19 @@ class Engines:
             log.debug("%s answers /tokenize with %d", target.name, answer.status)
         except (EngineError, TimeoutError, msgspec.DecodeError) as error:
             log.debug("%s does not tokenise: %s", target.name, error)
+        return None
+
+    async def detokenize(self, target: CallTarget, model: str, ids: Sequence[int]) -> str | None:
+        """The text of token ids, from the instance's `/detokenize`; None on an error or timeout."""
+        body = msgspec.json.encode({"model": model, "tokens": ids})
+        try:
+            async with asyncio.timeout(self._times.tokenize_s):
+                answer = await self._whole(target, "/detokenize", body, {})
+            if answer.status == 200:
+                return _detokenised.decode(answer.body).prompt
+            log.debug("%s answers /detokenize with %d", target.name, answer.status)
+        except (EngineError, TimeoutError, msgspec.DecodeError) as error:
+            log.debug("%s does not detokenise: %s", target.name, error)
         return None
 
     async def prefill(

@@ -129,6 +129,11 @@ class Wishes:
     def name(self) -> str:
         return name_of(self.tenant, self.request_id)
 
+    def part(self, number: int) -> Wishes:
+        """Those of a later part of the same answer."""
+        mark = f"+{number}"
+        return replace(self, request_id=self.request_id[: ID_MAX - len(mark)] + mark)
+
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:

@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import logging
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -39,6 +40,7 @@ from ..engines.engine_client import (
 )
 from ..openai.engine_bodies import last_events
 from ..openai.openai_request import CHAT, COMPLETIONS, RESPONSES
+from .continuation import Continuation, continuable, with_ids
 from .execution import handed_over
 from .placement import NoInstance, NoShards, Placement
 from .poison import Poisonous, own_answer
@@ -95,6 +97,13 @@ class Serving(Response):
         release: Callable[[], None],
     ) -> None:
         super().__init__()
+        self._asked = ask  # by the client; `_ask` is what runs, the rest of it after a break
+        self._rest: Continuation | None = None
+        if continuable(ask, gateway.config.continuation):
+            self._rest = Continuation(ask, asks_ids="return_token_ids" in ask.fields)
+            ask = with_ids(ask)
+        self._gone: set[str] = set()
+        self._answers: list[AnswerStream] = []  # one after the other
         self._gateway, self._ask, self._span, self._release = gateway, ask, span, release
         self._told = {"x-request-id": ask.wishes.request_id}
         self._report: ConductorReport | None = None
@@ -220,7 +229,7 @@ class Serving(Response):
 
     async def _attempts(self, sized: Sized) -> AnswerStream | Whole:
         """Place the request and run it; place it again if its instance is gone."""
-        gateway, gone = self._gateway, set[str]()
+        gateway, gone = self._gateway, self._gone
         failures: list[EngineGone] = []
         while True:
             prefill = gateway.prefills.begin(self._ask.wishes.name)
@@ -318,6 +327,8 @@ class Serving(Response):
         """Record that the answer begins on route `number`: response headers, metrics, and the
         report of the first token."""
         self._route = route = placed.routes[number]
+        if placed.model:
+            self._rest = None  # the rest would be another model's
         self._describe(placed, route)
         self._span.set(
             {
@@ -362,7 +373,31 @@ class Serving(Response):
         latencies.first(answer.counter.events, self._started_at, gateway.clock())
         if not self._sent_head:
             await self._head(send, 200, {**_STREAM_HEADERS, **answer.headers, **self._told})
-        await _body(send, answer.first, more=True)
+        self._answers = [answer]
+        try:
+            while (ended := await self._passed(answer, latencies, send)) is None:
+                more = await self._go_on()
+                if more is None:
+                    broke = error(502, "engine_failed", "the instance broke off")
+                    gateway.metrics.broken.inc()
+                    await self._last(send, _as_event(broke))
+                    return "cancelled"
+                self._answers.append(more)
+                answer = more
+            return ended
+        finally:
+            for other in self._answers[1:]:
+                await other.close()
+            self._answered = sum(one.counter.tokens for one in self._answers)
+            gateway.metrics.answered_tokens.inc(self._answered)
+
+    async def _passed(
+        self, answer: AnswerStream, latencies: StreamLatencies, send: Send
+    ) -> str | None:
+        """Send the stream of one instance to the client. Returns "finished" or "cancelled"; None if
+        it broke off."""
+        gateway = self._gateway
+        await self._events(answer.first, send)
         told = answer.counter.tokens
         try:
             if (cap := self._reached(answer)) is not None:
@@ -373,40 +408,74 @@ class Serving(Response):
                         self._report.tokens(answer.counter.tokens - told)
                     told = answer.counter.tokens
                     latencies.more(answer.counter.events, gateway.clock())
-                    await _body(send, data, more=True)
+                    if answer.gone and self._rest is not None and self._rest.possible:
+                        raise EngineBroke(f"an error {answer.counter.error_status} in its stream")
+                    await self._events(data, send)
                     if (cap := self._reached(answer)) is not None:
                         return await self._cut(cap, send)
         except EngineBroke as failure:
             log.warning("a stream broke: %s", failure)
-            gateway.breakers.failed(self._route.decode.name, gateway.clock())
-            self._gateway.metrics.broken.inc()
-            await self._last(send, _as_event(error(502, "engine_failed", "the instance broke off")))
-            return "cancelled"
-        finally:
-            self._answered = answer.counter.tokens
-            self._gateway.metrics.answered_tokens.inc(answer.counter.tokens)
+            gateway.breakers.failed(self._decodes, gateway.clock())
+            return None
         await self._last(send, b"")
         if answer.counter.failed:
             self._gateway.metrics.broken.inc()
             return "cancelled"
         return "finished"
 
+    async def _events(self, data: bytes, send: Send) -> None:
+        """Send whole events to the client."""
+        rest = self._rest
+        if rest is not None:
+            if len(self._answers) > 1:
+                data = rest.rewritten(data)
+            data = rest.seen(data)
+        await _body(send, data, more=True)
+
+    async def _go_on(self) -> AnswerStream | None:
+        """The rest of the answer, which another instance has begun; None if that can't be."""
+        gateway, rest = self._gateway, self._rest
+        if rest is None or not rest.possible or len(self._answers) > gateway.config.reschedules:
+            return None
+        self._gone.add(self._decodes)
+        self._end("cancelled")  # the conductor knows the rest by a name of its own
+        self._report, self._placed, self._conductor = None, False, ""
+        try:
+            ids = await gateway.settled(rest, self._ask.model, self._gone)
+            ask = None if ids is None else rest.rest(ids)
+            if ask is None:
+                return None
+            self._ask = replace(ask, wishes=self._asked.wishes.part(len(self._answers)))
+            answer = await self._attempts(await gateway.size(self._ask))
+        except (ConductorError, EngineError, NoInstance, NoShards, Poisonous, Refusal) as failure:
+            log.warning("%s does not go on: %s", self._asked.wishes.request_id, failure)
+            return None
+        except _Refused as failure:
+            self._forget()
+            log.warning("%s does not go on: %s", self._asked.wishes.request_id, failure)
+            return None
+        if isinstance(answer, AnswerStream):
+            gateway.metrics.continued.inc()
+            return answer
+        return None
+
     def _reached(self, answer: AnswerStream) -> int | None:
         """The cap of answers like this one where it is decoded, if it has reached that and not its
         end. An answer with several choices is left alone: it has an end for each; so is a
         response, whose last event repeats all of it."""
         assert self._route is not None
-        if self._ask.whole or answer.counter.ended or self._ask.path == RESPONSES:
+        if self._ask.whole or answer.counter.ended or self._asked.path == RESPONSES:
             return None
         name, priority = self._route.decode.name, self._ask.wishes.priority
         cap = self._gateway.known.output_cap(name, priority)
-        return cap if cap is not None and answer.counter.tokens >= cap else None
+        tokens = sum(one.counter.tokens for one in self._answers)
+        return cap if cap is not None and tokens >= cap else None
 
     async def _cut(self, cap: int, send: Send) -> str:
         """End the answer here, as at a limit of its own, and say why."""
         self._gateway.metrics.cut.inc()
         self._span.set({"tiffin.cut_at": cap})
-        await self._last(send, last_events(self._ask, f"cut_answer:{cap}"))
+        await self._last(send, last_events(self._asked, f"cut_answer:{cap}"))
         return "finished"
 
     def _whole(self, answer: Whole) -> Response:
