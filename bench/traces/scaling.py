@@ -29,6 +29,13 @@ def window(trace: Trace, start_s: float, stop_s: float) -> Trace:
     return replace(trace, requests=tuple(moved))
 
 
+def followed(trace: Trace, later: Trace) -> Trace:
+    """The trace, and from its last arrival on another one of the same blocks."""
+    begin_s = trace.requests[-1].arrival_s
+    moved = [replace(r, arrival_s=r.arrival_s + begin_s) for r in later.requests]
+    return replace(trace, requests=(*trace.requests, *moved))
+
+
 def with_tenants(trace: Trace, count: int, seed: int) -> Trace:
     """`count` tenants with one copy of the trace each, which share no block.
 

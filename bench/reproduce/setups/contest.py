@@ -12,14 +12,14 @@ from ...sim.cluster.oracle import POLICY as ORACLE
 from ...sim.cluster.oracle import Oracle
 from ...sim.cluster.simulation import simulate
 from ...sim.results.goodput import highest_rate
-from ...sim.results.outcomes import summarise
-from ...traces.scaling import at_rate
+from ...sim.results.outcomes import attained_share, summarise
+from ...traces.scaling import at_rate, followed
 from ..evidence import Grid, Statement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ...sim.cluster.simulation import SimulationOptions
+    from ...sim.cluster.simulation import SimulationOptions, SimulationOutcome
     from ...sim.results.outcomes import Summary
     from ...traces.trace import Trace
 
@@ -72,11 +72,14 @@ Results = dict[str, list["Summary"]]  # by policy, in order of the seeds
 
 def replay(trace: Trace, options: SimulationOptions, policy: str) -> Summary:
     """The summary of one policy, or of one of the oracles, on a trace."""
+    return replace(summarise(trace, _simulated(trace, options, policy)), policy=policy)
+
+
+def _simulated(trace: Trace, options: SimulationOptions, policy: str) -> SimulationOutcome:
     if policy not in ORACLES:
-        options = replace(options, policy=policy)
-        return summarise(trace, simulate(trace, options))
+        return simulate(trace, replace(options, policy=policy))
     scheduler = partial(Oracle, work_weight=ORACLES[policy])
-    return replace(summarise(trace, simulate(trace, options, scheduler=scheduler)), policy=policy)
+    return simulate(trace, options, scheduler=scheduler)
 
 
 def contest(
@@ -95,12 +98,19 @@ def contest(
     return found
 
 
-def goodput(trace: Trace, options: SimulationOptions, policy: str) -> float:
+def goodput(
+    trace: Trace, options: SimulationOptions, policy: str, warm_up: Trace | None = None
+) -> float:
     """Requests per second that the policy can serve with its objectives met, by a trace that is
-    replayed faster or slower."""
+    replayed faster or slower. The requests of `warm_up` come first, at their own rate, and do not
+    count."""
 
     def attained(factor: float) -> float:
-        share = replay(at_rate(trace, factor), options, policy).attained
+        whole = at_rate(trace, factor)
+        if warm_up is not None:
+            whole = followed(warm_up, whole)
+        judged = _simulated(whole, options, policy).jobs[-len(trace.requests) :]
+        share = attained_share(judged, options.ttft_s, options.tbt_s)
         assert share is not None, "there are objectives"
         return share
 

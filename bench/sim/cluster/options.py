@@ -55,6 +55,10 @@ class SimulationOptions:
     `replication`: whether nodes carry out the conductor's orders to copy hot blocks. What it takes
     to find these, every heartbeat, doubles the time of a simulation.
 
+    `planner`: whether roles flip as the conductor plans ("act"), or stay; `flip_s`: from its call
+    until an empty instance has its new role. An instance that comes to prefill has an empty cache,
+    and the node of one that stops keeps its blocks, for others to fetch.
+
     **Requests** come when the trace says so; `closed`: the next turn of a conversation not before
     the answer to the one before.
     """
@@ -97,6 +101,8 @@ class SimulationOptions:
     fetches: bool = True
     closed: bool = False
     replication: bool = False
+    planner: Literal["off", "act"] = "off"
+    flip_s: float = 5.0
     ttft_s: float | None = None
     tbt_s: float | None = None
     seed: int = 0
@@ -110,4 +116,5 @@ class SimulationOptions:
         queue = {"order": self.queue_order, "ahead_max": ahead_max, "ahead_s": self.ahead_s}
         layers = {"layerwise_tokens_min": 0, "overlapped": self.layerwise}
         more = {"transfers": links, "queue": queue, "disaggregation": layers}
+        changes["planner"] = {"mode": self.planner}
         return patched(Settings(), {**changes, **more})

@@ -37,11 +37,13 @@ from .load_series import LoadSeries
 from .options import SimulationOptions as SimulationOptions  # noqa: TC001 # others take it here
 from .order_carrier import OrderCarrier
 from .request_reports import RequestReports
+from .role_changes import CALLED, RoleChanges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from tiffin.conductor.cost.latency_profiles import Profile
+    from tiffin.conductor.pool.role_flip import Flip
     from tiffin.conductor.records import Decision
 
     from ...traces.trace import Trace
@@ -51,22 +53,24 @@ if TYPE_CHECKING:
     Profiles = Callable[[str], Profile]
 
 _MODEL = "simulated"
-_ROLES = (Role.PREFILL, Role.DECODE)
 
 
 @dataclass(slots=True)
 class SimulationOutcome:
     """All jobs in order of arrival; bytes that were sent, by sender and receiver; all transfers in
-    the order of their ends; how often an answer was preempted; the load of both pools at each
-    heartbeat; the conductor's estimate of what became of the refused."""
+    the order of their ends; of what was sent, the KV that was handed over to decode; how often an
+    answer was preempted; the load of both pools at each heartbeat; the conductor's estimate of what
+    became of the refused; the role flips, those under way at the end last."""
 
     options: SimulationOptions
     jobs: list[SimRequest] = field(default_factory=list)
     moved_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
     transfers: list[CompletedTransfer] = field(default_factory=list)
+    handed_over_bytes: int = 0
     preempted: int = 0
     loads: LoadSeries = field(default_factory=LoadSeries)
     shadow: ShadowCounts = field(default_factory=ShadowCounts)
+    flips: list[Flip] = field(default_factory=list)
 
 
 def conductor_of(options: SimulationOptions, profiles: Profiles) -> Conductor:
@@ -125,7 +129,7 @@ class _Simulation:
         self._clock = clock = VirtualClock()
         self._network = Network(clock, options.bandwidth_bytes_s, options.latency_s)
         self._objectives = Objectives(options.ttft_s, options.tbt_s)
-        profile, decode_profile = (profiles(self._profile(role)) for role in _ROLES)
+        self._profiles = profiles
 
         def known(name: str) -> Profile:
             found = profiles(name)
@@ -141,33 +145,39 @@ class _Simulation:
         self._coming: dict[str, int] = {}  # by job: parts of its KV that have not come
         self._held: dict[str, list[Callable[[], None]]] = {}  # by the job that is waited for
         self._next_turns = _next_turns(trace) if options.closed else {}
-        self._prefills = self._prefill_instances(profile)
+        self._roles = RoleChanges(self._core, clock, options.flip_s, self._take_role)
+        # Nodes keep their blocks when their instances no longer prefill.
+        self._caches: dict[str, NodeCache] = {}
+        self._prefills: dict[str, PrefillInstance] = {}
+        self._decodes: dict[str, DecodeInstance] = {}
+        for number in range(options.prefill):
+            self._take_role(f"prefill-{number}", Role.PREFILL)
+        for number in range(options.decode):
+            self._take_role(f"decode-{number}", Role.DECODE)
         self._carrier = OrderCarrier(
             self._network,
-            {name: one.cache for name, one in self._prefills.items()},
+            self._caches,
             trace.block_tokens * options.token_bytes,
             lambda outcome: self._reports.later(
                 functools.partial(self._core.steering.ended, outcome)
             ),
         )
-        self._decodes = {
-            name: DecodeInstance(
-                name,
-                clock,
-                self._slowed(name, decode_profile),
-                options.kv_capacity_tokens,
-                options.batch_max,
-                self._ended,
-                self._comes_back(decode_profile),
-            )
-            for name in (f"decode-{number}" for number in range(options.decode))
-        }
         state = TrueState(
             trace, options, self._prefills, self._decodes, self._network, self._reports.running
         )
         self._scheduler: Scheduler = scheduler(state) if scheduler else self._core
 
-    def _prefill_instances(self, profile: Profile) -> dict[str, PrefillInstance]:
+    def _take_role(self, name: str, role: Role) -> None:
+        """An instance prefills, or decodes, from now on; it has no requests."""
+        if role is Role.PREFILL:
+            if name in self._decodes:
+                self._outcome.preempted += self._decodes.pop(name).preempted
+            self._prefills[name] = self._prefill_instance(name)
+        else:
+            self._prefills.pop(name, None)
+            self._decodes[name] = self._decode_instance(name)
+
+    def _prefill_instance(self, name: str) -> PrefillInstance:
         options, tokens = self._options, self._trace.block_tokens
         ways = options.settings().transfers
         load_byte_s = {
@@ -175,20 +185,32 @@ class _Simulation:
             "dram": 1 / ways.dram_bandwidth_bytes_s,
             "nvme": 1 / ways.nvme_bandwidth_bytes_s,
         }
+        profile = self._slowed(name, self._profiles(self._profile(Role.PREFILL)))
         parts = PrefillParts(self._clock, profile, options, tokens, load_byte_s, self._noisy)
         choose = self._next_prefill if options.order == "conductor" else None
-        found = {}
-        for name in (f"prefill-{number}" for number in range(options.prefill)):
-            cache = NodeCache(
+        if name not in self._caches:
+            self._caches[name] = NodeCache(
                 hbm_blocks=options.hbm_cache_tokens // tokens,
                 dram_blocks=options.cache_tokens // tokens,
                 nvme_blocks=options.nvme_cache_tokens // tokens,
                 policy=options.eviction,
                 changed=functools.partial(self._blocks_changed, name),
             )
-            own = replace(parts, profile=self._slowed(name, profile))
-            found[name] = PrefillInstance(name, own, cache, self._began, self._prefilled, choose)
-        return found
+        return PrefillInstance(
+            name, parts, self._caches[name], self._began, self._prefilled, choose
+        )
+
+    def _decode_instance(self, name: str) -> DecodeInstance:
+        options, profile = self._options, self._profiles(self._profile(Role.DECODE))
+        return DecodeInstance(
+            name,
+            self._clock,
+            self._slowed(name, profile),
+            options.kv_capacity_tokens,
+            options.batch_max,
+            self._ended,
+            self._comes_back(profile),
+        )
 
     def _comes_back(self, profile: Profile) -> Callable[[int], float] | None:
         """Seconds for a preempted request to come back, by tokens of its context."""
@@ -221,8 +243,9 @@ class _Simulation:
         self._clock.run(lambda: self._clock.now_s <= heard_s)
         self._outcome.moved_bytes = dict(self._network.moved_bytes)
         self._outcome.transfers = self._network.completed
-        self._outcome.preempted = sum(one.preempted for one in self._decodes.values())
+        self._outcome.preempted += sum(one.preempted for one in self._decodes.values())
         self._outcome.shadow = self._core.shadow.counts
+        self._outcome.flips = self._core.steering.flips()
         return self._outcome
 
     def _spec(self, name: str, role: Role) -> InstanceSpec:
@@ -235,6 +258,7 @@ class _Simulation:
             kv_capacity_tokens=options.kv_capacity_tokens,
             batch_max=options.batch_max,
             fetches=options.fetches,
+            labels=CALLED,
         )
 
     def _slowed(self, name: str, profile: Profile) -> Profile:
@@ -276,14 +300,21 @@ class _Simulation:
             load = Load(running=other.batch, context_tokens=tokens, age_s=self._age_s)
             self._tell_load(name, load)
         self._core.tick(now)
-        if self._options.replication:
-            for order in self._core.steering.tick(self._carrier.spaces(), now).orders:
-                self._reports.later(lambda _, order=order: self._carrier.carry(order))  # type: ignore[misc]
+        if self._options.replication or self._options.planner == "act":
+            self._steer(now)
         rows = self._core.cluster.rows_for(_MODEL, prefill=True)
         waits_s = self._core.queues.wait_s(rows, "normal", 0.0, now)
         steps_s = [one.step_s for one in self._decodes.values()]
         self._outcome.loads.sample(now, waits_s, steps_s, self._objectives)
         self._clock.after(self._options.heartbeat_s, self._beat)
+
+    def _steer(self, now: float) -> None:
+        """The conductor's slow loop."""
+        spaces = self._carrier.spaces() if self._options.replication else None
+        steered = self._core.steering.tick(spaces, now)
+        for order in steered.orders:
+            self._reports.later(lambda _, order=order: self._carrier.carry(order))  # type: ignore[misc]
+        self._roles.carry_out(steered.actions)
 
     def _tell_load(self, name: str, load: Load) -> None:
         late_s = self._options.load_late_s
@@ -356,7 +387,7 @@ class _Simulation:
         own = have = instance.cache.match(job.keys)
         parts: list[tuple[str, int]] = []
         for fetch in sorted(decision.fetches, key=lambda fetch: fetch.start):
-            stop = min(fetch.stop, self._prefills[fetch.source].cache.match(job.keys))
+            stop = min(fetch.stop, self._caches[fetch.source].match(job.keys))
             if fetch.start <= have < stop:  # what the conductor believed may be evicted meanwhile
                 parts.append((fetch.source, stop - have))
                 have = stop
@@ -412,8 +443,9 @@ class _Simulation:
                 self._reports.event(job, "handed_over")
                 decode.join(job)
 
-        nbytes = job.trace.prompt_tokens * self._options.token_bytes
-        self._network.send(instance.name, decode.name, share * nbytes, arrived)
+        nbytes = share * job.trace.prompt_tokens * self._options.token_bytes
+        self._outcome.handed_over_bytes += round(nbytes)
+        self._network.send(instance.name, decode.name, nbytes, arrived)
 
     def _rejected_late(self, job: SimRequest) -> bool:
         """The second check of "baseline": whether the request is refused after its prefill."""

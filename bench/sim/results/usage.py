@@ -40,8 +40,7 @@ class Usage:
 def usage(trace: Trace, outcome: SimulationOutcome) -> Usage:
     """Of a simulation of the trace."""
     block_bytes = trace.block_tokens * outcome.options.token_bytes
-    sent = outcome.moved_bytes.items()
-    handed_over = sum(n for (_, target), n in sent if target.startswith("decode-"))
+    handed_over = outcome.handed_over_bytes
     fetched = sum(job.fetched_blocks for job in outcome.jobs) * block_bytes
     served = [job for job in outcome.jobs if job.ended_s is not None]
     tokens = sum(job.trace.prompt_tokens for job in served)
@@ -49,8 +48,9 @@ def usage(trace: Trace, outcome: SimulationOutcome) -> Usage:
     busy_s = {f"prefill-{number}": 0.0 for number in range(outcome.options.prefill)}
     for job in served:
         hits.update(job.by_tier)
-        if job.decision is not None and job.decision.prefill in busy_s:
-            busy_s[job.decision.prefill] += job.compute_s
+        if job.decision is not None:
+            name = job.decision.prefill
+            busy_s[name] = busy_s.get(name, 0.0) + job.compute_s
     return Usage(
         fetched_bytes=fetched,
         handed_over_bytes=handed_over,

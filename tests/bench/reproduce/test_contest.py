@@ -75,6 +75,16 @@ def test_goodput_is_where_a_queue_of_one_server_is_too_long() -> None:
     assert found == pytest.approx(1 / service_s, rel=0.08)
 
 
+def test_what_comes_before_the_judged_requests_does_not_count() -> None:
+    """Prompts that miss the objective whatever comes, and when these are done, those above."""
+    requests = tuple(TraceRequest(float(number), 4_000, 1) for number in range(100))
+    late = tuple(TraceRequest(5.0 * number, 12_000, 1) for number in range(50))
+    before = Trace("long", (*late, TraceRequest(260.0, 10, 1)))
+    options = SimulationOptions(prefill=1, decode=1, ttft_s=1.0, tbt_s=0.1)
+    alone = goodput(Trace("even", requests), options, "least_loaded")
+    assert goodput(Trace("even", requests), options, "least_loaded", before) == alone
+
+
 def test_peers_and_ours_are_policies_of_the_conductor() -> None:
     for policy in (*OURS, *PEERS):
         assert SimulationOptions(policy=policy).settings().policy.name == policy

@@ -139,11 +139,21 @@ def test_first_tokens_have_a_table_for_each_trace_and_rate(monkeypatch: pytest.M
 
 def test_goodput_and_networks_compare_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goodput, "conversation", lambda: small(0))
-    monkeypatch.setattr(goodput, "goodput", lambda trace, options, policy: 4.0)
+    monkeypatch.setattr(goodput, "WARM_UP_S", small(0).span_s / 2)
+    rates = {"act": 4.4, "off": 4.0}
+
+    def found_rate(trace: Trace, options: SimulationOptions, policy: str, warm_up: Trace) -> float:
+        assert len(trace.requests) + len(warm_up.requests) == len(small(0).requests)
+        return rates[options.planner]
+
+    monkeypatch.setattr(goodput, "goodput", found_rate)
     monkeypatch.setattr(goodput, "colocated_goodput", lambda trace, engine: 1.0)
     over_algorithm_1, over_engines = goodput.conversations(EFFORT, told).goals
+    assert "4.40/s, 1.10 × 4.00/s" in over_algorithm_1.figure
     assert not over_algorithm_1.reached
     assert over_engines.reached
+    rates["act"] = 4.7
+    assert goodput.conversations(EFFORT, told).goals[0].reached
     monkeypatch.setattr(networks, "_at_fast", lambda workload, seed, full: small(seed))
     found = networks.networks(EFFORT, told)
     assert len(found.grids[0].rows) == len(networks.WORKLOADS) * len(networks.GIGABITS)

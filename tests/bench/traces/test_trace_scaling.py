@@ -6,7 +6,7 @@ import pytest
 from tracesupport import shipped_slice
 
 from tiffin.bench.traces.ideal_cache import hit_share
-from tiffin.bench.traces.scaling import at_rate, window, with_tenants
+from tiffin.bench.traces.scaling import at_rate, followed, window, with_tenants
 from tiffin.bench.traces.statistics import describe
 from tiffin.kvstore.errors import InvalidInput
 
@@ -26,6 +26,16 @@ def test_windows_divide_the_trace() -> None:
     parts = [window(SLICE, start, start + 1000) for start in range(0, 4000, 1000)]
     assert sum(len(part.requests) for part in parts) == len(SLICE.requests)
     assert all(0 <= r.arrival_s < 1000 for part in parts for r in part.requests)
+
+
+def test_one_part_that_follows_another_keeps_its_gaps_and_blocks() -> None:
+    first, then = window(SLICE, 0, 300), at_rate(window(SLICE, 300, 600), 2)
+    both = followed(first, then).requests
+    assert both[: len(first.requests)] == first.requests
+    later = both[len(first.requests) :]
+    assert [r.blocks for r in later] == [r.blocks for r in then.requests]
+    apart = [r.arrival_s - first.requests[-1].arrival_s for r in later]
+    assert apart == pytest.approx([r.arrival_s for r in then.requests])
 
 
 def test_tenants_share_nothing_and_keep_what_each_shares() -> None:
