@@ -12,7 +12,7 @@ for Algorithm 1.
 
 Nobody is refused: a refused request would be one that missed its objectives. The baselines that
 prefill and decode on the same GPUs are those of Mooncake's evaluation, vLLM's modes on as many
-nodes. They begin idle: a rate that they can't serve would not warm them up.
+nodes. They begin idle and with empty caches: they can't serve the rate of what comes before.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ WARM_UP_SHARE = 0.9
 _ROLES = """With half of the nodes decoding, steps are far below 100 ms at any of these rates, and
 only the queues of prompts end the goodput: there the oracle is no better than Algorithm 1, so no
 placement is. What gains is another split of the roles, which the planner's flips bring about, and
-given that split from the start, Algorithm 1 gains as much. So the planner is what is compared
+given that split from the start, Algorithm 1 gains about as much: so the planner is what is compared
 here. It takes its time: a flip has to be asked for in three intervals of three minutes, and the
 next one comes ten minutes after it at the earliest. In ten minutes of the trace nothing would
-flip, and with what comes before two do."""
+flip, and with what comes before two do, so that ten prefill. At these rates ten minutes of the
+trace pass in three to five, in which queues may grow to the objective: rates that last are lower,
+for all."""
 
 OPTIONS = SimulationOptions(ttft_s=TTFT_S, tbt_s=TBT_S)
 
