@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from ..clock import VirtualClock
 
-# An instance has to have this label, or the conductor takes it that no call is needed.
+# Without this label the conductor takes it that an instance needs no call. Without others it asks
+# for nothing else: all blocks are in the memory of the node, and requests are waited for.
 CALLED = {"role_url": "simulated"}
 
 
