@@ -258,7 +258,7 @@ class _Simulation:
             kv_capacity_tokens=options.kv_capacity_tokens,
             batch_max=options.batch_max,
             fetches=options.fetches,
-            labels=CALLED,
+            labels=CALLED if options.planner == "act" else {},
         )
 
     def _slowed(self, name: str, profile: Profile) -> Profile:
