@@ -177,7 +177,7 @@ def _about(event: RequestEvent) -> dict[str, Any]:
     body: dict[str, Any] = {"age_s": event.age_s} if event.age_s else {}
     if event.total_tokens is not None:
         body["total_tokens"] = event.total_tokens
-    elif event.kind == "tokens":
+    elif event.kind == "tokens" or event.tokens:
         body["tokens"] = event.tokens
     if event.route is not None:
         body["route"] = {"prefill": event.route[0], "decode": event.route[1]}
