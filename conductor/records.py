@@ -223,7 +223,6 @@ class Decision:
     available_tokens: int
     fetches: tuple[Fetch, ...] = ()
     layerwise: bool = False
-    wait_for: str = ""  # an in-flight request whose blocks this one waits for
     output_tokens_max: int | None = None
     degraded: tuple[str, ...] = ()
     shards: tuple[tuple[str, int], ...] = ()

@@ -28,8 +28,6 @@ def kind(served: ServedRequest, entry: EntryReply) -> str:
     """The kind of a decision, in words."""
     if served.rejected:
         return "rejected"
-    if entry.wait_for:
-        return "waits for blocks that another request is computing"
     if not served.cached_tokens:
         return "nothing is cached: where it starts first"
     best = {one.instance: one for one in entry.candidates}[served.prefill]
@@ -56,8 +54,7 @@ def words(served: Sequence[ServedRequest], log: Mapping[str, EntryReply]) -> Ite
 def _decided(served: ServedRequest, entry: EntryReply) -> str:
     if served.rejected:
         return f"rejected: {entry.message}"
-    waits = f" after {entry.wait_for}" if entry.wait_for else ""
-    return f"{served.prefill} → {served.decode}{waits}; {kind(served, entry)}"
+    return f"{served.prefill} → {served.decode}; {kind(served, entry)}"
 
 
 def _times(served: ServedRequest, entry: EntryReply) -> str:

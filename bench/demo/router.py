@@ -53,12 +53,11 @@ class ServedRequest:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended. `wait_for`: the request for whose blocks it waits, unsent."""
+    """A request that has not ended."""
 
     served: ServedRequest
     prompt: list[int]
     arrived_at: float
-    wait_for: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,6 @@ class Router:
     def __init__(self, crew: Crew, client: ConductorClient, schema: KVSchema) -> None:
         self._crew, self._client, self._schema = crew, client, schema
         self._open: dict[str, _Open] = {}
-        self._prefilling: set[str] = set()
         self.failures: dict[str, int] = {}  # failures of the pool, per worker
 
     def replay(
@@ -148,23 +146,10 @@ class Router:
             return served
         served.prefill, served.decode = placed.prefill, placed.decode
         served.cached_tokens = placed.cached_tokens
-        one = self._open[name] = _Open(served, prompt.tokens, arrived_at)
-        other = self._open.get(placed.wait_for)
-        # A worker runs one prefill after the other, so at the same worker there is no need to wait.
-        if placed.wait_for in self._prefilling and other and other.served.prefill != placed.prefill:
-            one.wait_for = placed.wait_for
-        else:
-            self._prefill(one)
+        self._open[name] = _Open(served, prompt.tokens, arrived_at)
+        order = {"id": name, "tokens": prompt.tokens, "cached_tokens": placed.cached_tokens}
+        self._crew.send(placed.prefill, {"prefill": order})
         return None
-
-    def _prefill(self, one: _Open) -> None:
-        one.wait_for = ""
-        order = {"id": one.served.id, "tokens": one.prompt}
-        self._prefilling.add(one.served.id)
-        self._crew.send(
-            one.served.prefill,
-            {"prefill": {**order, "cached_tokens": one.served.cached_tokens}},
-        )
 
     def _hear(self, name: str, message: dict[str, Any]) -> ServedRequest | None:
         """Handle a worker's message. Returns the request if the message ends it."""
@@ -182,7 +167,6 @@ class Router:
         served.hit_tokens, served.load_s = said["hit_tokens"], said["load_s"]
         served.save_s, served.not_saved = said["save_s"], said["not_saved"]
         self.failures[served.prefill] = said["failures"]
-        self._prefilling.discard(served.id)
         order = {
             "id": served.id,
             "tokens": one.prompt,
@@ -191,9 +175,6 @@ class Router:
             "handed_over": not served.not_saved,
         }
         self._crew.send(served.decode, {"decode": order})
-        for other in self._open.values():
-            if other.wait_for == served.id:
-                self._prefill(other)
 
     def _decoded(self, said: dict[str, Any]) -> ServedRequest:
         one = self._open.pop(said["id"])

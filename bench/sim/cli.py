@@ -152,7 +152,7 @@ def simulated(
 
     `tiffin simulate trace.jsonl --rate 2 --ttft 30 --tbt 0.1 --admission predictive`
 
-    `tiffin simulate trace.jsonl --policy random --policy joint --plots plots`
+    `tiffin simulate trace.jsonl --policy random --policy kvcache_centric --plots plots`
 
     `tiffin simulate trace.jsonl --start 600 --stop 1200 --ttft 30 --tbt 0.1 --goodput`
     """

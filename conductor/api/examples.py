@@ -68,7 +68,7 @@ ANSWERS: dict[str, Any] = {
         "prefill_url": "http://10.0.0.13:8000", "decode_url": "http://10.0.0.21:8000",
         "policy": "kvcache_centric", "predicted_ttft_s": 0.41, "predicted_tbt_s": 0.021,
         "cached_tokens": 3584, "available_tokens": 3584, "fetches": [_FETCH], "layerwise": True,
-        "wait_for": "", "output_tokens_max": None, "degraded": [], "shards": [],
+        "output_tokens_max": None, "degraded": [], "shards": [],
         "alternatives": [], "expires_in_s": 60.0, "conductor": "",
         "held": {"place": 3, "release_s": 0.27},
         "placement": "predicted", "local_s": 0.93, "remote_s": 0.44,

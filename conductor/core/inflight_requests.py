@@ -142,9 +142,7 @@ class Ledger:
         they are still in flight, and the caller must end them. Returns None, with nothing reserved,
         if the queue is full."""
         request, row = flight.request, flight.prefill_row
-        # A request that is held back until another one is done keeps no place meanwhile.
-        arrived_at = flight.ready_at if flight.decision.wait_for else now
-        waiter = Waiter(request.id, flight.prefill_s, arrived_at, request.priority, request.tenant)
+        waiter = Waiter(request.id, flight.prefill_s, now, request.priority, request.tenant)
         pushed = self._dispatch.enter(row, waiter, now, flight.ready_at)
         if not pushed.accepted:
             return None

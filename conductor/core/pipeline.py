@@ -111,7 +111,6 @@ def _flight(
         available_tokens=max(_available_tokens(question), cached_tokens),
         fetches=choice.fetches,
         layerwise=layerwise(settings.disaggregation, request.prompt_tokens),
-        wait_for=choice.wait_for,
         output_tokens_max=capped,
         degraded=verdict.degraded,
         shards=_shards(cluster, plan),
@@ -291,4 +290,4 @@ def _nobody(parts: Parts, request: Request, now: float, reason: str) -> RefusedR
 def _alone_there(question: PolicyQuestion, choice: Choice) -> bool:
     """Whether a prefill begins at once: nothing is ahead of it, or has to come first."""
     idle = not question.cluster.queued[question.rows[choice.at]]
-    return idle and not choice.fetches and not choice.wait_for
+    return idle and not choice.fetches

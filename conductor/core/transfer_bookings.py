@@ -55,7 +55,6 @@ class _Booked:
     fetches: list[_Begun]
     planned: tuple[Move, ...]
     overlapped: bool
-    waits: bool  # for blocks that are still computed: they are sent later
     handover: list[_Begun] = field(default_factory=list)
 
 
@@ -94,7 +93,6 @@ class TransferBookings:
             [self._begin(move, now) for move in flight.fetches],
             flight.handover,
             flight.overlapped,
-            bool(decision.wait_for),
         )
 
     def fetched(self, request_id: str, now: float) -> None:
@@ -102,7 +100,7 @@ class TransferBookings:
         booked = self._requests.get(request_id)
         if booked is None:
             return
-        if len(booked.fetches) == 1 and not booked.waits:
+        if len(booked.fetches) == 1:
             self._learn(booked.fetches[0], now)
         self._end(booked.fetches)
 

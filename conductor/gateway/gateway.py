@@ -31,7 +31,6 @@ from .openai.tokenizing import Tokenizing
 from .requests.conductor_reports import Health, Reporter
 from .requests.execution import Running
 from .requests.placement import NoInstance, Placer
-from .requests.prefix_wait import Prefills
 from .requests.releases import Releases
 
 if TYPE_CHECKING:
@@ -109,7 +108,6 @@ class Gateway:
         self.metrics = GatewayMetrics(self.clients.totals)
         self.health = Health()
         self.known = Known()
-        self.prefills = Prefills()
         self.gate = CapacityGate(config.limits, self.metrics)
         self._quota = QuotaFile(Path(config.quota_file)) if config.quota_file else None
         self._client = client

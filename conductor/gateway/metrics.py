@@ -56,9 +56,6 @@ class GatewayMetrics:
         self.place_s = self._histogram(
             "place_duration_seconds", "Time to a decision, with the way to the conductor.", _SHORT_S
         )
-        self.held_s = self._histogram(
-            "held_duration_seconds", "Time that requests waited for others' blocks.", _TOTAL_S
-        )
         self.queued_s = self._histogram(
             "queued_duration_seconds", "Time until requests were released to their turn.", _TOTAL_S
         )
@@ -73,13 +70,12 @@ class GatewayMetrics:
             "request_duration_seconds", "From a request's head to the end of its answer.", _TOTAL_S
         )
         self.in_flight = self._gauge("requests_in_flight", "Requests at the moment.")
-        self.held = self._gauge("requests_held", "Of these, those that wait for others' blocks.")
         self.queued = self._gauge("requests_queued", "Of these, those that wait for their turn.")
         self._circuits = Gauge(
             PREFIX + "circuits_open", "1 if an instance gets no requests: it fails.",
             ["instance"], registry=self.registry,
         )  # fmt: skip
-        self.held_bytes = self._gauge("held_bytes", "Their bodies.")
+        self.held_bytes = self._gauge("held_bytes", "Bytes of all bodies.")
         self.conductor_up = self._gauge("conductor_up", "1 if the conductor answers.")
         self.instances = self._gauge("instances", "Instances that it last spoke of.")
 

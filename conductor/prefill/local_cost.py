@@ -47,15 +47,6 @@ class Compute:
         seconds: Floats = self._all_s - (self._c1 + self._c2 * tokens) * tokens
         return seconds
 
-    def of(self, candidates: Blocks) -> Compute:
-        """The same for a subset of the candidates."""
-        some = Compute.__new__(Compute)
-        some.block_tokens, some._tokens_max = self.block_tokens, self._tokens_max
-        some._c1, some._c2 = self._c1[candidates], self._c2[candidates]
-        some._all_s = self._all_s[candidates]
-        some._tokens_min = None if self._tokens_min is None else self._tokens_min[candidates]
-        return some
-
 
 @dataclass(slots=True)
 class Own:

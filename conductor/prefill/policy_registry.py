@@ -98,7 +98,6 @@ class Choice:
     terms: dict[str, Floats] = field(default_factory=dict)
     fetches: tuple[Fetch, ...] = ()
     ready_s: float = 0.0
-    wait_for: str = ""
 
 
 class Policy(Protocol):

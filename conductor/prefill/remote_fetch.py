@@ -3,7 +3,7 @@ Algorithm 1's second branch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -166,8 +166,7 @@ class Extended:
     """The best plan of each candidate with its own blocks and those of the longest prefix, all
     [candidates]: where it `fetches`, blocks from `start_blocks` on come in `transfer_s` while the
     prompt queues. It uses `blocks`, has its turn in `turn_s`, and then occupies the instance for
-    `own_s`: loading (`load_s`) and computing. `whole_s` is the transfer time also where a fetch
-    does not pay."""
+    `own_s`: loading (`load_s`) and computing."""
 
     question: PolicyQuestion
     blocks: Blocks
@@ -178,7 +177,6 @@ class Extended:
     fetches: NDArray[np.bool_]
     start_blocks: Blocks
     source: Longest | None
-    whole_s: Floats
 
     @property
     def ttft_s(self) -> Floats:
@@ -228,7 +226,6 @@ def extend(
         fetches=never,
         start_blocks=mine.blocks,
         source=None,
-        whole_s=zero_s,
     )
     # No holder has more than each candidate uses already: most prompts of a hot prefix end here.
     if question.pool_blocks <= mine.blocks[mine.blocks.argmin()]:
@@ -256,7 +253,7 @@ def extend(
         pays &= source.blocks >= threshold * mine.blocks
     pays &= question.cluster.fetches.take(question.rows)
     if not pays.any():
-        return replace(alone, source=source, whole_s=transfer_s)
+        return alone
     return Extended(
         question=question,
         blocks=np.where(pays, source.blocks, mine.blocks),
@@ -267,5 +264,4 @@ def extend(
         fetches=pays,
         start_blocks=start_blocks,
         source=source,
-        whole_s=transfer_s,
     )

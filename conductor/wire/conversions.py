@@ -200,7 +200,6 @@ def decision_reply(
             for one in decision.fetches
         ],
         layerwise=decision.layerwise,
-        wait_for=decision.wait_for,
         output_tokens_max=decision.output_tokens_max,
         degraded=list(decision.degraded),
         shards=[ShardReply(instance=name, tokens=count) for name, count in decision.shards],
@@ -247,7 +246,6 @@ def entry_reply(
             decode=entry.decode,
             cached_tokens=entry.cached_tokens,
             available_tokens=entry.available_tokens,
-            wait_for=entry.wait_for,
             degraded=list(entry.degraded),
             placement=entry.placement,
             local_s=entry.local_s,

@@ -279,10 +279,6 @@ class DecisionReply(Reply, frozen=True, kw_only=True):
     layerwise: Annotated[
         bool, Meta(description="Send the cache to decode layer by layer, while prefill computes.")
     ]
-    wait_for: Annotated[
-        str,
-        Meta(description="A request in flight whose blocks this waits for: TENANT/ID, or its id."),
-    ]
     output_tokens_max: Annotated[int | None, Meta(description="Cut the answer here.")]
     degraded: Annotated[list[str], Meta(description="What was given up to take the request.")]
     shards: Annotated[list[ShardReply], Meta(description="Of a context spread over instances.")]
@@ -502,7 +498,6 @@ class EntryReply(Reply, frozen=True, kw_only=True):
     decode: str = ""
     cached_tokens: int = 0
     available_tokens: int = 0
-    wait_for: str = ""
     degraded: list[str] = []
     placement: Placement = ""
     local_s: LocalCost = None

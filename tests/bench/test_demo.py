@@ -198,7 +198,7 @@ class Decided:
         outcome = self.outcomes.get(request.id, {})
         if isinstance(outcome, Rejection):
             return outcome
-        fields = {"prefill": "prefill-1", "decode": "decode-1", "wait_for": "", **outcome}
+        fields = {"prefill": "prefill-1", "decode": "decode-1", **outcome}
         return SimpleNamespace(**fields, predicted_ttft_s=0.25, cached_tokens=512)
 
 
@@ -242,18 +242,6 @@ def test_a_rejected_request_is_sent_to_nobody() -> None:
     assert served["a-0"].tokens
 
 
-def test_who_waits_for_blocks_is_sent_when_they_are_in_the_pool() -> None:
-    waits = {"prefill": "prefill-2", "wait_for": "a-0"}
-    router, workers, _ = routed({"a-1": waits, "a-2": {"wait_for": "a-0"}})
-    router.replay("a", PROMPTS[:3], arrivals_s=[0.0, 0.0, 0.0])
-    prefills = [(name, request) for kind, name, request in workers.orders if kind == "prefill"]
-    # a-2 is at the same worker as a-0 and comes after it anyway; a-1 is sent when a-0 is done.
-    assert prefills == [("prefill-1", "a-0"), ("prefill-1", "a-2"), ("prefill-2", "a-1")]
-    assert workers.orders.index(("prefill", "prefill-2", "a-1")) > workers.orders.index(
-        ("decode", "decode-1", "a-0")
-    )
-
-
 # -- decisions in words ----------------------------------------------------------------------------
 
 
@@ -274,7 +262,6 @@ def entry(**changes: Any) -> EntryReply:
     [
         ({"rejected": "ttft"}, {"outcome": "rejection"}, "rejected"),
         ({"cached_tokens": 0}, {}, "nothing is cached"),
-        ({}, {"wait_for": "x"}, "waits for blocks"),
         ({}, {}, "waits, because its blocks are there"),
         ({"prefill": "prefill-2"}, {}, "its blocks are there"),
         ({}, {"available_tokens": 1024}, "computes what it could fetch"),

@@ -2,7 +2,7 @@
 
     # Comments, and empty lines.
     instance a mixed on n1                  an instance registers; also: prefill, decode
-    set policy.name joint                   any setting
+    set policy.name preble                  any setting
     0.0 ask r1 doc*8+mine*2 ttft=2          a request with 10 blocks, the first 8 of which are doc's
         -> a: 0 of 10 blocks, TTFT 1.06 s   the decision
     1.1 tell r1 first_token                 an event of a request
@@ -200,8 +200,6 @@ def _decided(one: Decision) -> str:
         f"fetches {fetch.start}:{fetch.stop} from {fetch.source}/{fetch.tier}"
         for fetch in one.fetches
     ]
-    if one.wait_for:
-        parts.append(f"waits for {one.wait_for}")
     parts += [f"or {' then '.join(dict.fromkeys(route))}" for route in one.alternatives]
     parts += one.degraded
     return f"{where}: {', '.join(parts)}"

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 DEFAULT = Settings().policy.name
 ALGORITHM_1 = "algorithm_1"
-POLICIES = tuple(dict.fromkeys((DEFAULT, "joint", ALGORITHM_1, *ORACLES)))
+POLICIES = tuple(dict.fromkeys((DEFAULT, ALGORITHM_1, *ORACLES)))
 OPTIONS = SimulationOptions()
 
 # Shares of the rate at which Algorithm 1 saturates.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..setups.contest import Interval
 
 GIGABITS = (10, 24, 100, 800)
-POLICIES = tuple(dict.fromkeys((DEFAULT, "joint", ALGORITHM_1, ORACLE)))
+POLICIES = tuple(dict.fromkeys((DEFAULT, ALGORITHM_1, ORACLE)))
 CARDS_SHARE = 0.5
 
 _SHARED = """Transfers are booked at both ends until they have ended, KV on its way to the instances

@@ -143,7 +143,6 @@ class _Simulation:
         self._gateway = HoldingGateway(self._core, clock, self._late_s, self._preempted)
         self._reports = RequestReports(self._core, clock, self._late_s, self._gateway.look)
         self._coming: dict[str, int] = {}  # by job: parts of its KV that have not come
-        self._held: dict[str, list[Callable[[], None]]] = {}  # by the job that is waited for
         self._next_turns = _next_turns(trace) if options.closed else {}
         self._roles = RoleChanges(self._core, clock, options.flip_s, self._take_role)
         # Nodes keep their blocks when their instances no longer prefill.
@@ -363,23 +362,14 @@ class _Simulation:
         job.decision = outcome
         job.cut_at(outcome.output_tokens_max)
         self._reports.begin(job)
-        self._held[job.name] = []
-        self._gateway.send(job.name, lambda: self._released(job, outcome))
+        self._gateway.send(job.name, lambda: self._start(job, outcome))
 
     def _preempted(self, name: str, reason: str) -> None:
         """A held request had to leave a full queue."""
         job = self._reports.running[name]
         job.rejected = reason
-        for start in self._held.pop(name):
-            start()
         self._reports.drop(job)
         self._over(job)
-
-    def _released(self, job: SimRequest, outcome: Decision) -> None:
-        if outcome.wait_for in self._held and outcome.wait_for != job.name:
-            self._held[outcome.wait_for].append(lambda: self._start(job, outcome))
-        else:
-            self._start(job, outcome)
 
     def _start(self, job: SimRequest, decision: Decision) -> None:
         """Queue the prompt, and fetch its blocks as the conductor has decided."""
@@ -420,8 +410,6 @@ class _Simulation:
         """The first token is there, and the prompt's KV goes to the instance that decodes."""
         job.first_token_s = self._clock.now_s
         instance.cache.put(job.keys)
-        for start in self._held.pop(job.name, ()):
-            start()
         if self._options.admission == "baseline" and self._rejected_late(job):
             return
         self._reports.event(job, "prefill_done")

@@ -6,10 +6,10 @@
                      failure before that has an HTTP status of its own, or the gateway retries the
                      request on another instance
 
-A request waits until the conductor releases it (`releases.py`), and for blocks that another
-in-flight request computes (`prefix_wait.py`). If the first token takes long, the gateway starts the
-stream with keepalive comments, so that no proxy between the gateway and the client closes the
-connection as idle. From then on a failure that no retry mends is an event of the stream.
+A request waits until the conductor releases it (`releases.py`). If the first token takes long, the
+gateway starts the stream with keepalive comments, so that no proxy between the gateway and the
+client closes the connection as idle. From then on a failure that no retry mends is an event of the
+stream.
 
 A client that hangs up cancels the whole request: the gateway closes the engine's connection and
 reports the request to the conductor as cancelled.
@@ -44,7 +44,6 @@ from .continuation import Continuation, continuable, with_ids
 from .execution import handed_over
 from .placement import NoInstance, NoShards, Placement
 from .poison import Poisonous, own_answer
-from .prefix_wait import hold_s
 from .stream_latencies import StreamLatencies
 
 if TYPE_CHECKING:
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
     from ..openai.openai_request import ClientRequest
     from ..openai.tokenizing import Sized
     from .conductor_reports import ConductorReport
-    from .prefix_wait import Prefill
 
 log = logging.getLogger("tiffin.gateway")
 
@@ -232,9 +230,8 @@ class Serving(Response):
         gateway, gone = self._gateway, self._gone
         failures: list[EngineGone] = []
         while True:
-            prefill = gateway.prefills.begin(self._ask.wishes.name)
             try:
-                return await self._attempt(sized, prefill, len(failures), gone)
+                return await self._attempt(sized, len(failures), gone)
             except EngineGone as failure:
                 failures.append(failure)
                 own = own_answer(failures)
@@ -246,14 +243,9 @@ class Serving(Response):
                 if len(failures) > gateway.config.reschedules:
                     raise
                 gateway.metrics.rescheduled.inc()
-            finally:
-                prefill.over()
 
-    async def _attempt(
-        self, sized: Sized, prefill: Prefill, attempt: int, gone: set[str]
-    ) -> AnswerStream | Whole:
-        """Place the request, excluding the instances in `gone`, and run it. The caller ends
-        `prefill` if this method has not done so."""
+    async def _attempt(self, sized: Sized, attempt: int, gone: set[str]) -> AnswerStream | Whole:
+        """Place the request, excluding the instances in `gone`, and run it."""
         gateway, ask = self._gateway, self._ask
         placed, answers_s = await self._turn(sized, gone)
         self._decided, self._prefill_told = True, False
@@ -262,12 +254,8 @@ class Serving(Response):
             # The gateway can't see when the prefill of an answer in one piece is over, so it takes
             # the predicted TTFT.
             self._report.running(answers_s if unseen else None)
-        await self._hold(placed)
-        if unseen:
-            prefill.over_in(answers_s)
 
         async def prefilled(route: InstanceRoute) -> None:
-            prefill.over()
             await self._prefilled(placed, route)
 
         number, answer = await gateway.running.run(
@@ -307,21 +295,6 @@ class Serving(Response):
                 wishes.request_id, placed.alive_s, wishes.tenant, placed.conductor
             )
         return placed
-
-    async def _hold(self, placed: Placement) -> None:
-        """Wait until the prefill is over whose blocks this request waits for, if that request is in
-        flight in this gateway."""
-        other = self._gateway.prefills.get(placed.wait_for)
-        if other is None or placed.wait_for == self._ask.wishes.name:
-            return
-        metrics, started = self._gateway.metrics, self._gateway.clock()
-        metrics.held.inc()
-        try:
-            with self._span.call("hold", **{"tiffin.hold": "blocks"}):
-                await other.wait(hold_s(placed))
-        finally:
-            metrics.held.dec()
-            metrics.held_s.observe(self._gateway.clock() - started)
 
     def _ran(self, placed: Placement, number: int, answer: AnswerStream | Whole) -> None:
         """Record that the answer begins on route `number`: response headers, metrics, and the

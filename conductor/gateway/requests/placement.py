@@ -41,8 +41,7 @@ class Placement:
     have placed the request elsewhere. `output_tokens_max` is where the conductor cuts the answer.
     `layerwise`: whether the prompt's KV is to be handed over while it is computed. The conductor
     expects an event within `alive_s`. `raced`: the conductor expects events to name
-    the route. `wait_for` is the in-flight request whose blocks this request waits for; that wait
-    is included in `predicted_ttft_s` (None: not predicted). `shards` says how the context is
+    the route. `predicted_ttft_s`: None if it is not predicted. `shards` says how the context is
     spread over several instances. `conductor` is the URL for the request's events, "" for that of
     the gateway's conductor. `model` answers, if not empty, in place of the one that was asked;
     `degraded` says what was given up to take the request. `held`: it is not to be sent before the
@@ -55,7 +54,6 @@ class Placement:
     output_tokens_max: int | None = None
     alive_s: float = _ALIVE_S
     raced: bool = False
-    wait_for: str = ""
     predicted_ttft_s: float | None = None
     shards: tuple[Shard, ...] = ()
     fallback: str = ""
@@ -179,7 +177,6 @@ class Placer:
             output_tokens_max=decided.output_tokens_max,
             alive_s=_ALIVE_S if expires_s is None else max(_ALIVE_MIN_S, expires_s * _ALIVE_SHARE),
             raced=bool(decided.alternatives),
-            wait_for=decided.wait_for,
             predicted_ttft_s=decided.predicted_ttft_s,
             shards=self._shards(decided),
             conductor=decided.conductor,

@@ -3,7 +3,6 @@
 # Each module registers its policies by name (`policy_registry.policy`).
 from . import (
     algorithm_1,
-    joint,
     kv_cost,
     kvcache_centric,
     preble,
@@ -14,7 +13,6 @@ from . import (
 
 __all__ = [
     "algorithm_1",
-    "joint",
     "kv_cost",
     "kvcache_centric",
     "preble",

@@ -95,23 +95,6 @@ class Algorithm1Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     the same as that of `kvcache_centric`."""
 
 
-class JointSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Instance and sources of every range of the prompt, chosen together."""
-
-    sources_max: Annotated[int, Meta(ge=1, le=32)] = 8
-    """Places that blocks may come from, compared for one decision. Time grows with it."""
-
-    refine_max: Annotated[int, Meta(ge=1, le=1024)] = 24
-    """Instances for which all of these are compared; the rest is compared with the longest prefix
-    alone. Time grows with it."""
-
-    wait: bool = True
-    """Whether to wait for blocks that another request is computing."""
-
-    wait_max_s: Seconds = 30.0
-    """Nobody waits longer for another request's blocks: that request may fail."""
-
-
 class WeightedFactorsSettings(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 ):
@@ -140,7 +123,7 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """One of `base.names()`."""
 
     near_share: Annotated[float, Meta(ge=0.0, le=0.2)] = 0.01
-    """For `kvcache_centric` and `joint`: predicted TTFTs at most this much above the lowest count
+    """For `kvcache_centric`: predicted TTFTs at most this much above the lowest count
     as equal to it; of these instances who has the least to bring and to compute is chosen, then who
     has the fewest decodes. Predictions are off by some 5 % in the mean; an instance that was
     measured to be a little faster than all others must not get everything."""
@@ -150,5 +133,4 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     preble: PrebleSettings = PrebleSettings()
     kvcache_centric: KvcacheCentricSettings = KvcacheCentricSettings()
     algorithm_1: Algorithm1Settings = Algorithm1Settings()
-    joint: JointSettings = JointSettings()
     weighted_factors: WeightedFactorsSettings = WeightedFactorsSettings()

@@ -38,14 +38,14 @@ def means(**changed: float) -> dict[str, Interval]:
 
 def test_a_peer_that_is_faster_is_said_to_be() -> None:
     said = {one.text: one.holds for one in statements("t", means(preble=1.9))}
-    assert said[f"t: no peer is faster than {OURS[0]}"] is False
-    assert said[f"t: {OURS[0]} is near the oracle"] is True
+    assert said[f"t: no peer is faster than {OURS}"] is False
+    assert said[f"t: {OURS} is near the oracle"] is True
     assert all(one.holds for one in statements("t", means()))
 
 
 def test_an_oracle_that_is_far_is_said_to_be() -> None:
     said = {one.text: one for one in statements("t", means(oracle=1.0, random=9.0))}
-    far = said[f"t: {OURS[1]} is near the oracle"]
+    far = said[f"t: {OURS} is near the oracle"]
     assert not far.holds
     assert "+100%" in far.figures
 
@@ -54,13 +54,13 @@ def test_all_replay_the_same_trace() -> None:
     options = SimulationOptions(prefill=2, decode=2)
     scenario = Scenario("small", lambda seed: generate("tool-agent", 60, seed), options)
     told: list[str] = []
-    results = contest(scenario, (0, 1), told.append, (ORACLE, "joint", "random"))
+    results = contest(scenario, (0, 1), told.append, (ORACLE, OURS, "random"))
     assert len(told) == 6
     for found in results.values():
         assert [one.requests for one in found] == [60, 60]
     assert [one.policy for one in results[ORACLE]] == [ORACLE, ORACLE]
     table = grid("small", results)
-    assert {row[0] for row in table.rows} == {ORACLE, "joint", "random"}
+    assert {row[0] for row in table.rows} == {ORACLE, OURS, "random"}
     shown = [mean_ttft_s(results)[row[0]].mean for row in table.rows]
     assert shown == sorted(shown)
 
@@ -86,5 +86,5 @@ def test_what_comes_before_the_judged_requests_does_not_count() -> None:
 
 
 def test_peers_and_ours_are_policies_of_the_conductor() -> None:
-    for policy in (*OURS, *PEERS):
+    for policy in (OURS, *PEERS):
         assert SimulationOptions(policy=policy).settings().policy.name == policy

@@ -198,11 +198,11 @@ def test_the_command_shows_policies_side_by_side(tmp_path: Path) -> None:
     commands(app)
     file = tmp_path / "trace.jsonl"
     write(Trace("slice", generate("multi-turn", 40, seed=1).requests), file)
-    options = ["--policy", "random", "--policy", "joint", "--prefill", "2", "--decode", "2"]
+    options = ["--policy", "random", "--policy", "algorithm_1", "--prefill", "2", "--decode", "2"]
     plots = tmp_path / "plots"
     done = CliRunner().invoke(app, ["simulate", str(file), *options, "--plots", str(plots)])
     assert done.exit_code == 0, done.output
-    assert "joint" in done.output
+    assert "algorithm_1" in done.output
     assert "TTFT mean" in done.output
     assert (plots / "ttft.png").read_bytes().startswith(b"\x89PNG")
     done = CliRunner().invoke(app, ["simulate", str(file), "--json"])

@@ -520,7 +520,7 @@ class TestSettings:
         old = made.settings
         for bad in (
             {"policy": {"name": "telepathy"}},
-            {"policy": {"name": "joint"}, "admission": {"mode": "sometimes"}},
+            {"policy": {"name": "preble"}, "admission": {"mode": "sometimes"}},
             {"core": {"decision_ttl_s": -1}},
             {"nothing": 1},
             {"core": {"no_such": 1}},
@@ -529,12 +529,12 @@ class TestSettings:
             with pytest.raises(InvalidRequest, match=r"settings|policy"):
                 made.patch(bad, 1.0)  # type: ignore[arg-type]
             assert made.settings is old
-        made.patch({"policy": {"name": "joint"}, "admission": {"class_scales": {"low": 0.5}}}, 1.0)
-        assert made.settings.policy.name == "joint"
+        made.patch({"policy": {"name": "preble"}, "admission": {"class_scales": {"low": 0.5}}}, 1.0)
+        assert made.settings.policy.name == "preble"
         assert made.settings.admission.class_scales == {"low": 0.5}
         decision = made.schedule(prompt("x"), 2.0)
         assert isinstance(decision, Decision)
-        assert decision.policy == "joint"
+        assert decision.policy == "preble"
 
     def test_settings_go_round_by_json(self) -> None:
         whole = msgspec.json.decode(msgspec.json.encode(Settings()))

@@ -24,7 +24,7 @@ from tiffin.kvstore import KVSchema
 SCHEMA = KVSchema.gqa(model="m", layers=1, kv_heads=1, head_dim=8, dtype="bfloat16")
 # Those that look at the cache at all.
 BY_CACHE = (
-    *("kvcache_centric", "joint", "algorithm_1", "kv_cost", "prefix_aware", "preble"),
+    *("kvcache_centric", "algorithm_1", "kv_cost", "prefix_aware", "preble"),
     "weighted_factors",
 )
 

@@ -98,7 +98,7 @@ class World:
             for gauge in ("num_requests_running", "num_requests_waiting"):
                 left[f"{name} {gauge}"] = one.gauge(gauge)
         gateway = metrics_of(split.door.gateway_url, "tiffin_gateway_")
-        for gauge in ("requests_in_flight", "requests_held", "held_bytes"):
+        for gauge in ("requests_in_flight", "requests_queued", "held_bytes"):
             left[f"gateway {gauge}"] = gateway[gauge]
         conductor = metrics_of(split.door.conductor_url, "tiffin_conductor_")
         left["conductor"] = conductor["requests_in_flight"]

@@ -25,7 +25,6 @@ from tiffin.conductor.prefill.policies.policy_settings import (
 
 NAMES = (
     "algorithm_1",
-    "joint",
     "kv_cost",
     "kvcache_centric",
     "least_loaded",
@@ -65,7 +64,7 @@ def loaded_worlds(draw: st.DrawFn) -> tuple[World, list[tuple[int, int, int]]]:
 def test_all_are_there_by_name() -> None:
     assert tuple(policy_registry.names()) == NAMES
     assert [policy_registry.policy(name).name for name in NAMES] == list(NAMES)
-    with pytest.raises(InvalidRequest, match="no policy 'best'; there are algorithm_1, joint"):
+    with pytest.raises(InvalidRequest, match="no policy 'best'; there are algorithm_1, kv_cost"):
         policy_registry.policy("best")
 
 
@@ -321,7 +320,7 @@ def test_preble_is_e2(
 
 
 @pytest.mark.parametrize(
-    "name", ["algorithm_1", "kvcache_centric", "joint", "kv_cost", "preble", "prefix_aware"]
+    "name", ["algorithm_1", "kvcache_centric", "kv_cost", "preble", "prefix_aware"]
 )
 def test_a_hot_prefix_does_not_herd(name: str) -> None:
     """200 requests for one prefix that one of 8 instances has. Each request joins a queue, and an
@@ -368,7 +367,6 @@ def test_places_leave_out_who_is_not_registered() -> None:
     "wrong",
     [
         {"name": ""},
-        {"joint": {"sources_max": 0}},
         {"kvcache_centric": {"balancing_threshold": 0.5}},
         {"algorithm_1": {"balancing_threshold": 0.5}},
         {"kv_cost": {"device_credit": 1.5}},

@@ -89,7 +89,7 @@ def test_ids_tell_nothing_of_keys_to_who_lacks_the_salt(tmp_path: Path) -> None:
 def test_a_full_file_makes_way_and_the_next_is_whole(tmp_path: Path) -> None:
     """The new file begins with what is in force: settings and instances as they have become."""
     path = tmp_path / "r.jsonl"
-    changed = {"policy": {"name": "joint"}}
+    changed = {"policy": {"name": "preble"}}
     with RecordingFile(path, bytes_max=2000) as file:
         for line in (HEADER, instance("stays"), instance("goes")):
             file.put(line)
