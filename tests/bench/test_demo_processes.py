@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 from kvsupport import wait_until
 
@@ -44,6 +49,40 @@ def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[E
 
 def nothing() -> None:
     """A `look` that finds nothing wrong."""
+
+
+def ended(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)  # nobody may collect it
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_child_that_is_busy_ends_when_the_demo_is_killed(tmp_path: Path) -> None:
+    """One that does not come to the end of its stdin."""
+    (tmp_path / "busy_child.py").write_text("import time\ntime.sleep(600)\n")
+    demo = (
+        "import pathlib, sys, time\n"
+        "from tiffin.bench.demo.engines.children import EngineProcess\n"
+        "child = EngineProcess('busy', ['busy_child'], pathlib.Path(sys.argv[1]))\n"
+        "print(child.process.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    with subprocess.Popen(
+        [sys.executable, "-c", demo, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        try:
+            wait_until(lambda: "busy_child" in child.cmdline()[-1], "it has begun")
+            parent.kill()
+            wait_until(lambda: ended(child), "it has ended")
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 def test_answers_come_in_the_order_of_the_names(children: list[EngineProcess]) -> None:

@@ -1,6 +1,7 @@
 """Engine processes, which receive and send lines of JSON, and never outlive the demo.
 
-The demo holds the other end of a child's stdin: the child ends when the demo does, for any reason.
+The kernel kills them when the demo ends, for any reason: the end of their stdin alone would wait
+behind all orders that were read before it, some of them for a pool that is gone.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+
+from tiffin.kvstore.cli.local.child_processes import tethered
 
 from ...serving.errors import ProcessFailed
 
@@ -32,14 +36,14 @@ EVENTS_MAX = 4096
 
 
 class EngineProcess:
-    """A child process, which ends when its stdin does, on SIGTERM, or when killed."""
+    """A child process, which ends on SIGTERM, and is killed when this process ends."""
 
     def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
         self.name = name
         self._stderr = folder / f"{name}.log"
         with self._stderr.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
+                tethered([sys.executable, "-m", *arguments], signal.SIGKILL),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -23,11 +23,14 @@ _TAIL_BYTES = 64 << 10
 LAST_LINES = 10
 
 
-class ChildProcess:
-    """One process. It gets `at_death` when this process ends, by whatever (see `tether.py`).
+def tethered(command: Sequence[str], at_death: signal.Signals) -> list[str]:
+    """The command line of a process that gets `at_death` when this process ends, by whatever (see
+    `tether.py`). Start it from a thread that lives as long as it may: mostly the main one."""
+    return [sys.executable, "-IS", _TETHER, str(int(at_death)), str(os.getpid()), *command]
 
-    Start it from a thread that lives as long as the child may: mostly the main one.
-    """
+
+class ChildProcess:
+    """One process. It gets `at_death` when this process ends (see `tethered`)."""
 
     def __init__(
         self,
@@ -40,10 +43,9 @@ class ChildProcess:
         self.name = name
         self.log = log
         self.started_at = time.monotonic()
-        tethered = [sys.executable, "-IS", _TETHER, str(int(at_death)), str(os.getpid()), *command]
         with log.open("ab") as file:
             self.process = subprocess.Popen(
-                tethered,
+                tethered(command, at_death),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
