@@ -93,13 +93,6 @@ class Line:
             heapq.heappop(self._heap)
         return self._waiting[self._heap[0][2]][1]
 
-    def copy(self) -> Line:
-        """An independent copy."""
-        other = Line(self._order, self._aging_s)
-        other._sequence = self._sequence
-        other._waiting, other._heap = self._waiting.copy(), self._heap.copy()
-        return other
-
     @property
     def _newest(self) -> Waiter:
         return self._waiting[next(reversed(self._waiting))][1]
@@ -189,14 +182,6 @@ class Ring:
             if name == next(iter(self._places)):
                 self._given = False
             del self._places[name]
-
-    def copy(self) -> Ring:
-        """An independent copy."""
-        places = OrderedDict(
-            (name, _Place(place.line.copy(), place.quantum_s, place.deficit_s))
-            for name, place in self._places.items()
-        )
-        return Ring(self.order, self.aging_s, self.quantum_s, self.weights, places, self._given)
 
     def _skip_rounds(self, now: float) -> None:
         """Fast-forward after a whole round in which no tenant was served. Until one can be, rounds

@@ -138,7 +138,7 @@ class _Class:
 
 class PrefillQueue:
     """The waiters of one instance. Every waiter that was accepted leaves once: taken, removed, or
-    preempted by `push` or `preempt`."""
+    preempted by `push`."""
 
     def __init__(self, settings: QueueSettings) -> None:
         self._settings = settings
@@ -168,7 +168,7 @@ class PrefillQueue:
             raise Conflict(f"request {waiter.request_id!r} waits here already")
         preempted: tuple[Waiter, ...] = ()
         if len(self) >= self._settings.waiting_max:
-            preempted = self.preempt(waiter.priority, places=1) if self._settings.preempting else ()
+            preempted = self._preempt(number) if self._settings.preempting else ()
             if not preempted:
                 return Pushed(False)
         self._add(number, waiter)
@@ -222,46 +222,6 @@ class PrefillQueue:
         self._left(number, waiter)
         return waiter
 
-    def preempt(
-        self, priority: str, *, places: int = 0, seconds: float = 0.0
-    ) -> tuple[Waiter, ...]:
-        """Free this many places and seconds by preempting waiters of lower classes: the lowest
-        class first, in it the newest first. If that would not be enough, no waiter is preempted,
-        and () is returned.
-
-        Raises InvalidRequest for an unknown class.
-        """
-        victims: list[Waiter] = []
-        freed_s = 0.0
-        for waiter in self._preemptible(self.number(priority)):
-            if len(victims) >= places and freed_s >= seconds:
-                break
-            victims.append(waiter)
-            freed_s += waiter.seconds
-        if len(victims) < places or freed_s < seconds:
-            return ()
-        for waiter in victims:
-            self.remove(waiter.request_id)
-        return tuple(victims)
-
-    def schedule(self, now: float) -> list[tuple[Waiter, float]]:
-        """All waiters, each with the seconds from `now` until its prefill begins, if no waiter
-        arrives or is removed, and each prefill begins when the one before it ends. O(n log n); for
-        explanations, not for decisions."""
-        queue, starts_s, schedule = self.copy(), 0.0, []
-        while (waiter := queue.take(now + starts_s)) is not None:
-            schedule.append((waiter, starts_s))
-            starts_s += waiter.seconds
-        return schedule
-
-    def copy(self) -> PrefillQueue:
-        """An independent copy."""
-        other = PrefillQueue(self._settings)
-        other._waiters = dict(self._waiters)
-        for mine, its in zip(self._classes, other._classes, strict=True):
-            its.ring, its.waiting, its.earned_s = mine.ring.copy(), mine.waiting, mine.earned_s
-        return other
-
     def number(self, priority: str) -> int:
         """The number of a priority class, 0 the highest. Raises InvalidRequest if unknown."""
         number = self._numbers.get(priority)
@@ -287,17 +247,17 @@ class PrefillQueue:
                 return number, head, True
         return top
 
-    def _preemptible(self, number: int) -> Iterator[Waiter]:
-        """The waiters that this class may preempt, in that order."""
+    def _preempt(self, number: int) -> tuple[Waiter, ...]:
+        """Remove the newest waiter of the lowest class below this one that has more places than its
+        share; () if there is none."""
         for lower in range(len(self._classes) - 1, number, -1):
-            one = self._classes[lower]
-            spare = one.waiting - one.kept
-            for at, waiter in reversed(list(self._waiters.values())):
-                if spare <= 0:
-                    break
-                if at == lower:
-                    spare -= 1
-                    yield waiter
+            if self._classes[lower].waiting <= self._classes[lower].kept:
+                continue
+            waiters = reversed(self._waiters.values())
+            newest = next(waiter for at, waiter in waiters if at == lower)
+            self.remove(newest.request_id)
+            return (newest,)
+        return ()
 
     def _add(self, number: int, waiter: Waiter) -> None:
         self._waiters[waiter.request_id] = (number, waiter)

@@ -184,15 +184,6 @@ class Queues:
         ready_s = self._coming_at.take(rows) / np.maximum(seconds, _TINY_S) - now
         return Coming(seconds, ready_s, self._coming_count.take(rows))
 
-    def preempt(
-        self, row: int, priority: str, *, places: int = 0, seconds: float = 0.0
-    ) -> tuple[Waiter, ...]:
-        """Preempt waiters of lower classes in an instance's queue; see `PrefillQueue.preempt`."""
-        victims = self._queue(row).preempt(priority, places=places, seconds=seconds)
-        for victim in victims:
-            self._uncount(row, victim)
-        return victims
-
     def take(self, row: int, now: float, free_at: float = math.inf) -> Waiter | None:
         """Dequeue the next waiter of an instance, whose prefill begins now, or began when the
         instance was free (`free_at`) and it had come; None if the queue is empty."""

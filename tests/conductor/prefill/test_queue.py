@@ -198,16 +198,6 @@ def test_a_class_keeps_its_share_of_the_places() -> None:
     assert "l0" in queue
 
 
-def test_seconds_are_made_free_or_nobody_leaves() -> None:
-    queue = queue_of()
-    fill(queue, *(waiter(f"l{n}", "low", 2.0) for n in range(3)), waiter("n", seconds=4.0))
-    assert queue.preempt("low", seconds=1.0) == ()
-    assert queue.preempt("normal", seconds=6.5) == ()
-    assert len(queue) == 4
-    assert [one.request_id for one in queue.preempt("normal", seconds=3.0)] == ["l2", "l1"]
-    assert [one.request_id for one in queue.preempt("high", seconds=3.0)] == ["l0", "n"]
-
-
 # -- what comes in ---------------------------------------------------------------------------------
 
 
@@ -247,24 +237,6 @@ def test_nobody_waits_twice() -> None:
 def test_settings_that_make_no_sense(changed: dict[str, Any], match: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=match):
         msgspec.json.decode(msgspec.json.encode(changed), type=QueueSettings)
-
-
-# -- looking ahead ---------------------------------------------------------------------------------
-
-
-def test_the_schedule_is_what_happens_and_changes_nothing() -> None:
-    queue = queue_of(classes=classes(0, 0.25, 0.25), order="shortest-first", aging_s=5.0)
-    for number in range(40):
-        priority, tenant = NAMES[number % 3], "ab"[number % 2]
-        fill(queue, waiter(str(number), priority, 0.25 * (1 + number % 5), tenant, number / 8))
-    schedule = queue.schedule(5.0)
-    assert queue.schedule(5.0) == schedule
-    now = 5.0
-    for one, starts_s in schedule:
-        assert now == pytest.approx(5.0 + starts_s)
-        assert queue.take(now) == one
-        now += one.seconds
-    assert len(queue) == 0
 
 
 # -- the model -------------------------------------------------------------------------------------
@@ -405,10 +377,6 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.remove(one.request_id) == one
         assert self.queue.remove(one.request_id) is None
         self.model.remove(one)
-
-    @rule()
-    def look_ahead(self) -> None:
-        assert {one for one, _ in self.queue.schedule(self.now)} == set(self.queue)
 
     @invariant()
     def same_waiters(self) -> None:
