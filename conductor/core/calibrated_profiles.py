@@ -28,7 +28,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ..cost.latency_model import prefill_s
+from ..cost.latency_model import decode_step_s, prefill_s
 from ..cost.shared_time import SharedTime
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ class CalibratedProfiles:
     def _step_s(self, instance: str, batch: int, context: int) -> float:
         """Seconds of a decode step, by the profile."""
         d0, d1, d2 = self._latency[instance][3:]
-        return d0 + d1 * batch + d2 * context
+        return decode_step_s(d0, d1, d2, batch, context)
 
     def _correct(self, instance: str, now: float) -> None:
         """Set an instance's latency columns to its profile's coefficients times its factors."""

@@ -27,7 +27,7 @@ def checked_again(
     more = flight.phase is RequestPhase.PREFILL  # else the columns already count the request
     batch = int(c.batch[row]) + more
     context = float(c.context_tokens[row]) + more * flight.request.prompt_tokens
-    tbt_s = float(decode_step_s(c.d0[row], c.d1[row], c.d2[row], batch, context))
+    tbt_s = decode_step_s(c.d0.item(row), c.d1.item(row), c.d2.item(row), batch, context)
     forecast = AdmissionForecast(flight.decision.predicted_ttft_s, tbt_s, tbt_s)
     return admission.decide_decode(Outlook(flight.request, forecast), settings.admission, dice)
 

@@ -8,13 +8,13 @@ import msgspec
 from msgspec import Meta
 
 from ..records import EVENT_KINDS
-from .models import Body, ErrorDetail, EventAge, Id, Name, Reply, RouteBody, Tokens
+from .models import Body, ErrorDetail, EventBody, Id, Name, Reply
 
 # A gateway with a thousand streams at 25 ms per token tells of 130 of them in 50 ms.
 EVENTS_MAX = 1024
 
 
-class EventItem(Body, frozen=True, kw_only=True):
+class EventItem(EventBody, frozen=True, kw_only=True):
     """One event: as that of `POST /v1/requests/{request_id}/{event}`."""
 
     request_id: Id
@@ -22,26 +22,6 @@ class EventItem(Body, frozen=True, kw_only=True):
         str, Meta(description="What happened.", extra_json_schema={"enum": list(EVENT_KINDS)})
     ]
     tenant: Annotated[Name, Meta(description="The tenant that it was scheduled with, if any.")] = ""
-    tokens: Annotated[
-        Tokens,
-        Meta(
-            description='Of "tokens": how many more have been answered. Of "prefill_began": how '
-            "many are computed."
-        ),
-    ] = 0
-    total_tokens: Annotated[
-        Tokens | None,
-        Meta(
-            description='Of "tokens", instead of `tokens`, and of an end: how many have been '
-            "answered in all. Such an event may be sent twice, and of several only the last one "
-            "counts."
-        ),
-    ] = None
-    age_s: EventAge = 0.0
-    route: Annotated[
-        RouteBody | None,
-        Meta(description="Of an event of a race that has one: the route."),
-    ] = None
 
 
 class EventsBody(Body, frozen=True, kw_only=True):

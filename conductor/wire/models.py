@@ -195,7 +195,7 @@ class EventBody(Body, frozen=True, kw_only=True):
         Tokens | None,
         Meta(
             description='Of "tokens", instead of `tokens`, and of an end: how many have been '
-            "answered in all. Such an event may be sent twice."
+            "answered in all. Such an event may be sent twice, and of several the last one counts."
         ),
     ] = None
     age_s: EventAge = 0.0

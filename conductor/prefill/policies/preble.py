@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...cost.latency_model import decode_step_s
 from ..local_cost import Compute, own
 from ..policy_registry import Choice, lowest, register
 from .simple import local_choice
@@ -62,7 +63,7 @@ def _decode_s(question: PolicyQuestion) -> Floats:
     one step decodes all of them."""
     c, rows = question.cluster, question.rows
     batch = c.batch[rows]
-    step_s = c.d0[rows] + c.d1[rows] * batch + c.d2[rows] * c.context_tokens[rows]
+    step_s = decode_step_s(c.d0[rows], c.d1[rows], c.d2[rows], batch, c.context_tokens[rows])
     left_s: Floats = np.where(batch > 0, question.settings.preble.output_tokens * step_s, 0.0)
     return left_s
 
