@@ -194,6 +194,9 @@ def test_room_can_be_made_by_a_shorter_answer_or_not_at_all() -> None:
     assert cut.degraded == ("cap_output:256",)
     refused = decide(full, settings, random.Random(1))
     assert refused.reason == "kv_room"
+    assert 1.0 <= (refused.retry_after_s or 0.0) <= 1.25, "it may be there in a moment"
+    never = outlook(replace(GOOD, room_then=False, room_ever=False))
+    assert decide(never, settings, random.Random(1)).retry_after_s is None
     assert all(map(math.isfinite, refused.terms.values())), "JSON has no infinity"
 
 

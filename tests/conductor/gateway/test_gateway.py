@@ -511,6 +511,23 @@ class TestWhatTheConductorIsAsked:
 
         run(scenario)
 
+    @pytest.mark.parametrize("asked", [{"stream": True, "n": 2}, {"stream": False}])
+    def test_answers_in_one_piece_or_with_several_choices_are_not_cut(
+        self, asked: dict[str, Any]
+    ) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0")) as it:
+                it.core.patch({"admission": {"cap_classes": ["low"]}}, 0.0)
+                it.core.output_caps._caps[it.core.cluster.row("m0")] = 1
+                await it.gateway.refresh()
+                headers = {"x-tiffin-priority": "low"}
+                response = await it.post({"prompt": PROMPT, **asked}, headers=headers)
+                assert response.status_code == 200
+                assert "cut_answer" not in response.text
+                assert it.number("cut_answers_total") == 0
+
+        run(scenario)
+
 
 class TestTheDoor:
     def test_bodies_that_are_refused(self) -> None:
