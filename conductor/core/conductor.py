@@ -7,7 +7,6 @@ the tests drive the same object; the caller passes `now`.
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections import deque
 from math import inf
@@ -24,7 +23,7 @@ from ..cost.transfer_model import TransferModel
 from ..decode.load_forecast import Horizon
 from ..decode.output_length import Lengths
 from ..dispatch.dispatcher import Dispatcher
-from ..errors import Conflict, InvalidRequest, UnknownRequest
+from ..errors import Conflict, UnknownRequest
 from ..events.index_updates import Cleared, Gone
 from ..events.routed_blocks import Holdings
 from ..pool.arrival_buffer import ArrivalBuffer
@@ -36,8 +35,6 @@ from ..pool.prompt_sums import NO_PROMPTS, PromptSums
 from ..prefill.policy_registry import policy
 from ..prefill.wait_estimate import Queues
 from ..records import (
-    EVENT_KINDS,
-    TOKENS_MAX,
     Decision,
     InstanceSpec,
     Load,
@@ -50,7 +47,7 @@ from ..state.id_allocator import Names
 from ..state.inflight_prefills import Computing
 from ..state.input_checks import check_alike, check_instance, check_load, check_request
 from ..state.instance_table import Cluster
-from ..state.part_keys import INDEXED_PARTS_MAX, PART_TOKENS
+from ..state.part_keys import INDEXED_PARTS_MAX
 from ..state.prefix_index import PrefixIndex
 from ..state.sliced_work import finished
 from . import refusals
@@ -66,11 +63,11 @@ from .inflight_requests import (
     chosen_route,
     prompt_of,
     request_of,
-    route_of,
     since_last,
 )
 from .pipeline import RefusedRequest, decide
 from .rebinder import Rebinder
+from .request_events import RequestEvents
 from .request_plan import Parts
 from .settings import Settings, patched
 from .state_views import instance_view, match_view
@@ -144,6 +141,7 @@ class Conductor:
         self.log = DecisionLog(self.ledger)
         self.arrivals = ArrivalBuffer(self.popularity, dice)
         self.offered = OfferedDemand()
+        self._events = RequestEvents(self)
         self._put_out: deque[Rejection] = deque(maxlen=PUT_OUT_MAX)
         self._counts = dict.fromkeys(
             ("decided", "rejected", "expired", "preempted", "rescheduled"), 0
@@ -182,14 +180,14 @@ class Conductor:
             if self._stands(flight) and not avoided:
                 return flight.decision
             if avoided or min(flight.prefill_row, flight.decode_row) < 0:
-                self._end(flight, now, "rescheduled")
+                self.end(flight, now, "rescheduled")
                 flight = None
         self.dispatch.advance(now)
         outcome = decide(self._parts, request, now)
         if flight is not None:
             if isinstance(outcome, RefusedRequest):
                 return flight.decision  # the instance may be up, and only its heartbeats missing
-            self._end(flight, now, "rescheduled")
+            self.end(flight, now, "rescheduled")
         if isinstance(outcome, RefusedRequest):
             return self._refuse(request, outcome, now)
         return self._begin(outcome, now)
@@ -199,39 +197,7 @@ class Conductor:
         repeated or late `prefill_done` or `first_token` event changes nothing else. Raises
         UnknownRequest, and InvalidRequest for an event kind that does not exist and for `tokens`
         out of range."""
-        event = self.counted(event)
-        if event.kind not in EVENT_KINDS or event.tokens < 0 or event.tokens > TOKENS_MAX:
-            raise InvalidRequest(
-                f"event {event.kind!r} of {event.tokens} tokens: there are {', '.join(EVENT_KINDS)}"
-            )
-        flight = self.ledger.get(event.request_id)
-        if flight is None:
-            raise UnknownRequest(f"no request {event.request_id!r} is in flight")
-        self.ledger.prolong(flight, now + self.settings.core.decision_ttl_s)
-        at = now - event.age_s  # when it happened
-        if event.kind == "prefill_began":
-            self.ledger.prefill_began(flight, event.route, at)
-        if event.kind in ("alive", "fetched", "prefill_began", "handed_over"):
-            if event.route in (None, chosen_route(flight.decision)):
-                self._moving(flight, event, now)
-            return
-        if event.kind in ("finished", "cancelled"):
-            flight.answered_last(event.tokens, at)
-            self._finish(flight, event.kind == "finished", now)
-            return
-        if event.kind == "tokens" and flight.phase is not RequestPhase.PREFILL:
-            self._tokens(flight, event.tokens, at)  # most events of a request
-            return
-        route = route_of(flight, event)
-        if event.kind in ("prefill_done", "first_token") and route == chosen_route(flight.decision):
-            self.profiles.prefill_done(flight, event.kind, at)
-        self._prefilled(flight, route, now, at)
-        if event.kind == "prefill_done":
-            return
-        if event.kind == "first_token":
-            self._first_token(flight, route, at)
-        else:
-            self._tokens(flight, event.tokens, at)
+        self._events.take(self.counted(event), now)
 
     def counted(self, event: RequestEvent) -> RequestEvent:
         """The event with the tokens since the last one, if it has the total of all."""
@@ -260,7 +226,7 @@ class Conductor:
         verdict = refusals.checked_again(flight, self.cluster, self.settings, self._parts.dice)
         if verdict.admitted:
             return None
-        self._end(flight, now, "rejected")
+        self.end(flight, now, "rejected")
         return self._logged(verdict.rejection(request_id, now))
 
     def tick(self, now: float) -> list[str]:
@@ -273,7 +239,7 @@ class Conductor:
         expired: list[str] = []
         while late := self.ledger.expired(now, EXPIRED_AT_ONCE):
             for flight in late:
-                self._end(flight, now, "expired")
+                self.end(flight, now, "expired")
                 expired.append(flight.request.id)
             yield
         yield from self.arrivals.counting(now)
@@ -545,28 +511,10 @@ class Conductor:
         rows = (flight.prefill_row, flight.decode_row)
         return all(row >= 0 and self.cluster.ready[row] for row in rows)
 
-    def _computed(self, flight: InflightRequest, route: HedgedRoute, now: float) -> None:
-        """Enter the blocks of a finished prefill in the index as guesses. For an instance that
-        publishes its own block events, only blocks that it did not have before are guessed. This is
-        not done when the request is scheduled: until the prefill is done no instance can fetch the
-        blocks, and the scheduler finds prefills that it could wait for in `computing`."""
-        name, keys, parts = route.prefill, flight.request.keys, flight.request.part_keys
-        if name != flight.decision.prefill:  # another route of a race was faster
-            there = name in self.cluster and route in flight.decision.alternatives
-        else:
-            there = flight.prefill_row >= 0
-            if self.holdings.speaks(name):
-                keys = keys[flight.hbm_blocks :]
-                parts = parts[flight.part_tokens // PART_TOKENS :]
-        if there:
-            self.holdings.routed(name, keys, now)
-            if parts:
-                self.parts.routed(name, parts, now)
-
     def _make_way(self, victims: Iterable[InflightRequest], by: str, now: float) -> None:
         """End requests that were preempted in a full queue by the request `by`."""
         for victim in victims:
-            self._end(victim, now, "preempted")
+            self.end(victim, now, "preempted")
             self._put_out.append(self._logged(refusals.preempted(victim, by, now)))
 
     def put_out(self) -> list[Rejection]:
@@ -590,51 +538,9 @@ class Conductor:
         self.log.put(outcome, self.settings.core.log_max)
         return outcome
 
-    def _prefilled(
-        self, flight: InflightRequest, route: HedgedRoute, now: float, ended_at: float
-    ) -> None:
-        if self.ledger.prefill_done(flight, now, ended_at):
-            self.computing.end(flight.request.id)
-            self.bookings.prefilled(flight.request.id, now)
-            self._computed(flight, route, now)
-            self.horizon.start(flight.request.id, now)
-            self.shadow.prefill_done(flight.request.id, now)
-
-    def _first_token(self, flight: InflightRequest, route: HedgedRoute, now: float) -> None:
-        if flight.first_token_at is not None:
-            return
-        if flight.request.first_token_from == "decode":
-            self.bookings.handed_over(flight.request.id, now)
-        flight.first_token_at = flight.last_token_at = now
-        flight.answered_tokens = max(flight.answered_tokens, 1)
-        self.shadow.first_token(flight.request.id, now)
-        self.races.first_token(flight.request.id, route)
-        self.margins.first_token(flight.request.id, now)
-
-    def _tokens(self, flight: InflightRequest, count: int, now: float) -> None:
-        if count:  # they were decoded: its KV is there, since some time
-            self.bookings.handed_over(flight.request.id, now, told=False)
-        last = flight.last_token_at
-        self.profiles.tokens(flight, count, now)
-        self.ledger.tokens(flight, count, now)
-        if last is not None:
-            flight.gaps.add(now - last, count)
-
-    def _finish(self, flight: InflightRequest, finished: bool, now: float) -> None:
-        tbt_s, tokens = flight.gaps.tbt_s(), flight.answered_tokens
-        if finished:
-            self.margins.ended(flight.request.id, flight.gaps)
-            with contextlib.suppress(InvalidRequest):  # too many holders: end the request anyway
-                self._prefilled(flight, chosen_route(flight.decision), now, now)
-            self.shadow.finished(flight.request.id, tbt_s, now)
-            if tokens:
-                self.lengths.observe(flight.request, tokens)
-                self.steering.answered(flight.request.model, tokens, now)
-        self.log.ended(flight, "finished" if finished else "cancelled", now)
-        self._end(flight, now, None)
-
-    def _end(self, flight: InflightRequest, now: float, why: str | None) -> None:
-        """End an in-flight request and release its reservations, exactly once."""
+    def end(self, flight: InflightRequest, now: float, why: str | None) -> None:
+        """End an in-flight request and release its reservations, exactly once. It is counted under
+        `why`; None: by its own event."""
         if why in ("rescheduled", "rejected", "preempted"):
             self.offered.counted(flight.request, now)  # it comes again
         self._released(flight, now)
@@ -653,18 +559,6 @@ class Conductor:
         self.moves.forget(flight.request.id, now)
         self.rebinder.forget(flight.request.id)
         self.bookings.ended(flight.request.id)
-
-    def _moving(self, flight: InflightRequest, event: RequestEvent, now: float) -> None:
-        """An event that only says what its blocks and its KV do."""
-        if event.kind == "fetched":
-            self.bookings.fetched(event.request_id, now)
-            self.dispatch.fetched(event.request_id, now)
-        elif event.kind == "prefill_began":
-            self.bookings.prefill_began(event.request_id, now)
-            self.profiles.prefill_began(flight, event.tokens, now - event.age_s)
-        elif event.kind == "handed_over":
-            self.bookings.handed_over(event.request_id, now)
-            self.profiles.handed_over(flight, now - event.age_s)
 
     def requests_at(self, instance: str) -> int:
         """The number of in-flight requests that are queued or running at an instance; 0 when it has
