@@ -272,7 +272,7 @@ class Serving(Response):
             if not placed.held:
                 return placed, placed.predicted_ttft_s or 0.0
             self._decided = True
-            with self._span.call("hold", **{"tiffin.hold": "turn"}):
+            with self._span.call("hold"):
                 released = await self._gateway.releases.wait(self._ask.wishes, placed)
             if isinstance(released, Rejection):
                 raise _Refused(released)
