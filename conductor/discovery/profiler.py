@@ -140,20 +140,22 @@ class Profiler:
                         done.set()
             done.set()  # one has ended: the others are too late
 
-        async with asyncio.timeout(self._timeout_s):
-            tasks = [asyncio.ensure_future(follow(at)) for at in range(step.batch)]
-            ended = asyncio.ensure_future(done.wait())
-            try:
+        tasks = [asyncio.ensure_future(follow(at)) for at in range(step.batch)]
+        ended = asyncio.ensure_future(done.wait())
+        try:
+            async with asyncio.timeout(self._timeout_s):
                 await asyncio.wait((ended, *tasks), return_when=asyncio.FIRST_COMPLETED)
-                point = window.point()
-            finally:
-                for task in (ended, *tasks):
-                    task.cancel()
-                found = await asyncio.gather(*tasks, return_exceptions=True)
+        except TimeoutError as error:
+            said = f"{step.batch} requests took longer than {self._timeout_s:g} s"
+            raise ConductorUnavailable(said) from error
+        finally:
+            for task in (ended, *tasks):
+                task.cancel()
+            found = await asyncio.gather(*tasks, return_exceptions=True)
         for failure in found:
             if isinstance(failure, ConductorUnavailable):
                 raise failure
-        return point
+        return window.point()
 
     # -- HTTP --------------------------------------------------------------------------------------
 

@@ -138,6 +138,8 @@ class Computing(FakeEngine):
         self.slots = threading.Semaphore(slots)
         self.lock = threading.Lock()
         self.most_id = 0
+        self.released = threading.Event()  # streams wait for it
+        self.released.set()
         super().__init__()
 
     def post(self, http: BaseHTTPRequestHandler) -> None:
@@ -174,6 +176,7 @@ class Computing(FakeEngine):
             http.wfile.write(b"{}")
             return
         http.end_headers()
+        self.released.wait()
         try:
             for count in range(1, body["max_tokens"] + 1):
                 event = {"choices": [{"text": "w"}], "usage": {"completion_tokens": count}}
@@ -246,3 +249,13 @@ def test_what_cannot_be_measured_is_told(engine: Computing, tmp_path: Path) -> N
     assert run(engine.url).exit_code == 2
     engine.start()
     assert run(engine.url, "--model", "other").exit_code == 2
+
+
+def test_a_batch_that_never_answers_is_told(engine: Computing) -> None:
+    engine.released.clear()
+    try:
+        result = run(engine.url, "--repeats", "1", "--timeout-s", "1")
+    finally:
+        engine.released.set()
+    assert result.exit_code == 2
+    assert "1 requests took longer than 1 s" in result.output
