@@ -59,7 +59,8 @@ def predict(
     own_s = 0.0
     if overlapped(settings.disaggregation, request.prompt_tokens):
         own_s = max(float(choice.ttft_s[choice.at] - question.queue_s[choice.at]), 0.0)
-    begins_at = question.now + float(choice.ttft_s[choice.at]) - own_s
+    now = question.now
+    begins_at = now + float(choice.ttft_s[choice.at]) - own_s
     source, targets = int(cluster.node[row]), cluster.node.take(decode)
-    seconds = transfers.later_seconds_from(source, _HBM, targets, nbytes, begins_at)
+    seconds = transfers.later_seconds_from(source, _HBM, targets, nbytes, begins_at, now)
     return HandOver(nbytes, np.maximum(seconds - own_s, 0.0))

@@ -11,7 +11,9 @@ kept. Cards share their bandwidth among transfers in truth; the sum of bytes is 
 the last one of several ends at the same time. What is planned is behind what begins now, and shares
 the card with it: a card with plans for a share u of the time until they can be carried out leaves
 1 - u of its bandwidth to others, and not less than one half, the fair share beside one rival (an
-instance computes one prompt at a time, so its hand-overs come one by one).
+instance computes one prompt at a time, so its hand-overs come one by one). A transfer that begins
+later waits at its sender for all that is planned there, which leaves in the order of the prompts,
+and at its receiver, whose plans have no order, for a share of it.
 """
 
 from __future__ import annotations
@@ -136,11 +138,22 @@ class CardQueue:
 
     def later_waits_s(self, nodes: Numbers, begins_at: Floats | float) -> Floats:
         """Seconds that a transfer would wait at each of `nodes` [n] if it began at `begins_at`
-        [n], behind what is in flight and what is planned."""
+        [n], behind what is in flight and all that is planned."""
         promised = self.bytes.take(nodes) + self.planned_bytes.take(nodes)
         free_at = np.maximum(self.free_at.take(nodes), self.planned_free_at.take(nodes))
         busy_s: Floats = promised / self.rate_bytes_s.take(nodes)
         return np.minimum(busy_s, np.maximum(free_at - begins_at, 0.0))
+
+    def shared_waits_s(self, nodes: Numbers, begins_at: float, now: float) -> Floats:
+        """The same of cards whose plans come from many, in no order: what is planned for later than
+        `begins_at` is not in the way. So plans count by the share of the time from `now` on in
+        which they keep the card busy; of a card that they fill, whole."""
+        in_flight_s = self.waits_s(begins_at).take(nodes)
+        if not self.planning:
+            return in_flight_s
+        waits_s = self.planned_shares(now).take(nodes) * self.later_waits_s(nodes, begins_at)
+        both: Floats = np.maximum(in_flight_s, waits_s)
+        return both
 
     def planned_shares(self, now: float) -> Floats:
         """The share of the time until its plans can be carried out in which each card is busy with

@@ -309,6 +309,7 @@ class TransferModel:
         target_nodes: NDArray[Any],
         nbytes: NDArray[Any],
         begins_at: float,
+        now: float,
     ) -> Floats:
         """`seconds_from` for transfers that begin at `begins_at`, behind what is planned too."""
         highest = max(source_node, int(target_nodes.max(initial=-1)))
@@ -318,7 +319,8 @@ class TransferModel:
         if not self._sending.idle:
             wait_s = float(self.sender_waits_s(np.array([source_node]), begins_at)[0])
         if not self._receiving.idle:
-            wait_s = np.maximum(self._receiving.later_waits_s(target_nodes, begins_at), wait_s)
+            receiver_s = self._receiving.shared_waits_s(target_nodes, begins_at, now)
+            wait_s = np.maximum(receiver_s, wait_s)
         return self._from(source_node, source_tier, target_nodes, nbytes, wait_s)
 
     def sender_waits_s(self, source_nodes: NDArray[Any], begins_at: Floats | float) -> Floats:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..records import Fetch
 from .block_sources import places_of
-from .local_cost import turn_s
+from .local_cost import tier_block_s, turn_s
 from .policy_registry import Choice
 
 if TYPE_CHECKING:
@@ -244,7 +244,12 @@ def extend(
         compute_s = compute.seconds(source.blocks)
     start_blocks = mine.fetched_from(question)
     transfer_s = source.transfer_s(start_blocks)
-    then_s, own_then_s = turn_s(question, transfer_s), mine.load_s + compute_s
+    then_s = turn_s(question, transfer_s)
+    load_s = mine.load_s
+    if others is not None:  # blocks come to the node's memory, and are loaded from there
+        fetched = np.maximum(source.blocks - start_blocks, 0)
+        load_s = load_s + fetched * tier_block_s(question)[0]
+    own_then_s = load_s + compute_s
     cost_s = then_s + own_then_s
     if others is not None:
         cost_s = cost_s + others.seconds(then_s, own_then_s)
@@ -259,7 +264,7 @@ def extend(
         blocks=np.where(pays, source.blocks, mine.blocks),
         transfer_s=np.where(pays, transfer_s, zero_s),
         turn_s=np.where(pays, then_s, alone.turn_s),
-        load_s=mine.load_s,
+        load_s=np.where(pays, load_s, mine.load_s),
         own_s=np.where(pays, own_then_s, alone.own_s),
         fetches=pays,
         start_blocks=start_blocks,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.core.settings import Settings, patched
 from tiffin.conductor.cost.latency_model import prefill_s
+from tiffin.conductor.cost.transfer_model import BANDWIDTH_BYTES_S_MAX
 from tiffin.conductor.events.index_updates import Added
 from tiffin.conductor.records import Decision, InstanceSpec, Request, Role
 
@@ -47,7 +48,12 @@ class Cell:
 
 def fetched_blocks(cell: Cell, profile: Profile, policy: str, latency_s: float) -> int:
     """How many blocks the conductor has it fetch, under a policy for prefill."""
-    links = {"link_bandwidth_bytes_s": cell.bandwidth_bytes_s, "link_latency_s": latency_s}
+    links = {
+        "link_bandwidth_bytes_s": cell.bandwidth_bytes_s,
+        "link_latency_s": latency_s,
+        # As in the papers' rules, what was fetched is not loaded from memory, too.
+        "dram_bandwidth_bytes_s": BANDWIDTH_BYTES_S_MAX,
+    }
     changes = {"transfers": links, "policy": {"name": policy}, "admission": {"mode": "off"}}
     core = Conductor(
         patched(Settings(), changes), dice=random.Random(0), profile=lambda name: profile

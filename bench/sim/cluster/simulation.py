@@ -31,7 +31,7 @@ from ..instances.prefill_instance import PrefillInstance, PrefillParts
 from ..instances.prefill_work import pipelined, prefill_work, slowed
 from ..instances.sim_request import SimRequest
 from ..nodes.network import Network
-from ..nodes.node_cache import NodeCache
+from ..nodes.node_cache import NodeCache, TierChange
 from .holding_gateway import HoldingGateway
 from .load_series import LoadSeries
 from .options import SimulationOptions as SimulationOptions  # noqa: TC001 # others take it here
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
     from ...traces.trace import Trace
     from ..nodes.network import CompletedTransfer
-    from ..nodes.node_cache import TierChange
 
     Profiles = Callable[[str], Profile]
 
@@ -413,6 +412,8 @@ class _Simulation:
         if self._options.admission == "baseline" and self._rejected_late(job):
             return
         self._reports.event(job, "prefill_done")
+        if not self._options.hbm_cache_tokens:  # else the conductor would take them to be in HBM
+            self._blocks_changed(instance.name, TierChange("hbm", [], [*job.keys]))
         self._reports.event(job, "first_token")
         if job.trace.output_tokens <= 1:  # nothing is left to decode
             self._ended(job)

@@ -75,6 +75,9 @@ def test_a_prompt_that_was_there_before_costs_its_last_token() -> None:
     jobs = simulate(Trace("two", (first, again)), ONE).jobs
     assert jobs[1].cached_tokens == 8191
     assert jobs[1].ttft_s == pytest.approx(load_s(8191) + prefill_s(8192, 8191), abs=1e-6)
+    assert jobs[1].decision is not None
+    predicted_s = jobs[1].decision.predicted_ttft_s
+    assert predicted_s == pytest.approx(jobs[1].ttft_s, rel=1e-3), "from memory: nothing is in HBM"
 
 
 def test_blocks_are_fetched_from_another_node_while_their_prompt_waits() -> None:
@@ -185,7 +188,7 @@ def test_more_instances_and_more_memory_do_no_harm(trace: Trace, more: str) -> N
 def test_a_faster_network_does_no_harm(trace: Trace) -> None:
     slow, fast = (
         summarise(
-            trace, simulate(trace, SimulationOptions(prefill=4, decode=4, bandwidth_bytes_s=rate))
+            trace, simulate(trace, SimulationOptions(prefill=6, decode=4, bandwidth_bytes_s=rate))
         )
         for rate in (1.25e9, 100e9)
     )

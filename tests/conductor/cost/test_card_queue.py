@@ -50,6 +50,16 @@ def test_a_plan_is_behind_all_that_is_promised_by_then() -> None:
     assert not queue.planning, "nothing to send"
 
 
+def test_plans_of_many_are_waited_for_by_the_share_of_time_that_they_fill() -> None:
+    queue, at = made(), np.array([0, 1, 2])
+    queue.plan(0, GB, 19.0)  # busy for 1 s of the next 20
+    for ready in range(5):
+        queue.plan(1, 4 * GB, float(ready))  # busy until 20
+    assert queue.shared_waits_s(at, 2.0, 0.0) == pytest.approx([1 / 20, 18.0, 0.0])
+    queue.begin(0, 5 * GB, 0.0)
+    assert queue.shared_waits_s(at, 2.0, 0.0)[0] == pytest.approx(3.0), "in flight counts whole"
+
+
 def test_more_nodes_keep_what_is_promised_and_forgotten_ones_do_not() -> None:
     queue = made(2)
     queue.begin(1, GB, 0.0)

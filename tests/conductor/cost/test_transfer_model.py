@@ -189,11 +189,14 @@ def test_what_is_planned_comes_before_what_begins_later_and_shares_with_what_beg
     targets, nbytes = np.array([1, 2]), np.full(2, GB)
 
     def later(at: float) -> list[float]:
-        return ways.later_seconds_from(0, DRAM, targets, nbytes, at).tolist()
+        return ways.later_seconds_from(0, DRAM, targets, nbytes, at, 0.0).tolist()
 
     assert later(4.0) == pytest.approx([3.001, 3.001], rel=1e-5)
     assert later(5.0) == pytest.approx([2.001, 2.001], rel=1e-5)
     assert later(6.0) == pytest.approx([1.001, 1.001], rel=1e-5)
+    # A third of the time until 6.0 is planned at the receiver, by whom it may be.
+    others = ways.later_seconds_from(3, DRAM, targets, nbytes, 4.0, 0.0)
+    assert others == pytest.approx([2 / 3 + 1.001, 1.001], rel=1e-5)
     assert ways.sender_waits_s(np.array([0, 1, 900]), 5.0).tolist() == [1.0, 0.0, 0.0]
     # Until 6.0, a third of the time goes to the plan.
     assert float(ways.seconds(0, DRAM, 2, GB, 0.0)) == pytest.approx(0.001 + 1.5, rel=1e-5)

@@ -76,6 +76,7 @@ def algorithm_1(world: World, source: str | None, threshold: float) -> list[floa
             ratio = best_len / prefix_len if prefix_len else np.inf
             if best_len > prefix_len and ratio >= threshold:
                 turn_s = max(inst.queue_s, transfer_s(world, place, inst.node, prefix_len))
+                load_s += (best_len - prefix_len) * world.tier_block_s("dram")
                 fetched_s = turn_s + load_s + world.compute_s(inst, best_len)
                 ttft_s = min(ttft_s, fetched_s)
         ttfts.append(ttft_s)

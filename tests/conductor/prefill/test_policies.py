@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policysupport import BLOCK_TOKENS, LATENCY, Inst, Node, World, worlds
+from policysupport import BLOCK_TOKENS, LATENCY, WAYS, Inst, Node, World, worlds
 
 from tiffin.conductor.errors import InvalidRequest
 from tiffin.conductor.prefill import policy_registry
@@ -329,7 +329,8 @@ def test_a_hot_prefix_does_not_herd(name: str) -> None:
     count, blocks = 8, 40
     everything = frozenset(range(blocks))
     holders, queues = [everything, *[frozenset()] * (count - 1)], [0.0] * count
-    world = World(blocks, [], {f"n{number}": Node() for number in range(count)})
+    ways = msgspec.structs.replace(WAYS, dram_bandwidth_bytes_s=128e9)
+    world = World(blocks, [], {f"n{number}": Node() for number in range(count)}, ways=ways)
     options = PolicySettings(prefix_aware=PrefixAwareSettings(balance_abs_threshold=8))
     policy, chosen = policy_registry.policy(name), Counter[int]()
     for turn in range(200):
