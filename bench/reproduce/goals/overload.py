@@ -32,6 +32,7 @@ from ..setups.fleets import FLEETS, Fleet, goodput, offered, token_goodput, work
 from ..setups.judged import Cell, judged
 
 if TYPE_CHECKING:
+    from ...sim.cluster.refusals import Refusals
     from ..evidence import Goal
     from ..registry import Tell
 
@@ -56,9 +57,15 @@ _LONGEST = """What is refused for its predicted TTFT is a long prompt first, so 
 rises where that in tokens stays. "baseline" refuses after the prefill: where only prefill is short
 it serves as much or more, as it keeps no room for KV, and where decode is, prefills are wasted and
 decodes too full. Balanced and decode-bound fleets run out of room for KV before steps are too long:
-there "early" and "predictive" differ by little. At a fleet that is full, most who are refused would
-have been in time in somebody else's place, so the share that would have been alone says little; of
-those who would have harmed nobody, some are left."""
+there "early" and "predictive" differ by less than two seeds do."""
+
+_IN_STEAD = """Who is refused at a full fleet is not one who could not be served, but one in whose
+stead another is. Each alone, with all others as they were, most would be in time where room for KV
+is short: what is kept free of it, for predictions that err, is enough for one more. The share would
+be 5% only if whoever is admitted were late as soon as anybody is added, and then any error would
+make them late; where prefill is short, it is nearer to that, as what is refused there would mostly
+be late itself. What refusing costs is what nobody else gets: those who would have been in time and
+made nobody late."""
 
 Curve = dict[float, Goodput]  # by load
 
@@ -93,6 +100,7 @@ def overloads(effort: Effort, tell: Tell) -> Evidence:
         for fleet in FLEETS
         for mode in (MODE, *OTHERS)
     }
+    refused = _refusals(effort, tell)
     what = f"goodput at 2 and 3 times the load ≥ {LEAST_OF_PEAK:g} of its peak below"
     goals = (
         *(
@@ -110,9 +118,10 @@ def overloads(effort: Effort, tell: Tell) -> Evidence:
             f"goodput at twice the load is highest with the default, admission {MODE}",
             [_best(fleet.name, found) for fleet in FLEETS],
         ),
-        *_refusals(effort, tell),
+        *_refusal_goals(refused),
     )
-    return Evidence(goals=goals, grids=(_grid(found),), plots=(_plot(found),), notes=(_LONGEST,))
+    grids = (_grid(found), _refusal_grid(refused))
+    return Evidence(goals=goals, grids=grids, plots=(_plot(found),), notes=(_LONGEST, _IN_STEAD))
 
 
 def _kept(fleet: str, curve: Curve, load: float, unit: str) -> Cell:
@@ -131,28 +140,43 @@ def _best(fleet: str, found: dict[tuple[str, str], Curve]) -> Cell:
     return Cell(fleet, theirs / max(ours, 1e-9), f"{ours:.2f}/s; {other} {theirs:.2f}/s")
 
 
-def _refusals(effort: Effort, tell: Tell) -> tuple[Goal, ...]:
-    """Of those who are refused at twice the load, who would have been in time."""
+def _refusals(effort: Effort, tell: Tell) -> dict[str, Refusals]:
+    """By fleet, some of those who are refused at twice the load, replayed."""
     sample = REPLAYED_FULL if effort.is_full else REPLAYED
-    alone, unharmful = [], []
+    found = {}
     for fleet in FLEETS:
         tell(f"{fleet.name}, refusals")
         trace = workload(effort.seeds[0])
         faster = offered(trace, OVERLOADS[0] * fleet.rate(trace))
         options = fleet.options(MODE, effort.seeds[0])
-        found = replay_refusals(faster, options, latency_profiles.load, sample)
-        of = f"of {len(found.replayed)} of {found.refused:,} refused"
-        alone.append(
-            Cell(fleet.name, found.met_share / WRONGLY_REFUSED, f"{found.met_share:.0%} {of}")
-        )
-        unharmful.append(
-            Cell(fleet.name, found.wrong_share / WRONGLY_REFUSED, f"{found.wrong_share:.0%} {of}")
-        )
+        found[fleet.name] = replay_refusals(faster, options, latency_profiles.load, sample)
+    return found
+
+
+def _refusal_goals(found: dict[str, Refusals]) -> tuple[Goal, ...]:
+    """Of those who are refused, who would have been in time."""
+    alone, harmless = list[Cell](), list[Cell]()
+    for fleet, one in found.items():
+        of = f"of {len(one.replayed)} of {one.refused:,} refused"
+        for cells, share in ((alone, one.met_share), (harmless, one.wrong_share)):
+            cells.append(Cell(fleet, share / WRONGLY_REFUSED, f"{share:.0%} {of}"))
     most = f"≤ {WRONGLY_REFUSED:.0%}"
     return (
         judged(f"refused at twice the load, and would have been in time alone {most}", alone),
-        judged(f"the same, without making others late {most}", unharmful),
+        judged(f"the same, without making others late {most}", harmless),
     )
+
+
+def _refusal_grid(found: dict[str, Refusals]) -> Grid:
+    """What each of them would have cost those who were served in its stead."""
+    rows = []
+    for fleet, one in found.items():
+        broken = [replayed.broken for replayed in one.replayed if replayed.met]
+        mean = f"{fmean(broken):.1f}" if broken else ""
+        shares = (f"{share:.0%}" for share in (one.met_share, one.wrong_share))
+        rows.append((fleet, f"{one.refused:,}", *shares, mean))
+    columns = ("fleet", "refused", "in time alone", "and nobody late for it", "made late by one")
+    return Grid("Those who are refused at twice the load, each taken alone", columns, tuple(rows))
 
 
 def _grid(found: dict[tuple[str, str], Curve]) -> Grid:

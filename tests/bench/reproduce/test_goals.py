@@ -185,7 +185,9 @@ def test_an_overload_is_judged_by_the_peak_and_by_other_modes(
     assert not best.reached
     assert alone.figure.startswith("0 of 3; the worst: 50% of 2 of 5 refused")
     assert harmless.reached, "who would have made others late was refused rightly"
-    assert len(found.grids[0].rows) == 3 * (1 + len(overload.OTHERS))
+    loads, refusals = found.grids
+    assert len(loads.rows) == 3 * (1 + len(overload.OTHERS))
+    assert refusals.rows[0][1:] == ("5", "50%", "0%", "2.0"), "one in time, who makes two late"
 
 
 def test_what_rises_with_the_load_has_not_fallen() -> None:
