@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +15,7 @@ from serversupport import served
 
 from tiffin.conductor.cli import parse_changes
 from tiffin.conductor.client import ConductorClient
-from tiffin.conductor.records import InstanceSpec, Load, Rejection, Request, Role
+from tiffin.conductor.records import InstanceSpec, Load, Rejection, Request, Role, Status
 from tiffin.conductor.web.auth import load_tokens
 from tiffin.kvstore.errors import InvalidInput
 
@@ -63,6 +64,14 @@ def test_status_lists_instances_and_what_is_missing(url: str, core: Recorder) ->
     draining = run("status", "--url", url)
     assert draining.exit_code == 1
     assert "draining" in draining.output
+
+
+def test_status_names_silent_instances(url: str, core: Recorder) -> None:
+    core.register(InstanceSpec("engine-1", MODEL, Role.MIXED, "test"), 0.0)
+    core.cluster.set_status("engine-1", Status.LOST)
+    shown = run("status", "--url", url)
+    assert shown.exit_code == 0, "another one is ready"
+    assert re.search(r"engine-1 is registered, silent for \d+ s", said(shown))
 
 
 def test_why_shows_the_candidates(url: str, core: Recorder) -> None:

@@ -58,11 +58,14 @@ def test_an_engine_is_added_and_followed(engine: FakeEngine, url: str) -> None:
         assert run("add", engine.url, "--profile", "none", "--url", url).exit_code == 2
 
 
-def test_engines_of_the_settings_file(engine: FakeEngine, url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ['url = "http://127.0.0.1:{}"', 'dns = "localhost:{}"'])
+def test_engines_of_the_settings_file(
+    engine: FakeEngine, url: str, tmp_path: Path, where: str
+) -> None:
     config = tmp_path / "conductor.toml"
     config.write_text(
         f"[discovery]\nscrape_s = 0.2\n[[discovery.engines]]\n"
-        f'url = "{engine.url}"\nprofile = "{PROFILE}"\n'
+        f'{where.format(engine.port)}\nprofile = "{PROFILE}"\n'
     )
     options = ("--listen", url.removeprefix("http://"), "--config", str(config))
     with Process(*options) as conductor:
