@@ -10,7 +10,7 @@
 #   make test-campaign  half a million checked gets under kills, stops and a relay, and interrupts at
 #                 random times; half an hour. GETS=, INTERRUPTS= (of each kind of client), SEED=
 #   make lint     ruff and mypy
-#   make bench    the performance tables: store, network, conductor, kernels and HBM tier, each row
+#   make bench    the performance tables: store, network, conductor, gateway, kernels and HBM tier, each row
 #                 against a limit measured in the same run
 #   make evidence   published results, computed again, into docs/evidence.md: half an hour
 #   make bench-peers  Mooncake, LMCache, Dynamo and SGLang's router beside ours, in one run: ten
@@ -113,6 +113,7 @@ bench: venv
 	$(BIN)/tiffin bench store
 	$(BIN)/tiffin bench network
 	$(BIN)/tiffin bench conductor
+	$(BIN)/tiffin bench gateway
 	$(BIN)/tiffin bench kernels
 	$(BIN)/tiffin bench hbm
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from .conductor.cli import commands as conductor_commands
 from .demo.cli import demo
+from .gateway.cli import commands as gateway_commands
 from .hbm.cli import commands as hbm_commands
 from .kernels.cli import commands as kernels_commands
 from .network.cli import commands as network_commands
@@ -28,6 +29,7 @@ def commands(app: typer.Typer) -> None:
     store_commands(app)
     network_commands(app)
     conductor_commands(app)
+    gateway_commands(app)
     kernels_commands(app)
     hbm_commands(app)
     vllm_commands(app)

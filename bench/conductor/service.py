@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .setting import Setting, Sizes
 
 # The service as users start it, without needing the program to be installed.
-_COMMANDS = (
+COMMANDS = (
     "import typer; from tiffin.conductor.cli import commands;"
     " app = typer.Typer(); app.callback()(lambda: None); commands(app); app()"
 )
@@ -120,7 +120,7 @@ def conductor(setting: Setting) -> Iterator[tuple[int, PeerProcess, int]]:
     """A conductor with all instances registered: its pid, its load generator, and its port."""
     port = free_port(LOOPBACK)
     command = [
-        *(sys.executable, "-c", _COMMANDS, "conductor"),
+        *(sys.executable, "-c", COMMANDS, "conductor"),
         *("--listen", f"{LOOPBACK}:{port}", "--log-level", "error"),
     ]
     with running(command) as process:

@@ -1,0 +1,1 @@
+"""`tiffin bench gateway`: requests and streams through a gateway, beside a plain reverse proxy."""

@@ -1,0 +1,94 @@
+"""Rows about streamed answers: tokens per second, CPU time of each, memory of an open stream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..store.rows import MICROSECONDS, Row, Spread, Target, single, times
+from .fleet import fleet, stream_body
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .fleet import Fleet
+    from .setting import Setting
+
+# No second token comes while memory is measured.
+_NEVER_S = 3600.0
+
+
+def streams(setting: Setting) -> list[Row]:
+    """Tokens per second, by the number of streams, and CPU time per token. Raises Missing."""
+    with fleet(setting) as it:
+        it.ask(it.gateway, stream_body(5, 0.0), requests=20, at_once=4)
+        return [row for number in setting.sizes.streams for row in _tokens(it, number, setting)]
+
+
+def _tokens(it: Fleet, number: int, setting: Setting) -> list[Row]:
+    sizes = setting.sizes
+    sides = [name for name in it.sides if name == "gateway" or name == it.beside]
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    lost = 0
+    for _ in range(sizes.turns):
+        for name in sides:
+            setting.tell(f"{number} streams, {name}")
+            before_s = it.cpu_s(name)
+            body = stream_body(sizes.stream_tokens, sizes.gap_s)
+            outcome = it.ask(it.sides[name], body, requests=number, at_once=number)
+            rates[name].append(outcome.tokens / outcome.took_s)
+            taken[name].append((it.cpu_s(name) - before_s) / max(outcome.tokens, 1))
+            if name == "gateway":
+                lost += number * sizes.stream_tokens - outcome.tokens
+    what = f"{number} streams of {sizes.stream_tokens} tokens, one each {sizes.gap_s * 1e3:g} ms"
+    beside = it.beside
+    offered = number / sizes.gap_s
+    return [
+        Row(
+            name=f"tokens-{number}",
+            what=f"streamed tokens: {what}",
+            unit="tokens/s",
+            value=Spread.of(rates["gateway"], lower_is_better=False),
+            limit_what=f"through {beside}",
+            limit=Spread.of(rates[beside], lower_is_better=False),
+            targets=(Target("p50", ">=", 25_000.0),) if offered > 25_000.0 else (),
+            note=f"{lost} tokens lost" if lost else "",
+        ),
+        Row(
+            name=f"cpu-token-{number}",
+            what=f"CPU time per streamed token: {what}",
+            unit="us",
+            value=times(taken["gateway"], MICROSECONDS),
+            limit_what=f"of {beside}",
+            limit=times(taken[beside], MICROSECONDS),
+            targets=(Target("p50", "<=", 1e6 / 25_000),),
+        ),
+    ]
+
+
+def memory(setting: Setting) -> list[Row]:
+    """Growth of the gateway per open stream. Raises Missing."""
+    held = setting.sizes.held
+    grown: dict[str, float] = {}
+    with fleet(setting, {"limits": {"requests": 2 * held}}) as it:
+        beside = it.beside
+        for name in ("gateway", beside):
+            it.ask(it.sides[name], stream_body(2, 0.0), requests=100, at_once=4)
+            before = it.resident_bytes(name)
+            it.ask(it.sides[name], stream_body(2, _NEVER_S), hold=held)
+            grown[name] = (it.resident_bytes(name) - before) / held
+            it.drop()
+    return [
+        Row(
+            name="stream-memory",
+            what=f"memory per open stream, {held} of them",
+            unit="KB",
+            value=single(grown["gateway"] / 1e3),
+            limit_what=f"of {beside}",
+            limit=single(max(grown[beside], 1.0) / 1e3),
+            targets=(Target("p50", "<=", 60.0),),
+        )
+    ]
+
+
+MEASUREMENTS: dict[str, Callable[[Setting], list[Row]]] = {"streams": streams, "memory": memory}
