@@ -42,3 +42,8 @@ class NotAuthorized(ConductorError):
 
 class ConductorUnavailable(ConductorError):
     """The conductor cannot be reached, or does not answer in time."""
+
+
+class ConductorLate(ConductorUnavailable):
+    """The conductor was reached and gave no answer in time, or says that it is busy. It need not be
+    gone: it, or this process, may have too much to do."""

@@ -31,7 +31,7 @@ from httpx_sse import aconnect_sse, connect_sse
 
 from tiffin.kvstore.credentials import read_token
 
-from ..errors import ConductorError, ConductorUnavailable, InvalidRequest
+from ..errors import ConductorError, ConductorLate, ConductorUnavailable, InvalidRequest
 from ..wire.event_batch import EVENTS_MAX
 from . import calls
 from .http_session import HttpFailure, HttpSession, NotConnected, trusting
@@ -277,7 +277,7 @@ class AsyncConductorClient(_Verbs):
                 return await self._attempts(call)
         except TimeoutError as error:
             said = f"no answer of {self._url} in {self._timeout_s + call.waits_s:g} s"
-            raise ConductorUnavailable(said) from error
+            raise ConductorLate(said) from error
 
     async def _attempts(self, call: RestCall[T]) -> T:
         attempt = 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 from tiffin.kvstore.credentials import read_token
 
-from ..errors import ConductorError, ConductorUnavailable
+from ..errors import ConductorError, ConductorLate, ConductorUnavailable
 from ..records import EXCLUDE_MAX
 from ..web.tracing import Tracing
 from ..wire.answers import Refusal
@@ -23,6 +23,7 @@ from .engines.circuit_breakers import CircuitBreakers
 from .engines.engine_client import EngineError, Engines
 from .engines.health_checks import check_all
 from .engines.instance_cache import Known
+from .engines.last_known import LastKnown
 from .metrics import GatewayMetrics
 from .openai import engine_bodies
 from .openai.model_aliases import chosen, conversation
@@ -30,7 +31,9 @@ from .openai.response_ids import holder
 from .openai.tokenizing import Tokenizing
 from .requests.conductor_reports import Health, Reporter
 from .requests.execution import Running
+from .requests.own_lateness import OwnLateness
 from .requests.placement import NoInstance, Placer
+from .requests.placing_queue import PlacingQueue
 from .requests.releases import Releases
 
 if TYPE_CHECKING:
@@ -107,7 +110,8 @@ class Gateway:
         self.clients = ClientLimits(config.clients, config.client_default, wall=time.time)
         self.metrics = GatewayMetrics(self.clients.totals)
         self.health = Health()
-        self.known = Known()
+        self.known, self.last_known = Known(), LastKnown()
+        self._lateness = OwnLateness()
         self.gate = CapacityGate(config.limits, self.metrics)
         self._quota = QuotaFile(Path(config.quota_file)) if config.quota_file else None
         self._client = client
@@ -117,7 +121,11 @@ class Gateway:
         self._engines = Engines(config, token)
         self.breakers = CircuitBreakers(config.breakers)
         self.running = Running(self._engines, self.breakers, config, clock)
-        self._placing = Placer(client, self.known, self.health, config, self.metrics, clock)
+        self.placing_queue = PlacingQueue(config.timeouts.conductor_s, self.metrics, clock)
+        self.placing = Placer(
+            client, self.known, self.last_known, self.health, self.placing_queue, self._lateness,
+            config, self.metrics, clock,
+        )  # fmt: skip
         self.releases = Releases(client, self.metrics, clock)
         self.reporter = Reporter(
             client,
@@ -131,6 +139,7 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
+        self._lateness.start()
         await self.refresh()
         await self._share_quotas()
         self._tasks = [
@@ -149,6 +158,7 @@ class Gateway:
         await self._share_quotas()
         if self._quota is not None:
             self._quota.close()
+        self._lateness.stop()
         await self.reporter.close(_LAST_WORDS_S)
         await self._engines.close()
         await self._client.close()
@@ -233,7 +243,7 @@ class Gateway:
         self, ask: ClientRequest, sized: Sized, avoid: Collection[str], span: Span
     ) -> Placement | Rejection:
         """Place the request, on none of the instances in `avoid`. Raises ConductorError,
-        NoInstance, NoShards."""
+        NoInstance, NoShards, Refusal."""
         started = self.clock()
         try:
             with span.call("place") as call:
@@ -244,17 +254,20 @@ class Gateway:
     async def refresh(self) -> None:
         """Fetch the instance list from the conductor into the instance cache. Never raises
         ConductorError."""
+        began = self.clock()
         try:
             instances = await self._client.instances()
         except ConductorUnavailable as error:
-            self.health.failed(self.clock(), error)
+            # Late ones say nothing, if it answers others, or if it is this process that is late.
+            if not (isinstance(error, ConductorLate) and self.health.heard_since(began)):
+                self.health.failed(self.clock(), error)
         except ConductorError as error:
-            self.health.answered()
+            self.health.answered(self.clock())
             if str(error) != self._complaint:  # once, not every two seconds
                 log.error("the conductor does not say which instances there are: %s", error)
             self._complaint = str(error)
         else:
-            self.health.answered()
+            self.health.answered(self.clock())
             self._complaint = ""
             self.known.update(instances, self.clock())
             self.metrics.keep(self.known.names())
@@ -286,10 +299,10 @@ class Gateway:
         if weak:
             try:
                 avoid = [*gone, *weak][:EXCLUDE_MAX]
-                return await self._placing.place(ask, sized, avoid, trace)
+                return await self.placing.place(ask, sized, avoid, trace)
             except NoInstance as error:
                 log.debug("instances that fail are tried nevertheless: %s", error)
-        return await self._placing.place(ask, sized, gone, trace)
+        return await self.placing.place(ask, sized, gone, trace)
 
     async def _place_again(
         self, ask: ClientRequest, sized: Sized, others: Collection[str], trace: Mapping[str, str]
@@ -298,7 +311,7 @@ class Gateway:
         own = holder(ask.follows, others)
         if own is None or len(others) > EXCLUDE_MAX:
             raise NoInstance(f"the instance that has {ask.follows[:80]!r} is gone: send all input")
-        return await self._placing.place(ask, sized, set(others) - {own}, trace)
+        return await self.placing.place(ask, sized, set(others) - {own}, trace)
 
     async def _check_health(self) -> None:
         """Ask all instances whether they are well."""

@@ -37,6 +37,15 @@ class GatewayMetrics:
         self.fallbacks = self._counter(
             "fallbacks", "Requests that were placed without the conductor.", "why"
         )
+        self.not_placed = self._counter(
+            "not_placed",
+            "Requests that were refused, as the conductor did not place them in time.",
+            "why",
+        )
+        for why in ("conductor_down", "conductor_late", "model_unknown"):
+            self.fallbacks.labels(why)  # an alert needs their zeros
+            self.not_placed.labels(why)
+        self.not_placed.labels("queue")
         self.rescheduled = self._counter(
             "rescheduled", "Requests that were placed again: an instance was gone."
         )
@@ -75,6 +84,9 @@ class GatewayMetrics:
             PREFIX + "circuits_open", "1 if an instance gets no requests: it fails.",
             ["instance"], registry=self.registry,
         )  # fmt: skip
+        self.placing = self._gauge(
+            "requests_placing", "Of these, those that wait for a call to the conductor."
+        )
         self.held_bytes = self._gauge("held_bytes", "Bytes of all bodies.")
         self.conductor_up = self._gauge("conductor_up", "1 if the conductor answers.")
         self.instances = self._gauge("instances", "Instances that it last spoke of.")

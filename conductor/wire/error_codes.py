@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..errors import (
     ConductorError,
+    ConductorLate,
     ConductorUnavailable,
     Conflict,
     HostNotAllowed,
@@ -33,7 +34,11 @@ _CODES: tuple[tuple[type[ConductorError], int, str], ...] = (
     (ConductorUnavailable, 503, "unavailable"),
     (ConductorError, 400, "refused"),
 )
-_BY_CODE = {code: kind for kind, _, code in _CODES}
+# "busy": an answer, of a conductor that has reached one of its limits.
+_BY_CODE: dict[str, type[ConductorError]] = {
+    **{code: kind for kind, _, code in _CODES},
+    "busy": ConductorLate,
+}
 
 
 def code_of(failure: ConductorError) -> tuple[int, str]:

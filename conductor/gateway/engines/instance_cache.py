@@ -112,6 +112,11 @@ class Known:
         """The ids of the instances that serve a model."""
         return {one.id for one in self._instances.values() if one.model == model}
 
+    def all_names(self) -> Collection[str]:
+        """The instances' ids, and those of instances that the conductor has listed until a moment
+        ago."""
+        return self._instances.keys() | self._forgotten.keys()
+
     def shares_contexts(self, name: str) -> bool:
         """Whether the instance's label says that its engine attends to shards of a context which
         other instances hold."""
@@ -133,12 +138,17 @@ class Known:
         None if there is none."""
         return self._next("any", self._usable(model, avoid))
 
-    def turn(self, model: str, avoid: Collection[str]) -> InstanceRoute | None:
-        """Round-robin route for a request that the conductor has not placed: a MIXED instance; else
-        a prefill and a decode instance. None if there are no instances but those to `avoid`."""
-        return self._route(self._usable(model, avoid))
+    def turn(
+        self, model: str, avoid: Collection[str], full: Collection[str] = (), first: str = ""
+    ) -> InstanceRoute | None:
+        """Route for a request that the conductor has not placed: a MIXED instance; else a prefill
+        and a decode instance. The instance `first` prefills if it can, the others take turns. None
+        if there are no instances but those to `avoid` and those that are `full`."""
+        return self._route(_without(self._usable(model, avoid), full), first)
 
-    def turn_forgotten(self, model: str, avoid: Collection[str]) -> InstanceRoute | None:
+    def turn_forgotten(
+        self, model: str, avoid: Collection[str], full: Collection[str] = (), first: str = ""
+    ) -> InstanceRoute | None:
         """`turn`, with the instances that the conductor has listed until a moment ago: one that was
         restarted hears of them soon. None if it lists all of the model's."""
         forgotten = [
@@ -146,13 +156,16 @@ class Known:
             for one, _ in self._forgotten.values()
             if one.model == model and one.url and one.id not in avoid
         ]
-        return self._route([*self._usable(model, avoid), *forgotten]) if forgotten else None
+        if not forgotten:
+            return None
+        return self._route(_without([*self._usable(model, avoid), *forgotten], full), first)
 
-    def _route(self, usable: Sequence[InstanceReply]) -> InstanceRoute | None:
-        both = self._next(Role.MIXED, usable)
+    def _route(self, usable: Sequence[InstanceReply], first: str) -> InstanceRoute | None:
+        both = self._next(Role.MIXED, usable, first)
         if both is not None:
             return InstanceRoute(both, both)
-        prefill, decode = self._next(Role.PREFILL, usable), self._next(Role.DECODE, usable)
+        prefill = self._next(Role.PREFILL, usable, first)
+        decode = self._next(Role.DECODE, usable)
         return (
             InstanceRoute(prefill, decode) if prefill is not None and decode is not None else None
         )
@@ -168,11 +181,18 @@ class Known:
         ready = [one for one in those if one.status == "ready"]
         return ready or [one for one in those if one.status == "lost"]
 
-    def _next(self, kind: str, usable: Sequence[InstanceReply]) -> CallTarget | None:
+    def _next(
+        self, kind: str, usable: Sequence[InstanceReply], first: str = ""
+    ) -> CallTarget | None:
         choice = [one for one in usable if kind in ("any", one.role)]
         if not choice:
             return None
         turn = (choice[0].model, kind)
         self._turns[turn] += 1
-        one = choice[self._turns[turn] % len(choice)]
+        in_turn = choice[self._turns[turn] % len(choice)]
+        one = next((one for one in choice if one.id == first), in_turn)
         return CallTarget(one.id, one.url, one.block_tokens)
+
+
+def _without(usable: Sequence[InstanceReply], full: Collection[str]) -> list[InstanceReply]:
+    return [one for one in usable if one.id not in full]

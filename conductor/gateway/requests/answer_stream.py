@@ -29,7 +29,7 @@ from starlette.responses import Response
 
 from ...errors import ConductorError, ConductorUnavailable, NotAuthorized
 from ...records import Rejection, RequestEvent
-from ...wire.answers import Refusal, error, failed, refused, rejected
+from ...wire.answers import REASON_HEADER, Refusal, error, failed, refused, rejected
 from ..engines.engine_client import (
     AnswerStream,
     EngineBroke,
@@ -107,6 +107,7 @@ class Serving(Response):
         self._report: ConductorReport | None = None
         self._placed = False  # the conductor may have placed it; its end is not reported yet
         self._route: InstanceRoute | None = None  # on which its answer begins
+        self._running_on: InstanceRoute | None = None  # where it counts as running
         self._conductor = ""  # the URL of the conductor that has placed it, if it is one of several
         self._decided = False  # a route is chosen, so the request was not rejected at placement
         self._prefill_told = False
@@ -130,6 +131,7 @@ class Serving(Response):
         finally:
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
+            self._run_on(None)
             self._release()
             self._visit.leave(self._answered, self._gateway.clock())
             self._span.end()
@@ -199,13 +201,16 @@ class Serving(Response):
         except _Refused as refused_late:
             self._forget()
             return None, rejected(refused_late.rejection)
-        except Refusal as refusal:
-            return None, refused(refusal)
         except ConductorError as failure:
             # A conductor whose answer did not arrive may have placed the request.
             if not isinstance(failure, ConductorUnavailable):
                 self._forget()
             return None, _unplaced(failure)
+        except Refusal as refusal:
+            # What was placed before, if anything was, is reported as its end is.
+            response = refused(refusal)
+            response.headers[REASON_HEADER] = refusal.code
+            return None, response
         except NoInstance as failure:
             headers = {"retry-after": "1"}
             return None, error(503, "no_instance", str(failure), headers=headers)
@@ -248,6 +253,7 @@ class Serving(Response):
         """Place the request, excluding the instances in `gone`, and run it."""
         gateway, ask = self._gateway, self._ask
         placed, answers_s = await self._turn(sized, gone)
+        self._run_on(placed.routes[0], decided=not placed.fallback)
         self._decided, self._prefill_told = True, False
         unseen = not ask.stream and not handed_over(ask, placed.routes[0])
         if self._report is not None:
@@ -272,13 +278,25 @@ class Serving(Response):
             if not placed.held:
                 return placed, placed.predicted_ttft_s or 0.0
             self._decided = True
-            with self._span.call("hold"):
-                released = await self._gateway.releases.wait(self._ask.wishes, placed)
+            try:
+                with self._span.call("hold"):
+                    released = await self._gateway.releases.wait(self._ask.wishes, placed)
+            except ConductorUnavailable:
+                return self._gateway.placing.still(placed), placed.predicted_ttft_s or 0.0
             if isinstance(released, Rejection):
                 raise _Refused(released)
             if released.state == "released":
                 return placed, released.first_token_s
             self._drop_report()
+
+    def _run_on(self, route: InstanceRoute | None, *, decided: bool = False) -> None:
+        """Count the request as running on this route, and on none before."""
+        last_known = self._gateway.last_known
+        if self._running_on is not None:
+            last_known.ended(self._running_on)
+        self._running_on = route
+        if route is not None:
+            last_known.began(route, self._gateway.clock(), decided=decided)
 
     async def _place(self, sized: Sized, gone: set[str]) -> Placement:
         gateway, wishes = self._gateway, self._ask.wishes

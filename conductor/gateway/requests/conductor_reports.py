@@ -32,6 +32,7 @@ class Health:
 
     def __init__(self) -> None:
         self._failed_at: float | None = None
+        self._answered_at = float("-inf")
         self._rests_until = float("-inf")
 
     @property
@@ -53,8 +54,13 @@ class Health:
             self._rests_until = now + REST_S
         return True
 
-    def answered(self) -> None:
+    def heard_since(self, then: float) -> bool:
+        """Whether the conductor has answered anything since `then`: it lives."""
+        return self._answered_at >= then
+
+    def answered(self, now: float) -> None:
         """Record that the conductor answered."""
+        self._answered_at = now
         if self._failed_at is not None:
             log.info("the conductor answers again")
         self._failed_at = None

@@ -1,15 +1,21 @@
-"""Placement of requests: by the conductor, or as a fallback, while the conductor does not answer,
-round-robin over the instances."""
+"""Placement of requests: by the conductor, or while it does not answer as the operator chooses: by
+what is known from its last decisions (`engines/last_known.py`), or not at all.
+
+Never without admission: a conductor that is busy, or a gateway that is late itself, would otherwise
+turn it off just when it is needed.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ...errors import ConductorError, ConductorUnavailable, UnknownModel
+from ...errors import ConductorError, ConductorLate, ConductorUnavailable, UnknownModel
 from ...records import Rejection, Request
+from ...wire.answers import Refusal
 from ..engines.instance_cache import SHARDS_LABEL, InstanceRoute, Shard
+from .event_outbox import REST_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -18,10 +24,13 @@ if TYPE_CHECKING:
     from ...wire.models import DecisionReply
     from ..config import GatewayConfig
     from ..engines.instance_cache import Known
+    from ..engines.last_known import LastKnown
     from ..metrics import GatewayMetrics
     from ..openai.openai_request import ClientRequest
     from ..openai.tokenizing import Sized
     from .conductor_reports import Health
+    from .own_lateness import OwnLateness
+    from .placing_queue import PlacingQueue
 
 # Keepalive interval, as a share of the time after which the conductor's reservation for a request
 # expires: one report may be lost.
@@ -30,6 +39,8 @@ _ALIVE_S = 30.0  # keepalive interval for a decision without `expires_in_s`
 # The least keepalive interval: when the gateway asks for a decision again, its reservation may be
 # about to expire although the request goes on.
 _ALIVE_MIN_S = 0.25
+# This process is late, and not the conductor, if it did not run for such a part of a call's time.
+_LATE_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +90,16 @@ class Placer:
         self,
         client: AsyncConductorClient,
         known: Known,
+        last: LastKnown,
         health: Health,
+        queue: PlacingQueue,
+        lateness: OwnLateness,
         config: GatewayConfig,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
     ) -> None:
-        self._client, self._known, self._health = client, known, health
+        self._client, self._known, self._last, self._health = client, known, last, health
+        self._queue, self._lateness = queue, lateness
         self._config, self._metrics, self._clock = config, metrics, clock
 
     async def place(
@@ -96,27 +111,34 @@ class Placer:
     ) -> Placement | Rejection:
         """Place the request, on none of the instances in `avoid`. Idempotent for an in-flight
         request: the conductor repeats its decision, unless an instance of it has left or is in
-        `avoid`. Raises ConductorError, NoInstance, NoShards."""
+        `avoid`. Raises ConductorError, NoInstance, NoShards, Refusal."""
         if not self._health.try_again(self._clock()):
-            return self._by_turns(ask, avoid, "conductor_down")
-        try:
-            decided = await self._ask(ask, sized, avoid, trace)
-            if isinstance(decided, Rejection) and not decided.overloaded:
-                if placed := await self._forgotten(ask, avoid):
-                    return placed
-                if self._known.turn(ask.model, avoid):  # it has registered meanwhile
-                    decided = await self._ask(ask, sized, avoid, trace)
-        except ConductorUnavailable as error:
-            self._health.failed(self._clock(), error)
-            return self._by_turns(ask, avoid, "conductor_down", error)
-        except UnknownModel as error:
-            # A restarted conductor knows no instance until the instances register again.
-            if ask.model not in self._known.models():
-                raise
-            return self._by_turns(ask, avoid, "model_unknown", error)
-        self._health.answered()
+            return self.unplaced(ask, sized, avoid, "conductor_down")
+        async with self._queue.turn(ask.wishes.tenant):
+            began, lost_s = self._clock(), self._lateness.now_lost_s()
+            try:
+                decided = await self._ask(ask, sized, avoid, trace)
+                if isinstance(decided, Rejection) and not decided.overloaded:
+                    if placed := await self._forgotten(ask, sized, avoid):
+                        return placed
+                    if self._known.turn(ask.model, avoid):  # it has registered meanwhile
+                        decided = await self._ask(ask, sized, avoid, trace)
+            except ConductorUnavailable as error:
+                late = self._is_late(error, began, lost_s)
+                if not late:
+                    self._health.failed(self._clock(), error)
+                why = "conductor_late" if late else "conductor_down"
+                return self.unplaced(ask, sized, avoid, why, error)
+            except UnknownModel as error:
+                # A restarted conductor knows no instance until the instances register again.
+                if ask.model not in self._known.models():
+                    raise
+                return self.unplaced(ask, sized, avoid, "model_unknown", error)
+        self._health.answered(self._clock())
         if not isinstance(decided, Rejection):
-            return self._usable(ask, decided, avoid)
+            placed = self._usable(ask, decided, avoid)
+            self._last.learn(sized.keys, placed.routes[0].prefill.name)
+            return placed
         if avoid and not decided.overloaded:
             raise NoInstance(f"no other instance of {ask.model!r} that answers is known")
         return decided
@@ -197,7 +219,22 @@ class Placer:
             Shard(one.instance, self._known.url(one.instance), one.tokens) for one in decided.shards
         )
 
-    async def _forgotten(self, ask: ClientRequest, avoid: Collection[str]) -> Placement | None:
+    def _is_late(self, error: ConductorUnavailable, began: float, lost_s: float) -> bool:
+        """Whether a conductor that gave no answer lives: it says so, or has answered another call
+        meanwhile, or it was this process that did not run."""
+        if not isinstance(error, ConductorLate):
+            return False
+        took_s = self._clock() - began
+        own_s = self._lateness.now_lost_s() - lost_s
+        return (
+            took_s < self._config.timeouts.conductor_s  # it said that it is busy
+            or self._health.heard_since(began)
+            or own_s > _LATE_SHARE * took_s
+        )
+
+    async def _forgotten(
+        self, ask: ClientRequest, sized: Sized, avoid: Collection[str]
+    ) -> Placement | None:
         """A placement over instances that the conductor does not list any more, for a request for
         which it has none that is ready: perhaps it was restarted. None if it lists all."""
         known = self._known
@@ -207,28 +244,64 @@ class Placer:
             return None
         with contextlib.suppress(ConductorError):  # what is known may be older than the restart
             known.update(await self._client.instances(), self._clock())
-        route = known.turn_forgotten(ask.model, avoid)
-        if route is None:
-            return None
-        self._metrics.fallbacks.labels("model_unknown").inc()
-        return Placement(routes=(route,), fallback="model_unknown")
+        return self._by_last_known(ask, sized, avoid, "model_unknown", known.turn_forgotten)
 
-    def _by_turns(
+    def unplaced(
         self,
         ask: ClientRequest,
+        sized: Sized,
         avoid: Collection[str],
         why: str,
         error: ConductorError | None = None,
     ) -> Placement:
-        route = self._known.turn(ask.model, avoid) if self._config.fallback else None
-        if route is None:
-            if error is not None:
+        """The placement of a request that the conductor has not placed: by its last known state, if
+        the operator allows it and there is room. Raises Refusal, and NoInstance if no instance is
+        known."""
+        if not self._config.fallback:
+            raise self._refusal(why)
+        placed = self._by_last_known(ask, sized, avoid, why, self._known.turn)
+        if placed is None:
+            if isinstance(error, UnknownModel):
                 raise error
-            raise NoInstance(
-                f"no instance of {ask.model!r} that answers is known"
-                if self._config.fallback
-                else f"the conductor did not place {ask.model!r}, and fallback is off"
-            )
+            raise NoInstance(f"no instance of {ask.model!r} that answers is known")
+        return replace(placed, in_doubt=isinstance(error, ConductorUnavailable))
+
+    def _by_last_known(
+        self,
+        ask: ClientRequest,
+        sized: Sized,
+        avoid: Collection[str],
+        why: str,
+        turn: Callable[..., InstanceRoute | None],
+    ) -> Placement | None:
+        """A placement on one of the instances among which `turn` chooses; None if there are none.
+        Raises Refusal if none has room."""
+        names = self._known.all_names()
+        full, first = self._last.full(names), self._last.nearest(sized.keys, names)
+        route = turn(ask.model, avoid, full, first)
+        if route is None:
+            if turn(ask.model, avoid) is None:
+                return None
+            raise self._refusal(why)
         self._metrics.fallbacks.labels(why).inc()
-        in_doubt = isinstance(error, ConductorUnavailable)
-        return Placement(routes=(route,), fallback=why, in_doubt=in_doubt)
+        return Placement(routes=(route,), fallback=why)
+
+    def still(self, placed: Placement) -> Placement:
+        """The placement of a request that the conductor holds and does not answer for any more: as
+        it was decided, if that has room by the last known state. Raises Refusal."""
+        why = "conductor_down"
+        if not self._config.fallback or self._last.full(placed.routes[0].names):
+            raise self._refusal(why)
+        self._metrics.fallbacks.labels(why).inc()
+        return placed
+
+    def _refusal(self, why: str) -> Refusal:
+        self._metrics.not_placed.labels(why).inc()
+        return Refusal(503, "not_placed", _WHY_NOT[why], retry_after_s=REST_S)
+
+
+_WHY_NOT = {
+    "conductor_down": "the conductor does not answer",
+    "conductor_late": "the conductor did not place this in time, it is busy",
+    "model_unknown": "the conductor does not know the model's instances yet",
+}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...errors import ConductorUnavailable, UnknownRequest
+from ...errors import UnknownRequest
 from ...records import Rejection
 from ...wire.models import ReleaseReply
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from .placement import Placement
 
 _MOVED = ReleaseReply(state="moved")
-# Of a conductor that does not answer: nobody knows whose turn it is, and the request is sent.
-_SENT = ReleaseReply(state="released")
 
 
 class Releases:
@@ -36,7 +34,8 @@ class Releases:
 
     async def wait(self, wishes: Wishes, placed: Placement) -> ReleaseReply | Rejection:
         """Wait until a held request is released, or "moved": then it has to be placed again.
-        Returns its rejection if it had to leave the queue."""
+        Returns its rejection if it had to leave the queue. Raises ConductorUnavailable: nobody
+        knows whose turn it is."""
         started = self._clock()
         self._metrics.queued.inc()
         try:
@@ -55,5 +54,3 @@ class Releases:
             )
         except UnknownRequest:  # the conductor was restarted
             return _MOVED
-        except ConductorUnavailable:
-            return _SENT

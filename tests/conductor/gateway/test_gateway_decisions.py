@@ -206,7 +206,7 @@ class TestLongWaits:
                 reply = await it.gateway._client.schedule(Request("x", "llama-3-8b", 100))
                 assert isinstance(reply, DecisionReply)
                 late = msgspec.structs.replace(reply, expires_in_s=0.0)
-                placed = it.gateway._placing._usable(None, late, ())  # type: ignore[arg-type]
+                placed = it.gateway.placing._usable(None, late, ())  # type: ignore[arg-type]
                 assert placed.alive_s == 0.25
                 it.core.observe(RequestEvent("x", "cancelled"), it.gateway.clock())
 

@@ -539,7 +539,7 @@ class TestTheConductorIsGone:
             first, second = Engine("m0", die_at=-1), Engine("m1")
             async with cluster(first, second) as it:
                 it.core.drain("m1", asyncio.get_running_loop().time())
-                place = it.gateway._placing.place
+                place = it.gateway.placing.place
 
                 async def then_lost(*arguments: Any) -> Any:
                     placed = await place(*arguments)
@@ -551,7 +551,7 @@ class TestTheConductorIsGone:
                         it.gateway.health.failed(now, ConductorUnavailable("gone"))
                     return placed
 
-                it.gateway._placing.place = then_lost  # type: ignore[method-assign]
+                it.gateway.placing.place = then_lost  # type: ignore[method-assign]
                 response = await it.post({"prompt": PROMPT})
                 assert response.headers["x-tiffin-fallback"] == "conductor_down"
                 await it.idle()

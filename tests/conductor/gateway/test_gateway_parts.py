@@ -349,7 +349,7 @@ def test_health_asks_once_for_all() -> None:
     assert [health.try_again(at) for at in (0.5, REST_S, REST_S, 1.5 * REST_S)] == [
         False, True, False, False,
     ]  # fmt: skip
-    health.answered()
+    health.answered(0.0)
     assert health.try_again(1.5 * REST_S)
 
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from gatewaysupport import Engine, cluster, run, until
+from gatewaysupport import MODEL, Engine, cluster, run, until
 
 from tiffin.conductor.dispatch import dispatcher
 
@@ -167,18 +167,33 @@ def test_one_whose_instance_leaves_is_placed_elsewhere() -> None:
     run(scenario)
 
 
-def test_without_its_conductor_a_held_request_is_sent() -> None:
-    """Nobody knows whose turn it is, and an answer out of turn is better than none."""
+@pytest.mark.parametrize("room", [True, False])
+def test_without_its_conductor_a_held_request_is_sent_if_there_is_room(room: bool) -> None:
+    """Nobody knows whose turn it is; its instance gets no more at a time than it had before."""
 
     async def scenario() -> None:
         engine = engine_of()
         async with stepwise(engine) as it:
+            if room:  # of a moment ago
+                known, route = it.gateway.last_known, it.gateway.known.turn(MODEL, ())
+                assert route is not None
+                for _ in range(2):
+                    known.began(route, it.gateway.clock(), decided=True)
+                for _ in range(2):
+                    known.ended(route)
             tasks = await flood(it, 2)
             await it.stop_conductor()
-            await until(lambda: len(engine.completions) == 2)
+            if room:
+                await until(lambda: len(engine.completions) == 2)
+            else:
+                await until(lambda: it.number("not_placed_total") == 1)
             for _ in tasks:
                 engine.go.whole()  # type: ignore[attr-defined]
-            assert {(await task).status_code for task in tasks} == {200}
+            answers = [await task for task in tasks]
+            assert [one.status_code for one in answers] == [200, 200 if room else 503]
+            if not room:
+                assert answers[1].headers["x-tiffin-reject-reason"] == "not_placed"
+                assert int(answers[1].headers["retry-after"]) >= 1
 
     run(scenario)
 

@@ -1,0 +1,109 @@
+"""Requests that wait to be placed: so many calls to the conductor at a time, tenants in turn.
+
+The time of a call counts from when it is sent, so a gateway with many requests does not take its
+own queue for a conductor that is slow. A request that would not be placed in time is refused as it
+comes, with its place in the queue and when to come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING
+
+from ...wire.answers import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from ..metrics import GatewayMetrics
+
+# Calls to the conductor at a time: it decides one after the other, and more would only wait there,
+# in the order in which they came, whoever sent them.
+AT_ONCE = 32
+# How much a call counts for the mean duration.
+_WEIGHT = 0.05
+
+
+class PlacingQueue:
+    """See the module. A request waits for `patience_s` at most. For one event loop."""
+
+    def __init__(
+        self, patience_s: float, metrics: GatewayMetrics, clock: Callable[[], float]
+    ) -> None:
+        self._patience_s, self._metrics, self._clock = patience_s, metrics, clock
+        self._calls = 0
+        self._call_s = 0.0  # mean duration of a call
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by tenant
+
+    def __len__(self) -> int:
+        """How many requests wait."""
+        return sum(map(len, self._waiting.values()))
+
+    @contextlib.asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for this request's turn; the body is its call. Raises Refusal if that is not in
+        time."""
+        if self._calls >= AT_ONCE:
+            await self._wait(tenant)
+        else:
+            self._calls += 1
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._call_s += _WEIGHT * (self._clock() - began - self._call_s)
+            self._next()
+
+    async def _wait(self, tenant: str) -> None:
+        place = len(self) + 1
+        expected_s = place * self._call_s / AT_ONCE
+        if expected_s > self._patience_s:
+            raise self._refusal(place, expected_s)
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(mine)
+        self._metrics.placing.set(len(self))
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await mine
+        except TimeoutError:
+            self._leave(tenant, mine)
+            raise self._refusal(place, self._patience_s) from None
+        except asyncio.CancelledError:
+            self._leave(tenant, mine)
+            raise
+
+    def _leave(self, tenant: str, mine: asyncio.Future[None]) -> None:
+        """Give up, also if it is this request's turn just now."""
+        if mine.done() and not mine.cancelled():
+            self._next()
+            return
+        waiting = self._waiting[tenant]
+        waiting.remove(mine)
+        if not waiting:
+            del self._waiting[tenant]
+        self._metrics.placing.set(len(self))
+
+    def _next(self) -> None:
+        """A call has ended: the next request of the tenant whose turn it is takes its place."""
+        while self._waiting:
+            tenant, waiting = self._waiting.popitem(last=False)
+            mine = waiting.popleft()
+            if waiting:
+                self._waiting[tenant] = waiting  # behind all others
+            self._metrics.placing.set(len(self))
+            if not mine.done():
+                mine.set_result(None)
+                return
+        self._calls -= 1
+
+    def _refusal(self, place: int, expected_s: float) -> Refusal:
+        self._metrics.not_placed.labels("queue").inc()
+        return Refusal(
+            503,
+            "not_placed_in_time",
+            f"{place - 1} requests wait to be placed before this one: come back in "
+            f"{expected_s:.1f} s",
+            retry_after_s=expected_s,
+        )
