@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from .client.client import ConductorClient
 
 # What the extra `conductor` brings, and commands import when they run.
-_EXTRA = ("fastapi", "httpx", "prometheus_client", "starlette", "statsmodels", "uvicorn", "zmq")
+_EXTRA = (
+    "aiohttp",
+    "fastapi",
+    "httpx",
+    "prometheus_client",
+    "starlette",
+    "statsmodels",
+    "uvicorn",
+    "zmq",
+)
 
 OtlpOption = Annotated[
     str,

@@ -7,11 +7,14 @@ import json
 import shutil
 import sys
 import tempfile
+import time
+import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiffin.kvstore.cli.local.local_redis import free_port
+from tiffin.kvstore.errors import NodeUnavailable
 
 from ..conductor.processes.peer import PeerProcess, peer
 from ..conductor.service import COMMANDS, accepts, lacking
@@ -135,7 +138,11 @@ def fleet(
         if config:
             (folder / "gateway.json").write_text(json.dumps(config))
             command += ["--config", str(folder / "gateway.json")]
+        if workers > 1:
+            command += ["--workers", str(workers)]
         start("gateway", gateway, *command)
+        if workers > 1:
+            it.pids["gateway"] = _workers_of(it.pids["gateway"][0], gateway, workers)
         yield it
 
 
@@ -156,6 +163,18 @@ def _register(conductor: int, engine: int) -> None:
         for number in range(INSTANCES):
             url = f"http://{LOOPBACK}:{engine}"
             client.register(InstanceSpec(f"e{number}", MODEL, Role.MIXED, DEFAULT, url=url))
+
+
+def _workers_of(process: int, port: int, count: int) -> list[int]:
+    """The pids of a gateway's workers, once all of them serve. Raises NodeUnavailable."""
+    path = Path(f"/proc/{process}/task/{process}/children")
+    said = f"tiffin_gateway_workers {count}.0\n".encode()
+    for _ in range(600):
+        with urllib.request.urlopen(f"http://{LOOPBACK}:{port}/metrics") as answer:
+            if said in answer.read():
+                return [int(one) for one in path.read_text(encoding="ascii").split()]
+        time.sleep(0.1)
+    raise NodeUnavailable(f"the gateway's {count} workers did not start")
 
 
 def _resident_bytes(pid: int) -> int:

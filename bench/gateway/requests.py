@@ -107,6 +107,32 @@ def cpu(setting: Setting) -> list[Row]:
     ]  # fmt: skip
 
 
+def workers(setting: Setting) -> list[Row]:
+    """CPU time per request with two workers. Raises Missing."""
+    number = setting.sizes.requests
+    taken: dict[int, list[float]] = {1: [], 2: []}
+    with fleet(setting) as one, fleet(setting, workers=2) as two:
+        fleets = {1: one, 2: two}
+        for it in fleets.values():
+            _warm(it)
+        for _ in range(setting.sizes.turns):
+            for count, it in fleets.items():
+                before_s = it.cpu_s("gateway")
+                it.ask(it.gateway, short_body(), requests=number, at_once=CPU_AT_ONCE)
+                taken[count].append((it.cpu_s("gateway") - before_s) / number)
+    return [
+        Row(
+            name="cpu-workers",
+            what=f"CPU time per short answer with two workers, {CPU_AT_ONCE} at a time",
+            unit="us",
+            value=times(taken[2], MICROSECONDS),
+            limit_what="with one",
+            limit=times(taken[1], MICROSECONDS),
+            targets=(Target("ratio", "<=", 1.1),),
+        )
+    ]
+
+
 def latency(setting: Setting) -> list[Row]:
     """What the gateway adds to an answer's time. Raises Missing."""
     sizes = setting.sizes
@@ -194,5 +220,6 @@ def _warm(it: Fleet) -> None:
 
 
 MEASUREMENTS: dict[str, Callable[[Setting], list[Row]]] = {
-    "requests": requests, "cpu": cpu, "latency": latency, "overload": overload,
+    "requests": requests, "cpu": cpu, "workers": workers, "latency": latency,
+    "overload": overload,
 }  # fmt: skip

@@ -43,6 +43,7 @@ SUITE: Suite[Setting] = Suite(
     {
         "requests": _requests("requests"),
         "cpu": _requests("cpu"),
+        "workers": _requests("workers"),
         "latency": _requests("latency"),
         "streams": _streams("streams"),
         "memory": _streams("memory"),

@@ -75,11 +75,16 @@ class ModelList(msgspec.Struct):
     object: str = "list"
 
 
-def create_app(gateway: Gateway, *, auth: Tokens | None = None) -> Starlette:
+def create_app(
+    gateway: Gateway,
+    *,
+    auth: Tokens | None = None,
+    scrape: Callable[[], Awaitable[bytes]] | None = None,
+) -> Starlette:
     """The ASGI application. Without `auth` it admits every request whose Host header names this
-    machine."""
+    machine. `scrape` gives the metrics, if not those of this gateway alone."""
     door = Door(auth or Tokens())
-    routes = _Routes(gateway, door)
+    routes = _Routes(gateway, door, scrape)
     table: list[tuple[str, str, Endpoint, Right | None]] = [
         *(("POST", path, routes.complete, Right.SCHEDULE) for path in _COMPUTED),
         ("GET", RESPONSES + "/{response_id}", routes.response, Right.SCHEDULE),
@@ -107,9 +112,11 @@ def create_app(gateway: Gateway, *, auth: Tokens | None = None) -> Starlette:
 class _Routes:
     """The route handlers. They raise ConductorError and Refusal."""
 
-    def __init__(self, gateway: Gateway, door: Door) -> None:
+    def __init__(
+        self, gateway: Gateway, door: Door, scrape: Callable[[], Awaitable[bytes]] | None
+    ) -> None:
         limits = gateway.config.limits
-        self._gateway, self._door = gateway, door
+        self._gateway, self._door, self._scrape = gateway, door, scrape
         self._intake = Intake(Limits(body_bytes=limits.body_bytes, held_bytes=limits.held_bytes))
 
     async def complete(self, http: Request) -> Response:
@@ -189,7 +196,8 @@ class _Routes:
 
     async def metrics(self, http: Request) -> Response:
         """The metrics, for Prometheus."""
-        return Response(self._gateway.metrics.text(), headers={"content-type": CONTENT_TYPE})
+        text = await self._scrape() if self._scrape is not None else self._gateway.metrics.text()
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
 def _endpoint(

@@ -53,6 +53,9 @@ def gateway(
         Path | None, typer.Option(help="Serve https with this certificate.")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    workers: Annotated[
+        int, typer.Option(min=1, max=256, help="Processes that serve this port as one gateway.")
+    ] = 1,
     otlp_endpoint: OtlpOption = "",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
@@ -64,7 +67,7 @@ def gateway(
 
     **Examples**
 
-    `tiffin gateway`
+    `tiffin gateway`, `tiffin gateway --workers 4`
 
     `tiffin gateway --listen 10.0.0.9:7900 --token-file /etc/tiffin/api-keys --config
     /etc/tiffin/gateway.toml --conductor http://10.0.0.9:7800 --conductor-token-file
@@ -83,6 +86,7 @@ def gateway(
         from tiffin.kvstore.credentials import parse_address
 
         from .server import GatewayOptions, serve
+        from .workers.supervisor import Supervisor, WorkerSpec
 
         disable_created_metrics()  # type: ignore[no-untyped-call] # a second line per counter, of when this process began
         options = GatewayOptions(
@@ -96,8 +100,12 @@ def gateway(
             tls_key=tls_key,
             otlp_endpoint=otlp_endpoint,
         )
+        worker = WorkerSpec.from_environment()
+        if workers > 1 and worker is None:
+            stop_s = options.config.timeouts.stop_s
+            raise typer.Exit(Supervisor(options.listen, workers, stop_s).run())
         with contextlib.suppress(KeyboardInterrupt):
-            uvloop.run(serve(options))
+            uvloop.run(serve(options, worker=worker))
 
 
 def check(

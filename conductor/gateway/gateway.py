@@ -35,6 +35,7 @@ from .requests.own_lateness import OwnLateness
 from .requests.placement import NoInstance, Placer
 from .requests.placing_queue import PlacingQueue
 from .requests.releases import Releases
+from .workers.shared_counts import SharedCounts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -59,32 +60,43 @@ _QUOTA_S = 1.0
 
 
 class CapacityGate:
-    """Admission by capacity: counts in-flight requests and the bytes of their bodies, and refuses
-    what exceeds the limits. For one event loop."""
+    """Admission by capacity: counts in-flight requests and the bytes of their bodies, those of all
+    workers, and refuses what exceeds the limits. For one event loop."""
 
-    def __init__(self, limits: GatewayLimits, metrics: GatewayMetrics) -> None:
-        self._limits, self._metrics = limits, metrics
-        self.requests = 0
-        self.held_bytes = 0
+    def __init__(
+        self, limits: GatewayLimits, metrics: GatewayMetrics, counts: SharedCounts
+    ) -> None:
+        self._limits, self._metrics, self._counts = limits, metrics, counts
+
+    @property
+    def requests(self) -> int:
+        """Requests of this worker."""
+        return self._counts.own[0]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of their bodies."""
+        return self._counts.own[1]
 
     def enter(self) -> None:
         """Admit a request; `leave` ends it. Raises Refusal if the gateway is full."""
-        if self.requests >= self._limits.requests:
-            raise _busy(f"{self.requests} requests are under way")
-        self.requests += 1
-        self._metrics.in_flight.set(self.requests)
+        requests = self._counts.requests
+        if requests >= self._limits.requests:
+            raise _busy(f"{requests} requests are under way")
+        self._count(1, 0)
 
     def hold(self, nbytes: int) -> None:
         """Reserve the bytes of a body. Raises Refusal if there is no room for it."""
-        if self.held_bytes + nbytes > self._limits.held_bytes:
+        if self._counts.held_bytes + nbytes > self._limits.held_bytes:
             raise _busy("the requests under way are too long")
-        self.held_bytes += nbytes
-        self._metrics.held_bytes.set(self.held_bytes)
+        self._count(0, nbytes)
 
     def leave(self, nbytes: int) -> None:
         """Release a request that has ended, and the `nbytes` of its body."""
-        self.requests -= 1
-        self.held_bytes -= nbytes
+        self._count(-1, -nbytes)
+
+    def _count(self, requests: int, nbytes: int) -> None:
+        self._counts.add(requests, nbytes)
         self._metrics.in_flight.set(self.requests)
         self._metrics.held_bytes.set(self.held_bytes)
 
@@ -92,7 +104,8 @@ class CapacityGate:
 class Gateway:
     """See the module; use it in an `async with`. For one event loop.
 
-    `client` calls the conductor; the gateway closes it. Raises InvalidInput for files of the
+    `client` calls the conductor; the gateway closes it. `counts`: those that it shares with other
+    workers. Raises InvalidInput for files of the
     configuration that can't be used.
     """
 
@@ -103,6 +116,7 @@ class Gateway:
         *,
         clock: Callable[[], float] = time.monotonic,
         tracing: Tracing | None = None,
+        counts: SharedCounts | None = None,
     ) -> None:
         self.tracing = tracing or Tracing()
         self.config, self.clock = config, clock
@@ -112,7 +126,7 @@ class Gateway:
         self.health = Health()
         self.known, self.last_known = Known(), LastKnown()
         self._lateness = OwnLateness()
-        self.gate = CapacityGate(config.limits, self.metrics)
+        self.gate = CapacityGate(config.limits, self.metrics, counts or SharedCounts.alone())
         self._quota = QuotaFile(Path(config.quota_file)) if config.quota_file else None
         self._client = client
         self._tokenizing = Tokenizing(config, self._remote_tokens)

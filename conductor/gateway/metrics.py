@@ -88,6 +88,7 @@ class GatewayMetrics:
             "requests_placing", "Of these, those that wait for a call to the conductor."
         )
         self.held_bytes = self._gauge("held_bytes", "Bytes of all bodies.")
+        self._gauge("workers", "Worker processes that answer the scrape.").set(1)
         self.conductor_up = self._gauge("conductor_up", "1 if the conductor answers.")
         self.instances = self._gauge("instances", "Instances that it last spoke of.")
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import signal
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiffin.kvstore.errors import InvalidInput
@@ -23,12 +24,14 @@ from ..web.tracing import open_tracing
 from .app import create_app
 from .config import GatewayConfig, read_config
 from .gateway import Gateway
+from .workers.client_shares import part_of
+from .workers.worker_metrics import WorkerMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from ..api.authorisation import Door
+    from .workers.supervisor import WorkerSpec
 
 log = logging.getLogger("tiffin.gateway")
 
@@ -69,19 +72,23 @@ class GatewayOptions:
         return config, load_tokens(self.token_file) if self.token_file else Tokens()
 
 
-def _connections(config: GatewayConfig) -> ConnectionLimits:
+def _connections(config: GatewayConfig, workers: int) -> ConnectionLimits:
+    """The limits of one worker: connections are spread evenly over them."""
     return ConnectionLimits(
-        config.limits.requests * _CONNECTIONS_PER_REQUEST,
-        per_peer=config.limits.peer_connections,
+        -(-config.limits.requests * _CONNECTIONS_PER_REQUEST // workers),
+        per_peer=-(-config.limits.peer_connections // workers),
         head_s=config.timeouts.head_s,
     )
 
 
 async def serve(
-    options: GatewayOptions, started: Callable[[tuple[str, int]], None] | None = None
+    options: GatewayOptions,
+    started: Callable[[tuple[str, int]], None] | None = None,
+    worker: WorkerSpec | None = None,
 ) -> None:
-    """Run the gateway until SIGINT or SIGTERM. `started` is a callback that gets the address once
-    the server listens. Raises InvalidInput and InvalidRequest for options that can't work."""
+    """Run the gateway, or one worker of it, until SIGINT or SIGTERM. `started` is a callback that
+    gets the address once the server listens. Raises InvalidInput and InvalidRequest for options
+    that can't work."""
     loop = asyncio.get_running_loop()
     tls = tls_context(options.tls_cert, options.tls_key)
     stop = asyncio.Event()
@@ -94,27 +101,38 @@ async def serve(
         timeout_s=options.config.timeouts.conductor_s,
     )
     tracing = open_tracing("tiffin-gateway", options.otlp_endpoint)
-    with listening(options.listen) as door, contextlib.closing(tracing):
-        async with Gateway(client, options.config, tracing=tracing) as gateway:
-            app = create_app(gateway, auth=options.tokens)
-            loop.add_signal_handler(signal.SIGHUP, _reload, options, gateway, app.state.door)
+    address, workers, counts = options.listen, 1, None
+    if worker is not None:
+        address, workers = (address[0], worker.port), worker.workers
+        counts = worker.counts()
+    config = part_of(options.config, workers)
+    with listening(address, shared=worker is not None) as door, contextlib.closing(tracing):
+        async with (
+            Gateway(client, config, tracing=tracing, counts=counts) as gateway,
+            _scraped(gateway, worker) as scrape,
+        ):
+            app = create_app(gateway, auth=options.tokens, scrape=scrape)
+            loop.add_signal_handler(
+                signal.SIGHUP, _reload, options, gateway, app.state.door, workers
+            )
             server = web_server(
                 app,
-                _connections(options.config),
+                _connections(options.config, workers),
                 stop_s=max(1, round(options.config.timeouts.stop_s)),
                 tls=tls,
             )
             serving = asyncio.create_task(server.serve([door]))
             stopping = asyncio.create_task(stop.wait())
-            announce(
-                log,
-                door,
-                "the gateway answers at %s/v1",
-                "keys and prompts",
-                tokens=options.tokens,
-                tls=tls is not None,
-                started=started,
-            )
+            if worker is None or worker.number == 0:  # once for all
+                announce(
+                    log,
+                    door,
+                    "the gateway answers at %s/v1",
+                    "keys and prompts",
+                    tokens=options.tokens,
+                    tls=tls is not None,
+                    started=started,
+                )
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
             log.info("stopping")
             stopping.cancel()
@@ -122,7 +140,7 @@ async def serve(
             await serving
 
 
-def _reload(options: GatewayOptions, gateway: Gateway, door: Door) -> None:
+def _reload(options: GatewayOptions, gateway: Gateway, door: Door, workers: int) -> None:
     """Take clients' settings, objectives and API keys as the files have them now; all stay as they
     are if one file can't be used."""
     try:
@@ -130,8 +148,22 @@ def _reload(options: GatewayOptions, gateway: Gateway, door: Door) -> None:
     except InvalidInput as error:
         log.error("nothing is reloaded: %s", error)
         return
-    fixed = gateway.reload(config)
+    fixed = gateway.reload(part_of(config, workers))
     door.replace(tokens)
     log.info("clients, objectives and keys are reloaded")
     if fixed:
         log.warning("these take a restart: %s", ", ".join(fixed))
+
+
+@contextlib.asynccontextmanager
+async def _scraped(
+    gateway: Gateway, worker: WorkerSpec | None
+) -> AsyncIterator[Callable[[], Awaitable[bytes]] | None]:
+    """What answers a scrape with the metrics of all workers; None if there is one alone."""
+    if worker is None:
+        yield None
+        return
+    folder = Path(worker.folder)
+    metrics = WorkerMetrics(folder, worker.number, worker.workers, gateway.metrics.text)
+    async with metrics.served():
+        yield metrics.of_all

@@ -36,12 +36,13 @@ _OTHER_FILES = 2048
 
 
 @contextlib.contextmanager
-def listening(address: tuple[str, int]) -> Iterator[socket.socket]:
-    """A listening socket; port 0 takes any free port. Raises InvalidInput."""
+def listening(address: tuple[str, int], *, shared: bool = False) -> Iterator[socket.socket]:
+    """A listening socket; port 0 takes any free port. `shared`: with other processes of this user,
+    and the kernel spreads the connections. Raises InvalidInput."""
     host, port = address
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        door = socket.create_server((host, port), family=family, backlog=1024)
+        door = socket.create_server((host, port), family=family, backlog=1024, reuse_port=shared)
         # Accepted connections inherit TCP_NODELAY. uvloop sets it on all of them, asyncio does not
         # set it on these; without it each answer waits 40 ms for an acknowledgement.
         door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

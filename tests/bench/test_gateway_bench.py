@@ -24,6 +24,7 @@ TINY = Sizes(
 NAMES = {
     "requests": ["requests-1", "requests-4"],
     "cpu": ["cpu", "cpu-conductor"],
+    "workers": ["cpu-workers"],
     "latency": ["added-ids", "added-text", "added-loaded"],
     "streams": ["tokens-4", "cpu-token-4"],
     "memory": ["stream-memory"],
