@@ -351,6 +351,7 @@ def _url(own: str, call: RestCall[Any], attempt: int) -> str:
 
 _UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 _NOT_CONNECTED = httpx.ConnectError | httpx.ConnectTimeout | NotConnected
+_LATE = httpx.ReadTimeout | httpx.WriteTimeout
 _HEADERS = {"content-type": "application/json"}
 # The longest answer is the instances' list: a thousand of them with labels are a megabyte.
 _ANSWER_BYTES_MAX = 64 << 20
@@ -394,7 +395,8 @@ def _is_void(call: RestCall[Any], error: Exception) -> bool:
 def _unavailable(url: str, error: Exception) -> ConductorUnavailable:
     why = str(error) or type(error).__name__
     hint = next((hint for sign, hint in _HINTS.items() if sign in why), "")
-    return ConductorUnavailable(f"no answer of {url}: {why}{hint}")
+    kind = ConductorLate if isinstance(error, _LATE) else ConductorUnavailable
+    return kind(f"no answer of {url}: {why}{hint}")
 
 
 # Parts of error messages of OpenSSL and HTTP, and the wrong setting that may be the cause.

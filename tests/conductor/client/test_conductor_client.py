@@ -20,6 +20,7 @@ from serversupport import served, wait_for_follower
 from tiffin.conductor.client import AsyncConductorClient, ConductorClient, calls
 from tiffin.conductor.client.client import _url
 from tiffin.conductor.errors import (
+    ConductorLate,
     ConductorUnavailable,
     Conflict,
     InvalidRequest,
@@ -162,7 +163,7 @@ def test_a_batch_goes_to_the_conductors_that_decided(client: Both, kind: str) ->
             ]
         )
         assert results[:3] == [None, None, None]
-        assert [type(one) for one in results[3:]] == [UnknownRequest, ConductorUnavailable]
+        assert [type(one) for one in results[3:]] == [UnknownRequest, ConductorLate]
 
 
 def test_more_events_than_a_batch_has(client: Both) -> None:
