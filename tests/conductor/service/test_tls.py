@@ -173,7 +173,7 @@ class TestTheGateway:
             spec = InstanceSpec("i0", MODEL, Role.MIXED, PROFILE, url="http://127.0.0.1:9")
             for authority, codes in (
                 (ours, {"engine_failed"}),
-                (theirs, {"unavailable", "no_instance"}),
+                (theirs, {"not_placed", "no_instance"}),
             ):
                 port = free_port()
                 options = ("--listen", f"127.0.0.1:{port}", "--config", str(config))
