@@ -184,13 +184,13 @@ class Horizon:
         stay = self._stays.get(request_id)
         if stay is None or stay.running:
             return
-        self._take(request_id)
+        self._leave(request_id, stay)
         if decode_s is not None:
             stay.decode_s = min(decode_s, DECODE_S_MAX)
         stay.first, stay.stop = self._buckets_of(now, stay.decode_s)
         stay.running = True
         self._running[:, stay.row] += stay.amounts
-        self._put(request_id, stay)
+        self._enter(request_id, stay)
 
     def move(self, request_id: str, row: int, now: float) -> None:
         """Let a request go on at another row. No effect if it is unknown."""
@@ -368,6 +368,10 @@ class Horizon:
         self._stays[request_id] = stay
         self._all[:, stay.row] += stay.amounts
         self._squares[:, stay.row] += stay.amounts**2
+        self._enter(request_id, stay)
+
+    def _enter(self, request_id: str, stay: _Stay) -> None:
+        """Put a stay into the ring."""
         self._stops.setdefault(stay.stop, {})[request_id] = stay
         if stay.first >= self._end:
             self._firsts.setdefault(stay.first, {})[request_id] = stay
@@ -377,12 +381,16 @@ class Horizon:
         stay = self._stays.pop(request_id)
         self._all[:, stay.row] -= stay.amounts
         self._squares[:, stay.row] -= stay.amounts**2
+        self._leave(request_id, stay)
+        return stay
+
+    def _leave(self, request_id: str, stay: _Stay) -> None:
+        """Take a stay out of the ring."""
         for place, bucket in ((self._stops, stay.stop), (self._firsts, stay.first)):
             names = place.get(bucket)
             if names is not None and names.pop(request_id, None) is not None and not names:
                 del place[bucket]
         self._add(stay, stay.first, stay.stop, -1)
-        return stay
 
     def _forget(self, request_id: str) -> None:
         stay = self._take(request_id)

@@ -146,8 +146,11 @@ class Computing:
             if works is seen:  # neighbouring blocks mostly have the same owners
                 continue
             for work in works:
-                if now <= work.believed_until and work.queued_at <= turn_at(work.row):
-                    found.setdefault(work.row, index + 1)
+                row = work.row
+                if row in found or now > work.believed_until:
+                    continue
+                if work.queued_at <= turn_at(row):
+                    found[row] = index + 1
             seen = works
         return found
 

@@ -301,7 +301,7 @@ class Cluster:
         for name, amount in amounts.items():
             getattr(self, _OWN[name])[row] += amount
             getattr(self, name)[row] += amount
-            self._reports.promised(row, name, amount, now)
+        self._reports.promised(row, amounts, now)
 
     def rows_for(self, model: str, *, prefill: bool) -> NDArray[np.int64]:
         """The rows that are ready to prefill (or decode) this model, in order."""

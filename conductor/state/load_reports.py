@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
     from ..records import Load
@@ -73,10 +75,12 @@ class LoadReports:
         self._strangers = np.pad(self._strangers, more)
         self._measured_at = np.pad(self._measured_at, more, constant_values=-np.inf)
 
-    def promised(self, row: int, name: str, amount: int, now: float) -> None:
-        """This conductor has promised (or, if negative, released) so much at an instance."""
+    def promised(self, row: int, amounts: Mapping[str, int], now: float) -> None:
+        """This conductor has promised (or, if negative, released) so much at an instance, by
+        column."""
         recent = self._promised[row]
-        recent += now, _PLACE[name], amount
+        for name, amount in amounts.items():
+            recent += now, _PLACE[name], amount
         while recent[0] < now - AGE_S_MAX:
             for _ in range(3):
                 recent.popleft()
