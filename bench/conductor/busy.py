@@ -29,11 +29,11 @@ from tiffin.conductor.core import Conductor
 from tiffin.conductor.events.index_updates import Added
 from tiffin.conductor.records import Load, Request, RequestEvent
 from tiffin.conductor.service.http_protocol import LimitedProtocol
+from tiffin.conductor.service.server import collecting
 from tiffin.conductor.service.web_server import web_server
 from tiffin.conductor.web.connection_limits import ConnectionLimits
 from tiffin.conductor.web.time_slices import TimeSlices
 from tiffin.conductor.wire.event_batch import EVENTS_MAX
-from tiffin.kvstore.gc_tuning import collect_young
 
 from ..store.rows import MILLISECONDS, Row, Target, times
 from .decision import MODEL, spec
@@ -144,13 +144,16 @@ class _Fleet:
         until_s = begin_s + seconds
         latencies: list[asyncio.Task[float]] = []
         async with asyncio.TaskGroup() as tasks:
-            if busy:
-                for every_s, work in self._else():
-                    tasks.create_task(self._repeat(every_s, work, until_s))
+            collector = tasks.create_task(collecting())
+            own = ((_TICK_S, self._tick), (_BATCH_S, self._tell))
+            for every_s, work in (*own, *(self._else() if busy else ())):
+                tasks.create_task(self._repeat(every_s, work, until_s))
             at = begin_s
             while (at := at + self._dice.expovariate(_RATE)) < until_s:
                 await asyncio.sleep(at - self._loop.time() - _TICK_S)
                 latencies.append(tasks.create_task(self._schedule(at)))
+            await asyncio.wait(latencies)
+            collector.cancel()
         # What is due later would come all at once in the next run.
         self._due.clear()
         for flight in self._core.ledger:
@@ -160,13 +163,11 @@ class _Fleet:
     def _else(self) -> Iterator[tuple[float, Callable[[], Awaitable[object]]]]:
         core, loop = self._core, self._loop
         scrape = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        yield _TICK_S, self._tick
         yield (
             _STEER_S,
             lambda: TimeSlices().finish(core.steering.ticking(self._spaces, loop.time())),
         )
         yield _SCRAPE_S, lambda: self._ask(scrape, loop.time())
-        yield _BATCH_S, self._tell
         yield _BEAT_S / self._sizes.instances, self._beat
 
     async def _repeat(
@@ -191,7 +192,6 @@ class _Fleet:
         return answered - at
 
     async def _tick(self) -> None:
-        collect_young()
         await TimeSlices().finish(self._service.ticking())
 
     async def _tell(self) -> None:
@@ -240,7 +240,7 @@ def busy(setting: Setting) -> list[Row]:
             ),
             unit="ms",
             value=times(beside, MILLISECONDS),
-            limit_what="p99 of the same requests with nothing beside them",
+            limit_what="p99 of the same requests with their events and ticks alone",
             limit=times(alone, MILLISECONDS),
             targets=(Target("p50", "<=", 2.0),),
             note=f"{sizes.stall_turns} turns of {sizes.busy_s:g} s, on a clock of CPU time",
