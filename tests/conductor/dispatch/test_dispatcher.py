@@ -96,12 +96,14 @@ def test_a_released_one_that_ends_otherwise_frees_its_place_and_a_held_one_leave
 
 def test_an_engine_that_stands_still_holds_nobody_for_ever() -> None:
     made = dispatcher()
-    fill(made, waiter("a", seconds=4.0), waiter("b"))
+    fill(made, waiter("a", seconds=4.0), waiter("b", seconds=0.25))
     made.tick(7.9)
     assert made.holds("b")
     made.tick(8.0)  # 4 s, and as much again
     assert made.ended() == ["b"]
-    made.tick(8.0 + 1.0 + LATE_S_MIN)
+    made.tick(8.0 + 0.25 + LATE_S_MIN - 0.1)
+    assert made.ahead(ROW) == 1, "what is short has a second more, not a quarter"
+    made.tick(8.0 + 0.25 + LATE_S_MIN)
     assert made.ahead(ROW) == 0
     made.leave(ROW, "a", 20.0)
     made.leave(ROW, "b", 20.0)
