@@ -86,6 +86,7 @@ test-engines: engines venv
 		tests/test_vllm_examples.py tests/conductor/events/test_real_vllm.py \
 		tests/conductor/gateway/test_split_vllm.py \
 		tests/conductor/gateway/test_local_prefill_vllm.py \
+		tests/conductor/gateway/test_continuation_vllm.py \
 		tests/conductor/gateway/test_split_faults_vllm.py \
 		tests/conductor/gateway/test_latency_vllm.py tests/bench/test_demo_vllm.py
 

@@ -231,17 +231,19 @@ class Gateway:
         """How many of an answer's tokens are in the text that the client has, as an instance that
         is not gone says; None if none does."""
         silent = set(gone)
-        for ids in rest.candidates():
+        for ids, loud in rest.candidates():
             text = None
             while text is None:
                 target = self.known.any(model, silent)
                 if target is None:
+                    log.warning("no instance of %r says what text the tokens are", model)
                     return None
-                text = await self._engines.detokenize(target, model, ids)
+                text = await self._engines.detokenize(target, model, loud)
                 if text is None:
                     silent.add(target.name)
             if rest.matches(text):
                 return ids
+        log.warning("the tokens of %r are not the text that its client has", model)
         return None
 
     async def size(self, ask: ClientRequest) -> Sized:

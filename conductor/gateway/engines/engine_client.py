@@ -48,6 +48,9 @@ _GONE = (_FAILED, 502, 503, 504)
 _WORDS_BYTES_MAX = 64 << 10
 # `kv_transfer_params` list blocks: a million tokens are 65,536 numbers.
 _PREFILL_BYTES_MAX = 16 << 20
+# A stream that could go on waits longer than a prompt, whose length can be estimated: the instances
+# that are left have just got the requests of another one.
+_DETOKENIZE_S = 30.0
 _JSON = {"content-type": "application/json"}
 _PASSED_HEADERS = ("content-type", "content-encoding", "retry-after")
 
@@ -277,7 +280,7 @@ class Engines:
         """The text of token ids, from the instance's `/detokenize`; None on an error or timeout."""
         body = msgspec.json.encode({"model": model, "tokens": ids})
         try:
-            async with asyncio.timeout(self._times.tokenize_s):
+            async with asyncio.timeout(_DETOKENIZE_S):
                 answer = await self._whole(target, "/detokenize", body, {})
             if answer.status == 200:
                 return _detokenised.decode(answer.body).prompt

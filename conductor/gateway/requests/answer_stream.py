@@ -63,6 +63,8 @@ log = logging.getLogger("tiffin.gateway")
 
 _STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _WAITING = b": waiting\n\n"
+# How soon the rest of a stream is placed again that was rejected for load.
+_RETRY_S, _RETRY_MAX_S = 0.25, 5.0
 # OpenTelemetry's semantic conventions for generative AI.
 _OPERATIONS = {
     CHAT: "chat",
@@ -437,7 +439,7 @@ class Serving(Response):
             if ask is None:
                 return None
             self._ask = replace(ask, wishes=self._asked.wishes.part(len(self._answers)))
-            answer = await self._attempts(await gateway.size(self._ask))
+            answer = await self._admitted(await gateway.size(self._ask))
         except (ConductorError, EngineError, NoInstance, NoShards, Poisonous, Refusal) as failure:
             log.warning("%s does not go on: %s", self._asked.wishes.request_id, failure)
             return None
@@ -449,6 +451,22 @@ class Serving(Response):
             gateway.metrics.continued.inc()
             return answer
         return None
+
+    async def _admitted(self, sized: Sized) -> AnswerStream | Whole:
+        """`_attempts`, again and again while the conductor rejects for load, for as long as a
+        stream may say nothing: the client has half an answer already. Raises _Refused at last."""
+        clock = self._gateway.clock
+        until = clock() + self._gateway.config.timeouts.idle_s
+        while True:
+            try:
+                return await self._attempts(sized)
+            except _Refused as failure:
+                told_s = failure.rejection.retry_after_s or 0.0
+                retry_s = min(max(told_s, _RETRY_S), _RETRY_MAX_S)
+                if not failure.rejection.overloaded or clock() + retry_s > until:
+                    raise
+                self._forget()
+                await asyncio.sleep(retry_s)
 
     def _reached(self, answer: AnswerStream) -> int | None:
         """The cap of answers like this one where it is decoded, if it has reached that and not its

@@ -64,8 +64,6 @@ _COMPLETION_TOKENS = 16
 _PROMPT_BYTES_MAX = 2 << 20
 # Tokens of which the text may be withheld: a character has at most four bytes, so tokens.
 _WITHHELD_MAX = 8
-# The end of the text that has to match.
-_MATCHED_CHARACTERS = 64
 _encoder = msgspec.json.Encoder()
 
 
@@ -121,6 +119,7 @@ class Continuation:
         self.prompt: list[int] = []
         self.ids: list[int] = []  # of the answer
         self.text = ""
+        self._silent: set[int] = set()  # places of tokens that came without a text
         self._id, self._created = "", 0
         self._before = 0  # tokens of the answer that other instances have computed
         self._lost = False  # something came that is no text with token ids
@@ -156,18 +155,30 @@ class Continuation:
             text = choice.text or delta.content or ""
             if delta.reasoning or delta.reasoning_content or (text and not choice.token_ids):
                 self._lost = True
+            ids = choice.token_ids or []
+            if not text:
+                self._silent.update(range(len(self.ids), len(self.ids) + len(ids)))
             self.text += text
-            self.ids += choice.token_ids or ()
+            self.ids += ids
 
-    def candidates(self) -> list[list[int]]:
-        """How far the client's text may reach: the tokens so far, then without the last, ..."""
-        shortest = max(0, len(self.ids) - _WITHHELD_MAX)
-        return [self.ids[:count] for count in range(len(self.ids), shortest - 1, -1)]
+    def candidates(self) -> list[tuple[list[int], list[int]]]:
+        """How far the client's text may reach: the tokens so far, then without the last, ...; and
+        of each those that have a text: all, or but those that came without, as special ones do. The
+        last one of these may be half a character, so it is computed again."""
+        counts = range(len(self.ids), max(0, len(self.ids) - _WITHHELD_MAX) - 1, -1)
+        found = [(self.ids[:count], self.ids[:count]) for count in counts]
+        if self._silent:
+            for count in counts:
+                if count - 1 in self._silent:
+                    continue
+                loud = [one for at, one in enumerate(self.ids[:count]) if at not in self._silent]
+                found.append((self.ids[:count], loud))
+        return found
 
     def matches(self, text: str) -> bool:
-        """Whether these tokens, whose text this is, are those of the client's text."""
-        end = self.text[-_MATCHED_CHARACTERS:]
-        return text.endswith(end) and abs(len(text) - len(self.text)) <= 1 if end else not text
+        """Whether these tokens, whose text this is, are those of the client's text. Behind a prompt
+        it may begin with a space that it has not alone."""
+        return text in (self.text, self.text.removeprefix(" "))
 
     def rest(self, ids: list[int]) -> ClientRequest | None:
         """The request for what comes after these tokens; None if nothing may come."""
@@ -184,6 +195,7 @@ class Continuation:
         fields["return_token_ids"] = Raw(b"true")
         fields["max_tokens"] = Raw(_encoder.encode(None if limit is None else limit - done))
         self.ids, self._before = ids, done
+        self._silent = {place for place in self._silent if place < done}
         return replace(
             ask,
             path=COMPLETIONS,

@@ -113,7 +113,9 @@ def test_however_often_it_breaks_the_client_hears_the_same(
         if not rest.possible:
             return  # nothing was seen yet: the request is tried again from its start
         ids = next(
-            one for one in rest.candidates() if rest.matches(bytes(one).decode("utf-8", "replace"))
+            one
+            for one, _ in rest.candidates()
+            if rest.matches(bytes(one).decode("utf-8", "replace"))
         )
         go_on = rest.rest(ids)
         if go_on is None:
@@ -168,9 +170,25 @@ def test_nothing_is_guessed(choice: dict[str, Any]) -> None:
     event = {"id": "a", "choices": [{"token_ids": [65], "text": "A", "prompt_token_ids": PROMPT}]}
     rest.seen(f"data: {json.dumps(event)}\n\n".encode())
     assert rest.possible
+    assert rest.matches("A")
     assert not rest.matches("B")
     rest.seen(f"data: {json.dumps({'id': 'a', 'choices': [choice]})}\n\n".encode())
     assert not rest.possible
+
+
+def test_special_tokens_have_no_text_in_a_stream() -> None:
+    """And `/detokenize` shows them. The last one may be half a character: it is computed again."""
+    rest = Continuation(ask())
+    for number, text in ((65, "A"), (3, ""), (66, "B"), (200, "")):
+        choice = {"token_ids": [number], "text": text, "prompt_token_ids": PROMPT}
+        rest.seen(f"data: {json.dumps({'id': 'a', 'choices': [choice]})}\n\n".encode())
+    shown = {3: "<eos>", 200: "\ufffd"}
+    matching = [
+        ids
+        for ids, loud in rest.candidates()
+        if rest.matches("".join(shown.get(one, chr(one)) for one in loud))
+    ]
+    assert matching == [[65, 3, 66]]
 
 
 def test_limits() -> None:
